@@ -174,7 +174,7 @@ def test_names_of_lightnings_that_are_not_ours(name: str, fix: str) -> None:
         ({"mode": "replicas", "fsdp": True}, "go with mode='spmd'"),
         ({"mode": "replicas", "pad_last_batch": True}, "go with mode='spmd'"),
         ({"device": "cuda"}, "runs on a TPU, or for trials on the CPU, not on 'cuda'"),
-        ({"timeout": 0}, "timeout must be a timedelta or seconds"),
+        ({"timeout": 0}, "timeout must be a timedelta or a number of seconds"),
         ({"precision": "16-mixed"}, "does not work with XLAStrategy; it offers 32-true"),
     ],
 )
