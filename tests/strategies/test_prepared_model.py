@@ -236,7 +236,7 @@ def test_nothing_to_learn_from_where_others_may_wait_for_anything() -> None:
 def test_nothing_to_learn_from_under_a_static_graph() -> None:
     strategy = joined(static_graph=True)
     strategy.wrap(strategy.prepare_module(Net()))
-    with pytest.raises(LossError, match="under static_graph=True all steps must be like the first"):
+    with pytest.raises(LossError, match="with static_graph=True all steps must be like the first. Remove static_graph=True"):
         strategy.backward(None)
 
 
