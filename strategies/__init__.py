@@ -1,7 +1,7 @@
-"""Where a run runs: one strategy a package.
+"""Strategies: one package for each backend.
 
-Strategies know the core and nothing of callbacks, the trainer or its loop. One device needs nothing from here: the
-base class, ``trainkit.strategy.Strategy``, is a working strategy for it.
+A strategy uses the core, but not the callbacks, the trainer or its loop. Training on one device needs no class from here: the
+base class ``trainkit.strategy.Strategy`` does it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DDPStrategy", "XLAStrategy", "ZeROStrategy"]
 
-# The packages, each with a module "info" that declares its strategy to the registry; the fastest strategies first.
+# The packages, fastest strategy first. The module "info" of each describes its strategy to the registry.
 PACKAGES = ("ddp", "zero", "xla")
 
 _FILES = {"DDPStrategy": "ddp", "XLAStrategy": "xla", "ZeROStrategy": "zero"}

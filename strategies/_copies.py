@@ -1,4 +1,4 @@
-"""Modules of which each process has one: that they are alike, and that their buffers stay so."""
+"""Modules that every process has a copy of: check that the copies match, and keep their buffers equal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Buffers", "refuse_unlike"]
 
 
 class Buffers:
-    """The buffers of modules, wherever these keep them at the time: a module may replace one."""
+    """The buffers of modules. Looks them up at each use, because a module may replace a buffer."""
 
     def __init__(self) -> None:
         self._places: list[tuple[dict[str, Tensor | None], str]] = []
@@ -23,17 +23,17 @@ class Buffers:
         return bool(self._places)
 
     def add(self, module: nn.Module, world: World) -> None:
-        """Those of a module too, of which each of the processes has one."""
+        """Add the buffers of a module that every process has a copy of."""
         self._world = world
         self._places += [(owner._buffers, name) for owner in module.modules() for name in owner._buffers]
 
     def present(self) -> list[Tensor]:
-        """Those that there are now."""
+        """The current buffers, without those that are ``None``."""
         found = [owner.get(name) for owner, name in self._places]
         return [buffer for buffer in found if buffer is not None]
 
     def sync(self) -> None:
-        """Rank 0's values, on every process."""
+        """Broadcast the buffers from rank 0."""
         present = self.present()
         if present and self._world is not None:
             with self._world.collectives:
@@ -41,22 +41,22 @@ class Buffers:
 
 
 def refuse_unlike(module: nn.Module, world: World, backend: str) -> None:
-    """Refuse modules that are not alike on all processes; collective.
+    """Raise an error unless all ranks have the same parameters and buffers. Collective.
 
     Args:
-        module: this process's.
-        world: the processes.
-        backend: that must know the shapes of parameters, for the message.
+        module: the module of this rank.
+        world: the ranks of the run.
+        backend: name of the backend, for the error message.
 
     Raises:
-        ModuleError: they differ, or have parameters without a shape.
+        ModuleError: the modules differ, or a parameter or buffer is uninitialized.
     """
     named = [*module.named_parameters(), *module.named_buffers()]
     lazy = [name for name, tensor in named if is_lazy(tensor)]
     if lazy:
         raise ModuleError(
-            f"{lazy[0]} has no shape yet, and {backend} must know it on all processes. Run a batch through the module first, "
-            "in configure_model."
+            f"{lazy[0]} is uninitialized, but {backend} needs the shapes of all parameters and buffers. Run a batch through "
+            "the module in configure_model: self(batch)"
         )
     mine = [f"{name}: {str(t.dtype).removeprefix('torch.')}{list(getattr(t, 'ds_shape', t.shape))}" for name, t in named]
     said = world.exchange(mine)
@@ -64,6 +64,6 @@ def refuse_unlike(module: nn.Module, world: World, backend: str) -> None:
         if other != said[0]:
             differing = [line for line in [*said[0], *other] if (line in said[0]) != (line in other)]
             raise ModuleError(
-                f"rank 0 and rank {rank} have different modules, while each must have a copy of the same: "
-                f"{'; '.join(differing[:4]) or 'the order of parameters'}. Build it the same way on all processes."
+                f"rank 0 and rank {rank} have different modules, but all ranks must have copies of one module. Different: "
+                f"{'; '.join(differing[:4]) or 'the order of parameters'}. Build the module the same way on all ranks."
             )

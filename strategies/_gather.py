@@ -1,4 +1,4 @@
-"""What users call on every rank: gathering tensors, waiting for each other."""
+"""``all_gather`` and ``barrier``, which users call on every rank."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ __all__ = ["barrier", "gathered"]
 
 
 def barrier(world: World) -> None:
-    """Wait until every rank has called it, for as long as that takes.
+    """Block until all ranks have called it. There is no timeout.
 
     Raises:
-        CollectiveError: another one waits in a collective instead, or has ended; names the lines.
+        CollectiveError: another rank is in a different collective, or has exited; the message names the lines of code.
     """
     CollectiveChecks.of(world).wait("strategy.barrier")
 
 
 def gathered(data: Any, world: World, device: torch.device, sync_grads: bool, alike: bool = False) -> Any:
-    """The tensors in nested containers, each with those of all processes in front: (processes, *shape), on the device.
+    """Gather tensors in nested containers from all ranks, each stacked along a new first dimension: (world size, *shape).
 
     Args:
-        data: tensors in containers.
-        world: the processes.
-        device: where the result is.
-        sync_grads: gradients flow back.
-        alike: the shapes have been compared already.
+        data: tensors in nested containers.
+        world: the ranks of the run.
+        device: the device of the results.
+        sync_grads: let gradients flow back to the inputs of all ranks.
+        alike: the shapes are known to be the same on all ranks.
 
     Raises:
-        CollectiveError: not all processes call it.
-        ConfigurationError: the processes give different containers, shapes or dtypes.
+        CollectiveError: not all ranks call it.
+        ConfigurationError: ranks pass different containers, shapes or dtypes.
     """
     if not alike:
         _compare(data, world)
@@ -59,8 +59,8 @@ def _compare(data: Any, world: World) -> None:
     if any(other != said[0] for other in said):
         lines = [f"rank {rank}: {', '.join(f'{dtype}{shape}' for dtype, shape in each)}" for rank, each in enumerate(said)]
         raise ConfigurationError(
-            f"all_gather stacks tensors, which must have the same shapes and dtypes on all processes; {'; '.join(lines)}. Pad "
-            "them first: torch.nn.functional.pad(x, (0, n - len(x)))"
+            f"all_gather needs tensors of the same shapes and dtypes on all ranks, but got {'; '.join(lines)}. Pad them first: "
+            "torch.nn.functional.pad(x, (0, n - len(x)))"
         )
 
 
@@ -71,7 +71,7 @@ def _gather(tensor: Tensor) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """The gradient of what a process gave is the sum of the gradients that all processes have for it."""
+    """All-gather. In backward, the gradient of a rank's input is the sum of the gradients that all ranks have for it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, rank: int) -> Tensor:

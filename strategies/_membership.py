@@ -1,4 +1,4 @@
-"""Becoming one of several processes, as all strategies that need them do it."""
+"""How strategies with several processes join the process group."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["Membership", "duration"]
 
 
 class Membership:
-    """How a strategy joins the others.
+    """Joins a process to the process group of a run.
 
     Args:
-        name: of the strategy's class, for messages.
-        device: its argument.
-        backend: of the process group; default: nccl for CUDA, gloo for the CPU.
-        timeout: how long a process waits for the others in a collective: a timedelta, or seconds.
+        name: class name of the strategy, for messages.
+        device: ``device`` argument of the strategy.
+        backend: backend of the process group. Default: nccl for CUDA, gloo for the CPU.
+        timeout: timeout of collectives: a timedelta, or a number of seconds.
 
     Raises:
-        ConfigurationError: the timeout is no time.
+        ConfigurationError: the timeout is not a positive duration.
     """
 
     def __init__(self, name: str, device: str | torch.device, backend: str | None, timeout: Any) -> None:
@@ -36,14 +36,15 @@ class Membership:
         self._one_device = str(device) != "auto" and torch.device(device).index is not None
 
     def join(self, wanted: RequestedDevices, device: torch.device) -> tuple[World, torch.device]:
-        """The processes, and the device of this one.
+        """Join the process group; returns the ranks of the run and the device of this process.
 
         Args:
-            wanted: what the user asked for.
-            device: what the strategy has resolved its argument to.
+            wanted: the devices that the user asked for.
+            device: the device that the strategy resolved its argument to.
 
         Raises:
-            ConfigurationError: one device was named for several processes; or as of :func:`trainkit.launch.joining.join`.
+            ConfigurationError: the ``device`` argument names one device for several processes, or
+                :func:`trainkit.launch.joining.join` raises it.
         """
         if wanted.accelerator == "auto":
             wanted = replace(wanted, accelerator=device.type)
@@ -52,19 +53,21 @@ class Membership:
             return world, device_of(wanted, world)
         if world.size > 1:
             raise ConfigurationError(
-                f"{self._name}(device={str(device)!r}) names one device for {world.size} processes. Use device="
-                f"{device.type!r}, and choose among several with Trainer(devices=[0, 2])."
+                f"{self._name}(device={str(device)!r}) names one device for {world.size} processes, but each process needs its "
+                f"own. Use device={device.type!r}, and select devices with Trainer(devices=[0, 2])."
             )
         return world, device
 
 
 def duration(timeout: Any) -> timedelta:
-    """A timeout as users give it: a timedelta, or seconds.
+    """Return a timeout, given as a timedelta or a number of seconds, as a timedelta.
 
     Raises:
-        ConfigurationError: it is no time.
+        ConfigurationError: it is not a positive duration.
     """
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if not is_number(seconds) or not 0 < seconds < inf:
-        raise ConfigurationError(f"timeout must be a timedelta or seconds, more than 0, not {timeout!r}.")
+        raise ConfigurationError(
+            f"timeout must be a timedelta or a number of seconds > 0, not {timeout!r}. For example: timeout=1800"
+        )
     return timedelta(seconds=seconds)

@@ -1,4 +1,4 @@
-"""Collectives over lists of tensors: many small tensors travel as a few large ones."""
+"""Collectives over lists of tensors, which combine many small tensors into a few large buckets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BROADCAST_MB = 64.0
 
 
 def mean(tensor: Tensor) -> Tensor:
-    """The mean of a tensor over all processes, without its graph."""
+    """The mean of a tensor over all ranks, detached from the graph."""
     result = tensor.detach() / dist.get_world_size()
     dist.all_reduce(result)
     return result
@@ -25,7 +25,7 @@ def mean(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Rank 0's values, on every process; the tensors are alike in number, order, shape and dtype."""
+    """Broadcast tensors from rank 0. All ranks must pass tensors of the same shapes and dtypes in the same order."""
     main = dist.get_rank() == 0
     for some in _buckets(tensors, _BROADCAST_MB):
         if len(some) == 1 and some[0].is_contiguous():
@@ -40,31 +40,32 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
 def average_gradients(
     parameters: Iterable[Tensor], bucket_mb: float, *, wire: torch.dtype | None = None, sparse: Collection[int] = ()
 ) -> None:
-    """The mean of each parameter's gradient over all processes, in place.
+    """Average the gradient of each parameter over all ranks, in place.
 
-    A process without a gradient counts as one of zeros. A parameter that has none on any process keeps having none: which have
-    one travels beside the values.
+    A gradient that is missing on some ranks counts as zeros there. One that is missing on all ranks stays ``None``: each bucket
+    also carries a flag for each parameter that says whether its gradient exists.
 
     Args:
-        parameters: the same on all processes, in the same order.
-        bucket_mb: size of what is sent at once, in MB.
-        wire: a shorter dtype that floating-point values are sent in.
-        sparse: ids of the parameters whose gradients are sparse.
+        parameters: the same parameters on all ranks, in the same order.
+        bucket_mb: bucket size in MB.
+        wire: dtype to send floating-point values in, if it is shorter than theirs.
+        sparse: ids of the parameters with sparse gradients.
 
     Raises:
-        ModuleError: a sparse gradient that cannot be reduced.
+        ModuleError: a sparse gradient cannot be averaged.
     """
     distinct = {id(parameter): parameter for parameter in parameters}
-    sent = [_Sent(some, wire) for some in _buckets([p for i, p in distinct.items() if i not in sparse], bucket_mb)]
-    for one in sent:
-        one.receive()
+    dense = [parameter for key, parameter in distinct.items() if key not in sparse]
+    reductions = [_BucketReduction(bucket, wire) for bucket in _buckets(dense, bucket_mb)]
+    for reduction in reductions:
+        reduction.finish()
     for key, parameter in distinct.items():
         if key in sparse:
             _average_sparse(parameter)
 
 
-class _Sent:
-    """Gradients of some parameters, and which of them there are, on their way."""
+class _BucketReduction:
+    """An all-reduce in flight: the gradients of some parameters, and a flag for each gradient that exists."""
 
     def __init__(self, parameters: Sequence[Tensor], wire: torch.dtype | None) -> None:
         self._parameters = parameters
@@ -73,7 +74,8 @@ class _Sent:
         if any(self._missing):
             there = torch.tensor([float(not missing) for missing in self._missing], dtype=first.dtype, device=first.device)
         else:
-            there = torch.ones(len(parameters), dtype=first.dtype, device=first.device)  # does not wait for the device
+            # no copy from the host, which would synchronize
+            there = torch.ones(len(parameters), dtype=first.dtype, device=first.device)
         pieces = [_gradient_or_zeros(parameter) for parameter in parameters]
         self._flat = torch.cat([*pieces, there]).div_(dist.get_world_size())
         self._dtype = self._flat.dtype
@@ -81,12 +83,12 @@ class _Sent:
             self._flat = self._flat.to(wire)
         self._work: Any = dist.all_reduce(self._flat, async_op=True)
 
-    def receive(self) -> None:
-        """Wait for them, and give them to the parameters."""
+    def finish(self) -> None:
+        """Wait for the all-reduce, and write the means to the gradients."""
         self._work.wait()
         flat = self._flat.to(self._dtype)
         *values, there = flat.split([*(_real(p.detach()).numel() for p in self._parameters), len(self._parameters)])
-        known = there.tolist() if any(self._missing) else None  # waits for the device: only where something is missing
+        known = there.tolist() if any(self._missing) else None  # synchronizes, so only if a gradient is missing
         for place, (parameter, value) in enumerate(zip(self._parameters, values, strict=True)):
             if parameter.grad is None:
                 assert known is not None
@@ -104,8 +106,8 @@ def _gradient_or_zeros(parameter: Tensor) -> Tensor:
         return torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
     if gradient.is_sparse:
         raise ModuleError(
-            f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient and does not belong to an nn.Embedding or "
-            "nn.EmbeddingBag with sparse=True, so the other processes do not expect it. Make it dense."
+            f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, but only nn.Embedding and nn.EmbeddingBag "
+            "with sparse=True may have one. Make it dense: torch.nn.functional.embedding(x, weight, sparse=False)"
         )
     return _real(gradient.detach()).reshape(-1)
 
@@ -113,7 +115,7 @@ def _gradient_or_zeros(parameter: Tensor) -> Tensor:
 def _average_sparse(parameter: Tensor) -> None:
     if parameter.device.type != "cpu" and dist.get_backend() != "gloo":
         raise ModuleError(
-            f"sparse gradients on {parameter.device.type!r} cannot be averaged over the backend {dist.get_backend()!r}. Use "
+            f"the backend {dist.get_backend()!r} cannot average sparse gradients on {parameter.device.type!r}. Use "
             "nn.Embedding(..., sparse=False), or DDPStrategy(process_group_backend='gloo')."
         )
     gradient = parameter.grad
@@ -134,13 +136,13 @@ def sparse_parameters(module: nn.Module) -> set[int]:
 
 
 def no_rows(like: Tensor) -> Tensor:
-    """A sparse gradient of nothing."""
+    """A sparse zero gradient of the shape of ``like``, with no entries."""
     nowhere = torch.empty((1, 0), dtype=torch.int64, device=like.device)
     return torch.sparse_coo_tensor(nowhere, like[:0], like.shape)
 
 
 def _buckets(tensors: Iterable[Tensor], bucket_mb: float) -> Iterator[list[Tensor]]:
-    """The tensors by dtype and device, in lists of at most so many MB, or of one tensor."""
+    """Group tensors by dtype and device into lists of at most ``bucket_mb`` MB; a larger tensor is a list of its own."""
     open_ones: dict[Any, list[Tensor]] = {}
     sizes: dict[Any, float] = {}
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Gradients sent in fewer bytes: what DDP calls instead of summing a bucket."""
+"""Gradient compression: the communication hook that DDP calls instead of its all-reduce of a bucket."""
 
 from __future__ import annotations
 
@@ -20,42 +20,43 @@ _POWER = "powersgd"
 
 
 class Compression:
-    """What ``DDPStrategy(comm_hook=, comm_state=)`` asks for.
+    """The communication hook that ``DDPStrategy(comm_hook=, comm_state=)`` selects.
 
     Args:
-        hook: ``"fp16"``, ``"bf16"``, ``"powersgd"``, a hook of torch's kind, or ``None``.
-        state: for a hook: its first argument; for "powersgd": options of torch's ``PowerSGDState``, or one of these.
+        hook: ``"fp16"``, ``"bf16"``, ``"powersgd"``, a DDP communication hook, or ``None``.
+        state: the first argument of the hook. For "powersgd": a ``PowerSGDState`` of torch, or a dict of its options.
 
     Attributes:
-        wire: the dtype that gradients are sent in, where that is all.
+        wire: the dtype that gradients are sent in, for "fp16" and "bf16"; else ``None``.
 
     Raises:
-        ConfigurationError: it is none of these.
+        ConfigurationError: the hook or its state has another type or value.
     """
 
     def __init__(self, hook: str | Callable[..., Any] | None, state: Any) -> None:
         known = (*_WIRES, _POWER)
         if isinstance(hook, str) and hook not in known:
             raise UnknownNameError(
-                f"unknown comm_hook {hook!r}; known: {', '.join(known)}, or a function (state, bucket) as torch has them in "
+                f"unknown comm_hook {hook!r}; known: {', '.join(known)}, or a function (state, bucket) like those in "
                 f"torch.distributed.algorithms.ddp_comm_hooks.{nearest(hook, known)}"
             )
         if hook is not None and not isinstance(hook, str) and not callable(hook):
             raise ConfigurationError(
-                f"comm_hook must be one of {', '.join(known)}, or a function (state, bucket), not {hook!r}."
+                f"comm_hook must be one of {', '.join(known)}, or a function (state, bucket), not {hook!r}. For example: "
+                "comm_hook='bf16'"
             )
         if state is not None and (hook is None or hook in _WIRES):
             raise ConfigurationError(
-                f"comm_state belongs to comm_hook='powersgd' or to a function, not to {hook!r}. Leave it out."
+                f"comm_state needs comm_hook='powersgd' or a function, not {hook!r}. Remove it, or use comm_hook='powersgd'."
             )
         self._hook, self._state = hook, state
         self.wire = _WIRES.get(hook) if isinstance(hook, str) else None
-        self._power: Any = None  # torch's state, kept when DDP is made anew
+        self._power: Any = None  # the PowerSGDState, kept when DDP is made again
         if hook == _POWER and isinstance(state, Mapping):
-            self._power_state(**state)  # what is wrong with the options is said here, not when training begins
+            self._power_state(**state)  # raises now if the options are wrong, not when training begins
 
     def register(self, ddp: DistributedDataParallel) -> None:
-        """Make DDP use it."""
+        """Register the hook with DDP."""
         if self._hook is None:
             return
         if self.wire is not None:
@@ -69,7 +70,7 @@ class Compression:
             ddp.register_comm_hook(self._state, _plain(self._hook))
 
     def _begin_power(self) -> Any:
-        """A state for new buckets: what it remembers of others does not fit them."""
+        """A state for new buckets, without the errors and matrices of earlier buckets, whose shapes may differ."""
         if self._state is not None and not isinstance(self._state, Mapping):
             made = self._state
             for memory in (made.error_dict, made.p_memory_dict, made.q_memory_dict):
@@ -79,8 +80,8 @@ class Compression:
             made.iter = 0 if self._power is None else self._power.iter
         if self._power is None:
             notice(
-                "comm_hook='powersgd': what it remembers of earlier gradients is not in the checkpoints, so a resumed run "
-                "differs from one that was never stopped."
+                "comm_hook='powersgd': checkpoints do not contain what PowerSGD remembers of earlier gradients, so a resumed "
+                "run differs slightly from an uninterrupted one."
             )
         self._power = made
         return made
@@ -92,28 +93,28 @@ class Compression:
             return PowerSGDState(process_group=None, **options)
         except (TypeError, ValueError) as error:
             raise ConfigurationError(
-                f"comm_state for comm_hook='powersgd' takes options of torch's PowerSGDState, such as "
-                f"{{'matrix_approximation_rank': 2, 'start_powerSGD_iter': 1000}}: {error}"
+                f"comm_state must have options of torch's PowerSGDState for comm_hook='powersgd': {error}. For example: "
+                "comm_state={'matrix_approximation_rank': 2, 'start_powerSGD_iter': 1000}"
             ) from None
 
 
 def _send_short(wire: torch.dtype, bucket: Any) -> Any:
-    """The mean of a bucket, sent in a shorter dtype; complex numbers, and what is short already, as they are."""
+    """Average a bucket over all ranks, sent in a shorter dtype. Complex and already short values are sent as they are."""
     buffer = bucket.buffer().div_(dist.get_world_size())
     short = buffer.is_floating_point() and wire.itemsize < buffer.dtype.itemsize
     sent = buffer.to(wire) if short else buffer
     future: Future[Any] = dist.all_reduce(sent, async_op=True).get_future()
 
     def arrived(done: Future[Any]) -> Any:
-        values = done.value()  # where the reduction has failed, this says so
-        # of complex numbers these are the pairs that were sent, of which torch 2.9 would take half
+        values = done.value()  # raises if the all-reduce failed
+        # for a complex bucket, values[0] has the real pairs that were sent; torch 2.9 would read only half of them
         return buffer.copy_(values[0]) if short else buffer
 
     return future.then(arrived)
 
 
 def _plain(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that torch's checks have nothing against: of annotations (as text), of a name, of the build of torch."""
+    """Wrap a hook so that it passes torch's checks, which reject annotations as text, and some hook names in some builds."""
 
     def call(state, bucket):  # type: ignore[no-untyped-def]
         return hook(state, bucket)

@@ -1,4 +1,4 @@
-"""``DDPStrategy``: a copy of the model in every process, gradients averaged over all of them."""
+"""``DDPStrategy``: a copy of the model on every rank, gradients averaged over all ranks."""
 
 from __future__ import annotations
 
@@ -38,27 +38,26 @@ _NULL = nullcontext()
 class DDPStrategy(Strategy):
     """Data parallel training with torch's ``DistributedDataParallel``, on any number of processes.
 
-    Every process has the whole model and works on its share of each global batch. Gradients are averaged in buckets while the
-    backward pass goes on, in the last micro-batch of an accumulation window only. With one process it is the same as the base
-    class.
+    Each rank has the whole model and processes its shard of each global batch. Gradients are averaged in buckets during the
+    backward pass of the last micro-batch of an accumulation window. With one process, this is the same as the base class.
 
     Args:
-        process_group_backend: ``"gloo"``, ``"nccl"``, …; default: nccl for CUDA, gloo for the CPU.
-        timeout: how long a process waits for the others in a collective: a timedelta, or seconds.
-        static_graph: each step uses the same parameters, as often and in the same order. Lets reentrant activation
-            checkpointing work, and finds unused parameters once. Then every ``training_step`` must return a loss.
-        find_unused_parameters: some parameters get no gradient in some steps. Costs a walk through the graph at each step.
-        gradient_as_bucket_view: gradients live in the buckets, which saves memory of the size of the gradients.
-        bucket_cap_mb: size of a bucket in MB; 25 is torch's default, with a first bucket of 1 MB.
+        process_group_backend: ``"gloo"``, ``"nccl"``, … Default: nccl for CUDA, gloo for the CPU.
+        timeout: timeout of collectives: a timedelta, or a number of seconds.
+        static_graph: every step uses the same parameters, the same number of times and in the same order. Supports reentrant
+            activation checkpointing, and searches for unused parameters only once. Every ``training_step`` must return a loss.
+        find_unused_parameters: allow parameters without a gradient in some steps. Traverses the autograd graph in every step.
+        gradient_as_bucket_view: make gradients views of the buckets, which saves memory of the size of the gradients.
+        bucket_cap_mb: bucket size in MB. Default: 25, as in torch, with a first bucket of 1 MB.
         comm_hook: send gradients in fewer bytes: ``"fp16"``, ``"bf16"``, ``"powersgd"`` (Vogels et al., NeurIPS 2019), or a
             function ``(state, bucket)`` as in ``torch.distributed.algorithms.ddp_comm_hooks``.
-        comm_state: the first argument of that function; for "powersgd" a dict of options of torch's ``PowerSGDState``.
-        sync_batchnorm: BatchNorm takes its statistics over the micro-batches of all processes. Not on the CPU.
-        device: a torch device, or ``"auto"``: each process its GPU, else MPS or the CPU.
-        precision: as of the base class.
+        comm_state: the first argument of that function. For "powersgd": a dict of options of torch's ``PowerSGDState``.
+        sync_batchnorm: compute BatchNorm statistics over the micro-batches of all ranks. Not supported on the CPU.
+        device: a torch device, or ``"auto"``: one GPU for each process, else MPS or the CPU.
+        precision: see :class:`trainkit.Strategy`.
 
     Raises:
-        ConfigurationError: an argument that is wrong or contradicts another.
+        ConfigurationError: an argument is wrong, or contradicts another.
     """
 
     name: ClassVar[str] = "ddp"
@@ -94,12 +93,12 @@ class DDPStrategy(Strategy):
         self._begin()
 
     def _begin(self) -> None:
-        self._step: TrainingStep | None = None  # training_step under automatic optimization
-        self._models: list[PreparedModel] = []  # of loops that call them themselves
+        self._step: TrainingStep | None = None  # the training_step of automatic optimization
+        self._models: list[PreparedModel] = []  # of your own training loop
         self._buffers = Buffers()
-        self._sparse: set[int] = set()  # ids of parameters
-        self._known: dict[int, int] = {}  # optimizers by id, with the number of parameters of each that was looked at
-        self._stepping = False  # in training_step under automatic optimization
+        self._sparse: set[int] = set()  # ids of parameters with sparse gradients
+        self._known: dict[int, int] = {}  # id of an optimizer → number of its parameters that have been checked
+        self._stepping = False  # inside a training_step of automatic optimization
 
     def join(self, wanted: RequestedDevices) -> None:
         """See :meth:`trainkit.Strategy.join`."""
@@ -107,8 +106,8 @@ class DDPStrategy(Strategy):
         self.joined = True
         if self.sync_batchnorm and self.device.type == "cpu" and not self._alone:
             raise ConfigurationError(
-                "sync_batchnorm=True: torch has no synchronized BatchNorm on the CPU. Leave it out, or use layers without "
-                "statistics over the batch, such as nn.GroupNorm."
+                "sync_batchnorm=True does not work on the CPU: torch supports nn.SyncBatchNorm on GPUs only. Remove it, or use "
+                "layers without batch statistics: nn.GroupNorm(num_groups, num_channels)"
             )
 
     @property
@@ -116,12 +115,12 @@ class DDPStrategy(Strategy):
         return self.world.size == 1
 
     def prepare_module(self, module: nn.Module) -> nn.Module:
-        """The module on the device, with rank 0's parameters and buffers."""
+        """Move the module to the device, and broadcast its parameters and buffers from rank 0."""
         module = super().prepare_module(module)
         if self._alone:
             return module
         if self.sync_batchnorm:
-            self._norms.put_in(module, self.world)
+            self._norms.convert(module, self.world)
         refuse_unlike(module, self.world, "DDP")
         self._buffers.add(module, self.world)
         self._sparse |= sparse_parameters(module)
@@ -150,7 +149,7 @@ class DDPStrategy(Strategy):
             due,
             bucket_cap_mb=self.bucket_cap_mb,
             static_graph=self.static_graph,
-            find_unused_parameters=self.find_unused_parameters and not self.static_graph,  # which finds them anyway
+            find_unused_parameters=self.find_unused_parameters and not self.static_graph,  # static_graph finds them anyway
             gradient_as_bucket_view=self.gradient_as_bucket_view,
         )
         self._compression.register(ddp)
@@ -160,7 +159,7 @@ class DDPStrategy(Strategy):
         return [part.replica for part in (self._step, *self._models) if part is not None]
 
     def _due(self) -> bool:
-        """Whether the backward of the current micro-batch averages gradients."""
+        """Whether the backward pass of the current micro-batch averages gradients."""
         return self.micro_batch.last and not self.micro_batch.uneven
 
     def unwrap(self, module: nn.Module) -> nn.Module:
@@ -170,7 +169,7 @@ class DDPStrategy(Strategy):
     def step_function(
         self, wrapped: nn.Module, module: nn.Module, name: str, compiler: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """See :meth:`trainkit.Strategy.step_function`; ``training_step`` under automatic optimization runs in DDP's forward."""
+        """See :meth:`trainkit.Strategy.step_function`. With automatic optimization ``training_step`` runs in DDP's forward."""
         run = super().step_function(wrapped, module, name, compiler)
         if self._alone or name != "training_step" or not getattr(module, "automatic_optimization", True):
             return run
@@ -193,7 +192,7 @@ class DDPStrategy(Strategy):
         return begun
 
     def backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW, **kwargs: Any) -> None:
-        """See :meth:`trainkit.Strategy.backward`; averages gradients in the last micro-batch of a window."""
+        """See :meth:`trainkit.Strategy.backward`. Averages gradients in the last micro-batch of a window."""
         if self._alone:
             super().backward(loss, micro, **kwargs)
         elif loss is None:
@@ -206,28 +205,28 @@ class DDPStrategy(Strategy):
             self._backward_of_models(loss, **kwargs)
 
     def _backward_of_models(self, loss: Tensor, **kwargs: Any) -> None:
-        """The backward pass in your own training loop, through the models that it has called.
+        """Run the backward pass of your own training loop, through the prepared models that it called.
 
         Raises:
-            ModuleError: it has called none of the prepared ones.
+            ModuleError: it called no prepared model.
         """
         called = [model for model in self._models if model.replica.called]
         if self._models and not called:
             raise ModuleError(
-                "no prepared model has been called since the last backward pass, so the gradients of this one would not be "
-                "averaged over the processes. Call what prepare returned, model(...), not a method of it; of two losses of "
-                "one forward make one: accelerator.backward(loss1 + loss2)."
+                "no prepared model was called since the last backward pass, but gradients are averaged only after a call of "
+                "one. Call the model that prepare returned: model(...), not a method of it. Add up the losses of one forward: "
+                "accelerator.backward(loss1 + loss2)"
             )
         for model in called:
             model.replica.reached = False
         with self._waiting(called):
             self.precision.scale(loss).backward(**kwargs)
-        # if the backward seems to reach none, the loss was computed from other things than a model's outputs: maybe of all
+        # if it reached no model's outputs, the loss was computed from something else, and all models may take part
         for model in [model for model in called if model.replica.reached] or called:
             model.finish_backward()
 
     def _waiting(self, models: list[PreparedModel]) -> AbstractContextManager[Any]:
-        """Around a backward pass: it waits for the others if gradients of one of the models travel."""
+        """A context for a backward pass, which waits for other ranks if one of the models averages its gradients."""
         return self.world.collectives if any(model.replica.due() for model in models) else _NULL
 
     def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
@@ -235,28 +234,28 @@ class DDPStrategy(Strategy):
         if self._alone:
             return
         due = micro.last and not micro.uneven
-        self.precision.scale(torch.zeros((), device=self.device))  # the loss scale is kept alike on all processes
+        self.precision.scale(torch.zeros((), device=self.device))  # keeps the loss scale the same on all ranks
         if self._step is not None:
-            if micro.kind is not MicroBatchKind.DATA:  # no forward has begun the window
+            if micro.kind is not MicroBatchKind.DATA:  # no forward has started the window
                 self._step.begin_window(micro.uneven)
             with self.world.collectives if due else _NULL:
                 self._step.skip(loss is not None, due)
             return
         called = [model for model in self._models if model.replica.called]
         if not called and any(model.replica.due() for model in self._models):
-            called = self._models  # the others have called it
+            called = self._models  # the other ranks called it
             if len(called) > 1:
                 raise ModuleError(
-                    "backward(None), and no prepared model has been called since the last backward pass: of several it is not "
-                    "known which ones the other processes wait for. Call the models all the same, and then backward(None)."
+                    "backward(None) with several prepared models, none of which was called since the last backward pass: it is "
+                    "not known which of them the other ranks wait for. Call the models first: model(batch), then backward(None)"
                 )
-        # in the order of a backward pass: the other processes reduce in that of theirs
+        # in the order of a backward pass, which is also the order in which the other ranks average
         with self._waiting(called):
             for model in sorted(called, key=lambda model: -model.replica.called):
                 model.skip_backward()
 
     def any_loss(self, had_loss: bool) -> bool:
-        """See :meth:`trainkit.Strategy.any_loss`; to be asked after the gradients have been averaged."""
+        """See :meth:`trainkit.Strategy.any_loss`. Call it after the gradients have been averaged."""
         if had_loss or self._step is None or self._step.witness.grad is None:
             return had_loss
         return bool(self._step.witness.grad.abs() > 0.0)
@@ -264,7 +263,7 @@ class DDPStrategy(Strategy):
     def reduce_gradients(self, parameters: Iterable[Tensor], micro: MicroBatch = WHOLE_WINDOW) -> None:
         """See :meth:`trainkit.Strategy.reduce_gradients`.
 
-        ``comm_hook="fp16"`` and ``"bf16"`` shorten what is sent; other hooks have no part in it.
+        ``comm_hook="fp16"`` and ``"bf16"`` apply here too; other hooks do not.
         """
         if self._alone:
             return
@@ -282,31 +281,31 @@ class DDPStrategy(Strategy):
             return mean(value)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Update the parameters, and give rank 0's buffers to all processes.
+        """Update the parameters, and broadcast the buffers from rank 0.
 
         Raises:
-            ModuleError: the optimizer has parameters whose gradients nobody averages.
+            ModuleError: the optimizer has parameters whose gradients are not averaged.
         """
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if not self._alone and self._known.get(id(optimizer)) != count:
-            self._refuse_strangers(optimizer)
+            self._refuse_unknown_parameters(optimizer)
             self._known[id(optimizer)] = count
         updated = super().optimizer_step(optimizer, closure)
         if self._buffers:
             self.sync_buffers()
         return updated
 
-    def _refuse_strangers(self, optimizer: Optimizer) -> None:
+    def _refuse_unknown_parameters(self, optimizer: Optimizer) -> None:
         replicas = self._replicas()
         if not replicas:
-            return  # gradients are averaged by the optimizer's parameters, whose ever they are
+            return  # the gradients of all parameters of the optimizer are averaged
         known = {id(p) for replica in replicas for p in replica.parameters}
-        strange = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and id(p) not in known]
-        if strange:
+        unknown = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and id(p) not in known]
+        if unknown:
             raise ModuleError(
-                f"{type(optimizer).__name__} has {len(strange)} parameters (the first of shape {tuple(strange[0].shape)}) that "
-                "were in no module when it was prepared, so their gradients are not averaged over the processes. Make all "
-                "parameters before, in configure_model or __init__, and give each module that has some to prepare."
+                f"{type(optimizer).__name__} has {len(unknown)} parameters (the first of shape {tuple(unknown[0].shape)}) that "
+                "were in no module when it was prepared, so their gradients are not averaged over the ranks. Create all "
+                "parameters in __init__ or configure_model, and prepare all modules: accelerator.prepare(model, other)"
             )
 
     def sync_buffers(self) -> None:
@@ -314,7 +313,7 @@ class DDPStrategy(Strategy):
         self._buffers.sync()
 
     def footprint(self, contents: Contents, processes: int) -> Footprint:
-        """See :meth:`trainkit.Strategy.footprint`; the buckets are as large as the gradients, unless those live in them."""
+        """See :meth:`trainkit.Strategy.footprint`. Adds the buckets, unless gradients are views of them."""
         alone = super().footprint(contents, processes)
         if processes == 1 or self.gradient_as_bucket_view:
             return alone
@@ -325,19 +324,19 @@ class DDPStrategy(Strategy):
         """See :meth:`trainkit.Strategy.all_gather`.
 
         Raises:
-            ConfigurationError: the processes give different containers, shapes or dtypes; or not all of them come here.
+            ConfigurationError: the ranks pass different containers, shapes or dtypes, or not all ranks call it.
         """
         if self.micro_batch.uneven and not self._alone:
             self._refuse_uneven(data, sync_grads)
         return data if self._alone else gathered(data, self.world, self.device, sync_grads, alike)
 
     def _refuse_uneven(self, data: Any, sync_grads: bool) -> None:
-        """A process without a micro-batch runs no training_step, and no backward pass of one that it repeats."""
+        """Raise an error where ranks without a micro-batch would not take part: in ``training_step`` and in its backward."""
         if self._stepping or (sync_grads and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(data))):
             raise ConfigurationError(
-                "all_gather in a window in which some processes have fewer micro-batches than others, as the last of an epoch "
-                "may be: not all of them take part, and the others would wait for them. Leave such windows out: "
-                "Trainer(limit_train_batches=n), where n is the number of micro-batches that every process has."
+                "all_gather in a window in which some ranks have fewer micro-batches than others, such as the last one of an "
+                "epoch: those ranks do not call it, and the others would wait forever. Stop the epoch after n "
+                "micro-batches, as many as every rank has: Trainer(limit_train_batches=n)"
             )
 
     def barrier(self) -> None:
@@ -345,8 +344,8 @@ class DDPStrategy(Strategy):
         barrier(self.world)
 
     def teardown(self) -> None:
-        """Take the hooks off the parameters. Process groups stay: others may use them."""
+        """Remove the hooks from the parameters. Keeps the process groups, which may be used elsewhere."""
         for replica in self._replicas():
             replica.close()
-        self._norms.take_out()
+        self._norms.restore()
         self._begin()

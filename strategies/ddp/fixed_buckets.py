@@ -1,4 +1,4 @@
-"""torch's ``DistributedDataParallel`` but its buckets never change, and the window says when it reduces."""
+"""``DistributedDataParallel`` whose buckets never change, and which averages gradients when the accumulation window ends."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from trainkit.console import warn
 
 __all__ = ["FixedDDP"]
 
-_TORCHS_CAP = 25  # MB; given to torch as None, which makes the first bucket small besides
+_DEFAULT_CAP = 25  # MB, torch's default. Passed to torch as None, so that it also makes the first bucket small
 
 
 class FixedDDP(DistributedDataParallel):
-    """DDP that reduces its first step in the buckets of all later ones.
+    """DDP that uses the same buckets in its first step as in all later ones.
 
-    torch begins with one bucket for all parameters, and after the first step makes others, in the order in which the gradients
-    came. On three and more processes other buckets are sums in another order, so a run that is resumed would differ in the
-    last bit. Here the buckets are made once, of the parameters from the last to the first.
+    torch starts with one bucket for all parameters, and after the first step rebuilds the buckets in the order in which the
+    gradients arrived. With three or more ranks, other buckets add up in another order, so a resumed run would differ in the
+    last bit. This class builds the final buckets at the start, from the last parameter to the first.
 
     Args:
-        module: what computes the loss; its parameters are alike on all processes already.
-        due: whether gradients travel in the forward and backward that come now. Under static_graph it must be made when they
-            do: torch counts all hooks until it has reduced once.
-        bucket_cap_mb: size of a bucket in MB.
-        static_graph: as in torch.
-        find_unused_parameters: as in torch.
-        **options: for torch's class.
+        module: the module that computes the loss. Its parameters must be equal on all ranks already.
+        due: returns whether the current forward and backward average gradients. With ``static_graph``, create this object only
+            when it returns ``True``: torch counts all gradient hooks until its first all-reduce.
+        bucket_cap_mb: bucket size in MB.
+        static_graph: as in ``DistributedDataParallel``.
+        find_unused_parameters: as in ``DistributedDataParallel``.
+        **options: other arguments of ``DistributedDataParallel``.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class FixedDDP(DistributedDataParallel):
         **options: Any,
     ) -> None:
         self._due = due
-        self._once = static_graph or not find_unused_parameters  # torch makes other buckets after the first step
-        cap: Any = None if bucket_cap_mb == _TORCHS_CAP else bucket_cap_mb
+        self._once = static_graph or not find_unused_parameters  # torch would rebuild the buckets after the first step
+        cap: Any = None if bucket_cap_mb == _DEFAULT_CAP else bucket_cap_mb
         super().__init__(
             module,
             bucket_cap_mb=cap,
@@ -54,38 +54,38 @@ class FixedDDP(DistributedDataParallel):
             init_sync=False,
             **options,
         )
-        self.broadcast_buffers = False  # as an argument it would make some versions of torch warn
+        self.broadcast_buffers = False  # some versions of torch warn if it is passed as an argument
         if self._once:
             self._make_buckets()
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether gradients travel now; torch asks before each forward and after it."""
+        """Whether gradients are averaged now. torch reads this before and after each forward."""
         return self._due()
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, wanted: bool) -> None:
-        """torch's __init__ sets it."""
+        """Ignore the value that torch's ``__init__`` sets."""
 
     @property
     def watches_outputs(self) -> bool:
-        """Whether torch looks for unused parameters, from the outputs of each forward on."""
+        """Whether torch searches the graph of each forward's outputs for unused parameters."""
         return bool(self.find_unused_parameters and not self.static_graph)
 
     def expect(self, roots: Sequence[Tensor]) -> None:
-        """The backward pass that comes is that of these, not of what the forward returned."""
+        """Prepare for a backward pass that starts at ``roots`` instead of the outputs of the forward."""
         self.reducer.prepare_for_backward(list(roots) if self.watches_outputs else [])
 
     def forget_backward(self) -> None:
-        """The gradients of backward passes without reduction have been reduced in another way.
+        """Forget the backward passes whose gradients were averaged without DDP.
 
-        torch has noted which parameters they have reached, and would count these as used in the next reduction.
+        torch has recorded which parameters they used, and would count these as used in the next all-reduce too.
         """
         if self.watches_outputs:
             self.reducer._reset_state()
 
     def _make_buckets(self) -> None:
-        """What torch does after the first step."""
+        """Build the final buckets, as torch does after the first step."""
         try:
             self.reducer._push_all_rebuilt_params()
             made = self.reducer._rebuild_buckets()
@@ -93,18 +93,18 @@ class FixedDDP(DistributedDataParallel):
             made = False
         if not made:
             warn(
-                f"DDP of torch {torch.__version__} changes its buckets after the first step, and trainkit does not know how to "
-                "prevent it: on three and more processes a run that is resumed may differ in the last bit from one that is "
-                "not. torch 2.9 to 2.13 are known to work."
+                f"DDP of torch {torch.__version__} rebuilds its buckets after the first step, which trainkit cannot prevent in "
+                "this version: with three or more processes a resumed run may differ in the last bit from an uninterrupted "
+                "one. Use torch 2.9 to 2.13, which are known to work."
             )
 
     def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
-        # Buckets that are made once are reduced in the order of this list, so the last layers come first, whose gradients do.
-        # The others torch reverses by itself.
+        # Fixed buckets are reduced in the order of this list. The gradients of the last layers are ready first, so they come
+        # first. Buckets that torch rebuilds are reversed by torch.
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         return (parameters[::-1], sparse[::-1]) if self._once else (parameters, sparse)
 
     def _post_forward(self, output: Any) -> Any:
         if torch.is_grad_enabled() and self._due():
             return super()._post_forward(output)  # type: ignore[no-untyped-call]
-        return output  # torch would look for unused parameters all the same, and reduce in a first step under static_graph
+        return output  # torch would still search for unused parameters, and with static_graph all-reduce in the first step

@@ -1,4 +1,4 @@
-"""What the core knows of ``DDPStrategy`` without importing it."""
+"""What the registry knows about ``DDPStrategy`` without importing it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from trainkit.registry import StrategyInfo
 __all__ = ["INFO"]
 
 _PATH = "trainkit.strategies.ddp.ddp_strategy:DDPStrategy"
-_STARTED = "processes are not started by the strategy. Write strategy='ddp': a script is started once for each device"
+_STARTED = "a strategy does not start processes. Write strategy='ddp', which runs the script once for each device"
 
 INFO = StrategyInfo(
     path=_PATH,
@@ -18,8 +18,8 @@ INFO = StrategyInfo(
     },
     refused={
         "ddp_fork": _STARTED,
-        "ddp_notebook": "processes are not started by the strategy. Put the training into a function, leave strategy out, and "
-        "start it from the notebook with: notebook_launcher(function, num_processes=2)",
+        "ddp_notebook": "a strategy does not start processes. Put the training in a function, remove the strategy, and start "
+        "it from the notebook with: notebook_launcher(function, num_processes=2)",
         "ddp_spawn": _STARTED,
         "dp": "DataParallel is not supported: it is slower than DDP. Use strategy='ddp', with the same devices",
     },

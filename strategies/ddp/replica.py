@@ -1,4 +1,4 @@
-"""A module with DDP around it: for ``training_step``, and for loops that call their model themselves."""
+"""A module wrapped in DDP: for ``training_step``, and for your own training loop."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _CALLS = count(1)
 
 
 class Replica:
-    """DDP around a module, made anew when other parameters are to be trained.
+    """A module wrapped in DDP, which is wrapped again when parameters are frozen or unfrozen.
 
     Args:
-        module: the user's.
-        make: DDP around what it is given; called also with what says whether gradients travel now.
-        due: whether gradients travel in the micro-batch that is being worked on.
-        world: the processes.
-        late: make it in the first micro-batch in which they do.
-        target: what DDP calls, which holds the module; default: the module.
+        module: the user's module.
+        make: ``make(target, due)`` wraps a module in DDP.
+        due: returns whether the current micro-batch averages gradients.
+        world: the ranks of the run.
+        late: wrap the module in the first micro-batch that averages gradients, not at once.
+        target: the module that DDP wraps, which contains ``module``. Default: ``module``.
 
     Attributes:
-        ddp: ``None`` while there is none.
+        ddp: the DDP wrapper, or ``None``.
         late: as given.
-        held: gradients stay here, whatever the window says.
-        called: of a model that users call: the number, among the calls of all, of its last one with gradients; 0 once a
-            backward pass has come.
-        watched: there are other models, so that a backward pass may be theirs: ``reached`` tells.
-        reached: a backward pass has come to what the last call returned.
+        held: do not average gradients, even if ``due`` says so.
+        called: for a model in your own training loop: when its last forward with gradients ran, as a number that counts the
+            forwards of all models. 0 after a backward pass.
+        watched: there are other models too, so ``reached`` must tell whether a backward pass used this one.
+        reached: a backward pass reached the outputs of the last forward.
     """
 
     def __init__(
@@ -65,33 +65,33 @@ class Replica:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those that DDP knows, frozen or not."""
+        """The parameters that DDP knows, including frozen ones."""
         return self._parameters
 
     @property
     def trained(self) -> bool:
-        """Whether any parameter was to be trained when that was last looked at."""
+        """Whether any parameter required a gradient at the last check."""
         return True in self._flags
 
     def due(self) -> bool:
-        """Whether gradients travel now."""
+        """Whether gradients are averaged now."""
         return not self.held and self._window_due()
 
     def follow(self) -> None:
-        """Begin anew if other parameters are to be trained than before; collective then.
+        """Wrap the module again if parameters were frozen or unfrozen since the last call. Collective in that case.
 
         Raises:
-            ModuleError: not on all processes the same ones.
+            ModuleError: the ranks train different parameters.
         """
         if list(map(_REQUIRES_GRAD, self._parameters)) != self._flags:
             self._build()
 
     def frozen(self) -> bool:
-        """Whether no parameter is to be trained now."""
+        """Whether all parameters are frozen now."""
         return True not in map(_REQUIRES_GRAD, self._parameters)
 
     def reach(self, gradient: Tensor) -> None:
-        """Note that a backward pass has come to what the last call returned."""
+        """Record that a backward pass reached the outputs of the last forward. A tensor hook."""
         self.reached = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,24 +102,24 @@ class Replica:
         return self.ddp(*args, **kwargs)
 
     def close(self) -> None:
-        """Leave the parameters as they were."""
+        """Remove the DDP wrapper and its hooks on the parameters."""
         if self.ddp is not None:
             self.ddp._remove_autograd_hooks()  # type: ignore[no-untyped-call]
             self.ddp = None
 
-    def backward_of_nothing(self, *others: tuple[Tensor, Tensor]) -> None:
-        """Take part with zeros in the reduction that the last forward has announced.
+    def backward_zeros(self, *others: tuple[Tensor, Tensor]) -> None:
+        """Run a backward pass with zero gradients, so that this rank takes part in the all-reduce of the last forward.
 
         Args:
-            *others: roots of the backward pass, each with its gradient.
+            *others: more roots of the backward pass, each with its gradient.
         """
         ddp = self.ddp
         assert ddp is not None
         trained = [p for p in self._parameters if p.requires_grad]
-        if ddp.watches_outputs:  # the others count as unused: where nobody uses them they shall get no gradient
+        if ddp.watches_outputs:  # the others count as unused: unused on all ranks, they get no gradient
             trained = [] if others else trained[:1]
         if trained:
-            zero = _Nothing.apply(sparse_parameters(self._module), *trained)  # type: ignore[no-untyped-call]
+            zero = _ZeroGradients.apply(sparse_parameters(self._module), *trained)  # type: ignore[no-untyped-call]
             others = (*others, (zero, zero.detach()))
         roots, gradients = zip(*others, strict=True)
         ddp.expect(roots)
@@ -127,15 +127,15 @@ class Replica:
         self.check_complete()
 
     def forget_backward(self) -> None:
-        """The gradients that are here have been averaged without DDP."""
+        """Forget the last backward passes, whose gradients were averaged without DDP."""
         if self.ddp is not None:
             self.ddp.forget_backward()
 
     def check_complete(self) -> None:
-        """After a backward pass in which gradients travelled.
+        """Check that DDP got all gradients, after a backward pass that averages them.
 
         Raises:
-            ModuleError: some parameter has got none, and the others wait for it.
+            ModuleError: the loss did not depend on some parameters, so DDP still waits for their gradients.
         """
         try:
             if self.ddp is not None:
@@ -144,9 +144,9 @@ class Replica:
             without = [name for name, p in self._module.named_parameters() if p.requires_grad and p.grad is None]
             which = ", ".join(without[:5]) + (", …" if without[5:] else "") if without else "some parameters"
             raise ModuleError(
-                f"the loss does not depend on {which}, and DDP waits for their gradients. Freeze them (requires_grad_(False)), "
-                "or use strategy=DDPStrategy(find_unused_parameters=True). Of two backward passes after one forward make one: "
-                "add up the losses."
+                f"the loss does not depend on {which}, but DDP expects a gradient for each parameter. Freeze them with "
+                "requires_grad_(False), or use strategy=DDPStrategy(find_unused_parameters=True). If one forward has two "
+                "backward passes, add up the losses: accelerator.backward(loss1 + loss2)"
             ) from error
 
     def _build(self) -> None:
@@ -162,13 +162,14 @@ class Replica:
         odd = [f"{rank} ({trained} of {count})" for rank, (count, trained, _) in enumerate(said) if said[rank] != said[0]]
         if odd:
             raise ModuleError(
-                f"the processes train different parameters: {said[0][1]} of {said[0][0]} on rank 0, others on rank "
-                f"{', '.join(odd)}. Freeze and unfreeze the same parameters on all processes, in the same step."
+                f"the ranks train different parameters, but must train the same: {said[0][1]} of {said[0][0]} on rank 0, but "
+                f"others on rank {', '.join(odd)}. Freeze the same parameters in the same step on all ranks: "
+                "parameter.requires_grad_(False)"
             )
 
 
-class _Nothing(torch.autograd.Function):
-    """A zero whose backward pass gives parameters gradients of zeros."""
+class _ZeroGradients(torch.autograd.Function):
+    """Returns a zero whose backward pass gives each parameter a zero gradient."""
 
     @staticmethod
     def forward(ctx: Any, sparse: set[int], *parameters: Tensor) -> Tensor:
@@ -181,17 +182,17 @@ class _Nothing(torch.autograd.Function):
 
 
 class _Dispatch(nn.Module):
-    """What DDP calls: it calls the step.
+    """The module that DDP wraps: its forward calls the training step.
 
     Attributes:
-        witness: a parameter that is none of the user's. Each loss adds 1 to its gradient.
+        witness: an extra parameter, not of the user's module. Each loss adds 1 to its gradient.
     """
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         super().__init__()
         self.module = module
         self._run = run
-        kind = next((p for p in module.parameters() if p.requires_grad), None)  # so that they share a bucket
+        kind = next((p for p in module.parameters() if p.requires_grad), None)  # to share its bucket
         self.witness = nn.Parameter(torch.zeros(1) if kind is None else torch.zeros(1, dtype=kind.dtype, device=kind.device))
 
     def forward(self, *args: Any) -> Any:
@@ -199,19 +200,19 @@ class _Dispatch(nn.Module):
 
 
 class TrainingStep:
-    """``training_step`` under automatic optimization: it runs inside DDP's forward.
+    """``training_step`` with automatic optimization: runs inside DDP's forward.
 
-    A process whose step has no loss takes part in the reduction with zeros. Whether any process has had one is told by the
-    witness, whose gradient travels in the same buckets.
+    A rank without a loss takes part in the all-reduce with zeros. The gradient of the witness, which is averaged in the same
+    buckets, shows whether any rank had a loss.
 
     Args:
-        module: the user's.
-        run: calls its step.
+        module: the user's module.
+        run: calls the training step.
         static_graph: every backward pass must be like the first.
-        **options: of :class:`Replica`.
+        **options: arguments of :class:`Replica`.
 
     Attributes:
-        replica: what it calls.
+        replica: the module wrapped in DDP.
     """
 
     def __init__(self, module: nn.Module, run: Callable[..., Any], *, static_graph: bool, **options: Any) -> None:
@@ -222,11 +223,11 @@ class TrainingStep:
 
     @property
     def witness(self) -> Tensor:
-        """Its gradient says how many losses there were in the window."""
+        """A parameter whose gradient counts the losses of the window."""
         return self._dispatch.witness
 
     def begin_window(self, uneven: bool) -> None:
-        """Before the first forward of a window, or instead of one."""
+        """Start a window: called before its first forward, or instead if there is none."""
         if not uneven:
             self.replica.follow()
         self.witness.grad = None
@@ -236,16 +237,16 @@ class TrainingStep:
         return outputs
 
     def backward(self, loss: Tensor, due: bool, gradient: Tensor | None = None, **kwargs: Any) -> None:
-        """The backward pass of the loss that the last call gave."""
+        """Run the backward pass of the loss of the last call."""
         torch.autograd.backward((loss, self._root), (gradient, self._one), **kwargs)
         if due:
             self.replica.check_complete()
 
     def skip(self, had_loss: bool, due: bool) -> None:
-        """Instead of :meth:`backward`: the last call gave no loss, or one that counts for nothing.
+        """Called instead of :meth:`backward` if the last call returned no loss, or a loss of weight 0.
 
         Raises:
-            LossError: that cannot be, because every step must be like the first.
+            LossError: ``static_graph`` is set, so every step must be like the first.
         """
         if not due or not self.replica.trained:
             if had_loss:
@@ -253,23 +254,23 @@ class TrainingStep:
             return
         if self._static:
             raise LossError(
-                "training_step gave no loss, or one of a batch of weight 0, and under static_graph=True all steps must be like "
-                "the first. Leave static_graph out, or return a loss at every step."
+                "training_step returned no loss, or its batch has weight 0, but with static_graph=True all steps must be like "
+                "the first. Remove static_graph=True, or return a loss in every step."
             )
-        self.replica.backward_of_nothing((self.witness.view(1), self._one * had_loss))
+        self.replica.backward_zeros((self.witness.view(1), self._one * had_loss))
 
 
 class PreparedModel(Wrapped):
-    """What a loop of one's own calls instead of its model: gradients are averaged in the backward pass.
+    """The model that your own training loop calls. Gradients are averaged in the backward pass.
 
-    Parameters, buffers and state dict have the names that they have in the model, whose other attributes are there too.
+    Parameters, buffers and the state dict have the same names as in the user's model, whose other attributes also work here.
 
     Args:
-        module: the user's.
-        **options: of :class:`Replica`.
+        module: the user's model.
+        **options: arguments of :class:`Replica`.
 
     Attributes:
-        replica: what it calls.
+        replica: the model wrapped in DDP.
     """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
@@ -280,7 +281,7 @@ class PreparedModel(Wrapped):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         replica = self.replica
         if not torch.is_grad_enabled() or replica.frozen():
-            return self.module(*args, **kwargs)  # frozen for a while, as a discriminator is while the generator learns
+            return self.module(*args, **kwargs)  # frozen for now, like the discriminator of a GAN in a generator step
         replica.follow()
         replica.called = next(_CALLS)
         outputs = replica(*args, **kwargs)
@@ -292,7 +293,7 @@ class PreparedModel(Wrapped):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of a forward and backward within it stay on their process, to be averaged with those that come after."""
+        """A context in which forward and backward do not average gradients; a later backward averages their sum."""
         before, self.replica.held = self.replica.held, True
         try:
             yield
@@ -300,26 +301,26 @@ class PreparedModel(Wrapped):
             self.replica.held = before
 
     def finish_backward(self) -> None:
-        """After a backward pass that concerns the model."""
+        """Check a backward pass through this model, after it ran."""
         self.replica.called = 0
         if self.replica.due():
             self.replica.check_complete()
 
     def skip_backward(self) -> None:
-        """Instead of a backward pass: there is nothing to learn from, but the other processes wait.
+        """Called instead of a backward pass if this rank has no loss: takes part in the all-reduce of the other ranks.
 
         Raises:
-            LossError: that cannot be, because every step must be like the first.
+            LossError: ``static_graph`` is set, so every step must be like the first.
         """
         replica = self.replica
         called, replica.called = replica.called, 0
         if not replica.due() or replica.frozen():
             return
         if not called:
-            replica.follow()  # as the others do when they call it
+            replica.follow()  # the other ranks do so in their forward
         if replica.late:
             raise LossError(
-                "backward(None), or a loss of weight 0: under static_graph=True all steps must be like the first. Leave "
-                "static_graph out, or give a loss at every step."
+                "backward(None), or a loss of weight 0, but with static_graph=True all steps must be like the first. Remove "
+                "static_graph=True, or call backward with a loss in every step."
             )
-        replica.backward_of_nothing()
+        replica.backward_zeros()

@@ -1,4 +1,4 @@
-"""BatchNorm with statistics over all processes."""
+"""BatchNorm with statistics over all ranks."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ __all__ = ["SyncedBatchNorms"]
 
 
 class SyncedBatchNorms:
-    """The layers that talk to the other processes in every forward, in place of the user's.
+    """Replaces BatchNorm layers by ``nn.SyncBatchNorm``, which communicates in every forward.
 
-    In a window in which the processes have different numbers of micro-batches they use the statistics of their own process,
-    as some of the others do not compute anything then.
+    In a window in which ranks have different numbers of micro-batches, each rank uses its own statistics, because ranks without
+    a micro-batch run no forward.
     """
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []  # owner, name, the user's layer
+        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []  # parent module, name, the user's layer
         self._layers: list[nn.SyncBatchNorm] = []
-        self._own: Any = None  # a group of this process alone
+        self._own: Any = None  # a process group of this rank alone
         self._local = False
 
     def __bool__(self) -> bool:
         return bool(self._layers)
 
-    def put_in(self, module: nn.Module, world: World) -> None:
-        """Put synchronized layers in place of the BatchNorms; they have the same parameters and buffers."""
-        twins: dict[nn.Module, nn.SyncBatchNorm] = {}
+    def convert(self, module: nn.Module, world: World) -> None:
+        """Replace all BatchNorm layers by synchronized ones with the same parameters and buffers."""
+        synced: dict[nn.Module, nn.SyncBatchNorm] = {}
         for owner in list(module.modules()):
             for name, layer in list(owner.named_children()):
                 if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
-                    if layer not in twins:
-                        twins[layer] = nn.SyncBatchNorm.convert_sync_batchnorm(layer)
-                    setattr(owner, name, twins[layer])
+                    if layer not in synced:
+                        synced[layer] = nn.SyncBatchNorm.convert_sync_batchnorm(layer)
+                    setattr(owner, name, synced[layer])
                     self._replaced.append((owner, name, layer))
         self._layers += [layer for layer in module.modules() if isinstance(layer, nn.SyncBatchNorm)]
         if self._layers and self._own is None:
-            self._own = [dist.new_group([rank]) for rank in range(world.size)][world.rank]  # all processes make all groups
+            self._own = [dist.new_group([rank]) for rank in range(world.size)][world.rank]  # every rank must create every group
             notice(
-                "sync_batchnorm: in a window in which some processes have fewer micro-batches than others, such as the last of "
-                "an epoch, BatchNorm uses the statistics of each process."
+                "sync_batchnorm: in a window in which some ranks have fewer micro-batches than others, such as the last one of "
+                "an epoch, each rank uses its own BatchNorm statistics."
             )
 
     def follow(self, uneven: bool) -> None:
-        """Before the first forward of a window."""
+        """Select synchronized or local statistics, before the first forward of a window."""
         if uneven is not self._local:
             self._local = uneven
             for layer in self._layers:
                 layer.process_group = self._own if uneven else None
 
-    def take_out(self) -> None:
-        """Put the user's layers back, with what the others have learnt."""
+    def restore(self) -> None:
+        """Restore the user's layers, with the parameters and buffers of the synchronized ones."""
         self.follow(False)
         for owner, name, layer in self._replaced:
             synced = getattr(owner, name)

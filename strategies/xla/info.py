@@ -1,4 +1,4 @@
-"""What the core knows of ``XLAStrategy`` without importing it."""
+"""What the registry knows about ``XLAStrategy`` without importing it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ INFO = StrategyInfo(
     aliases={"xla_fsdp": ("xla", {"fsdp": True})},
     refused={
         "single_xla": "write strategy='xla', devices=1",
-        "tpu_spawn": "write strategy='xla', with the same devices",
-        "xla_debug": "write strategy='xla'; the callback RecompileMonitor reports what is compiled",
+        "tpu_spawn": "write strategy='xla' with the same devices",
+        "xla_debug": "write strategy='xla', and use the callback RecompileMonitor to see what is compiled",
     },
-    devices=("xla", "cpu"),  # the CPU through XLA's own runtime
+    devices=("xla", "cpu"),  # the CPU, with XLA's CPU runtime
     auto={"xla": "xla"},
     one_process=True,
     process_group=False,

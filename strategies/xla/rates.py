@@ -1,16 +1,17 @@
-"""Learning rates of which no value makes XLA compile anew.
+"""Learning rates whose values do not make XLA recompile.
 
-A Python number in an operation becomes an input of the compiled graph, so that another value needs no other graph. But there
-are exceptions: 0, 1 and -1 are put into the graph as constants, what rounds to them in float32 too (AdamW's factor
-1 - rate × decay is 1 as soon as the rate is small), and numbers that are equal become one input. A schedule that warms up
-from 0, or ends there, would cost a compilation each time.
+A Python number in an operation becomes an input of the compiled graph, so another value needs no other graph. There are
+exceptions: 0, 1 and -1 become constants of the graph, and so does a number that rounds to one of them in float32 (AdamW's
+factor 1 - rate × decay is 1 as soon as the rate is small). Equal numbers become one input. A schedule that warms up from 0, or
+decays to 0, would therefore cause a recompilation each time.
 
-(Of two groups whose rates become equal, other than 0, that remains so.) Adam's corrections for its first steps go to 1 as well,
-after hundreds or thousands of them.
+Adam's bias corrections also approach 1, after hundreds or thousands of steps. One case remains: two parameter groups whose
+rates become equal, other than 0, cause a recompilation.
 
-While the optimizer works, its rates are floats that remember what they were worked out to exactly. Where a tensor would do
-(``parameter.mul_(1 - rate * decay)``) they are one, an input whatever its value. Where torch takes numbers only
-(``addcdiv_(…, value=-rate)``) they keep away from 0 and ±1 by less than float32 can tell: what is computed is the same.
+During the optimizer step the rates are floats that also keep the exact value. An operation that accepts a tensor
+(``parameter.mul_(1 - rate * decay)``) gets one, which is an input whatever its value. An operation that accepts only numbers
+(``addcdiv_(…, value=-rate)``) gets a number that is not 0 or ±1, but differs from it by less than float32 can represent, so the
+result is the same.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ __all__ = ["Rate", "steady_rates"]
 
 _SMALLEST = math.ulp(0.0)
 _BELOW_ONE = math.nextafter(1.0, 0.0)
-_DENORMAL = 2.0**-149  # the smallest number above 0 that float32 has; XLA takes it for 0
+_DENORMAL = 2.0**-149  # the smallest float32 above 0; XLA treats it as 0
 
 Kept = dict[tuple[float, torch.dtype, torch.device], Tensor]
 
 
 class Rate(float):
-    """A learning rate, or what has been worked out with one.
+    """A learning rate, or a value computed from one.
 
     Args:
-        value: exactly.
-        group: the number of the parameter group, so that those of two groups are never one input.
-        kept: the tensors that were made of values of the group in this step.
+        value: the exact value.
+        group: number of the parameter group, so that the rates of two groups are not one input.
+        kept: cache of the tensors made from values of the group in this step.
     """
 
     exact: float
@@ -56,7 +57,7 @@ class Rate(float):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """An operation that takes a tensor and got this: give it one."""
+        """Replace rates in the positional arguments of a tensor operation by tensors, and in the others by exact floats."""
         like = next((arg for arg in args if isinstance(arg, Tensor) and arg.is_floating_point()), None)
         others = {name: value.exact if isinstance(value, Rate) else value for name, value in (kwargs or {}).items()}
         return function(*[arg._for(like) if isinstance(arg, Rate) else arg for arg in args], **others)
@@ -68,7 +69,7 @@ class Rate(float):
         key = (self.exact, dtype, like.device)
         if key not in self.kept:
             xm: Any = importlib.import_module("torch_xla.core.xla_model")
-            # not torch.tensor(value, device=…): that becomes a constant too
+            # torch.tensor(value, device=…) would become a constant too
             (self.kept[key],) = xm.send_cpu_data_to_device([torch.tensor(self.exact, dtype=dtype)], like.device)
         return self.kept[key]
 
@@ -97,7 +98,7 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"
 
 
 class _Beta(float):
-    """A decay of Adam's moments. Its powers go to 0, and with them the corrections 1 - beta**step to 1."""
+    """A decay rate of Adam's moments. Its powers approach 0, so the bias corrections 1 - beta**step approach 1."""
 
     group: int
     kept: Kept
@@ -114,9 +115,9 @@ class _Beta(float):
 
 @contextmanager
 def steady_rates(optimizer: Optimizer, closure: object = None) -> Iterator[None]:
-    """Within it the optimizer's learning rates are such that its step is the same graph whatever their values.
+    """A context in which the optimizer's step is the same graph for all values of its learning rates.
 
-    Not with a closure: LBFGS would keep what it works out with them, and computes several graphs anyway.
+    Does nothing if there is a closure: LBFGS would keep values computed from the rates, and runs several graphs anyway.
     """
     if closure is not None:
         yield

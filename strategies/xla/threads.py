@@ -1,8 +1,8 @@
-"""Replicas that are threads of one process, as ``torch_xla.launch`` makes them on XLA's CPU runtime: for tests and trials.
+"""Replicas that are threads of one process: ``torch_xla.launch`` starts them on XLA's CPU runtime, for tests.
 
-Threads share what is global: the random generators, the flags of torch. So one of them runs at a time, each until it has to
-wait for the others; then the next one goes on. What is seeded by one is drawn by it, and the runtime is asked to run the graphs
-of the replicas one after the other, which it needs.
+Threads share global state: the random number generators and the flags of torch. So only one replica runs at a time, until it
+has to wait for the others; then the next one continues. This way each replica draws the random numbers that it seeded, and the
+runtime gets the graphs of the replicas one after the other, as it requires.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _Key = tuple[str, int]
 
 
 class ReplicaTurns:
-    """Lets the replicas of a process run one at a time, and exchanges their values.
+    """Runs the replicas of a process one at a time, and exchanges values between them.
 
     Args:
-        size: the number of replicas.
+        size: number of replicas.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._changed = threading.Condition()
         self._holder: int | None = None
-        self._inside: dict[int, _Key | None] = {}  # replicas that take part, with what each waits for
-        self._arriving: set[int] = set()  # and those that wait until all of them take part in the next run
+        self._inside: dict[int, _Key | None] = {}  # replicas in the current run → the exchange that each waits for
+        self._arriving: set[int] = set()  # replicas that wait for the next run to start
         self._given: dict[_Key, dict[int, Any]] = {}
         self._taken: dict[_Key, int] = {}
         self._counts: dict[tuple[str, int], int] = {}
@@ -45,7 +45,7 @@ class ReplicaTurns:
         self.launched: set[int] = set()
 
     def enter(self, rank: int) -> None:
-        """Take part from here on; returns when all do, and it is this one's turn."""
+        """Join a run. Returns when all replicas have joined and it is the turn of this one."""
         with self._changed:
             self._arriving.add(rank)
             self._begin()
@@ -53,7 +53,7 @@ class ReplicaTurns:
             self._await(rank)
 
     def _begin(self) -> None:
-        """Begin a run, if all are there and have left the one before; nothing of that matters any more."""
+        """Start a run if all replicas have arrived and have left the previous run, whose state is discarded."""
         if len(self._arriving) < self.size or self._inside:
             return
         self._inside = dict.fromkeys(self._arriving)
@@ -62,7 +62,7 @@ class ReplicaTurns:
         self._changed.notify_all()
 
     def leave(self, rank: int, error: BaseException | None = None) -> None:
-        """Take part no longer; with an error: the others cannot go on."""
+        """Leave the run. With an error, the other replicas fail too."""
         with self._changed:
             if error is not None and self._failed is None and not isinstance(error, ProcessFailedError):
                 self._failed = rank, error
@@ -74,11 +74,11 @@ class ReplicaTurns:
             self._changed.notify_all()
 
     def inside(self, rank: int) -> bool:
-        """Whether a replica takes part."""
+        """Whether a replica has joined the run."""
         return rank in self._inside
 
     def give(self, rank: int, name: str, value: Any) -> _Key:
-        """Give something to all; to be collected by each."""
+        """Give a value to all replicas; each gets it from :meth:`collect`."""
         with self._changed:
             number = self._counts[name, rank] = self._counts.get((name, rank), 0) + 1
             key = (name, number)
@@ -88,7 +88,7 @@ class ReplicaTurns:
             return key
 
     def collect(self, rank: int, key: _Key) -> list[Any]:
-        """What all have given, in the order of their ranks; others run until it is there."""
+        """Return the values of all replicas, in rank order. Other replicas run until all values are there."""
         with self._changed:
             if len(self._given[key]) < self.size:
                 self._inside[rank] = key
@@ -101,13 +101,14 @@ class ReplicaTurns:
             return [given[other] for other in range(self.size)]
 
     def _pass_on(self, rank: int) -> None:
-        """The next one that does not wait for anything has its turn."""
+        """Let the next replica that does not wait for an exchange run."""
         order = [(rank + step) % self.size for step in range(1, self.size + 1)]
         ready = [other for other in order if other in self._inside and self._inside[other] is None]
         self._holder = ready[0] if ready else None
         if not ready and self._inside and self._failed is None and len(self._inside) < self.size:
-            gone = next(other for other in order if other not in self._inside)
-            self._failed = gone, ProcessFailedError(f"replica {gone} has ended, and the others wait for it")
+            exited = next(other for other in order if other not in self._inside)
+            error = f"replica {exited} has exited, but the other replicas wait for it. Call collectives on all replicas."
+            self._failed = exited, ProcessFailedError(error)
         self._changed.notify_all()
 
     def _await(self, rank: int) -> None:
@@ -124,28 +125,28 @@ _made = threading.Lock()
 
 
 def turns_of_this_process(size: int) -> ReplicaTurns:
-    """What the replicas of this process share; there is one.
+    """Return the object that all replicas of this process share.
 
     Raises:
-        ConfigurationError: the runtime has not been told to run one graph after the other.
+        ConfigurationError: the runtime is not set to run one graph after the other.
     """
     global _turns
     if os.environ.get("PJRT_CPU_ASYNC_CLIENT") != "0":
         raise ConfigurationError(
-            "replicas on XLA's CPU runtime are threads, for which the runtime must be told, before it begins: export "
-            "PJRT_CPU_ASYNC_CLIENT=0. XLAStrategy.launch(main) does so."
+            "replicas on XLA's CPU runtime are threads, so it must run one graph after the other. Set this before it starts: "
+            "export PJRT_CPU_ASYNC_CLIENT=0. XLAStrategy.launch(main) sets it."
         )
     with _made:
         if _turns is None or _turns.size != size:
-            # In a forked process torch makes its pool of threads anew when it is first asked for it, and autograd asks in a
-            # thread for each device: together they would find it half made, and end the process.
+            # In a forked process torch creates its thread pool again at first use. Autograd uses it from one thread for each
+            # device: together they would find a half-created pool, and crash.
             torch.set_num_threads(torch.get_num_threads())
             _turns = ReplicaTurns(size)
         return _turns
 
 
 class ThreadWorld(World):
-    """Replicas that are threads of one process, as one of them sees it."""
+    """The world of a replica that is one of several threads of a process."""
 
     def __init__(self, rank: int, size: int, turns: ReplicaTurns) -> None:
         super().__init__(rank, size, local_rank=rank, local_size=size, launcher="torch_xla.launch")
@@ -153,17 +154,17 @@ class ThreadWorld(World):
         speak(main=rank == 0, rank=rank, thread=True)
 
     def rest(self) -> None:
-        """The run is over: unless :meth:`trainkit.strategies.XLAStrategy.launch` sees to it, take no turns until the next."""
+        """Leave the run at its end, unless :meth:`trainkit.strategies.XLAStrategy.launch` does so."""
         if self.rank not in self.turns.launched:
             self.turns.leave(self.rank)
 
     def exchange(self, value: Any) -> list[Any]:
         """See :meth:`trainkit.distributed.world.World.exchange`."""
-        return [json.loads(text) for text in self.meet("exchange", json.dumps(value))]
+        return [json.loads(text) for text in self.gather("exchange", json.dumps(value))]
 
     def exchange_state(self, value: Any) -> list[Any]:
         """See :meth:`trainkit.distributed.world.World.exchange_state`."""
-        return [copy.deepcopy(other) for other in self.meet("state", value)]
+        return [copy.deepcopy(other) for other in self.gather("state", value)]
 
     def exchange_user_objects(self, value: Any) -> list[Any]:
         """See :meth:`trainkit.distributed.world.World.exchange_user_objects`."""
@@ -171,7 +172,7 @@ class ThreadWorld(World):
 
     def rows(self, values: Sequence[float]) -> list[list[float]]:
         """See :meth:`trainkit.distributed.world.World.rows`."""
-        return [list(row) for row in self.meet("rows", [float(value) for value in values])]
+        return [list(row) for row in self.gather("rows", [float(value) for value in values])]
 
     def begin_largest(self, values: Sequence[int]) -> Pending:
         """See :meth:`trainkit.distributed.world.World.begin_largest`."""
@@ -181,8 +182,8 @@ class ThreadWorld(World):
         """See :meth:`trainkit.distributed.world.World.team`."""
         return _ThreadTeam(name, self)
 
-    def meet(self, name: str, value: Any = None) -> list[Any]:
-        """What all have given; the others run until they have."""
+    def gather(self, name: str, value: Any = None) -> list[Any]:
+        """Return the values of all replicas. The other replicas run until they give theirs."""
         if not self.turns.inside(self.rank):
             self.turns.enter(self.rank)
         return self.turns.collect(self.rank, self.turns.give(self.rank, name, value))
@@ -198,7 +199,7 @@ class _Largest(Pending):
 
 
 class _ThreadTeam(Team):
-    """A team whose members take their turns too: what uses it must not do so from another thread."""
+    """A team of replicas that run one at a time. Do not use it from other threads."""
 
     concurrent = False
 
@@ -207,4 +208,4 @@ class _ThreadTeam(Team):
         self._world = world
 
     def exchange(self, value: Any, looking: Callable[[], None] | None = None) -> list[Any]:
-        return [json.loads(text) for text in self._world.meet(f"team {self._name}", json.dumps(value))]
+        return [json.loads(text) for text in self._world.gather(f"team {self._name}", json.dumps(value))]

@@ -1,8 +1,8 @@
-"""Batches to XLA devices, through torch_xla's ``MpDeviceLoader``: the next is on its way while one is being worked on.
+"""Transfers batches to XLA devices with torch_xla's ``MpDeviceLoader``: the next batch during the step of the current one.
 
-``MpDeviceLoader`` reads the loader that it is given in a thread, as far ahead as its queues are long. What fetches a batch
-draws from the random generators that the step draws from too, so here it is fetched on the main thread, between steps, under
-its own key; the threads of ``MpDeviceLoader`` are given what has been fetched, and do nothing but the transfer.
+``MpDeviceLoader`` reads its loader in a thread, as far ahead as its queues allow. But fetching a batch draws from the same
+random number generators as the step. So batches are fetched on the main thread, between steps, with their own seed, and the
+threads of ``MpDeviceLoader`` only transfer them.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from trainkit.nested import leaves, map_tensors, move
 
 __all__ = ["BatchSharding", "loaded_ahead", "to_xla"]
 
-_NEVER = 1 << 62  # batches after which MpDeviceLoader would sync by itself
+_NEVER = 1 << 62  # number of batches after which MpDeviceLoader would sync by itself
 
 
 class BatchSharding:
-    """How the tensors of a batch are divided over a mesh: by their first dimension, numbers not at all.
+    """How the tensors of a batch are sharded over a mesh: along their first dimension. Scalars are not sharded.
 
-    It takes the place of a ``ShardingSpec``, which is for tensors of one number of dimensions.
+    Use it like a ``ShardingSpec``, which supports only tensors of one number of dimensions.
 
     Args:
-        mesh: of the devices.
-        axes: of the mesh, over which the samples are divided.
+        mesh: the mesh of devices.
+        axes: the axes of the mesh over which samples are sharded.
 
     Attributes:
-        parts: into so many.
+        parts: number of shards.
     """
 
-    minibatch = False  # each host gives all samples, and the runtime takes those of its own devices
+    minibatch = False  # each host passes all samples, and the runtime takes those of its own devices
 
     def __init__(self, mesh: Any, axes: tuple[str, ...]) -> None:
         self._spmd = importlib.import_module("torch_xla.distributed.spmd")
@@ -49,22 +49,22 @@ class BatchSharding:
         return True
 
     def can_apply(self, tensor: Tensor) -> bool:
-        """Whether a tensor is divided."""
+        """Whether a tensor is sharded."""
         return tensor.ndim > 0
 
     def xla_spec(self, tensor: Tensor) -> Any:
-        """What the runtime is told of a tensor."""
+        """The sharding of a tensor, as the runtime needs it."""
         spec = self._specs.get(tensor.ndim)
         if spec is None:
             spec = self._specs[tensor.ndim] = self._spmd.ShardingSpec(self.mesh, self.partition(tensor))
         return spec.xla_spec(tensor)
 
     def partition(self, tensor: Tensor) -> tuple[Any, ...]:
-        """The axes of the mesh for the dimensions of a tensor."""
+        """The mesh axes of each dimension of a tensor."""
         return (self._axes, *[None] * (tensor.ndim - 1)) if tensor.ndim else ()
 
     def mark(self, value: Any) -> Any:
-        """A batch that is on the device already, its tensors divided."""
+        """Shard the tensors of a batch that is already on the device."""
         xla: Any = importlib.import_module("torch_xla")
         for leaf in leaves(value):
             if isinstance(leaf, Tensor) and leaf.device.type == "xla" and not xla._XLAC._get_xla_sharding_spec(leaf):
@@ -73,7 +73,7 @@ class BatchSharding:
 
 
 def to_xla(batch: Any, device: torch.device, sharding: BatchSharding | None) -> Any:
-    """A batch on the device, divided over the mesh."""
+    """Move a batch to the device, sharded over the mesh."""
     tensors = _tensors_on_cpu(batch)
     if tensors:
         xm: Any = importlib.import_module("torch_xla.core.xla_model")
@@ -92,15 +92,16 @@ def loaded_ahead(
     sharding: BatchSharding | None,
     before: Callable[[], None],
 ) -> Iterator[Any]:
-    """The items on the device, each on its way while its predecessor is being worked on.
+    """Yield items on the device, and transfer each during the step of the previous one.
 
     Args:
-        items: batches, or tuples that hold one, on the CPU.
-        load: ``load(item, number)`` brings one to the device, where a hook of the user's takes part in that; not ahead then.
-        start: the number of the first item.
-        device: where to.
-        sharding: over several devices.
-        before: called when an item is asked for: the work on the one before is complete.
+        items: batches, or tuples that contain a batch, on the CPU.
+        load: ``load(item, number)`` moves an item to the device, if the user overrides a transfer hook. Items are then not
+            transferred ahead.
+        start: number of the first item.
+        device: the target device.
+        sharding: how batches are sharded over several devices.
+        before: called before each item, when the step of the previous one is complete.
     """
     if load is not None:
         for number, item in enumerate(_each(items, before), start):
@@ -108,13 +109,13 @@ def loaded_ahead(
             yield loaded if sharding is None else sharding.mark(loaded)
         return
     feed = _Feed()
-    room: Any = importlib.import_module("torch_xla.distributed.parallel_loader")
-    loader = room.MpDeviceLoader(
+    parallel_loader: Any = importlib.import_module("torch_xla.distributed.parallel_loader")
+    loader = parallel_loader.MpDeviceLoader(
         feed,
         device,
-        batches_per_execution=_NEVER,  # the strategy syncs, once per step
+        batches_per_execution=_NEVER,  # the strategy syncs once per step
         loader_prefetch_size=2,
-        device_prefetch_size=1,  # it waits until so many are there, and then sends them together
+        device_prefetch_size=1,  # it waits for this number of batches, and then transfers them together
         input_sharding=sharding,
     )
     arrivals = iter(loader)
@@ -152,7 +153,7 @@ def _each(items: Iterator[Any], before: Callable[[], None]) -> Iterator[Any]:
 
 
 class _Feed:
-    """What ``MpDeviceLoader`` reads: what it is given, until it is told that there is no more."""
+    """The loader that ``MpDeviceLoader`` reads: yields what :meth:`put` adds, until :meth:`end`."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[list[Tensor] | None] = queue.SimpleQueue()
@@ -175,11 +176,11 @@ def _tensors_on_cpu(value: Any) -> list[Tensor]:
 
 
 def _with_tensors(value: Any, tensors: list[Tensor]) -> Any:
-    """The value with these in the place of its tensors on the CPU, in their order."""
+    """Replace the CPU tensors in a value by others, in order."""
     arrived = iter(tensors)
     return map_tensors(value, lambda tensor: next(arrived) if tensor.device.type == "cpu" else tensor)
 
 
 def _moves_itself(value: Any) -> bool:
-    """Whether there is something in it that is no tensor and brings itself to a device."""
+    """Whether a value contains an object that is not a tensor and has a method ``to``."""
     return any(not isinstance(leaf, Tensor) and callable(getattr(leaf, "to", None)) for leaf in leaves(value))

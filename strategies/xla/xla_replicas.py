@@ -1,4 +1,4 @@
-"""Replicas: a copy of the model on every device, each with a process of its own (on the CPU: a thread), gradients averaged."""
+"""Replicas: a copy of the model on each device, each in its own process (on the CPU: thread), with averaged gradients."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from trainkit.nested import leaves, map_tensors
 from trainkit.strategies.xla.runtime import choose_runtime, imported
 from trainkit.strategies.xla.threads import ThreadWorld, turns_of_this_process
 
-__all__ = ["Replicas", "host_world", "launch", "mode_here", "replica_world"]
+__all__ = ["Replicas", "host_world", "launch", "replica_world", "resolve_mode"]
 
 
-def mode_here(mode: str | None) -> str:
-    """The mode that was asked for, else the one that this process was started for.
+def resolve_mode(mode: str | None) -> str:
+    """Return the mode of the argument, or else the mode that this process was started for.
 
     Raises:
-        ConfigurationError: there is no such mode.
+        ConfigurationError: the mode is unknown.
     """
     if mode not in ("spmd", "replicas", None):
-        raise ConfigurationError(f"mode must be 'spmd' or 'replicas', not {mode!r}.")
+        raise ConfigurationError(f"mode must be 'spmd' or 'replicas', not {mode!r}. Use XLAStrategy(mode='spmd').")
     return mode or ("replicas" if REPLICA in os.environ else "spmd")
 
 
 def replica_world(wanted: RequestedDevices, xr: Any, timeout: timedelta) -> World:
-    """The replicas, of which this is one.
+    """Join the replicas of the run.
 
     Raises:
-        ConfigurationError: they are not as many as were asked for.
+        ConfigurationError: the number of replicas is not the one that the user asked for, or they cannot run here.
     """
     size, here = int(xr.world_size()), int(xr.local_device_count())
     each = wanted.per_node
     if size == 1 and (each or 1) > 1:
         raise ConfigurationError(
-            f"devices={each} and mode='replicas', but XLA's runtime knows of one replica. Start them by "
-            "XLAStrategy.launch(main), or torch_xla.launch(main), where main makes the Trainer and fits."
+            f"devices={each} and mode='replicas', but XLA's runtime has one replica. Start the replicas: "
+            "XLAStrategy.launch(main), where main creates the Trainer and calls fit."
         )
     if each is not None and each > 0 and each != here:
         raise ConfigurationError(
-            f"devices={each}, but there are {here} replicas on this host. Leave devices out, or use {here}."
+            f"devices={each}, but there are {here} replicas on this host. Use devices={here}, or remove devices."
         )
     if size == 1:
         return host_world(wanted, xr, timeout)
@@ -58,24 +58,24 @@ def replica_world(wanted: RequestedDevices, xr: Any, timeout: timedelta) -> Worl
         turns = turns_of_this_process(size)
         if wanted.as_started and rank not in turns.launched:
             raise ConfigurationError(
-                "replicas on XLA's CPU runtime are threads that take turns, and of a loop of one's own it is not known when it "
-                "ends. Start it by XLAStrategy.launch(main)."
+                "replicas on XLA's CPU runtime are threads that run one at a time, but the end of your own training loop is "
+                "not known. Start it with XLAStrategy.launch(main)."
             )
         return ThreadWorld(rank, size, turns)
     if threads > 1:
         raise ConfigurationError(
-            f"each process of this TPU has {threads} devices, as those of v2 and v3 have, and mode='replicas' takes one. Use "
-            "mode='spmd'."
+            f"each process of this TPU has {threads} devices, as on TPU v2 and v3, but mode='replicas' needs one per process. "
+            "Use mode='spmd'."
         )
     place = place_in_slice(rank, size, int(xr.local_ordinal()), here, os.environ, os.getppid())
     return _checked(join(wanted, backend="gloo", timeout=timeout, place=place), size)
 
 
 def host_world(wanted: RequestedDevices, xr: Any, timeout: timedelta) -> World:
-    """The processes of an SPMD run: one on each host.
+    """Join the processes of an SPMD run: one on each host.
 
     Raises:
-        ConfigurationError: a launcher has started others than the runtime knows of.
+        ConfigurationError: a launcher has started another number of processes than the runtime knows of.
     """
     place = place_in_slice(int(xr.process_index()), int(xr.process_count()), 0, 1, os.environ, 0)
     hosts = RequestedDevices(wanted.accelerator, nodes=wanted.nodes, as_started=True)
@@ -85,21 +85,21 @@ def host_world(wanted: RequestedDevices, xr: Any, timeout: timedelta) -> World:
 def _checked(world: World, size: int) -> World:
     if world.size != size:
         raise ConfigurationError(
-            f"there are {world.size} processes ({world.launcher}), but XLA's runtime knows of {size}: each would train by "
-            "itself. Let the runtime start them: XLAStrategy.launch(main), or the script once on each host."
+            f"there are {world.size} processes ({world.launcher}), but XLA's runtime knows of {size}: each would train alone. "
+            "Start the script once on each host, or let the runtime start the processes: XLAStrategy.launch(main)"
         )
     return world
 
 
 class Replicas:
-    """What replicas do together, inside the graphs that all of them run.
+    """Collectives of the replicas, which are part of the graph that all of them run.
 
-    All of them must run the same graph, so nothing in it may tell them apart: what differs is an input.
+    All replicas must run the same graph. So values that differ between replicas must be inputs of the graph.
 
     Args:
         world: the replicas.
-        device: of this one.
-        run: runs what has been recorded.
+        device: the device of this replica.
+        run: runs the recorded operations.
     """
 
     def __init__(self, world: World, device: torch.device, run: Callable[[], None]) -> None:
@@ -109,21 +109,21 @@ class Replicas:
         self.had_loss = False
 
     def sync(self) -> None:
-        """Run what has been recorded and has collectives in it, as all do."""
+        """Run the recorded operations, which contain collectives, on all replicas."""
         self._run()
         if isinstance(self.world, ThreadWorld):
-            self.world.meet("sync")  # before anyone waits for a result, all must have begun
+            self.world.gather("sync")  # all must have started before one waits for a result
 
     def average(self, parameters: Iterable[Tensor], alike: bool) -> bool:
-        """Average the gradients.
+        """Average the gradients over the replicas.
 
         Args:
-            parameters: of all replicas the same ones.
-            alike: all have done the same in this window, so that the graph that leads here is the same too. Else it is run
-                first, and what is averaged is an input.
+            parameters: the same parameters on all replicas.
+            alike: all replicas ran the same operations in this window, so they recorded the same graph. Otherwise the recorded
+                graph runs first, and the gradients are inputs of the graph that averages them.
 
         Returns:
-            Whether any replica has had a loss in the window.
+            Whether any replica had a loss in the window.
         """
         listed, had_loss = list(parameters), True
         if not alike:
@@ -131,7 +131,7 @@ class Replicas:
             had_loss = any(one[0] for one in had)
             for parameter, *there in zip(listed, *(one[1:] for one in had), strict=True):
                 if parameter.grad is not None:
-                    parameter.grad = parameter.grad.clone()  # itself, and no view of something, which not all would have
+                    parameter.grad = parameter.grad.clone()  # not a view, which not all replicas would have
                 elif any(there):
                     zeros = torch.zeros(parameter.shape, dtype=parameter.dtype)
                     (parameter.grad,) = self._xm.send_cpu_data_to_device([zeros], self.device)
@@ -144,7 +144,7 @@ class Replicas:
 
     @torch.no_grad()
     def from_main(self, tensors: Iterable[Tensor]) -> None:
-        """Give all replicas the main one's values."""
+        """Broadcast tensors from the main process."""
         for tensor in tensors:
             own = tensor.detach().to(torch.int32) if tensor.dtype is torch.bool else tensor.detach()
             values = [torch.where(self._is_main, own, torch.zeros((), dtype=own.dtype, device=own.device))]
@@ -152,27 +152,27 @@ class Replicas:
             tensor.detach().copy_(values[0])
 
     def gathered(self, data: Any) -> Any:
-        """Tensors of all replicas, stacked in front.
+        """Gather tensors from all replicas, stacked along a new first dimension.
 
         Raises:
-            ConfigurationError: they have other shapes or dtypes.
+            ConfigurationError: the replicas pass different shapes or dtypes.
         """
         tensors = [leaf for leaf in leaves(data) if isinstance(leaf, Tensor)]
         said = self.world.exchange([[str(tensor.dtype), list(tensor.shape)] for tensor in tensors])
         if any(other != said[0] for other in said):
             raise ConfigurationError(
-                f"all_gather stacks tensors, which must have the same shapes and dtypes on all replicas; they have {said}. Pad "
-                "them first: torch.nn.functional.pad(x, (0, n - len(x)))"
+                f"all_gather needs tensors of the same shapes and dtypes on all replicas, but got {said}. Pad them first: "
+                "torch.nn.functional.pad(x, (0, n - len(x)))"
             )
         own = map_tensors(data, lambda tensor: tensor.detach().to(self.device).clone().unsqueeze(0))
-        self._run()  # what has led there need not be the same on all
+        self._run()  # the graph up to here may differ between replicas
         found = map_tensors(own, lambda tensor: self._xm.all_gather(tensor.clone(), dim=0, pin_layout=False))
         self.sync()
         return found
 
 
 class _Replica:
-    """What ``torch_xla.launch`` calls in each replica: the user's function, which takes its turns from first to last."""
+    """The function that ``torch_xla.launch`` calls in each replica: runs the user's function as one of the replicas."""
 
     def __init__(self, function: Callable[..., Any], devices: int | None) -> None:
         self._function, self._devices = function, devices
@@ -183,8 +183,8 @@ class _Replica:
         here = int(xr.local_device_count())
         if self._devices not in (None, here):
             raise ConfigurationError(
-                f"XLAStrategy.launch(devices={self._devices}): XLA's runtime has {here} devices on this host. Leave it out, "
-                "or choose them by the environment: CPU_NUM_DEVICES, TPU_VISIBLE_CHIPS"
+                f"XLAStrategy.launch(devices={self._devices}): XLA's runtime has {here} devices on this host. Use "
+                f"devices={here}, or select devices in the environment: CPU_NUM_DEVICES, TPU_VISIBLE_CHIPS"
             )
         if size == 1 or int(xr.addressable_device_count()) != size or int(xr.process_count()) != 1:
             return self._function(index, *args)
@@ -205,8 +205,8 @@ def launch(function: Callable[..., Any], args: tuple[Any, ...], devices: int | N
     """See :meth:`trainkit.strategies.XLAStrategy.launch`."""
     choose_runtime(RequestedDevices("auto", devices))
     if os.environ["PJRT_DEVICE"] == "CPU":
-        os.environ["PJRT_CPU_ASYNC_CLIENT"] = "0"  # read when the runtime begins
-    os.environ[REPLICA] = "1"  # for threads and for processes
+        os.environ["PJRT_CPU_ASYNC_CLIENT"] = "0"  # read when the runtime starts
+    os.environ[REPLICA] = "1"  # for both threads and processes
     try:
         imported().launch(_Replica(function, devices), args=args, **options)
     finally:

@@ -1,4 +1,4 @@
-"""``XLAStrategy``: TPUs, and XLA's CPU runtime for trials, by torch_xla."""
+"""``XLAStrategy``: TPUs, and XLA's CPU runtime for tests, with torch_xla."""
 
 from __future__ import annotations
 
@@ -33,54 +33,54 @@ from trainkit.strategies.xla.runtime import (
     compilations,
     count_devices,
     imported,
-    keep_compilations,
     read_on_all_ranks,
     refuse_late_runtime,
     require,
+    set_compilation_cache,
 )
-from trainkit.strategies.xla.spmd import SPMDModel, divide_state, divided, make_mesh, share_of
+from trainkit.strategies.xla.spmd import SPMDModel, batch_axes, make_mesh, shard_state, sharded_footprint
 from trainkit.strategies.xla.threads import ThreadWorld
 from trainkit.strategies.xla.transfer import BatchSharding, loaded_ahead, to_xla
-from trainkit.strategies.xla.xla_replicas import Replicas, host_world, launch, mode_here, replica_world
+from trainkit.strategies.xla.xla_replicas import Replicas, host_world, launch, replica_world, resolve_mode
 from trainkit.strategy import Strategy
 
 __all__ = ["XLAStrategy"]
 
 
 class XLAStrategy(Strategy):
-    """Training on XLA devices: one, or all of the host's at once.
+    """Training on one or all XLA devices of a host.
 
-    Tensors are lazy: operations are recorded, compiled to one graph per step and run when the step is complete. So a step must
-    not read values (``.item()``, ``print(loss)``, ``if loss > 1``): log them, and they are read after it.
+    Tensors are lazy: operations are recorded, compiled to one graph per step, and run at the end of the step. So a step must
+    not read values (``.item()``, ``print(loss)``, ``if loss > 1``). Log them instead: they are read after the step.
 
-    With several devices one process drives them all (SPMD): the batches of all of them, ``batch_size`` samples each, are one
-    tensor that is divided over the devices, and the numbers are those of DDP on as many processes. ``BatchNorm`` takes its
-    statistics over all of them. Several hosts run the script once each; each reads all of the data.
+    With several devices, one process uses them all (SPMD). The batches of all devices, of ``batch_size`` samples each, form one
+    tensor that is sharded over the devices. The results are those of DDP with as many processes. ``BatchNorm`` uses the
+    statistics of all devices. With several hosts, start the script once on each; each host reads all of the data.
 
     Args:
-        mode: ``"spmd"``, or ``"replicas"``: a process for each device with a copy of the model, started by :meth:`launch` or
-            ``notebook_launcher``, in which it is the default. Every ``training_step`` must then return a loss and use the same
-            parameters on all of them.
-        mesh: how the devices are laid out: a ``torch_xla.distributed.spmd.Mesh``, or sizes by axis, such as
-            ``{"data": 2, "fsdp": 4}``. Batches are divided over "data" and "fsdp". Default: one axis of all devices.
-        fsdp: divide parameters, gradients and optimizer state over the devices of the axis "fsdp" (torch_xla's FSDPv2).
-        pad_last_batch: fill the short last batch of an epoch up with copies of its last sample, for losses that leave out what
-            ``self.sample_mask`` says. It then is the same graph as the others; otherwise it is compiled once in a run.
-            BatchNorm sees the copies.
-        timeout: how long processes wait for each other: a timedelta, or seconds.
-        compilation_cache: a folder in which compiled graphs are kept from run to run, on TPUs.
-        device: ``"auto"`` or ``"xla"``; ``"cpu"`` is XLA's CPU runtime, for trials.
+        mode: ``"spmd"``, or ``"replicas"``: one process for each device, with a copy of the model. :meth:`launch` and
+            ``notebook_launcher`` start the processes, and make it the default. Every ``training_step`` must then return a loss
+            and use the same parameters on all replicas.
+        mesh: layout of the devices: a ``torch_xla.distributed.spmd.Mesh``, or a dict of axis sizes such as
+            ``{"data": 2, "fsdp": 4}``. Batches are sharded over "data" and "fsdp". Default: one axis with all devices.
+        fsdp: shard parameters, gradients and optimizer state over the axis "fsdp" (FSDPv2 of torch_xla).
+        pad_last_batch: pad the short last batch of an epoch with copies of its last sample, so that it needs no graph of its
+            own. The loss must skip the copies with ``self.sample_mask``; BatchNorm includes them. Without padding the last
+            batch is compiled once in a run.
+        timeout: how long processes wait for each other: a timedelta, or a number of seconds.
+        compilation_cache: folder in which TPUs keep compiled graphs for later runs.
+        device: ``"auto"`` or ``"xla"``. ``"cpu"`` is XLA's CPU runtime, for tests.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"`` or ``"64-true"`` (slow on TPUs, which have no float64).
 
     Raises:
-        ConfigurationError: an argument that is wrong or contradicts another.
-        MissingPackageError: torch_xla is not installed, or not with the torch that it loads with.
+        ConfigurationError: an argument is wrong, or contradicts another.
+        MissingPackageError: torch_xla is not installed, or does not work with this torch.
     """
 
     name: ClassVar[str] = "xla"
     info = INFO
     averages_in_step: ClassVar[bool] = True
-    can_sync_batchnorm: ClassVar[bool] = True  # under SPMD BatchNorm sees the batches of all devices anyway
+    can_sync_batchnorm: ClassVar[bool] = True  # with SPMD, BatchNorm uses the batches of all devices anyway
     compiles: ClassVar[bool] = False
     lazy_tensors: ClassVar[bool] = True
     supported_precisions: ClassVar[tuple[str, ...]] = ("32-true", "64-true", "bf16-mixed", "bf16-true")
@@ -97,10 +97,10 @@ class XLAStrategy(Strategy):
         device: str | torch.device = "auto",
         precision: Precision | str | int | None = None,
     ) -> None:
-        mode = mode_here(mode)
+        mode = resolve_mode(mode)
         if mode == "replicas" and (fsdp or mesh is not None or pad_last_batch):
             raise ConfigurationError(
-                "mesh, fsdp and pad_last_batch go with mode='spmd': replicas have models of their own. Leave mode out."
+                "mesh, fsdp and pad_last_batch do not work with replicas, which have separate models. Use mode='spmd'."
             )
         self.mode, self.fsdp, self.pad_last_batch = mode, fsdp, pad_last_batch
         self._accelerator, self._mesh_wanted = str(device), mesh
@@ -115,25 +115,25 @@ class XLAStrategy(Strategy):
         self._begin()
 
     def _begin(self) -> None:
-        self._models: dict[int, SPMDModel] = {}  # by the id of the user's
+        self._models: dict[int, SPMDModel] = {}  # by id of the user's module
         self._any_loss = False
-        self._pending = False  # something has been recorded since the last sync, or may have been
+        self._pending = False  # there may be recorded operations since the last sync
         self._buffers = Buffers()
 
     @property
     def data_world(self) -> World:
-        """See :attr:`trainkit.Strategy.data_world`: under SPMD every process reads all, for all devices at once."""
+        """See :attr:`trainkit.Strategy.data_world`. With SPMD each process reads all of the data, for all devices."""
         return self.world if self._data_world is None else self._data_world
 
     def resolve_device(self, device: str | torch.device) -> torch.device:
-        """See :meth:`trainkit.Strategy.resolve_device`: which it is says the runtime, which has not begun."""
+        """See :meth:`trainkit.Strategy.resolve_device`. The runtime selects the device later, when it starts."""
         if str(device) not in ("auto", "xla", "cpu"):
-            raise ConfigurationError(f"strategy='xla' runs on a TPU, or for trials on the CPU, not on {str(device)!r}.")
+            raise ConfigurationError(f"XLAStrategy does not run on {str(device)!r}. Use device='xla', or 'cpu' for tests.")
         return torch.device("xla")
 
     @property
     def where(self) -> str:
-        """The devices, and of which runtime: a CPU that stands in for a TPU must not go unnoticed."""
+        """The devices and their runtime, which shows whether a run uses the CPU instead of a TPU."""
         count, kind = self.data_world.devices, os.environ.get("PJRT_DEVICE", "")
         return f"{self.device} ({kind})" if count == 1 else f"{count} XLA devices ({kind})"
 
@@ -142,7 +142,7 @@ class XLAStrategy(Strategy):
         return accelerator in ("auto", "xla", "cpu")
 
     def join(self, wanted: RequestedDevices) -> None:
-        """See :meth:`trainkit.Strategy.join`: the runtime begins here."""
+        """See :meth:`trainkit.Strategy.join`. Starts the runtime."""
         if wanted.accelerator == "auto" and self._accelerator != "auto":
             wanted = replace(wanted, accelerator=self._accelerator)
         require()
@@ -150,10 +150,10 @@ class XLAStrategy(Strategy):
         self._xla = imported()
         xr: Any = importlib.import_module("torch_xla.runtime")
         if self._compilation_cache is not None:
-            keep_compilations(self._compilation_cache, xr)
+            set_compilation_cache(self._compilation_cache, xr)
         if self.mode == "replicas":
             if self.sync_batchnorm:
-                raise ConfigurationError("sync_batchnorm=True goes with mode='spmd', not with replicas. Leave one of them out.")
+                raise ConfigurationError("sync_batchnorm=True needs mode='spmd', not mode='replicas'. Remove one of them.")
             self.world = replica_world(wanted, xr, self._timeout)
             self.device = self._xla.device()
             if self.world.size > 1:
@@ -168,16 +168,16 @@ class XLAStrategy(Strategy):
         count = count_devices(wanted, xr)
         self.world = host_world(wanted, xr, self._timeout)
         if count > 1 or self._mesh_wanted is not None or self.fsdp:
-            mesh = make_mesh(self._mesh_wanted, count, self.fsdp)  # which may be refused: there is no way back from SPMD
+            mesh = make_mesh(self._mesh_wanted, count, self.fsdp)  # may raise; SPMD cannot be turned off later
             if not xr.is_spmd():
                 xr.use_spmd()
             self.mesh = mesh
-            self._sharding = BatchSharding(self.mesh, share_of(self.mesh))
+            self._sharding = BatchSharding(self.mesh, batch_axes(self.mesh))
             count = self._sharding.parts
         elif xr.is_spmd():
             raise ConfigurationError(
-                "devices=1, but SPMD is on in this process, for all devices of the runtime. Leave devices out, or run in "
-                "another process."
+                "devices=1, but SPMD is on in this process and uses all devices of the runtime. Remove devices=1, or use a new "
+                "process."
             )
         self.device = self._xla.device()
         self._data_world = World(devices=count)
@@ -186,23 +186,23 @@ class XLAStrategy(Strategy):
     def launch(
         function: Callable[..., Any], args: tuple[Any, ...] = (), devices: int | None = None, start_method: str = "spawn"
     ) -> None:
-        """Run a function in a replica for each device, by ``torch_xla.launch``: the way to start ``mode="replicas"``.
+        """Run a function in one replica per device, with ``torch_xla.launch``. Use it to start ``mode="replicas"``.
 
-        On a TPU a replica is a process. On XLA's CPU runtime it is a thread, and this sees to what threads need; they run one
-        at a time, so this is for trials.
+        On a TPU, a replica is a process. On XLA's CPU runtime it is a thread, and this method sets up what threads need.
+        Threads run one at a time, so use them for tests.
 
         Args:
-            function: called with the number of the replica and ``args``; it makes the Trainer. For processes it must be one
-                that can be imported.
-            args: the other arguments.
-            devices: of the host; another number than the runtime has is an error. Default: all; of a CPU
-                ``CPU_NUM_DEVICES`` in the environment, or 1.
-            start_method: of ``multiprocessing``.
+            function: called with the number of the replica and ``args``. It creates the Trainer. For processes, it must be
+                importable.
+            args: more arguments of the function.
+            devices: number of devices of this host, which must be the number that the runtime has. Default: all devices; on a
+                CPU ``CPU_NUM_DEVICES`` in the environment, or 1.
+            start_method: start method of ``multiprocessing``.
         """
         launch(function, args, devices, {"start_method": start_method})
 
     def generators(self) -> tuple[Any, ...]:
-        """XLA's random generator, with the methods of torch's."""
+        """XLA's random number generator, with the methods of ``torch.Generator``."""
         return self._generators
 
     @property
@@ -211,16 +211,16 @@ class XLAStrategy(Strategy):
         return compilations()
 
     def compilation_hints(self) -> Mapping[str, int]:
-        """See :meth:`trainkit.Strategy.compilation_hints`: of threads nobody knows which of them has done what."""
+        """See :meth:`trainkit.Strategy.compilation_hints`. Empty for threads, whose counts cannot be told apart."""
         return {} if isinstance(self.world, ThreadWorld) else compilation_hints()
 
     def sync(self) -> None:
-        """Run what has been recorded."""
+        """Run the recorded operations."""
         self._xla.sync()
         self._pending = False
 
     def _sync_together(self) -> None:
-        """Run what all replicas have recorded, with what they do together in it."""
+        """Run the recorded operations of all replicas, with their collectives."""
         if self._replicas is None:
             self.sync()
             return
@@ -236,7 +236,7 @@ class XLAStrategy(Strategy):
     # ------------------------------------------------------------------ models and optimizers
 
     def prepare_module(self, module: nn.Module) -> nn.Module:
-        """The module on the device; its parameters stay the objects that they are, so that ties hold."""
+        """Move the module to the device. Its parameters stay the same objects, so tied parameters stay tied."""
         module = super().prepare_module(module)
         if self.fsdp:
             self._models[id(module)] = SPMDModel(module, self.mesh)
@@ -259,14 +259,14 @@ class XLAStrategy(Strategy):
         """See :meth:`trainkit.Strategy.prepare_optimizer`.
 
         Raises:
-            ConfigurationError: it has options for kernels that XLA has not.
+            ConfigurationError: the optimizer uses kernels that XLA does not have.
         """
         wrong = [name for name in ("fused", "capturable") if any(group.get(name) for group in optimizer.param_groups)]
         if wrong:
             options = " and ".join(f"{name}=True" for name in wrong)
             raise ConfigurationError(
-                f"{type(optimizer).__name__}({options}): there is no such kernel on XLA devices, where all of a step is one "
-                "graph anyway. Leave it out."
+                f"{type(optimizer).__name__}({options}) does not work on XLA devices, which have no such kernel: a step is "
+                f"always one graph. Remove {options}."
             )
         return super().prepare_optimizer(optimizer, module)
 
@@ -276,14 +276,14 @@ class XLAStrategy(Strategy):
         """See :meth:`trainkit.Strategy.step_function`.
 
         Raises:
-            ConfigurationError: the module is out of ``torch.compile``.
+            ConfigurationError: the module comes from ``torch.compile``.
         """
         if compiler is not None:
-            raise ConfigurationError("torch.compile has no part in strategy='xla', which compiles every step. Leave it out.")
+            raise ConfigurationError("torch.compile does not work with strategy='xla', which compiles every step. Remove it.")
         step = super().step_function(wrapped, module, name)
         sharded = self._models.get(id(module))
         if sharded is not None:
-            sharded.mark_parts()
+            sharded.shard_children_outputs()
             step = partial(sharded.run, step)
         if name == "training_step":
             return step
@@ -296,9 +296,9 @@ class XLAStrategy(Strategy):
         return synced
 
     def restored(self, optimizers: Iterable[Optimizer]) -> None:
-        """See :meth:`trainkit.Strategy.restored`: loaded tensors are divided as the parameters that they belong to."""
+        """See :meth:`trainkit.Strategy.restored`. Shards loaded optimizer state like its parameters."""
         if self.mesh is not None:
-            divide_state(optimizers)
+            shard_state(optimizers)
         self.sync()
 
     # ------------------------------------------------------------------ a step
@@ -313,10 +313,10 @@ class XLAStrategy(Strategy):
         return to_xla(batch, self.device, self._sharding)
 
     def backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW, **kwargs: Any) -> None:
-        """See :meth:`trainkit.Strategy.backward`; inside a window the micro-batch ends here.
+        """See :meth:`trainkit.Strategy.backward`. Syncs, except at the end of a window.
 
         Raises:
-            ConfigurationError: torch cannot, since it has done a backward pass before XLA's runtime began.
+            ConfigurationError: a backward pass ran in this process before XLA's runtime started.
         """
         try:
             super().backward(loss, micro, **kwargs)
@@ -332,25 +332,25 @@ class XLAStrategy(Strategy):
         """See :meth:`trainkit.Strategy.skip_backward`.
 
         Raises:
-            LossError: one of several replicas has no loss, in a window in which all must run the same graph.
+            LossError: a replica has no loss in a window in which all must run the same graph.
         """
         if self._replicas is None:
             return
         if micro.alike:
             raise LossError(
-                "training_step returned None, or its batch has weight 0, and under mode='replicas' every replica must run the "
-                "same graph. Return a loss at every step, or use mode='spmd'."
+                "training_step returned no loss, or its batch has weight 0, but with mode='replicas' all replicas must run the "
+                "same graph. Return a loss in every step, or use mode='spmd'."
             )
         self._replicas.had_loss = self._replicas.had_loss or loss is not None
         self.sync()
 
     def reduce_gradients(self, parameters: Iterable[Tensor], micro: MicroBatch = WHOLE_WINDOW) -> None:
-        """See :meth:`trainkit.Strategy.reduce_gradients`: within the step's graph, where all replicas run the same."""
+        """See :meth:`trainkit.Strategy.reduce_gradients`. Part of the step's graph if all replicas run the same one."""
         if self._replicas is not None:
             self._any_loss = self._replicas.average(parameters, micro.alike)
 
     def any_loss(self, had_loss: bool) -> bool:
-        """See :meth:`trainkit.Strategy.any_loss`; to be asked after the gradients have been averaged."""
+        """See :meth:`trainkit.Strategy.any_loss`. Call it after the gradients have been averaged."""
         return had_loss or (self._replicas is not None and self._any_loss)
 
     def mean(self, value: Tensor) -> Tensor:
@@ -360,15 +360,15 @@ class XLAStrategy(Strategy):
         return torch.tensor(self.world.sums([float(value)])[0] / self.world.size, dtype=value.dtype, device=value.device)
 
     def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:
-        """See :meth:`trainkit.Strategy.all_gather`; under SPMD tensors are those of all devices as they are.
+        """See :meth:`trainkit.Strategy.all_gather`. With SPMD tensors already contain the data of all devices.
 
         Raises:
-            ConfigurationError: replicas give other shapes, or are to get gradients back.
+            ConfigurationError: replicas pass different shapes or dtypes, or ``sync_grads=True``.
         """
         if self._replicas is None:
             return data
         if sync_grads:
-            raise ConfigurationError("all_gather(sync_grads=True) is not offered for mode='replicas'. Use mode='spmd'.")
+            raise ConfigurationError("all_gather(sync_grads=True) is not supported with mode='replicas'. Use mode='spmd'.")
         return self._replicas.gathered(data)
 
     def barrier(self) -> None:
@@ -376,23 +376,23 @@ class XLAStrategy(Strategy):
         self.world.barrier()
 
     def sync_buffers(self) -> None:
-        """See :meth:`trainkit.Strategy.sync_buffers`; a window ends here that has had no update."""
+        """See :meth:`trainkit.Strategy.sync_buffers`. Syncs, for a window without an optimizer step."""
         self._sync_together()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Update the parameters, and run the step."""
+        """Update the parameters, and run the recorded step."""
         with steady_rates(optimizer, closure):
             updated = super().optimizer_step(optimizer, closure)
         self._sync_together()
         return updated
 
     def footprint(self, contents: Contents, processes: int) -> Footprint:
-        """See :meth:`trainkit.Strategy.footprint`; ``processes`` are devices, over which ``fsdp`` divides all but buffers."""
+        """See :meth:`trainkit.Strategy.footprint`. ``processes`` counts devices; ``fsdp`` shards everything but buffers."""
         whole = super().footprint(contents, processes)
-        return divided(whole, contents, processes) if self.fsdp else whole
+        return sharded_footprint(whole, contents, processes) if self.fsdp else whole
 
     def teardown(self) -> None:
-        """Forget the models."""
+        """Release the models and their hooks."""
         for sharded in self._models.values():
             sharded.close()
         self._begin()

@@ -78,7 +78,7 @@ def test_a_sparse_gradient_that_nobody_expects() -> None:
     joined()
     parameter = nn.Parameter(torch.zeros(3, 2))
     parameter.grad = torch.zeros(3, 2).to_sparse(1)
-    with pytest.raises(ModuleError, match=r"shape \(3, 2\) has a sparse gradient .* Make it dense"):
+    with pytest.raises(ModuleError, match=r"shape \(3, 2\) has a sparse gradient, .* Make it dense: "):
         average_gradients([parameter], 25)
 
 

@@ -23,7 +23,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.world_size(2)
-def test_layers_are_put_in_and_taken_out() -> None:
+def test_layers_are_converted_and_restored() -> None:
     world = joined().world
     messages: list[str] = []
     handler = logging.Handler()
@@ -31,7 +31,7 @@ def test_layers_are_put_in_and_taken_out() -> None:
     logging.getLogger("trainkit").addHandler(handler)
     model, norms = Model(), SyncedBatchNorms()
     users, parameters, names = model.norm, list(model.parameters()), list(model.state_dict())
-    norms.put_in(model, world)
+    norms.convert(model, world)
     synced = [part for part in model.modules() if isinstance(part, nn.SyncBatchNorm)]
     assert len(synced) == 2
     assert model.norm is model.deep[2] is synced[0]
@@ -50,13 +50,13 @@ def test_layers_are_put_in_and_taken_out() -> None:
     assert groups() == [2, 2]
     synced[0].running_mean = torch.full((3,), 7.0)
     model.eval()
-    norms.take_out()
+    norms.restore()
     assert model.norm is model.deep[2] is users
     assert users.running_mean is not None
     assert users.running_mean.tolist() == [7.0] * 3
     assert not users.training
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-    norms.take_out()
+    norms.restore()
     assert not norms
     assert [text.split(":")[0] for text in messages] == (["sync_batchnorm"] if world.is_main else [])
 

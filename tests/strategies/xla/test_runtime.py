@@ -55,14 +55,14 @@ def test_a_tpu_that_is_there_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             RequestedDevices("auto"),
             {},
-            "this machine has no TPU. To run on XLA's CPU runtime, as a trial: accelerator='cpu', or export PJRT",
+            "needs a TPU, but this host has none. To test on XLA's CPU runtime, use accelerator='cpu', or export PJRT",
         ),
-        (RequestedDevices("xla"), {}, "this machine has no TPU"),
+        (RequestedDevices("xla"), {}, "this host has none"),
         (RequestedDevices("cpu"), {"PJRT_DEVICE": "TPU"}, "accelerator='cpu' contradicts PJRT_DEVICE=TPU"),
         (
             RequestedDevices("cpu", 2, (0, 1)),
             {},
-            r"devices=\[0, 1\]: XLA takes its devices from the runtime.*export TPU_VISIBLE_CHIPS=0,2",
+            r"devices=\[0, 1\] does not work with XLA, .*export TPU_VISIBLE_CHIPS=0,2",
         ),
     ],
 )
@@ -75,7 +75,7 @@ def test_a_cpu_in_the_place_of_a_tpu_is_told(caplog: Any) -> None:
     caplog.set_level("INFO", "trainkit")
     choose_runtime(RequestedDevices("xla"), {"PJRT_DEVICE": "CPU"})
     assert caplog.messages == [
-        "accelerator='tpu', and PJRT_DEVICE=CPU in the environment: XLA's CPU runtime stands in for the TPU."
+        "accelerator='tpu', but PJRT_DEVICE=CPU in the environment: the run uses XLA's CPU runtime instead of a TPU."
     ]
 
 
@@ -110,8 +110,8 @@ def test_the_devices_are_those_of_the_runtime(wanted: RequestedDevices, there: A
         (RequestedDevices("xla", 8), runtime(4), "devices=8, but XLA's runtime has 4 on this host.*TPU_VISIBLE_CHIPS"),
         (RequestedDevices("xla", 2), runtime(4, kind="CPU"), "devices=2, but XLA's runtime has 4.*CPU_NUM_DEVICES"),
         (RequestedDevices("xla", 1), runtime(4, 2), "devices=1, but XLA's runtime has 4"),
-        (RequestedDevices("xla", 4, None, 2), runtime(4), "num_nodes=2, but XLA's runtime knows of 1"),
-        (RequestedDevices("xla", None, None, 1), runtime(4, 2), "num_nodes=1, but XLA's runtime knows of 2"),
+        (RequestedDevices("xla", 4, None, 2), runtime(4), "num_nodes=2, but XLA's runtime has 1. .*use num_nodes=1"),
+        (RequestedDevices("xla", None, None, 1), runtime(4, 2), "num_nodes=1, but XLA's runtime has 2"),
     ],
 )
 def test_other_devices_than_those_are_refused(wanted: RequestedDevices, there: Any, message: str) -> None:
@@ -134,7 +134,7 @@ def versions(monkeypatch: pytest.MonkeyPatch, xla: str | None) -> None:
 def test_without_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     versions(monkeypatch, None)
     here = torch.__version__.replace("+", ".")
-    message = rf"torch_xla, which is not installed\..*here is {here}\): pip install 'trainkit-torch\[xla\]'"
+    message = rf"torch_xla, which is not installed\..*this one has torch {here}\): pip install 'trainkit-torch\[xla\]'"
     with pytest.raises(MissingPackageError, match=message):
         require()
     with pytest.raises(MissingPackageError, match=message):
@@ -143,7 +143,7 @@ def test_without_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_with_a_torch_that_it_does_not_load_with(monkeypatch: pytest.MonkeyPatch) -> None:
     versions(monkeypatch, "1.13.2")
-    with pytest.raises(MissingPackageError, match=r"torch_xla 1\.13\.2 loads with torch 1\.13 only, and here is torch [23]\."):
+    with pytest.raises(MissingPackageError, match=r"torch_xla 1\.13\.2 needs torch 1\.13, but torch [23]\."):
         require()
     versions(monkeypatch, ".".join(torch.__version__.split(".")[:2]) + ".5")
     require()
@@ -171,10 +171,10 @@ def test_names_of_lightnings_that_are_not_ours(name: str, fix: str) -> None:
     "options, message",
     [
         ({"mode": "smpd"}, "mode must be 'spmd' or 'replicas', not 'smpd'"),
-        ({"mode": "replicas", "fsdp": True}, "go with mode='spmd'"),
-        ({"mode": "replicas", "pad_last_batch": True}, "go with mode='spmd'"),
-        ({"device": "cuda"}, "runs on a TPU, or for trials on the CPU, not on 'cuda'"),
-        ({"timeout": 0}, "timeout must be a timedelta or seconds"),
+        ({"mode": "replicas", "fsdp": True}, "do not work with replicas, .* Use mode='spmd'"),
+        ({"mode": "replicas", "pad_last_batch": True}, "do not work with replicas, .* Use mode='spmd'"),
+        ({"device": "cuda"}, "does not run on 'cuda'. Use device='xla'"),
+        ({"timeout": 0}, "timeout must be a timedelta or a number of seconds"),
         ({"precision": "16-mixed"}, "does not work with XLAStrategy; it offers 32-true"),
     ],
 )

@@ -102,7 +102,7 @@ def test_waiting_for_one_that_has_ended_is_an_error() -> None:
     first, second = replicas(2, lambda world: None if world.rank == 0 else world.exchange(1))
     assert first is None
     assert isinstance(second, ProcessFailedError)
-    assert "replica 0 has ended, and the others wait for it" in str(second)
+    assert "replica 0 has exited, but the other replicas wait for it" in str(second)
 
 
 def test_between_runs_replicas_do_not_wait_for_their_turn() -> None:
@@ -132,7 +132,7 @@ def test_between_runs_replicas_do_not_wait_for_their_turn() -> None:
 def test_the_runtime_must_run_one_graph_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_xla_threads, "_turns", None)
     monkeypatch.delenv("PJRT_CPU_ASYNC_CLIENT", raising=False)
-    with pytest.raises(ConfigurationError, match=r"export PJRT_CPU_ASYNC_CLIENT=0\. XLAStrategy\.launch\(main\) does so"):
+    with pytest.raises(ConfigurationError, match=r"export PJRT_CPU_ASYNC_CLIENT=0\. XLAStrategy\.launch\(main\) sets it"):
         turns_of_this_process(2)
     monkeypatch.setenv("PJRT_CPU_ASYNC_CLIENT", "0")
     assert turns_of_this_process(2) is turns_of_this_process(2)

@@ -65,7 +65,7 @@ def test_a_folder_that_comes_too_late_or_cannot_be(tmp_path: Path) -> None:
     first, second = str(tmp_path / "a"), str(tmp_path / "b")
     said = run_xla(several_times, first, second)
     assert said[0] == ""
-    assert "XLA's runtime has begun without it. Make the Trainer or Accelerator before the first tensor" in said[1]
+    assert "XLA's runtime has already started. Create the Trainer or Accelerator before the first tensor" in said[1]
     (tmp_path / "file").touch()
     [said] = run_xla(several_times, str(tmp_path / "file" / "graphs"))
-    assert "graphs' cannot be used: " in said
+    assert "graphs' cannot be used, " in said

@@ -29,14 +29,14 @@ def made(arguments: dict[str, Any], options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "arguments, options, message",
     [
-        ({"devices": 3}, {}, r"devices=3, but XLA's runtime has 4 on this host. Use devices=4, or say .*CPU_NUM_DEVICES"),
-        ({"devices": [0, 1]}, {}, r"devices=\[0, 1\]: XLA takes its devices from the runtime.*TPU_VISIBLE_CHIPS=0,2"),
-        ({"num_nodes": 2}, {}, "num_nodes=2, but XLA's runtime knows of 1. Start the script on every host"),
-        ({}, {"mesh": {"data": 3}}, r"mesh=\{'data': 3\} is of 3 devices, and the runtime has 4"),
+        ({"devices": 3}, {}, r"devices=3, but XLA's runtime has 4 on this host. Use devices=4, or set CPU_NUM_DEVICES"),
+        ({"devices": [0, 1]}, {}, r"devices=\[0, 1\] does not work with XLA, .*TPU_VISIBLE_CHIPS=0,2"),
+        ({"num_nodes": 2}, {}, "num_nodes=2, but XLA's runtime has 1. Start the script on every host"),
+        ({}, {"mesh": {"data": 3}}, r"mesh=\{'data': 3\} has 3 devices, but the runtime has 4"),
         ({}, {"mesh": {"data": 4}, "fsdp": True}, "fsdp=True needs an axis 'fsdp' in the mesh, which has data"),
-        ({}, {"mesh": {"model": 4}}, r"the axes of the mesh are called \('model',\), and batches are divided over 'data'"),
-        ({}, {"mesh": [4]}, "mesh must be a torch_xla.distributed.spmd.Mesh, or sizes by axis"),
-        ({}, {"mesh": {"data": 4.0}}, "mesh must be a torch_xla.distributed.spmd.Mesh, or sizes by axis"),
+        ({}, {"mesh": {"model": 4}}, r"the mesh has the axes \('model',\), but batches are sharded over axes named 'data'"),
+        ({}, {"mesh": [4]}, "mesh must be a torch_xla.distributed.spmd.Mesh or a dict of axis sizes"),
+        ({}, {"mesh": {"data": 4.0}}, "mesh must be a torch_xla.distributed.spmd.Mesh or a dict of axis sizes"),
         ({"precision": "16-mixed"}, {}, "16-mixed.*bf16-mixed"),
         ({"precision": "16-true"}, {}, "16-true.*bf16-true"),
         ({"strategy": "ddp", "accelerator": "tpu"}, {}, "accelerator='tpu' works with strategy='xla', not with 'ddp'"),
@@ -63,7 +63,7 @@ def test_a_mesh_of_ones_own() -> None:
     """Over an axis of another name batches are not divided; without names it cannot be known."""
     assert run_xla(mesh_object, ("data", "fsdp"), devices=4) == (4, True)
     assert run_xla(mesh_object, ("data", "model"), devices=4) == (2, True)
-    with pytest.raises(WorldError, match="batches are divided over 'data' and 'fsdp'. Name one so"):
+    with pytest.raises(WorldError, match="batches are sharded over axes named 'data' or 'fsdp'. Name an axis"):
         run_xla(mesh_object, None, devices=4)
 
 
@@ -99,7 +99,7 @@ def compiled(what: str) -> None:
 
 def test_torch_compile() -> None:
     with pytest.raises(
-        WorldError, match="torch.compile has no part in strategy='xla', which compiles every step. Leave it out"
+        WorldError, match="torch.compile does not work with strategy='xla', which compiles every step. Remove it"
     ):
         run_xla(compiled, "module")
 
@@ -131,7 +131,7 @@ def trained_on_the_cpu_first() -> str:
 
 def test_a_backward_pass_before_the_runtime_begins() -> None:
     """torch's autograd makes its queues at the first one, for the devices that there are then."""
-    assert "a backward pass has been run in this process before XLA's runtime began" in run_xla(trained_on_the_cpu_first)
+    assert "a backward pass ran in this process before XLA's runtime started" in run_xla(trained_on_the_cpu_first)
 
 
 def the_other_way_round() -> list[int]:

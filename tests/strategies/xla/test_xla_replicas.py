@@ -181,7 +181,7 @@ def test_goes_on_from_a_checkpoint_bit_for_bit(replicas: Any, tmp_path: Path) ->
 
 
 def test_no_loss_on_one_of_them_is_refused(replicas: Any) -> None:
-    with pytest.raises(WorldError, match="under mode='replicas' every replica must run the same graph"):
+    with pytest.raises(WorldError, match="with mode='replicas' all replicas must run the same graph"):
         replicas({"silent": True})
 
 
@@ -272,7 +272,7 @@ def plainly_launched(folder: str) -> list[dict[str, Any]]:
 
 @pytest.mark.skipif("__import__('os').environ.get('PJRT_DEVICE', 'CPU') != 'CPU'", reason="threads are the CPU's")
 def test_torch_xla_launch_will_do_if_the_runtime_is_told(replicas: Any, tmp_path: Path) -> None:
-    with pytest.raises(WorldError, match=r"export PJRT_CPU_ASYNC_CLIENT=0\. XLAStrategy\.launch\(main\) does so"):
+    with pytest.raises(WorldError, match=r"export PJRT_CPU_ASYNC_CLIENT=0\. XLAStrategy\.launch\(main\) sets it"):
         run_xla(plainly_launched, str(tmp_path), devices=2)
     found = run_xla(plainly_launched, str(tmp_path), devices=2, env={"PJRT_CPU_ASYNC_CLIENT": "0"})
     assert found == replicas()
@@ -289,4 +289,4 @@ def of_another_number(devices: int) -> str:
 
 def test_replicas_that_were_not_started_are_asked_for() -> None:
     said = run_xla(of_another_number, 2, devices=1, env={"CPU_NUM_DEVICES": "1"})
-    assert said.startswith("devices=2 and mode='replicas', but XLA's runtime knows of one replica. Start them by XLAStrategy.")
+    assert said.startswith("devices=2 and mode='replicas', but XLA's runtime has one replica. Start the replicas: ")

@@ -171,7 +171,7 @@ def test_no_loss_on_a_stage_where_nobody_waits(kind: str) -> None:
         ({"stage": 3, "optimizer_buffer_count": 5}, "optimizer_buffer_count=5 is for offload_optimizer='nvme'"),
         ({"stage": 3, "pin_memory": False}, "pin_memory=False is for offload, and this is .*offload_optimizer=None"),
         ({"stage": 3, "max_params_in_cpu": 5}, "max_params_in_cpu=5 is for offload_params='nvme'"),
-        ({"timeout": -1}, "timeout must be a timedelta or seconds"),
+        ({"timeout": -1}, "timeout must be a timedelta or a number of seconds"),
     ],
 )
 def test_arguments_that_cannot_work(arguments: dict[str, Any], message: str) -> None:
