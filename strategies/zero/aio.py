@@ -1,8 +1,8 @@
-"""DeepSpeed's reads and writes of offloaded tensors, with their failures noticed: DeepSpeed itself looks at none.
+"""Checks for DeepSpeed's reads and writes of offloaded tensors, because DeepSpeed ignores their failures.
 
-Its handle counts the operations that have ended, and not how: where a disk is full, or fails, training would go on with what
-happened to be in a buffer. So files get their blocks on the disk before they are written to, which fails if there is no room;
-and a buffer that is read into is marked in each block, and the marks have to be gone afterwards.
+DeepSpeed's handle counts completed operations, even failed ones. If a disk was full or failed, training would continue with
+whatever data a buffer held. So the handle here allocates the disk blocks of a file before DeepSpeed writes to it, which fails
+if the disk is full. Before a read it writes a marker into each block of the buffer; the read must overwrite all markers.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from trainkit.errors import OffloadError
 
 __all__ = ["checked", "unreadable", "unwritable"]
 
-_ROOMS = ("optimizer_utils", "partitioned_param_swapper")
-_ALIGNED = 4096  # bytes that a read or write is a multiple of: disks have blocks of 512 or of 4096, and DeepSpeed takes 1024
-_MARK = 0x7FB5A3C1  # as float32 a NaN that no arithmetic gives
+_MODULES = ("optimizer_utils", "partitioned_param_swapper")
+_ALIGNED = 4096  # bytes; sizes of reads and writes are multiples of it. Disks have blocks of 512 or 4096; DeepSpeed uses 1024
+_MARK = 0x7FB5A3C1  # as float32 a NaN that no arithmetic returns
 
 
 class _Handle:
-    """One of DeepSpeed's handles, with checks.
+    """Wraps a handle of DeepSpeed for asynchronous reads and writes, and checks its operations.
 
     Args:
-        handle: DeepSpeed's.
+        handle: DeepSpeed's handle.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -43,10 +43,10 @@ class _Handle:
         return getattr(self._handle, name)
 
     def async_pwrite(self, buffer: Tensor, path: str, offset: int) -> int:
-        """Begin to write a tensor into a file.
+        """Start to write a tensor to a file.
 
         Raises:
-            OffloadError: there is no room for it.
+            OffloadError: the disk is full.
         """
         if path not in self._known:
             _allocate(path, offset + buffer.numel() * buffer.element_size())
@@ -54,10 +54,10 @@ class _Handle:
         return int(self._handle.async_pwrite(buffer, path, offset))
 
     def async_pread(self, buffer: Tensor, path: str, offset: int) -> int:
-        """Begin to read a tensor from a file.
+        """Start to read a tensor from a file.
 
         Raises:
-            OffloadError: there is no such file, or it is too short.
+            OffloadError: the file does not exist, or is too short.
         """
         marked = buffer.view(-1).view(torch.int32)[:: _ALIGNED // 4]
         marked.fill_(_MARK)
@@ -68,10 +68,10 @@ class _Handle:
         return result
 
     def wait(self) -> int:
-        """Wait for all that has begun.
+        """Wait for all operations that were started.
 
         Raises:
-            OffloadError: something has not been read.
+            OffloadError: a read failed.
         """
         count = int(self._handle.wait())
         reads, self._reads = self._reads, []
@@ -82,20 +82,23 @@ class _Handle:
 
 
 def unreadable(path: str) -> OffloadError:
-    """What to raise where a file cannot be read."""
+    """Returns the error for a file that cannot be read."""
     return OffloadError(
-        f"{path} could not be read back: somebody has removed it, or the disk that is offloaded to has failed (see dmesg). "
-        "Resume from the last checkpoint; if the disk fails, with nvme_path on another one."
+        f"{path} cannot be read: the file was removed, or the disk of nvme_path failed (see dmesg). "
+        "Resume from the last checkpoint: fit(..., ckpt_path='last'). If the disk failed, use nvme_path on another disk."
     )
 
 
 def unwritable(path: str, error: OSError, size: int = 0) -> OffloadError:
-    """What to raise where ``size`` bytes cannot be written."""
+    """Returns the error for ``size`` bytes that cannot be written."""
     if error.errno != errno.ENOSPC:
-        return OffloadError(f"{path} cannot be written to: {error.strerror}.")
+        return OffloadError(
+            f"{path} cannot be written: {error.strerror}. Check the disk, or use nvme_path on another disk, and resume from "
+            "the last checkpoint: fit(..., ckpt_path='last')."
+        )
     return OffloadError(
-        f"no room for {size / 2**20:.1f} MiB in {os.path.dirname(path)}: the disk that is offloaded to is full. Free some, or "
-        "give nvme_path on another disk, and resume from the last checkpoint."
+        f"no space for {size / 2**20:.1f} MiB in {os.path.dirname(path)}: the disk of nvme_path is full. Free disk space, or "
+        "use nvme_path on another disk, and resume from the last checkpoint: fit(..., ckpt_path='last')."
     )
 
 
@@ -104,7 +107,7 @@ def _allocate(path: str, size: int) -> None:
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that takes blocks when it writes them
+        if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that allocates blocks at each write
             return
         raise unwritable(path, error, size) from error
     finally:
@@ -113,10 +116,10 @@ def _allocate(path: str, size: int) -> None:
 
 @contextmanager
 def checked() -> Iterator[None]:
-    """Within it DeepSpeed makes handles that check."""
-    rooms = [importlib.import_module(f"deepspeed.runtime.swap_tensor.{name}") for name in _ROOMS]
-    users = [importlib.import_module("deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper"), rooms[1]]
-    aligned, builder = [room.AIO_ALIGNED_BYTES for room in rooms], rooms[1].AsyncIOBuilder
+    """Context manager in which DeepSpeed creates handles with these checks."""
+    modules = [importlib.import_module(f"deepspeed.runtime.swap_tensor.{name}") for name in _MODULES]
+    users = [importlib.import_module("deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper"), modules[1]]
+    aligned, builder = [module.AIO_ALIGNED_BYTES for module in modules], modules[1].AsyncIOBuilder
 
     def handle(**options: Any) -> _Handle:
         return _Handle(builder().load(verbose=False).aio_handle(**options))
@@ -126,13 +129,13 @@ def checked() -> Iterator[None]:
             return SimpleNamespace(aio_handle=handle)
 
     try:
-        for room in rooms:
-            room.AIO_ALIGNED_BYTES = _ALIGNED  # type: ignore[attr-defined]
-        for room in users:
-            room.AsyncIOBuilder = Builder  # type: ignore[attr-defined]
+        for module in modules:
+            module.AIO_ALIGNED_BYTES = _ALIGNED  # type: ignore[attr-defined]
+        for module in users:
+            module.AsyncIOBuilder = Builder  # type: ignore[attr-defined]
         yield
     finally:
-        for room, before in zip(rooms, aligned, strict=True):
-            room.AIO_ALIGNED_BYTES = before  # type: ignore[attr-defined]
-        for room in users:
-            room.AsyncIOBuilder = builder  # type: ignore[attr-defined]
+        for module, before in zip(modules, aligned, strict=True):
+            module.AIO_ALIGNED_BYTES = before  # type: ignore[attr-defined]
+        for module in users:
+            module.AsyncIOBuilder = builder  # type: ignore[attr-defined]

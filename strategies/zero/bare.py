@@ -1,4 +1,4 @@
-"""DeepSpeed's engine of stage 3 where nothing is learnt."""
+"""DeepSpeed's stage 3 engine for runs without an optimizer, such as evaluation and prediction."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["BareEngine"]
 
 
 class BareEngine:
-    """It gathers parameters for forwards.
+    """Runs the forward of a module with sharded parameters, which it gathers when they are needed.
 
     Args:
-        session: DeepSpeed.
-        module: what is called; its parameters are divided.
-        config: DeepSpeed's.
+        session: the DeepSpeed session.
+        module: the module to run; its parameters are sharded.
+        config: the DeepSpeed configuration.
     """
 
     def __init__(self, session: Session, module: nn.Module, config: dict[str, Any]) -> None:
@@ -26,10 +26,10 @@ class BareEngine:
             self._engine, *_ = session.package.initialize(model=module, config=config)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's."""
+        """Run the module's forward."""
         return self._engine(*args, **kwargs)
 
     def close(self) -> None:
-        """Take DeepSpeed's hooks off the module."""
+        """Remove DeepSpeed's hooks from the module."""
         with quiet():
             self._engine.destroy()

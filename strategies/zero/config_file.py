@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration, as users have it in a JSON file or a dict → our options, and what it says of the run."""
+"""Reads a DeepSpeed configuration (a JSON file or a dict) into the options of ``ZeROStrategy`` and settings of the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["AUTO", "DeepSpeedConfig", "read_config"]
 
 AUTO = "auto"
 
-# Our option for a key of "zero_optimization".
+# Key of "zero_optimization" → option of ZeROStrategy.
 _ZERO = {
     "stage": "stage",
     "contiguous_gradients": "contiguous_gradients",
@@ -37,7 +37,7 @@ _ZERO = {
     "zero_quantized_nontrainable_weights": "quantized_nontrainable_weights",
     "zero_quantized_gradients": "quantized_gradients",
 }
-_OFFLOAD = {  # by section: ours for its keys
+_OFFLOAD = {  # section → its keys → option of ZeROStrategy
     "offload_optimizer": {"buffer_count": "optimizer_buffer_count"},
     "offload_param": {"buffer_count": "param_buffer_count", "max_in_cpu": "max_params_in_cpu"},
 }
@@ -51,7 +51,7 @@ _AIO = {
     "overlap_events": "aio_overlap_events",
 }
 _DTYPES = {"fp32": None, "fp16": "16", "float16": "16", "bf16": "bf16", "bfloat16": "bf16", "bfp16": "bf16"}
-# Keys that say how DeepSpeed reports, reads its own checkpoints or guesses; what they ask for is done otherwise or not needed.
+# Keys for DeepSpeed's reports, its own checkpoints and its heuristics. trainkit does this in another way or does not need it.
 _WITHOUT_EFFECT = {
     "": (
         "checkpoint",
@@ -73,7 +73,7 @@ _WITHOUT_EFFECT = {
     "fp16": ("auto_cast", "consecutive_hysteresis", "hysteresis", "min_loss_scale"),
     "bf16": ("immediate_grad_update",),
 }
-# What we do in one way only, and DeepSpeed may do in others.
+# Keys for which trainkit supports only this value.
 _ONLY: dict[str, dict[str, Any]] = {
     "": {"prescale_gradients": False, "gradient_predivide_factor": 1.0, "sparse_gradients": False},
     "zero_optimization": {
@@ -101,16 +101,16 @@ _OLD = {
 
 @dataclass
 class DeepSpeedConfig:
-    """What a DeepSpeed configuration says.
+    """The contents of a DeepSpeed configuration.
 
     Attributes:
-        source: where it is from, for messages.
-        options: of :class:`~trainkit.strategies.zero.deepspeed_config.ZeROConfig`.
-        claims: sizes of batches and the clipping value, where they are numbers.
-        precision: that it asks for; ``None``: the ``Trainer``'s.
-        optimizer: the section.
-        scheduler: the section.
-        without_effect: keys that nothing looks at.
+        source: name of the configuration in messages.
+        options: options of :class:`~trainkit.strategies.zero.deepspeed_config.ZeROConfig`.
+        claims: batch sizes, accumulation steps and clipping norm, where they are numbers.
+        precision: the enabled precision; ``None``: the ``Trainer``'s.
+        optimizer: the section ``optimizer``.
+        scheduler: the section ``scheduler``.
+        without_effect: keys that have no effect.
     """
 
     source: str
@@ -126,10 +126,10 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> DeepSpeed
     """Read a DeepSpeed configuration.
 
     Args:
-        config: a file of JSON, in which there may be comments, or a mapping with the same keys.
+        config: the path of a JSON file, which may contain comments, or a mapping with the same keys.
 
     Raises:
-        ConfigurationError: it cannot be read, or asks for what is not offered; the message names the key.
+        ConfigurationError: it cannot be read, or has an unsupported key or value; the message names the key.
     """
     source, content = _content(config)
     found = DeepSpeedConfig(source)
@@ -144,16 +144,17 @@ def _content(config: Any) -> tuple[str, Mapping[str, Any]]:
     if not isinstance(config, str | os.PathLike):
         raise ConfigurationError(f"config must be the path of a DeepSpeed JSON file or a dict, not {config!r}.")
     source = str(os.fspath(config))
-    hjson: Any = importlib.import_module("hjson")  # which DeepSpeed reads its files with
+    hjson: Any = importlib.import_module("hjson")  # DeepSpeed reads its files with hjson, too
     try:
         content = hjson.loads(Path(source).read_text("utf-8"), object_pairs_hook=_once)
     except OSError as error:
-        raise ConfigurationError(f"config={source!r} cannot be read: {error.strerror}.") from error
+        raise ConfigurationError(f"config={source!r} cannot be read: {error.strerror}. Check the path.") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"config={source!r} is no DeepSpeed configuration: {error}") from error
+        raise ConfigurationError(f"config={source!r} is not valid JSON: {error}. Correct the file.") from error
     if not isinstance(content, Mapping):
         raise ConfigurationError(
-            f"config={source!r} holds {with_article(type(content).__name__)}, and a DeepSpeed configuration is a map."
+            f"config={source!r} contains {with_article(type(content).__name__)}; a DeepSpeed configuration is an object: "
+            '{"zero_optimization": {"stage": 2}}'
         )
     return source, content
 
@@ -162,13 +163,13 @@ def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {key!r} is there twice")
+            raise ValueError(f"the key {key!r} occurs twice")
         found[key] = value
     return found
 
 
 class _Reader:
-    """Takes a configuration apart, section by section."""
+    """Reads a configuration section by section."""
 
     def __init__(self, found: DeepSpeedConfig) -> None:
         self._found = found
@@ -177,8 +178,8 @@ class _Reader:
         known = [*_SECTIONS, *_CLAIMS, "communication_data_type"]
         for key, value in self._rest("", content, known).items():
             disabled = value is False or (isinstance(value, Mapping) and value.get("enabled") is False)
-            if not disabled:  # a feature that is switched off is known to DeepSpeed, or it would say so
-                raise self._error(f"{key!r} is not offered.{nearest(key, known)} Take it out")
+            if not disabled:  # an unsupported feature that is disabled does no harm
+                raise self._error(f"{key!r} is not supported.{nearest(key, known)} Remove it")
         for key in _CLAIMS:
             if content.get(key, AUTO) != AUTO:
                 self._found.claims[key] = self._number(key, content[key])
@@ -197,9 +198,9 @@ class _Reader:
     def _read_zero(self, zero: Mapping[str, Any]) -> None:
         for key, new in _OLD.items():
             if key in zero:
-                raise self._error(f"'zero_optimization': {key!r} is of an old DeepSpeed. Write {new}")
+                raise self._error(f"'zero_optimization': {key!r} is from an old version of DeepSpeed. Write {new}")
         if not zero.get("stage"):
-            raise self._error('"zero_optimization": {"stage": 1, 2 or 3} is missing: without ZeRO use strategy=\'ddp\'')
+            raise self._error('"zero_optimization": {"stage": 1, 2 or 3} is missing. Add it, or use strategy=\'ddp\'')
         self._take("zero_optimization", {k: v for k, v in zero.items() if k not in _OFFLOAD}, _ZERO)
         sections = {name: self._section(zero, name) for name in _OFFLOAD}
         used = {name: section for name, section in sections.items() if section.get("device") not in ("none", None)}
@@ -207,22 +208,22 @@ class _Reader:
             self._read_offload(name, section)
         pinned = {section.get("pin_memory", True) for section in used.values()}
         if len(pinned) > 1:
-            raise self._error("'pin_memory' differs between 'offload_optimizer' and 'offload_param'. Set both alike")
+            raise self._error("'pin_memory' differs between 'offload_optimizer' and 'offload_param'. Use one value")
         if pinned:
             self._found.options["pin_memory"] = pinned.pop()
 
     def _read_offload(self, name: str, section: Mapping[str, Any]) -> None:
-        """Where the optimizer or the parameters are offloaded to, and the options for NVMe, which only that uses."""
+        """Read an offload section: its device, and the options that apply to NVMe only."""
         options, keys, device = self._found.options, _OFFLOAD[name], section["device"]
         options[_PLACE[name]] = device
         path = section.get("nvme_path")
         if device == "nvme" and path is not None and options.setdefault("nvme_path", path) != path:
-            raise self._error(f"two folders: nvme_path {options['nvme_path']!r} and {path!r}. Give one")
+            raise self._error(f"'nvme_path' is both {options['nvme_path']!r} and {path!r}. Use one folder")
         rest = {key: value for key, value in section.items() if key not in ("device", "nvme_path", "pin_memory")}
         self._take(name, rest, keys if device == "nvme" else {}, unused=keys)
 
     def _read_precision(self, content: Mapping[str, Any]) -> None:
-        """Which precision the sections ask for; "auto" and ``false`` leave it to the ``Trainer``."""
+        """Read which precision is enabled; with "auto" and ``false`` the ``Trainer``'s precision is used."""
         asked: dict[str, Precision] = {}
         fp16, bf16 = self._section(content, "fp16"), self._section(content, "bf16")
         autocast = self._section(content, "torch_autocast")
@@ -231,7 +232,7 @@ class _Reader:
         self._refuse_unknown("bf16", bf16, ["enabled"])
         self._refuse_unknown("torch_autocast", autocast, ["enabled", "dtype"])
         if fp16.get("loss_scale", 0) not in (0, AUTO):
-            raise self._error(f"'fp16': 'loss_scale' is {fp16['loss_scale']!r}, and the scale is always adapted. Leave it out")
+            raise self._error(f"'fp16': 'loss_scale' is {fp16['loss_scale']!r}, but loss scaling is always dynamic. Remove it")
         scaled: dict[str, Any] = {}
         if fp16.get("initial_scale_power", AUTO) != AUTO:
             scaled["init_scale"] = 2.0 ** self._number("initial_scale_power", fp16["initial_scale_power"])
@@ -244,16 +245,16 @@ class _Reader:
         if self._enabled("torch_autocast", autocast):
             dtype = _DTYPES.get(autocast.get("dtype", "bf16"))
             if dtype is None:
-                raise self._error(f"'torch_autocast': 'dtype' is {autocast['dtype']!r}; known: bfloat16, float16")
+                raise self._error(f"'torch_autocast': 'dtype' must be 'bfloat16' or 'float16', not {autocast['dtype']!r}")
             asked["torch_autocast"] = Precision(f"{dtype}-mixed", **(scaled if dtype == "16" else {}))
         if len(asked) > 1:
-            raise self._error(f"{' and '.join(map(repr, asked))} are both enabled. Enable one")
+            raise self._error(f"{' and '.join(map(repr, asked))} are both enabled. Enable only one")
         self._found.precision = next(iter(asked.values()), None)
-        if self._found.precision is None or not self._found.precision.name.startswith("16"):  # the Trainer's has its own
+        if self._found.precision is None or not self._found.precision.name.startswith("16"):  # another loss scale applies
             self._found.without_effect += [f"fp16.{key}" for key in scale if fp16.get(key, AUTO) != AUTO]
 
     def _take(self, name: str, section: Mapping[str, Any], keys: Mapping[str, str], unused: Iterable[str] = ()) -> None:
-        """Take the values of keys that we have options for; what else there may be is looked at by :meth:`_rest`."""
+        """Store the values of ``keys`` as options; :meth:`_rest` checks all other keys."""
         self._refuse_unknown(name, section, [*keys, *unused])
         for key, value in section.items():
             if key in keys and value != AUTO:
@@ -269,10 +270,10 @@ class _Reader:
 
     def _refuse_unknown(self, name: str, section: Mapping[str, Any], known: Sequence[str]) -> None:
         for key in self._rest(name, section, known):
-            raise self._error(f"{name!r}: {key!r} is not offered.{nearest(key, known)} Take it out")
+            raise self._error(f"{name!r}: {key!r} is not supported.{nearest(key, known)} Remove it")
 
     def _rest(self, name: str, section: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-        """What is neither known, nor without effect, nor what we do anyway."""
+        """Returns the entries that are neither known, nor without effect, nor set to the only supported value."""
         where = f"{name}." if name else ""
         rest = {}
         for key, value in section.items():
@@ -281,16 +282,16 @@ class _Reader:
             elif key in _ONLY.get(name, {}):
                 only = _ONLY[name][key]
                 if value not in (only, AUTO):
-                    raise self._error(f"'{where}{key}' is {value!r}, and only {only!r} is offered. Leave it out")
+                    raise self._error(f"'{where}{key}' is {value!r}, but only {only!r} is supported. Remove it")
             elif key not in known:
                 rest[key] = value
         return rest
 
     def _typed(self, name: str, section: Mapping[str, Any]) -> dict[str, Any]:
-        """The sections of the optimizer and the scheduler, which have a type and parameters."""
+        """Returns the type and the parameters of the section ``optimizer`` or ``scheduler``."""
         self._refuse_unknown(name, section, ["type", "params"])
         if not isinstance(section.get("type"), str):
-            raise self._error(f"{name!r} needs a 'type', such as {'AdamW' if name == 'optimizer' else 'WarmupLR'!r}")
+            raise self._error(f"{name!r} needs a 'type'. Add one, such as {'AdamW' if name == 'optimizer' else 'WarmupLR'!r}")
         return {"type": section["type"], "params": dict(self._section(section, "params"))}
 
     def _section(self, content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -298,7 +299,7 @@ class _Reader:
         if value is None:
             return {}
         if not isinstance(value, Mapping):
-            raise self._error(f"{name!r} must be a map, not {value!r}")
+            raise self._error(f'{name!r} must be an object, "{name}": {{...}}, not {value!r}')
         return value
 
     def _number(self, key: str, value: Any) -> float:

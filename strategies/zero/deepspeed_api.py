@@ -1,4 +1,4 @@
-"""DeepSpeed as the strategies use it: imported when it is needed, quiet, on the processes and the device of the run."""
+"""Imports DeepSpeed when it is needed, without its log output, and sets it up for the processes and the device of the run."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from trainkit.launch.process_group import alone
 
 __all__ = ["Session", "imported", "quiet", "require", "supports_float16", "variable"]
 
-# torch has given two collectives new names, and warns of the old ones, which DeepSpeed calls.
+# PyTorch has renamed two collectives and warns about the old names, which DeepSpeed calls.
 _RENAMED = {"all_gather_function": "all_gather_single", "reduce_scatter_function": "reduce_scatter_single"}
 
 
 def require() -> None:
-    """Refuse at once where DeepSpeed is not installed; it is not imported, which takes half a second.
+    """Check that DeepSpeed is installed, without importing it, which takes half a second.
 
     Raises:
-        MissingPackageError: with the command that installs it.
+        MissingPackageError: it is not; the message has the command that installs it.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise MissingPackageError(
-            "ZeRO runs on DeepSpeed, which is not installed. Install it: pip install 'trainkit-torch[deepspeed]'   (Linux)"
+            "ZeRO needs DeepSpeed, which is not installed. Install it: pip install 'trainkit-torch[deepspeed]'   (Linux)"
         )
 
 
 class Session:
-    """DeepSpeed between the set-up and the tear-down of a run.
+    """DeepSpeed from the set-up to the tear-down of a run.
 
     Args:
-        world: the processes; torch's process group of several exists already.
-        device: of this process.
+        world: the processes; if there are several, their process group is already initialized.
+        device: the device of this process.
 
     Attributes:
-        package: ``deepspeed``.
-        waits: the collectives of this process.
+        package: the module ``deepspeed``.
+        collectives: counts the collectives of this process.
 
     Raises:
-        ConfigurationError: this process has begun with DeepSpeed on another kind of device.
+        ConfigurationError: this process already uses DeepSpeed on another kind of device.
     """
 
     def __init__(self, world: World, device: torch.device) -> None:
@@ -62,17 +62,17 @@ class Session:
         if world.size == 1 and not dist.is_initialized():
             self._stack.enter_context(alone("nccl" if device.type == "cuda" else "gloo"))
             self._stack.callback(self._forget)
-        self._stack.enter_context(variable("LOCAL_RANK", str(local_rank)))  # DeepSpeed reads it now and again
+        self._stack.enter_context(variable("LOCAL_RANK", str(local_rank)))  # DeepSpeed reads it several times
         with quiet():
             self._enter()
 
-        _leave_at_once()
+        _exit_without_cleanup()
 
     def _enter(self) -> None:
-        """Let DeepSpeed use torch's process group."""
+        """Let DeepSpeed use PyTorch's process group."""
         package = self.package
         comm: Any = importlib.import_module("deepspeed.comm.comm")
-        # it would be compiled for half a minute, for reductions between processes of one machine without a GPU
+        # compiling it takes half a minute; it is for reductions between processes of one node without a GPU
         package.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         package.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         for attribute, name in _RENAMED.items():
@@ -80,47 +80,47 @@ class Session:
                 setattr(comm.cdb, attribute, getattr(dist, name))
 
     def _forget(self) -> None:
-        """Let DeepSpeed forget the group, which is destroyed after this."""
+        """Remove DeepSpeed's references to the process group, which is destroyed next."""
         comm: Any = importlib.import_module("deepspeed.comm.comm")
         comm.cdb = None
         importlib.import_module("deepspeed.utils.groups")._release_process_group_references()
 
     @contextmanager
     def checkpointing(self, options: Mapping[str, Any]) -> Iterator[None]:
-        """Within it ``deepspeed.checkpointing.checkpoint`` works as these arguments of its ``configure`` say."""
-        room: Any = importlib.import_module("deepspeed.runtime.activation_checkpointing.checkpointing")
-        names = ("deepspeed_checkpointing_enabled", *(name for name in vars(room) if name.isupper()), "mpu", "num_layers")
-        before = {name: getattr(room, name) for name in names}
+        """Context manager that configures ``deepspeed.checkpointing`` with these arguments of ``configure``."""
+        module: Any = importlib.import_module("deepspeed.runtime.activation_checkpointing.checkpointing")
+        names = ("deepspeed_checkpointing_enabled", *(name for name in vars(module) if name.isupper()), "mpu", "num_layers")
+        before = {name: getattr(module, name) for name in names}
         with quiet():
-            room.configure(None, **options)
+            module.configure(None, **options)
         try:
             yield
         finally:
-            room.reset()
-            vars(room).update(before)
+            module.reset()
+            vars(module).update(before)
 
     def close(self) -> None:
-        """Give back what the run took."""
+        """Release all resources of the run."""
         autocast: Any = importlib.import_module("deepspeed.runtime.torch_autocast")
-        autocast.TORCH_AUTOCAST_INITIALIZED, autocast.TORCH_AUTOCAST_DTYPE = False, None  # else the next run has it too
+        autocast.TORCH_AUTOCAST_INITIALIZED, autocast.TORCH_AUTOCAST_DTYPE = False, None  # else the next run uses it
         self._stack.close()
 
 
 @cache
-def _leave_at_once() -> None:
-    """Let the process end when Python has ended, with its exit code.
+def _exit_without_cleanup() -> None:
+    """Let the process exit without C++ clean-up when Python has exited, with Python's exit code.
 
-    Now and then what DeepSpeed has loaded aborts when C++ clears up behind it: the code would be that of a crash.
+    A library that DeepSpeed loads sometimes aborts during C++ clean-up, and the exit code would be that of a crash.
     """
     libc = ctypes.CDLL(None)
-    if not hasattr(libc, "on_exit"):  # which is glibc's
+    if not hasattr(libc, "on_exit"):  # only glibc has it
         return
-    atexit.register(libc.fflush, None)  # what C has not written yet
+    atexit.register(libc.fflush, None)  # writes the output that C has buffered
     libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
 
 
 def imported(device: torch.device) -> Any:
-    """The package, for this kind of device: it chooses one when it is imported, and keeps it."""
+    """Returns the module ``deepspeed``, imported for this kind of device: DeepSpeed selects one at import and keeps it."""
     require()
     before = dict(os.environ)
     if device.type == "cpu":
@@ -128,27 +128,27 @@ def imported(device: torch.device) -> Any:
     with quiet():
         package = importlib.import_module("deepspeed")
     if device.type == "cpu":
-        for name in os.environ.keys() - before.keys():  # what was set above, and what DeepSpeed sets for CUDA
+        for name in os.environ.keys() - before.keys():  # set above, or by DeepSpeed for CUDA
             del os.environ[name]
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # what it says is said by the strategy, or of no use
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # the strategy reports what users need
     found = importlib.import_module("deepspeed.accelerator").get_accelerator().device_name()
     if found != device.type:
         raise ConfigurationError(
-            f"the run is on {device.type!r}, and DeepSpeed in this process works on {found!r}: it was used on that before, or "
-            f"DS_ACCELERATOR={os.environ.get('DS_ACCELERATOR')!r}. Use one kind of device in a process: accelerator={found!r}."
+            f"the run is on {device.type!r}, but DeepSpeed in this process is set up for {found!r}, by an earlier run or by "
+            f"DS_ACCELERATOR={os.environ.get('DS_ACCELERATOR')!r}. Use one kind of device per process: accelerator={found!r}."
         )
     return package
 
 
 def supports_float16(device: torch.device) -> bool:
-    """Whether DeepSpeed computes in float16 there."""
+    """Whether DeepSpeed supports float16 on the device."""
     imported(device)
     return bool(importlib.import_module("deepspeed.accelerator").get_accelerator().is_fp16_supported())
 
 
 @contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
-    """Within it an environment variable has another value."""
+    """Context manager that sets an environment variable."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -162,7 +162,7 @@ def variable(name: str, value: str) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within it nothing is said of what DeepSpeed does of old: it is not for the user to mend."""
+    """Context manager that ignores deprecation warnings caused by DeepSpeed, which the user cannot fix."""
     with warnings.catch_warnings():
         for kind in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", kind)

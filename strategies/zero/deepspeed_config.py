@@ -1,4 +1,4 @@
-"""The configuration of ZeRO: our arguments → DeepSpeed's, and what cannot work refused before anything is started."""
+"""The configuration of ZeRO: checks the options before the run starts, and converts them to a DeepSpeed configuration."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from trainkit.errors import ConfigurationError, nearest
 __all__ = ["CHECKPOINTING", "COMMUNICATION", "NO_VALUES", "RUN_IS_OVER", "ZeROConfig"]
 
 NO_VALUES = (
-    "gradients cannot be clipped by value under ZeRO: no process has whole ones. Clip by norm: "
+    "gradients cannot be clipped by value under ZeRO, because no process has the full gradients. Clip by norm: "
     "Trainer(gradient_clip_val=1.0, gradient_clip_algorithm='norm')"
 )
 RUN_IS_OVER = (
-    "the run is over, and under ZeRO the optimizer's state has ended with it. Save within the run: in on_train_end, or by "
-    "ModelCheckpoint, which does so at its end; or save the weights: trainer.save_checkpoint(path, weights_only=True)"
+    "the run is over, and ZeRO has freed the optimizer state. Save a checkpoint during the run, in on_train_end or with "
+    "ModelCheckpoint, which also saves at the end, or save only the weights: trainer.save_checkpoint(path, weights_only=True)"
 )
 
 _PLACES = (None, "cpu", "nvme")
-# Elements; DeepSpeed allocates buckets of this size whatever the model is, so a small model gets smaller ones.
+# Elements. DeepSpeed allocates buckets of this size even for a small model, so for_model() reduces it to the model's size.
 _BUCKET = 500_000_000
-_COUNTS = {  # and the least that each may be
+_COUNTS = {  # option → minimum
     "reduce_bucket_size": 1,
     "allgather_bucket_size": 1,
     "sub_group_size": 1,
@@ -53,7 +53,7 @@ _SWITCHES = (
     "zero3_save_16bit_model",
 )
 COMMUNICATION: dict[str | None, str] = {None: "", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""The dtypes that may be asked for, by torch's names."""
+"""Values of ``communication_dtype`` → names of torch dtypes."""
 
 CHECKPOINTING = {
     "partition_activations": "partition_activations",
@@ -66,7 +66,7 @@ CHECKPOINTING = {
 """Keys of DeepSpeed's "activation_checkpointing" section → arguments of its ``checkpointing.configure``."""
 
 _BLOCK = 4096  # bytes
-_ONLY = {  # where options are used that are not used everywhere
+_USED_BY = {  # stage or kind of offload → options that have an effect only there
     "stage 3": (
         "sub_group_size",
         "prefetch_bucket_size",
@@ -89,10 +89,10 @@ _ONLY = {  # where options are used that are not used everywhere
 
 @dataclass(frozen=True)
 class ZeROConfig:
-    """The options of :class:`~trainkit.strategies.ZeROStrategy`; :class:`ZeROOptions` says what they mean.
+    """The options of :class:`~trainkit.strategies.ZeROStrategy`; :class:`ZeROOptions` documents them.
 
     Raises:
-        ConfigurationError: an option that is wrong, or that does not go with the stage.
+        ConfigurationError: an option is wrong, or has no effect in this stage.
     """
 
     stage: int = 2
@@ -128,7 +128,7 @@ class ZeROConfig:
 
     def __post_init__(self) -> None:
         if not is_whole(self.stage) or self.stage not in (1, 2, 3):
-            raise ConfigurationError(f"stage must be 1, 2 or 3, not {self.stage!r}. Without sharding: strategy='ddp'.")
+            raise ConfigurationError(f"stage must be 1, 2 or 3, not {self.stage!r}. Without sharding, use strategy='ddp'.")
         for name in ("offload_optimizer", "offload_params"):
             if getattr(self, name) not in _PLACES:
                 raise ConfigurationError(f"{name} must be None, 'cpu' or 'nvme', not {getattr(self, name)!r}.")
@@ -147,36 +147,37 @@ class ZeROConfig:
         self._check_used()
         if self.aio_block_size % _BLOCK:
             raise ConfigurationError(
-                f"aio_block_size must be a multiple of {_BLOCK} bytes, which disks are read and written in, not "
-                f"{self.aio_block_size}."
+                f"aio_block_size must be a multiple of {_BLOCK} bytes, the block size of direct I/O, not "
+                f"{self.aio_block_size}. Use aio_block_size=1048576."
             )
 
     def _check_activation_checkpointing(self, section: Mapping[str, Any]) -> None:
         for name in section:
             if name not in CHECKPOINTING:
                 raise ConfigurationError(
-                    f"activation_checkpointing has no {name!r}; it has {', '.join(CHECKPOINTING)}."
+                    f"activation_checkpointing has no key {name!r}. Use one of {', '.join(CHECKPOINTING)}."
                     f"{nearest(name, CHECKPOINTING)}"
                 )
         needed = ("partition_activations", "number_checkpoints")
         if section.get("contiguous_memory_optimization") and not all(section.get(name) for name in needed):
             raise ConfigurationError(
-                "activation_checkpointing: contiguous_memory_optimization needs partition_activations=True and "
-                "number_checkpoints."
+                "activation_checkpointing: contiguous_memory_optimization needs two more keys. Add "
+                "'partition_activations': True and 'number_checkpoints': the number of checkpointed layers."
             )
 
     def _check_used(self) -> None:
-        """Refuse options that nothing would look at."""
+        """Refuse options that would have no effect."""
         for name, where in _unused(vars(self)).items():
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r} is for {where}, and this is ZeROStrategy(stage={self.stage}, "
-                    f"offload_optimizer={self.offload_optimizer!r}, offload_params={self.offload_params!r}). Leave it out."
+                    f"{name}={getattr(self, name)!r} has an effect with {where} only, but this is ZeROStrategy("
+                    f"stage={self.stage}, offload_optimizer={self.offload_optimizer!r}, "
+                    f"offload_params={self.offload_params!r}). Remove {name}."
                 )
 
     @classmethod
-    def out_of(cls, options: Mapping[str, Any]) -> tuple[ZeROConfig, list[str]]:
-        """A configuration, and those of the options that nothing looks at, which are left out: a file may be for several."""
+    def from_options(cls, options: Mapping[str, Any]) -> tuple[ZeROConfig, list[str]]:
+        """Returns the configuration, and the names of skipped options: a file may have options for several stages."""
         unused = [name for name in _unused(options) if name in options]
         return cls(**{name: value for name, value in options.items() if name not in unused}), unused
 
@@ -188,23 +189,23 @@ class ZeROConfig:
     def _check_offload(self) -> None:
         if self.stage < 3 and self.uses_nvme:
             raise ConfigurationError(
-                f"NVMe works with stage 3 only, and this is stage {self.stage}. Use ZeROStrategy(stage=3, ...), or "
+                f"offload to NVMe needs stage 3, but this is stage {self.stage}. Use ZeROStrategy(stage=3, ...), or "
                 "offload_optimizer='cpu'."
             )
         if self.uses_nvme and self.nvme_path is None:
             raise ConfigurationError(
-                "offload to NVMe needs a folder on a fast local disk: ZeROStrategy(stage=3, offload_optimizer='nvme', "
-                "nvme_path='/path/to/folder')"
+                "offload to NVMe needs a folder on a fast local disk. Pass it: ZeROStrategy(stage=3, "
+                "offload_optimizer='nvme', nvme_path='/path/to/folder')"
             )
         if self.nvme_path is not None and not self.uses_nvme:
             raise ConfigurationError(
-                f"nvme_path={str(self.nvme_path)!r} is given, and nothing is offloaded there. Add offload_optimizer='nvme' or "
-                "offload_params='nvme', or leave it out."
+                f"nvme_path={str(self.nvme_path)!r} is given, but nothing is offloaded to NVMe. Add "
+                "offload_optimizer='nvme' or offload_params='nvme', or remove nvme_path."
             )
         if self.stage < 3 and self.offload_params is not None:
             raise ConfigurationError(
-                f"offload_params={self.offload_params!r}: parameters are divided, and can be offloaded, in stage 3 only; this "
-                f"is stage {self.stage}. Use ZeROStrategy(stage=3, ...), or leave it out."
+                f"offload_params={self.offload_params!r} needs stage 3, which shards the parameters, but this is stage "
+                f"{self.stage}. Use ZeROStrategy(stage=3, ...), or remove offload_params."
             )
 
     def _check_count(self, name: str, least: int) -> None:
@@ -221,13 +222,13 @@ class ZeROConfig:
         folder: str | os.PathLike[str] | None = None,
         optimizer_slots: int = 2,
     ) -> dict[str, Any]:
-        """What DeepSpeed is given.
+        """Returns the DeepSpeed configuration for a model.
 
         Args:
-            sizes: elements of each parameter of the model.
-            dtypes: its sections for the precision.
-            folder: what goes to NVMe goes there.
-            optimizer_slots: tensors that the optimizer has for each parameter.
+            sizes: number of elements of each parameter of the model.
+            dtypes: sections of the DeepSpeed configuration for the precision.
+            folder: folder for offload to NVMe.
+            optimizer_slots: number of tensors of optimizer state per parameter.
         """
         numel = sum(sizes)
         zero: dict[str, Any] = {
@@ -250,7 +251,7 @@ class ZeROConfig:
         if self.offload_optimizer is not None:
             zero["offload_optimizer"] = {"device": self.offload_optimizer, "pin_memory": self.pin_memory}
         if self.offload_optimizer == "nvme":
-            # masters and gradients, beside the state
+            # optimizer state, plus master weights and gradients
             zero["offload_optimizer"] |= {
                 "nvme_path": str(folder),
                 "buffer_count": int(self.optimizer_buffer_count or optimizer_slots + 2),
@@ -264,9 +265,9 @@ class ZeROConfig:
                 "max_in_cpu": int(self.max_params_in_cpu),
             }
         return {
-            "train_micro_batch_size_per_gpu": 1,  # for DeepSpeed's own reports, which nobody sees
-            "gradient_accumulation_steps": 1,  # the window is ours
-            "gradient_clipping": 0.0,  # as is the value; DeepSpeed's default would be 1.0
+            "train_micro_batch_size_per_gpu": 1,  # DeepSpeed requires it, for its reports only
+            "gradient_accumulation_steps": 1,  # trainkit counts the micro-batches of an accumulation window
+            "gradient_clipping": 0.0,  # trainkit sets the clipping norm; DeepSpeed's default is 1.0
             "steps_per_print": 2**31,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
@@ -283,22 +284,23 @@ class ZeROConfig:
         }
 
     def needs_on_nvme(self, sizes: Sequence[int], processes: int, optimizer_slots: int) -> tuple[int, int]:
-        """Bytes that a process writes for an optimizer on NVMe, and bytes of page-locked memory that it takes for that.
+        """Returns, for an optimizer on NVMe, the bytes on disk and the bytes of page-locked memory of one process.
 
         Args:
-            sizes: elements of each parameter that the optimizer has.
-            processes: how many they are divided over.
-            optimizer_slots: tensors that the optimizer has for each parameter.
+            sizes: number of elements of each parameter of the optimizer.
+            processes: number of processes that the parameters are sharded across.
+            optimizer_slots: number of tensors of optimizer state per parameter.
 
         Raises:
-            ConfigurationError: ``optimizer_buffer_count`` is too small for that optimizer.
+            ConfigurationError: ``optimizer_buffer_count`` is too small for the optimizer.
         """
-        least = optimizer_slots + 2  # masters and gradients
+        least = optimizer_slots + 2  # master weights and gradients
         buffers = self.optimizer_buffer_count or least
         if buffers < least:
             raise ConfigurationError(
-                f"optimizer_buffer_count={buffers} is too small: this optimizer has {optimizer_slots} tensors for each "
-                f"parameter, and with masters and gradients that is {least}. Leave it out."
+                f"optimizer_buffer_count={buffers} is too small: this optimizer has {optimizer_slots} tensors of state per "
+                f"parameter and needs {least} buffers, with master weights and gradients. Remove optimizer_buffer_count, or "
+                f"set it to {least}."
             )
         parts = [-(-size // processes) for size in sizes]
         at_a_time = min(sum(parts), self.elements_at_a_time + max(parts, default=0))
@@ -306,12 +308,12 @@ class ZeROConfig:
 
     @property
     def elements_at_a_time(self) -> int:
-        """``sub_group_size``: of what is on a disk less is brought into memory at a time."""
+        """``sub_group_size``; its default is smaller for an optimizer on NVMe, so that less is in memory at a time."""
         return int(self.sub_group_size or (100_000_000 if self.offload_optimizer == "nvme" else 1_000_000_000))
 
     @property
     def _reuse(self) -> int:
-        """``max_reuse_distance``: what came from a disk is not kept, which is what the disk is for."""
+        """``max_reuse_distance``; parameters on NVMe are not kept in memory by default."""
         if self.max_reuse_distance is not None:
             return self.max_reuse_distance
         return 0 if self.offload_params == "nvme" else 1_000_000_000
@@ -319,11 +321,11 @@ class ZeROConfig:
     @staticmethod
     def _bucket(given: int | None, numel: int) -> int:
         size = min(_BUCKET, numel) if given is None else int(given)
-        return max(2, size + size % 2)  # DeepSpeed wants an even one
+        return max(2, size + size % 2)  # DeepSpeed requires an even size
 
 
 def _unused(options: Mapping[str, Any]) -> dict[str, str]:
-    """The options that nothing would look at, and what each of them is for."""
+    """Returns the options that have no effect with these ``options``, each with where it has one."""
     stage, places = options.get("stage"), (options.get("offload_optimizer"), options.get("offload_params"))
     holds = {
         "stage 3": stage == 3,
@@ -333,4 +335,4 @@ def _unused(options: Mapping[str, Any]) -> dict[str, str]:
         "offload_params='nvme'": places[1] == "nvme",
         "offload_optimizer='nvme'": places[0] == "nvme",
     }
-    return {name: where for where, names in _ONLY.items() if not holds[where] for name in names}
+    return {name: where for where, names in _USED_BY.items() if not holds[where] for name in names}

@@ -1,9 +1,9 @@
-"""One optimizer under ZeRO: DeepSpeed's engine, driven so that the window, the clipping and the gradients are ours.
+"""One optimizer under ZeRO: drives DeepSpeed's engine so that trainkit controls accumulation, clipping and gradients.
 
-Gradients are reduced in one of two ways. *Streamed*: in the hooks of each backward pass, a bucket as soon as it is full, so
-that no process keeps whole gradients (stages 2 and 3). *Local*: each process keeps its gradients, as plain torch does, and
-:meth:`Engine.finish` reduces them once, in one order on all processes, zeros where a process has none (stage 1, windows in
-which processes have different numbers of micro-batches, and optimizers that the user steps himself).
+Gradients are reduced in one of two modes. *Streamed*: the hooks of each backward pass reduce a bucket as soon as it is full, so
+no process keeps full gradients (stages 2 and 3). *Local*: each process keeps its gradients, as plain PyTorch does, and
+:meth:`Engine.finish` reduces them once, in the same order on all processes, with zeros where a process has none (stage 1,
+accumulation windows in which processes have different numbers of micro-batches, manual optimization, and several optimizers).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainkit.strategies.zero.aio import checked
 from trainkit.strategies.zero.deepspeed_api import Session, quiet
 from trainkit.strategies.zero.loss_scale import LossScale
 from trainkit.strategies.zero.optimizer_adapter import Shadow
-from trainkit.strategies.zero.swap import InMemory, Part, gradient_partition, swapping
+from trainkit.strategies.zero.swap import InMemory, Shard, gradient_partition, swapping
 
 __all__ = ["Engine"]
 
@@ -30,18 +30,18 @@ class Engine:
     """DeepSpeed's engine of one optimizer.
 
     Args:
-        session: DeepSpeed.
-        module: holds the parameters, and in the streamed way computes what is learnt from.
-        optimizer: the user's, which keeps its groups and its parameters; what is stepped is its :class:`Shadow`.
-        config: DeepSpeed's.
-        local: gradients are always reduced in the local way.
-        scale: of the losses whose gradients these are.
+        session: the DeepSpeed session.
+        module: the module that holds the parameters; in streamed mode the engine runs its forward.
+        optimizer: the user's optimizer, which keeps its groups and parameters. DeepSpeed steps its :class:`Shadow`.
+        config: the DeepSpeed configuration.
+        local: always reduce gradients in local mode.
+        scale: the loss scale.
 
     Attributes:
-        shadow: what DeepSpeed steps.
-        order: a number that stands for the order in which the gradients of a window have come; of all processes the same.
-        module: as given.
-        clip: the largest norm of the gradients in the update to come; ``None``: any.
+        shadow: the optimizer that DeepSpeed steps.
+        order: hash of the order of gradients in the accumulation window; it must be the same on all processes.
+        module: the module.
+        clip: maximum gradient norm in the next optimizer step; ``None``: no clipping.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class Engine:
         self.shadow, self.module, self._scale = Shadow(optimizer), module, scale
         self._collectives = session.collectives
         before = [(parameter, set(vars(parameter))) for parameter in module.parameters()]
-        with quiet(), checked(), self.shadow.handed_over():
+        with quiet(), checked(), self.shadow.class_hidden():
             self._engine, *_ = session.package.initialize(model=module, optimizer=self.shadow.inner, config=config)
         self.zero: Any = self._engine.optimizer
-        self.zero.torch_autocast_gradscaler = None  # a scale of DeepSpeed's own, which no checkpoint would have
+        self.zero.torch_autocast_gradscaler = None  # no checkpoint would contain this loss scale of DeepSpeed
         self._swap = swapping(self.zero)
         for number, flat in enumerate(self.flats if self.shadow.begins_with_state else ()):
             with self.resident(number):
@@ -75,26 +75,26 @@ class Engine:
         self._norm: Tensor | None = None
         self._finished = self._begun = False
         self._local = local
-        self._complete = False  # a backward pass has been told that it is the last one, and gradients are where they belong
-        self._order: list[tuple[Any, ...]] = []  # the calls that reduce a gradient, of the backward pass that is under way
+        self._complete = False  # the last backward pass has passed all gradients on to the optimizer
+        self._order: list[tuple[Any, ...]] = []  # calls that reduce a gradient, in the current backward pass
         self._last_order: list[tuple[Any, ...]] = []
-        self._seen: set[int] = set()  # ids of the parameters that the window has gradients of
+        self._seen: set[int] = set()  # ids of the parameters with gradients in this accumulation window
         self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         self.order = 0
         self._reduce = self._intercept()
         self.zero._coalesce_grad_reduction = local
 
     def _intercept(self) -> Callable[..., Any]:
-        """Note which gradients are reduced, in which order, and give DeepSpeed the norm that is known already."""
+        """Record the order in which gradients are reduced, and pass the gradient norm to DeepSpeed once it is known."""
         zero = self.zero
         name = "reduce_ready_partitions_and_remove_grads" if self.stage == 3 else "process_gradients"
         reduce: Callable[..., Any] = getattr(zero, name)
 
-        def noted(*call: Any) -> None:
+        def recorded(*call: Any) -> None:
             self._order.append(call)
             reduce(*call)
 
-        setattr(zero, name, noted)
+        setattr(zero, name, recorded)
         if self.stage == 3:
             self._norms = zero._get_norm_groups
             zero._get_norm_groups = lambda: [self._norm_for_step()]
@@ -105,22 +105,22 @@ class Engine:
 
     @property
     def flats(self) -> list[Tensor]:
-        """This process's partitions of the masters, one for each group or part of one."""
+        """This process's shards of the master weights, one per parameter group or sub-group."""
         zero, three = self.zero, "fp32_partitioned_groups_flat"
         found: list[Tensor] = getattr(zero, three) if hasattr(zero, three) else zero.single_partition_of_fp32_groups
         return found
 
-    def part(self, number: int, first: int, last: int, slot: str | None = None) -> Part:
-        """A range of this process's partition of the masters, or of the optimizer's state ``slot`` for them."""
+    def shard(self, number: int, first: int, last: int, slot: str | None = None) -> Shard:
+        """A range of this process's shard of the master weights, or of their optimizer state ``slot``."""
         flat = self.flats[number]
         tensor = flat if slot is None else self.shadow.inner.state[flat][slot]
         if self._swap is not None and self._swap.has(number):
-            return self._swap.part(tensor, number, first, last)
+            return self._swap.shard(tensor, number, first, last)
         return InMemory(tensor, first, last)
 
     @contextmanager
     def resident(self, number: int) -> Iterator[None]:
-        """Within it a partition without optimizer state is in memory; state that it gets goes where it belongs."""
+        """Context manager that keeps a shard without optimizer state in memory; afterwards new state is offloaded with it."""
         if self._swap is not None and self._swap.has(number):
             with self._swap.resident(number):
                 yield
@@ -129,20 +129,20 @@ class Engine:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those that the optimizer trains."""
+        """The parameters that the optimizer trains."""
         return self._parameters
 
-    def touched(self) -> None:
-        """A backward pass comes that may be its parameters', in the local way: what was complete is so no more."""
+    def before_backward(self) -> None:
+        """Called in local mode before a backward pass that may add to this engine's gradients."""
         if self._finished:
             self.discard()
         self._finished, self._norm, self._begun = False, None, True
 
     def begin_window(self, uneven: bool) -> None:
-        """Before the first forward of a window: what is left of one that made no update is dropped.
+        """Begin an accumulation window; drop the gradients of one that ended without an optimizer step.
 
         Raises:
-            OptimizerError: other parameters are to be trained than when the engine was made.
+            OptimizerError: the trainable parameters have changed since the engine was created.
         """
         self.shadow.refuse_changes()
         if self._begun:
@@ -153,61 +153,61 @@ class Engine:
         self._seen.clear()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, so that a backward pass may follow."""
+        """Run the module's forward, before a backward pass."""
         if self._local and self.stage < 3:
             return self.module(*args, **kwargs)
         return self._engine(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, after which no backward pass comes."""
+        """Run the module's forward without a backward pass."""
         return self._engine(*args, **kwargs) if self.stage == 3 else self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, first: bool, full: bool, **kwargs: Any) -> None:
-        """The backward pass of a loss that is scaled to its share of the window.
+        """Run the backward pass of a loss that is already scaled for gradient accumulation.
 
         Args:
             loss: a scalar.
-            first: it is the first micro-batch of its window.
-            full: it is the last one.
-            **kwargs: in the streamed way only ``retain_graph``.
+            first: whether this is the first micro-batch of its accumulation window.
+            full: whether this is the last one.
+            **kwargs: in streamed mode only ``retain_graph``.
         """
         if self._local:
             self.zero.scale_if_loss(loss).backward(**kwargs)
-            self._keep()
+            self._accumulate_local()
             return
         unknown = kwargs.keys() - {"retain_graph"}
         if unknown:
             raise ConfigurationError(
-                f"backward({', '.join(sorted(unknown))}=...) does not work where ZeRO reduces gradients as they come. Use "
-                "manual optimization, or strategy='zero1' or 'ddp'."
+                f"backward({', '.join(sorted(unknown))}=...) is not supported where ZeRO reduces gradients during the "
+                "backward pass. Call backward(loss), or use manual optimization, strategy='zero1' or 'ddp'."
             )
         with self._collectives:
             self._engine.set_gradient_accumulation_boundary(self._completes(first, full))
             self._engine.backward(loss, scale_wrt_gas=False, **kwargs)
             self._after_pass(first)
 
-    def backward_of_nothing(self, loss: Tensor | None, first: bool, full: bool) -> None:
-        """Take part in a backward pass of the others, with gradients of zero.
+    def backward_zeros(self, loss: Tensor | None, first: bool, full: bool) -> None:
+        """Take part in the collectives of a backward pass, with zero gradients.
 
         Args:
-            loss: counts for nothing, and may be NaN; ``None``: there is none.
-            first: it is the first micro-batch of its window.
-            full: it is the last one.
+            loss: a loss with weight 0, which may be NaN; ``None``: there is no loss.
+            first: whether this is the first micro-batch of its accumulation window.
+            full: whether this is the last one.
 
         Raises:
-            LossError: there is no loss, and without one this process cannot do what the others do.
+            LossError: there is no loss, and this process needs one to run the same collectives as the other processes.
         """
         if self._local:
             return
         if loss is not None:
-            with self._masked():
+            with self._zero_gradients():
                 self.backward(loss, first, full)
             return
         if self.stage == 3 or not self._last_order:
             raise LossError(
-                f"training_step returned no loss under ZeRO-{self.stage}, where the other processes wait for the gradients of "
-                "this one parameter by parameter. Return a loss at every step, and give a batch that shall not count the "
-                "weight 0 (batch_weight); it may be NaN then. Or use strategy='zero1' or 'ddp'."
+                f"training_step returned no loss. Under ZeRO-{self.stage} every process must run the backward pass, because "
+                "the others wait for its gradients. Return a loss in every step; to skip a batch, give it weight 0 with "
+                "batch_weight (its loss may then be NaN). Or use strategy='zero1' or 'ddp'."
             )
         with self._collectives:
             self.zero.clear_backward_seen_flag()
@@ -219,18 +219,18 @@ class Engine:
             self._after_pass(first)
 
     def _completes(self, first: bool, full: bool) -> bool:
-        """Whether the pass that comes is to bring the window's gradients to where they belong.
+        """Whether the next backward pass completes the gradients of the accumulation window.
 
-        Where they are offloaded DeepSpeed would do so for the parameters of that pass alone, so it is told to do it later,
-        unless there is no other pass.
+        With offload, DeepSpeed would complete only the parameters of that pass. So :meth:`finish` completes them later, unless
+        the accumulation window has only one pass.
         """
         self._order = []
         self._complete = full and (first or not self._offloaded)
         return self._complete
 
     @contextmanager
-    def _masked(self) -> Iterator[None]:
-        """Within it all gradients are zero, whatever the loss is."""
+    def _zero_gradients(self) -> Iterator[None]:
+        """Context manager in which a backward pass computes zero gradients, even if the loss is NaN."""
         handles = [parameter.register_hook(torch.zeros_like) for parameter in self._parameters]
         try:
             yield
@@ -238,10 +238,10 @@ class Engine:
             for handle in handles:
                 handle.remove()
 
-    def _keep(self) -> None:
-        """After a backward pass in the local way."""
+    def _accumulate_local(self) -> None:
+        """Accumulate the gradients of a backward pass in local mode."""
         if self.stage < 3:
-            self.zero.backward_epilogue()  # stage 1 in bfloat16 adds gradients up in float32
+            self.zero.backward_epilogue()  # stage 1 in bfloat16 accumulates gradients in float32
 
     def _after_pass(self, first: bool) -> None:
         self._last_order = self._order
@@ -249,8 +249,8 @@ class Engine:
         self.order = hash((0 if first else self.order, places))
         self._seen.update(id(call[0]) for call in self._order)
         if first and len(self._seen) < len(self._parameters):
-            # DeepSpeed overwrites gradients in a window's first pass and adds to them in later ones: without a first one it
-            # would add to, or even use, what was there before
+            # DeepSpeed overwrites a gradient in the first pass of an accumulation window and adds to it in later passes. If a
+            # parameter has no gradient in the first pass, it would add to the gradient of the previous window, or use it
             for parameter in self._unseen():
                 self._forget_gradient(parameter)
 
@@ -264,7 +264,7 @@ class Engine:
             self.zero.accumulated_grads_in_cpu.pop(self.zero.get_param_id(parameter), None)
 
     def finish(self) -> None:
-        """Make the gradients of the window complete; at most once, more calls do nothing. Collective in the local way."""
+        """Complete the gradients of the accumulation window. Further calls do nothing. Collective in local mode."""
         if self._finished:
             return
         self._finished = True
@@ -277,7 +277,7 @@ class Engine:
                 self.zero.finalize_gradient_accumulation_boundary()
 
     def _reduce_all(self) -> None:
-        """Reduce the gradients that the processes have kept, zeros where one has none."""
+        """Reduce the local gradients, with zeros where a process has none."""
         zero = self.zero
         zero._coalesce_grad_reduction = False
         zero.set_gradient_accumulation_boundary(True)
@@ -301,10 +301,10 @@ class Engine:
         zero._coalesce_grad_reduction = self._local
 
     def _finish_offloaded(self) -> None:
-        """Bring the window's gradients to where the optimizer is, zeros for parameters that got none."""
+        """Copy the gradients of the accumulation window to the optimizer, with zeros for parameters without gradients."""
         zero, unseen = self.zero, self._unseen()
         if self.stage == 3:
-            missing = {parameter.ds_id for parameter in unseen if self._is_real(parameter)}  # type: ignore[attr-defined]
+            missing = {parameter.ds_id for parameter in unseen if self._has_elements(parameter)}  # type: ignore[attr-defined]
             zero._offload_boundary_param_ids = missing if self._complete else zero._offload_boundary_param_ids | missing
             if zero._offload_boundary_param_ids:
                 zero.finalize_gradient_accumulation_boundary()
@@ -317,21 +317,21 @@ class Engine:
                 group, _, offset, count = index
                 zero.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, offset, count).zero_()
 
-    def _is_real(self, parameter: Any) -> bool:
-        """Whether this process has a part of a parameter of stage 3 that is not all padding."""
+    def _has_elements(self, parameter: Any) -> bool:
+        """Whether this process's shard of a stage 3 parameter is more than padding."""
         rank = self.zero._get_param_partition_rank(parameter)
         return bool(parameter.partition_numel() * rank < parameter.ds_numel)
 
     def norm(self) -> Tensor:
-        """The 2-norm of the window's gradients over all processes, without the loss scale; collective the first time.
+        """The unscaled 2-norm of the gradients over all processes; infinite if a gradient is not finite.
 
-        Where a gradient is not finite it is infinite.
+        The first call in an accumulation window is collective.
         """
         return self._scaled_norm() / self._scale.value
 
     def _norm_for_step(self) -> Tensor:
-        """What DeepSpeed clips by. It would leave out an update whose gradients are not finite, and tell nobody: that is for
-        ``NonFiniteGuard`` to do.
+        """The norm for clipping in DeepSpeed; 0 if it is not finite, because DeepSpeed would then silently skip the optimizer
+        step. ``NonFiniteGuard`` handles gradients that are not finite.
         """
         norm = self._scaled_norm()
         return torch.where(torch.isfinite(norm), norm, 0.0)
@@ -342,32 +342,32 @@ class Engine:
             with self._collectives:
                 found = self._norms()
             groups = [torch.as_tensor(one, dtype=torch.float32) for one in (found if isinstance(found, list) else [found])]
-            norms = torch.stack([torch.where(one < 0, torch.inf, one) for one in groups])  # below 0: not finite
+            norms = torch.stack([torch.where(one < 0, torch.inf, one) for one in groups])  # DeepSpeed's -1: not finite
             self._norm = torch.linalg.vector_norm(norms)
         return self._norm
 
     def step(self) -> bool:
-        """Update the parameters; returns whether that happened."""
+        """Run the optimizer step; returns whether the parameters were updated."""
         self.finish()
         scale = self._scale.value
         if not self._scale.allows(self._scaled_norm):
             self.discard()
             return False
-        self.zero.custom_loss_scaler, self.zero.external_loss_scale = True, scale  # to be divided by
+        self.zero.custom_loss_scaler, self.zero.external_loss_scale = True, scale  # DeepSpeed unscales by it
         self.shadow.take_options()
         self.zero.clip_grad = self.clip or 0.0
         with self._collectives:
             self._engine.set_gradient_accumulation_boundary(True)
             self._engine.step()
-        self.zero.custom_loss_scaler = False  # which DeepSpeed would multiply losses by
+        self.zero.custom_loss_scaler = False  # else DeepSpeed would scale losses by it
         self._begun = self._finished = False
         self._norm = self.clip = None
         updated: bool = self._engine.was_step_applied()
-        self.shadow.stepped()
+        self.shadow.after_step()
         return updated
 
     def discard(self) -> None:
-        """Drop the gradients of the window."""
+        """Drop the gradients of the accumulation window."""
         zero = self.zero
         self._begun = False
         zero.zero_grad(set_to_none=True)
@@ -384,7 +384,7 @@ class Engine:
             zero._offload_accumulated_param_ids = set()
 
     def close(self) -> None:
-        """Take DeepSpeed off the module, whose parameters have memory of their own again."""
+        """Remove DeepSpeed from the module and copy its parameters out of DeepSpeed's buffers."""
         with quiet():
             self._engine.destroy()
         for parameter, names in self._before:

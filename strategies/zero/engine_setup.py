@@ -1,4 +1,4 @@
-"""What a run under ZeRO has from its set-up to its tear-down: DeepSpeed, a folder on a disk, and divided parameters."""
+"""Set-up and tear-down of a run under ZeRO: DeepSpeed, the folder for NVMe offload, and parameter sharding."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from trainkit.strategies.zero.config_file import DeepSpeedConfig, read_config
 from trainkit.strategies.zero.deepspeed_api import Session, supports_float16
 from trainkit.strategies.zero.deepspeed_config import CHECKPOINTING, COMMUNICATION, ZeROConfig
 from trainkit.strategies.zero.extensions import load, require_async_io
-from trainkit.strategies.zero.nvme import Folder, check_path, check_room
+from trainkit.strategies.zero.nvme import Folder, check_path, check_space
 from trainkit.strategies.zero.partitions import Sharding, numel
-from trainkit.strategies.zero.transformers_models import told_transformers
+from trainkit.strategies.zero.transformers_models import announce_zero3
 
 __all__ = ["Setup", "check_machine", "configured", "prepare_precision"]
 
-_OTHERS = ("config", "device", "precision", "process_group_backend", "timeout")  # arguments that are no options
+_OTHERS = ("config", "device", "precision", "process_group_backend", "timeout")  # arguments that are not in ZeROConfig
 
 
 def configured(stage: int | None, config: Any, options: Mapping[str, Any]) -> tuple[ZeROConfig, DeepSpeedConfig | None]:
-    """The options, given one by one or by a DeepSpeed configuration, and what else that one says.
+    """Returns the options, and the DeepSpeed configuration that they come from; ``None`` if they come from arguments.
 
     Raises:
-        UnknownNameError: an option that there is not.
-        ConfigurationError: both are given, or an option is wrong.
+        UnknownNameError: an option does not exist.
+        ConfigurationError: both ``config`` and options are given, or an option is wrong.
     """
     known = ZeROConfig.__dataclass_fields__
     for name in options:
@@ -45,98 +45,98 @@ def configured(stage: int | None, config: Any, options: Mapping[str, Any]) -> tu
     given = [f"{name}={value!r}" for name, value in {"stage": stage, **options}.items() if value is not None]
     if given:
         raise ConfigurationError(
-            f"ZeROStrategy has config= and {', '.join(given)}. Give these in the configuration, or leave config out."
+            f"ZeROStrategy got both config= and {', '.join(given)}. Write these into the configuration, or remove config=."
         )
-    told = read_config(config)
-    made, unused = ZeROConfig.out_of(told.options)
-    told.without_effect += unused
-    if told.without_effect:
-        notice(f"without effect in {told.source}: {', '.join(dict.fromkeys(told.without_effect))}.")
-    return made, told
+    read = read_config(config)
+    made, unused = ZeROConfig.from_options(read.options)
+    read.without_effect += unused
+    if read.without_effect:
+        notice(f"these keys of {read.source} have no effect: {', '.join(dict.fromkeys(read.without_effect))}.")
+    return made, read
 
 
 def check_machine(config: ZeROConfig) -> None:
-    """Refuse what cannot work on this machine.
+    """Refuse options that do not work on this machine.
 
     Raises:
-        ConfigurationError: ``nvme_path`` cannot be used, or what needs GPUs is asked for and there is none.
-        MissingPackageError: what is to be compiled cannot be.
+        ConfigurationError: ``nvme_path`` cannot be used, or an option needs a GPU and torch finds none.
+        MissingPackageError: DeepSpeed's extension cannot be compiled.
     """
     for name in ("quantized_weights", "quantized_nontrainable_weights", "quantized_gradients"):
         if getattr(config, name) and not torch.cuda.is_available():
-            raise ConfigurationError(f"{name}=True works on GPUs only, and torch sees none. Leave it out.")
+            raise ConfigurationError(f"{name}=True needs a GPU, but torch finds none. Remove {name}.")
     if config.nvme_path is not None:
         check_path(config.nvme_path)
         require_async_io()
 
 
 def prepare_precision(precision: Precision, device: torch.device) -> None:
-    """Give float16 the loss scale that float32 masters are for.
+    """Enable loss scaling for ``16-true``.
 
     Raises:
-        ConfigurationError: DeepSpeed does not compute in float16 on that device.
+        ConfigurationError: DeepSpeed does not support float16 on the device.
     """
     if precision.name == "16-true":
         if not supports_float16(device):
             raise ConfigurationError(
-                f"precision='16-true' under ZeRO needs a device that computes in float16, and {device.type!r} does not. Use "
-                "precision='bf16-true', or '16-mixed'."
+                f"precision='16-true' under ZeRO needs a device on which DeepSpeed supports float16, and {device.type!r} "
+                "is not one. Use precision='bf16-true' or '16-mixed'."
             )
         precision.use_scaler()
 
 
 def _dtypes(precision: Precision, config: ZeROConfig) -> dict[str, Any]:
-    """DeepSpeed's sections for a precision.
+    """Returns the sections of the DeepSpeed configuration for a precision.
 
     Raises:
-        ConfigurationError: an option asks for what it does not have.
+        ConfigurationError: an option does not work with the precision.
     """
-    name, autocast, travel = precision.name, precision.autocast_dtype, COMMUNICATION[config.communication_dtype]
+    name, autocast, communication = precision.name, precision.autocast_dtype, COMMUNICATION[config.communication_dtype]
     if config.zero3_save_16bit_model and precision.parameter_dtype is torch.float32:
         raise ConfigurationError(
-            f"zero3_save_16bit_model=True, and precision={name!r} has parameters in float32. Use 'bf16-true', or leave it out "
-            "and export the checkpoint: trainkit checkpoint export --dtype bf16"
+            f"zero3_save_16bit_model=True, but precision={name!r} has float32 parameters. Use precision='bf16-true', or remove "
+            "zero3_save_16bit_model and export the checkpoint: trainkit checkpoint export --dtype bf16"
         )
     if autocast is None:
         sections: dict[str, dict[str, Any]] = {
             "bf16-true": {"bf16": {"enabled": True}},
-            "16-true": {"fp16": {"enabled": True, "loss_scale": 1.0}},  # DeepSpeed's: what scales is ours
+            "16-true": {"fp16": {"enabled": True, "loss_scale": 1.0}},  # trainkit scales the loss, not DeepSpeed
         }
         return sections.get(name, {})
     dtype = str(autocast).removeprefix("torch.")
-    if travel not in ("", "float32", dtype):
+    if communication not in ("", "float32", dtype):
         raise ConfigurationError(
-            f"communication_dtype={config.communication_dtype!r} does not go with precision={name!r}, under which gradients "
-            f"travel in float32 or {dtype}."
+            f"communication_dtype={config.communication_dtype!r} does not work with precision={name!r}, which reduces "
+            f"gradients in float32 or {dtype}. Use communication_dtype=None."
         )
     section: dict[str, Any] = {"enabled": True, "dtype": dtype}
-    if travel != dtype:  # DeepSpeed would take the lower precision for linear layers and convolutions
+    if communication != dtype:  # by default DeepSpeed uses the lower precision for linear layers and convolutions
         section["lower_precision_safe_modules"] = []
     return {"torch_autocast": section}
 
 
 class Setup:
-    """DeepSpeed, started for one run.
+    """DeepSpeed, set up for one run.
 
     Args:
-        config: as the user has it.
-        precision: of the run.
+        config: the options of the strategy.
+        precision: the precision of the run.
         world: the processes.
-        device: of this process.
+        device: the device of this process.
 
     Attributes:
-        session: DeepSpeed.
-        sharding: of the parameters, in stage 3.
+        session: the DeepSpeed session.
+        sharding: shards the parameters in stage 3.
 
     Raises:
-        ConfigurationError: an option does not go with the precision or the number of processes.
+        ConfigurationError: an option does not work with the precision or the number of processes.
     """
 
     def __init__(self, config: ZeROConfig, precision: Precision, world: World, device: torch.device) -> None:
         if world.size % config.hpz_partition_size:
             raise ConfigurationError(
-                f"hpz_partition_size={config.hpz_partition_size} does not divide the {world.size} processes of the run. Give "
-                "the processes of one machine, or leave it out."
+                f"hpz_partition_size={config.hpz_partition_size} does not divide the {world.size} processes of the run. Set it "
+                f"to the number of processes per node, hpz_partition_size={world.local_size}, or remove it."
             )
         self._config, self._dtypes, self._world = config, _dtypes(precision, config), world
         self._stack = ExitStack()
@@ -148,18 +148,18 @@ class Setup:
                 load("AsyncIOBuilder", "pin_memory", "async_io")
                 self._folder = Folder(config.nvme_path)
             if config.activation_checkpointing is not None:
-                told = {CHECKPOINTING[name]: value for name, value in config.activation_checkpointing.items()}
+                options = {CHECKPOINTING[name]: value for name, value in config.activation_checkpointing.items()}
                 if device.type == "cpu":
-                    told.pop("checkpoint_in_cpu", None)  # they are there; DeepSpeed fails to move them
-                self._stack.enter_context(self.session.checkpointing(told))
+                    options.pop("checkpoint_in_cpu", None)  # activations are on the CPU already; DeepSpeed fails to move them
+                self._stack.enter_context(self.session.checkpointing(options))
             failed.pop_all()
         self.sharding = Sharding(self.session, self.configuration, device, precision.parameter_dtype)
 
     def configuration(self, parameters: Iterable[Tensor], optimizer: Optimizer | None = None) -> dict[str, Any]:
-        """DeepSpeed's, for these parameters and the optimizer of an engine.
+        """Returns the DeepSpeed configuration for these parameters and the optimizer of an engine.
 
         Raises:
-            ConfigurationError: an optimizer on NVMe needs more room than there is.
+            ConfigurationError: there is not enough disk space or page-locked memory for an optimizer on NVMe.
         """
         sizes = [numel(parameter) for parameter in parameters]
         if self._folder is None:
@@ -168,26 +168,26 @@ class Setup:
             return self._config.for_model(sizes, self._dtypes, self._folder.path)
         slots = count_slots(optimizer)
         on_disk, pinned = self._config.needs_on_nvme(sizes, self._world.size, slots)
-        check_room(self._folder.path, on_disk, pinned, self._world.local_size)
+        check_space(self._folder.path, on_disk, pinned, self._world.local_size)
         return self._config.for_model(sizes, self._dtypes, self._folder.path, slots)
 
     def expect_forwards(self, module: nn.Module) -> None:
-        """In a loop of his own a user may call his model, or generate by it, at any time: see to it until the run ends.
+        """Prepare for calls of the model and of ``generate`` in the user's own training loop, until the run ends.
 
-        transformers is told of stage 3, and a forward that not all processes come to is an error.
+        ``transformers`` is notified of ZeRO-3, and a forward that only some processes run raises an error.
         """
-        self._stack.enter_context(told_transformers())
+        self._stack.enter_context(announce_zero3())
         self._stack.callback(CollectiveChecks.of(self._world).watch(module))
 
     def close(self, collective: bool) -> None:
-        """Give back what the run took, after its engines are closed.
+        """Release all resources of the run. Close its engines first.
 
         Args:
-            collective: as of :meth:`Sharding.give_back`.
+            collective: see :meth:`Sharding.release`.
         """
-        with ExitStack() as rest:  # which is done whatever fails
+        with ExitStack() as rest:  # runs all callbacks, even if one fails
             rest.callback(self.session.close)
             if self._folder is not None:
                 rest.callback(self._folder.close)
             self._stack.close()
-            self.sharding.give_back(collective)
+            self.sharding.release(collective)

@@ -1,4 +1,4 @@
-"""What the core knows of ``ZeROStrategy`` without importing it."""
+"""What trainkit needs to know about ``ZeROStrategy`` before it is imported."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ INFO = StrategyInfo(
         "deepspeed_stage_3_offload": ("zero3_offload", {}),
     },
     refused={
-        "deepspeed_stage_3_offload_nvme": "name the folder on the NVMe disk: ZeROStrategy(stage=3, offload_optimizer='nvme', "
-        "offload_params='nvme', nvme_path='/local_nvme')",
-        "fsdp": "parameters are sharded by ZeRO. Use strategy='zero3'",
+        "deepspeed_stage_3_offload_nvme": "set the folder on the NVMe disk: ZeROStrategy(stage=3, "
+        "offload_optimizer='nvme', offload_params='nvme', nvme_path='/local_nvme')",
+        "fsdp": "ZeRO shards parameters. Use strategy='zero3'",
     },
     command_line={"deepspeed": "trainkit.strategies.zero.command_line:options"},
     distributed_type="DEEPSPEED",
@@ -42,7 +42,7 @@ INFO = StrategyInfo(
         (_MEMORY, {"stage": 3, "offload_optimizer": "nvme", "offload_params": "nvme", "nvme_path": "."}),
     ),
     packages=("deepspeed",),
-    parameter_marks=("ds_id", "_hp_mapping"),  # of stage 3, and of stages 1 and 2
+    parameter_marks=("ds_id", "_hp_mapping"),  # in stage 3, and in stages 1 and 2
     shape_attribute="ds_shape",
     adam_classes=dict.fromkeys(("DeepSpeedCPUAdam", "FusedAdam"), "adam_w_mode"),
     host_optimizers=("DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion"),

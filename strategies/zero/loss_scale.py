@@ -1,4 +1,4 @@
-"""The loss scale of float16 under ZeRO: torch's, which is shown the norm of gradients that no process has whole."""
+"""The float16 loss scale under ZeRO: PyTorch's ``GradScaler``, which checks the gradient norm instead of the gradients."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ __all__ = ["LossScale"]
 
 
 class LossScale:
-    """The scale of one engine's gradients.
+    """The loss scale of one engine's gradients.
 
     Args:
-        precision: whose scaler it is, if it has one; the losses are scaled by it before their backward passes.
-        device: of the norm.
+        precision: the precision, whose scaler, if it has one, scales the losses before the backward pass.
+        device: the device of the gradient norm.
     """
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
         self._precision = precision
-        self._shown = nn.Parameter(torch.zeros((), device=device))
-        # what torch's scaler takes for the optimizer: an update of nothing
-        self._optimizer = torch.optim.SGD([self._shown], lr=0.0)
+        self._norm = nn.Parameter(torch.zeros((), device=device))
+        # the scaler steps this optimizer, which changes nothing
+        self._optimizer = torch.optim.SGD([self._norm], lr=0.0)
 
     @property
     def value(self) -> float:
-        """What the gradients of this window are too large by."""
+        """The factor by which the gradients of this accumulation window are scaled."""
         scaler = self._precision.scaler
         return 1.0 if scaler is None else float(scaler.get_scale())
 
     def allows(self, norm: Callable[[], Tensor]) -> bool:
-        """Whether the update is to be made: not where the scaled norm is not finite. The scale is changed as torch does it.
+        """Whether to run the optimizer step: ``False`` if the scaled norm is not finite. Also updates the scale.
 
         Args:
-            norm: asked for only where there is a scale.
+            norm: returns the scaled gradient norm; called only if there is a scaler.
         """
         if self._precision.scaler is None:
             return True
-        self._shown.grad = norm().to(self._shown, copy=True)
+        self._norm.grad = norm().to(self._norm, copy=True)
         return self._precision.optimizer_step(self._optimizer)

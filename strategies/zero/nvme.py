@@ -1,4 +1,4 @@
-"""The disk that ZeRO offloads to: whether it will do, and a folder of each process's own, which goes with the process."""
+"""The disk for offload to NVMe: checks whether it is suitable, and manages one folder per process."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from pathlib import Path
 
 from trainkit.errors import ConfigurationError
 
-__all__ = ["Folder", "check_path", "check_room"]
+__all__ = ["Folder", "check_path", "check_space"]
 
 _PREFIX = "trainkit-swap-"
 _BLOCK = 4096
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
-    """Refuse a folder in which DeepSpeed could not write.
+    """Check that DeepSpeed can write to a folder.
 
     Raises:
-        ConfigurationError: it is none, cannot be written to, or lies on a file system without direct input and output.
+        ConfigurationError: it is not a folder, is not writable, or is on a file system without direct I/O.
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise ConfigurationError(f"nvme_path={str(path)!r} is no folder. Make it on a fast local disk: mkdir -p '{path}'")
+        raise ConfigurationError(f"nvme_path={str(path)!r} is not a folder. Create one on a local disk: mkdir -p '{path}'")
     try:
         descriptor, name = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
     except OSError as error:
         raise ConfigurationError(
-            f"nvme_path={str(path)!r} cannot be written to ({error.strerror}). Give a folder on a local disk that is yours."
+            f"nvme_path={str(path)!r} is not writable ({error.strerror}). Use a writable folder on a local disk."
         ) from error
     os.close(descriptor)
     try:
-        with mmap.mmap(-1, _BLOCK) as block:  # direct writes are from memory at the beginning of a page
+        with mmap.mmap(-1, _BLOCK) as block:  # direct I/O needs memory that is aligned to pages
             descriptor = os.open(name, os.O_WRONLY | getattr(os, "O_DIRECT", 0))
             try:
                 os.write(descriptor, block)
@@ -47,35 +47,35 @@ def check_path(path: str | os.PathLike[str]) -> None:
     except OSError as error:
         why = "its file system has no direct I/O" if error.errno == errno.EINVAL else error.strerror
         raise ConfigurationError(
-            f"nvme_path={str(path)!r} cannot be written to by DeepSpeed: {why}. Give a folder on a local disk (ext4, xfs)."
+            f"DeepSpeed cannot write to nvme_path={str(path)!r}: {why}. Use a folder on a local disk (ext4, xfs)."
         ) from error
     finally:
         os.unlink(name)
 
 
-def check_room(path: Path, on_disk: int, pinned: int, processes: int) -> None:
-    """Refuse before the first write what the disk or the memory has no room for.
+def check_space(path: Path, on_disk: int, pinned: int, processes: int) -> None:
+    """Check before the first write that there is enough disk space and page-locked memory.
 
     Args:
         path: a folder on the disk.
-        on_disk: bytes that each process of this machine writes.
-        pinned: bytes of page-locked memory that this process takes.
-        processes: of this machine.
+        on_disk: number of bytes that each process of this node writes.
+        pinned: number of bytes of page-locked memory that this process needs.
+        processes: number of processes of this node.
 
     Raises:
-        ConfigurationError: too much, with the figures.
+        ConfigurationError: there is not enough; the message has the numbers.
     """
     free = shutil.disk_usage(path).free
     if on_disk * processes > free:
         raise ConfigurationError(
-            f"the offload to {path.parent} needs {_size(on_disk * processes)} ({processes} processes with {_size(on_disk)} "
-            f"each), and {_size(free)} are free there. Free some, or give nvme_path on another disk."
+            f"offload to {path.parent} needs {_size(on_disk * processes)} ({processes} processes with {_size(on_disk)} "
+            f"each), but only {_size(free)} are free. Free disk space, or use nvme_path on another disk."
         )
     if not _can_lock(pinned):
         raise ConfigurationError(
-            f"the offload to NVMe needs {_size(pinned)} of page-locked memory in each process, and the system does not give "
-            "that much. Raise the limit (ulimit -l unlimited; in a container --ulimit memlock=-1), or make the buffers smaller "
-            "by a smaller sub_group_size."
+            f"offload to NVMe needs {_size(pinned)} of page-locked memory in each process, but the system does not allow that "
+            "much. Raise the limit (ulimit -l unlimited; in a container --ulimit memlock=-1), or use smaller buffers: "
+            "ZeROStrategy(..., sub_group_size=10_000_000)."
         )
 
 
@@ -84,7 +84,7 @@ def _size(count: int) -> str:
 
 
 def _can_lock(size: int) -> bool:
-    """Whether so much memory can be page-locked: DeepSpeed's code crashes where it cannot."""
+    """Whether ``size`` bytes of memory can be page-locked; if not, DeepSpeed would crash."""
     system = ctypes.CDLL(None, use_errno=True)
     try:
         memory = mmap.mmap(-1, max(size, _BLOCK))
@@ -96,14 +96,14 @@ def _can_lock(size: int) -> bool:
         locked: bool = system.mlock(address, ctypes.c_size_t(size)) == 0
         if locked:
             system.munlock(address, ctypes.c_size_t(size))
-        del held  # else the memory could not be given back
+        del held  # else the memory could not be freed
     return locked
 
 
 class Folder:
-    """A folder under ``nvme_path`` that only this process uses: DeepSpeed's names of files begin anew in each process.
+    """A folder under ``nvme_path`` for this process only, because DeepSpeed uses the same file names in every process.
 
-    What processes have left that were killed is removed when another one makes its folder.
+    Creating one also removes the folders of killed processes.
 
     Args:
         base: ``nvme_path``.
@@ -118,7 +118,7 @@ class Folder:
         while True:
             self._file, name = tempfile.mkstemp(prefix=_PREFIX, suffix=".lock", dir=base)
             fcntl.flock(self._file, fcntl.LOCK_EX)
-            if _is(self._file, name):  # else another process has removed it before it was locked
+            if _same_file(self._file, name):  # else another process removed the file before it was locked
                 break
             os.close(self._file)
         self._lock, self._process = Path(name), os.getpid()
@@ -127,15 +127,15 @@ class Folder:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Remove it, with what is in it."""
+        """Remove the folder and its files."""
         atexit.unregister(self.close)
-        if os.getpid() == self._process:  # not one that was forked from it
+        if os.getpid() == self._process:  # not in a forked process
             _remove(self._lock)
             os.close(self._file)
 
 
-def _is(descriptor: int, name: str) -> bool:
-    """Whether a file is still to be found under its name."""
+def _same_file(descriptor: int, name: str) -> bool:
+    """Whether ``name`` is still the path of the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(name))
     except FileNotFoundError:
@@ -143,12 +143,12 @@ def _is(descriptor: int, name: str) -> bool:
 
 
 def _remove_abandoned(lock: Path) -> None:
-    """Remove a folder whose process has gone."""
-    with suppress(OSError):  # it is in use, or somebody else's
+    """Remove a folder whose process has exited."""
+    with suppress(OSError):  # it is in use, or belongs to another user
         descriptor = os.open(lock, os.O_RDWR)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is(descriptor, str(lock)):
+            if _same_file(descriptor, str(lock)):
                 _remove(lock)
         finally:
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The user's optimizer and the one that ZeRO steps in its stead, over flat partitions of the parameters."""
+"""The user's optimizer, and its shadow that ZeRO steps instead, over flat shards of the parameters."""
 
 from __future__ import annotations
 
@@ -17,67 +17,67 @@ from trainkit.state.slots import bare_copy
 if TYPE_CHECKING:
     from trainkit.strategies.zero.engine import Engine
 
-__all__ = ["Shadow", "engine_over", "refuse_optimizer", "warn_of_slow_updates"]
+__all__ = ["Shadow", "engine_over", "refuse_optimizer", "warn_slow_on_cpu"]
 
-# They look at a parameter as a whole, of which ZeRO has a flat part in each process.
-_WHOLE = {
-    "Adafactor": "its factors are means over the rows and columns of each parameter",
-    "LBFGS": "it searches along a line over all parameters at once",
-    "Muon": "it orthogonalises each parameter as a matrix",
-    "MuonWithAuxAdam": "it orthogonalises each parameter as a matrix",
-    "LAMB": "its rates depend on the norm of each parameter",
-    "FusedLamb": "its rates depend on the norm of each parameter",
-    "LARS": "its rates depend on the norm of each parameter",
-    "SparseAdam": "its gradients are sparse",
+# Optimizers that need full parameters, with the reason. Under ZeRO each process has a flat shard of the parameters.
+_FULL = {
+    "Adafactor": "it averages over the rows and columns of each parameter",
+    "LBFGS": "it runs a line search over all parameters at once",
+    "Muon": "it orthogonalizes each parameter as a matrix",
+    "MuonWithAuxAdam": "it orthogonalizes each parameter as a matrix",
+    "LAMB": "it scales the learning rate by the norm of each parameter",
+    "FusedLamb": "it scales the learning rate by the norm of each parameter",
+    "LARS": "it scales the learning rate by the norm of each parameter",
+    "SparseAdam": "it needs sparse gradients",
 }
 
 
 def refuse_optimizer(optimizer: Optimizer) -> None:
-    """Refuse what would be changed silently by working on flat parts of parameters.
+    """Refuse an optimizer that would give different results on flat shards of parameters.
 
     Raises:
-        OptimizerError: it is one of those.
+        OptimizerError: it would.
     """
     for kind in type(optimizer).__mro__:
-        if kind.__name__ in _WHOLE:
+        if kind.__name__ in _FULL:
             raise OptimizerError(
-                f"{type(optimizer).__name__} does not work under ZeRO, which gives each process a flat part of the parameters: "
-                f"{_WHOLE[kind.__name__]}. Use an elementwise one, such as torch.optim.AdamW, or strategy='ddp'."
+                f"{type(optimizer).__name__} does not work under ZeRO, where each process has a flat shard of the parameters: "
+                f"{_FULL[kind.__name__]}. Use an elementwise optimizer, such as torch.optim.AdamW, or strategy='ddp'."
             )
 
 
-def warn_of_slow_updates(optimizer: Optimizer, device: torch.device) -> None:
-    """Say so where updates are computed on the CPU by an optimizer that is not made for it.
+def warn_slow_on_cpu(optimizer: Optimizer, device: torch.device) -> None:
+    """Warn if an optimizer that is slow on the CPU is offloaded from a GPU.
 
     Args:
-        optimizer: whose state and masters are offloaded.
-        device: that the rest is computed on.
+        optimizer: the offloaded optimizer.
+        device: the device of the forward and the backward pass.
     """
     name = type(optimizer).__name__
     if device.type == "cpu" or name.startswith("DeepSpeedCPU"):
         return
     better = {"Adam": "Adam", "AdamW": "Adam", "Adagrad": "Adagrad", "Lion": "Lion"}.get(name.removeprefix("Fused"))
     fix = (
-        f"deepspeed.ops.{better.lower()}.DeepSpeedCPU{better} does the same faster there (it is compiled when it is first used)"
+        f"Use deepspeed.ops.{better.lower()}.DeepSpeedCPU{better}, which does the same faster (DeepSpeed compiles it once)"
         if better is not None
-        else "keep the optimizer on the device if it fits: offload_optimizer=None"
+        else "Keep the optimizer on the device if it fits: offload_optimizer=None"
     )
-    warn(f"the optimizer is offloaded, so {name} computes its updates on the CPU, which is slow for it: {fix}.")
+    warn(f"the optimizer is offloaded, so {name} runs its steps on the CPU, where it is slow. {fix}.")
 
 
 class Shadow:
-    """An optimizer of the same kind as the user's, with groups of its own.
+    """An optimizer of the same class as the user's, with its own parameter groups.
 
-    ZeRO puts flat partitions in the place of an optimizer's parameters. That happens to the shadow: the user's optimizer keeps
-    its groups, with his parameters in them, and what a scheduler writes into them is taken over before each step.
+    ZeRO replaces the parameters of an optimizer by flat shards. It does so in the shadow: the user's optimizer keeps its groups
+    and its parameters, and the options that a scheduler writes into them are copied to the shadow before each optimizer step.
 
     Args:
-        optimizer: the user's.
+        optimizer: the user's optimizer.
 
     Attributes:
-        optimizer: as given.
-        inner: what ZeRO steps; its state is the optimizer's.
-        parameters: the trainable ones, in the order of the groups.
+        optimizer: the user's optimizer.
+        inner: the optimizer that ZeRO steps; it holds the optimizer state.
+        parameters: the trainable parameters, in the order of the groups.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -91,7 +91,8 @@ class Shadow:
                 self._pairs.append((group, {**group, "params": trained}))
         if not self._pairs:
             raise OptimizerError(
-                f"{type(optimizer).__name__} has no parameter that requires a gradient, so there is nothing to train."
+                f"{type(optimizer).__name__} has no parameter to train: none of them requires a gradient. Call "
+                "parameter.requires_grad_(True) on those to train before you create the optimizer."
             )
         inner.param_groups = [theirs for _, theirs in self._pairs]
         self.inner = inner
@@ -100,10 +101,10 @@ class Shadow:
         self._flags = [p.requires_grad for p in self._known]
 
     @contextmanager
-    def handed_over(self) -> Iterator[None]:
-        """Within it DeepSpeed takes the inner optimizer over.
+    def class_hidden(self) -> Iterator[None]:
+        """Context manager that hides the class of an Adagrad from DeepSpeed.
 
-        DeepSpeed puts another Adagrad in the place of one, with one group and default options; so it is not to see that.
+        DeepSpeed would replace it by another Adagrad, with one group and default options.
         """
         kind = type(self.inner)
         if self.begins_with_state:
@@ -115,42 +116,42 @@ class Shadow:
 
     @property
     def counts_in_ints(self) -> bool:
-        """Whether its ``step`` is an int, as that of DeepSpeed's own optimizers is; torch's is a tensor."""
+        """Whether ``step`` in the optimizer state is an int, as in DeepSpeed's optimizers; PyTorch uses a tensor."""
         return any(kind.__module__.startswith("deepspeed.") for kind in type(self.inner).__mro__)
 
     @property
     def begins_with_state(self) -> bool:
-        """Whether it has state before its first step, as an Adagrad has."""
+        """Whether the optimizer has state before its first step, like Adagrad."""
         return isinstance(self.inner, torch.optim.Adagrad)
 
     def make_state(self, flat: Tensor) -> None:
-        """That state, for a partition."""
+        """Create the initial optimizer state for a shard."""
         initial = self.inner.defaults["initial_accumulator_value"]
         total = torch.full_like(flat, initial, requires_grad=False)
         self.inner.state[flat] = {"step": torch.tensor(0.0), "sum": total}
 
     def refuse_changes(self) -> None:
-        """Refuse groups and parameters that came later, and others to be trained: the partitions are made.
+        """Refuse parameters that were added, frozen or unfrozen after ZeRO has sharded the optimizer.
 
         Raises:
-            OptimizerError: there are such.
+            OptimizerError: there are some.
         """
         now = [p for group in self.optimizer.param_groups for p in group["params"]]
         if len(now) != len(self._known):
             raise OptimizerError(
-                f"{type(self.optimizer).__name__} has {len(now)} parameters, and had {len(self._known)} when ZeRO divided "
-                "them. Give it all parameters in configure_optimizers."
+                f"{type(self.optimizer).__name__} has {len(now)} parameters, but had {len(self._known)} when ZeRO sharded "
+                "them. Pass all parameters when you create the optimizer, in configure_optimizers."
             )
         flags = [p.requires_grad for p in self._known]
         if flags != self._flags:
             changed = sum(a != b for a, b in zip(flags, self._flags, strict=True))
             raise OptimizerError(
-                f"requires_grad of {changed} parameters has changed since ZeRO divided them. Freeze and unfreeze in __init__, "
-                "configure_model or configure_optimizers; or use strategy='ddp'."
+                f"requires_grad of {changed} parameters has changed since ZeRO sharded them. Freeze and unfreeze in __init__, "
+                "configure_model or configure_optimizers, or use strategy='ddp'."
             )
 
     def take_options(self) -> None:
-        """What has been written into the user's groups, such as a learning rate."""
+        """Copy the options of the user's groups, such as the learning rate, and run the user's pre-step hooks."""
         for ours, theirs in self._pairs:
             for key, value in ours.items():
                 if key != "params":
@@ -158,15 +159,15 @@ class Shadow:
         for hook in self.optimizer._optimizer_step_pre_hooks.values():
             hook(self.optimizer, (), {})
 
-    def stepped(self) -> None:
-        """The step is made: tell those who want to know."""
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # by which schedulers see that there was a step
+    def after_step(self) -> None:
+        """Run the post-step hooks of the user's optimizer."""
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check it
         for hook in self.optimizer._optimizer_step_post_hooks.values():
             hook(self.optimizer, (), {})
 
 
 def engine_over(parameters: Iterable[Tensor], engines: Iterable[Engine]) -> Engine:
-    """The engine whose parameters are all among the given ones.
+    """Returns the engine whose parameters are all in ``parameters``.
 
     Raises:
         ConfigurationError: there is none.
@@ -176,6 +177,6 @@ def engine_over(parameters: Iterable[Tensor], engines: Iterable[Engine]) -> Engi
     if found:
         return found[0]
     raise ConfigurationError(
-        "under ZeRO gradients are clipped for all parameters of an optimizer together, and these are not all of one. "
-        "Write: clip_grad_norm_(model.parameters(), 1.0)"
+        "ZeRO clips the gradients of all parameters of an optimizer together, but not all of them were passed. "
+        "Pass them: clip_grad_norm_(model.parameters(), 1.0)"
     )

@@ -1,4 +1,4 @@
-"""Parameters of stage 3: divided over the processes, made whole for a moment, and given back as they came."""
+"""Parameter sharding in stage 3: shards parameters across the processes, gathers them, and restores them after the run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from trainkit.errors import ModuleError
 from trainkit.strategies.zero.aio import checked
 from trainkit.strategies.zero.deepspeed_api import Session, quiet
+from trainkit.strategies.zero.gathered_init import GatheredInit
 from trainkit.strategies.zero.swap import partition, swapper
-from trainkit.strategies.zero.transformers_models import divided_by, told_transformers
-from trainkit.strategies.zero.whole_init import WholeInit
+from trainkit.strategies.zero.transformers_models import announce_zero3, shard_transformers_models
 
 __all__ = ["Sharding", "is_sharded", "numel"]
 
-# What DeepSpeed puts into a module.
+# Attributes that DeepSpeed adds to a module.
 _LEFT_IN_MODULES = (
     "_external_params",
     "_original_parameters",
@@ -32,23 +32,23 @@ _LEFT_IN_MODULES = (
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """Whether a parameter is one of stage 3's."""
+    """Whether stage 3 has sharded the parameter."""
     return hasattr(parameter, "ds_id")
 
 
 def numel(parameter: Any) -> int:
-    """The elements of a parameter, divided or not."""
+    """The number of elements of the full parameter, even if it is sharded."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 class Sharding:
-    """Divides parameters, and gives those back whole that came whole.
+    """Shards parameters, and at the end of the run restores those that were full before.
 
     Args:
-        session: DeepSpeed.
-        config: DeepSpeed's, for these parameters and a folder on the disk that some may be offloaded to.
-        device: where parameters are used.
-        dtype: of parameters.
+        session: the DeepSpeed session.
+        config: returns the DeepSpeed configuration for some parameters, with the folder for offload to NVMe.
+        device: the device on which parameters are used.
+        dtype: the dtype of the parameters.
     """
 
     def __init__(
@@ -60,23 +60,23 @@ class Sharding:
     ) -> None:
         self._session, self._config, self._device, self._dtype = session, config, device, dtype
         self._swappers: list[Any] = []
-        self._whole: dict[int, tuple[Any, dict[str, Any], torch.device]] = {}  # that came whole, as they were
+        self._full: dict[int, tuple[Any, dict[str, Any], torch.device]] = {}  # full before the run
         self._modules: list[nn.Module] = []
 
-    def divide(self, module: nn.Module) -> None:
-        """Divide the parameters of a module, each with rank 0's values; one at a time is on the device."""
+    def shard(self, module: nn.Module) -> None:
+        """Shard the parameters of a module, with rank 0's values; only one full parameter is on the device at a time."""
         self._modules.append(module)
         for parameter in module.parameters():
             if not is_sharded(parameter):
-                self._whole[id(parameter)] = parameter, dict(vars(parameter)), parameter.device
-        divided: list[Any] = [parameter for parameter in module.parameters() if is_sharded(parameter)]
+                self._full[id(parameter)] = parameter, dict(vars(parameter)), parameter.device
+        sharded: list[Any] = [parameter for parameter in module.parameters() if is_sharded(parameter)]
         made = self._init(module.parameters(), self._session.package.zero.Init, module=module)
-        for parameter in divided:
-            if parameter.nvme_swapper is None:  # it comes from an earlier run, or goes to no disk
+        for parameter in sharded:
+            if parameter.nvme_swapper is None:  # sharded by an earlier run, or not offloaded to NVMe
                 self._place(parameter, made)
 
     def _place(self, parameter: Any, made: Any) -> None:
-        """Put a partition where those are that are made now."""
+        """Move the shard of a parameter that is already sharded to where this run keeps its shards."""
         held, reader = parameter.ds_tensor, made.param_swapper
         parameter.nvme_swapper = reader
         if reader is not None and reader.swappable_tensor(numel=held.ds_numel):
@@ -87,71 +87,70 @@ class Sharding:
             held.data = held.data.to("cpu" if reader is not None else made.remote_device)
 
     def _init(self, parameters: Iterable[Tensor], make: Callable[..., Any], **options: Any) -> Any:
-        """What divides parameters, with a reader of its own where they go to a disk."""
+        """Call ``make``, DeepSpeed's ``Init``, which shards parameters; with its own disk reader for offload to NVMe."""
         config, reader = self._config(parameters), None
         offload = config["zero_optimization"].get("offload_param", {})
         with quiet(), checked():
-            if offload.get("device") == "nvme":  # each reader empties its folder when it is made
+            if offload.get("device") == "nvme":  # each new reader deletes the files in its folder
                 offload["nvme_path"] = str(Path(offload["nvme_path"]) / f"parameters-{len(self._swappers)}")
                 reader = swapper(config, self._dtype)
                 self._swappers.append(reader)
             return make(config_dict_or_path=config, param_swapper=reader, **options)
 
     def building(self, pretrained: bool = False) -> AbstractContextManager[None]:
-        """Within it each layer is divided as soon as it is made, with rank 0's values.
+        """Context manager that shards each layer as soon as it is created, with rank 0's values.
 
         Args:
-            pretrained: only layers of models that ``transformers`` makes.
+            pretrained: shard only the layers of models that ``transformers`` creates.
 
         Raises:
-            ModuleError: a parameter was changed after that, which is lost.
+            ModuleError: a parameter was changed after it was sharded; the change is lost.
         """
-        return divided_by(self._session.package.zero, self._building) if pretrained else self._building()
+        return shard_transformers_models(self._session.package.zero, self._building) if pretrained else self._building()
 
     @contextmanager
     def _building(self) -> Iterator[None]:
         kind: Any = self._session.package.zero.Init
 
         class Watching(kind):  # type: ignore[misc]
-            divided: ClassVar[dict[int, tuple[Any, int]]] = {}
+            versions: ClassVar[dict[int, tuple[Any, int]]] = {}
 
             def _partition(self, param_list: list[Any], *args: Any, **kwargs: Any) -> None:
                 super()._partition(param_list, *args, **kwargs)
-                self.divided.update({id(p): (p, p._version) for p in param_list})
+                self.versions.update({id(p): (p, p._version) for p in param_list})
 
-        with quiet(), told_transformers(first=True), self._init([], Watching, tensor_overrides=set()), WholeInit(self.gathered):
+        with quiet(), announce_zero3(first=True), self._init([], Watching, tensor_overrides=set()), GatheredInit(self.gathered):
             yield
-        changed = sum(parameter._version != version for parameter, version in Watching.divided.values())
+        changed = sum(parameter._version != version for parameter, version in Watching.versions.values())
         if changed:
             raise ModuleError(
-                f"configure_model has changed {changed} parameters after their layers were made, and not through the "
-                "parameters themselves, but through detach() or a view. In stage 3 a layer is divided as soon as it is made, "
-                "and that is lost. Write into the parameter, torch.nn.init.normal_(layer.weight), or use self.apply(function), "
-                "which gets each layer whole."
+                f"configure_model changed {changed} parameters through detach() or a view after their layers were created. "
+                "Stage 3 shards a layer as soon as it is created, so the change is lost. Change the parameter itself: "
+                "torch.nn.init.normal_(layer.weight), or self.apply(function), which passes full layers to the function."
             )
 
     @contextmanager
     def gathered(self, parameters: Iterable[Tensor], changed: bool = False) -> Iterator[None]:
-        """Within it these parameters are whole on every process; collective.
+        """Context manager in which these parameters are full on every process. Collective.
 
         Args:
-            parameters: divided ones; others are left as they are.
-            changed: what rank 0 makes of them is kept.
+            parameters: the parameters; those that are not sharded are not affected.
+            changed: keep the changes that rank 0 makes to them.
         """
         chosen = [parameter for parameter in parameters if is_sharded(parameter)]
         with self._session.package.zero.GatheredParameters(chosen, modifier_rank=0 if changed else None):
             yield
 
-    def give_back(self, collective: bool) -> None:
-        """Leave the modules as they were: what came whole is whole again, on the device that it was on.
+    def release(self, collective: bool) -> None:
+        """Restore the modules: parameters that were full before the run are full again, on their former device.
+
+        Parameters that were sharded when they were created stay sharded, unless there is only one process.
 
         Args:
-            collective: the other processes do so too; else nothing is gathered, and parameters stay divided.
-
-        What was divided when it was made stays divided over several processes.
+            collective: whether all processes call this; if not, nothing is gathered and all parameters stay sharded.
         """
-        for parameter, before, device in self._whole.values() if collective else ():
-            _make_whole(parameter, before, device)
+        for parameter, before, device in self._full.values() if collective else ():
+            _unshard(parameter, before, device)
         for parameter in {id(p): p for module in self._modules for p in module.parameters()}.values():
             if is_sharded(parameter):
                 self._keep(parameter)
@@ -164,12 +163,12 @@ class Sharding:
         _restore_linear()
         for reader in self._swappers:
             reader.close()
-        self._whole, self._modules, self._swappers = {}, [], []
+        self._full, self._modules, self._swappers = {}, [], []
 
     def _keep(self, parameter: Any) -> None:
-        """A parameter that no process has had whole: it stays divided, in memory, where there are several processes."""
+        """Keep a parameter sharded and in memory after the run; with one process, make it full."""
         if parameter.ds_zero_partition_world_size == 1:
-            _make_whole(parameter, {}, self._device)
+            _unshard(parameter, {}, self._device)
         elif parameter.ds_tensor.final_location == "nvme":
             held = parameter.ds_tensor
             held.data = partition(parameter, held.ds_numel).read()
@@ -177,10 +176,10 @@ class Sharding:
         parameter.nvme_swapper = None
 
 
-def _make_whole(parameter: Any, before: dict[str, Any], device: torch.device) -> None:
+def _unshard(parameter: Any, before: dict[str, Any], device: torch.device) -> None:
     parameter.all_gather()
     data = parameter.data.detach().to(device, copy=True)
-    parameter.partition()  # which frees the buffer of one that came from a disk
+    parameter.partition()  # frees its buffer, if it was read from NVMe
     for name in [name for name in vars(parameter) if name not in before]:
         delattr(parameter, name)
     parameter.data = data
@@ -193,8 +192,8 @@ def _clean(module: nn.Module) -> None:
 
 
 def _restore_linear() -> None:
-    """Put ``torch.nn.functional.linear`` back, which DeepSpeed replaces by one that does not keep whole weights."""
-    room = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
-    kept = getattr(room.InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
-    if kept is not None and torch.nn.functional.linear is room.zero3_linear_wrap:
+    """Restore ``torch.nn.functional.linear``, which DeepSpeed replaces by a version that does not keep full weights."""
+    module = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+    kept = getattr(module.InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
+    if kept is not None and torch.nn.functional.linear is module.zero3_linear_wrap:
         torch.nn.functional.linear = kept

@@ -1,8 +1,8 @@
-"""Masters and optimizer state under ZeRO, as a checkpoint holds them: whole tensors by parameter, and back into the parts.
+"""Saves master weights and optimizer state under ZeRO as full tensors per parameter, and loads full tensors into the shards.
 
-A parameter's elements lie flat, one range of them with each process. :class:`Spread` knows the ranges and this process's part;
-gathering sends the parts to the process that writes them, and loading takes each process's range out of a whole tensor, with
-nothing sent.
+Each process holds a range of a parameter's flattened elements. :class:`FlatShards` knows the ranges and this process's shard.
+Saving sends the shards to the process that writes them. Loading copies each process's range out of a full tensor, without
+communication.
 """
 
 from __future__ import annotations
@@ -19,74 +19,74 @@ from trainkit.errors import StateMismatchError
 from trainkit.optim.stored_optimizer import StoredOptimizer, placeholder_parameter
 from trainkit.strategies.zero.engine import Engine
 from trainkit.strategies.zero.partitions import is_sharded
-from trainkit.strategies.zero.swap import Part, partition
+from trainkit.strategies.zero.swap import Shard, partition
 from trainkit.tagged_json.tensors import ShardedTensor
 
-__all__ = ["Spread", "load_optimizer", "load_weights", "stored_optimizer", "stored_weights", "working_weights"]
+__all__ = ["FlatShards", "load_optimizer", "load_weights", "stored_optimizer", "stored_weights", "working_weights"]
 
 Ranges = list[tuple[int, int]]
 
 
-class Spread:
-    """A tensor whose elements are with several processes, each a range of them.
+class FlatShards:
+    """A tensor that is sharded by ranges of its flattened elements.
 
     Args:
-        shape: of the whole.
-        dtype: of its elements.
-        ranges: by rank, from and to; (0, 0) for one that has none.
-        part: this process's elements, as many as its range has; asked for when they are needed.
-        device: that tensors travel on.
+        shape: the shape of the full tensor.
+        dtype: its dtype.
+        ranges: start and end of the range of each rank; equal if a rank has no elements.
+        shard: returns this process's shard, with the elements of its range; called when they are needed.
+        device: the device for communication.
     """
 
     def __init__(
-        self, shape: torch.Size, dtype: torch.dtype, ranges: Ranges, part: Callable[[], Part], device: torch.device
+        self, shape: torch.Size, dtype: torch.dtype, ranges: Ranges, shard: Callable[[], Shard], device: torch.device
     ) -> None:
-        self.shape, self.dtype, self.ranges, self.part, self._device = shape, dtype, ranges, part, device
+        self.shape, self.dtype, self.ranges, self.shard, self._device = shape, dtype, ranges, shard, device
 
     def sharded_tensor(self) -> ShardedTensor:
-        """As a checkpoint takes it."""
+        """Returns it in the form in which checkpoints save it."""
         return ShardedTensor(self.shape, self.dtype, self.collect)
 
     @torch.no_grad()
     def collect(self, owner: int | None) -> Tensor | None:
-        """The whole, on the process of rank ``owner`` or on all; collective."""
+        """Returns the full tensor on rank ``owner``, or on all ranks if ``owner`` is ``None``. Collective."""
         if len(self.ranges) == 1:
-            return self.part().read().view(self.shape)
+            return self.shard().read().view(self.shape)
         if owner is None:
-            whole = self.collect(0)
-            if whole is None:
-                whole = torch.empty(self.shape, dtype=self.dtype, device=self._device)
-            dist.broadcast(whole, 0)
-            return whole
+            full = self.collect(0)
+            if full is None:
+                full = torch.empty(self.shape, dtype=self.dtype, device=self._device)
+            dist.broadcast(full, 0)
+            return full
         rank = dist.get_rank()
         start, end = self.ranges[rank]
         if rank != owner:
             if start < end:
-                dist.send(self.part().read().to(self._device).contiguous(), owner)
+                dist.send(self.shard().read().to(self._device).contiguous(), owner)
             return None
-        whole = torch.empty(self.shape.numel(), dtype=self.dtype, device=self._device)
+        full = torch.empty(self.shape.numel(), dtype=self.dtype, device=self._device)
         for other, (first, last) in enumerate(self.ranges):
             if first >= last:
                 continue
             if other == rank:
-                whole[first:last].copy_(self.part().read())
+                full[first:last].copy_(self.shard().read())
             else:
-                dist.recv(whole[first:last], other)
-        return whole.view(self.shape)
+                dist.recv(full[first:last], other)
+        return full.view(self.shape)
 
     @torch.no_grad()
-    def load(self, whole: Tensor) -> None:
-        """Take this process's part out of a whole."""
+    def load(self, full: Tensor) -> None:
+        """Copy this process's range of a full tensor into its shard."""
         start, end = self.ranges[dist.get_rank() if len(self.ranges) > 1 else 0]
         if start < end:
-            self.part().write(whole.reshape(-1)[start:end])
+            self.shard().write(full.reshape(-1)[start:end])
 
 
-# ----------------------------------------------------------------------------------------------- where the parts are
+# -------------------------------------------------------------------------------------------- positions of the shards
 
 
 def _positions(engine: Engine) -> Iterator[tuple[Any, int, Ranges, int, int]]:
-    """For each parameter: its flat tensor's number, the ranges of all, and from where to where this process's is in it."""
+    """Yields, per parameter: the number of its flat tensor, the ranges of all ranks, start and end of its shard there."""
     zero = engine.zero
     if engine.stage == 3:
         for group in zero.fp16_groups:
@@ -117,59 +117,59 @@ def _shape(parameter: Any) -> torch.Size:
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _masters(engine: Engine, device: torch.device) -> Iterator[tuple[Any, Spread]]:
-    """Each parameter of an engine with where its masters are."""
+def _masters(engine: Engine, device: torch.device) -> Iterator[tuple[Any, FlatShards]]:
+    """Yields each parameter of an engine with its master weights."""
     dtype = engine.flats[0].dtype
     for parameter, number, ranges, first, last in _positions(engine):
-        yield parameter, Spread(_shape(parameter), dtype, ranges, partial(engine.part, number, first, last), device)
+        yield parameter, FlatShards(_shape(parameter), dtype, ranges, partial(engine.shard, number, first, last), device)
 
 
-def _frozen(parameter: Any, device: torch.device) -> Spread:
-    """A parameter of stage 3 that no optimizer has: what is used is all there is."""
+def _working(parameter: Any, device: torch.device) -> FlatShards:
+    """The working copy of a parameter in stage 3, which the forward uses. A frozen parameter has no master weights."""
     size, total = parameter.ds_tensor.ds_numel, parameter.ds_numel
     count, rank = parameter.ds_zero_partition_world_size, parameter.ds_zero_partition_rank
     ranges = [(min(r * size, total), min((r + 1) * size, total)) for r in range(count)]
     start, end = ranges[rank]
-    return Spread(_shape(parameter), parameter.dtype, ranges, partial(partition, parameter, end - start), device)
+    return FlatShards(_shape(parameter), parameter.dtype, ranges, partial(partition, parameter, end - start), device)
 
 
 # ------------------------------------------------------------------------------------------------------------ weights
 
 
 def stored_weights(module: nn.Module, engines: list[Engine], device: torch.device) -> dict[int, Tensor]:
-    """``id(parameter)`` → its master, or where there is none what is divided."""
+    """``id(parameter)`` → its master weights; without master weights, its shards."""
     own = {id(parameter): parameter for parameter in module.parameters()}
     found: dict[int, Tensor] = {}
     for engine in engines:
-        for parameter, spread in _masters(engine, device):
-            if id(parameter) in own and (engine.stage == 3 or parameter.dtype != spread.dtype):
-                found[id(parameter)] = spread.sharded_tensor()
+        for parameter, shards in _masters(engine, device):
+            if id(parameter) in own and (engine.stage == 3 or parameter.dtype != shards.dtype):
+                found[id(parameter)] = shards.sharded_tensor()
     for key, parameter in own.items():
         if key not in found and is_sharded(parameter):
-            found[key] = _frozen(parameter, device).sharded_tensor()
+            found[key] = _working(parameter, device).sharded_tensor()
     return found
 
 
 def working_weights(module: nn.Module, device: torch.device) -> dict[int, Tensor]:
-    """``id(parameter)`` → what is divided, in the dtype in which it is used."""
-    return {id(p): _frozen(p, device).sharded_tensor() for p in module.parameters() if is_sharded(p)}
+    """``id(parameter)`` → its shards in the dtype of the forward."""
+    return {id(p): _working(p, device).sharded_tensor() for p in module.parameters() if is_sharded(p)}
 
 
 @torch.no_grad()
 def load_weights(values: Mapping[nn.Parameter, Tensor], engines: list[Engine], device: torch.device) -> None:
-    """Give masters and working copies their values; each process has the whole ones. Parameters that have no placeholders are
-    loaded already, and masters that are copies of them follow.
+    """Load full tensors, which every process has, into master weights and working copies. Parameters without placeholders are
+    already loaded; their master weights are copied from them.
     """
     for engine in engines:
         if engine.stage < 3 and engine.parameters[0].dtype == engine.flats[0].dtype:
             engine.zero.refresh_fp32_params()
-        for parameter, spread in _masters(engine, device):
+        for parameter, shards in _masters(engine, device):
             if parameter in values:
-                spread.load(values[parameter])
+                shards.load(values[parameter])
     for parameter, value in values.items():
         if is_sharded(parameter):
-            _frozen(parameter, device).load(value)
-        if parameter.shape == value.shape:  # whole here
+            _working(parameter, device).load(value)
+        if parameter.shape == value.shape:  # not sharded, or gathered
             parameter.data.copy_(value)
 
 
@@ -177,7 +177,7 @@ def load_weights(values: Mapping[nn.Parameter, Tensor], engines: list[Engine], d
 
 
 def stored_optimizer(engine: Engine, device: torch.device) -> StoredOptimizer:
-    """The optimizer with whole state, which is gathered when it is written."""
+    """Returns the optimizer with full optimizer state, which is gathered when the checkpoint is written."""
     flats = engine.flats
     stored = StoredOptimizer(
         engine.shadow.optimizer,
@@ -191,10 +191,10 @@ def stored_optimizer(engine: Engine, device: torch.device) -> StoredOptimizer:
     for parameter, number, ranges, first, last in _positions(engine):
         slots: dict[str, Any] = {}
         for slot, value in state.get(flats[number], {}).items():
-            if isinstance(value, Tensor) and value.numel() == flats[number].numel() and value.ndim:  # 0 on a disk
-                part = partial(engine.part, number, first, last, slot)
-                slots[slot] = Spread(_shape(parameter), value.dtype, ranges, part, device).sharded_tensor()
-            else:  # as torch has it
+            if isinstance(value, Tensor) and value.numel() == flats[number].numel() and value.ndim:  # 0 on NVMe
+                shard = partial(engine.shard, number, first, last, slot)
+                slots[slot] = FlatShards(_shape(parameter), value.dtype, ranges, shard, device).sharded_tensor()
+            else:  # in PyTorch's form
                 slots[slot] = torch.tensor(float(value)) if slot == "step" and isinstance(value, int) else value
         if slots:
             stored.optimizer.state[stored.placeholders[id(parameter)]] = slots
@@ -203,10 +203,10 @@ def stored_optimizer(engine: Engine, device: torch.device) -> StoredOptimizer:
 
 @torch.no_grad()
 def load_optimizer(engine: Engine, stored: StoredOptimizer) -> None:
-    """Put whole state into the parts.
+    """Load full optimizer state into the shards.
 
     Raises:
-        StateMismatchError: parameters that share a part have different counters.
+        StateMismatchError: parameters in the same shard have different step counters.
     """
     stored.take_options()
     flats, state = engine.flats, engine.shadow.inner.state
@@ -214,37 +214,37 @@ def load_optimizer(engine: Engine, stored: StoredOptimizer) -> None:
     for parameter, number, ranges, first, last in _positions(engine):
         members.setdefault(number, []).append((stored.state(parameter), ranges, first, last))
     state.clear()
-    for number, parts in members.items():
-        if any(slots for slots, *_ in parts):
+    for number, entries in members.items():
+        if any(slots for slots, *_ in entries):
             with engine.resident(number):
-                state[flats[number]] = held = _state_of(flats[number], parts)
+                state[flats[number]] = held = _state_of(flats[number], entries)
                 if engine.shadow.counts_in_ints and "step" in held:
                     held["step"] = int(held["step"])
     if engine.stage < 3:
-        engine.zero._hp_optimizer_states_linked = False  # so that it links the new tensors
+        engine.zero._hp_optimizer_states_linked = False  # so that DeepSpeed links the new tensors
         engine.zero._lazy_init_hp_params_optimizer_state()
 
 
-def _state_of(flat: Tensor, parts: list[tuple[dict[str, Any], Ranges, int, int]]) -> dict[str, Any]:
-    """A partition's state, out of whole tensors: for each parameter its slots, its ranges, and from where to where it is."""
+def _state_of(flat: Tensor, entries: list[tuple[dict[str, Any], Ranges, int, int]]) -> dict[str, Any]:
+    """Returns the optimizer state of a flat shard. Entries: full state, ranges, start and end in the shard, per parameter."""
     held: dict[str, Any] = {}
-    for slot, example in {slot: value for slots, *_ in parts for slot, value in slots.items()}.items():
+    for slot, example in {slot: value for slots, *_ in entries for slot, value in slots.items()}.items():
         if isinstance(example, Tensor) and example.ndim:
-            whole = held[slot] = torch.zeros_like(flat, dtype=example.dtype, requires_grad=False)
-            for slots, ranges, first, last in parts:
+            target = held[slot] = torch.zeros_like(flat, dtype=example.dtype, requires_grad=False)
+            for slots, ranges, first, last in entries:
                 if slot in slots and first < last:
                     start = ranges[dist.get_rank()][0]
-                    whole.view(-1)[first:last].copy_(slots[slot].reshape(-1)[start : start + last - first])
+                    target.view(-1)[first:last].copy_(slots[slot].reshape(-1)[start : start + last - first])
             continue
-        _refuse_differing(slot, [slots[slot] for slots, *_ in parts if slot in slots])
+        _refuse_differing(slot, [slots[slot] for slots, *_ in entries if slot in slots])
         held[slot] = example.clone() if isinstance(example, Tensor) else example
     return held
 
 
 def _refuse_differing(slot: str, values: list[Any]) -> None:
-    said = {float(value) if isinstance(value, Tensor) else value for value in values}
-    if len(said) > 1:
+    found = {float(value) if isinstance(value, Tensor) else value for value in values}
+    if len(found) > 1:
         raise StateMismatchError(
-            f"the optimizer's {slot!r} differs from parameter to parameter ({', '.join(map(str, sorted(said, key=str)[:4]))}), "
-            "and ZeRO has one for all of a group. Put the parameters into groups by it."
+            f"the optimizer's {slot!r} differs between parameters ({', '.join(map(str, sorted(found, key=str)[:4]))}), but "
+            f"ZeRO keeps one value per parameter group. Put parameters with the same {slot!r} into the same group."
         )

@@ -1,7 +1,7 @@
-"""What ZeRO-3 keeps on a disk: files of masters, of optimizer state and of parameters, read and written in pieces.
+"""Reads and writes ranges of the files in which ZeRO-3 offloads master weights, optimizer state and parameters to NVMe.
 
-DeepSpeed has a file for each tensor of a sub-group, and brings them into memory to update that sub-group. A checkpoint takes
-a parameter at a time, which is a range of such a file: it is read from there, and memory does not grow with the sub-group.
+DeepSpeed has one file per tensor of a sub-group, and reads all files of a sub-group into memory to update it. A checkpoint
+needs one parameter at a time, which is a range of such a file. It reads only this range, so it needs no memory for a sub-group.
 """
 
 from __future__ import annotations
@@ -16,60 +16,60 @@ from torch import Tensor
 
 from trainkit.strategies.zero.aio import unreadable, unwritable
 
-__all__ = ["InMemory", "OnDisk", "Part", "Swap", "gradient_partition", "partition", "swapper", "swapping"]
+__all__ = ["InMemory", "OnDisk", "Shard", "Swap", "gradient_partition", "partition", "swapper", "swapping"]
 
 
-class Part(Protocol):
-    """Elements that this process has of a tensor, flat."""
+class Shard(Protocol):
+    """The flattened elements of a tensor that this process holds."""
 
     def read(self) -> Tensor:
-        """The elements."""
+        """Returns the elements."""
         ...
 
     def write(self, values: Tensor) -> None:
-        """Give them others, as many."""
+        """Replace the elements by the same number of new ones."""
         ...
 
 
 class InMemory:
-    """A range of a tensor.
+    """A range of a tensor in memory.
 
     Args:
-        tensor: flat.
-        first: from there.
-        last: to there.
+        tensor: the tensor.
+        first: start of the range.
+        last: end of the range.
     """
 
     def __init__(self, tensor: Tensor, first: int, last: int) -> None:
         self._tensor = tensor.detach().view(-1)[first:last]
 
     def read(self) -> Tensor:
-        """See :meth:`Part.read`."""
+        """See :meth:`Shard.read`."""
         return self._tensor
 
     def write(self, values: Tensor) -> None:
-        """See :meth:`Part.write`."""
+        """See :meth:`Shard.write`."""
         self._tensor.copy_(values)
 
 
 class OnDisk:
-    """A range of a file of elements.
+    """A range of elements in a file.
 
     Args:
-        path: the file.
-        dtype: of its elements.
-        first: from there.
-        last: to there.
+        path: path of the file.
+        dtype: dtype of its elements.
+        first: start of the range.
+        last: end of the range.
     """
 
     def __init__(self, path: str, dtype: torch.dtype, first: int, last: int) -> None:
         self._path, self._dtype, self._first, self._count = path, dtype, first, last - first
 
     def read(self) -> Tensor:
-        """See :meth:`Part.read`.
+        """See :meth:`Shard.read`.
 
         Raises:
-            OffloadError: the file has gone, or cannot be read.
+            OffloadError: the file is missing, or cannot be read.
         """
         found = torch.empty(self._count, dtype=self._dtype)
         left = memoryview(found.view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -85,10 +85,10 @@ class OnDisk:
         return found
 
     def write(self, values: Tensor) -> None:
-        """See :meth:`Part.write`.
+        """See :meth:`Shard.write`.
 
         Raises:
-            OffloadError: the file has gone, or the disk is full.
+            OffloadError: the file is missing, or the disk is full.
         """
         given = values.detach().reshape(-1).to("cpu", self._dtype).contiguous()
         try:
@@ -100,7 +100,7 @@ class OnDisk:
 
 
 class Swap:
-    """The sub-groups of an engine of stage 3 whose masters and optimizer state are on a disk.
+    """The sub-groups of a stage 3 engine with master weights and optimizer state on NVMe.
 
     Args:
         zero: DeepSpeed's optimizer.
@@ -110,10 +110,10 @@ class Swap:
         self._zero, self._swapper = zero, zero.optimizer_swapper
 
     def keep_gradients(self) -> None:
-        """Leave gradients in memory, where they are anyhow, until their sub-group is updated.
+        """Keep gradients in memory, where they are anyway, until their sub-group is updated.
 
-        DeepSpeed would also write them to the disk and read them from there, into memory that begins anywhere, which direct I/O
-        does not do: of most models it would read nothing, and say nothing.
+        DeepSpeed would also write them to disk, and read them back into unaligned memory, which direct I/O does not support:
+        for most models the read would silently do nothing.
         """
         zero, write = self._zero, self._zero._offload_grad_partition_at_boundary
 
@@ -128,11 +128,11 @@ class Swap:
         zero._offload_grad_partition_at_boundary = keep
 
     def has(self, number: int) -> bool:
-        """Whether a sub-group is on the disk; small ones are not."""
+        """Whether a sub-group is on disk; small ones are not."""
         return bool(self._zero._swappable_optimizer_subgroup(number))
 
-    def part(self, tensor: Tensor, number: int, first: int, last: int) -> Part:
-        """A range of a sub-group's masters or of a tensor of its state."""
+    def shard(self, tensor: Tensor, number: int, first: int, last: int) -> Shard:
+        """Returns a range of a sub-group's master weights, or of a tensor of its optimizer state."""
         for held in self._info(number).tensors:
             if held.compute_tensor is tensor:
                 return OnDisk(held.swap_path, tensor.dtype, first, last)
@@ -140,7 +140,7 @@ class Swap:
 
     @contextmanager
     def resident(self, number: int) -> Iterator[None]:
-        """Within it a sub-group without state is in memory; the state that it gets there goes with it to the disk."""
+        """Context manager that keeps a sub-group without optimizer state in memory; afterwards both are offloaded to disk."""
         info = self._info(number)
         info.tensors, info.has_state_tensors = info.tensors[:1], False
         self._zero._optimizer_states_and_gradient_swap_in(number)
@@ -152,7 +152,7 @@ class Swap:
 
 
 def swapping(zero: Any) -> Swap | None:
-    """What an optimizer of DeepSpeed's has on a disk; ``None``: nothing."""
+    """Returns the sub-groups on disk of DeepSpeed's optimizer; ``None`` if it is not offloaded to NVMe."""
     if not getattr(zero, "swap_optimizer", False):
         return None
     swap = Swap(zero)
@@ -161,16 +161,16 @@ def swapping(zero: Any) -> Swap | None:
 
 
 def gradient_partition(zero: Any, parameter: Any) -> Tensor:
-    """This process's part of a parameter's gradient in stage 3, between its backward pass and the update."""
+    """Returns this process's shard of a gradient in stage 3, between the backward pass and the optimizer step."""
     found: Tensor = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[parameter.ds_id]
     return found
 
 
-def partition(parameter: Any, count: int) -> Part:
-    """The first ``count`` elements of this process's partition of a parameter, wherever it is."""
+def partition(parameter: Any, count: int) -> Shard:
+    """Returns the first ``count`` elements of this process's shard of a parameter, in memory or on disk."""
     held = parameter.ds_tensor
     if held.final_location == "nvme":
-        disk = parameter.nvme_swapper  # the partition's own dtype is that of what stands in for it now
+        disk = parameter.nvme_swapper  # has the dtype; the tensor in memory is only a placeholder
         return OnDisk(disk.get_path(parameter, True), disk.dtype, 0, count)
     return InMemory(held, 0, count)
 
@@ -178,18 +178,18 @@ def partition(parameter: Any, count: int) -> Part:
 # --------------------------------------------------------------------------------------------------- buffers on demand
 
 
-_FAR = 2**40  # elements from one buffer to the next, as DeepSpeed sees them: more than any parameter has
+_FAR = 2**40  # distance between two buffers in elements, for DeepSpeed; larger than any parameter
 
 
 class _Buffers:
-    """Page-locked buffers, as many and as large as are asked for; to DeepSpeed it looks like one long tensor."""
+    """Page-locked buffers that are allocated on demand, in any number and size. DeepSpeed treats them as one long tensor."""
 
     def __init__(self, handle: Any, dtype: torch.dtype) -> None:
         self._handle, self._example = handle, torch.empty(1, dtype=dtype)
         self._made: dict[int, Tensor] = {}
 
     def narrow(self, dimension: int, start: int, length: int) -> Tensor:
-        """The first ``length`` elements of the buffer that begins at ``start``, which nobody uses."""
+        """Returns the first ``length`` elements of the buffer at ``start``, which must not be in use."""
         number = start // _FAR
         if number in self._made and self._made[number].numel() < length:
             self._handle.free_cpu_locked_tensor(self._made.pop(number))
@@ -198,26 +198,26 @@ class _Buffers:
         return self._made[number].narrow(dimension, 0, length)
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         for buffer in self._made.values():
             self._handle.free_cpu_locked_tensor(buffer)
         self._made = {}
 
 
 def swapper(config: dict[str, Any], dtype: torch.dtype) -> Any:
-    """DeepSpeed's reader and writer of parameters, with as many buffers as are in use at a time.
+    """Returns DeepSpeed's reader and writer of parameters, with buffers that are allocated on demand.
 
-    DeepSpeed's own has a number of them that the user has to guess, and fails where a layer, or whoever gathers all parameters
-    of a model, needs more.
+    In DeepSpeed the user has to guess the number of buffers. It fails if a layer has more parameters, or if all parameters of a
+    model are gathered together.
 
     Args:
-        config: DeepSpeed's.
-        dtype: of the parameters.
+        config: the DeepSpeed configuration.
+        dtype: the dtype of the parameters.
     """
-    room: Any = importlib.import_module("deepspeed.runtime.swap_tensor.partitioned_param_swapper")
+    module: Any = importlib.import_module("deepspeed.runtime.swap_tensor.partitioned_param_swapper")
     parsed: Any = importlib.import_module("deepspeed.runtime.config").DeepSpeedConfig(config)
 
-    class Growing(room.AsyncPartitionedParameterSwapper):  # type: ignore[misc]
+    class Growing(module.AsyncPartitionedParameterSwapper):  # type: ignore[misc]
         def _configure_aio(self, ds_config: Any) -> None:
             wanted = ds_config.zero_config.offload_param
             ahead, wanted.buffer_count, wanted.buffer_size = wanted.buffer_count, 1, 1
@@ -225,7 +225,7 @@ def swapper(config: dict[str, Any], dtype: torch.dtype) -> Any:
             self.aio_read_handle.free_cpu_locked_tensor(self.buffers)
             self.buffers: Any = _Buffers(self.aio_read_handle, self.dtype)
             self.elements_per_buffer = self.aligned_elements_per_buffer = _FAR
-            self.available_buffer_ids, self._made = [*range(ahead)], ahead  # those are what is read ahead
+            self.available_buffer_ids, self._made = [*range(ahead)], ahead  # the buffers for reading ahead
 
         def _make(self, count: int) -> None:
             while len(self.available_buffer_ids) < count:
@@ -239,7 +239,7 @@ def swapper(config: dict[str, Any], dtype: torch.dtype) -> Any:
 
         def swap_in(self, params: list[Any], async_op: bool = True, swap_in_buffers: Any = None) -> None:
             if swap_in_buffers is None:
-                params = [*{param.ds_id: param for param in params}.values()]  # what is read ahead may be used twice
+                params = [*{param.ds_id: param for param in params}.values()]  # reading ahead may list a parameter twice
                 self._make(len(params))
             super().swap_in(params, async_op, swap_in_buffers)
 

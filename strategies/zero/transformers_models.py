@@ -1,5 +1,5 @@
-"""Telling ``transformers`` that parameters are divided: then its ``generate`` keeps the processes in step, and what it loads
-goes where it belongs.
+"""Notifies ``transformers`` that parameters are sharded, so that its ``generate`` keeps the processes synchronized and its
+loading code fills the shards.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
-__all__ = ["divided_by", "told_transformers"]
+__all__ = ["announce_zero3", "shard_transformers_models"]
 
-_ROOM = "transformers.integrations.deepspeed"
+_MODULE = "transformers.integrations.deepspeed"
 
 
 class _Stage3:
-    """What ``transformers`` asks of a configuration of DeepSpeed."""
+    """The part of a DeepSpeed configuration that ``transformers`` reads."""
 
     config: ClassVar[dict[str, Any]] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 
     def is_zero3(self) -> bool:
-        """Yes."""
+        """Always ``True``."""
         return True
 
 
 _STAGE3 = _Stage3()
 
 
-class _Change:
-    """An attribute of somebody else's module that is another for as long as anybody wants it, in whatever order they end.
+class _Patch:
+    """Patches an attribute of another package's module while it has users, which may end in any order.
 
     Args:
-        name: of the attribute.
+        name: name of the attribute.
 
     Attributes:
-        users: who want it, the one that began last as the last.
+        users: the current users; the latest is last.
     """
 
     def __init__(self, name: str) -> None:
@@ -45,11 +45,11 @@ class _Change:
         self._name, self._before = name, None
 
     @contextmanager
-    def wanted(self, room: Any, value: Any, user: Any = None) -> Iterator[None]:
-        """Within it the module has this value, or that of one who began before."""
+    def applied(self, module: Any, value: Any, user: Any = None) -> Iterator[None]:
+        """Context manager in which the attribute is patched, with the value of its first user."""
         if not self.users:
-            self._before = getattr(room, self._name)
-            setattr(room, self._name, value)
+            self._before = getattr(module, self._name)
+            setattr(module, self._name, value)
         mine = object(), user
         self.users.append(mine)
         try:
@@ -57,37 +57,37 @@ class _Change:
         finally:
             self.users.remove(mine)
             if not self.users:
-                setattr(room, self._name, self._before)
+                setattr(module, self._name, self._before)
 
 
-_told = _Change("_hf_deepspeed_config_weak_ref")
-_divided = _Change("Init")
+_config = _Patch("_hf_deepspeed_config_weak_ref")
+_init = _Patch("Init")
 
 
 @contextmanager
-def told_transformers(first: bool = False) -> Iterator[None]:
-    """Within it ``transformers`` knows of stage 3, if it has been imported.
+def announce_zero3(first: bool = False) -> Iterator[None]:
+    """Context manager in which ``transformers``, if it is imported, knows that ZeRO-3 is active.
 
     Args:
-        first: it may be imported within, so it is now, if it is installed.
+        first: import ``transformers`` first, if it is installed, because the body may import it.
     """
     if first and importlib.util.find_spec("transformers") is not None:
-        importlib.import_module(_ROOM)
-    room: Any = sys.modules.get(_ROOM)
-    if room is None:
+        importlib.import_module(_MODULE)
+    module: Any = sys.modules.get(_MODULE)
+    if module is None:
         yield
         return
-    with _told.wanted(room, weakref.ref(_STAGE3)):
+    with _config.applied(module, weakref.ref(_STAGE3)):
         yield
 
 
 @contextmanager
-def divided_by(zero: Any, building: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Within it ``transformers`` makes its models within ``building()``, and other modules are made as ever.
+def shard_transformers_models(zero: Any, building: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Context manager in which ``transformers`` creates its models inside ``building()``. Other modules are not affected.
 
     Args:
-        zero: ``deepspeed.zero``, of which it asks that by ``Init``.
-        building: divides layers as they are made; of several that of the one who asked for it last.
+        zero: the module ``deepspeed.zero``, whose ``Init`` ``transformers`` calls.
+        building: context manager that shards layers as they are created. If several are active, the latest is used.
     """
     kind: Any = zero.Init
 
@@ -95,8 +95,8 @@ def divided_by(zero: Any, building: Callable[[], AbstractContextManager[None]]) 
         def __new__(cls, *args: Any, config_dict_or_path: Any = None, **kwargs: Any) -> Any:
             if config_dict_or_path is not _Stage3.config:
                 return super().__new__(cls)
-            _, latest = _divided.users[-1]
+            _, latest = _init.users[-1]
             return latest()
 
-    with told_transformers(first=True), _divided.wanted(zero, Init, building):
+    with announce_zero3(first=True), _init.applied(zero, Init, building):
         yield

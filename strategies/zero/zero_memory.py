@@ -1,15 +1,15 @@
-"""What ZeRO holds where: bytes on the device, on the host and on NVMe, as measured, which is more than the paper counts.
+"""The memory of ZeRO: bytes on the device, on the host and on NVMe. The formulas are measured; the paper counts less.
 
-Beside masters, state, gradients and parameters DeepSpeed 0.19 has, for ``b`` bytes an element:
+In addition to master weights, optimizer state, gradients and parameters, DeepSpeed 0.19 allocates (``b`` bytes per element):
 
-- stages 1 and 2: a bucket, which is there while gradients are reduced, and over several processes the part of it that one
-  process gets, flat; before the update the averaged gradients, which are flattened (a copy) and cast to float32 (another one
-  in bfloat16); with the optimizer on the host room for the largest parameter on both sides, and there a copy of this
-  process's parameters on their way back;
-- stage 3: a bucket for the whole run, a copy of it while it is reduced, the parameters that are gathered, and float32
-  gradients of a sub-group beside those in ``b``.
+- stages 1 and 2: a bucket while gradients are reduced, and with several processes also this process's flat shard of it. Before
+  the optimizer step, a flat copy of the averaged gradients and, in bfloat16, another copy in float32. With the optimizer on the
+  host, buffers for the largest parameter on the device and on the host, and on the host also a copy of this process's
+  parameters before they are copied to the device;
+- stage 3: a bucket during the whole run, a copy of it while it is reduced, the gathered parameters, and float32 gradients of
+  one sub-group in addition to the gradients in ``b`` bytes per element.
 
-``benchmarks/plan.py`` and ``tests/strategies/zero/test_zero_memory.py`` hold this against real runs.
+``benchmarks/plan.py`` and ``tests/strategies/zero/test_zero_memory.py`` compare these numbers with real runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ZeROMemory", "footprint"]
 
-_MASTER = 4  # bytes of a float32 element, which masters, gradients of the update and state are in
+_MASTER = 4  # bytes of a float32 element, for master weights, their gradients and optimizer state
 _ON_DISK = 1 << 20  # bytes; smaller tensors stay in memory
 
 
@@ -37,11 +37,11 @@ def footprint(strategy: ZeROStrategy, contents: Contents, processes: int) -> Foo
 
 
 class ZeROMemory:
-    """The memory of ZeRO under a configuration; DeepSpeed is not needed to know it.
+    """The memory of ZeRO with a configuration. Does not need DeepSpeed.
 
     Args:
-        config: the configuration; or nothing, and its options.
-        **options: those of :class:`~trainkit.strategies.zero.deepspeed_config.ZeROConfig`.
+        config: the configuration; ``None``: created from ``options``.
+        **options: options of :class:`~trainkit.strategies.zero.deepspeed_config.ZeROConfig`.
     """
 
     supported_precisions: ClassVar[tuple[str, ...]] = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
@@ -53,25 +53,25 @@ class ZeROMemory:
         """See :meth:`trainkit.Strategy.footprint`.
 
         Raises:
-            OptimizerError: an optimizer that ZeRO would change.
+            OptimizerError: ZeRO does not support an optimizer.
         """
         for optimizer in contents.optimizers:
             refuse_optimizer(optimizer)
-        shares = _Shares.of(self.config, contents, processes)
-        moments = self._stage_3(shares) if self.config.stage == 3 else self._stages_1_and_2(shares)
+        sizes = _Sizes.of(self.config, contents, processes)
+        moments = self._stage_3(sizes) if self.config.stage == 3 else self._stages_1_and_2(sizes)
         slots = contents.flat_slots
         trained = sum(weight.numel for weight in contents.trained)
         return Footprint(
             self.name,
             moments,
             checkpoint=_MASTER * (1 + slots) * trained + contents.stored_bare,
-            disk=self._disk(shares),
+            disk=self._disk(sizes),
             divides_layers=self.config.stage == 3,
         )
 
     @property
     def name(self) -> str:
-        """Stage, and what is offloaded where."""
+        """The stage, and the offload of optimizer and parameters."""
         places = {"optimizer": self.config.offload_optimizer, "parameters": self.config.offload_params}
         if set(places.values()) == {"cpu"}:
             return f"zero{self.config.stage}, both on cpu"
@@ -79,40 +79,40 @@ class ZeROMemory:
             return f"zero{self.config.stage}, both on nvme"
         return ", ".join([f"zero{self.config.stage}", *(f"{what} on {place}" for what, place in places.items() if place)])
 
-    def _stages_1_and_2(self, s: _Shares) -> dict[str, Moment]:
+    def _stages_1_and_2(self, s: _Sizes) -> dict[str, Moment]:
         config, b = self.config, s.itemsize
-        kept = {"masters": _MASTER * s.part, "optimizer": _MASTER * s.slots * s.part}
-        parameters = s.frozen + b * s.part * s.processes + s.buffers
+        kept = {"masters": _MASTER * s.shard, "optimizer": _MASTER * s.slots * s.shard}
+        parameters = s.frozen + b * s.shard * s.processes + s.buffers
         bucket = s.buckets(self._bucket(s)) * (2 if config.overlap_comm else 1)
-        # stage 1 reduces when the window is complete: until then each process has whole gradients
-        before = b * s.trained if config.stage == 1 else b * s.part
+        # stage 1 reduces at the end of an accumulation window; until then each process has full gradients
+        before = b * s.trained if config.stage == 1 else b * s.shard
         flat = b * min(self._bucket(s), s.trained) // s.processes if config.stage == 2 and s.processes > 1 else 0
         if config.offload_optimizer is None:
             return {
                 "reduce": Moment(Held(parameters, before, buffers=bucket + flat, **kept)),
-                "flatten": Moment(Held(parameters, 2 * _MASTER * s.part, **kept)),
-                "update": Moment(Held(parameters, _MASTER * s.part, **kept)),
+                "flatten": Moment(Held(parameters, 2 * _MASTER * s.shard, **kept)),
+                "update": Moment(Held(parameters, _MASTER * s.shard, **kept)),
             }
         largest = b * s.largest
-        waiting = b * s.part if s.window > 1 and config.stage == 2 else 0
-        there = Held(gradients=_MASTER * s.part + waiting, buffers=b * s.part + largest, **kept)
+        waiting = b * s.shard if s.window > 1 and config.stage == 2 else 0
+        there = Held(gradients=_MASTER * s.shard + waiting, buffers=b * s.shard + largest, **kept)
         update = {"update": Moment(Held(parameters, buffers=largest), there)}
-        if config.stage == 1:  # whole gradients go into the bucket one by one; on one process nothing else is made of it
-            alone = s.processes == 1
-            fill = Moment(Held(parameters, before, buffers=largest + bucket), there, reserved=alone)
-            reduce = {"reduce": Moment(Held(parameters, before, buffers=2 * largest), there)} if alone else {}
+        if config.stage == 1:  # full gradients are copied to the bucket one by one; one process makes no other tensor from it
+            single = s.processes == 1
+            fill = Moment(Held(parameters, before, buffers=largest + bucket), there, reserved=single)
+            reduce = {"reduce": Moment(Held(parameters, before, buffers=2 * largest), there)} if single else {}
             return {"fill": fill, **reduce, **update}
-        # each gradient goes to the host when its bucket has been reduced
+        # each gradient is copied to the host once its bucket is reduced
         return {"reduce": Moment(Held(parameters, 2 * largest, buffers=largest + bucket + flat), there), **update}
 
-    def _stage_3(self, s: _Shares) -> dict[str, Moment]:
+    def _stage_3(self, s: _Sizes) -> dict[str, Moment]:
         config, b = self.config, s.itemsize
-        gradients, kept = b * s.part, {"masters": _MASTER * s.part, "optimizer": _MASTER * s.slots * s.part}
-        parameters = s.persistent + s.buffers + (0 if config.offload_params else b * s.whole_part)
-        bucket = s.travelling * self._bucket(s)
-        # gathered for a forward; copied to be reduced
-        gathered = round(s.on_the_way * min(1.0, self._gathered(s) / max(s.whole, 1)))
-        copied = round(s.reduced * min(1.0, self._bucket(s) / max(s.trained, 1)))
+        gradients, kept = b * s.shard, {"masters": _MASTER * s.shard, "optimizer": _MASTER * s.slots * s.shard}
+        parameters = s.persistent + s.buffers + (0 if config.offload_params else b * s.full_shard)
+        bucket = s.bucket_itemsize * self._bucket(s)
+        # parameters that are gathered for the forward; copy of the bucket that is reduced
+        gathered = round(s.parameter_bytes * min(1.0, self._gathered(s) / max(s.full, 1)))
+        copied = round(s.gradient_bytes * min(1.0, self._bucket(s) / max(s.trained, 1)))
         if config.offload_optimizer is not None:
             there = self._stage_3_host(s)
             return {
@@ -120,62 +120,82 @@ class ZeROMemory:
                 "update": Moment(Held(parameters, buffers=bucket), there),
             }
         there = Held(self._offloaded_parameters(s), buffers=self._written_back(s))
-        at_a_time = min(s.part, config.elements_at_a_time + s.largest_part)
+        at_a_time = min(s.shard, config.elements_at_a_time + s.largest_shard)
         update = gradients + _MASTER * at_a_time
-        flat = b * at_a_time if b < _MASTER else 0  # what is cast to float32
+        flat = b * at_a_time if b < _MASTER else 0  # the elements that are cast to float32
         return {
             "reduce": Moment(Held(parameters + gathered, gradients, buffers=bucket + copied, **kept), there),
             "flatten": Moment(Held(parameters, update + flat, buffers=bucket, **kept), there),
             "update": Moment(Held(parameters, update, buffers=bucket, **kept), there),
         }
 
-    def _stage_3_host(self, s: _Shares) -> Held:
-        """What is on the host where the optimizer is there, or on NVMe."""
-        parameters, gradients = self._offloaded_parameters(s), s.itemsize * s.part
+    def _stage_3_host(self, s: _Sizes) -> Held:
+        """Returns the host memory with the optimizer on the host or on NVMe."""
+        parameters, gradients = self._offloaded_parameters(s), s.itemsize * s.shard
         if self.config.offload_optimizer == "nvme":
             _, pinned = self.config.needs_on_nvme(s.sizes, s.processes, s.slots)
             return Held(parameters, gradients, buffers=pinned + self._written_back(s))
-        master = _MASTER * s.part
+        master = _MASTER * s.shard
         return Held(parameters, gradients + master, s.slots * master, master, self._written_back(s))
 
-    def _offloaded_parameters(self, s: _Shares) -> int:
-        """Bytes of parameters on the host; on NVMe those that are being read are there, and small ones."""
-        places = {None: 0, "cpu": s.whole_part, "nvme": s.reading}
+    def _offloaded_parameters(self, s: _Sizes) -> int:
+        """Bytes of parameters on the host; for parameters on NVMe, those that are being read, and small ones."""
+        places = {None: 0, "cpu": s.full_shard, "nvme": s.reading}
         return s.itemsize * places[self.config.offload_params]
 
-    def _written_back(self, s: _Shares) -> int:
-        """Bytes of the buffer through which a sub-group's parameters go to NVMe, which is as large as if they were whole."""
+    def _written_back(self, s: _Sizes) -> int:
+        """Bytes of the buffer for writing a sub-group's parameters to NVMe; it has the size of the full parameters."""
         if self.config.offload_params != "nvme":
             return 0
-        return s.itemsize * min(s.trained, s.processes * (self.config.elements_at_a_time + s.largest_part))
+        return s.itemsize * min(s.trained, s.processes * (self.config.elements_at_a_time + s.largest_shard))
 
-    def _bucket(self, s: _Shares) -> int:
-        """Elements, as ``ZeROConfig.for_model`` gives them to DeepSpeed."""
+    def _bucket(self, s: _Sizes) -> int:
+        """Number of elements of a bucket, as in ``ZeROConfig.for_model``."""
         zero = self.config.for_model([s.numel], {}, "", s.slots)["zero_optimization"]
         return int(zero["reduce_bucket_size"])
 
-    def _gathered(self, s: _Shares) -> int:
-        """Elements of parameters that are whole at a time."""
+    def _gathered(self, s: _Sizes) -> int:
+        """Maximum number of gathered elements at a time."""
         config = self.config
         if config.max_reuse_distance == 0 or (config.max_reuse_distance is None and config.offload_params == "nvme"):
-            return int(config.prefetch_bucket_size) + s.largest_whole
+            return int(config.prefetch_bucket_size) + s.largest_full
         return int(config.max_live_parameters)
 
-    def _disk(self, s: _Shares) -> int:
+    def _disk(self, s: _Sizes) -> int:
         config, total = self.config, 0
         if config.offload_optimizer == "nvme":
             total += config.needs_on_nvme(s.sizes, s.processes, s.slots)[0]
         if config.offload_params == "nvme":
-            total += s.itemsize * s.large_part
+            total += s.itemsize * s.large_shard
         return total
 
 
 @dataclass(frozen=True)
-class _Shares:
-    """The numbers that the formulas are made of: elements, but for the last ones, which are bytes.
+class _Sizes:
+    """The inputs of the formulas: numbers of elements, unless they are described as bytes.
 
-    ``part`` is this process's of what is trained; ``whole_part`` of all parameters; ``large_part`` of those that go to a disk.
-    ``travelling`` is the bytes of an element in each dtype that is sent.
+    Attributes:
+        processes: number of processes.
+        itemsize: largest size of an element in bytes.
+        slots: number of tensors of optimizer state per parameter.
+        window: number of micro-batches in an accumulation window.
+        sizes: elements of each trainable parameter.
+        numel: elements of all trainable parameters.
+        full: elements of all parameters.
+        trained: same as ``numel``.
+        shard: this process's shard of the trainable parameters.
+        full_shard: this process's shard of all parameters.
+        large_shard: this process's shard of the parameters that are large enough for NVMe.
+        largest: the largest trainable parameter.
+        largest_shard: this process's shard of it.
+        largest_full: the largest parameter, trainable or frozen.
+        reading: parameters in the read buffers for NVMe, and those that are too small for NVMe.
+        bucket_itemsize: bytes of an element, summed over the dtypes of the gradients: each dtype has a bucket.
+        frozen: bytes of the frozen parameters.
+        persistent: bytes of the parameters that are not sharded.
+        buffers: bytes of the module's buffers.
+        parameter_bytes: bytes of all parameters.
+        gradient_bytes: bytes of all gradients.
     """
 
     processes: int
@@ -184,24 +204,24 @@ class _Shares:
     window: int
     sizes: tuple[int, ...]
     numel: int
-    whole: int
+    full: int
     trained: int
-    part: int
-    whole_part: int
-    large_part: int
+    shard: int
+    full_shard: int
+    large_shard: int
     largest: int
-    largest_part: int
-    largest_whole: int
+    largest_shard: int
+    largest_full: int
     reading: int
-    travelling: int
+    bucket_itemsize: int
     frozen: int
     persistent: int
     buffers: int
-    on_the_way: int
-    reduced: int
+    parameter_bytes: int
+    gradient_bytes: int
 
     @classmethod
-    def of(cls, config: ZeROConfig, contents: Contents, processes: int) -> _Shares:
+    def of(cls, config: ZeROConfig, contents: Contents, processes: int) -> _Sizes:
         """The numbers for the contents of a run, sharded over ``processes``."""
         trained, weights = contents.trained, contents.weights
         counted = trained or weights
@@ -218,20 +238,20 @@ class _Shares:
             window=contents.window,
             sizes=tuple(sizes),
             numel=total,
-            whole=sum(all_sizes),
+            full=sum(all_sizes),
             trained=total,
-            part=sum(own) if config.stage == 3 else -(-total // (2 * processes)) * 2,
-            whole_part=sum(shares),
-            large_part=sum(large),
+            shard=sum(own) if config.stage == 3 else -(-total // (2 * processes)) * 2,
+            full_shard=sum(shares),
+            large_shard=sum(large),
             largest=max(sizes, default=0),
-            largest_part=max(own, default=0),
-            largest_whole=max(all_sizes, default=0),
+            largest_shard=max(own, default=0),
+            largest_full=max(all_sizes, default=0),
             frozen=_nbytes(weights) - _nbytes(trained),
             persistent=itemsize * sum(small) if processes > 1 else 0,
             buffers=contents.buffers,
-            travelling=sum({weight.itemsize for weight in counted}),
-            on_the_way=_nbytes(weights),
-            reduced=_nbytes(trained),
+            bucket_itemsize=sum({weight.itemsize for weight in counted}),
+            parameter_bytes=_nbytes(weights),
+            gradient_bytes=_nbytes(trained),
             reading=sum(sorted(large)[-config.param_buffer_count :]) + sum(shares) - sum(large),
         )
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's engines are made around: ``training_step``, a model that users call, and parts of a module."""
+"""The modules that DeepSpeed's engines wrap: ``training_step``, a model that users call, or some layers of a module."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Dispatch", "ZeROModel", "holder"]
 
 
 class Dispatch(nn.Module):
-    """Calls a step of the user's module, which is inside it.
+    """Wraps the user's module; its forward calls one of the module's steps.
 
     Attributes:
-        module: the user's.
+        module: the user's module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -25,15 +25,15 @@ class Dispatch(nn.Module):
         self.module = module
 
     def forward(self, run: Callable[..., Any], *args: Any) -> Any:
-        """``run(*args)``."""
+        """Returns ``run(*args)``."""
         return run(*args)
 
 
 class ZeROModel(Wrapped):
-    """The user's model, for calls in their own training loop.
+    """Wraps the user's model in their own training loop.
 
     Attributes:
-        call: what a call does; ``None``, until there is an engine: the forward of the module.
+        call: called instead of the module; ``None`` before the engine exists, when the module itself is called.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -41,15 +41,15 @@ class ZeROModel(Wrapped):
         self.call: Callable[..., Any] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's model's."""
+        """Run the forward of the user's model."""
         return (self.module if self.call is None else self.call)(*args, **kwargs)
 
 
 def holder(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> nn.Module:
-    """A module that holds exactly these parameters: the largest parts of ``modules`` that have no others.
+    """Returns a module with exactly these parameters, made of the largest submodules of ``modules`` that have no others.
 
     Raises:
-        OptimizerError: a part has some of them and some that are not among them, in the same layer; or none has one.
+        OptimizerError: a layer has both parameters of the optimizer and others, or a parameter is in none of ``modules``.
     """
     wanted = {id(parameter) for parameter in parameters}
     parts: list[nn.Module] = []
@@ -58,8 +58,9 @@ def holder(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> nn.Mod
     found = {id(parameter) for part in parts for parameter in part.parameters() if parameter.requires_grad}
     if wanted - found:
         raise OptimizerError(
-            f"{len(wanted - found)} of the {len(wanted)} parameters of an optimizer belong to no layer whose parameters are "
-            "all in that optimizer. Under ZeRO with several optimizers give each one whole layers."
+            f"{len(wanted - found)} of the {len(wanted)} parameters of an optimizer are in no layer whose parameters are all "
+            "in that optimizer. With several optimizers, ZeRO needs all parameters of a layer in the same optimizer: "
+            "torch.optim.AdamW(self.generator.parameters())."
         )
     return parts[0] if len(parts) == 1 else nn.ModuleList(parts)
 

@@ -1,4 +1,4 @@
-"""The options of ZeRO by name and type."""
+"""The names and types of the ZeRO options."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ __all__ = ["ZeROOptions"]
 
 
 class ZeROOptions(TypedDict, total=False):
-    """What :class:`~trainkit.strategies.ZeROStrategy` can be told; all of it may be left out.
+    """The keyword options of :class:`~trainkit.strategies.ZeROStrategy`. All of them are optional.
 
     Attributes:
-        offload_optimizer: keep optimizer state and masters, and update, on the ``"cpu"`` or ``"nvme"`` (stage 3).
-        offload_params: keep parameters there between uses (stage 3).
-        nvme_path: folder on a fast local disk for ``"nvme"``. Each process writes into one of its own in there, which it
-            removes at the end; what killed processes have left is removed by the next run. Tensors below 1 MiB stay in memory.
-        pin_memory: page-locked host memory for what is offloaded: faster to and from a GPU.
-        reduce_bucket_size: elements that are reduced at a time; default: 5e8, or those of the model.
-        allgather_bucket_size: elements that are gathered at a time (stages 1 and 2); default: likewise.
-        overlap_comm: reduce while the backward pass goes on, on a GPU; default: in stage 3.
-        contiguous_gradients: copy gradients into one buffer as they come.
-        round_robin_gradients: deal parameters out to the processes in turn (stages 1 and 2).
-        sub_group_size: elements that are updated at a time (stage 3); with the optimizer on NVMe those are in memory, once for
-            each buffer. Default: 1e9; with the optimizer on NVMe 1e8.
-        prefetch_bucket_size: elements that are gathered ahead (stage 3).
-        param_persistence_threshold: parameters of fewer elements are not divided (stage 3).
-        max_live_parameters: elements that a process holds whole at a time (stage 3).
-        max_reuse_distance: a parameter that is needed again within so many elements is kept (stage 3); default: 1e9, and 0 for
-            parameters on NVMe.
-        max_params_in_cpu: elements of parameters that stay in host memory, though the others are on NVMe.
-        param_buffer_count: parameters that are read from NVMe ahead.
-        optimizer_buffer_count: page-locked buffers of ``sub_group_size`` elements; default, and the least: one for the masters,
-            one for the gradients and one for each tensor that the optimizer has for each parameter (AdamW: 4 in all).
-        aio_block_size: bytes of a request to the disk.
-        aio_queue_depth: requests under way.
-        aio_threads: that share a read or write.
-        aio_single_submit: submit requests one by one.
-        aio_overlap_events: submit requests while others are under way.
-        hpz_partition_size: processes, those of a machine say, of which each group keeps all parameters once more, so that they
-            are gathered from near (stage 3; ZeRO++, Wang et al., ICLR 2024).
+        offload_optimizer: where to keep the optimizer state and the float32 master weights: ``"cpu"``, where the optimizer step
+            then also runs, or ``"nvme"`` (stage 3 only). Default: the device.
+        offload_params: where to keep parameters that are not in use: ``"cpu"`` or ``"nvme"`` (stage 3). Default: the device.
+        nvme_path: folder on a fast local disk for ``"nvme"``. Each process writes to its own folder and removes it at
+            the end. The next run removes the files of killed processes. Tensors smaller than 1 MiB stay in memory.
+        pin_memory: keep offloaded tensors in page-locked host memory, which makes copies to and from a GPU faster.
+        reduce_bucket_size: number of elements to reduce at a time. Default: 5e8, or the size of the model if that is smaller.
+        allgather_bucket_size: number of elements to gather at a time (stages 1 and 2). Same default.
+        overlap_comm: reduce gradients during the backward pass, on a GPU. Default: ``True`` in stage 3 only.
+        contiguous_gradients: copy gradients into one buffer as they are computed.
+        round_robin_gradients: assign parameters to the processes in round-robin order (stages 1 and 2).
+        sub_group_size: number of elements to update at a time (stage 3). With the optimizer on NVMe, each buffer holds that
+            number of elements in memory. Default: 1e9; with the optimizer on NVMe 1e8.
+        prefetch_bucket_size: number of elements to gather ahead of their use (stage 3).
+        param_persistence_threshold: parameters with at most this number of elements are not sharded (stage 3).
+        max_live_parameters: maximum number of gathered elements on a process at a time (stage 3).
+        max_reuse_distance: keep a gathered parameter if it is used again within this number of elements (stage 3). Default:
+            1e9; 0 for parameters on NVMe.
+        max_params_in_cpu: number of parameter elements to keep in host memory when parameters are on NVMe.
+        param_buffer_count: number of parameters to read ahead from NVMe.
+        optimizer_buffer_count: number of page-locked buffers of ``sub_group_size`` elements. Default, and minimum: one for the
+            master weights, one for the gradients, and one for each tensor of optimizer state per parameter (AdamW: 4 in all).
+        aio_block_size: size of a disk request in bytes.
+        aio_queue_depth: maximum number of disk requests in flight.
+        aio_threads: number of threads for a read or write.
+        aio_single_submit: submit disk requests one by one.
+        aio_overlap_events: submit disk requests while others are in flight.
+        hpz_partition_size: size of a group of processes, for example those of one node, that keeps a secondary copy of all
+            parameters, so that they are gathered within the group (stage 3; ZeRO++, Wang et al., ICLR 2024).
         quantized_weights: gather parameters in 8 bits (stage 3 on GPUs; ZeRO++).
-        quantized_nontrainable_weights: the same for frozen ones, which are also kept in 8 bits.
+        quantized_nontrainable_weights: the same for frozen parameters, which are also stored in 8 bits.
         quantized_gradients: reduce gradients in 8 and 4 bits (stage 3 on GPUs; ZeRO++).
-        communication_dtype: ``"bf16"``, ``"fp16"``: what gradients travel in; default: the parameters' dtype, float32 under
-            ``*-mixed``.
-        activation_checkpointing: for a model that calls ``deepspeed.checkpointing.checkpoint``: the keys
-            ``partition_activations``, ``cpu_checkpointing``, ``contiguous_memory_optimization``, ``number_checkpoints``,
-            ``synchronize_checkpoint_boundary`` and ``profile``, as in a DeepSpeed configuration.
-        zero3_save_16bit_model: ``save_model`` writes the parameters in 16 bits, as they are used, and not the float32 masters
-            (stage 3).
+        communication_dtype: dtype in which gradients are reduced: ``"fp32"``, ``"bf16"`` or ``"fp16"``. Default: the dtype of
+            the parameters; float32 under ``*-mixed``.
+        activation_checkpointing: options for a model that calls ``deepspeed.checkpointing.checkpoint``, with the keys of a
+            DeepSpeed configuration: ``partition_activations``, ``cpu_checkpointing``, ``contiguous_memory_optimization``,
+            ``number_checkpoints``, ``synchronize_checkpoint_boundary`` and ``profile``.
+        zero3_save_16bit_model: let ``save_model`` write the 16-bit parameters instead of the float32 master weights (stage 3).
     """
 
     offload_optimizer: str | None

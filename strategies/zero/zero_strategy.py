@@ -1,4 +1,4 @@
-"""``ZeROStrategy``: optimizer state, gradients and parameters divided over the processes, by DeepSpeed."""
+"""``ZeROStrategy``: shards optimizer state, gradients and parameters across the processes with DeepSpeed."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from trainkit.strategies.zero.engine import Engine
 from trainkit.strategies.zero.engine_setup import Setup, check_machine, configured, prepare_precision
 from trainkit.strategies.zero.info import INFO
 from trainkit.strategies.zero.loss_scale import LossScale
-from trainkit.strategies.zero.optimizer_adapter import engine_over, warn_of_slow_updates
-from trainkit.strategies.zero.transformers_models import told_transformers
+from trainkit.strategies.zero.optimizer_adapter import engine_over, warn_slow_on_cpu
+from trainkit.strategies.zero.transformers_models import announce_zero3
 from trainkit.strategies.zero.zero_model import Dispatch, ZeROModel, holder
 from trainkit.strategies.zero.zero_window import EngineWindow
 from trainkit.strategy import Strategy
@@ -48,24 +48,24 @@ __all__ = ["ZeROStrategy"]
 
 
 class ZeROStrategy(Strategy):
-    """ZeRO (Rajbhandari et al., SC 2020) on DeepSpeed: each process keeps a part of what DDP keeps whole.
+    """ZeRO (Rajbhandari et al., SC 2020) on DeepSpeed: each process keeps a shard of what DDP replicates.
 
-    Stage 1 divides the optimizer's state and the float32 masters, stage 2 also the gradients, stage 3 also the parameters. What
-    is divided can be kept in host memory or on a disk (offload).
+    Stage 1 shards the optimizer state and the float32 master weights, stage 2 also the gradients, stage 3 also the parameters.
+    The shards can be offloaded to host memory or to a disk.
 
     Args:
         stage: 1, 2 or 3; default: 2.
-        config: a DeepSpeed configuration, the path of a JSON file or a dict, instead of ``stage`` and the options.
-            ``"auto"`` values are the ``Trainer``'s, and a value that contradicts it is an error.
-        process_group_backend: as of :class:`~trainkit.strategies.DDPStrategy`.
-        timeout, device: the same.
-        precision: as of the base class.
+        config: a DeepSpeed configuration, as the path of a JSON file or as a dict, instead of ``stage`` and the options.
+            ``"auto"`` takes the value of the ``Trainer``; a value that differs from the ``Trainer``'s is an error.
+        process_group_backend: see :class:`~trainkit.strategies.DDPStrategy`.
+        timeout, device: see :class:`~trainkit.strategies.DDPStrategy`.
+        precision: see :class:`~trainkit.Strategy`.
         **options: see :class:`~trainkit.strategies.zero.zero_options.ZeROOptions`.
 
-    A parameter that gets no gradient in a step counts as one whose gradient is zero: weight decay and momentum go on.
+    If a parameter has no gradient in an optimizer step, its gradient is zero: weight decay and momentum still apply.
 
     Raises:
-        ConfigurationError: an argument that is wrong, contradicts another, or cannot work here.
+        ConfigurationError: an argument is wrong, contradicts another one, or is not supported here.
         MissingPackageError: DeepSpeed is not installed.
     """
 
@@ -87,33 +87,33 @@ class ZeROStrategy(Strategy):
         **options: Unpack[ZeROOptions],
     ) -> None:
         require()
-        self.config, told = configured(stage, config, options)
+        self.config, deepspeed_config = configured(stage, config, options)
         check_machine(self.config)
         self.stage = self.config.stage
         self.name = f"zero{self.stage}"  # type: ignore[misc]
         self.plugin = DeepSpeedPlugin(zero_stage=self.stage)
-        self.shards_parameters = self.stage == 3  # type: ignore[misc]  # of this object
-        super().__init__(device, None if told is None else told.precision)
+        self.shards_parameters = self.stage == 3  # type: ignore[misc]  # set on this object, not on the class
+        super().__init__(device, None if deepspeed_config is None else deepspeed_config.precision)
         if precision is not None:
             self.use_precision(precision)
-        self.claims = Claims(told, self.config.offload_optimizer is not None)
+        self.claims = Claims(deepspeed_config, self.config.offload_optimizer is not None)
         self._membership = Membership("ZeROStrategy", device, process_group_backend, timeout)
         self._setup: Setup | None = None
-        self._begin()
+        self._reset()
 
     def __repr__(self) -> str:
         options = [f"stage={self.stage}"]
         options += [f"{n}={v!r}" for n in ("offload_optimizer", "offload_params") if (v := getattr(self.config, n)) is not None]
         return f"ZeROStrategy({', '.join(options)}, device={str(self.device)!r}, precision={self.precision.name!r})"
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._modules: list[nn.Module] = []
-        self._models: list[ZeROModel] = []  # of loops that call them themselves
-        self._dispatch: Dispatch | None = None  # training_step under automatic optimization
-        self._engines: dict[int, Engine] = {}  # by the id of the user's optimizer
-        self._learning: EngineWindow | None = None  # of the engine that the model is called through
+        self._models: list[ZeROModel] = []  # models that the user's own training loop calls
+        self._dispatch: Dispatch | None = None  # calls training_step under automatic optimization
+        self._engines: dict[int, Engine] = {}  # key: id of the user's optimizer
+        self._window: EngineWindow | None = None  # accumulation window of the engine that runs the forward
         self._bare: BareEngine | None = None
-        self._forward: Callable[..., Any] | None = None  # of an evaluation step in stage 3
+        self._forward: Callable[..., Any] | None = None  # runs evaluation steps in stage 3
         self._buffers = Buffers()
 
     def use_precision(self, precision: Precision | str | int, *, given: bool = True) -> None:
@@ -133,11 +133,11 @@ class ZeROStrategy(Strategy):
 
     def configured_by(self, source: str) -> None:
         """See :meth:`trainkit.Strategy.configured_by`."""
-        self.claims.lead(source)
+        self.claims.take_precedence(source)
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether the configuration says how to make one."""
+        """Whether the configuration has an ``optimizer`` section."""
         return self.claims.has_optimizer
 
     def configure_optimizers(self, module: nn.Module) -> Any:
@@ -149,16 +149,16 @@ class ZeROStrategy(Strategy):
         (self.world, self.device), self.joined = self._membership.join(wanted, self.device), True
 
     def building(self, pretrained: bool = False) -> AbstractContextManager[Any]:
-        """See :meth:`trainkit.Strategy.building`; in stage 3 no process ever has the whole model."""
+        """See :meth:`trainkit.Strategy.building`; in stage 3 no process ever holds the full model."""
         return self._start().sharding.building(pretrained) if self.stage == 3 else nullcontext()
 
     def prepare_module(self, module: nn.Module) -> nn.Module:
-        """The module on the device, with rank 0's parameters and buffers."""
+        """Move the module to the device and give it rank 0's parameters and buffers."""
         self._start()
         refuse_unlike(module, self.world, "ZeRO")
         if self.stage < 3:
             module = super().prepare_module(module)
-        else:  # parameters come to the device when they are divided
+        else:  # parameters are moved to the device when they are sharded
             self.precision.convert_module(module)
             for part in module.modules():
                 part._buffers.update({name: b if b is None else b.to(self.device) for name, b in part._buffers.items()})
@@ -190,11 +190,11 @@ class ZeROStrategy(Strategy):
     def step_function(
         self, wrapped: nn.Module, module: nn.Module, name: str, compiler: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """See :meth:`trainkit.Strategy.step_function`; with automatic optimization it runs in the engine's forward."""
+        """See :meth:`trainkit.Strategy.step_function`; under automatic optimization the engine's forward runs the step."""
         if compiler is not None:
             raise UnsupportedArgumentError(
-                "a module out of torch.compile does not work under ZeRO in this version: its hooks are not for compiled code. "
-                "Give the module as it is, or use strategy='ddp'."
+                "ZeRO does not support a module from torch.compile: DeepSpeed's hooks do not run in compiled code. "
+                "Pass the module without torch.compile, or use strategy='ddp'."
             )
         run = super().step_function(wrapped, module, name)
         automatic = getattr(module, "automatic_optimization", True)
@@ -207,42 +207,42 @@ class ZeROStrategy(Strategy):
         return run
 
     def _training_step(self, run: Callable[..., Any], *args: Any) -> Any:
-        if self._learning is not None:
-            return self._learning.step(run, *args)
-        return self._evaluation_step(run, *args) if self.stage == 3 else run(*args)  # nothing is learnt
+        if self._window is not None:
+            return self._window.step(run, *args)
+        return self._evaluation_step(run, *args) if self.stage == 3 else run(*args)  # no optimizer: nothing is trained
 
     def _evaluation_step(self, run: Callable[..., Any], *args: Any) -> Any:
-        """A step in which parameters are gathered and nothing is learnt."""
+        """Run a stage 3 step without a backward pass; the forward gathers the parameters."""
         if self._forward is None:
-            learning = self._learning
-            self._forward = self._without_optimizer() if learning is None else learning.engine.evaluate
-        with told_transformers(), self.world.collectives:
+            window = self._window
+            self._forward = self._without_optimizer() if window is None else window.engine.evaluate
+        with announce_zero3(), self.world.collectives:
             return self._forward(run, *args)
 
     def _without_optimizer(self) -> Callable[..., Any]:
-        """The forward of stage 3 where there is no optimizer."""
+        """Returns the forward of stage 3 for a run without an optimizer."""
         setup, dispatch = self._start(), self._dispatch
         assert dispatch is not None
-        setup.sharding.divide(dispatch)
+        setup.sharding.shard(dispatch)
         self._bare = BareEngine(setup.session, dispatch, setup.configuration(dispatch.parameters()))
         return self._bare.forward
 
     def prepare_optimizer(self, optimizer: Optimizer, module: nn.Module | None) -> Optimizer:
-        """The optimizer, whose parameters are divided from here on; what it has as state is taken over.
+        """Shard the optimizer's parameters and state. Existing optimizer state is kept.
 
         Raises:
-            OptimizerError: one that ZeRO would change, or whose parameters cannot be divided by themselves.
+            OptimizerError: ZeRO does not support this optimizer, or it shares layers with another optimizer.
         """
         self.claims.check_optimizer(optimizer)
         if self.config.offload_optimizer is not None:
-            warn_of_slow_updates(optimizer, self.device)
+            warn_slow_on_cpu(optimizer, self.device)
         setup = self._start()
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         target, local = self._target(trained)
         if self.stage == 3:
-            setup.sharding.divide(target)
+            setup.sharding.shard(target)
         config = setup.configuration(trained, optimizer)
-        # stage 1 without overlapping has nothing to do during a backward pass
+        # without overlap_comm, stage 1 does not communicate during the backward pass
         engine = Engine(
             setup.session,
             target,
@@ -253,13 +253,13 @@ class ZeROStrategy(Strategy):
         )
         self._engines[id(optimizer)] = engine
         if not local:
-            self._learning = EngineWindow(engine, self, self.world)
+            self._window = EngineWindow(engine, self, self.world)
             for model in self._models:
-                model.call = self._learning.call
+                model.call = self._window.call
         return optimizer
 
     def _target(self, trained: list[Tensor]) -> tuple[nn.Module, bool]:
-        """What an engine is made around, and whether its gradients stay local until its step."""
+        """Returns the module of the new engine, and whether gradients stay local until the optimizer step."""
         if self._dispatch is not None:
             return self._dispatch, False
         if len(self._models) == 1 and {id(p) for p in trained} == {
@@ -272,43 +272,43 @@ class ZeROStrategy(Strategy):
         """See :meth:`trainkit.Strategy.backward`."""
         if loss is None:
             self.skip_backward(None, micro)
-        elif self._learning is not None:
-            self._learning.backward(self.precision.scale(loss), micro, **kwargs)
+        elif self._window is not None:
+            self._window.backward(self.precision.scale(loss), micro, **kwargs)
         else:
             for engine in self._engines.values():
-                engine.touched()
+                engine.before_backward()
             self.precision.scale(loss).backward(**kwargs)
 
     def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
         """See :meth:`trainkit.Strategy.skip_backward`."""
-        self.precision.scale(torch.zeros((), device=self.device))  # the loss scale is kept alike on all processes
-        if self._learning is not None:
-            self._learning.skip(loss, micro)
+        self.precision.scale(torch.zeros((), device=self.device))  # keeps the loss scale equal on all processes
+        if self._window is not None:
+            self._window.skip(loss, micro)
 
     def any_loss(self, had_loss: bool) -> bool:
         """See :meth:`trainkit.Strategy.any_loss`."""
-        return had_loss if self._learning is None else self._learning.any_loss()
+        return had_loss if self._window is None else self._window.any_loss()
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Nothing: what a process has are no gradients to look at, and norms are without the scale."""
+        """Does nothing: ``parameter.grad`` has no gradients under ZeRO, and norms are already unscaled."""
 
     def mean(self, value: Tensor) -> Tensor:
         """See :meth:`trainkit.Strategy.mean`."""
         return value if self.world.size == 1 else mean(value)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Update the parameters, and give rank 0's buffers to all processes; not if no process has had a loss.
+        """Run the optimizer step, then broadcast rank 0's buffers. Skips the step if no process had a loss.
 
         Raises:
-            ConfigurationError: a closure.
+            ConfigurationError: a closure is given.
         """
         if closure is not None:
             raise ConfigurationError(
-                "an optimizer step with a closure does not work under ZeRO. Compute the loss and call backward before "
+                "ZeRO does not support an optimizer step with a closure. Compute the loss and call backward before "
                 "optimizer.step(), or use strategy='ddp'."
             )
         engine = self._engines[id(optimizer)]
-        if self._learning is not None and not self._learning.any_loss():
+        if self._window is not None and not self._window.any_loss():
             engine.discard()
             updated = False
         else:
@@ -322,20 +322,20 @@ class ZeROStrategy(Strategy):
         self._buffers.sync()
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients down in the update to come; returns the norm before.
+        """Clip the gradients in the next optimizer step; returns their norm before clipping.
 
         Raises:
-            ConfigurationError: another norm than the 2-norm or than the configuration's, or the parameters of several
-                optimizers or of a part of one.
+            ConfigurationError: ``norm_type`` is not 2, ``max_norm`` differs from the configuration's ``gradient_clipping``,
+                or ``parameters`` are not all parameters of one optimizer.
         """
         if norm_type != 2.0:
-            raise ConfigurationError(f"ZeRO clips by the 2-norm, and norm_type is {norm_type!r}. Leave it out, or use 'ddp'.")
+            raise ConfigurationError(f"ZeRO clips by the 2-norm, not norm_type={norm_type!r}. Use 2.0, or strategy='ddp'.")
         engine = engine_over(parameters, self._engines.values())
         engine.clip = self.claims.clipping(max_norm)
         return engine.norm()
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Not under ZeRO.
+        """Not supported under ZeRO.
 
         Raises:
             ConfigurationError: always.
@@ -343,7 +343,7 @@ class ZeROStrategy(Strategy):
         raise ConfigurationError(NO_VALUES)
 
     def gathered_parameters(self, module: nn.Module, modified: bool = False) -> AbstractContextManager[Any]:
-        """See :meth:`trainkit.Strategy.gathered_parameters`; masters do not follow what is modified."""
+        """See :meth:`trainkit.Strategy.gathered_parameters`; changes do not reach the master weights."""
         return self._start().sharding.gathered(module.parameters(), modified) if self.stage == 3 else nullcontext()
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor | None:
@@ -377,7 +377,7 @@ class ZeROStrategy(Strategy):
         """See :meth:`trainkit.Strategy.all_gather`.
 
         Raises:
-            ConfigurationError: the processes give different containers, shapes or dtypes.
+            ConfigurationError: the processes pass different containers, shapes or dtypes.
         """
         return data if self.world.size == 1 else gathered(data, self.world, self.device, sync_grads, alike)
 
@@ -386,9 +386,9 @@ class ZeROStrategy(Strategy):
         barrier(self.world)
 
     def teardown(self) -> None:
-        """Take DeepSpeed off the modules. Process groups stay: others may use them."""
-        with ExitStack() as rest:  # which is done whatever fails
-            rest.callback(self._begin)
+        """Remove DeepSpeed from the modules. Process groups stay open, because other objects may use them."""
+        with ExitStack() as rest:  # runs all callbacks, even if one fails
+            rest.callback(self._reset)
             if self._setup is not None:
                 rest.callback(self._setup.close, collective=not self.broken)
                 self._setup = None

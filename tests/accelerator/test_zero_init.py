@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainkit import Accelerator
-from trainkit.strategies.zero.transformers_models import divided_by
+from trainkit.strategies.zero.transformers_models import shard_transformers_models
 from trainkit.utils import DeepSpeedPlugin, set_seed
 
 transformers = pytest.importorskip("transformers")
@@ -73,7 +73,7 @@ def test_two_trainings_that_divide_end_in_any_order() -> None:
         made: list[int] = []
         stacks = [ExitStack(), ExitStack()]
         for number, stack in enumerate(stacks):
-            stack.enter_context(divided_by(deepspeed.zero, partial(building, made, number)))
+            stack.enter_context(shard_transformers_models(deepspeed.zero, partial(building, made, number)))
         for stack in stacks if first_ends_first else reversed(stacks):
             with deepspeed.zero.Init(config_dict_or_path=room.deepspeed_config()):
                 assert room.is_deepspeed_zero3_enabled()

@@ -80,11 +80,11 @@ def test_they_go_on_from_a_checkpoint() -> None:
         (
             CLIP,
             {},
-            r"'gradient_clipping': 0.05, and the run has Trainer\(gradient_clip_val=0.0\). Give Trainer\(gradient_clip_val=0",
+            r"'gradient_clipping': 0.05, but the run has Trainer\(gradient_clip_val=0.0\). Use Trainer\(gradient_clip_val=0",
         ),
-        (CLIP, {"gradient_clip_val": 1.0}, r"0.05, and the run has Trainer\(gradient_clip_val=1.0\)"),
-        (config(gradient_accumulation_steps=4), {}, r"4, and the run has Trainer\(accumulate_grad_batches=1\)"),
-        (config(train_batch_size=64), {"global_batch_size": 32}, r"64, and the run has Trainer\(global_batch_size=32\)"),
+        (CLIP, {"gradient_clip_val": 1.0}, r"0.05, but the run has Trainer\(gradient_clip_val=1.0\)"),
+        (config(gradient_accumulation_steps=4), {}, r"4, but the run has Trainer\(accumulate_grad_batches=1\)"),
+        (config(train_batch_size=64), {"global_batch_size": 32}, r"64, but the run has Trainer\(global_batch_size=32\)"),
     ],
 )
 def test_what_contradicts_the_trainer(told: Any, arguments: dict[str, Any], message: str) -> None:
@@ -95,32 +95,40 @@ def test_what_contradicts_the_trainer(told: Any, arguments: dict[str, Any], mess
 @pytest.mark.parametrize(
     "told, make, message",
     [
-        (config(train_micro_batch_size_per_gpu=4), None, "4, and the run has the loader's batch_size=2"),
-        (config(gradient_accumulation_steps=3), None, "3, and the run has 2 micro-batches to an update"),
-        (config(optimizer=ADAM), None, "has the 'optimizer' 'Adam', and the run has SGD. Keep one of them"),
+        (config(train_micro_batch_size_per_gpu=4), None, "4, but the run has the loader's batch_size=2"),
+        (config(gradient_accumulation_steps=3), None, "3, but the run has 2 micro-batches per optimizer step"),
+        (config(optimizer=ADAM), None, "has the 'optimizer' 'Adam', but the run has SGD. Use the same in both"),
         (config(optimizer={"type": "SGD", "params": {"lr": 0.1}}), None, "has 'lr': 0.1 for the optimizer, .* SGD has 0.05"),
         (
             config(optimizer={"type": "SGD", "params": {"lr": 0.05, "betas": 1}}),
             None,
-            "has 'betas' for the optimizer, which SGD",
+            "has 'betas' for the optimizer, but SGD has no such argument",
         ),
-        (config(scheduler=WARMUP), Same, "the 'scheduler' 'WarmupLR', and configure_optimizers returned a WarmupLR. Keep one"),
+        (
+            config(scheduler=WARMUP),
+            Same,
+            "the 'scheduler' 'WarmupLR', but configure_optimizers also returned a WarmupLR. Remove one",
+        ),
         (
             config(optimizer={"type": "Adam"}),
             WithoutOptimizer,
-            "'lr' is missing or \"auto\", and there is no configure_optimizers",
+            "'lr' is missing or \"auto\", but the module has no configure_optimizers",
         ),
-        (config(optimizer={"type": "Adm", "params": {"lr": 1}}), WithoutOptimizer, "'Adm' is not offered. Did you mean 'Adam'"),
+        (
+            config(optimizer={"type": "Adm", "params": {"lr": 1}}),
+            WithoutOptimizer,
+            "there is no optimizer 'Adm'. Did you mean 'Adam'",
+        ),
         (
             config(optimizer={"type": "SGD", "params": {"lr": 1, "x": 2}}),
             WithoutOptimizer,
-            "SGD does not take these params: .*'x'",
+            "SGD does not accept its 'params'. Fix them: .*'x'",
         ),
-        (config(scheduler={"type": "WarmupRL"}), None, "the scheduler 'WarmupRL' is not known. Did you mean 'WarmupLR'"),
+        (config(scheduler={"type": "WarmupRL"}), None, "there is no scheduler 'WarmupRL'. Did you mean 'WarmupLR'"),
         (
             config(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}),
             None,
-            '"auto", and nothing in the run',
+            '"auto", but the run has no such value',
         ),
     ],
 )
@@ -134,7 +142,7 @@ def test_what_contradicts_the_run(told: Any, make: type | None, message: str) ->
 
 def test_the_product_of_the_sizes() -> None:
     arguments = {"accumulate_grad_batches": 2, "global_batch_size": None}
-    with pytest.raises(ConfigurationError, match="8, and the run has batch_size × micro-batches × processes = 2 × 2 × 1 = 4"):
+    with pytest.raises(ConfigurationError, match="8, but the run has batch_size × micro-batches × processes = 2 × 2 × 1 = 4"):
         train(case(**arguments), strategy=ZeROStrategy(config=config(train_batch_size=8), device="cpu"))
 
 
@@ -167,11 +175,15 @@ def test_an_adam_that_both_have(kind: str, decay: float, told: Any) -> None:
 @pytest.mark.parametrize(
     "kind, told, message",
     [
-        ("Adam", {"type": "Adam"}, r"has 'Adam' with 'adam_w_mode': True \(what DeepSpeed takes it for\) .* Adam has False"),
-        ("Adam", {"type": "AdamW"}, r"has 'AdamW' with 'adam_w_mode': True \(what DeepSpeed .* the run's Adam has False"),
+        ("Adam", {"type": "Adam"}, r"has 'Adam' with 'adam_w_mode': True \(DeepSpeed's default\) .* Adam has False"),
+        ("Adam", {"type": "AdamW"}, r"has 'AdamW' with 'adam_w_mode': True \(DeepSpeed's default.* the run's Adam has False"),
         ("AdamW", {"type": "Adam", "params": {"adam_w_mode": False}}, "has 'Adam' with 'adam_w_mode': False .* AdamW has True"),
         ("Adam", {"type": "Adam", "params": {"bias_correction": False}}, "has 'bias_correction': False .* Adam has True"),
-        ("SGD", {"type": "SGD", "params": {"torch_adam": True}}, "has 'torch_adam' for the optimizer, which SGD does not take"),
+        (
+            "SGD",
+            {"type": "SGD", "params": {"torch_adam": True}},
+            "has 'torch_adam' for the optimizer, but SGD has no such argument",
+        ),
     ],
 )
 def test_another_adam(kind: str, told: Any, message: str) -> None:
@@ -198,7 +210,7 @@ def test_sizes_that_cannot_be_compared_are_said(caplog: pytest.LogCaptureFixture
     strategy = ZeROStrategy(config=config(train_micro_batch_size_per_gpu=4), device="cpu")
     trainer = Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
     trainer.fit(RegressionModule(), DataLoader(Stream(), batch_size=None))
-    assert "train_micro_batch_size_per_gpu of config are not compared: the loader does not say its batch_size" in caplog.text
+    assert "train_micro_batch_size_per_gpu of config cannot be checked: the loader has no batch_size" in caplog.text
 
 
 def test_auto_is_the_runs() -> None:
@@ -279,7 +291,7 @@ def test_an_own_loop_is_clipped_as_the_configuration_says() -> None:
     """Whether it does so itself or leaves it to the configuration; another value is an error."""
     losses, _ = run_world(2, loops)
     assert losses["configuration"] == losses["both"] == losses["loop"] != losses["none"]
-    assert "'gradient_clipping': 0.05, and the run has clip_grad_norm_(..., 1.0)" in run_world(1, refused, CLIP, 1.0)[0]
+    assert "'gradient_clipping': 0.05, but the run has clip_grad_norm_(..., 1.0)" in run_world(1, refused, CLIP, 1.0)[0]
     # the plugin's number counts, as in Accelerate: said once, by the main process
     (found, said), (_, other_said) = run_world(2, plugins)
     for name in ("configuration", "both", "another", "auto"):
@@ -287,19 +299,19 @@ def test_an_own_loop_is_clipped_as_the_configuration_says() -> None:
     assert found["zero"] == losses["none"]
     assert other_said == []
     assert said == [
-        f"DeepSpeedPlugin has gradient_clipping: {here}, and the loop has clip_grad_norm_(..., {loop}): gradients are clipped "
-        f"{by}. Write the same number in both places, or gradient_clipping: auto, which is the loop's."
-        for here, loop, by in [(0.05, 1.0, "by 0.05, once with each update"), (0.0, 0.05, "by 0, which is not at all")]
+        f"DeepSpeedPlugin sets gradient_clipping: {here}, but the training loop calls clip_grad_norm_(..., {loop}): gradients "
+        f"{effect}. Use the same number in both, or set gradient_clipping: auto, which uses the loop's."
+        for here, loop, effect in [(0.05, 1.0, "are clipped by 0.05 in each optimizer step"), (0.0, 0.05, "are not clipped")]
     ]
 
 
 @pytest.mark.parametrize(
     "told, message",
     [
-        (config(gradient_accumulation_steps=2), "2, and the run has 1 micro-batches to an update"),
-        (config(train_micro_batch_size_per_gpu=8), "8, and the run has the loader's batch_size=2"),
-        (config(optimizer=ADAM), "has the 'optimizer' 'Adam', and the run has SGD"),
-        (config(scheduler=WARMUP), "has the 'scheduler' 'WarmupLR', and in your own loop you make it"),
+        (config(gradient_accumulation_steps=2), "2, but the run has 1 micro-batches per optimizer step"),
+        (config(train_micro_batch_size_per_gpu=8), "8, but the run has the loader's batch_size=2"),
+        (config(optimizer=ADAM), "has the 'optimizer' 'Adam', but the run has SGD"),
+        (config(scheduler=WARMUP), "has the 'scheduler' 'WarmupLR', but your own training loop must create it"),
     ],
 )
 def test_what_contradicts_an_own_loop(told: Any, message: str) -> None:

@@ -27,7 +27,7 @@ def test_the_file_with_deepspeeds_configuration(line: str, expected: str | None)
 
 @pytest.mark.parametrize("line", ["--deepspeed_config", "--deepspeed_config=", "--deepspeed_config --epochs 3"])
 def test_no_file_with_deepspeeds_configuration(line: str) -> None:
-    with pytest.raises(ConfigurationError, match="--deepspeed_config needs the path of a file"):
+    with pytest.raises(ConfigurationError, match="--deepspeed_config has no value. Pass the path of a file"):
         deepspeed_config(line.split())
 
 

@@ -17,20 +17,23 @@ from trainkit.strategies.zero.extensions import _MARK, _clear, require_async_io
 
 def test_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
-    with pytest.raises(MissingPackageError, match=r"no compiler 'no-such-compiler -O2'. Install one: apt install g\+\+"):
+    with pytest.raises(
+        MissingPackageError,
+        match=r"needs a C\+\+ compiler, and 'no-such-compiler -O2' is not installed. Install one: apt install g\+\+",
+    ):
         require_async_io()
 
 
 def test_missing_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of libaio; the strategy says so when it is made."""
     monkeypatch.setenv("CXX", "g++ -nostdinc")
-    with pytest.raises(MissingPackageError, match="libaio, which is not installed.*apt install libaio-dev"):
+    with pytest.raises(MissingPackageError, match="libaio with its headers, which is not installed.*apt install libaio-dev"):
         ZeROStrategy(stage=3, offload_optimizer="nvme", nvme_path=tmp_path)
 
 
 def test_what_came_compiled_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(_extensions, "_comes_compiled", lambda name: name == "async_io")
+    monkeypatch.setattr(_extensions, "_prebuilt", lambda name: name == "async_io")
     require_async_io()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.errors import ConfigurationError
-from trainkit.strategies.zero.nvme import Folder, check_path, check_room
+from trainkit.strategies.zero.nvme import Folder, check_path, check_space
 
 
 def test_a_folder_comes_and_goes(tmp_path: Path) -> None:
@@ -86,12 +86,12 @@ def test_a_path_that_can_be_used(tmp_path: Path) -> None:
 
 
 def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="is no folder. Make it on a fast local disk: mkdir -p"):
+    with pytest.raises(ConfigurationError, match="is not a folder. Create one on a local disk: mkdir -p"):
         check_path(tmp_path / "nothing")
 
 
 def test_a_path_that_cannot_be_written_to() -> None:
-    with pytest.raises(ConfigurationError, match=r"'/proc' cannot be written to \("):
+    with pytest.raises(ConfigurationError, match=r"'/proc' is not writable \("):
         check_path("/proc")
 
 
@@ -100,19 +100,19 @@ def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest
         raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(os, "write", write)
-    with pytest.raises(ConfigurationError, match=r"no direct I/O. Give a folder on a local disk \(ext4, xfs\)"):
+    with pytest.raises(ConfigurationError, match=r"no direct I/O. Use a folder on a local disk \(ext4, xfs\)"):
         check_path(tmp_path)
     assert not [*tmp_path.iterdir()]
 
 
 def test_room_on_the_disk(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
-    check_room(tmp_path, free // 4, 4096, 2)
-    with pytest.raises(ConfigurationError, match=r"needs .* GiB \(3 processes with .* GiB each\), and .* GiB are free there"):
-        check_room(tmp_path, free // 2, 4096, 3)
+    check_space(tmp_path, free // 4, 4096, 2)
+    with pytest.raises(ConfigurationError, match=r"needs .* GiB \(3 processes with .* GiB each\), but only .* GiB are free"):
+        check_space(tmp_path, free // 2, 4096, 3)
 
 
 def test_memory_that_cannot_be_locked(tmp_path: Path) -> None:
     """More than any machine has: the system refuses, as it does above a user's limit."""
     with pytest.raises(ConfigurationError, match=r"1024.0 GiB of page-locked memory .*ulimit -l unlimited"):
-        check_room(tmp_path, 0, 2**40, 1)
+        check_space(tmp_path, 0, 2**40, 1)

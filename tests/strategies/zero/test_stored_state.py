@@ -74,7 +74,7 @@ def test_counters_that_differ_within_a_group(run_dir: Path) -> None:
     from trainkit.strategies.zero.stored_state import _refuse_differing
 
     _refuse_differing("step", [torch.tensor(3.0), torch.tensor(3.0)])
-    with pytest.raises(StateMismatchError, match=r"'step' differs from parameter to parameter \(2.0, 3.0\)"):
+    with pytest.raises(StateMismatchError, match=r"'step' differs between parameters \(2.0, 3.0\)"):
         _refuse_differing("step", [torch.tensor(3.0), torch.tensor(2.0)])
 
 

@@ -37,15 +37,15 @@ def test_on_a_disk(dtype: torch.dtype, tmp_path: Path) -> None:
 
 def test_a_file_that_has_gone(tmp_path: Path) -> None:
     part = OnDisk(str(tmp_path / "file"), torch.float32, 0, 4)
-    with pytest.raises(OffloadError, match="file could not be read back: somebody has removed it"):
+    with pytest.raises(OffloadError, match="file cannot be read: the file was removed"):
         part.read()
-    with pytest.raises(OffloadError, match="file cannot be written to: No such file or directory"):
+    with pytest.raises(OffloadError, match="file cannot be written: No such file or directory"):
         part.write(torch.zeros(4))
 
 
 def test_a_file_that_is_too_short(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(12))
-    with pytest.raises(OffloadError, match="file could not be read back"):
+    with pytest.raises(OffloadError, match="file cannot be read"):
         OnDisk(str(tmp_path / "file"), torch.float32, 0, 4).read()
 
 
@@ -54,5 +54,5 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(_zero_swap, "open", full, raising=False)
-    with pytest.raises(OffloadError, match="the disk that is offloaded to is full"):
+    with pytest.raises(OffloadError, match="the disk of nvme_path is full"):
         OnDisk(str(tmp_path / "file"), torch.float32, 0, 4).write(torch.zeros(4))

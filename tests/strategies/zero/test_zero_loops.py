@@ -255,8 +255,8 @@ def test_a_step_that_cannot_be_without_a_loss() -> None:
     first, second = start_world(2, fails).ends()
     assert not first[0]
     assert not second[0]
-    assert "training_step returned no loss under ZeRO-3" in second[1]
-    assert "give a batch that shall not count the weight 0" in second[1]
+    assert "training_step returned no loss. Under ZeRO-3" in second[1]
+    assert "to skip a batch, give it weight 0 with batch_weight" in second[1]
 
 
 class OtherOrder(RegressionModule):
@@ -282,7 +282,7 @@ def test_gradients_in_another_order_on_one_process() -> None:
     """Where they are added up as they come it is found at the next update; stage 1 adds them up in an order of its own."""
     for succeeded, said in start_world(2, turns, "zero2").ends():
         assert not succeeded
-        assert "gradients came in another order on one process than on another" in said
+        assert "the processes computed gradients in different orders" in said
     assert run_world(2, turns, "zero1") == [6, 6]
 
 
@@ -291,7 +291,7 @@ def test_part_of_the_parameters_cannot_be_clipped() -> None:
     net = RegressionModule().net
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     accelerator.backward(model(torch.ones(2, 6)).sum())
-    with pytest.raises(ConfigurationError, match="clipped for all parameters of an optimizer together"):
+    with pytest.raises(ConfigurationError, match="clips the gradients of all parameters of an optimizer together"):
         accelerator.clip_grad_norm_([next(net.parameters())], 1.0)
     with pytest.raises(ConfigurationError, match="cannot be clipped by value under ZeRO"):
         accelerator.clip_grad_value_(net.parameters(), 1.0)

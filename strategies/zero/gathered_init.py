@@ -1,4 +1,4 @@
-"""``torch.nn.init`` on a parameter that stage 3 has divided already."""
+"""``torch.nn.init`` on parameters that stage 3 has already sharded."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["WholeInit"]
+__all__ = ["GatheredInit"]
 
 
-class WholeInit(TorchFunctionMode):
-    """Within it what changes a divided parameter in place gets it whole, on all processes; rank 0's values are kept.
+class GatheredInit(TorchFunctionMode):
+    """Context manager that gathers a sharded parameter before an in-place operation, and keeps rank 0's result.
 
-    So layers can be initialised when all of them are there, as ``transformers`` and PEFT do it.
+    It allows layers to be initialized after all of them are created, as in ``transformers`` and PEFT.
 
     Args:
-        gathered: makes parameters whole for a moment; ``True``: what becomes of them is kept.
+        gathered: context manager that gathers parameters; with ``True`` it keeps changes to them.
     """
 
     def __init__(self, gathered: Callable[[Iterable[Tensor], bool], AbstractContextManager[None]]) -> None:
@@ -27,8 +27,8 @@ class WholeInit(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        target = args[0] if args else kwargs.get("tensor")  # torch.nn.init gives it by name
-        if isinstance(target, nn.Parameter) and _in_place(func) and _divided(target):
+        target = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes it by name
+        if isinstance(target, nn.Parameter) and _in_place(func) and _sharded(target):
             with self._gathered([target], True):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
@@ -39,5 +39,5 @@ def _in_place(func: Any) -> bool:
     return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
 
 
-def _divided(parameter: Any) -> bool:
+def _sharded(parameter: Any) -> bool:
     return bool(parameter.numel() != getattr(parameter, "ds_numel", parameter.numel()))
