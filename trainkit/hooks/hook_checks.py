@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -59,19 +58,25 @@ def _check_methods(owner: str, methods: Mapping[str, Any], base: type, known: tu
 
 def _refuse_misspelt(name: str, where: str, known: tuple[str, ...]) -> None:
     for candidate in known:
-        if _edits(name, candidate) <= (2 if len(candidate) > 10 else 1):
+        if _edits(name, candidate, allowed := 2 if len(candidate) > 10 else 1) <= allowed:
             raise HookError(
                 f"{where} is never called: no hook has that name. Did you mean {candidate!r}? "
                 "If it is a method of your own, rename it so that it cannot be taken for the hook."
             )
 
 
-def _edits(first: str, second: str) -> int:
-    """The number of characters to insert, delete or replace."""
-    if abs(len(first) - len(second)) > 2:  # too many; the comparison below is slow
-        return 3
-    changes = difflib.SequenceMatcher(None, first, second).get_opcodes()
-    return sum(max(i2 - i1, j2 - j1) for kind, i1, i2, j1, j2 in changes if kind != "equal")
+def _edits(first: str, second: str, limit: int) -> int:
+    """The Levenshtein distance of two names, or ``limit + 1`` if it is more. difflib finds more edits than are needed."""
+    if abs(len(first) - len(second)) > limit:
+        return limit + 1
+    row = list(range(len(second) + 1))
+    for i, a in enumerate(first, 1):
+        previous, row[0] = row[0], i
+        for j, b in enumerate(second, 1):
+            previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (a != b))
+        if min(row) > limit:
+            return limit + 1
+    return row[-1]
 
 
 def check_callback(callback: object) -> None:

@@ -150,7 +150,6 @@ def running(
         run = trainer._run = _new_run(trainer, stage, module, datamodule, compiler, signals or Signals(lambda: None))
         _attach(trainer, module, datamodule)
         merge_module_callbacks(trainer, module)
-        run.callbacks = trainer.callbacks
         build_hooks(trainer, run)
         with torch_flags(*trainer._flags):
             yield run
@@ -228,10 +227,6 @@ def _new_run(
     run = replace(
         before,
         engine=Accelerator.of_trainer(trainer.strategy),
-        inference_mode=trainer.inference_mode,
-        callbacks=trainer.callbacks,
-        loggers=trainer.loggers,
-        profiler=trainer.profiler,
         signals=signals,
         hooks=HookTable.nothing(),
         results=MetricResults(),

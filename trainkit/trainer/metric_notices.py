@@ -75,7 +75,7 @@ def _monitors(run: Run) -> Iterator[tuple[str, str]]:
         monitor = getattr(callback, "monitor", None)
         if isinstance(monitor, str):
             yield type(callback).__name__, monitor
-    for config in run.schedulers:
+    for config in run.schedulers if run.module.automatic_optimization else ():  # else the user advances them
         if config.reduce_on_plateau and config.monitor is not None:
             yield type(config.scheduler).__name__, config.monitor
 

@@ -65,6 +65,7 @@ def refuse_incomplete(module: TrainModule, stage: str, has_optimizer: bool) -> N
 def fit_plan(run: Run, loader: PreparedLoader, safe_points: SafePoints) -> FitPlan:
     """Ask the module, which is on its device, for its optimizers; returns what the training loop calls."""
     module, engine, profiler = run.module, run.engine, run.profiler
+    interval = validate_every(run, loader)  # which may be refused, before the user's code is called
     automatic, several = module.automatic_optimization, run.strategy.data_world.size > 1
     # before the optimizers: an engine is made around the training step
     step = run.strategy.step_function(run.wrapped_module, module, "training_step", run.compiler)
@@ -97,9 +98,9 @@ def fit_plan(run: Run, loader: PreparedLoader, safe_points: SafePoints) -> FitPl
         step=update,
         zero_grad=zero_grad,
         pad=pad,
-        schedulers=tuple(run.schedulers) if automatic else (),
+        schedulers=run.schedulers if automatic else [],
         profiler=profiler,
-        validate_every=validate_every(run, loader),
+        validate_every=interval,
     )
 
 
@@ -182,7 +183,7 @@ def refresh_train_loader(run: Run, plan: FitPlan) -> FitPlan:
     if not every or epoch == run.loaded_in or epoch % every:
         return plan
     run.engine.release_loader(plan.loader)
-    loader = train_loader(run, run.given_loaders[0])
+    loader = run.train_loader = train_loader(run, run.given_loaders[0])
     return replace(plan, loader=loader, validate_every=validate_every(run, loader))
 
 

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -26,14 +25,23 @@ from trainkit.module.monitors import not_logged
 from trainkit.state.plug_ins import logger_states
 from trainkit.trainer.eval_loop import evaluate
 from trainkit.trainer.progress import Phase, Stop, ValidationStart
-from trainkit.trainer.setup import refresh_train_loader, refresh_validation
+from trainkit.trainer.setup import refresh_validation
 
 if TYPE_CHECKING:
     from trainkit.optim.optimizer_config import SchedulerConfig
     from trainkit.trainer.plans import FitPlan
     from trainkit.trainer.run import Run
 
-__all__ = ["close_window", "epochs", "finish_epoch", "run_micro_batch", "safe_point", "train_epoch"]
+__all__ = [
+    "begin_training",
+    "close_window",
+    "end_training",
+    "finish_epoch",
+    "run_micro_batch",
+    "safe_point",
+    "train_epoch",
+    "training_continues",
+]
 
 _LONG = 1000  # batches without an optimizer step since a fit began: no accumulation is as long
 
@@ -55,21 +63,26 @@ class OpenWindow:
         self.had_loss, self.updates = False, 0
 
 
-def epochs(run: Run, plan: FitPlan) -> Iterator[FitPlan]:
-    """What to call in each epoch to train, until ``max_epochs``, ``max_steps`` or ``should_stop`` end training."""
-    hooks, metrics, progress = run.hooks, run.metrics, run.progress
-    metrics.scope = Scope.TRAIN_EPOCH
-    hooks.run("on_train_start")
+def begin_training(run: Run) -> None:
+    """What comes before the first epoch of a fit."""
+    run.metrics.scope = Scope.TRAIN_EPOCH
+    run.hooks.run("on_train_start")
     run.signals.working = True
-    if not progress.epoch_start:
-        metrics.stamp = -1
-    progress.safe_point_due = True  # at the first safe point, when there may be workers
-    while progress.phase is not Phase.STEP or not run.due.training_ends:  # the rest of a resumed step comes first
-        plan = refresh_train_loader(run, plan)
-        yield plan
-    progress.end_training()
-    metrics.scope = Scope.NOWHERE  # nothing is left that could be given to the loggers
-    hooks.run("on_train_end")
+    if not run.progress.epoch_start:
+        run.metrics.stamp = -1
+    run.progress.safe_point_due = True  # at the first safe point, when there may be workers
+
+
+def training_continues(run: Run) -> bool:
+    """Whether there is another epoch to train: ``max_epochs``, ``max_steps`` or ``should_stop`` end training."""
+    return run.progress.phase is not Phase.STEP or not run.due.training_ends  # the rest of a resumed step comes first
+
+
+def end_training(run: Run) -> None:
+    """What comes after the last epoch of a fit."""
+    run.progress.end_training()
+    run.metrics.scope = Scope.NOWHERE  # nothing is left that could be given to the loggers
+    run.hooks.run("on_train_end")
 
 
 def train_epoch(run: Run, plan: FitPlan) -> None:

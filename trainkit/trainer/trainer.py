@@ -49,7 +49,7 @@ from trainkit.trainer.profiler import Profiler, make_profiler
 from trainkit.trainer.resume import begin_resume, check_restore, load_weights, restore_fit
 from trainkit.trainer.run import Run
 from trainkit.trainer.save_policy import SavePolicy
-from trainkit.trainer.setup import count_batches, evaluation_plan, fit_plan
+from trainkit.trainer.setup import count_batches, evaluation_plan, fit_plan, refresh_train_loader
 from trainkit.unsupported import refuse_unknown
 
 if TYPE_CHECKING:
@@ -178,12 +178,11 @@ class Trainer:
         wanted, kind = read_wanted(given["accelerator"], given["devices"], num_nodes), given["strategy"]
         with attribute_errors(asked):
             self.strategy = joined_strategy(kind, wanted, sync_batchnorm, given["precision"], self._arguments, said)
-        self.inference_mode, self.profiler = inference_mode, make_profiler(profiler)
         self._flags = deterministic, benchmark, detect_anomaly
         self._run = Run.before_the_first(self._arguments, self.strategy, seed)
+        self.inference_mode, self.profiler = inference_mode, make_profiler(profiler)
         self.loggers = attach_loggers(self, logger)
         self.callbacks = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)
-        self._run.loggers, self._run.callbacks = self.loggers, self.callbacks
         self._brought_callbacks: list[Callback] = []  # by the module's configure_callbacks
         self._displaced_callbacks: list[Callback] = []  # by those
 
@@ -242,6 +241,7 @@ class Trainer:
             if loader.limit == 0 or self.max_epochs == 0 or self.max_steps == 0:
                 notice("nothing to train: max_epochs, max_steps or limit_train_batches is 0.")
                 return
+            run.train_loader = loader
             run.validation = evaluation_plan(run, "validation", val_dataloaders)
             build_hooks(self, run)
             plan = fit_plan(run, loader, saves.safe_points)
@@ -257,8 +257,11 @@ class Trainer:
             run.hooks.run("on_fit_start")
             if not resumed:
                 check_sanity(run)
-            for epoch_plan in loop.epochs(run, plan):
-                loop.train_epoch(run, epoch_plan)
+            loop.begin_training(run)
+            while loop.training_continues(run):
+                plan = refresh_train_loader(run, plan)
+                loop.train_epoch(run, plan)
+            loop.end_training(run)
             run.hooks.run("on_fit_end")
             agree_on_signals(run)
         notice(" ".join(filter(None, (why_it_ended(self), where_it_is(self)))))
@@ -485,6 +488,46 @@ class Trainer:
     def seed(self) -> int:
         """The seed of order, augmentation and dropout; a resumed run takes over that of its checkpoint."""
         return self._run.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._run.seed = self._run.engine.seed = seed
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """The callbacks; in a run with those of the module's ``configure_callbacks``."""
+        return self._run.callbacks
+
+    @callbacks.setter
+    def callbacks(self, callbacks: list[Callback]) -> None:
+        self._run.callbacks = callbacks
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The loggers."""
+        return self._run.loggers
+
+    @loggers.setter
+    def loggers(self, loggers: list[Logger]) -> None:
+        self._run.loggers = loggers
+
+    @property
+    def profiler(self) -> Profiler | None:
+        """What measures the steps of the next run; ``None``: nothing does."""
+        return self._run.profiler
+
+    @profiler.setter
+    def profiler(self, profiler: Profiler | None) -> None:
+        self._run.profiler = profiler
+
+    @property
+    def inference_mode(self) -> bool:
+        """Whether evaluations run under ``torch.inference_mode``, not ``torch.no_grad``."""
+        return self._run.inference_mode
+
+    @inference_mode.setter
+    def inference_mode(self, inference_mode: bool) -> None:
+        self._run.inference_mode = inference_mode
 
     @property
     def accumulate_grad_batches(self) -> int:
