@@ -232,12 +232,7 @@ class _Launcher:
 
     async def _result(self) -> int:
         """The exit code of the job; the user reads last why it is not 0."""
-        for host in self._ended:
-            if host.code is None:
-                why = f"; ssh says: {host.last_line}" if host.process.returncode == _SSH_FAILED and host.last_line else ""
-                await self._show(2, f"{host.name} ended without an exit code: connection lost, or agent killed{why}")
-        if late := [host.name for host in self._hosts if host not in self._ended]:
-            await self._show(2, f"not ended in time: {', '.join(late)}. Closing the connection ends what runs there.")
+        await self._explain_missing_codes()
         codes = [1 if host.code is None else host.code for host in self._hosts]
         if signal.SIGINT in self._signals[:1]:
             return INTERRUPTED if any(codes) else 0
@@ -250,6 +245,13 @@ class _Launcher:
             for line in (trace + rest).split("\n"):
                 await self._show(2, line, first)
         return first.code or 1
+
+    async def _explain_missing_codes(self) -> None:
+        for host in (host for host in self._ended if host.code is None):
+            why = f"; ssh says: {host.last_line}" if host.process.returncode == _SSH_FAILED and host.last_line else ""
+            await self._show(2, f"{host.name} ended without an exit code: connection lost, or agent killed{why}")
+        if late := [host.name for host in self._hosts if host not in self._ended]:
+            await self._show(2, f"not ended in time: {', '.join(late)}. Closing the connection ends what runs there.")
 
 
 async def _connect(name: str, script: str, ssh: Sequence[str]) -> asyncio.subprocess.Process:
