@@ -30,10 +30,10 @@ import sys
 from trainkit.cli import launch_child
 launch_child._HEARTBEAT_TIMEOUT = {vain}
 send = launch_child._Terminal.send
-def at_work(terminal, kind, *lines):
+def at_work(terminal, kind, line):
     if kind == b"1":
         launch_child._HEARTBEAT_TIMEOUT = {silence}
-    send(terminal, kind, *lines)
+    send(terminal, kind, line)
 launch_child._Terminal.send = at_work
 sys.exit(launch_child.run([sys.executable, "-c", {work!r}]))
 """

@@ -38,8 +38,8 @@ def part(does: str, **other: str) -> str:
     return HEAD.replace("{versions}", json.dumps({**versions(), **other})) + does + "\nexit\n"
 
 
-# The second ends after the first has: a process that has ended exists until its parent has read its exit code.
-FIRST = "echo $$ > new-pid; mv new-pid pid; "
+# The second ends after the ssh of the first has: a process that has ended exists until its parent has read its exit code.
+FIRST = "echo $PPID > new-pid; mv new-pid pid; "
 SECOND = 'until [ -e pid ] && ! kill -0 "$(cat pid)" 2> /dev/null; do sleep 0.01; done; '
 
 

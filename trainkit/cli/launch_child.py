@@ -6,6 +6,7 @@ It runs ``trainkit launch`` with pipes, so that workers get no input from the te
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import select
@@ -19,7 +20,7 @@ from importlib import metadata
 from typing import IO
 
 from trainkit._version import __version__
-from trainkit.launch.remote import LINE_END, MARK, SIGNAL, START
+from trainkit.launch.remote import MARK, SIGNAL, START
 
 __all__ = ["main", "run", "versions"]
 
@@ -85,21 +86,18 @@ class _Terminal:
         self._lost, self._lock = threading.Event(), threading.Lock()
         os.set_blocking(1, False)
 
-    def send(self, kind: bytes, *lines: bytes) -> None:
-        """Send lines, unless the connection is lost."""
-        data = b"".join(MARK + kind + line + b"\n" for line in lines)
+    def send(self, kind: bytes, line: bytes) -> None:
+        """Send a line, unless the connection is lost."""
+        data = MARK + kind + line + b"\n"
         with self._lock, contextlib.suppress(OSError):
             while data and not self._lost.is_set():
                 if select.select([], [1], [], 0.2)[1]:
                     data = data[os.write(1, data) :]
 
     def copy(self, pipe: IO[bytes], kind: bytes) -> None:
-        """Send what comes from a pipe, until its end."""
-        rest = b""
-        while data := os.read(pipe.fileno(), 65536):
-            *lines, rest = LINE_END.split(rest + data)
-            self.send(kind, *lines)
-        self.send(kind, *filter(None, [rest]))
+        """Send the lines of a pipe until its end; a progress bar returns to the start of its line, which ends it too."""
+        for line in io.TextIOWrapper(pipe, "utf-8", "surrogateescape"):
+            self.send(kind, line.rstrip("\n").encode(errors="surrogateescape"))
 
     def lines(self) -> Iterator[bytes]:
         """The lines of the launcher, until the terminal hangs up or nothing has come for too long."""

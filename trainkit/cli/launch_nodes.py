@@ -201,11 +201,9 @@ def hostfile(args: argparse.Namespace, settings: Settings) -> str | None:
 
 def check_hosts(hosts: list[Host], file: str, args: argparse.Namespace, flags: Settings, settings: Settings) -> None:
     """Raise if flags or settings contradict the hostfile."""
-    given = {name: getattr(args, name) for name in ("nproc_per_node", "nnodes", "node_rank")}
-    given["machine_rank"] = flags.get("machine_rank")
-    for name, value in given.items():
+    given = {"nproc-per-node": args.nproc_per_node, "nnodes": args.nnodes, "node-rank": args.node_rank}
+    for flag, value in {**given, "machine_rank": flags.get("machine_rank")}.items():
         if value is not None:
-            flag = name if name == "machine_rank" else name.replace("_", "-")
             raise ConfigurationError(f"--{flag} cannot be combined with --hostfile, which sets it. Remove it.")
     for key, number in {"num_machines": len(hosts), "num_processes": sum(host.slots for host in hosts)}.items():
         if settings.get(key, number) != number:

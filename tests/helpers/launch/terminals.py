@@ -13,7 +13,7 @@ _SSH = """\
 import os, pty, sys
 words = sys.argv[1:]
 options = [word for word in words if word.startswith("-")]
-assert {{"-tt", "-enone", "-oBatchMode=yes", "-oLogLevel=ERROR"}} <= {{*options}}, options
+assert {{"-tt", "-enone", "-oBatchMode=yes", "-oLogLevel=ERROR", "-oControlMaster=no"}} <= {{*options}}, options
 del words[: len(options)]
 host, command = words
 if host == "away":
