@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -239,6 +241,31 @@ def guards(launcher: int) -> list[int]:
     children = Path(f"/proc/{launcher}/task").glob("*/children")
     pids = [int(pid) for file in children for pid in file.read_text().split()]
     return [pid for pid in pids if "guard.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="death signals")
+def test_a_killed_agent_whose_guards_are_killed_too_leaves_nothing(tmp_path: Path) -> None:
+    """Such as by ``pkill -9 -f trainkit``."""
+    agent = start_agent(FOREVER, tmp_path)
+    pids = agent.ready()
+    for pid in [*guards(agent.process), agent.process]:
+        os.kill(pid, signal.SIGKILL)
+    assert agent.killed() == "ended with -9"
+    wait_until(lambda: gone(pids), within(3.0))
+
+
+def fail_when_all_are_ready(folder: Path, *_: object) -> float:
+    """Instead of ``deadline``, which the agent asks again and again."""
+    if len([*folder.glob("ready-*")]) == 2:
+        raise RuntimeError("cannot start new thread")
+    return math.inf
+
+
+def test_an_error_of_the_agent_leaves_nothing(tmp_path: Path) -> None:
+    agent = start_agent(FOREVER, tmp_path, limits={"deadline": partial(fail_when_all_are_ready, tmp_path)})
+    pids = agent.ready()
+    assert "cannot start new thread" in agent.killed()
+    assert gone(pids)
 
 
 def test_a_killed_agent_leaves_nothing(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.launch.agents import alive, wait_until
 from helpers.patience import PATIENCE, within
 
+from trainkit.errors import ConfigurationError
 from trainkit.launch import workers as module
 from trainkit.launch.workers import End, Workers, deadline
 
@@ -78,6 +80,43 @@ def test_exit_codes_come_in_order(start: Start) -> None:
     workers = start('if [ "$RANK" = 5 ]; then exit 3; fi; sleep 1; exit 4')
     assert ends(workers) == [(5, 3), (4, 4)]
     assert not workers.terminated
+
+
+def test_an_error_in_the_start_leaves_no_worker(tmp_path: Path) -> None:
+    """Such as where the folder of the guards is full, or a limit of threads is reached."""
+    started: list[int] = []
+
+    def fail(local_rank: int, rank: int, process: Any) -> None:
+        started.append(process.pid)
+        for pipe in (process.stdout, process.stderr):
+            pipe.close()
+        if local_rank == 1:
+            raise RuntimeError("cannot start new thread")
+
+    environments = [{**os.environ, "RANK": str(rank)} for rank in (0, 1)]
+    with pytest.raises(RuntimeError, match="cannot start new thread"):
+        Workers(["/bin/sleep", "100"], environments, tmp_path / "pids", 30.0, fail)
+    assert len(started) == 2
+    wait_until(lambda: not any(map(alive, started)))
+
+
+def test_a_folder_without_space_leaves_no_worker(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "pids").mkdir()
+    with pytest.raises(ConfigurationError, match="cannot write '.*/pids': Is a directory. Free some space there"):
+        start(f"echo $$ > {tmp_path}/$RANK; exec sleep 100")
+    assert not any(alive(pid(file)) for file in tmp_path.glob("[45]"))
+
+
+def test_workers_have_the_default_signals(start: Start, tmp_path: Path) -> None:
+    """Also under nohup, or where a shell's & ignores Ctrl-C."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        workers = start(f"grep SigIgn /proc/self/status > {tmp_path}/$RANK")
+        assert sorted(ends(workers)) == [(4, 0), (5, 0)]
+    finally:
+        signal.signal(signal.SIGHUP, before[0]), signal.signal(signal.SIGINT, before[1])
+    ignored = int((tmp_path / "4").read_text().split()[1], 16)
+    assert not ignored & (1 << signal.SIGHUP - 1 | 1 << signal.SIGINT - 1 | 1 << signal.SIGTERM - 1)
 
 
 def test_each_worker_has_a_session_of_its_own(start: Start, tmp_path: Path) -> None:

@@ -150,17 +150,20 @@ class _Run:
         self._elastic = threading.Thread(target=contextvars.copy_context().run, args=(self._run_elastic, folder), daemon=True)
         self._elastic.start()
         workers, verdict = None, None
-        while workers is None and self._elastic.is_alive() and not self._received:
-            self._elastic.join(_STEP)
-            workers = self._start_workers(folder)
-            self._handle_signals(workers)
-        while workers is not None and not workers.is_over():
-            time.sleep(_STEP)
-            self._handle_signals(workers)
-            workers.stopped |= not self._elastic.is_alive()
-            workers.check()
+        try:
+            while workers is None and self._elastic.is_alive() and not self._received:
+                self._elastic.join(_STEP)
+                workers = self._start_workers(folder)
+                self._handle_signals(workers)
+            while workers is not None and not workers.is_over():
+                time.sleep(_STEP)
+                self._handle_signals(workers)
+                workers.stopped |= not self._elastic.is_alive()
+                workers.check()
+        finally:
+            if workers is not None:  # none is left, whatever was raised
+                workers.sweep()
         if workers is not None:
-            workers.sweep()
             verdict = self._judge(workers)
         succeeded = verdict is not None and verdict.code == 0
         pids.rename(folder / guard.DONE) if succeeded else pids.unlink()
@@ -279,12 +282,12 @@ def _signals(note: Callable[[int, FrameType | None], None]) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence elastic's log and warnings: our own messages say what users need. Remove the variables that are set here."""
+    """Silence elastic's log and warnings: our own messages say what users need. Restore the environment."""
     log, silent = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
     before, log.propagate = log.propagate, False
     log.addHandler(silent)
     variables = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHELASTIC_SIGNALS_TO_HANDLE")  # torch sets the second one
-    new = [name for name in variables if name not in os.environ]
+    given = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ[variables[0]] = "1"  # else a node that joins waits for the address of a store, which the others know
     try:
         with warnings.catch_warnings():
@@ -293,8 +296,9 @@ def _quiet() -> Iterator[None]:
     finally:
         log.propagate = before
         log.removeHandler(silent)
-        for name in new:
+        for name in variables:
             os.environ.pop(name, None)
+        os.environ.update(given)
 
 
 def _cores() -> int:

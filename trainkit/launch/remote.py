@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import math
 import re
@@ -28,6 +27,7 @@ from trainkit._version import __version__
 from trainkit.distributed.failure import names_another_failure
 from trainkit.errors import ConfigurationError
 from trainkit.launch.verdict import INTERRUPTED, PREEMPTED
+from trainkit.launch.workers import end_with_parent
 
 __all__ = ["HEARTBEAT", "MARK", "SIGNAL", "START", "host_script", "run_hosts"]
 
@@ -112,11 +112,13 @@ class _Launcher:
     async def run(self, scripts: Mapping[str, str], ssh: Sequence[str], join_timeout: float) -> int:
         self._screen = asyncio.Lock()
         self._catch_signals()
-        for name, script in scripts.items():
-            self._hosts.append(_Host(name, script.encode(), await _connect(name, script, ssh)))
-        reading = [asyncio.create_task(self._read(host)) for host in self._hosts]
-        self._send_heartbeats()
+        reading: list[asyncio.Task[None]] = []
         try:
+            for name, script in scripts.items():
+                host = _Host(name, script.encode(), await _connect(name, script, ssh))
+                self._hosts.append(host)
+                reading.append(asyncio.create_task(self._read(host)))
+            self._send_heartbeats()
             if not await self._wait_until_ready(join_timeout, ssh):
                 return INTERRUPTED if self._signals[0] == signal.SIGINT else PREEMPTED
             self._check_versions()
@@ -128,7 +130,8 @@ class _Launcher:
                 for host in self._hosts:
                     with contextlib.suppress(ProcessLookupError):
                         getattr(host.process, stop)()
-                await asyncio.wait(reading, timeout=_CLOSE_TIMEOUT)
+                if reading:
+                    await asyncio.wait(reading, timeout=_CLOSE_TIMEOUT)
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -261,14 +264,8 @@ async def _connect(name: str, script: str, ssh: Sequence[str]) -> asyncio.subpro
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,  # ssh must not get the Ctrl-C of the terminal, which this process passes on
-        preexec_fn=_end_with_parent,
+        preexec_fn=end_with_parent,  # elsewhere than on Linux the heartbeats end
     )
-
-
-def _end_with_parent() -> None:
-    """Before a process becomes ssh: let the kernel end it when this process is killed. Elsewhere the heartbeats end."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
 
 
 def _why_not_ready(host: _Host, ssh: Sequence[str]) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainkit.console import notice
+from trainkit.errors import ConfigurationError
 
-__all__ = ["End", "Workers", "deadline"]
+__all__ = ["End", "Workers", "deadline", "end_with_parent"]
 
 _PREEMPTED = 143
 _PATIENCE = 4.0  # seconds in which the other workers may end by themselves after a failure: they print their own errors
@@ -22,6 +25,8 @@ _SHUTDOWN = 5.0  # seconds after a second signal, and between SIGTERM and SIGKIL
 _SWEEP = 0.5  # seconds in which killed processes disappear
 _POSIX = os.name == "posix"
 _KILL = signal.SIGKILL if _POSIX else signal.SIGTERM
+_LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+_PR_SET_PDEATHSIG = 1
 
 
 class End(NamedTuple):
@@ -83,21 +88,25 @@ class Workers:
         self._kill_at: float | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         pipe = None if output is None else subprocess.PIPE
-        for local_rank, rank in enumerate(self._ranks):
-            try:
-                process = subprocess.Popen(
-                    command, env=environments[local_rank], stdout=pipe, stderr=pipe, start_new_session=True
-                )
-            except OSError as error:
-                notice(f"cannot start rank {rank}: {error}.")
-                self.ended.append(End(rank, 1, time.monotonic()))
-                continue
-            with pids.open("a") as file:
-                file.write(f"{process.pid}\n")
-            self._processes[rank] = process
-            threading.Thread(target=self._wait, args=(rank, process), daemon=True).start()
-            if output is not None:
-                output(local_rank, rank, process)
+        options: dict[str, Any] = {"stdout": pipe, "stderr": pipe, "start_new_session": True}
+        if _POSIX:
+            options["preexec_fn"] = _before_exec
+        try:
+            for local_rank, rank in enumerate(self._ranks):
+                try:
+                    process = subprocess.Popen(command, env=environments[local_rank], **options)
+                except OSError as error:
+                    notice(f"cannot start rank {rank}: {error}.")
+                    self.ended.append(End(rank, 1, time.monotonic()))
+                    continue
+                self._processes[rank] = process
+                threading.Thread(target=self._wait, args=(rank, process), daemon=True).start()
+                _append(pids, process.pid)
+                if output is not None:
+                    output(local_rank, rank, process)
+        except BaseException:
+            self.sweep()
+            raise
 
     def _wait(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
@@ -128,8 +137,8 @@ class Workers:
             self.signal_all(_KILL)
 
     def sweep(self) -> None:
-        """Kill the processes that the workers have left behind, unless all went well."""
-        if not self._signals and not self.terminated and not any(end.code for end in self.ended):
+        """Kill the processes that run or that the workers have left behind, unless all have ended and all went well."""
+        if self.is_over() and not self._signals and not self.terminated and not any(end.code for end in self.ended):
             return
         last = time.monotonic() + _SWEEP
         self.signal_all(_KILL)
@@ -147,3 +156,26 @@ class Workers:
         except (ProcessLookupError, PermissionError):
             return False
         return _POSIX
+
+
+def _append(pids: Path, pid: int) -> None:
+    try:
+        with pids.open("a") as file:
+            file.write(f"{pid}\n")
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot write {str(pids)!r}: {error.strerror}. Free some space there; in a container: docker run --shm-size=1g"
+        ) from error
+
+
+def end_with_parent() -> None:
+    """Called in a new process before exec: on Linux the kernel kills it when the thread that started it ends."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
+def _before_exec() -> None:
+    """Let the kernel end a worker whose launcher is killed, and give it the default signals, also under nohup."""
+    end_with_parent()
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
