@@ -93,6 +93,10 @@ def test_no_secret_is_shown(report: Report) -> None:
     ]
 
 
+def test_a_size_that_is_no_launchers_is_not_shown(report: Report) -> None:
+    assert report(SIZE="12", NODE_SIZE="3")[-1] == "variables"
+
+
 def test_gpus(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     about = types.SimpleNamespace(name="NVIDIA H200", total_memory=139 * 2**30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

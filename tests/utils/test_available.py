@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from importlib.util import find_spec
 
 import pytest
@@ -15,6 +16,7 @@ def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in packages:
         asked = getattr(available, f"is_{package}_available")
         assert asked() is (find_spec(package) is not None)
+        assert pickle.loads(pickle.dumps(asked)) is asked
         with monkeypatch.context() as patch:
             for there in (True, False):
                 patch.setattr(available, "is_installed", {package: there}.__getitem__)

@@ -6,7 +6,6 @@ import argparse
 import importlib.metadata
 import os
 import platform
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,11 +31,15 @@ _SHOWN = (
     "PYTHONHASHSEED", "PYTHONWARNINGS", "PYTORCH_", "TORCH", "TRAINKIT_",
 )  # fmt: skip
 # So are ranks and sizes under the names of the launchers.
-_PLACES = re.compile(
-    r"((LOCAL_|GROUP_|NODE_|CROSS_|OMPI_COMM_WORLD_(LOCAL_)?|PMI_|MV2_COMM_WORLD_|JSM_NAMESPACE_(LOCAL_)?)?(RANK|SIZE|WORLD_SIZE)"
-    r"|SLURM_(PROCID|LOCALID|NODEID|NNODES|PTY_PORT|STEP_ID|(STEP_)?(NUM_TASKS|NTASKS|TASKS_PER_NODE|NTASKS_PER_NODE))"
-    r"|MPI_LOCAL(RANKID|NRANKS))"
-)
+_PLACES = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK",
+    "CROSS_RANK", "CROSS_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NNODES",
+    "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE",
+    "SLURM_PTY_PORT", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
+    "JSM_NAMESPACE_LOCAL_SIZE",
+}  # fmt: skip
 
 # Variables to print by name only: their values may be private.
 _NAMED = (
@@ -134,7 +137,7 @@ def _variables(env: Mapping[str, str]) -> Iterator[str]:
     """The relevant variables; values only if they are not secret."""
     prefixes = (*_SHOWN, *(prefix for info in strategy_infos() for prefix in info.variables))
     for name in sorted(env):
-        shown = _PLACES.fullmatch(name) is not None or name.startswith(prefixes)
+        shown = name in _PLACES or name.startswith(prefixes)
         if not shown and not name.startswith(_NAMED):
             continue
         secret = any(part in name.upper() for part in _SECRET)

@@ -33,6 +33,7 @@ def _installed(package: str) -> Callable[[], bool]:
     def check() -> bool:
         return is_installed(package)
 
+    check.__name__ = check.__qualname__ = f"is_{package}_available"  # so that it can be pickled
     check.__doc__ = f"Whether {package} is installed."
     return check
 
