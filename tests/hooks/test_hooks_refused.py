@@ -95,6 +95,8 @@ def test_no_hook_is_listed_as_removed() -> None:
         ("on_validation_epochend", "on_validation_epoch_end"),
         ("on_before_optimiser_step", "on_before_optimizer_step"),
         ("setups", "setup"),
+        ("on_train_stta_t", "on_train_start"),
+        ("on_excepitson", "on_exception"),
         ("on_fit_ends", "on_fit_end"),
         ("load_state_dicts", "load_state_dict"),
     ],

@@ -102,6 +102,14 @@ def test_a_misspelled_monitor_is_told_after_the_sanity_check(monitor: str, kind:
     assert steps == [0]  # before any epoch is spent
 
 
+def test_a_scheduler_that_the_user_advances_is_the_users_business(recwarn: pytest.WarningsRecorder) -> None:
+    module = Plateau("val_los")
+    module.automatic_optimization = False
+    module.training_step = lambda batch, batch_idx: None
+    make_trainer(num_sanity_val_steps=1, max_epochs=1).fit(module, tiny_loader(), tiny_loader())
+    assert not [str(warning.message) for warning in recwarn if "monitors" in str(warning.message)]
+
+
 def test_a_monitor_of_one_of_several_loaders() -> None:
     class Several(TinyModule):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:

@@ -112,11 +112,34 @@ def test_a_stop_that_one_process_asks_for(rank: int) -> None:
     assert stopped(0) == (4, 0, True)
 
 
-def early(size: int) -> tuple[int, int, float]:
-    class Val(RegressionModule):
-        def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-            self.log("val_loss", float(self.current_epoch > 1) + batch["id"].double().mean() * 0)
+class BeforeTraining(Callback):
+    """Asks for a stop on rank 1 in one hook."""
 
+    def __init__(self, hook: str) -> None:
+        def ask(trainer: Any, *_: Any) -> None:
+            trainer.should_stop |= trainer.global_rank == 1
+
+        setattr(self, hook, ask)
+
+
+def stopped_before(hook: str) -> tuple[int, int, bool]:
+    trainer = make_trainer(BeforeTraining(hook), accelerator="cpu", max_epochs=2, num_sanity_val_steps=1)
+    trainer.fit(Val(), DataLoader(Noisy(8), 1), DataLoader(Noisy(4), 2))
+    return trainer.global_step, trainer.current_epoch, trainer.should_stop
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_sanity_check_end", "on_validation_end", "on_train_start"])
+def test_a_stop_that_one_process_asks_for_before_the_first_epoch(hook: str) -> None:
+    """No rank trains: the others would wait in the first step for the one that has stopped."""
+    assert run_world(2, stopped_before, hook) == [(0, 0, True)] * 2
+
+
+class Val(RegressionModule):
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", float(self.current_epoch > 1) + batch["id"].double().mean() * 0)
+
+
+def early(size: int) -> tuple[int, int, float]:
     stopper = EarlyStopping("val_loss", patience=2)
     trainer = make_trainer(stopper, accelerator="cpu", max_epochs=10)
     trainer.fit(Val(), DataLoader(Noisy(12), 2), DataLoader(Noisy(5), 2))

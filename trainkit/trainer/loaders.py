@@ -59,6 +59,7 @@ def train_loader(run: Run, given: Any) -> PreparedLoader:
     limit = arguments.limit_train_batches
     assert limit is not None
     loader.limit = _limit(loader, limit, "limit_train_batches")
+    run.train_loader = loader
     return loader
 
 

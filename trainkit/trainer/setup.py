@@ -183,7 +183,7 @@ def refresh_train_loader(run: Run, plan: FitPlan) -> FitPlan:
     if not every or epoch == run.loaded_in or epoch % every:
         return plan
     run.engine.release_loader(plan.loader)
-    loader = run.train_loader = train_loader(run, run.given_loaders[0])
+    loader = train_loader(run, run.given_loaders[0])
     return replace(plan, loader=loader, validate_every=validate_every(run, loader))
 
 

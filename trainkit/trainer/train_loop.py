@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainkit.console import warn
-from trainkit.errors import LossError, MissingMetricError
+from trainkit.errors import MissingMetricError
 from trainkit.metrics.saved_objects import count_updates
 from trainkit.metrics.store import Scope
 from trainkit.micro_batch import MicroBatch, MicroBatchKind
@@ -26,6 +26,7 @@ from trainkit.state.plug_ins import logger_states
 from trainkit.trainer.eval_loop import evaluate
 from trainkit.trainer.progress import Phase, Stop, ValidationStart
 from trainkit.trainer.setup import refresh_validation
+from trainkit.trainer.step_outputs import check_loss, detached, loss_in
 
 if TYPE_CHECKING:
     from trainkit.optim.optimizer_config import SchedulerConfig
@@ -63,10 +64,11 @@ class OpenWindow:
         self.had_loss, self.updates = False, 0
 
 
-def begin_training(run: Run) -> None:
+def begin_training(run: Run, plan: FitPlan) -> None:
     """What comes before the first epoch of a fit."""
     run.metrics.scope = Scope.TRAIN_EPOCH
     run.hooks.run("on_train_start")
+    plan.safe_points.agree_at_once()  # on a stop that one rank has requested in a hook before
     run.signals.working = True
     if not run.progress.epoch_start:
         run.metrics.stamp = -1
@@ -140,7 +142,7 @@ def run_micro_batch(run: Run, plan: FitPlan, micro: MicroBatch, window: OpenWind
         return plan.pad(run, plan, micro.batch, micro.index)
     outputs = plan.training_step(micro.batch, micro.index)
     if plan.automatic:
-        loss = outputs if outputs is None or isinstance(outputs, Tensor) else _loss_in(outputs)
+        loss = outputs if outputs is None or isinstance(outputs, Tensor) else loss_in(outputs)
         if loss is not None:
             window.had_loss = progress.tried_to_learn = True
             run_backward(run, plan, loss)
@@ -153,7 +155,7 @@ def run_backward(run: Run, plan: FitPlan, loss: Tensor) -> None:
     """Run the backward pass of a loss with its hooks."""
     hooks = run.hooks
     if loss.ndim or not loss.requires_grad:
-        _check_loss(loss)
+        check_loss(loss)
     for hook in hooks.on_before_backward:
         hook(loss)
     plan.backward(loss)
@@ -186,9 +188,9 @@ def close_window(run: Run, plan: FitPlan, window: OpenWindow) -> bool:
 
 def end_micro_batch(run: Run, micro: MicroBatch, outputs: Any) -> None:
     """Run the hooks at the end of a micro-batch."""
-    detached = _detached(outputs)
+    given = detached(outputs)
     for hook in run.hooks.on_train_batch_end:
-        hook(detached, micro.batch, micro.index)
+        hook(given, micro.batch, micro.index)
 
 
 def count_update(run: Run, plan: FitPlan) -> None:
@@ -366,44 +368,3 @@ def advance(run: Run, config: SchedulerConfig) -> None:
             warn(message + " It is not advanced.")
             return
     run.module.lr_scheduler_step(config.scheduler, metric)
-
-
-def _loss_in(outputs: Any) -> Tensor | None:
-    """The loss in what ``training_step`` returned, if that is a dict."""
-    if not isinstance(outputs, dict) or "loss" not in outputs:
-        raise LossError(
-            "training_step must return the mean loss (a scalar tensor), a dict with it under 'loss', or None; it returned "
-            f"{_describe(outputs)}."
-        )
-    loss = outputs["loss"]
-    if loss is not None and not isinstance(loss, Tensor):
-        raise LossError(f"training_step: outputs['loss'] must be a scalar tensor, not {_describe(loss)}.")
-    return loss
-
-
-def _check_loss(loss: Tensor) -> None:
-    if loss.numel() != 1:
-        raise LossError(
-            f"training_step must return a scalar loss, not a tensor of shape {tuple(loss.shape)}. Return its mean: "
-            "return loss.mean()"
-        )
-    if not loss.requires_grad:
-        raise LossError(
-            "the loss that training_step returned has no graph, so it trains nothing. Do not use .item(), "
-            ".detach() or torch.no_grad() on the way to it, and check that some parameter requires a gradient."
-        )
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"a dict with the keys {sorted(map(str, value))}"
-    return f"{value!r} ({type(value).__name__})"
-
-
-def _detached(outputs: Any) -> Any:
-    """What ``on_train_batch_end`` gets: the outputs as a dict, the loss without its graph."""
-    if isinstance(outputs, Tensor):
-        return {"loss": outputs.detach()}
-    if isinstance(outputs, dict) and isinstance(outputs.get("loss"), Tensor):
-        return {**outputs, "loss": outputs["loss"].detach()}
-    return outputs

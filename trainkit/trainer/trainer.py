@@ -239,9 +239,9 @@ class Trainer:
             run.given_loaders = loaders
             loader = train_loader(run, train_dataloaders)
             if loader.limit == 0 or self.max_epochs == 0 or self.max_steps == 0:
+                run.train_loader = None  # so that nothing can be saved that could not be resumed
                 notice("nothing to train: max_epochs, max_steps or limit_train_batches is 0.")
                 return
-            run.train_loader = loader
             run.validation = evaluation_plan(run, "validation", val_dataloaders)
             build_hooks(self, run)
             plan = fit_plan(run, loader, saves.safe_points)
@@ -257,7 +257,7 @@ class Trainer:
             run.hooks.run("on_fit_start")
             if not resumed:
                 check_sanity(run)
-            loop.begin_training(run)
+            loop.begin_training(run, plan)
             while loop.training_continues(run):
                 plan = refresh_train_loader(run, plan)
                 loop.train_epoch(run, plan)
@@ -486,12 +486,15 @@ class Trainer:
 
     @property
     def seed(self) -> int:
-        """The seed of order, augmentation and dropout; a resumed run takes over that of its checkpoint."""
+        """The seed of order, augmentation and dropout; a resumed run takes over that of its checkpoint.
+
+        Assign it before a run; one that has begun keeps its seed.
+        """
         return self._run.seed
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        self._run.seed = self._run.engine.seed = seed
+        self._run.seed = seed
 
     @property
     def callbacks(self) -> list[Callback]:
