@@ -10,7 +10,7 @@ from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import Memory, Recorder, make_trainer
 
 from trainkit import Callback, Trainer
-from trainkit.errors import ConfigurationError, ModuleError
+from trainkit.errors import ConfigurationError, HookError, ModuleError
 
 
 def in_hook(name: str, act: Any) -> Callback:
@@ -32,6 +32,18 @@ def test_a_seed_before_the_run() -> None:
     expected = trained(seed=11)
     assert trained(seed=3) != expected
     assert trained(seed=3, assigned=11) == expected
+
+
+def test_a_wrong_seed() -> None:
+    with pytest.raises(ConfigurationError, match="seed must be an integer from 0 to .*, not 'x'"):
+        make_trainer().seed = "x"
+    with pytest.raises(ConfigurationError, match="a run keeps the seed that it began with"):
+        trained(in_hook("on_train_start", lambda trainer: setattr(trainer, "seed", 1)))
+
+
+def test_callbacks_that_are_none() -> None:
+    with pytest.raises(HookError, match="callbacks must hold Callback objects, not 'x'"):
+        make_trainer().callbacks = ["x"]
 
 
 @pytest.mark.parametrize("hook", ["setup", "on_train_epoch_start"])

@@ -95,7 +95,7 @@ def merge_module_callbacks(trainer: Trainer, module: TrainModule) -> None:
     if clips and not any(isinstance(callback, clipping) for callback in kept + brought):
         brought.append(clipping(None))  # so that the module's own clipping is called
     trainer._brought_callbacks = brought
-    trainer.callbacks = kept + brought
+    trainer._run.callbacks = kept + brought
     for callback in trainer.callbacks:
         callback._module = module
 

@@ -17,6 +17,7 @@ from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback
 from trainkit.console import notice, printable
 from trainkit.errors import ConfigurationError, ModuleError
+from trainkit.hooks.hook_checks import check_callback
 from trainkit.hooks.table import HookTable
 from trainkit.launch.resolve import joined_strategy, read_wanted
 from trainkit.memory.report import PROCESSES, MemoryPlan
@@ -27,6 +28,7 @@ from trainkit.nested import batch_size
 from trainkit.paths import local_path
 from trainkit.precision import Precision
 from trainkit.registry import load_callback
+from trainkit.rng import resolve_seed
 from trainkit.strategy import Strategy
 from trainkit.trainer import train_loop as loop
 from trainkit.trainer.arguments import TrainerArguments, check_switches
@@ -182,7 +184,8 @@ class Trainer:
         self._run = Run.before_the_first(self._arguments, self.strategy, seed)
         self.inference_mode, self.profiler = inference_mode, make_profiler(profiler)
         self.loggers = attach_loggers(self, logger)
-        self.callbacks = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)
+        attached = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)
+        self._run.callbacks = attached
         self._brought_callbacks: list[Callback] = []  # by the module's configure_callbacks
         self._displaced_callbacks: list[Callback] = []  # by those
 
@@ -488,13 +491,15 @@ class Trainer:
     def seed(self) -> int:
         """The seed of order, augmentation and dropout; a resumed run takes over that of its checkpoint.
 
-        Assign it before a run; one that has begun keeps its seed.
+        It can be assigned between runs.
         """
         return self._run.seed
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        self._run.seed = seed
+        if self.stage is not None:
+            raise ConfigurationError("a run keeps the seed that it began with. Assign it before: trainer.seed = 42")
+        self._run.seed, self._run.seed_given = resolve_seed(seed), True
 
     @property
     def callbacks(self) -> list[Callback]:
@@ -503,6 +508,8 @@ class Trainer:
 
     @callbacks.setter
     def callbacks(self, callbacks: list[Callback]) -> None:
+        for callback in callbacks:
+            check_callback(callback)
         self._run.callbacks = callbacks
 
     @property
