@@ -264,7 +264,7 @@ SAYS_ZERO = "distributed_type: DEEPSPEED, use_cpu: true"
         ({"values": {**ZERO, "mixed_precision": "fp16"}}, [SAYS_ZERO, "mixed_precision: fp16", "precision='16-true' under"]),
         (
             {"values": ZERO, "backend": {"zero_stage": 2, "offload_param_device": "cpu"}},
-            [f"({SAYS_ZERO}, zero_stage: 2, offload_param_device: cpu): offload_params='cpu': parameters are divided"],
+            [f"({SAYS_ZERO}, zero_stage: 2, offload_param_device: cpu): offload_params='cpu' needs stage 3"],
         ),
         ({"values": ZERO, "dynamo": {"dynamo_backend": "eager"}}, [SAYS_ZERO, "dynamo_backend: eager", "does not work with"]),
         (
