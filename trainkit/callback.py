@@ -81,7 +81,7 @@ class Callback(KnownKeywords):
         """Before the few validation batches that run ahead of training."""
 
     def on_sanity_check_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """After them; what they logged is gone."""
+        """After these batches; the metrics that they logged are discarded."""
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Before the first epoch."""

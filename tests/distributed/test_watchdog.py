@@ -227,7 +227,7 @@ def test_one_hangs(size: int) -> None:
         assert ("member.step()" in stacks_of(rank)) == (rank != 1)
         assert "waited too long for another: RuntimeError: Timed out waiting 2000ms" in stacks_of(rank)
         assert "trainkit-watchdog" not in stacks_of(rank)
-    assert "waited too long for another one; the stacks of each are beside " in ended.output
+    assert "waited too long for another one; the stacks of each are next to " in ended.output
     assert "rank 1 was ended because rank " in ended.output
     assert ended.output.count("Traceback") == 1
     assert "Timed out waiting 2000ms" in ended.output.rstrip().rpartition("\n")[2]

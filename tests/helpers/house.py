@@ -68,7 +68,7 @@ NEVER = {
 
 # Loading any of these can run code, or is there to load what can.
 CODE_IN_DATA = {"_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
-# The one place that pickles: functions for the processes that notebook_launcher starts, by a connection to them and to no file.
+# The one place that pickles: functions for the processes that notebook_launcher starts, in a private temporary folder.
 CODE_TO_CHILDREN = ("trainkit.launch.pickling", "cloudpickle")
 # Collectives of torch.distributed that pickle what they send.
 PICKLING_COLLECTIVES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -100,11 +101,20 @@ def test_an_error_in_the_start_leaves_no_worker(tmp_path: Path) -> None:
     wait_until(lambda: not any(map(alive, started)))
 
 
-def test_a_folder_without_space_leaves_no_worker(start: Start, tmp_path: Path) -> None:
+def test_a_folder_without_space_leaves_no_worker(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    class Recorded(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self.pid)
+
+    monkeypatch.setattr(subprocess, "Popen", Recorded)
     (tmp_path / "pids").mkdir()
     with pytest.raises(ConfigurationError, match="cannot write '.*/pids': Is a directory. Free some space there"):
-        start(f"echo $$ > {tmp_path}/$RANK; exec sleep 100")
-    assert not any(alive(pid(file)) for file in tmp_path.glob("[45]"))
+        start("sleep 100")
+    assert len(started) == 1
+    wait_until(lambda: not any(map(alive, started)))
 
 
 def test_workers_have_the_default_signals(start: Start, tmp_path: Path) -> None:

@@ -466,9 +466,9 @@ def refused(data: bytes, known: dict[str, Tensor] | None = None) -> str:
     [
         ('{"$pickle": "gASVAAAA"}', "the unknown tag '$pickle'"),
         ('{"$": 1}', "the unknown tag '$'"),
-        ('{"$tuple": [], "a": 1}', "the tag '$tuple' beside other keys"),
-        ('{"a": 1, "$tuple": []}', "the tag '$tuple' beside other keys"),
-        ('{"$$a": 1, "$tuple": []}', "beside other keys"),
+        ('{"$tuple": [], "a": 1}', "the tag '$tuple' next to other keys"),
+        ('{"a": 1, "$tuple": []}', "the tag '$tuple' next to other keys"),
+        ('{"$$a": 1, "$tuple": []}', "next to other keys"),
         ('{"$tuple": {"a": 1}}', "malformed $tuple"),
         ('{"$tuple": "ab"}', "malformed $tuple"),
         ('{"$tuple": {"$tuple": []}}', "malformed $tuple"),

@@ -100,9 +100,9 @@ def why_no_checkpoint(path: Path) -> str:
         return f"{path} is a file of a checkpoint; a checkpoint is its folder. Fix: {str(path.parent)!r}."
     else:
         reason = "this is a file, and a checkpoint is a folder"
-    beside = _checkpoints_in(path.parent)
-    close = get_close_matches(path.name, beside, n=1)
-    near = f"In {path.parent} there are: {listed(beside)}." if beside else f"There is none in {path.parent} either."
+    siblings = _checkpoints_in(path.parent)
+    close = get_close_matches(path.name, siblings, n=1)
+    near = f"In {path.parent} there are: {listed(siblings)}." if siblings else f"There is none in {path.parent} either."
     return f"{path}: expected a checkpoint, but {reason}. {near}" + (f" Did you mean {close[0]!r}?" if close else "")
 
 

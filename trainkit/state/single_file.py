@@ -84,8 +84,8 @@ def _lay_out(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]
     files, _ = plan_files("object", stored, _ONE_FILE, metadata=metadata)
     if len(files) > 1 or len(files[0].header) > MAX_JSON_BYTES:
         raise UnsavableError(
-            f"{path} would need a header of more than {MAX_JSON_BYTES // 2**20} MiB for {len(stored):,} tensors and what is "
-            "beside them. Save it in parts, or put large amounts of numbers into tensors."
+            f"{path} would need a header of more than {MAX_JSON_BYTES // 2**20} MiB for {len(stored):,} tensors and the other "
+            "values. Save it in parts, or put large amounts of numbers into tensors."
         )
     return files[0].header, (piece for entry in files[0].entries for piece in chunks(entry, stored[entry.name]))
 

@@ -70,7 +70,7 @@ class Decoder:
             return self._tagged(key, value[key])
         if all(key[:1] != "$" or key[:2] == "$$" for key in value):
             return {key[1:] if key[:1] == "$" else key: item for key, item in value.items()}
-        raise CorruptCheckpointError(f"{self._what}: the tag {key!r:.40} beside other keys")
+        raise CorruptCheckpointError(f"{self._what}: the tag {key!r:.40} next to other keys")
 
     def _tagged(self, tag: str, payload: Any) -> Any:
         decode = self._decode.get(tag)
