@@ -83,9 +83,7 @@ class Watchdog:
         if failure is not None and failure.kind == "timeout" and self._channel.runs.open:
             where = self._write(failure)
             if failure.rank == self._channel.rank:
-                say(
-                    f"trainkit: rank {failure.rank} waited too long for another one; the stacks of each are next to {where}\n"
-                )
+                say(f"trainkit: rank {failure.rank} waited too long for another one; the stacks of each are next to {where}\n")
 
     def _watch(self) -> None:
         known: Failure | None = None
