@@ -1,4 +1,4 @@
-"""The measurements of ``checkpoint.py``, one a process: ``python checkpoint_cases.py CASE FOLDER``.
+"""The measurements of `checkpoint.py`, one a process: `python checkpoint_cases.py CASE FOLDER`.
 
 The last line of what it prints is JSON: name of the row → [trainkit, reference] for each repeat, in seconds or MB.
 """

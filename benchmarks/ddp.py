@@ -2,11 +2,11 @@
 
     python benchmarks/ddp.py [--only mlp gpt] [--repeats 5] [--chunks 16] [--json FILE]
 
-A multilayer perceptron of 10 million parameters, and the GPT over bytes of ``trainkit demo``; AdamW, float32, one thread for
-each process. The loop by hand is that of PyTorch's tutorial: ``DistributedDataParallel`` and a ``DataLoader`` with a
-``DistributedSampler``. ``Trainer`` gets the same data set in a plain ``DataLoader``, without logger, bar and checkpoints.
+A multilayer perceptron of 10 million parameters, and the GPT over bytes of `trainkit demo`; AdamW, float32, one thread for
+each process. The loop by hand is that of PyTorch's tutorial: `DistributedDataParallel` and a `DataLoader` with a
+`DistributedSampler`. `Trainer` gets the same data set in a plain `DataLoader`, without logger, bar and checkpoints.
 
-How it is measured is in ``pairs.py``.
+How it is measured is in `pairs.py`.
 
 Returns 1 if a ratio of the wall's clock is above 1.03. Linux and macOS only.
 """

@@ -73,7 +73,7 @@ def by_hand(module: Layers, batches: list[list[Tensor]], mixed: bool) -> float:
 
 
 def by_trainkit(module: Layers, batches: list[list[Tensor]], mixed: bool) -> float:
-    """Milliseconds of a step of ``Trainer``."""
+    """Milliseconds of a step of `Trainer`."""
     times = EpochTimes()
     trainer = Trainer(
         accelerator="gpu",

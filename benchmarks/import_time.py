@@ -1,11 +1,11 @@
-"""What ``import trainkit`` costs beside ``import torch``.
+"""What `import trainkit` costs beside `import torch`.
 
     python benchmarks/import_time.py [--repeats 15] [--json FILE]
 
 Each import runs in a process of its own, in turns, so that what slows the machine down slows both. The difference is
 taken pair by pair, and its median is the figure. Since torch's own import varies more than what is looked for, the same
 is also timed inside one process: trainkit after torch. "names" is the first use of Trainer, TrainModule, DataModule and
-Accelerator, which ``import trainkit`` puts off. The time to start Python is not included.
+Accelerator, which `import trainkit` puts off. The time to start Python is not included.
 """
 
 from __future__ import annotations

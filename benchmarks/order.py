@@ -35,13 +35,13 @@ def first_index(length: int, position: int, key: int) -> int:
 
 
 def first_index_of_random_sampler(length: int, key: int) -> int:
-    """What ``DataLoader(shuffle=True)`` does at the start of an epoch; any other position is reached from there."""
+    """What `DataLoader(shuffle=True)` does at the start of an epoch; any other position is reached from there."""
     sampler = torch.utils.data.RandomSampler(range(length), generator=torch.Generator().manual_seed(key))
     return next(iter(sampler))
 
 
 def resident_mb() -> tuple[float, float] | None:
-    """Resident memory now and at its highest, in MB; None where ``/proc`` does not tell."""
+    """Resident memory now and at its highest, in MB; None where `/proc` does not tell."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None
@@ -50,7 +50,7 @@ def resident_mb() -> tuple[float, float] | None:
 
 
 def cost(call: Callable[[int], object], repeats: int) -> dict[str, float | None]:
-    """Seconds and memory of ``call(key)``. tracemalloc slows Python's lists, so it watches a call of its own."""
+    """Seconds and memory of `call(key)`. tracemalloc slows Python's lists, so it watches a call of its own."""
     before = resident_mb()
     seconds = []
     for key in range(repeats):
@@ -81,7 +81,7 @@ def measure_first(case: tuple[str, int, int]) -> dict[str, Any]:
 
 
 def measure_sequence(length: int) -> dict[str, Any]:
-    """Nanoseconds an index in one long block, and microseconds a ``block`` of 32 when asked for one after the other."""
+    """Nanoseconds an index in one long block, and microseconds a `block` of 32 when asked for one after the other."""
     count = min(length, IN_SEQUENCE) // BLOCK * BLOCK
     long, short = Permutation(length, 1), Permutation(length, 2)
     long.block(0, 1), short.block(0, 1)  # sorting, if any, is in the other table

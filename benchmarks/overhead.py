@@ -174,7 +174,7 @@ def line(row: dict[str, Any], clock: str) -> str:
 
 
 def find(python: str, package: str) -> str | None:
-    """The version of torch beside ``package`` in an environment, ``None`` if the package is not there."""
+    """The version of torch beside `package` in an environment, `None` if the package is not there."""
     program = f"import importlib.util as u, torch; print(torch.__version__ if u.find_spec({package!r}) else '')"
     done = subprocess.run([python, "-c", program], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() or None

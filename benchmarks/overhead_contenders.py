@@ -33,7 +33,7 @@ class Clock:
     """Waits for its turn before each chunk of steps, and reports afterwards: seconds by the wall, seconds of this process.
 
     Args:
-        turns: file descriptor, a byte is read from it before each chunk; ``None`` never waits.
+        turns: file descriptor, a byte is read from it before each chunk; `None` never waits.
         reports: file descriptor, a line is written to it after each chunk.
     """
 
@@ -52,7 +52,7 @@ class Clock:
 
 
 class Batches(list[Any]):
-    """A list of ready batches, the same few over and over: first those to warm up on, then chunks of ``steps`` each."""
+    """A list of ready batches, the same few over and over: first those to warm up on, then chunks of `steps` each."""
 
     def __init__(self, batches: list[Any], clock: Clock, steps: int, chunks: int) -> None:
         super().__init__(islice(cycle(batches), WARM_UP + chunks * steps + AFTER))
@@ -115,7 +115,7 @@ def raw(model: nn.Module, batches: Batches) -> None:
 
 
 def seeding(model: nn.Module, batches: Batches) -> None:
-    """The loop by hand with the seeding that trainkit does: torch, numpy and ``random`` before each step."""
+    """The loop by hand with the seeding that trainkit does: torch, numpy and `random` before each step."""
     from trainkit.rng import KeyStream, Purpose, Stage, seed_generators
 
     optimizer = adamw(model)

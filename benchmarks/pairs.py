@@ -1,4 +1,4 @@
-"""Two worlds of one or two processes that take turns on the same cores: the machinery of ``ddp.py``, ``zero.py``, ``xla.py``.
+"""Two worlds of one or two processes that take turns on the same cores: the machinery of `ddp.py`, `zero.py`, `xla.py`.
 
 They work a chunk of steps each, so that whatever slows the machine down slows both; neither works while the other does. A
 step takes as long as on the slower of its processes. A pair's ratio is the median over its chunks of contender / reference;
@@ -84,8 +84,8 @@ class Contender:
 class Clocked(Dataset[Any]):
     """Ready samples. The clock is in the data, so nothing is attached to a loop that it would not have anyway.
 
-    Before each chunk a byte is read from ``turns``; after it the seconds that it took, by the wall and of processor time,
-    are written to ``reports``.
+    Before each chunk a byte is read from `turns`; after it the seconds that it took, by the wall and of processor time,
+    are written to `reports`.
     """
 
     def __init__(self, samples: list[Any], model: str, chunks: int, turns: int, reports: int) -> None:
@@ -142,7 +142,7 @@ def adamw(module: nn.Module) -> torch.optim.AdamW:
 
 
 def train_module(model: str) -> Any:
-    """A model as a ``Trainer`` trains it."""
+    """A model as a `Trainer` trains it."""
     from trainkit import TrainModule
 
     class Module(TrainModule):
@@ -160,7 +160,7 @@ def train_module(model: str) -> Any:
 
 
 def fit(strategy: Any, model: str, data: Clocked) -> None:
-    """Train by a ``Trainer`` with nothing attached."""
+    """Train by a `Trainer` with nothing attached."""
     from trainkit import Trainer
 
     Trainer(
@@ -316,9 +316,9 @@ def compare(
     """Measure and print; 1 if a limit is exceeded.
 
     Args:
-        script: that is run for each process, with ``--work``.
-        arguments: of :func:`argument_parser`.
-        contenders: by name; those that are only references must be in ``more``.
+        script: that is run for each process, with `--work`.
+        arguments: of `argument_parser`.
+        contenders: by name; those that are only references must be in `more`.
         more: names that are not measured themselves.
         ranks: processes of a world.
     """

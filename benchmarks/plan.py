@@ -1,4 +1,4 @@
-"""What real runs hold in memory beside what ``trainer.plan`` says.
+"""What real runs hold in memory beside what `trainer.plan` says.
 
     python benchmarks/plan.py [--only zero1 …] [--processes 1 2] [--precisions 32-true …] [--nvme FOLDER] [--json FILE]
 
@@ -6,12 +6,12 @@ A transformer's layers of some 13 million parameters, one sample a batch, AdamW(
 processes over gloo on the CPU, where device and host are one memory. Measured on each process, the largest is taken:
 
 - tensors: the storages of all tensors that Python can see, in the middle of the second update, when the optimizer has stepped;
-  beside the plan's moment ``"update"``. DDP's buckets are not tensors that Python sees, so they are left out of both.
-- RSS: how far the resident memory (``VmHWM``, set back before the second update) rises above what the process held when the
+  beside the plan's moment `"update"`. DDP's buckets are not tensors that Python sees, so they are left out of both.
+- RSS: how far the resident memory (`VmHWM`, set back before the second update) rises above what the process held when the
   same had been trained with a tiny model; beside the largest moment of the plan. Large blocks are mapped one by one and given
-  back at once (``MALLOC_MMAP_THRESHOLD_``), so that it is what is in use.
+  back at once (`MALLOC_MMAP_THRESHOLD_`), so that it is what is in use.
 - NVMe: the bytes of the files there, of one process.
-- checkpoint: the bytes of the folder that ``Trainer.save_checkpoint`` writes, beside the plan's.
+- checkpoint: the bytes of the folder that `Trainer.save_checkpoint` writes, beside the plan's.
 
 A row is bad beyond 10 %, a checkpoint beyond 1 %; then the program returns 1. Linux only.
 """
@@ -112,7 +112,7 @@ def live() -> int:
 
 
 def resident(name: str) -> int:
-    """``VmRSS`` or ``VmHWM``."""
+    """`VmRSS` or `VmHWM`."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 

@@ -2,15 +2,15 @@
 
     python benchmarks/xla.py [--only mlp gpt] [--repeats 5] [--chunks 16] [--json FILE]
 
-A multilayer perceptron of 10 million parameters, and the GPT over bytes of ``trainkit demo``; AdamW, float32. The loop by hand
-is that of torch_xla's documentation: ``MpDeviceLoader``, one ``torch_xla.sync()`` a step; over several devices SPMD with a
-``ShardingSpec`` for the batch, and ``SpmdFullyShardedDataParallel``. ``Trainer`` gets the same data set in a plain
-``DataLoader``, without logger, bar and checkpoints. A batch is as large on one device as on four together.
+A multilayer perceptron of 10 million parameters, and the GPT over bytes of `trainkit demo`; AdamW, float32. The loop by hand
+is that of torch_xla's documentation: `MpDeviceLoader`, one `torch_xla.sync()` a step; over several devices SPMD with a
+`ShardingSpec` for the batch, and `SpmdFullyShardedDataParallel`. `Trainer` gets the same data set in a plain
+`DataLoader`, without logger, bar and checkpoints. A batch is as large on one device as on four together.
 
 A world is one process, which drives all its devices; on a CPU four devices share its cores. How it is measured is in
-``pairs.py``, but for the clock: it is asked at the start of each step, and waits for the devices where a chunk ends.
+`pairs.py`, but for the clock: it is asked at the start of each step, and waits for the devices where a chunk ends.
 
-Runs where torch_xla does (``make test-xla`` makes such an environment), on ``PJRT_DEVICE``, by default the CPU. Returns 1 if a
+Runs where torch_xla does (`make test-xla` makes such an environment), on `PJRT_DEVICE`, by default the CPU. Returns 1 if a
 ratio of the wall's clock is above 1.05.
 """
 
@@ -119,7 +119,7 @@ def by_hand(kind: str, model: str, clock: Any) -> None:
 
 
 class _Both:
-    """A ``ShardingSpec`` for inputs of two dimensions and labels of one."""
+    """A `ShardingSpec` for inputs of two dimensions and labels of one."""
 
     minibatch = False
 

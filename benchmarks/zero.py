@@ -3,13 +3,13 @@
     python benchmarks/zero.py [--only mlp gpt zero2 ... | memory] [--repeats 5] [--chunks 16] [--json FILE]
 
 Steps: two processes over gloo on the CPU; a multilayer perceptron of 10 million parameters, and the GPT over bytes of
-``trainkit demo``; AdamW, float32. The loop by hand calls ``deepspeed.initialize`` with the same configuration that
-``ZeROStrategy(config=)`` gets, and reads the same data. How it is measured is in ``pairs.py``.
+`trainkit demo`; AdamW, float32. The loop by hand calls `deepspeed.initialize` with the same configuration that
+`ZeROStrategy(config=)` gets, and reads the same data. How it is measured is in `pairs.py`.
 
-Memory: an own loop's process, of two, with 36 million parameters and AdamW, 430 MB of state. Of ``save_state`` how far the
+Memory: an own loop's process, of two, with 36 million parameters and AdamW, 430 MB of state. Of `save_state` how far the
 process's largest resident memory rises above what it held, beside the largest tensor (written at once) or its share of the
 state (written in the background); to either comes one gathered tensor, since a CPU's memory is the device's too. Of
-``load_state`` how far its private memory rises beyond what it holds afterwards, beside the largest tensor; files that are
+`load_state` how far its private memory rises beyond what it holds afterwards, beside the largest tensor; files that are
 mapped are not in that, which the system takes back when it needs to.
 
 Returns 1 if a ratio of the wall's clock is above 1.05, or one of memory above 1.10. Linux only.
@@ -94,7 +94,7 @@ CONTENDERS = HANDS | {kind: Contender(kind, partial(trainer, kind), f"hand-{kind
 
 
 def resident(name: str) -> float:
-    """MB, out of ``/proc/self/status``."""
+    """MB, out of `/proc/self/status`."""
     return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) / 1e3
 
 
@@ -164,7 +164,7 @@ def measure_memory(kind: str, what: str, folder: Path) -> None:
 
 
 def taken_and_allowed(kind: str, what: str, folder: str) -> tuple[float, float]:
-    """What :func:`measure_memory` prints in two new processes."""
+    """What `measure_memory` prints in two new processes."""
     command = [sys.executable, "-m", "trainkit", "launch", "--nproc-per-node", "2", __file__, "--memory", kind, what]
     # large blocks go back to the system, so that what is measured is what is held
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}

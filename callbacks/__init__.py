@@ -1,4 +1,4 @@
-"""Callbacks for ``Trainer(callbacks=[EarlyStopping("val_loss")])``. Each file is loaded on first use.
+"""Callbacks for `Trainer(callbacks=[EarlyStopping("val_loss")])`. Each file is loaded on first use.
 
 They import no strategy, so all of them work with every strategy.
 """

@@ -1,4 +1,4 @@
-"""The arguments of ``ModelCheckpoint``: checks, and the template of a name: ``"{epoch:02d}-{val_loss:.2f}"``."""
+"""The arguments of `ModelCheckpoint`: checks, and the template of a name: `"{epoch:02d}-{val_loss:.2f}"`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FIX = "Fix: ModelCheckpoint(filename='{epoch:02d}-{val_loss:.2f}')"
 
 
 def check_template(template: Any) -> None:
-    """Check that ``template`` can be filled and gives a plain name in a folder."""
+    """Check that `template` can be filled and gives a plain name in a folder."""
     if not isinstance(template, str) or not template:
         raise ConfigurationError(f"ModelCheckpoint(filename=...) expected a template or None, got {template!r}. {_FIX}")
     try:
@@ -68,9 +68,9 @@ def fill(template: str, values: Mapping[str, Any], *, insert: bool, known: Itera
     """Fill the template.
 
     Args:
-        template: checked by :func:`check_template`.
+        template: checked by `check_template`.
         values: numbers, or tensors of one element, by name.
-        insert: insert ``name=`` before each value.
+        insert: insert `name=` before each value.
         known: other logged names, for the message.
 
     Raises:
@@ -104,7 +104,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 
 def check_folder(dirpath: Any) -> None:
-    """Check that ``dirpath`` is a local folder or None."""
+    """Check that `dirpath` is a local folder or None."""
     is_path = isinstance(dirpath, str | os.PathLike) and os.fspath(dirpath) != ""
     if is_path:
         local_path(dirpath, "dirpath")
@@ -142,7 +142,7 @@ def check_kept(monitor: Any, save_top_k: Any, keep_last: Any, save_last: Any) ->
 
 
 def check_interval(interval: Any) -> timedelta | None:
-    """Check ``train_time_interval``; 0 is None."""
+    """Check `train_time_interval`; 0 is None."""
     if interval is None or (type(interval) is int and interval == 0):
         return None
     if not isinstance(interval, timedelta) or interval <= timedelta(0):

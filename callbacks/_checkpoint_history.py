@@ -1,4 +1,4 @@
-"""The checkpoints that a ``ModelCheckpoint`` has saved: the best, the newest, and which can be removed."""
+"""The checkpoints that a `ModelCheckpoint` has saved: the best, the newest, and which can be removed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Save:
 
 
 class CheckpointHistory(Callback):
-    """The part of ``ModelCheckpoint`` that records what has been saved.
+    """The part of `ModelCheckpoint` that records what has been saved.
 
     The history is updated before a checkpoint is written, so that the checkpoint contains itself, and the update is undone if
     the save fails. Mappings are replaced, never changed: the writer's thread reads them.
@@ -68,7 +68,7 @@ class CheckpointHistory(Callback):
 
     @property
     def given_dirpath(self) -> str | None:
-        """``dirpath`` as the user gave it; None: the folder of the run."""
+        """`dirpath` as the user gave it; None: the folder of the run."""
         return None if self._default_dirpath else self.dirpath
 
     def _use_folder(self, folder: Path) -> None:
@@ -77,17 +77,17 @@ class CheckpointHistory(Callback):
 
     @property
     def best_model_path(self) -> str:
-        """The best checkpoint; without ``monitor`` the newest; "" if there is none."""
+        """The best checkpoint; without `monitor` the newest; "" if there is none."""
         return self.last_model_path if self.monitor is None else next(iter(self.best_k_models), "")
 
     @property
     def best_model_score(self) -> Tensor | None:
-        """The value of ``monitor`` of the best checkpoint, a scalar float64 tensor; None if there is none."""
+        """The value of `monitor` of the best checkpoint, a scalar float64 tensor; None if there is none."""
         return next(iter(self.best_k_models.values()), None)
 
     @property
     def kth_best_model_path(self) -> str:
-        """The worst of the ``save_top_k`` best checkpoints; "" while there are fewer."""
+        """The worst of the `save_top_k` best checkpoints; "" while there are fewer."""
         paths = list(self.best_k_models)
         return paths[-1] if paths and len(paths) >= self.save_top_k else ""
 
@@ -105,7 +105,7 @@ class CheckpointHistory(Callback):
         return next(iter(self._best_with("", None, scores)), "")
 
     def _best_with(self, path: str, score: Tensor | None, others: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The best of ``others`` (default: the best so far) and of a newer one, in order."""
+        """The best of `others` (default: the best so far) and of a newer one, in order."""
         scores = {known: s for known, s in (self.best_k_models if others is None else others).items() if known != path}
         if score is not None:
             scores[path] = score
@@ -119,7 +119,7 @@ class CheckpointHistory(Callback):
         return dict(ordered if self.save_top_k == -1 else ordered[: self.save_top_k])
 
     def _add(self, save: Save, path: Path) -> None:
-        """Record a checkpoint that is about to be written to ``path``."""
+        """Record a checkpoint that is about to be written to `path`."""
         save.path, save.before = str(path), (self.last_model_path, self.current_score)
         best = self._best_with(save.path, save.score)
         save.best = frozenset(best)
@@ -127,7 +127,7 @@ class CheckpointHistory(Callback):
         self.best_k_models, self.last_model_path, self.current_score = best, save.path, save.score
 
     def _undo(self, save: Save) -> bool:
-        """Undo :meth:`_add` after a failed save; later checkpoints stay. Returns whether there was anything to undo."""
+        """Undo `_add` after a failed save; later checkpoints stay. Returns whether there was anything to undo."""
         path, save.path = save.path, ""
         if not path or save.committed:
             return False
@@ -153,7 +153,7 @@ class CheckpointHistory(Callback):
             notice(f"ModelCheckpoint: {path} is saved, but: {error}")
 
     def _outdated(self, save: Save, run_id: str) -> list[Path]:
-        """The checkpoints of this run and callback that ``save`` makes unnecessary, the oldest first."""
+        """The checkpoints of this run and callback that `save` makes unnecessary, the oldest first."""
         if self.keep_last == -1 or (self.monitor is None and self.save_top_k == -1):
             return []
         protected = {*save.best, *self.best_k_models, save.path}
@@ -185,7 +185,7 @@ class CheckpointHistory(Callback):
         self.current_score = None if state_dict["current_score"] is None else score_of(state_dict["current_score"])
 
     def _stored(self, path: str) -> str:
-        """Relative to ``dirpath`` if it is inside, so that the folder can be moved."""
+        """Relative to `dirpath` if it is inside, so that the folder can be moved."""
         folder, name = os.path.split(path)
         return name if folder == self.dirpath else path
 

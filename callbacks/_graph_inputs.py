@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 __all__: list[str] = []
 
 Inputs = tuple[tuple[str, Any], ...]
-"""Names and values, such as ``batch['x']`` with a shape, ``batch['x'].dtype``, ``layer.weight.requires_grad``."""
+"""Names and values, such as `batch['x']` with a shape, `batch['x'].dtype`, `layer.weight.requires_grad`."""
 
 
 class Change(NamedTuple):

@@ -23,7 +23,7 @@ class Memory:
         start: at its start.
         end: at its end.
         peak: the maximum in between.
-        bound: of ``peak``: ``""`` if it is exact, ``"at most"`` or ``"at least"``.
+        bound: of `peak`: `""` if it is exact, `"at most"` or `"at least"`.
     """
 
     start: int
@@ -45,7 +45,7 @@ class Gauge:
     Args:
         read: returns the bytes in use, and the peak since the last reset.
         reset: resets the peak; returns whether it could.
-        bound: of the peaks, see :class:`Memory`.
+        bound: of the peaks, see `Memory`.
     """
 
     def __init__(self, read: Callable[[], tuple[int, int]], reset: Callable[[], bool], bound: str = "") -> None:

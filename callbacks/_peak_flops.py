@@ -58,7 +58,7 @@ def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> floa
     """Peak FLOP/s of a device in matrix products of a dtype, or None if unknown.
 
     Args:
-        device_name: of ``torch.cuda.get_device_name``.
+        device_name: of `torch.cuda.get_device_name`.
         dtype: bfloat16, float16 or float32.
         tf32: whether float32 products may use TF32.
     """

@@ -1,4 +1,4 @@
-"""``EarlyStopping``: stop training when a metric no longer improves."""
+"""`EarlyStopping`: stop training when a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ __all__ = ["EarlyStopping"]
 
 
 class EarlyStopping(Callback):
-    """Stops training when a logged metric has not improved for ``patience`` checks.
+    """Stops training when a logged metric has not improved for `patience` checks.
 
     It checks after each validation (not the sanity check), or at the end of each training epoch without validation or with
-    ``check_on_train_epoch_end``. With several validations in an epoch, ``patience`` counts validations. ``min_epochs`` and
-    ``min_steps`` of the Trainer take precedence. Under ``fast_dev_run`` it only checks that the metric is logged. All
+    `check_on_train_epoch_end`. With several validations in an epoch, `patience` counts validations. `min_epochs` and
+    `min_steps` of the Trainer take precedence. Under `fast_dev_run` it only checks that the metric is logged. All
     processes use the same value, so they decide the same.
 
     Args:
-        monitor: name of the metric, as passed to ``self.log``.
+        monitor: name of the metric, as passed to `self.log`.
         min_delta: minimum change that is an improvement, not inclusive; at least 0.
         patience: number of checks in a row without an improvement that stop training.
         verbose: print improvements and the reason for stopping.
-        mode: ``"min"`` if smaller is better, ``"max"`` if larger is better.
+        mode: `"min"` if smaller is better, `"max"` if larger is better.
         strict: raise an error if the metric was never logged; if False, warn once and skip the check.
         check_finite: stop training if the metric is NaN or infinite.
         stopping_threshold: stop training if the metric is better than this.
@@ -51,11 +51,12 @@ class EarlyStopping(Callback):
 
     Raises:
         ConfigurationError: an argument out of its range.
-        MissingMetricError: ``monitor`` was never logged and ``strict`` is True; while training.
+        MissingMetricError: `monitor` was never logged and `strict` is True; while training.
 
-    Example::
-
+    Example:
+        ```python
         trainer = Trainer(callbacks=[EarlyStopping("val_loss", patience=5)])
+        ```
     """
 
     runs_last = True

@@ -1,4 +1,4 @@
-"""``GradientClipping``: what ``Trainer(gradient_clip_val=...)`` attaches."""
+"""`GradientClipping`: what `Trainer(gradient_clip_val=...)` attaches."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ __all__ = ["GradientClipping"]
 
 
 class GradientClipping(Callback):
-    """Clips the gradient before each optimizer step, by norm or by value, and logs its norm as ``grad_norm``.
+    """Clips the gradient before each optimizer step, by norm or by value, and logs its norm as `grad_norm`.
 
-    It calls ``module.configure_gradient_clipping``, so a module can override how it clips. It clips the gradient of the whole
-    accumulation window, after unscaling under ``16-mixed``. The logged norm is that before clipping; nothing waits for the
+    It calls `module.configure_gradient_clipping`, so a module can override how it clips. It clips the gradient of the whole
+    accumulation window, after unscaling under `16-mixed`. The logged norm is that before clipping; nothing waits for the
     device.
 
     Args:
         gradient_clip_val: maximum norm of all gradients of the optimizer together, or maximum absolute value of each
-            element; greater than 0. ``inf`` only logs the norm. None leaves the value to an overridden
-            ``configure_gradient_clipping``.
-        gradient_clip_algorithm: ``"norm"`` scales all gradients by one factor (Pascanu, Mikolov, Bengio: On the
-            difficulty of training recurrent neural networks, ICML 2013); ``"value"`` clips each element.
-        norm_type: the norm; ``inf`` is the largest absolute value. Only for ``"norm"``.
+            element; greater than 0. `inf` only logs the norm. None leaves the value to an overridden
+            `configure_gradient_clipping`.
+        gradient_clip_algorithm: `"norm"` scales all gradients by one factor (Pascanu, Mikolov, Bengio: On the
+            difficulty of training recurrent neural networks, ICML 2013); `"value"` clips each element.
+        norm_type: the norm; `inf` is the largest absolute value. Only for `"norm"`.
         log_norm: log the norm at log boundaries.
 
     Raises:
-        ConfigurationError: an argument out of its range; when training starts: manual optimization, or a ``norm_type``
-            other than 2 with a module that overrides ``configure_gradient_clipping``.
+        ConfigurationError: an argument out of its range; when training starts: manual optimization, or a `norm_type`
+            other than 2 with a module that overrides `configure_gradient_clipping`.
 
-    Example::
-
+    Example:
+        ```python
         trainer = Trainer(callbacks=[GradientClipping(1.0)])   # the same as Trainer(gradient_clip_val=1.0)
+        ```
     """
 
     runs_last = True

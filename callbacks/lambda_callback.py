@@ -1,4 +1,4 @@
-"""``LambdaCallback``: a callback made of functions."""
+"""`LambdaCallback`: a callback made of functions."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ class LambdaCallback(Callback):
     """Calls the given functions as hooks.
 
     Args:
-        **hooks: hook name = function; called with the arguments of the hook, ``(trainer, module, ...)``.
+        **hooks: hook name = function; called with the arguments of the hook, `(trainer, module, ...)`.
 
     Raises:
         UnknownNameError: no hook has that name.
         HookError: a function cannot be called with its hook's arguments.
         ConfigurationError: an argument is not a function.
 
-    Example::
-
+    Example:
+        ```python
         trainer = Trainer(callbacks=[LambdaCallback(on_train_start=lambda trainer, module: print("off we go"))])
+        ```
     """
 
     def __init__(self, **hooks: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""``LearningRateMonitor``: the learning rates that the optimizer steps used."""
+"""`LearningRateMonitor`: the learning rates that the optimizer steps used."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ class LearningRateMonitor(Callback):
     """Logs the learning rate of every optimizer, at log boundaries or once per epoch.
 
     By step it logs the rate that this optimizer step used, before a scheduler changes it; by epoch, the rate at its beginning.
-    Names are ``lr-AdamW``; ``lr-AdamW`` and ``lr-AdamW-1`` for two optimizers of a class; ``lr-AdamW/pg1``, ``lr-AdamW/pg2``
-    for parameter groups, or ``lr-AdamW/<name>`` if a group has a ``"name"``. A ``"name"`` in the scheduler's configuration
-    replaces ``lr-AdamW``.
+    Names are `lr-AdamW`; `lr-AdamW` and `lr-AdamW-1` for two optimizers of a class; `lr-AdamW/pg1`, `lr-AdamW/pg2`
+    for parameter groups, or `lr-AdamW/<name>` if a group has a `"name"`. A `"name"` in the scheduler's configuration
+    replaces `lr-AdamW`.
 
     Args:
-        logging_interval: ``"step"``, ``"epoch"``, or None: each optimizer at the interval of its scheduler (by step without
+        logging_interval: `"step"`, `"epoch"`, or None: each optimizer at the interval of its scheduler (by step without
             one).
-        log_momentum: also log the momentum (or the first beta), as ``<name>-momentum``.
-        log_weight_decay: also log the weight decay, as ``<name>-weight_decay``.
+        log_momentum: also log the momentum (or the first beta), as `<name>-momentum`.
+        log_weight_decay: also log the weight decay, as `<name>-weight_decay`.
 
     Raises:
         ConfigurationError: an unknown interval; a Trainer without a logger (when training starts).
 
-    Example::
-
+    Example:
+        ```python
         trainer = Trainer(callbacks=[LearningRateMonitor(logging_interval="step")])
+        ```
     """
 
     def __init__(self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False) -> None:
@@ -102,7 +103,7 @@ class LearningRateMonitor(Callback):
 
 
 def _numbered(bases: list[str]) -> list[str]:
-    """``[a, a, b]`` as ``[a, a-1, b]``."""
+    """`[a, a, b]` as `[a, a-1, b]`."""
     seen: Counter[str] = Counter()
     names = []
     for base in bases:

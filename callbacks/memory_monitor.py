@@ -1,4 +1,4 @@
-"""``MemoryMonitor``: the memory of device and host at the start and end of each stage, and its peak."""
+"""`MemoryMonitor`: the memory of device and host at the start and end of each stage, and its peak."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One run of a stage. Each number of ``device``, ``host`` and ``together`` is the maximum over devices, processes or nodes.
+    """One run of a stage. Each number of `device`, `host` and `together` is the maximum over devices, processes or nodes.
 
     Attributes:
-        stage: ``"setup"``, ``"sanity_check"``, ``"train"``, ``"train_epoch"``, ``"validate"``, ``"test"``, ``"predict"``.
-        epoch: ``trainer.current_epoch`` at its end.
-        step: ``trainer.global_step`` at its end.
+        stage: `"setup"`, `"sanity_check"`, `"train"`, `"train_epoch"`, `"validate"`, `"test"`, `"predict"`.
+        epoch: `trainer.current_epoch` at its end.
+        step: `trainer.global_step` at its end.
         processes: each process, by rank.
     """
 
@@ -74,24 +74,24 @@ class StageMemory:
 class MemoryMonitor(Callback):
     """Measures the memory of host and device at the start and end of each stage, and its peak in between.
 
-    Stages are the set-up of a run (``configure_model``, the strategy's work, loading a checkpoint), the sanity check,
-    training, each validation, test and predict. At the end of each the main process prints a line, and ``stages`` and
-    ``history`` contain the memory of all processes, in bytes. After an error each process prints that of its open stage.
+    Stages are the set-up of a run (`configure_model`, the strategy's work, loading a checkpoint), the sanity check,
+    training, each validation, test and predict. At the end of each the main process prints a line, and `stages` and
+    `history` contain the memory of all processes, in bytes. After an error each process prints that of its open stage.
 
-    Device memory is that of the tensors that torch has allocated (``torch.cuda.max_memory_allocated``); the driver shows more,
+    Device memory is that of the tensors that torch has allocated (`torch.cuda.max_memory_allocated`); the driver shows more,
     because it includes torch's cache and libraries. On MPS torch has no peak, and the largest value seen is a lower bound.
 
-    Host memory is the resident memory of the process, on Linux only: ``VmRSS`` and ``VmHWM`` of ``/proc/self/status``. Shared
+    Host memory is the resident memory of the process, on Linux only: `VmRSS` and `VmHWM` of `/proc/self/status`. Shared
     memory, such as that of libraries, counts in each process; DataLoader workers are not counted.
 
     Each stage resets the peaks of torch and of the kernel when it starts and ends, which other readers of
-    ``torch.cuda.max_memory_allocated`` or ``ru_maxrss`` notice. If the kernel does not allow it, the peak since the start of
+    `torch.cuda.max_memory_allocated` or `ru_maxrss` notice. If the kernel does not allow it, the peak since the start of
     the process is an upper bound, unless the stage has raised it.
 
     Args:
-        logging_interval: ``"epoch"``: each training epoch is also a stage, ``"train_epoch"``, and logged; ``"step"``: log
-            at log boundaries; None: log nothing. The metrics are ``memory/host``, ``memory/host_peak``, ``memory/device``,
-            ``memory/device_peak``, in MB (10^6 bytes), of the process with the most; peaks are since the last boundary.
+        logging_interval: `"epoch"`: each training epoch is also a stage, `"train_epoch"`, and logged; `"step"`: log
+            at log boundaries; None: log nothing. The metrics are `memory/host`, `memory/host_peak`, `memory/device`,
+            `memory/device_peak`, in MB (10^6 bytes), of the process with the most; peaks are since the last boundary.
         verbose: print the lines.
 
     Attributes:
@@ -101,11 +101,12 @@ class MemoryMonitor(Callback):
     Raises:
         ConfigurationError: an unknown interval.
 
-    Example::
-
+    Example:
+        ```python
         monitor = MemoryMonitor()
         Trainer(callbacks=[monitor]).fit(module)
         print(monitor.stages["train"].host.peak / 1e9, "GB")
+        ```
     """
 
     def __init__(self, logging_interval: str | None = None, verbose: bool = True) -> None:
@@ -247,6 +248,6 @@ def _line(use: StageMemory) -> str:
 
 
 def _text(memory: Memory) -> str:
-    """``120 → 130 MB, peak 150 MB``."""
+    """`120 → 130 MB, peak 150 MB`."""
     bound = f"{memory.bound} " * bool(memory.bound)
     return f"{memory.start / 1e6:,.0f} → {memory.end / 1e6:,.0f} MB, peak {bound}{memory.peak / 1e6:,.0f} MB"

@@ -1,4 +1,4 @@
-"""``ModelCheckpoint``: saves checkpoints while training, and keeps the best and the newest."""
+"""`ModelCheckpoint`: saves checkpoints while training, and keeps the best and the newest."""
 
 from __future__ import annotations
 
@@ -40,57 +40,58 @@ _ENDINGS = ("end", "exception")  # reasons for a save; the others are "steps", "
 
 
 class ModelCheckpoint(CheckpointHistory):
-    """Saves checkpoints, and deletes old ones. ``Trainer`` adds ``ModelCheckpoint()`` by default.
+    """Saves checkpoints, and deletes old ones. `Trainer` adds `ModelCheckpoint()` by default.
 
-    A checkpoint is a folder ``<dirpath>/<filename>`` with everything that a run needs to resume exactly. It saves every
-    ``every_n_train_steps`` optimizer steps, every ``every_n_epochs`` epochs and every ``train_time_interval``; if none of them
+    A checkpoint is a folder `<dirpath>/<filename>` with everything that a run needs to resume exactly. It saves every
+    `every_n_train_steps` optimizer steps, every `every_n_epochs` epochs and every `train_time_interval`; if none of them
     is given, every epoch and every 30 minutes. 0 or None turns one off. It also saves at the end of training, on SIGTERM, on
     Ctrl-C and on an error. Training continues while a checkpoint is written. It saves nothing in the sanity check and under
-    ``fast_dev_run``.
+    `fast_dev_run`.
 
-    It keeps the ``save_top_k`` best by ``monitor``, and the ``keep_last`` newest of the others. It deletes older ones when a
+    It keeps the `save_top_k` best by `monitor`, and the `keep_last` newest of the others. It deletes older ones when a
     newer one is complete, but only those that it has saved in this run. A checkpoint is ranked only by a value of its own step.
 
     Args:
-        dirpath: the folder; default: ``checkpoints`` in the folder of the run's logger (``<save_dir>/<name>/version_N``), or
-            in ``<default_root_dir>/version_N`` without one; set when training starts. The same for all processes.
-        filename: name of a checkpoint, with metrics, ``epoch`` (from 0) and ``step`` in braces:
-            ``"{epoch:02d}-{val_loss:.2f}"``. Default: ``"step-{step:08d}"``. A ``/`` becomes ``_``. If the name exists,
-            ``-v1``, ``-v2``, … is appended.
-        monitor: the metric, as passed to ``self.log``, that ranks checkpoints.
+        dirpath: the folder; default: `checkpoints` in the folder of the run's logger (`<save_dir>/<name>/version_N`), or
+            in `<default_root_dir>/version_N` without one; set when training starts. The same for all processes.
+        filename: name of a checkpoint, with metrics, `epoch` (from 0) and `step` in braces:
+            `"{epoch:02d}-{val_loss:.2f}"`. Default: `"step-{step:08d}"`. A `/` becomes `_`. If the name exists,
+            `-v1`, `-v2`, … is appended.
+        monitor: the metric, as passed to `self.log`, that ranks checkpoints.
         verbose: print each save.
-        save_last: True: a file ``last`` in the folder contains the name of the newest checkpoint.
-        save_top_k: number of best checkpoints to keep; -1 keeps all checkpoints, 0 ranks none. Needs ``monitor``, except -1.
+        save_last: True: a file `last` in the folder contains the name of the newest checkpoint.
+        save_top_k: number of best checkpoints to keep; -1 keeps all checkpoints, 0 ranks none. Needs `monitor`, except -1.
         save_on_exception: save the last complete step on an error; on SIGTERM and Ctrl-C it is always saved. An error on one
             of several processes saves nothing, because the others are in the middle of a step.
         save_weights_only: save only the model, from which no run can resume.
-        mode: ``"min"`` if smaller is better, ``"max"`` if larger is better.
-        auto_insert_metric_name: insert names before values: ``epoch=02-val_loss=0.31``.
+        mode: `"min"` if smaller is better, `"max"` if larger is better.
+        auto_insert_metric_name: insert names before values: `epoch=02-val_loss=0.31`.
         every_n_train_steps: number of optimizer steps between two saves.
         train_time_interval: time between two saves.
         every_n_epochs: number of epochs between two saves.
         save_on_train_epoch_end: when to save by epochs. True: at the end of the training epoch, False: after each validation
-            in it. None: after each validation if ``monitor`` is given and logged by then, else at the end of the epoch.
+            in it. None: after each validation if `monitor` is given and logged by then, else at the end of the epoch.
         enable_version_counter: False: a checkpoint replaces one of the same name, unless that is one of the best and remains
             so.
         keep_last: number of the newest checkpoints to keep that are not among the best; -1: all. 0: save only the best.
-        save: ``"all"`` of the model, or ``"trainable"``: trained parameters, buffers and a fingerprint of the others. None:
-            ``"trainable"`` for a model with PEFT adapters.
+        save: `"all"` of the model, or `"trainable"`: trained parameters, buffers and a fingerprint of the others. None:
+            `"trainable"` for a model with PEFT adapters.
 
     Attributes:
-        best_k_models: path → value of ``monitor`` of the ``save_top_k`` best checkpoints, the best first; scalar tensors.
+        best_k_models: path → value of `monitor` of the `save_top_k` best checkpoints, the best first; scalar tensors.
         last_model_path: the newest checkpoint, complete or being written; "" if there is none.
-        current_score: the value of ``monitor`` that ranks the newest; None if it is not ranked.
+        current_score: the value of `monitor` that ranks the newest; None if it is not ranked.
 
     Raises:
         ConfigurationError: an argument out of its range.
-        MissingMetricError: ``monitor``, or a metric in ``filename``, was never logged; while training.
+        MissingMetricError: `monitor`, or a metric in `filename`, was never logged; while training.
 
-    Example::
-
+    Example:
+        ```python
         best = ModelCheckpoint(monitor="val_loss", filename="{epoch}-{val_loss:.3f}", save_top_k=3)
         Trainer(callbacks=[best]).fit(module)
         print(best.best_model_path, float(best.best_model_score))
+        ```
     """
 
     runs_last = True
@@ -167,9 +168,9 @@ class ModelCheckpoint(CheckpointHistory):
         """The path of a checkpoint.
 
         Args:
-            metrics: by name, including ``epoch`` and ``step``; numbers, or tensors of one element.
+            metrics: by name, including `epoch` and `step`; numbers, or tensors of one element.
             filename: another template.
-            ver: N of ``-vN``.
+            ver: N of `-vN`.
 
         Raises:
             MissingMetricError: the template needs a metric that is missing.
@@ -297,7 +298,7 @@ class ModelCheckpoint(CheckpointHistory):
             trainer._checkpointing.safe_points.request(partial(self._save, trainer, why))
 
     def _counts(self, trainer: Trainer) -> bool:
-        """Whether the epoch is one of every ``every_n_epochs``."""
+        """Whether the epoch is one of every `every_n_epochs`."""
         return self.every_n_epochs > 0 and (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
     # -------------------------------------------------------------------------------------------------------- saving
@@ -345,7 +346,7 @@ class ModelCheckpoint(CheckpointHistory):
             self._saved = None  # the next save tries again
 
     def _may_replace(self, path: str, score: Tensor | None) -> bool:
-        """Whether the checkpoint at ``path`` may be replaced: one of the best must not by a worse one."""
+        """Whether the checkpoint at `path` may be replaced: one of the best must not by a worse one."""
         return path not in self.best_k_models or path not in self._best_with("", score)
 
     @property

@@ -1,4 +1,4 @@
-"""``ModelSummary``: a table of the model's layers, before training starts."""
+"""`ModelSummary`: a table of the model's layers, before training starts."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ _UNKNOWN = "?"
 
 
 class ModelSummary(Callback):
-    """Prints a table of the layers with their types, numbers of parameters and modes when ``fit`` starts.
+    """Prints a table of the layers with their types, numbers of parameters and modes when `fit` starts.
 
-    If the module has an ``example_input_array``, one forward runs on it, without gradients and in evaluation mode, and the
+    If the module has an `example_input_array`, one forward runs on it, without gradients and in evaluation mode, and the
     table shows the sizes of inputs and outputs of each layer. Modes and random state are restored.
 
     Args:
         max_depth: depth of nested layers to list; -1 lists all, 0 prints nothing.
 
     Raises:
-        ConfigurationError: ``max_depth`` is not an integer of at least -1.
+        ConfigurationError: `max_depth` is not an integer of at least -1.
 
-    Example::
-
+    Example:
+        ```python
         trainer = Trainer(callbacks=[ModelSummary(max_depth=2)])
+        ```
     """
 
     def __init__(self, max_depth: int = 1) -> None:
@@ -63,7 +64,7 @@ class LayerSummary:
         kind: its class.
         parameters: number of elements of its parameters, including those of nested layers; each tensor once.
         training: whether it is in training mode; None for the line of parameters that belong to no layer.
-        in_size: sizes of the inputs of its ``forward``, ``"?"`` if not a tensor; None without an example input.
+        in_size: sizes of the inputs of its `forward`, `"?"` if not a tensor; None without an example input.
         out_size: sizes of its outputs, in the same form.
     """
 
@@ -77,11 +78,11 @@ class LayerSummary:
 
 @dataclass
 class Summary:
-    """The result of :func:`summarize`; ``str()`` of it is the table.
+    """The result of `summarize`; `str()` of it is the table.
 
     Attributes:
-        layers: the lines, in the order of ``named_modules``.
-        trainable: number of elements of parameters with ``requires_grad``.
+        layers: the lines, in the order of `named_modules`.
+        trainable: number of elements of parameters with `requires_grad`.
         non_trainable: number of elements of the others.
         size_bytes: bytes of all parameters, each in its own dtype.
         modules_in_train_mode: number of submodules in training mode, at any depth.
@@ -152,18 +153,19 @@ def summarize(
     """Count a module's parameters, layer by layer.
 
     Args:
-        module: any module; if it has an ``example_input_array`` (a tensor, a tuple of positional or a dict of keyword
-            arguments of ``forward``) that is not None, one forward is run for the sizes.
+        module: any module; if it has an `example_input_array` (a tensor, a tuple of positional or a dict of keyword
+            arguments of `forward`) that is not None, one forward is run for the sizes.
         max_depth: depth of nested layers to list; -1 lists all, 0 none.
         precision: of that forward; None for float32.
-        placeholders: ``id(parameter)`` → a tensor of its full shape, for sharded parameters; then no forward is run.
+        placeholders: `id(parameter)` → a tensor of its full shape, for sharded parameters; then no forward is run.
 
     Returns:
         The summary; print it.
 
-    Example::
-
+    Example:
+        ```python
         print(summarize(module, max_depth=-1))
+        ```
     """
     max_depth = whole_number(max_depth, "summarize(max_depth=)", -1)
     listed = {
@@ -194,7 +196,7 @@ def summarize(
 
 
 def readable_count(number: int) -> str:
-    """``1234567`` as ``1.2 M``; numbers below a thousand are unchanged."""
+    """`1234567` as `1.2 M`; numbers below a thousand are unchanged."""
     value, units = float(number), ["", "K", "M", "B", "T"]
     while round(value, 1) >= 1000 and len(units) > 1:
         value, units = value / 1000, units[1:]

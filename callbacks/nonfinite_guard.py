@@ -1,4 +1,4 @@
-"""``NonFiniteGuard``: checks for losses and gradients that are infinite or NaN."""
+"""`NonFiniteGuard`: checks for losses and gradients that are infinite or NaN."""
 
 from __future__ import annotations
 
@@ -37,32 +37,33 @@ class _Findings(NamedTuple):
 class NonFiniteGuard(Callback):
     """Stops training, or skips the optimizer step, if the loss or a gradient is infinite or NaN.
 
-    ``action="raise"`` computes a flag on the device and reads it one optimizer step later, or when training ends, so that the
-    device does not wait. The optimizer step has then been made: do not use the parameters. ``action="skip"`` reads the flag
+    `action="raise"` computes a flag on the device and reads it one optimizer step later, or when training ends, so that the
+    device does not wait. The optimizer step has then been made: do not use the parameters. `action="skip"` reads the flag
     at once (one host read per step) and skips the optimizer step: parameters, optimizer state and schedulers do not change.
     With several processes all skip it, which takes one small all-reduce per step.
 
-    Under ``16-mixed`` gradients overflow while the loss scale adapts, and the loss scaler skips those steps: only the loss is
-    checked, whatever ``check`` is.
+    Under `16-mixed` gradients overflow while the loss scale adapts, and the loss scaler skips those steps: only the loss is
+    checked, whatever `check` is.
 
     Args:
-        action: ``"raise"`` or ``"skip"``.
-        check: ``"loss"`` (of each micro-batch), ``"grad"`` (of each parameter of the optimizer), or both. Large finite
+        action: `"raise"` or `"skip"`.
+        check: `"loss"` (of each micro-batch), `"grad"` (of each parameter of the optimizer), or both. Large finite
             gradients pass.
-        warn_after: with ``"skip"``, warn after this number of skipped steps in a row.
-        max_consecutive: with ``"skip"``, raise after this number of skipped steps in a row; None for no limit.
+        warn_after: with `"skip"`, warn after this number of skipped steps in a row.
+        max_consecutive: with `"skip"`, raise after this number of skipped steps in a row; None for no limit.
 
     Attributes:
         skipped_updates: number of optimizer steps skipped so far.
         consecutive_skips: number of optimizer steps skipped in a row.
 
     Raises:
-        ConfigurationError: an argument out of its range; ``check=("grad",)`` under ``16-mixed`` (when training starts).
+        ConfigurationError: an argument out of its range; `check=("grad",)` under `16-mixed` (when training starts).
         NonFiniteError: while training; names the optimizer step, and the loss or the parameters with such a gradient.
 
-    Example::
-
+    Example:
+        ```python
         trainer = Trainer(callbacks=[NonFiniteGuard(action="skip", max_consecutive=10)])
+        ```
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class NonFiniteGuard(Callback):
         self._read_pending()
 
     def _examine(self, optimizer: Optimizer, update: int, norm: Tensor | None) -> _Findings | None:
-        """Compute on the device whether loss and gradient are finite; with ``norm``, use it instead of the gradients."""
+        """Compute on the device whether loss and gradient are finite; with `norm`, use it instead of the gradients."""
         losses, self._losses, self._update = self._losses, None, update
         gradients, names = ([], []) if norm is None else ([norm], ["all parameters together"])
         if self._watch_gradients and norm is None:

@@ -1,4 +1,4 @@
-"""``PredictionWriter``: writes predictions to files, one per process or one for all."""
+"""`PredictionWriter`: writes predictions to files, one per process or one for all."""
 
 from __future__ import annotations
 
@@ -34,38 +34,39 @@ _ROWS = 32  # batches per process that are gathered at a time
 
 
 class PredictionWriter(Callback):
-    """Writes the outputs of ``predict_step`` to files, for ``predict(..., return_predictions=False)``.
+    """Writes the outputs of `predict_step` to files, for `predict(..., return_predictions=False)`.
 
     It writes tensors, and dicts and lists of only tensors, as safetensors, and everything else as JSON lines,
-    ``{"batch": 12, "indices": [48, 49], "prediction": …}``, where numbers that are not finite are strings.
+    `{"batch": 12, "indices": [48, 49], "prediction": …}`, where numbers that are not finite are strings.
 
-    * by batch: ``batch-00000012.safetensors``, or lines in ``rank-<rank>.jsonl``. The number is that of the batch in the whole
+    * by batch: `batch-00000012.safetensors`, or lines in `rank-<rank>.jsonl`. The number is that of the batch in the whole
       data, so the safetensors files are the same for any number of processes.
-    * by epoch: ``rank-<rank>.safetensors`` or ``.jsonl``; with ``once=True`` one file, ``predictions.safetensors`` or
-      ``.jsonl``, in the order of the data. Tensors of all batches are concatenated along their first dimension if their shapes
-      allow it, else named by batch, ``prediction/00000012``.
+    * by epoch: `rank-<rank>.safetensors` or `.jsonl`; with `once=True` one file, `predictions.safetensors` or
+      `.jsonl`, in the order of the data. Tensors of all batches are concatenated along their first dimension if their shapes
+      allow it, else named by batch, `prediction/00000012`.
 
     A tensor is called "prediction", or by its key in a dict or list, with "/" between nested keys. The indices are
-    "batch_indices". With several loaders each has its own folder, ``dataloader_<index>``.
+    "batch_indices". With several loaders each has its own folder, `dataloader_<index>`.
 
-    A subclass that overrides :meth:`write_on_batch_end` or :meth:`write_on_epoch_end`, with Lightning's arguments, needs no
-    ``output_dir``.
+    A subclass that overrides `write_on_batch_end` or `write_on_epoch_end`, with Lightning's arguments, needs no
+    `output_dir`.
 
     Args:
-        write_interval: ``"batch"``: after each batch; ``"epoch"``: at the end; ``"batch_and_epoch"``. Default: ``"epoch"`` with
-            ``once``, else ``"batch"``.
+        write_interval: `"batch"`: after each batch; `"epoch"`: at the end; `"batch_and_epoch"`. Default: `"epoch"` with
+            `once`, else `"batch"`.
         output_dir: the folder, without predictions of an earlier run.
         once: the main process writes the predictions of all processes at the end, and only it calls
-            :meth:`write_on_epoch_end`.
+            `write_on_epoch_end`.
 
     Raises:
-        ConfigurationError: an unknown interval, or ``once`` with ``"batch"``; when prediction starts: no folder, or one with
+        ConfigurationError: an unknown interval, or `once` with `"batch"`; when prediction starts: no folder, or one with
             predictions; while writing: a value that is neither a tensor nor plain.
 
-    Example::
-
+    Example:
+        ```python
         writer = PredictionWriter(output_dir="predictions", once=True)
         Trainer(callbacks=[writer]).predict(module, loader, return_predictions=False)
+        ```
     """
 
     def __init__(
@@ -108,8 +109,8 @@ class PredictionWriter(Callback):
         Args:
             trainer: the trainer.
             module: the module.
-            prediction: the output of ``predict_step``, on its device.
-            batch_indices: indices of the samples in the dataset; ``None`` if the loader's order is not known.
+            prediction: the output of `predict_step`, on its device.
+            batch_indices: indices of the samples in the dataset; `None` if the loader's order is not known.
             batch: the batch.
             batch_idx: its index on this process.
             dataloader_idx: the index of the loader.
@@ -131,13 +132,13 @@ class PredictionWriter(Callback):
         predictions: Sequence[Any],
         batch_indices: Sequence[Sequence[Sequence[int] | None]],
     ) -> None:
-        """Write all predictions of this process; with ``once``, of all processes on the main process.
+        """Write all predictions of this process; with `once`, of all processes on the main process.
 
         Args:
             trainer: the trainer.
             module: the module.
-            predictions: the outputs of ``predict_step`` by batch, on the CPU; with several loaders, by loader and batch.
-            batch_indices: by loader and batch, as in :meth:`write_on_batch_end`.
+            predictions: the outputs of `predict_step` by batch, on the CPU; with several loaders, by loader and batch.
+            batch_indices: by loader and batch, as in `write_on_batch_end`.
         """
         ranks = 1 if self.once else trainer.strategy.data_world.size
         first = 0 if self.once else trainer.strategy.data_world.rank
@@ -242,7 +243,7 @@ def _number(trainer: Trainer, batch_idx: int) -> int:
 
 
 def _positions(source: Any, number: int, devices: int) -> list[int] | None:
-    """Indices in the dataset of the samples of a batch (one per device); ``None`` if the loader does not read it in order."""
+    """Indices in the dataset of the samples of a batch (one per device); `None` if the loader does not read it in order."""
     batches = source.batch_sampler if isinstance(source, DataLoader) else None
     if type(batches) is not BatchSampler:
         return None
@@ -267,7 +268,7 @@ def _gathered_on_main(trainer: Trainer, own: list[list[Any]]) -> list[list[Any]]
 
 
 def _named_tensors(value: Any) -> dict[str, Tensor] | None:
-    """The tensors of a prediction by name; ``None`` if it contains anything else."""
+    """The tensors of a prediction by name; `None` if it contains anything else."""
     if isinstance(value, Tensor):
         return {"prediction": value}
     named: dict[str, Tensor] = {}

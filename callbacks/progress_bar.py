@@ -1,4 +1,4 @@
-"""``TQDMProgressBar``: the progress of a run."""
+"""`TQDMProgressBar`: the progress of a run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Bar(_LastRate, tqdm):  # type: ignore[type-arg]
 
 @lru_cache(maxsize=1)  # the notice once
 def _widget_bar() -> type[tqdm[Any]] | None:
-    """tqdm's widget for notebooks; ``None`` without ipywidgets: a saved notebook would contain cursor movements."""
+    """tqdm's widget for notebooks; `None` without ipywidgets: a saved notebook would contain cursor movements."""
     if importlib.util.find_spec("ipywidgets") is None:
         notice("the progress bar prints lines in this notebook. For a bar: pip install ipywidgets, then restart the kernel.")
         return None
@@ -147,11 +147,11 @@ class TQDMProgressBar(Callback):
     file, CI, a notebook without ipywidgets) it prints a line at the end of each epoch and every 15 seconds.
 
     It shows the number of batches, the rate since the last refresh (of a bar over at least one second; without validation), and
-    metrics: those logged by step with ``prog_bar=True`` in the last batch, others as of the last log boundary. If the training
-    step logs none whose name contains "loss", ``loss`` is the value that it returned. The values are those of the main process,
+    metrics: those logged by step with `prog_bar=True` in the last batch, others as of the last log boundary. If the training
+    step logs none whose name contains "loss", `loss` is the value that it returned. The values are those of the main process,
     read from the device only when they are shown; on XLA they are as of the last log boundary.
 
-    Only the main process shows bars. ``module.print`` and :meth:`print` write above them.
+    Only the main process shows bars. `module.print` and `print` write above them.
 
     Args:
         refresh_rate: minimum number of batches between two refreshes; 0 shows nothing.
@@ -159,14 +159,15 @@ class TQDMProgressBar(Callback):
         leave: keep the training bar of each epoch on the screen, not only the last one.
 
     Attributes:
-        is_progress_bar: True; marks the callback whose :meth:`print` the Trainer uses.
+        is_progress_bar: True; marks the callback whose `print` the Trainer uses.
 
     Raises:
         ConfigurationError: an argument is not an integer of at least 0.
 
-    Example::
-
+    Example:
+        ```python
         trainer = Trainer(callbacks=[TQDMProgressBar(refresh_rate=10)])
+        ```
     """
 
     is_progress_bar: bool = True
@@ -190,7 +191,7 @@ class TQDMProgressBar(Callback):
     def print(
         self, *values: Any, sep: str | None = None, end: str | None = None, file: Any = None, flush: bool = False
     ) -> None:
-        """Python's ``print``, above the bars."""
+        """Python's `print`, above the bars."""
         if any(stage is not None and stage.bar is not None for stage in (self._train, self._evaluation)):
             assert self._kind is not None
             with self._kind.external_write_mode(file=file or sys.stdout):
@@ -324,7 +325,7 @@ class TQDMProgressBar(Callback):
 
 
 def _bar_kind() -> type[tqdm[Any]] | None:
-    """The class of bars for standard output; ``None``: lines."""
+    """The class of bars for standard output; `None`: lines."""
     if "ipykernel" in type(sys.stdout).__module__:
         return _widget_bar()
     return _Bar if _is_live() else None

@@ -1,4 +1,4 @@
-"""``RecompileMonitor``: counts compiled graphs, and says why one was compiled when no more should be."""
+"""`RecompileMonitor`: counts compiled graphs, and says why one was compiled when no more should be."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class RecompileMonitor(Callback):
     For strategies that compile each kind of step when they first see it (XLA), where a run should compile in its first two
     optimizer steps only. With other strategies a notice says that there is nothing to do.
 
-    Logged at log boundaries: ``compilations/total``, graphs compiled in this process, and ``compilations/unexpected``.
+    Logged at log boundaries: `compilations/total`, graphs compiled in this process, and `compilations/unexpected`.
 
     The first evaluation, the short last batch of an epoch, the first log boundary and a shorter accumulation window have
     graphs of their own, once a run; a notice says so. Any other compilation after warm-up is a warning, once for each cause.
@@ -70,15 +70,16 @@ class RecompileMonitor(Callback):
         max_warnings: number of causes to warn of; then a line says that further compilations are only counted.
 
     Attributes:
-        counts: graphs compiled in this fit, by cause: ``"warm-up"``, ``"evaluation"`` (the first), ``"expected"``, and others.
+        counts: graphs compiled in this fit, by cause: `"warm-up"`, `"evaluation"` (the first), `"expected"`, and others.
         unexpected: number of graphs compiled in this fit after warm-up that should not have been.
 
     Raises:
         ConfigurationError: an argument out of its range.
 
-    Example::
-
+    Example:
+        ```python
         trainer = Trainer(strategy="xla", callbacks=[RecompileMonitor()])
+        ```
     """
 
     def __init__(self, warmup_steps: int = 2, max_warnings: int = 5) -> None:
@@ -245,7 +246,7 @@ def _graphs(number: int) -> str:
 
 
 def _cause(changes: Sequence[Change], hints: Counter[str], batch: Any) -> tuple[str, str]:
-    """Why a graph was compiled: its name in ``counts``, and a text with the fix. Without changes, by the hints."""
+    """Why a graph was compiled: its name in `counts`, and a text with the fix. Without changes, by the hints."""
     if changes:
         named = "; ".join(map(str, changes[:_NAMED])) + (f"; and {len(changes) - _NAMED} more" if len(changes) > _NAMED else "")
         fixes = " ".join(dict.fromkeys(change.fix for change in changes))

@@ -1,4 +1,4 @@
-"""``ThroughputMonitor``: the speed of training, and the time that it waits for data."""
+"""`ThroughputMonitor`: the speed of training, and the time that it waits for data."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class _Mark(NamedTuple):
 class ThroughputMonitor(Callback):
     """Logs samples, tokens and batches per second, the share of time that waits for data, and the FLOPs utilization.
 
-    It logs at log boundaries the rates over the last ``window_size`` optimizer steps, from the second step on:
-    ``throughput/samples_per_sec``, ``throughput/batches_per_sec`` (micro-batches) and ``throughput/tokens_per_sec`` of all
-    processes together, ``throughput/data_wait_share`` (0 to 1: between the end of a batch and the start of the next, without
-    validation), ``throughput/tflops_per_device`` and ``throughput/mfu`` (model FLOPs utilization, 0 to 1; Chowdhery et al.,
+    It logs at log boundaries the rates over the last `window_size` optimizer steps, from the second step on:
+    `throughput/samples_per_sec`, `throughput/batches_per_sec` (micro-batches) and `throughput/tokens_per_sec` of all
+    processes together, `throughput/data_wait_share` (0 to 1: between the end of a batch and the start of the next, without
+    validation), `throughput/tflops_per_device` and `throughput/mfu` (model FLOPs utilization, 0 to 1; Chowdhery et al.,
     PaLM, 2022).
 
     Times are the host's. On CUDA the host runs ahead of the device and waits for it at log boundaries only, so the rates are
-    exact if ``window_size`` is a multiple of ``log_every_n_steps``. A large ``data_wait_share`` on CUDA is no problem if the
+    exact if `window_size` is a multiple of `log_every_n_steps`. A large `data_wait_share` on CUDA is no problem if the
     rates are good: the device may be busy meanwhile.
 
     Args:
@@ -57,17 +57,18 @@ class ThroughputMonitor(Callback):
         length_fn: number of tokens in a batch; without it tokens are not logged.
         flops_per_batch: FLOPs of the forward and backward of one batch, a number or a function of the batch.
         available_flops: peak FLOP/s of one device; default: from a table of known GPUs, by the precision.
-        measure_flops: count the FLOPs of the first batch's forward and backward with ``torch.utils.flop_counter`` (matrix
+        measure_flops: count the FLOPs of the first batch's forward and backward with `torch.utils.flop_counter` (matrix
             products, convolutions and attention), and scale them by the number of samples. It also counts what activation
-            checkpointing recomputes, and may not count compiled code: then pass ``flops_per_batch``.
+            checkpointing recomputes, and may not count compiled code: then pass `flops_per_batch`.
 
     Raises:
-        ConfigurationError: an argument out of its range; ``flops_per_batch`` together with ``measure_flops``.
+        ConfigurationError: an argument out of its range; `flops_per_batch` together with `measure_flops`.
 
-    Example::
-
+    Example:
+        ```python
         monitor = ThroughputMonitor(length_fn=lambda batch: batch["tokens"].numel(), measure_flops=True)
         trainer = Trainer(callbacks=[monitor])
+        ```
     """
 
     def __init__(

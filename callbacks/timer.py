@@ -1,4 +1,4 @@
-"""``Timer``: measures training, validation and testing, and stops training after a time limit."""
+"""`Timer`: measures training, validation and testing, and stops training after a time limit."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ _FORMAT = re.compile(r"(\d+):(\d+):(\d+):(\d+)")
 
 
 class Timer(Callback):
-    """Measures the time of each stage and stops training after ``duration``. ``Trainer(max_time=...)`` adds it.
+    """Measures the time of each stage and stops training after `duration`. `Trainer(max_time=...)` adds it.
 
-    Times are seconds of a monotonic clock. The time of ``"train"`` is from ``on_train_start`` to ``on_train_end``, including
+    Times are seconds of a monotonic clock. The time of `"train"` is from `on_train_start` to `on_train_end`, including
     validation, and continues after a resume; the sanity check is a stage of its own. With several processes the main process's
     clock counts.
 
     Args:
-        duration: ``"DD:HH:MM:SS"``, a ``timedelta``, a dict of ``timedelta``'s arguments (``{"hours": 12}``), or None
+        duration: `"DD:HH:MM:SS"`, a `timedelta`, a dict of `timedelta`'s arguments (`{"hours": 12}`), or None
             to measure only.
-        interval: ``"step"`` checks after each batch, ``"epoch"`` at the end of each epoch.
+        interval: `"step"` checks after each batch, `"epoch"` at the end of each epoch.
         verbose: print a line when the limit is reached.
 
     Raises:
         ConfigurationError: a duration that is malformed or not longer than 0, or an unknown interval.
 
-    Example::
-
+    Example:
+        ```python
         timer = Timer("00:12:00:00")
         Trainer(callbacks=[timer]).fit(module)
         print(timer.time_elapsed("train"), timer.time_elapsed("validate"))
+        ```
     """
 
     def __init__(
@@ -64,19 +65,19 @@ class Timer(Callback):
         self.stopping_reason: str | None = None
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Last start of the stage, in seconds of ``time.monotonic``; None if it has not started."""
+        """Last start of the stage, in seconds of `time.monotonic`; None if it has not started."""
         return self._start.get(_known(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Last end of the stage, in seconds of ``time.monotonic``; None if it has not ended or is running."""
+        """Last end of the stage, in seconds of `time.monotonic`; None if it has not ended or is running."""
         return self._end.get(_known(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Seconds in the stage: of ``"train"`` in this fit and those that it resumed, of others in all runs."""
+        """Seconds in the stage: of `"train"` in this fit and those that it resumed, of others in all runs."""
         return self._before.get(_known(stage), 0.0) + self._running(stage)
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """``duration`` minus the seconds in the stage; None without a duration."""
+        """`duration` minus the seconds in the stage; None without a duration."""
         return None if self.duration is None else self.duration - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:

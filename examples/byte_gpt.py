@@ -1,12 +1,14 @@
-r"""Train the language model of ``trainkit demo`` in a script of your own, and change what you like.
+r"""Train the language model of `trainkit demo` in a script of your own, and change what you like.
 
     python examples/byte_gpt.py --max-steps 1000 --width 160 --depth 3
 
 A GPT over bytes learns Python from the standard library's source files. The default takes a minute or two on two CPU
-cores. With a GPU, try more::
+cores. With a GPU, try more:
 
-    python examples/byte_gpt.py --width 384 --depth 6 --heads 6 --context 256 --batch-size 64 --learning-rate 1e-3 \
-        --max-steps 5000 --precision bf16-mixed
+```python
+python examples/byte_gpt.py --width 384 --depth 6 --heads 6 --context 256 --batch-size 64 --learning-rate 1e-3 \
+    --max-steps 5000 --precision bf16-mixed
+```
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train a GAN by manual optimization: two optimizers, each stepped by ``training_step`` itself.
+"""Train a GAN by manual optimization: two optimizers, each stepped by `training_step` itself.
 
     python examples/gan.py --max-steps 3000
 

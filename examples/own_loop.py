@@ -2,7 +2,7 @@
 
     python examples/own_loop.py --epochs 20
 
-The model is plain PyTorch, and so is the loop but for ``prepare``, ``accumulate``, ``backward`` and ``clip_grad_norm_``.
+The model is plain PyTorch, and so is the loop but for `prepare`, `accumulate`, `backward` and `clip_grad_norm_`.
 An update is made from two batches; optimizer and scheduler act only when both are there. Takes seconds on a CPU; needs
 scikit-learn for its 1,797 handwritten digits.
 """

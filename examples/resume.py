@@ -5,7 +5,7 @@
     python examples/resume.py --root runs/killed                # goes on: the same digest as the first
 
 Trains a small network with dropout on noisy, shuffled points of two spirals, and saves every 20 updates. Nothing in it
-is there for the resume but ``ckpt_path="auto"`` and the seed. Takes seconds on a CPU.
+is there for the resume but `ckpt_path="auto"` and the seed. Takes seconds on a CPU.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Classifier(TrainModule):
 
 
 class KillAt(Callback):
-    """Ends the process without a warning: nothing is flushed, nothing is closed, no ``finally`` runs."""
+    """Ends the process without a warning: nothing is flushed, nothing is closed, no `finally` runs."""
 
     def __init__(self, step: int) -> None:
         self.step = step

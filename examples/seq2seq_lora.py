@@ -6,7 +6,7 @@
 
 A small T5 learns to name a function by the first line of its docstring, byte by byte: all of it on the modules of the
 standard library that are single files; then, frozen, by an adapter (PEFT) on those that are packages. The adapter becomes a
-folder that ``PeftModel.from_pretrained`` opens. Names that are right take a larger model; what falls is the perplexity.
+folder that `PeftModel.from_pretrained` opens. Names that are right take a larger model; what falls is the perplexity.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The training of ``seq2seq_lora.py`` in a loop of its own, under whatever a configuration file says.
+"""The training of `seq2seq_lora.py` in a loop of its own, under whatever a configuration file says.
 
     trainkit launch --config_file examples/zero3_offload.yaml examples/seq2seq_lora_loop.py
     python examples/seq2seq_lora_loop.py                     # one process, the whole model in memory

@@ -28,7 +28,7 @@ class Buffers:
         self._places += [(owner._buffers, name) for owner in module.modules() for name in owner._buffers]
 
     def present(self) -> list[Tensor]:
-        """The current buffers, without those that are ``None``."""
+        """The current buffers, without those that are `None`."""
         found = [owner.get(name) for owner, name in self._places]
         return [buffer for buffer in found if buffer is not None]
 

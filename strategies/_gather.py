@@ -1,4 +1,4 @@
-"""``all_gather`` and ``barrier``, which users call on every rank."""
+"""`all_gather` and `barrier`, which users call on every rank."""
 
 from __future__ import annotations
 

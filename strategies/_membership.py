@@ -23,7 +23,7 @@ class Membership:
 
     Args:
         name: class name of the strategy, for messages.
-        device: ``device`` argument of the strategy.
+        device: `device` argument of the strategy.
         backend: backend of the process group. Default: nccl for CUDA, gloo for the CPU.
         timeout: timeout of collectives: a timedelta, or a number of seconds.
 
@@ -43,8 +43,8 @@ class Membership:
             device: the device that the strategy resolved its argument to.
 
         Raises:
-            ConfigurationError: the ``device`` argument names one device for several processes, or
-                :func:`trainkit.launch.joining.join` raises it.
+            ConfigurationError: the `device` argument names one device for several processes, or
+                `trainkit.launch.joining.join` raises it.
         """
         if wanted.accelerator == "auto":
             wanted = replace(wanted, accelerator=device.type)

@@ -42,7 +42,7 @@ def average_gradients(
 ) -> None:
     """Average the gradient of each parameter over all ranks, in place.
 
-    A gradient that is missing on some ranks counts as zeros there. One that is missing on all ranks stays ``None``: each bucket
+    A gradient that is missing on some ranks counts as zeros there. One that is missing on all ranks stays `None`: each bucket
     also carries a flag for each parameter that says whether its gradient exists.
 
     Args:
@@ -136,13 +136,13 @@ def sparse_parameters(module: nn.Module) -> set[int]:
 
 
 def no_rows(like: Tensor) -> Tensor:
-    """A sparse zero gradient of the shape of ``like``, with no entries."""
+    """A sparse zero gradient of the shape of `like`, with no entries."""
     nowhere = torch.empty((1, 0), dtype=torch.int64, device=like.device)
     return torch.sparse_coo_tensor(nowhere, like[:0], like.shape)
 
 
 def _buckets(tensors: Iterable[Tensor], bucket_mb: float) -> Iterator[list[Tensor]]:
-    """Group tensors by dtype and device into lists of at most ``bucket_mb`` MB; a larger tensor is a list of its own."""
+    """Group tensors by dtype and device into lists of at most `bucket_mb` MB; a larger tensor is a list of its own."""
     open_ones: dict[Any, list[Tensor]] = {}
     sizes: dict[Any, float] = {}
     for tensor in tensors:

@@ -1,7 +1,7 @@
 """What every test gets without asking, and fixtures that many ask for.
 
 Every test runs in an empty directory of its own with freshly seeded generators, and must leave the process as it found
-it: see ``process_state.py``.
+it: see `process_state.py`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def run_dir(_clean_process: None, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def tiny_module() -> Any:
-    """A ``TrainModule`` that learns a line through four inputs; see ``tiny.py``."""
+    """A `TrainModule` that learns a line through four inputs; see `tiny.py`."""
     from helpers.runs.tiny import TinyModule
 
     return TinyModule()
@@ -91,7 +91,7 @@ def tiny_module() -> Any:
 
 @pytest.fixture
 def tiny_loader() -> Any:
-    """Sixteen samples for ``tiny_module`` in four batches, always in the same order."""
+    """Sixteen samples for `tiny_module` in four batches, always in the same order."""
     from helpers.runs.tiny import tiny_loader
 
     return tiny_loader()
@@ -99,7 +99,7 @@ def tiny_loader() -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run the body of a test marked ``world_size(n)`` in n processes; see ``worlds.py``."""
+    """Run the body of a test marked `world_size(n)` in n processes; see `worlds.py`."""
     mark = pyfuncitem.get_closest_marker("world_size")
     if mark is None:
         return None

@@ -53,7 +53,7 @@ def test_the_tree_is_drawn_in_the_docstring() -> None:
 
 
 def test_preempted_is_no_error() -> None:
-    """``except Exception`` and ``except TrainkitError`` must not swallow it, and the process leaves with its code."""
+    """`except Exception` and `except TrainkitError` must not swallow it, and the process leaves with its code."""
     assert not issubclass(errors.Preempted, Exception)
     preempted = errors.Preempted("SIGTERM at step 5")
     assert preempted.code == 143

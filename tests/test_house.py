@@ -806,7 +806,7 @@ def test_callbacks_are_read_when_used() -> None:
 
 
 def test_lazy_names_lead_to_their_files() -> None:
-    """What the type checker sees of trainkit.callbacks is what ``__getattr__`` gives."""
+    """What the type checker sees of trainkit.callbacks is what `__getattr__` gives."""
     source = next(s for s in SOURCES if s.module == "trainkit.callbacks")
     typed = {item.name: item.module for item in house.imports(source.tree) if item.place == "typing"}
     package = importlib.import_module("trainkit.callbacks")

@@ -1,6 +1,6 @@
 """Importing trainkit is cheap: it loads nothing that is optional and nothing heavy beside torch.
 
-How much time it takes is measured by ``benchmarks/import_time.py``; a test must not depend on the machine's speed.
+How much time it takes is measured by `benchmarks/import_time.py`; a test must not depend on the machine's speed.
 """
 
 from __future__ import annotations
@@ -95,6 +95,6 @@ def test_what_is_optional_would_be_seen(package: str) -> None:
 
 
 def test_importing_adds_no_package_to_those_of_torch() -> None:
-    """A ratchet on the time: after ``import torch``, ``import trainkit`` loads modules of its own only."""
+    """A ratchet on the time: after `import torch`, `import trainkit` loads modules of its own only."""
     added = modules_after("import torch, trainkit") - modules_after("import torch")
     assert {module for module in added if not module.startswith("trainkit")} == set()

@@ -1,4 +1,4 @@
-"""``get_logger`` in one process; on several it is in ``utils/test_operations.py``, in their one start."""
+"""`get_logger` in one process; on several it is in `utils/test_operations.py`, in their one start."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_messages(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_arguments_of_pythons_loggers(caplog: pytest.LogCaptureFixture) -> None:
-    """``extra`` of the adapter is in each record; ``exc_info``, ``stacklevel`` and places mean what they mean in logging."""
+    """`extra` of the adapter is in each record; `exc_info`, `stacklevel` and places mean what they mean in logging."""
     logger = MultiProcessAdapter(logging.getLogger("trainkit_test.arguments"), {"job": 7})
     logger.logger.setLevel(logging.DEBUG)
     error = ValueError("told")

@@ -1,4 +1,4 @@
-"""``MicroBatch``: a value that nothing changes."""
+"""`MicroBatch`: a value that nothing changes."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Pair(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """Has a field named ``to``, which is no method."""
+    """Has a field named `to`, which is no method."""
 
     src: Tensor
     to: Tensor
@@ -66,7 +66,7 @@ class Shape(tuple):
 
 
 class Encoding(UserDict):
-    """As a tokenizer gives it: a mapping with more to it than its items, and with a ``.to`` that moves in place."""
+    """As a tokenizer gives it: a mapping with more to it than its items, and with a `.to` that moves in place."""
 
     def __init__(self, data: dict[str, Tensor], lengths: list[int]) -> None:
         super().__init__(data)
@@ -101,7 +101,7 @@ class Keyword(Row):
 
 
 class Graph:
-    """Not a container, but moves itself: ``moved_to`` remembers where, ``.to`` returns nothing."""
+    """Not a container, but moves itself: `moved_to` remembers where, `.to` returns nothing."""
 
     def __init__(self) -> None:
         self.nodes = torch.ones(3)

@@ -37,7 +37,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_links(source: Path, to: Path, links: str) -> Path:
-    """A copy whose ``links`` are "kept", "missing", or written as "text", as git does where links are unknown."""
+    """A copy whose `links` are "kept", "missing", or written as "text", as git does where links are unknown."""
     shutil.copytree(source, to, symlinks=True)
     for link, target in LINKS.items():
         (to / link).unlink(missing_ok=True)
@@ -49,7 +49,7 @@ def with_links(source: Path, to: Path, links: str) -> Path:
 
 
 def build(tree: Path, out: Path, *what: str) -> list[Path]:
-    """Build a tree with what is installed here; without ``what``, a source distribution and from it a wheel."""
+    """Build a tree with what is installed here; without `what`, a source distribution and from it a wheel."""
     done = run_python("-m", "build", "--no-isolation", "--outdir", str(out), *what, str(tree), cwd=out.parent)
     assert done.returncode == 0, done.stderr[-3000:]
     return sorted(out.iterdir())
@@ -127,7 +127,7 @@ def test_it_imports_away_from_the_repository(from_checkout: Path, tmp_path: Path
 
 
 def test_an_editable_install_works_without_the_links(source: Path, tmp_path: Path) -> None:
-    """What pip does for ``pip install -e .``: the build backend's editable wheel, put where packages lie."""
+    """What pip does for `pip install -e .`: the build backend's editable wheel, put where packages lie."""
     tree, site = with_links(source, tmp_path / "tree", "missing"), tmp_path / "site"
     make = "import sys; from setuptools.build_meta import build_editable; build_editable(sys.argv[1])"
     done = run_python("-c", make, str(tmp_path), cwd=tree)

@@ -1,4 +1,4 @@
-"""``~`` is expanded and an address is refused, wherever a folder is named."""
+"""`~` is expanded and an address is refused, wherever a folder is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Precision``: names, dtypes, contexts, and the loss scale. Whole runs in each precision: ``test_loop.py``."""
+"""`Precision`: names, dtypes, contexts, and the loss scale. Whole runs in each precision: `test_loop.py`."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def is_ours(filename: str) -> bool:
 
 
 class Spying(TinyModule):
-    """Notes the stack inside ``optimizer.step``, of torch's class."""
+    """Notes the stack inside `optimizer.step`, of torch's class."""
 
     def configure_optimizers(self) -> Any:
         module = self
@@ -72,7 +72,7 @@ def test_frames_from_fit_to_the_optimizers_step(arguments: dict[str, Any]) -> No
 
 
 def calls_of_a_step(*callbacks: Callback, step: int = 5, **arguments: Any) -> Counter[str]:
-    """Our own Python calls from one ``training_step`` to the next, by function."""
+    """Our own Python calls from one `training_step` to the next, by function."""
     counted: Counter[str] = Counter()
     counting = False
 

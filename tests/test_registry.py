@@ -68,7 +68,7 @@ def test_lightnings_names_of_zero(name: str, stage: int, optimizer: str | None, 
 
 
 def test_the_configuration_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``deepspeed script.py --deepspeed_config FILE``; a strategy that is named otherwise does not look at it."""
+    """`deepspeed script.py --deepspeed_config FILE`; a strategy that is named otherwise does not look at it."""
     Path("ds.json").write_text('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}')
     monkeypatch.setattr(sys, "argv", ["script.py", "--deepspeed_config", "ds.json"])
     made = make_strategy("deepspeed", device="cpu")

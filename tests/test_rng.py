@@ -59,7 +59,7 @@ counts = st.integers(0, 1 << 40)
 
 @pytest.fixture(autouse=True)
 def _no_seed_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seed of ``seed_everything`` lives as long as the process."""
+    """The seed of `seed_everything` lives as long as the process."""
     monkeypatch.setattr(rng, "_process_seed", None)
 
 
@@ -88,7 +88,7 @@ def test_the_first_micro_batch_of_the_first_epoch_is_the_default() -> None:
 
 
 def test_a_seed_is_taken_modulo_2_to_the_64() -> None:
-    """A ``DistributedSampler`` may have any integer for its seed."""
+    """A `DistributedSampler` may have any integer for its seed."""
     assert mix(-1, 1, 1) == mix(LAST, 1, 1)
     assert KeyStream(1 << 64, 1, 1, 0)(0) == mix(0, 1, 1)
 

@@ -1,4 +1,4 @@
-"""``Strategy``: the device, and what the base class does on it."""
+"""`Strategy`: the device, and what the base class does on it."""
 
 from __future__ import annotations
 

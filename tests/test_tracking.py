@@ -1,4 +1,4 @@
-"""``GeneralTracker`` and ``on_main_process``, as scripts for Accelerate have them."""
+"""`GeneralTracker` and `on_main_process`, as scripts for Accelerate have them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment of ``make test-xla`` is made once, anew when something changes, and never taken for whole when it is not."""
+"""The environment of `make test-xla` is made once, anew when something changes, and never taken for whole when it is not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helpers.xla import xla_environment
 
 
 class Commands:
-    """Instead of ``subprocess.run``: what would be run, and what is there afterwards."""
+    """Instead of `subprocess.run`: what would be run, and what is there afterwards."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

@@ -1,4 +1,4 @@
-"""``notebook_launcher`` on XLA: the runtime starts the replicas."""
+"""`notebook_launcher` on XLA: the runtime starts the replicas."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""trainkit trains PyTorch models: subclass ``TrainModule`` and call ``Trainer(...).fit(...)``, or write your own
-training loop with ``Accelerator``, which is the same engine.
+"""trainkit trains PyTorch models: subclass `TrainModule` and call `Trainer(...).fit(...)`, or write your own
+training loop with `Accelerator`, which is the same engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m trainkit``: the same as the command ``trainkit``."""
+"""`python -m trainkit`: the same as the command `trainkit`."""
 
 from __future__ import annotations
 

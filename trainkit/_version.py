@@ -1,4 +1,4 @@
-"""The version, in a file that ``setup.py`` can read without importing torch."""
+"""The version, in a file that `setup.py` can read without importing torch."""
 
 from __future__ import annotations
 

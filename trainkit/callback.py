@@ -1,7 +1,7 @@
-"""``Callback``: the contract of what a user attaches to a ``Trainer``.
+"""`Callback`: the contract of what a user attaches to a `Trainer`.
 
 Hook names and arguments are Lightning's. A callback defines the hooks it needs; a hook that it does not define costs
-nothing, because :class:`trainkit.hooks.table.HookTable` keeps only those that are overridden.
+nothing, because `trainkit.hooks.table.HookTable` keeps only those that are overridden.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ __all__ = ["Callback"]
 class Callback(KnownKeywords):
     """Base class of callbacks.
 
-    Example::
-
+    Example:
+        ```python
         class PrintLoss(Callback):
             def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
                 if trainer.should_log:
                     print(trainer.global_step, float(outputs["loss"]))
 
         Trainer(callbacks=[PrintLoss()])
+        ```
 
     For each hook the callbacks come first, in the order of the list, then the module's own, then the callbacks with
-    ``runs_last``.
+    `runs_last`.
 
     Attributes:
         runs_last: run after the module's own hooks; for callbacks that read what the module has logged, or that must be
@@ -51,11 +52,11 @@ class Callback(KnownKeywords):
         return type(self).__qualname__
 
     def log(self, name: str, value: Any, **options: Any) -> None:
-        """:meth:`trainkit.TrainModule.log`, from a hook of this callback."""
+        """`trainkit.TrainModule.log`, from a hook of this callback."""
         self._attached().log(name, value, **options)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
-        """:meth:`trainkit.TrainModule.log_dict`, from a hook of this callback."""
+        """`trainkit.TrainModule.log_dict`, from a hook of this callback."""
         self._attached().log_dict(dictionary, **options)
 
     def _attached(self) -> TrainModule:
@@ -66,7 +67,7 @@ class Callback(KnownKeywords):
         return self._module
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Before anything of the module is used. ``stage`` is "fit", "validate", "test" or "predict"."""
+        """Before anything of the module is used. `stage` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         """At the very end, also after an error."""
@@ -101,15 +102,15 @@ class Callback(KnownKeywords):
     def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         """After a micro-batch, and after the update if its window is full.
 
-        ``outputs`` is what ``training_step`` returned as a dict, the loss detached under ``"loss"``; ``None`` if it returned
-        ``None``.
+        `outputs` is what `training_step` returned as a dict, the loss detached under `"loss"`; `None` if it returned
+        `None`.
         """
 
     def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: Tensor) -> None:
-        """Before the backward pass; ``loss`` as ``training_step`` returned it."""
+        """Before the backward pass; `loss` as `training_step` returned it."""
 
     def on_after_backward(self, trainer: Trainer, module: TrainModule) -> None:
-        """After the backward pass of a micro-batch; under ``16-mixed`` the gradients are still scaled."""
+        """After the backward pass of a micro-batch; under `16-mixed` the gradients are still scaled."""
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
         """The gradients of the window are complete and unscaled, and not yet clipped."""
@@ -121,7 +122,7 @@ class Callback(KnownKeywords):
         """Before validation."""
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """After validation; its metrics are in ``trainer.callback_metrics``."""
+        """After validation; its metrics are in `trainer.callback_metrics`."""
 
     def on_validation_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Before the first batch of validation."""
@@ -137,13 +138,13 @@ class Callback(KnownKeywords):
     def on_validation_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """After a validation batch; ``outputs`` is what ``validation_step`` returned."""
+        """After a validation batch; `outputs` is what `validation_step` returned."""
 
     def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Before the test."""
 
     def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """After the test; its metrics are in ``trainer.callback_metrics``."""
+        """After the test; its metrics are in `trainer.callback_metrics`."""
 
     def on_test_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Before the first batch of the test."""
@@ -159,7 +160,7 @@ class Callback(KnownKeywords):
     def on_test_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """After a test batch; ``outputs`` is what ``test_step`` returned."""
+        """After a test batch; `outputs` is what `test_step` returned."""
 
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Before prediction."""
@@ -181,7 +182,7 @@ class Callback(KnownKeywords):
     def on_predict_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """After a batch of prediction; ``outputs`` is what ``predict_step`` returned."""
+        """After a batch of prediction; `outputs` is what `predict_step` returned."""
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         """A run ends with an exception, Ctrl-C included; it is raised again afterwards."""
@@ -197,4 +198,4 @@ class Callback(KnownKeywords):
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave."""
+        """Take back what `state_dict` gave."""

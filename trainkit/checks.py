@@ -1,6 +1,6 @@
 """Checks of arguments: integers, numbers, one of several values, functions.
 
-``name`` is the argument as in messages: ``max_epochs``, or with its class ``EarlyStopping(patience=)``.
+`name` is the argument as in messages: `max_epochs`, or with its class `EarlyStopping(patience=)`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["choice", "function", "is_number", "is_whole", "real_number", "whole_
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
-    """Whether this is an ``int``, other than ``True`` and ``False``."""
+    """Whether this is an `int`, other than `True` and `False`."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether this is an ``int`` or a ``float``, other than ``True`` and ``False``."""
+    """Whether this is an `int` or a `float`, other than `True` and `False`."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -55,7 +55,7 @@ def whole_number(
     fix: str = "",
     error: type[Exception] = ConfigurationError,
 ) -> int | None:
-    """``value`` as an ``int`` from ``least`` to ``most``; numpy's integers are accepted too.
+    """`value` as an `int` from `least` to `most`; numpy's integers are accepted too.
 
     Args:
         value: The value of the user.
@@ -68,7 +68,7 @@ def whole_number(
         error: The class of the error.
 
     Raises:
-        ConfigurationError: Another value; or ``error``.
+        ConfigurationError: Another value; or `error`.
     """
     if optional and value is None:
         return None
@@ -91,7 +91,7 @@ def real_number(
     example: float = 1.0,
     fix: str = "",
 ) -> Any:
-    """``value``, an ``int`` or a ``float`` other than NaN.
+    """`value`, an `int` or a `float` other than NaN.
 
     Args:
         value: The value of the user.
@@ -100,7 +100,7 @@ def real_number(
         above: The value must be larger than this.
         optional: Accept and return None.
         example: A number that works.
-        fix: Code that works; default: the argument with ``example``.
+        fix: Code that works; default: the argument with `example`.
 
     Raises:
         ConfigurationError: Another value.
@@ -115,7 +115,7 @@ def real_number(
 
 
 def choice(value: Any, name: str, choices: Sequence[str], *, optional: bool = False) -> Any:
-    """``value``, one of ``choices``, or None where it is ``optional``; else a ``ConfigurationError``."""
+    """`value`, one of `choices`, or None where it is `optional`; else a `ConfigurationError`."""
     if value in choices or (optional and value is None):
         return value
     known = ", ".join(repr(one) for one in choices) + (" or None" if optional else "")
@@ -126,7 +126,7 @@ def choice(value: Any, name: str, choices: Sequence[str], *, optional: bool = Fa
 
 
 def function(value: Any, name: str, example: str) -> Any:
-    """``value``, a function or None; else a ``ConfigurationError``."""
+    """`value`, a function or None; else a `ConfigurationError`."""
     if value is None or callable(value):
         return value
     raise ConfigurationError(f"{name} must be a function or None, not {value!r}. For example: {_written(name, example)}")

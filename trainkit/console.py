@@ -1,6 +1,6 @@
 """Messages to the user: notices (useful facts, on standard error) and warnings (something is likely wrong).
 
-Notices go through ``logging.getLogger("trainkit")`` at level INFO, so that a program can configure them. Warnings name the line
+Notices go through `logging.getLogger("trainkit")` at level INFO, so that a program can configure them. Warnings name the line
 of the user's code that caused them. Only the main process prints. Characters that a stream cannot show are replaced.
 """
 
@@ -54,7 +54,7 @@ class TrainkitWarning(UserWarning):
 
 
 class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to the current ``sys.stderr``, so that redirection and capture work."""
+    """Writes to the current `sys.stderr`, so that redirection and capture work."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -73,7 +73,7 @@ def speak(main: bool = True, rank: int | None = None, *, thread: bool = False) -
 
     Args:
         main: It is the main process: notices and warnings of the others are not shown.
-        rank: Its rank; ``None``: a single process.
+        rank: Its rank; `None`: a single process.
         thread: Set it for this thread only.
     """
     global _main, _prefix
@@ -90,11 +90,11 @@ def speaks() -> bool:
 
 
 def notice(text: str, everywhere: bool = False) -> None:
-    """Print one line ``trainkit: …`` on standard error, unless the program has silenced the logger.
+    """Print one line `trainkit: …` on standard error, unless the program has silenced the logger.
 
     Args:
         text: The line.
-        everywhere: See :func:`warn`.
+        everywhere: See `warn`.
     """
     if everywhere:
         text = (_voice.prefix or _prefix) + text
@@ -124,7 +124,7 @@ def each_once() -> Iterator[None]:
 
 
 def warn(text: str, everywhere: bool = False) -> None:
-    """Warn with :class:`TrainkitWarning`.
+    """Warn with `TrainkitWarning`.
 
     Args:
         text: What is likely wrong.
@@ -138,9 +138,9 @@ def warn(text: str, everywhere: bool = False) -> None:
 
 
 def _outside() -> int:
-    """The ``stacklevel``, for the caller, of the innermost line of the user's code.
+    """The `stacklevel`, for the caller, of the innermost line of the user's code.
 
-    Python 3.12 has ``skip_file_prefixes`` for this. Without such a line, as in a background thread, the caller of ``warn``.
+    Python 3.12 has `skip_file_prefixes` for this. Without such a line, as in a background thread, the caller of `warn`.
     """
     frame, level = sys._getframe(1), 1
     while _is_inside(frame):
@@ -168,7 +168,7 @@ def counted(number: int, one: str, many: str = "") -> str:
     Args:
         number: The number.
         one: The singular, perhaps with a verb.
-        many: The plural; default: ``one`` with "s" or "es".
+        many: The plural; default: `one` with "s" or "es".
     """
     return f"{number:,} {one if number == 1 else many or one + ('es' if one.endswith(('tch', 's', 'sh', 'x')) else 's')}"
 
@@ -180,7 +180,7 @@ def with_article(noun: str) -> str:
 
 
 def printable(text: str, stream: Any) -> str:
-    """A text for a stream such as ``sys.stdout``: replaces characters that it cannot show by similar ones or "?"."""
+    """A text for a stream such as `sys.stdout`: replaces characters that it cannot show by similar ones or "?"."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         return text.encode(encoding, "trainkit-plain").decode(encoding)
@@ -190,7 +190,7 @@ def printable(text: str, stream: Any) -> str:
 
 @contextmanager
 def only_printable() -> Iterator[None]:
-    """In this context all output of this process is :func:`printable`; for subcommands."""
+    """In this context all output of this process is `printable`; for subcommands."""
     streams = [stream for stream in (sys.stdout, sys.stderr) if hasattr(stream, "reconfigure")]
     before = [(stream, stream.errors) for stream in streams]
     for stream in streams:
@@ -203,7 +203,7 @@ def only_printable() -> Iterator[None]:
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:
-    """The handler ``trainkit-plain`` of :mod:`codecs`."""
+    """The handler `trainkit-plain` of `codecs`."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return "".join(map(_alike, error.object[error.start : error.end])), error.end

@@ -1,33 +1,35 @@
 """The errors that trainkit raises.
 
-::
+:
 
-    TrainkitError
-    ├── ConfigurationError (ValueError)      an argument is wrong, or contradicts another
-    │   ├── UnknownNameError                 an unknown name; the message has the nearest known one
-    │   └── UnsupportedArgumentError         an argument of Lightning's or Accelerate's; names the replacement
-    ├── ModuleError                          the user's TrainModule, DataModule or Callback
-    │   ├── MissingMethodError               a method that the run needs is missing
-    │   ├── HookError                        a hook that is misspelled, removed, or cannot be called
-    │   ├── LossError                        what training_step returned cannot be trained on
-    │   └── OptimizerError                   what configure_optimizers returned cannot be used
-    ├── DataError                            a loader or a batch
-    │   └── EmptyLoaderError
-    ├── MetricError (ValueError)             a value passed to ``log`` that is not a metric
-    │   └── MissingMetricError               a monitored metric that was never logged
-    ├── NonFiniteError (ArithmeticError)     a loss or gradient that is not finite
-    ├── CheckpointError                      a checkpoint that cannot be written, read or used
-    │   ├── CheckpointNotFoundError          a checkpoint that does not exist
-    │   ├── CorruptCheckpointError           its bytes were changed, or are malformed
-    │   ├── StateMismatchError               it does not fit the model, optimizer or data
-    │   ├── UnsavableError                   a value that cannot be stored; names the path to it
-    │   ├── CheckpointWriteError             a full disk, a folder that cannot be written
-    │   └── CheckpointLockedError            another live run writes to the same folder
-    ├── OffloadError (OSError)                the disk for offloaded tensors is full, or fails
-    ├── CollectiveError (RuntimeError)       ranks made different calls, and would wait for each other
-    ├── ProcessFailedError (RuntimeError)    another process failed, died, or cannot be reached
-    └── MissingPackageError (ImportError)    an optional package is not installed
-    Preempted (SystemExit)                   not one of them: a signal stopped the run, which saved; exit code 143
+```python
+TrainkitError
+├── ConfigurationError (ValueError)      an argument is wrong, or contradicts another
+│   ├── UnknownNameError                 an unknown name; the message has the nearest known one
+│   └── UnsupportedArgumentError         an argument of Lightning's or Accelerate's; names the replacement
+├── ModuleError                          the user's TrainModule, DataModule or Callback
+│   ├── MissingMethodError               a method that the run needs is missing
+│   ├── HookError                        a hook that is misspelled, removed, or cannot be called
+│   ├── LossError                        what training_step returned cannot be trained on
+│   └── OptimizerError                   what configure_optimizers returned cannot be used
+├── DataError                            a loader or a batch
+│   └── EmptyLoaderError
+├── MetricError (ValueError)             a value passed to `log` that is not a metric
+│   └── MissingMetricError               a monitored metric that was never logged
+├── NonFiniteError (ArithmeticError)     a loss or gradient that is not finite
+├── CheckpointError                      a checkpoint that cannot be written, read or used
+│   ├── CheckpointNotFoundError          a checkpoint that does not exist
+│   ├── CorruptCheckpointError           its bytes were changed, or are malformed
+│   ├── StateMismatchError               it does not fit the model, optimizer or data
+│   ├── UnsavableError                   a value that cannot be stored; names the path to it
+│   ├── CheckpointWriteError             a full disk, a folder that cannot be written
+│   └── CheckpointLockedError            another live run writes to the same folder
+├── OffloadError (OSError)                the disk for offloaded tensors is full, or fails
+├── CollectiveError (RuntimeError)       ranks made different calls, and would wait for each other
+├── ProcessFailedError (RuntimeError)    another process failed, died, or cannot be reached
+└── MissingPackageError (ImportError)    an optional package is not installed
+Preempted (SystemExit)                   not one of them: a signal stopped the run, which saved; exit code 143
+```
 
 Every message says what is wrong, what was expected, and the fix.
 """
@@ -84,7 +86,7 @@ class UnsupportedArgumentError(ConfigurationError):
 
 
 class ModuleError(TrainkitError):
-    """The user's ``TrainModule``, ``DataModule`` or ``Callback`` cannot work."""
+    """The user's `TrainModule`, `DataModule` or `Callback` cannot work."""
 
 
 class MissingMethodError(ModuleError):
@@ -96,11 +98,11 @@ class HookError(ModuleError):
 
 
 class LossError(ModuleError):
-    """``training_step`` returned something that cannot be trained on."""
+    """`training_step` returned something that cannot be trained on."""
 
 
 class OptimizerError(ModuleError):
-    """``configure_optimizers`` returned something that cannot be used."""
+    """`configure_optimizers` returned something that cannot be used."""
 
 
 class DataError(TrainkitError):
@@ -112,7 +114,7 @@ class EmptyLoaderError(DataError):
 
 
 class MetricError(TrainkitError, ValueError):
-    """A value passed to ``log`` is not a metric, or is logged in a wrong place."""
+    """A value passed to `log` is not a metric, or is logged in a wrong place."""
 
 
 class MissingMetricError(MetricError):
@@ -170,7 +172,7 @@ class CheckpointLockedError(CheckpointError):
 class Preempted(SystemExit):
     """A signal stopped the run, which saved a checkpoint; the process exits with code 143.
 
-    A ``SystemExit``, so that a script needs no code for it, and not a ``TrainkitError``, which a handler might catch.
+    A `SystemExit`, so that a script needs no code for it, and not a `TrainkitError`, which a handler might catch.
     """
 
     def __init__(self, *args: object) -> None:
@@ -182,14 +184,14 @@ class Preempted(SystemExit):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` for the known name nearest to ``name``, or an empty string if none is near."""
+    """` Did you mean 'x'?` for the known name nearest to `name`, or an empty string if none is near."""
     names = {one.lower(): one for one in known}
     match = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=0.6)
     return f" Did you mean {names[match[0]]!r}?" if match else ""
 
 
 def missing_package(package: str, extra: str, purpose: str) -> MissingPackageError:
-    """The error for a missing optional package; ``extra`` is the extra of ``trainkit-torch`` that installs it."""
+    """The error for a missing optional package; `extra` is the extra of `trainkit-torch` that installs it."""
     return MissingPackageError(
         f"{purpose} needs the package {package!r}, which is not installed. Install it with: pip install {package}"
         f"   (or the extra: pip install 'trainkit-torch[{extra}]')"

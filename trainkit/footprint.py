@@ -114,10 +114,10 @@ class Footprint:
 
     Attributes:
         name: The strategy, and what it offloads where.
-        moments: The moments of an optimizer step that can be the peak, by name; ``"update"`` is the step itself.
+        moments: The moments of an optimizer step that can be the peak, by name; `"update"` is the step itself.
         checkpoint: Bytes of tensors in a checkpoint, which all processes write together.
         disk: Bytes on NVMe.
-        divides_layers: Whether layers are sharded while ``configure_model`` builds them.
+        divides_layers: Whether layers are sharded while `configure_model` builds them.
     """
 
     name: str
@@ -144,7 +144,7 @@ class Footprint:
 
 
 def undivided(name: str, contents: Contents) -> Footprint:
-    """The memory of a process that has everything on its device: ``contents`` under the strategy ``name``."""
+    """The memory of a process that has everything on its device: `contents` under the strategy `name`."""
     state = sum(weight.state for weight in contents.weights)
     held = Held(
         parameters=sum(weight.nbytes for weight in contents.weights) + contents.buffers,

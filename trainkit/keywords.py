@@ -1,4 +1,4 @@
-"""``KnownKeywords``: a base class that suggests the nearest argument for a misspelled one."""
+"""`KnownKeywords`: a base class that suggests the nearest argument for a misspelled one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["KnownKeywords"]
 
 
 class KnownKeywords:
-    """Raises an error with the nearest name for a keyword that ``__init__`` of a trainkit class does not accept."""
+    """Raises an error with the nearest name for a keyword that `__init__` of a trainkit class does not accept."""
 
     if not TYPE_CHECKING:  # for a type checker the arguments are those of __init__
 

@@ -1,4 +1,4 @@
-"""``lazily``: import the names of a package when they are first used."""
+"""`lazily`: import the names of a package when they are first used."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["absent", "lazily"]
 
 
 def lazily(package: dict[str, Any], files: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's ``__getattr__`` and ``__dir__`` (PEP 562).
+    """A package's `__getattr__` and `__dir__` (PEP 562).
 
     Args:
-        package: The ``globals()`` of the package.
+        package: The `globals()` of the package.
         files: Public name → its module in the package; a module that begins with a dot is in the parent package.
     """
 
@@ -35,10 +35,10 @@ def lazily(package: dict[str, Any], files: Mapping[str, str]) -> tuple[Callable[
 
 
 def absent(module: str, name: str, known: Iterable[str]) -> AttributeError | ImportError:
-    """The error for a missing name of a module, with the nearest name, for the module's ``__getattr__``.
+    """The error for a missing name of a module, with the nearest name, for the module's `__getattr__`.
 
-    ``from module import name`` would replace an ``AttributeError`` by an ``ImportError`` without the nearest name, so that in
-    this case it is an ``ImportError``. Otherwise it is an ``AttributeError``, as ``hasattr`` and ``getattr`` need.
+    `from module import name` would replace an `AttributeError` by an `ImportError` without the nearest name, so that in
+    this case it is an `ImportError`. Otherwise it is an `AttributeError`, as `hasattr` and `getattr` need.
 
     Args:
         module: The full name of the module.

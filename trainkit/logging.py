@@ -1,4 +1,4 @@
-"""What scripts written for Hugging Face Accelerate import from its ``logging``: a logger that knows of several processes."""
+"""What scripts written for Hugging Face Accelerate import from its `logging`: a logger that knows of several processes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _LEVELS = ("TRAINKIT_LOG_LEVEL", "ACCELERATE_LOG_LEVEL")
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     """A logger, whose methods have two more arguments, to be given by name.
 
-    ``main_process_only`` (default ``True``): the main process logs alone. ``in_order`` (default ``False``): each process logs,
+    `main_process_only` (default `True`): the main process logs alone. `in_order` (default `False`): each process logs,
     one after the other in the order of their ranks. That is for all processes, whatever the level is, and
-    ``main_process_only`` has no effect then. Of several processes each says which it is: ``[RANK 1] …``.
+    `main_process_only` has no effect then. Of several processes each says which it is: `[RANK 1] …`.
 
     Args:
-        logger: of :mod:`logging`.
-        extra: of ``logging.LoggerAdapter``.
+        logger: of `logging`.
+        extra: of `logging.LoggerAdapter`.
     """
 
     def __init__(self, logger: logging.Logger, extra: Any = None) -> None:
@@ -33,48 +33,48 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     # Each of these by itself, and not as the base class has them: the frame of the user's is two above _say everywhere.
 
     def debug(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """:meth:`log` at level ``DEBUG``."""
+        """`log` at level `DEBUG`."""
         self._say(logging.DEBUG, msg, args, kwargs)
 
     def info(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """:meth:`log` at level ``INFO``."""
+        """`log` at level `INFO`."""
         self._say(logging.INFO, msg, args, kwargs)
 
     def warning(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """:meth:`log` at level ``WARNING``."""
+        """`log` at level `WARNING`."""
         self._say(logging.WARNING, msg, args, kwargs)
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """:meth:`warning`, of the same message and arguments once only."""
+        """`warning`, of the same message and arguments once only."""
         what = repr((msg, args))
         if what not in self._said:
             self._said.add(what)
             self._say(logging.WARNING, msg, args, kwargs)
 
     def error(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """:meth:`log` at level ``ERROR``."""
+        """`log` at level `ERROR`."""
         self._say(logging.ERROR, msg, args, kwargs)
 
     def exception(self, msg: object, *args: Any, exc_info: Any = True, **kwargs: Any) -> None:
-        """:meth:`error`, with the exception that is being handled."""
+        """`error`, with the exception that is being handled."""
         self._say(logging.ERROR, msg, args, {"exc_info": exc_info, **kwargs})
 
     def critical(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """:meth:`log` at level ``CRITICAL``."""
+        """`log` at level `CRITICAL`."""
         self._say(logging.CRITICAL, msg, args, kwargs)
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log a message, if this process is to.
 
         Args:
-            level: of :mod:`logging`.
-            msg: with places for ``args``.
+            level: of `logging`.
+            msg: with places for `args`.
             *args: for these places.
-            **kwargs: ``main_process_only``, ``in_order``, and those of ``Logger.log``.
+            **kwargs: `main_process_only`, `in_order`, and those of `Logger.log`.
 
         Raises:
-            ConfigurationError: ``in_order``, and this process has not joined the others yet.
-            CollectiveError: ``in_order``, and not all processes have come to it.
+            ConfigurationError: `in_order`, and this process has not joined the others yet.
+            CollectiveError: `in_order`, and not all processes have come to it.
         """
         self._say(level, msg, args, kwargs)
 
@@ -109,20 +109,22 @@ def _marked(msg: object, rank: int, size: int) -> object:
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     """The logger of a name, of which only the main process's messages are shown, unless a message is to be shown of all.
 
-    ::
+    :
 
-        logger = get_logger(__name__, log_level="INFO")
-        logger.info("loaded")                                  # by the main process
-        logger.info("my part: %d", n, main_process_only=False)  # by all
-        logger.info("my part: %d", n, in_order=True)            # by all, one after the other
+    ```python
+    logger = get_logger(__name__, log_level="INFO")
+    logger.info("loaded")                                  # by the main process
+    logger.info("my part: %d", n, main_process_only=False)  # by all
+    logger.info("my part: %d", n, in_order=True)            # by all, one after the other
+    ```
 
-    It works before the ``Accelerator`` is made too, by what a launcher has said; ``in_order`` does not. Where messages go the
-    program says, as with any logger: ``logging.basicConfig(...)``.
+    It works before the `Accelerator` is made too, by what a launcher has said; `in_order` does not. Where messages go the
+    program says, as with any logger: `logging.basicConfig(...)`.
 
     Args:
-        name: as a rule ``__name__``.
-        log_level: ``"INFO"``, say, for this logger and the root logger. Default: ``TRAINKIT_LOG_LEVEL``, else
-            ``ACCELERATE_LOG_LEVEL``; if neither is set nothing is changed.
+        name: as a rule `__name__`.
+        log_level: `"INFO"`, say, for this logger and the root logger. Default: `TRAINKIT_LOG_LEVEL`, else
+            `ACCELERATE_LOG_LEVEL`; if neither is set nothing is changed.
     """
     logger = logging.getLogger(name)
     level = log_level or next((os.environ[key] for key in _LEVELS if os.environ.get(key)), None)

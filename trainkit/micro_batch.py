@@ -1,4 +1,4 @@
-"""``MicroBatch``: one batch of an accumulation window, with what the loop, the engine and the strategies need to know of it."""
+"""`MicroBatch`: one batch of an accumulation window, with what the loop, the engine and the strategies need to know of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["NO_BATCH", "WHOLE_WINDOW", "MicroBatch", "MicroBatchKind", "NoBatch"
 
 
 class NoBatch:
-    """The batch of a micro-batch of kind ``NONE``; ``NO_BATCH`` is the only instance."""
+    """The batch of a micro-batch of kind `NONE`; `NO_BATCH` is the only instance."""
 
     def __repr__(self) -> str:
         return "NO_BATCH"
@@ -56,7 +56,7 @@ class MicroBatch(NamedTuple):
     """One batch of an accumulation window. A value: nothing changes it.
 
     Attributes:
-        batch: the batch, on the device; ``NO_BATCH`` if the kind is ``NONE``.
+        batch: the batch, on the device; `NO_BATCH` if the kind is `NONE`.
         index: its number in the epoch, counted for each rank; the same on all ranks.
         first: it is the first of its accumulation window.
         last: it is the last of its window: the optimizer step follows its backward.
@@ -66,7 +66,7 @@ class MicroBatch(NamedTuple):
         uneven: ranks have different numbers of micro-batches in this window, so no backward averages gradients.
         alike: it is certain that all ranks have the same number of micro-batches in this window, all of one size.
         empty: the total weight of the window, over all ranks, is 0, so it makes no optimizer step.
-        entry: for your own training loop; else ``None``.
+        entry: for your own training loop; else `None`.
     """
 
     batch: Any

@@ -14,7 +14,7 @@ __all__ = ["batch_size", "copied", "first_tensor", "leaves", "map_tensors", "mov
 
 
 def rebuild(value: Any, function: Callable[[Any], Any]) -> Any:
-    """A container like ``value`` with ``function`` applied to each item; another value is returned unchanged."""
+    """A container like `value` with `function` applied to each item; another value is returned unchanged."""
     kind = type(value)
     if isinstance(value, tuple | list):
         items = [function(item) for item in value]
@@ -43,7 +43,7 @@ def _fields(value: Any) -> list[tuple[str, Any]]:
 
 
 def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the type of ``value`` (OrderedDict, defaultdict, BatchEncoding, …) with other items."""
+    """A mapping of the type of `value` (OrderedDict, defaultdict, BatchEncoding, …) with other items."""
     if not isinstance(value, MutableMapping):
         try:
             return type(value)(items)  # type: ignore[call-arg]
@@ -55,14 +55,14 @@ def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """``value`` with ``function`` applied to each tensor; containers are rebuilt, other objects are shared."""
+    """`value` with `function` applied to each tensor; containers are rebuilt, other objects are shared."""
     if isinstance(value, Tensor):
         return function(value)
     return rebuild(value, lambda item: map_tensors(item, function))
 
 
 def copied(value: Any) -> Any:
-    """``value`` with copied containers and the same tensors, so that ``batch.pop("labels")`` does not affect it."""
+    """`value` with copied containers and the same tensors, so that `batch.pop("labels")` does not affect it."""
     kind = type(value)
     if kind is tuple or kind is list or kind is dict:  # the common case, written out for speed: this runs in every step
         for item in value.values() if kind is dict else value:
@@ -74,7 +74,7 @@ def copied(value: Any) -> Any:
 
 
 def move(value: Any, device: torch.device, non_blocking: bool = False) -> Any:
-    """``value`` with its tensors, and other objects with a ``.to(device)``, on the device.
+    """`value` with its tensors, and other objects with a `.to(device)`, on the device.
 
     Args:
         value: A batch of dicts, lists, tuples, named tuples and dataclasses; other objects are shared.
@@ -101,7 +101,7 @@ def move(value: Any, device: torch.device, non_blocking: bool = False) -> Any:
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """The first tensor with a dimension in a nested batch, depth first, or ``None``."""
+    """The first tensor with a dimension in a nested batch, depth first, or `None`."""
     return next((item for item in leaves(value) if isinstance(item, Tensor) and item.ndim > 0), None)
 
 

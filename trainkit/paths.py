@@ -1,4 +1,4 @@
-"""Local folders: ``~`` is expanded, and a URL is refused."""
+"""Local folders: `~` is expanded, and a URL is refused."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # at least two letters, unl
 
 
 def local_path(path: str | os.PathLike[str], argument: str) -> Path:
-    """A folder of a local or mounted file system, with ``~`` expanded.
+    """A folder of a local or mounted file system, with `~` expanded.
 
     Args:
         path: The path of the user.
         argument: The name of the argument, for the message.
 
     Raises:
-        ConfigurationError: A URL such as ``s3://bucket/run``.
+        ConfigurationError: A URL such as `s3://bucket/run`.
     """
     text = os.fsdecode(path)
     if _ADDRESS.match(text):

@@ -1,9 +1,9 @@
-"""``Precision``: the dtype of parameters and inputs, autocast, the loss scale.
+"""`Precision`: the dtype of parameters and inputs, autocast, the loss scale.
 
-The built-in names are Lightning's: ``*-true`` converts parameters and floating-point inputs; ``*-mixed`` keeps float32
-parameters and runs the forward under autocast; ``16-mixed`` scales the loss and skips the update when a scaled gradient
+The built-in names are Lightning's: `*-true` converts parameters and floating-point inputs; `*-mixed` keeps float32
+parameters and runs the forward under autocast; `16-mixed` scales the loss and skips the update when a scaled gradient
 overflows (Micikevicius et al., Mixed Precision Training, ICLR 2018). Another file adds a precision by one call of
-:func:`register_precision`.
+`register_precision`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ __all__ = ["MIXED", "OVER_MASTERS", "PRECISIONS", "Precision", "PrecisionSpec", 
 
 @dataclass(frozen=True)
 class PrecisionSpec:
-    """What a precision is; :func:`register_precision` makes it known by its name.
+    """What a precision is; `register_precision` makes it known by its name.
 
     Attributes:
-        name: its name in ``precision=``, which is Lightning's where Lightning has it.
+        name: its name in `precision=`, which is Lightning's where Lightning has it.
         parameter_dtype: dtype of parameters and floating-point inputs.
-        autocast_dtype: dtype of the forward under ``torch.autocast``; ``None``: no autocast.
-        scaler: makes the loss scaler from the options of ``torch.amp.GradScaler``; ``None``: the loss is not scaled.
-        aliases: other names in ``precision=``.
-        mixed_precision: Accelerate's name in ``mixed_precision=``; ``None``: it has none.
+        autocast_dtype: dtype of the forward under `torch.autocast`; `None`: no autocast.
+        scaler: makes the loss scaler from the options of `torch.amp.GradScaler`; `None`: the loss is not scaled.
+        aliases: other names in `precision=`.
+        mixed_precision: Accelerate's name in `mixed_precision=`; `None`: it has none.
         over_masters: Accelerate's name where the backend keeps float32 copies of 16-bit parameters, as DeepSpeed does.
         refused: types of devices that cannot compute in it, each with the reason.
     """
@@ -111,13 +111,13 @@ class Precision:
     """Numbers of one run: what the parameters, the inputs and the forward are computed in.
 
     Args:
-        name: ``"32-true"``, ``"64-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"`` or ``"16-true"``; the short
-            forms ``32``, ``64``, ``16`` (16-mixed) and ``"bf16"`` (bf16-mixed) work too.
-        init_scale: first loss scale of ``16-mixed`` (a power of two).
+        name: `"32-true"`, `"64-true"`, `"bf16-mixed"`, `"16-mixed"`, `"bf16-true"` or `"16-true"`; the short
+            forms `32`, `64`, `16` (16-mixed) and `"bf16"` (bf16-mixed) work too.
+        init_scale: first loss scale of `16-mixed` (a power of two).
         growth_interval: updates without an overflow before the scale grows.
         growth_factor: by which it is multiplied then.
         backoff_factor: by which it is multiplied after an overflow.
-        enabled: scale the loss in ``16-mixed``, and in ``16-true`` under ZeRO, at all.
+        enabled: scale the loss in `16-mixed`, and in `16-true` under ZeRO, at all.
 
     Raises:
         UnknownNameError: the name is none of these.
@@ -209,7 +209,7 @@ class Precision:
         return map_tensors(batch, lambda t: t.to(self.parameter_dtype) if t.is_floating_point() else t)
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Within it, new floating-point tensors have the parameter dtype: ``configure_model`` runs in it."""
+        """Within it, new floating-point tensors have the parameter dtype: `configure_model` runs in it."""
         if self.parameter_dtype is torch.float32:
             return _NULL
         return _default_dtype(self.parameter_dtype)
@@ -218,7 +218,7 @@ class Precision:
         """Within it the forward runs: autocast for mixed precisions, the default dtype for the others but float32.
 
         Args:
-            **autocast: options of ``torch.autocast``: ``enabled``, ``cache_enabled``.
+            **autocast: options of `torch.autocast`: `enabled`, `cache_enabled`.
         """
         self.entered = True
         if self.autocast_dtype is not None:
@@ -226,7 +226,7 @@ class Precision:
         return self.init_context()
 
     def applied_to(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A step function in this precision: its batch is converted, and it runs in :meth:`forward_context`."""
+        """A step function in this precision: its batch is converted, and it runs in `forward_context`."""
 
         def converted(batch: Any, *rest: Any) -> Any:
             with self.forward_context():
@@ -236,7 +236,7 @@ class Precision:
 
     @property
     def plain(self) -> bool:
-        """Whether inputs and forward need nothing done (``32-true``)."""
+        """Whether inputs and forward need nothing done (`32-true`)."""
         return self.autocast_dtype is None and self.parameter_dtype is torch.float32
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -271,7 +271,7 @@ class Precision:
             Whether the update happened. A skipped one changed neither parameters nor optimizer state.
 
         Raises:
-            ConfigurationError: a closure under ``16-mixed``, whose scaler has to see the gradients before the update.
+            ConfigurationError: a closure under `16-mixed`, whose scaler has to see the gradients before the update.
         """
         if self.scaler is None:
             optimizer.step(closure)

@@ -1,6 +1,6 @@
-"""Short names → classes, imported when used, and :class:`StrategyInfo`, the declaration of a strategy.
+"""Short names → classes, imported when used, and `StrategyInfo`, the declaration of a strategy.
 
-The package of a strategy has a module ``info`` with its declaration, which does not import the backend. The core reads these
+The package of a strategy has a module `info` with its declaration, which does not import the backend. The core reads these
 declarations and never names a backend, so that a new strategy needs no change here.
 """
 
@@ -36,7 +36,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class StrategyInfo:
-    """What the core needs to know of a strategy without importing it. Paths are written ``"module:attribute"``.
+    """What the core needs to know of a strategy without importing it. Paths are written `"module:attribute"`.
 
     Attributes:
         path: Path of the class.
@@ -44,27 +44,27 @@ class StrategyInfo:
         aliases: Lightning's other names → (short name, further options).
         refused: Lightning's names that are not supported → what to use instead. Also refuses names that continue one of them
             after an underscore.
-        command_line: Name → path of a function that gets the arguments of the script and returns options, or ``None``.
+        command_line: Name → path of a function that gets the arguments of the script and returns options, or `None`.
         devices: Types of torch devices that the strategy supports.
-        auto: Type of devices → the short name for ``strategy="auto"`` with several devices.
+        auto: Type of devices → the short name for `strategy="auto"` with several devices.
         one_device: It uses one device in one process, and has no options about processes.
         one_process: One process uses all devices of a node.
-        process_group: It has the option ``process_group_backend``.
-        handlers: Class names of Accelerate's ``kwargs_handlers`` whose ``strategy_options()`` its constructor accepts.
-        distributed_type: Accelerate's ``DistributedType``; ``None``: by device and number of processes.
-        file_types: Value of ``distributed_type`` in Accelerate's configuration files → short name.
+        process_group: It has the option `process_group_backend`.
+        handlers: Class names of Accelerate's `kwargs_handlers` whose `strategy_options()` its constructor accepts.
+        distributed_type: Accelerate's `DistributedType`; `None`: by device and number of processes.
+        file_types: Value of `distributed_type` in Accelerate's configuration files → short name.
         file_aliases: Other spellings of these values, in lower case → the value.
-        plugin: Path of a function that converts its section of these files, as ``(file, **options)``, to a
-            :class:`trainkit.config.settings.Plugin`; ``None``: there is no section.
-        footprints: What ``trainer.plan`` compares, the fastest first: (path, options) of callables. Their results have
-            ``footprint`` and ``supported_precisions``.
-        packages: Packages of the backend: ``trainkit env`` shows their versions, and their frames are not the user's.
-        variables: Prefixes of environment variables of the backend, which ``trainkit env`` shows.
+        plugin: Path of a function that converts its section of these files, as `(file, **options)`, to a
+            `trainkit.config.settings.Plugin`; `None`: there is no section.
+        footprints: What `trainer.plan` compares, the fastest first: (path, options) of callables. Their results have
+            `footprint` and `supported_precisions`.
+        packages: Packages of the backend: `trainkit env` shows their versions, and their frames are not the user's.
+        variables: Prefixes of environment variables of the backend, which `trainkit env` shows.
         parameter_marks: Attributes of parameters that the backend manages.
         shape_attribute: Attribute of a sharded parameter with the shape of the whole one.
         swapped_devices: Types of devices for which a module is moved by swapping the tensors of its parameters.
-        adam_classes: Class name of an optimizer of the backend with the state of ``torch.optim.Adam`` → the attribute for
-            decoupled weight decay, as in ``AdamW``.
+        adam_classes: Class name of an optimizer of the backend with the state of `torch.optim.Adam` → the attribute for
+            decoupled weight decay, as in `AdamW`.
         host_optimizers: Class names of optimizers of the backend that step on the CPU only.
     """
 
@@ -103,7 +103,7 @@ SINGLE = StrategyInfo(
     file_types={"NO": "single"},
     footprints=(("trainkit.strategy:Strategy", {"device": "cpu"}),),
 )
-"""The base class, :class:`trainkit.Strategy`: one device."""
+"""The base class, `trainkit.Strategy`: one device."""
 
 CALLBACKS: dict[str, str] = {
     "early_stopping": "trainkit.callbacks.early_stopping:EarlyStopping",
@@ -123,9 +123,9 @@ _registered: list[StrategyInfo] = []
 
 
 def register_strategy(info: StrategyInfo) -> None:
-    """Register a strategy under its short names: ``Trainer(strategy="mine")``.
+    """Register a strategy under its short names: `Trainer(strategy="mine")`.
 
-    The strategies of ``trainkit.strategies`` are registered already.
+    The strategies of `trainkit.strategies` are registered already.
 
     Raises:
         ConfigurationError: One of the names exists.
@@ -141,7 +141,7 @@ def register_strategy(info: StrategyInfo) -> None:
 
 
 def strategy_infos() -> tuple[StrategyInfo, ...]:
-    """All declarations: one device, then ``trainkit.strategies``, then the registered ones."""
+    """All declarations: one device, then `trainkit.strategies`, then the registered ones."""
     return (*_built_in(), *_registered)
 
 
@@ -157,27 +157,27 @@ def strategies() -> dict[str, str]:
 
 
 def find_info(name: str) -> StrategyInfo | None:
-    """The declaration of the strategy with this name, which may be Lightning's; ``None`` if there is none."""
+    """The declaration of the strategy with this name, which may be Lightning's; `None` if there is none."""
     return next((info for info in strategy_infos() if name in info.names or name in info.aliases), None)
 
 
 def find_info_by_type(distributed_type: str | None) -> StrategyInfo | None:
-    """The declaration of the strategy of a ``distributed_type`` in a configuration file, if there is one."""
+    """The declaration of the strategy of a `distributed_type` in a configuration file, if there is one."""
     return next((info for info in strategy_infos() if distributed_type in info.file_types), None)
 
 
 def automatic_info(device: str) -> StrategyInfo:
-    """The declaration of the strategy that ``strategy="auto"`` means on a type of devices, such as ``"cuda"``."""
+    """The declaration of the strategy that `strategy="auto"` means on a type of devices, such as `"cuda"`."""
     return next((info for info in strategy_infos() if device in info.auto), SINGLE)
 
 
 def automatic_strategy(device: str) -> str:
-    """The short name of the strategy that ``strategy="auto"`` means on several devices of a type."""
+    """The short name of the strategy that `strategy="auto"` means on several devices of a type."""
     return automatic_info(device).auto.get(device, "single")
 
 
 def load_callback(name: str) -> Any:
-    """Import the callback class with a short name; an ``UnknownNameError`` if there is none."""
+    """Import the callback class with a short name; an `UnknownNameError` if there is none."""
     if name not in CALLBACKS:
         raise UnknownNameError(f"unknown callback {name!r}; known: {', '.join(CALLBACKS)}.{nearest(name, list(CALLBACKS))}")
     return load(CALLBACKS[name])
@@ -215,14 +215,14 @@ def load_strategy(name: str) -> Any:
 
 
 def make_strategy(strategy: Any, **options: Any) -> Any:
-    """The strategy with a name, including ``"auto"``, or the object itself.
+    """The strategy with a name, including `"auto"`, or the object itself.
 
     Args:
-        strategy: A name, or a :class:`trainkit.Strategy` object.
+        strategy: A name, or a `trainkit.Strategy` object.
         **options: Arguments of the class, for a name.
 
     Raises:
-        ConfigurationError: Another object, or a name that :func:`load_strategy` refuses.
+        ConfigurationError: Another object, or a name that `load_strategy` refuses.
     """
     if isinstance(strategy, str):
         info = find_info(strategy)
@@ -238,6 +238,6 @@ def make_strategy(strategy: Any, **options: Any) -> Any:
 
 
 def load(path: str) -> Any:
-    """Import the object with a path ``"module:attribute"``."""
+    """Import the object with a path `"module:attribute"`."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -1,10 +1,10 @@
 """Keyed randomness: every random number is a function of its place in the run, so that there is no state to save.
 
 A key is a fixed 64-bit mix of (seed, stage, purpose, epoch, micro-batch). Before a micro-batch is fetched and before it is
-computed, torch's CPU generator, the device's generator, ``numpy.random`` and ``random`` are seeded from its key. So a
+computed, torch's CPU generator, the device's generator, `numpy.random` and `random` are seeded from its key. So a
 resumed run, a run with other workers and a run on another number of processes draw the same augmentation and dropout, and
 prefetching does not change them. The mix is SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
-OOPSLA 2014), chained over the parts; golden values freeze it as ``KEY_VERSION``.
+OOPSLA 2014), chained over the parts; golden values freeze it as `KEY_VERSION`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NUMPY: np.random.RandomState = np.random.mtrand._rand
 
 
 class Stage(IntEnum):
-    """The stage of a run; :meth:`of_loader` adds the index of an evaluation loader."""
+    """The stage of a run; `of_loader` adds the index of an evaluation loader."""
 
     TRAIN = 1
     VALIDATE = 2
@@ -56,7 +56,7 @@ class Stage(IntEnum):
     SANITY = 5
 
     def of_loader(self, index: int) -> int:
-        """The stage part of a key for loader ``index`` of this stage (0 for the only one)."""
+        """The stage part of a key for loader `index` of this stage (0 for the only one)."""
         return int(self) + _STAGES_PER_LOADER * index
 
 
@@ -71,7 +71,7 @@ class Purpose(IntEnum):
 
 
 def _advance(state: int, part: int) -> int:
-    """SplitMix64's output number ``part`` for the given state."""
+    """SplitMix64's output number `part` for the given state."""
     z = (state + (part + 1) * _GOLDEN) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK
@@ -79,7 +79,7 @@ def _advance(state: int, part: int) -> int:
 
 
 def mix(seed: int, stage: int, purpose: int, epoch: int = 0, m: int = 0) -> int:
-    """The unsigned 64-bit key of micro-batch ``m`` (global, not per rank) of ``epoch`` for a purpose in a stage."""
+    """The unsigned 64-bit key of micro-batch `m` (global, not per rank) of `epoch` for a purpose in a stage."""
     state = seed & _MASK
     for part in (stage, purpose, epoch, m):
         state = _advance(state, part)
@@ -87,7 +87,7 @@ def mix(seed: int, stage: int, purpose: int, epoch: int = 0, m: int = 0) -> int:
 
 
 class KeyStream:
-    """The keys of one epoch for one purpose: ``stream(m) == mix(seed, stage, purpose, epoch, m)``, in about 0.4 µs."""
+    """The keys of one epoch for one purpose: `stream(m) == mix(seed, stage, purpose, epoch, m)`, in about 0.4 µs."""
 
     __slots__ = ("_prefix",)
 
@@ -98,7 +98,7 @@ class KeyStream:
         self._prefix = state
 
     def __call__(self, m: int) -> int:
-        """The key of global micro-batch ``m``."""
+        """The key of global micro-batch `m`."""
         # _advance inlined: this runs once per micro-batch, and a call costs as much as the arithmetic
         z = (self._prefix + (m + 1) * _GOLDEN) & _MASK
         z = ((z ^ (z >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK
@@ -107,10 +107,10 @@ class KeyStream:
 
 
 def seed_generators(key: int, device_generators: Iterable[torch.Generator] = ()) -> None:
-    """Seed torch's CPU generator, ``numpy.random``, ``random`` and the given device generators from an unsigned 64-bit key.
+    """Seed torch's CPU generator, `numpy.random`, `random` and the given device generators from an unsigned 64-bit key.
 
-    Seeds the generators directly, because it runs twice per micro-batch: ``torch.manual_seed`` visits every backend, and the
-    argument checks of ``random.seed`` and ``np.random.seed`` take longer than the seeding (25 µs instead of 16 µs for both).
+    Seeds the generators directly, because it runs twice per micro-batch: `torch.manual_seed` visits every backend, and the
+    argument checks of `random.seed` and `np.random.seed` take longer than the seeding (25 µs instead of 16 µs for both).
     """
     torch.default_generator.manual_seed(key)
     try:
@@ -126,7 +126,7 @@ def seed_generators(key: int, device_generators: Iterable[torch.Generator] = ())
 class RandomState:
     """A snapshot of the global generators, to restore later.
 
-    ``fit`` seeds the global generators all the time; random numbers that the user draws after it must not depend on that.
+    `fit` seeds the global generators all the time; random numbers that the user draws after it must not depend on that.
     """
 
     def __init__(self, device_generators: Iterable[torch.Generator] = ()) -> None:
@@ -144,7 +144,7 @@ class RandomState:
 
     @staticmethod
     def keyed(key: int, draw: Callable[[], Any]) -> Any:
-        """The result of ``draw()`` with the CPU generators seeded from ``key``; restores their state."""
+        """The result of `draw()` with the CPU generators seeded from `key`; restores their state."""
         before = RandomState()
         seed_generators(key)
         try:
@@ -158,18 +158,18 @@ _process_seed: int | None = None
 
 
 def seed_everything(seed: int | None = None, *, workers: bool = True, verbose: bool = False) -> int:
-    """Seed torch, numpy and ``random``, and use the seed for every ``Trainer`` and ``Accelerator`` without one.
+    """Seed torch, numpy and `random`, and use the seed for every `Trainer` and `Accelerator` without one.
 
     Args:
-        seed: An integer from 0 to 2**64 - 1; ``None`` draws one.
-        workers: Only ``True``: loader workers are always seeded by key.
+        seed: An integer from 0 to 2**64 - 1; `None` draws one.
+        workers: Only `True`: loader workers are always seeded by key.
         verbose: Print the seed.
 
     Returns:
         The seed.
 
     Raises:
-        ConfigurationError: A seed out of range, or ``workers=False``.
+        ConfigurationError: A seed out of range, or `workers=False`.
     """
     global _process_seed
     if not workers:
@@ -186,7 +186,7 @@ def seed_everything(seed: int | None = None, *, workers: bool = True, verbose: b
 
 
 def seed_process(seed: int) -> None:
-    """Seed the global generators of torch, numpy and ``random``; ``seed`` is taken modulo 2**64."""
+    """Seed the global generators of torch, numpy and `random`; `seed` is taken modulo 2**64."""
     seed &= _MASK
     torch.manual_seed(seed)
     np.random.seed(seed & 0xFFFF_FFFF)
@@ -194,9 +194,9 @@ def seed_process(seed: int) -> None:
 
 
 def resolve_seed(seed: int | None) -> int:
-    """The seed of a run: the argument, else that of :func:`seed_everything`, else ``torch.initial_seed()``.
+    """The seed of a run: the argument, else that of `seed_everything`, else `torch.initial_seed()`.
 
-    The latter is the argument of ``torch.manual_seed``, or without that call a number that torch drew at start.
+    The latter is the argument of `torch.manual_seed`, or without that call a number that torch drew at start.
     """
     if seed is not None:
         return _checked(seed)
@@ -206,7 +206,7 @@ def resolve_seed(seed: int | None) -> int:
 
 
 def seed_was_given(seed: int | None) -> bool:
-    """Whether the user chose the seed of a run by its argument or by :func:`seed_everything`."""
+    """Whether the user chose the seed of a run by its argument or by `seed_everything`."""
     return seed is not None or _process_seed is not None
 
 

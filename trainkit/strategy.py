@@ -1,4 +1,4 @@
-"""``Strategy``: where a run runs. The base class is a working strategy for one device (CPU, CUDA, MPS)."""
+"""`Strategy`: where a run runs. The base class is a working strategy for one device (CPU, CUDA, MPS)."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ class Strategy:
     """Everything that depends on where the computation happens; a subclass says only what differs.
 
     Args:
-        device: a torch device, or ``"auto"``: the current CUDA device, else MPS, else the CPU.
-        precision: a :class:`~trainkit.Precision` or its name; ``None`` leaves the choice to the ``Trainer`` or ``Accelerator``
-            and means ``"32-true"`` alone.
+        device: a torch device, or `"auto"`: the current CUDA device, else MPS, else the CPU.
+        precision: a `Precision` or its name; `None` leaves the choice to the `Trainer` or `Accelerator`
+            and means `"32-true"` alone.
 
     Attributes:
         info: what is known of the strategy before it is imported; one with short names of its own declares its own.
-        accumulates_in_engine: the backend sums the gradients of an accumulation window; ``parameter.grad`` does not show them.
+        accumulates_in_engine: the backend sums the gradients of an accumulation window; `parameter.grad` does not show them.
         averages_in_step: no backward pass averages gradients over the processes; each optimizer step does.
-        can_sync_batchnorm: the strategy has an option ``sync_batchnorm``.
-        compiles: it works with modules from ``torch.compile``.
+        can_sync_batchnorm: the strategy has an option `sync_batchnorm`.
+        compiles: it works with modules from `torch.compile`.
         lazy_tensors: operations are recorded, and values exist only after a sync.
         owns_masters: with parameters in 16 bits the backend keeps float32 copies of them, which the optimizer updates.
         reads_checkpoint_parts: each process reads only its part of a checkpoint's tensors, whose files are therefore mapped.
         shards_optimizer_state: no process holds the whole optimizer state.
         shards_parameters: no process holds whole parameters, and a forward is a collective.
         supported_precisions: names of the precisions that work.
-        plugin: the options as Accelerate's plugin for this backend, for ``accelerator.state``; ``None``: it has no plugin.
+        plugin: the options as Accelerate's plugin for this backend, for `accelerator.state`; `None`: it has no plugin.
         sync_batchnorm: BatchNorm takes its statistics over all processes.
         world: the processes of the run.
         pad_last_batch: short batches are filled up in training.
-        joined: :meth:`join` has been called.
-        micro_batch: the current one, of :meth:`begin_micro_batch`.
+        joined: `join` has been called.
+        micro_batch: the current one, of `begin_micro_batch`.
         broken: a run has failed on several processes, and the others do not come to a collective at its end.
 
     Raises:
@@ -116,7 +116,7 @@ class Strategy:
 
     @property
     def data_world(self) -> World:
-        """The processes over which data is sharded and metrics are reduced; not :attr:`world` where all read all."""
+        """The processes over which data is sharded and metrics are reduced; not `world` where all read all."""
         return self.world
 
     @property
@@ -125,9 +125,9 @@ class Strategy:
         return self.world.is_main
 
     def join(self, wanted: RequestedDevices) -> None:
-        """Become one of the processes of the run: from here on :attr:`world` and :attr:`device` are known.
+        """Become one of the processes of the run: from here on `world` and `device` are known.
 
-        Called by the ``Trainer`` or ``Accelerator`` that gets the strategy, once: :attr:`joined` says so.
+        Called by the `Trainer` or `Accelerator` that gets the strategy, once: `joined` says so.
 
         Raises:
             ConfigurationError: what is wanted cannot be had here.
@@ -148,18 +148,18 @@ class Strategy:
         return find_device(device)
 
     def accepts(self, accelerator: str) -> bool:
-        """Whether this strategy object runs on the ``Trainer``'s ``accelerator``: a kind of device, or "auto"."""
+        """Whether this strategy object runs on the `Trainer`'s `accelerator`: a kind of device, or "auto"."""
         return accelerator in ("auto", self.device.type)
 
     def check_arguments(self, arguments: StepArguments) -> None:
-        """Refuse arguments of the ``Trainer`` that ask for what cannot be done here, before any process is started.
+        """Refuse arguments of the `Trainer` that ask for what cannot be done here, before any process is started.
 
         Raises:
             ConfigurationError: one does.
         """
 
     def check_batches(self, micro_batch: int | None, window: int) -> None:
-        """Refuse ``micro_batch`` samples of a process, or ``window`` micro-batches, where the options have other numbers.
+        """Refuse `micro_batch` samples of a process, or `window` micro-batches, where the options have other numbers.
 
         Raises:
             ConfigurationError: they do.
@@ -170,7 +170,7 @@ class Strategy:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether :meth:`configure_optimizers` makes one for a module that makes none."""
+        """Whether `configure_optimizers` makes one for a module that makes none."""
         return False
 
     def configure_optimizers(self, module: Any) -> Any:
@@ -214,7 +214,7 @@ class Strategy:
         return generators_of(self.device)
 
     def building(self, pretrained: bool = False) -> AbstractContextManager[Any]:
-        """Within it layers, or with ``pretrained`` only models that ``transformers`` makes, may be divided as they are made."""
+        """Within it layers, or with `pretrained` only models that `transformers` makes, may be divided as they are made."""
         return _NULL
 
     def prepare_module(self, module: nn.Module) -> nn.Module:
@@ -230,7 +230,7 @@ class Strategy:
         return module
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """What a loop of one's own calls instead of a module out of :meth:`prepare_module`."""
+        """What a loop of one's own calls instead of a module out of `prepare_module`."""
         return module
 
     def prepare_optimizer(self, optimizer: Optimizer, module: nn.Module | None) -> Optimizer:
@@ -239,19 +239,19 @@ class Strategy:
         return optimizer
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """The user's module, out of what :meth:`wrap` or :meth:`prepare_module` returned and out of ``torch.compile``."""
+        """The user's module, out of what `wrap` or `prepare_module` returned and out of `torch.compile`."""
         return getattr(module, "_orig_mod", module)
 
     def step_function(
         self, wrapped: nn.Module, module: nn.Module, name: str, compiler: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """The method ``name`` of the user's module, to be called with a batch, under this precision.
+        """The method `name` of the user's module, to be called with a batch, under this precision.
 
         Args:
-            wrapped: what :meth:`prepare_module` returned.
+            wrapped: what `prepare_module` returned.
             module: the user's module.
-            name: ``"training_step"``, ``"validation_step"``, …
-            compiler: compiles the step, if the user gave a module out of ``torch.compile``.
+            name: `"training_step"`, `"validation_step"`, …
+            compiler: compiles the step, if the user gave a module out of `torch.compile`.
         """
 
         def step(*given: Any) -> Any:
@@ -267,7 +267,7 @@ class Strategy:
 
     @property
     def ahead(self) -> Callable[..., Iterator[Any]] | None:
-        """How batches come to the device; see :class:`trainkit.data.PreparedLoader`, which decides if it is ``None``."""
+        """How batches come to the device; see `trainkit.data.PreparedLoader`, which decides if it is `None`."""
         return None
 
     def move(self, batch: Any) -> Any:
@@ -275,19 +275,19 @@ class Strategy:
         return move(batch, self.device, non_blocking=self.device.type == "cuda")
 
     def begin_micro_batch(self, micro: MicroBatch) -> None:
-        """Make ``micro`` current, before its forward; called again if ``accumulate`` or ``no_sync`` change its place.
+        """Make `micro` current, before its forward; called again if `accumulate` or `no_sync` change its place.
 
-        Ranks average gradients in the backward of the ``last`` micro-batch of a window, unless the window is ``uneven``.
+        Ranks average gradients in the backward of the `last` micro-batch of a window, unless the window is `uneven`.
         """
         self.micro_batch = micro
 
     def backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW, **kwargs: Any) -> None:
-        """Run the backward pass of a micro-batch: of its mean loss × ``micro.share``, or of ``None`` if it has no loss."""
+        """Run the backward pass of a micro-batch: of its mean loss × `micro.share`, or of `None` if it has no loss."""
         if loss is not None:
             self.precision.scale(loss).backward(**kwargs)
 
     def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
-        """Called instead of :meth:`backward` if there is no loss (``None``) or its weight is 0. Other ranks may be waiting."""
+        """Called instead of `backward` if there is no loss (`None`) or its weight is 0. Other ranks may be waiting."""
 
     def any_loss(self, had_loss: bool) -> bool:
         """Whether any rank had a loss in the window, given whether this one had; called after its gradients are averaged."""
@@ -298,7 +298,7 @@ class Strategy:
         self.precision.unscale(optimizer)
 
     def reduce_gradients(self, parameters: Iterable[Tensor], micro: MicroBatch = WHOLE_WINDOW) -> None:
-        """Average gradients over the ranks that no backward pass has averaged, at the end of a window: after ``micro``.
+        """Average gradients over the ranks that no backward pass has averaged, at the end of a window: after `micro`.
 
         Args:
             parameters: on all processes the same ones, in the same order. One whose gradient is missing on some processes
@@ -306,7 +306,7 @@ class Strategy:
         """
 
     def sync_buffers(self) -> None:
-        """Give rank 0's buffers to all processes; :meth:`optimizer_step` does so after an update."""
+        """Give rank 0's buffers to all processes; `optimizer_step` does so after an update."""
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean of a tensor over the processes."""
@@ -317,7 +317,7 @@ class Strategy:
         return self.precision.optimizer_step(optimizer, closure)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients down to ``max_norm`` where their norm is larger; returns the norm before."""
+        """Scale the gradients down to `max_norm` where their norm is larger; returns the norm before."""
         listed = list(parameters)
         norm = total_norm([p.grad for p in listed if p.grad is not None], norm_type)
         torch.nn.utils.clip_grads_with_norm_(listed, max_norm, norm)
@@ -337,33 +337,33 @@ class Strategy:
         return _NULL
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor | None:
-        """The 2-norm of an optimizer's gradients where ``grad`` of its parameters has none; else ``None``. Collective."""
+        """The 2-norm of an optimizer's gradients where `grad` of its parameters has none; else `None`. Collective."""
         return None
 
     def stored_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
-        """What a checkpoint holds instead of parameters: ``id(parameter)`` → its master, or a sharded tensor."""
+        """What a checkpoint holds instead of parameters: `id(parameter)` → its master, or a sharded tensor."""
         return {}
 
     def exported_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
-        """What ``save_model`` writes instead of parameters, as :meth:`stored_weights`."""
+        """What `save_model` writes instead of parameters, as `stored_weights`."""
         return self.stored_weights(module)
 
     def load_weights(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """Give those parameters their values, which each process has whole."""
 
     def stored_optimizer(self, optimizer: Optimizer) -> StoredOptimizer | None:
-        """An optimizer as a checkpoint sees it, where its state is elsewhere; else ``None``."""
+        """An optimizer as a checkpoint sees it, where its state is elsewhere; else `None`."""
         return None
 
     def load_optimizer(self, optimizer: Optimizer, stored: StoredOptimizer) -> None:
-        """Take over what has been loaded into what :meth:`stored_optimizer` has returned."""
+        """Take over what has been loaded into what `stored_optimizer` has returned."""
 
     def restored(self, optimizers: Iterable[Optimizer]) -> None:
         """The state of a checkpoint has been restored into prepared modules and these optimizers."""
 
     @property
     def compilations(self) -> int | None:
-        """Graphs that have been compiled in this process; ``None`` where nothing is compiled by itself."""
+        """Graphs that have been compiled in this process; `None` where nothing is compiled by itself."""
         return None
 
     def compilation_hints(self) -> Mapping[str, int]:
@@ -371,7 +371,7 @@ class Strategy:
         return {}
 
     def footprint(self, contents: Contents, processes: int) -> Footprint:
-        """What one process holds, in bytes: for :meth:`trainkit.Trainer.plan`. Activations are not in it.
+        """What one process holds, in bytes: for `trainkit.Trainer.plan`. Activations are not in it.
 
         Args:
             contents: parameters without their values, and what the optimizer keeps for them.
@@ -396,4 +396,4 @@ class Strategy:
         """Wait for all processes."""
 
     def teardown(self) -> None:
-        """Release what :meth:`__init__` and the preparations took."""
+        """Release what `__init__` and the preparations took."""

@@ -1,4 +1,4 @@
-"""What scripts written for Hugging Face Accelerate import from its ``tracking``: the base of their own trackers."""
+"""What scripts written for Hugging Face Accelerate import from its `tracking`: the base of their own trackers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["GeneralTracker", "on_main_process"]
 
 
 def on_main_process(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a method of a tracker with ``main_process_only``: it runs on the main process only."""
+    """Decorate a method of a tracker with `main_process_only`: it runs on the main process only."""
 
     @functools.wraps(method)
     def on_main(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -34,11 +34,11 @@ def _is_main() -> bool:
 
 
 class GeneralTracker:
-    """A tracker of your own for ``Accelerator(log_with=MyTracker(...))``, as Accelerate has it.
+    """A tracker of your own for `Accelerator(log_with=MyTracker(...))`, as Accelerate has it.
 
-    A subclass has the attributes ``name`` and ``requires_logging_directory``, the property ``tracker`` (the run or writer
-    that it uses), and the methods ``store_init_configuration`` and ``log``, called on the main process only.
-    A ``trainkit.loggers.Logger`` works too, also with a ``Trainer``. ``super().__init__()`` raises ``MissingMethodError`` if
+    A subclass has the attributes `name` and `requires_logging_directory`, the property `tracker` (the run or writer
+    that it uses), and the methods `store_init_configuration` and `log`, called on the main process only.
+    A `trainkit.loggers.Logger` works too, also with a `Trainer`. `super().__init__()` raises `MissingMethodError` if
     an attribute is missing.
     """
 
@@ -55,13 +55,13 @@ class GeneralTracker:
             )
 
     def start(self) -> None:
-        """Called first by ``init_trackers``."""
+        """Called first by `init_trackers`."""
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Log the hyper-parameters; called by ``init_trackers`` if it has any."""
+        """Log the hyper-parameters; called by `init_trackers` if it has any."""
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log the values of a step; called by ``Accelerator.log``, with the tracker's part of ``log_kwargs``."""
+        """Log the values of a step; called by `Accelerator.log`, with the tracker's part of `log_kwargs`."""
 
     def finish(self) -> None:
-        """End the run; called by ``end_training``."""
+        """End the run; called by `end_training`."""

@@ -1,4 +1,4 @@
-"""Names of Lightning and Accelerate that trainkit does not have, and what to use instead: the table ``ADVICE``."""
+"""Names of Lightning and Accelerate that trainkit does not have, and what to use instead: the table `ADVICE`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _TRAINER: dict[str, str] = {
     "weights_summary": "use enable_model_summary, or callbacks=[ModelSummary(max_depth=...)]",
 }
 
-# Lightning's defaults of these; the default of all others is ``None``.
+# Lightning's defaults of these; the default of all others is `None`.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "auto_lr_find": (False,),
     "auto_scale_batch_size": (False,),
@@ -308,11 +308,11 @@ ADVICE: dict[str, dict[str, str]] = {
     "trainkit": _IMPORTS,
 }
 """Place → name → what to use. A class means its arguments, "accelerator" the attributes of an object, "log_with" names of
-trackers, "log_kwargs" arguments of their ``log``, "trainkit" imports."""
+trackers, "log_kwargs" arguments of their `log`, "trainkit" imports."""
 
 
 def advice(where: str, name: str) -> str | None:
-    """What to use instead of a name in a place of :data:`ADVICE`; ``None`` if Lightning and Accelerate do not have it."""
+    """What to use instead of a name in a place of `ADVICE`; `None` if Lightning and Accelerate do not have it."""
     return ADVICE.get(where, {}).get(name)
 
 
@@ -344,9 +344,9 @@ def _is_default(name: str, value: Any) -> bool:
 
 
 def refuse_import(name: str) -> None:
-    """Raise an ``ImportError`` for a name that Accelerate has and trainkit does not.
+    """Raise an `ImportError` for a name that Accelerate has and trainkit does not.
 
-    Not an ``AttributeError``, whose message ``from … import`` hides.
+    Not an `AttributeError`, whose message `from … import` hides.
     """
     fix = advice("trainkit", name)
     if fix is not None:

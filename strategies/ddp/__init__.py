@@ -1,4 +1,4 @@
-"""``DDPStrategy``: one process per device, gradients averaged by all-reduce."""
+"""`DDPStrategy`: one process per device, gradients averaged by all-reduce."""
 
 from __future__ import annotations
 

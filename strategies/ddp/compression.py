@@ -20,14 +20,14 @@ _POWER = "powersgd"
 
 
 class Compression:
-    """The communication hook that ``DDPStrategy(comm_hook=, comm_state=)`` selects.
+    """The communication hook that `DDPStrategy(comm_hook=, comm_state=)` selects.
 
     Args:
-        hook: ``"fp16"``, ``"bf16"``, ``"powersgd"``, a DDP communication hook, or ``None``.
-        state: the first argument of the hook. For "powersgd": a ``PowerSGDState`` of torch, or a dict of its options.
+        hook: `"fp16"`, `"bf16"`, `"powersgd"`, a DDP communication hook, or `None`.
+        state: the first argument of the hook. For "powersgd": a `PowerSGDState` of torch, or a dict of its options.
 
     Attributes:
-        wire: the dtype that gradients are sent in, for "fp16" and "bf16"; else ``None``.
+        wire: the dtype that gradients are sent in, for "fp16" and "bf16"; else `None`.
 
     Raises:
         ConfigurationError: the hook or its state has another type or value.

@@ -1,4 +1,4 @@
-"""``DDPStrategy``: a copy of the model on every rank, gradients averaged over all ranks."""
+"""`DDPStrategy`: a copy of the model on every rank, gradients averaged over all ranks."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ _NULL = nullcontext()
 
 
 class DDPStrategy(Strategy):
-    """Data parallel training with torch's ``DistributedDataParallel``, on any number of processes.
+    """Data parallel training with torch's `DistributedDataParallel`, on any number of processes.
 
     Each rank has the whole model and processes its shard of each global batch. Gradients are averaged in buckets during the
     backward pass of the last micro-batch of an accumulation window. With one process, this is the same as the base class.
 
     Args:
-        process_group_backend: ``"gloo"``, ``"nccl"``, … Default: nccl for CUDA, gloo for the CPU.
+        process_group_backend: `"gloo"`, `"nccl"`, … Default: nccl for CUDA, gloo for the CPU.
         timeout: timeout of collectives: a timedelta, or a number of seconds.
         static_graph: every step uses the same parameters, the same number of times and in the same order. Supports reentrant
-            activation checkpointing, and searches for unused parameters only once. Every ``training_step`` must return a loss.
+            activation checkpointing, and searches for unused parameters only once. Every `training_step` must return a loss.
         find_unused_parameters: allow parameters without a gradient in some steps. Traverses the autograd graph in every step.
         gradient_as_bucket_view: make gradients views of the buckets, which saves memory of the size of the gradients.
         bucket_cap_mb: bucket size in MB. Default: 25, as in torch, with a first bucket of 1 MB.
-        comm_hook: send gradients in fewer bytes: ``"fp16"``, ``"bf16"``, ``"powersgd"`` (Vogels et al., NeurIPS 2019), or a
-            function ``(state, bucket)`` as in ``torch.distributed.algorithms.ddp_comm_hooks``.
-        comm_state: the first argument of that function. For "powersgd": a dict of options of torch's ``PowerSGDState``.
+        comm_hook: send gradients in fewer bytes: `"fp16"`, `"bf16"`, `"powersgd"` (Vogels et al., NeurIPS 2019), or a
+            function `(state, bucket)` as in `torch.distributed.algorithms.ddp_comm_hooks`.
+        comm_state: the first argument of that function. For "powersgd": a dict of options of torch's `PowerSGDState`.
         sync_batchnorm: compute BatchNorm statistics over the micro-batches of all ranks. Not supported on the CPU.
-        device: a torch device, or ``"auto"``: one GPU for each process, else MPS or the CPU.
-        precision: see :class:`trainkit.Strategy`.
+        device: a torch device, or `"auto"`: one GPU for each process, else MPS or the CPU.
+        precision: see `trainkit.Strategy`.
 
     Raises:
         ConfigurationError: an argument is wrong, or contradicts another.
@@ -101,7 +101,7 @@ class DDPStrategy(Strategy):
         self._stepping = False  # inside a training_step of automatic optimization
 
     def join(self, wanted: RequestedDevices) -> None:
-        """See :meth:`trainkit.Strategy.join`."""
+        """See `trainkit.Strategy.join`."""
         self.world, self.device = self._membership.join(wanted, self.device)
         self.joined = True
         if self.sync_batchnorm and self.device.type == "cpu" and not self._alone:
@@ -129,7 +129,7 @@ class DDPStrategy(Strategy):
         return module
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """See :meth:`trainkit.Strategy.wrap`."""
+        """See `trainkit.Strategy.wrap`."""
         if self._alone:
             return module
         model = PreparedModel(module, late=self.static_graph, **self._options())
@@ -163,13 +163,13 @@ class DDPStrategy(Strategy):
         return self.micro_batch.last and not self.micro_batch.uneven
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """See :meth:`trainkit.Strategy.unwrap`."""
+        """See `trainkit.Strategy.unwrap`."""
         return module.module if isinstance(module, PreparedModel) else super().unwrap(module)
 
     def step_function(
         self, wrapped: nn.Module, module: nn.Module, name: str, compiler: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """See :meth:`trainkit.Strategy.step_function`. With automatic optimization ``training_step`` runs in DDP's forward."""
+        """See `trainkit.Strategy.step_function`. With automatic optimization `training_step` runs in DDP's forward."""
         run = super().step_function(wrapped, module, name, compiler)
         if self._alone or name != "training_step" or not getattr(module, "automatic_optimization", True):
             return run
@@ -192,7 +192,7 @@ class DDPStrategy(Strategy):
         return begun
 
     def backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW, **kwargs: Any) -> None:
-        """See :meth:`trainkit.Strategy.backward`. Averages gradients in the last micro-batch of a window."""
+        """See `trainkit.Strategy.backward`. Averages gradients in the last micro-batch of a window."""
         if self._alone:
             super().backward(loss, micro, **kwargs)
         elif loss is None:
@@ -230,7 +230,7 @@ class DDPStrategy(Strategy):
         return self.world.collectives if any(model.replica.due() for model in models) else _NULL
 
     def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
-        """See :meth:`trainkit.Strategy.skip_backward`."""
+        """See `trainkit.Strategy.skip_backward`."""
         if self._alone:
             return
         due = micro.last and not micro.uneven
@@ -255,15 +255,15 @@ class DDPStrategy(Strategy):
                 model.skip_backward()
 
     def any_loss(self, had_loss: bool) -> bool:
-        """See :meth:`trainkit.Strategy.any_loss`. Call it after the gradients have been averaged."""
+        """See `trainkit.Strategy.any_loss`. Call it after the gradients have been averaged."""
         if had_loss or self._step is None or self._step.witness.grad is None:
             return had_loss
         return bool(self._step.witness.grad.abs() > 0.0)
 
     def reduce_gradients(self, parameters: Iterable[Tensor], micro: MicroBatch = WHOLE_WINDOW) -> None:
-        """See :meth:`trainkit.Strategy.reduce_gradients`.
+        """See `trainkit.Strategy.reduce_gradients`.
 
-        ``comm_hook="fp16"`` and ``"bf16"`` apply here too; other hooks do not.
+        `comm_hook="fp16"` and `"bf16"` apply here too; other hooks do not.
         """
         if self._alone:
             return
@@ -274,7 +274,7 @@ class DDPStrategy(Strategy):
             replica.forget_backward()
 
     def mean(self, value: Tensor) -> Tensor:
-        """See :meth:`trainkit.Strategy.mean`."""
+        """See `trainkit.Strategy.mean`."""
         if self._alone:
             return value
         with self.world.collectives:
@@ -309,11 +309,11 @@ class DDPStrategy(Strategy):
             )
 
     def sync_buffers(self) -> None:
-        """See :meth:`trainkit.Strategy.sync_buffers`."""
+        """See `trainkit.Strategy.sync_buffers`."""
         self._buffers.sync()
 
     def footprint(self, contents: Contents, processes: int) -> Footprint:
-        """See :meth:`trainkit.Strategy.footprint`. Adds the buckets, unless gradients are views of them."""
+        """See `trainkit.Strategy.footprint`. Adds the buckets, unless gradients are views of them."""
         alone = super().footprint(contents, processes)
         if processes == 1 or self.gradient_as_bucket_view:
             return alone
@@ -321,7 +321,7 @@ class DDPStrategy(Strategy):
         return replace(alone, moments={"update": Moment(replace(held, buffers=held.gradients))})
 
     def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:
-        """See :meth:`trainkit.Strategy.all_gather`.
+        """See `trainkit.Strategy.all_gather`.
 
         Raises:
             ConfigurationError: the ranks pass different containers, shapes or dtypes, or not all ranks call it.
@@ -331,7 +331,7 @@ class DDPStrategy(Strategy):
         return data if self._alone else gathered(data, self.world, self.device, sync_grads, alike)
 
     def _refuse_uneven(self, data: Any, sync_grads: bool) -> None:
-        """Raise an error where ranks without a micro-batch would not take part: in ``training_step`` and in its backward."""
+        """Raise an error where ranks without a micro-batch would not take part: in `training_step` and in its backward."""
         if self._stepping or (sync_grads and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(data))):
             raise ConfigurationError(
                 "all_gather in a window in which some ranks have fewer micro-batches than others, such as the last one of an "
@@ -340,7 +340,7 @@ class DDPStrategy(Strategy):
             )
 
     def barrier(self) -> None:
-        """See :meth:`trainkit.Strategy.barrier`."""
+        """See `trainkit.Strategy.barrier`."""
         barrier(self.world)
 
     def teardown(self) -> None:

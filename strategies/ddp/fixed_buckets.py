@@ -1,4 +1,4 @@
-"""``DistributedDataParallel`` whose buckets never change, and which averages gradients when the accumulation window ends."""
+"""`DistributedDataParallel` whose buckets never change, and which averages gradients when the accumulation window ends."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class FixedDDP(DistributedDataParallel):
 
     Args:
         module: the module that computes the loss. Its parameters must be equal on all ranks already.
-        due: returns whether the current forward and backward average gradients. With ``static_graph``, create this object only
-            when it returns ``True``: torch counts all gradient hooks until its first all-reduce.
+        due: returns whether the current forward and backward average gradients. With `static_graph`, create this object only
+            when it returns `True`: torch counts all gradient hooks until its first all-reduce.
         bucket_cap_mb: bucket size in MB.
-        static_graph: as in ``DistributedDataParallel``.
-        find_unused_parameters: as in ``DistributedDataParallel``.
-        **options: other arguments of ``DistributedDataParallel``.
+        static_graph: as in `DistributedDataParallel`.
+        find_unused_parameters: as in `DistributedDataParallel`.
+        **options: other arguments of `DistributedDataParallel`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class FixedDDP(DistributedDataParallel):
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, wanted: bool) -> None:
-        """Ignore the value that torch's ``__init__`` sets."""
+        """Ignore the value that torch's `__init__` sets."""
 
     @property
     def watches_outputs(self) -> bool:
@@ -73,7 +73,7 @@ class FixedDDP(DistributedDataParallel):
         return bool(self.find_unused_parameters and not self.static_graph)
 
     def expect(self, roots: Sequence[Tensor]) -> None:
-        """Prepare for a backward pass that starts at ``roots`` instead of the outputs of the forward."""
+        """Prepare for a backward pass that starts at `roots` instead of the outputs of the forward."""
         self.reducer.prepare_for_backward(list(roots) if self.watches_outputs else [])
 
     def forget_backward(self) -> None:

@@ -1,4 +1,4 @@
-"""What the registry knows about ``DDPStrategy`` without importing it."""
+"""What the registry knows about `DDPStrategy` without importing it."""
 
 from __future__ import annotations
 

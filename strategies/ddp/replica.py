@@ -1,4 +1,4 @@
-"""A module wrapped in DDP: for ``training_step``, and for your own training loop."""
+"""A module wrapped in DDP: for `training_step`, and for your own training loop."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Replica:
 
     Args:
         module: the user's module.
-        make: ``make(target, due)`` wraps a module in DDP.
+        make: `make(target, due)` wraps a module in DDP.
         due: returns whether the current micro-batch averages gradients.
         world: the ranks of the run.
         late: wrap the module in the first micro-batch that averages gradients, not at once.
-        target: the module that DDP wraps, which contains ``module``. Default: ``module``.
+        target: the module that DDP wraps, which contains `module`. Default: `module`.
 
     Attributes:
-        ddp: the DDP wrapper, or ``None``.
+        ddp: the DDP wrapper, or `None`.
         late: as given.
-        held: do not average gradients, even if ``due`` says so.
+        held: do not average gradients, even if `due` says so.
         called: for a model in your own training loop: when its last forward with gradients ran, as a number that counts the
             forwards of all models. 0 after a backward pass.
-        watched: there are other models too, so ``reached`` must tell whether a backward pass used this one.
+        watched: there are other models too, so `reached` must tell whether a backward pass used this one.
         reached: a backward pass reached the outputs of the last forward.
     """
 
@@ -200,7 +200,7 @@ class _Dispatch(nn.Module):
 
 
 class TrainingStep:
-    """``training_step`` with automatic optimization: runs inside DDP's forward.
+    """`training_step` with automatic optimization: runs inside DDP's forward.
 
     A rank without a loss takes part in the all-reduce with zeros. The gradient of the witness, which is averaged in the same
     buckets, shows whether any rank had a loss.
@@ -209,7 +209,7 @@ class TrainingStep:
         module: the user's module.
         run: calls the training step.
         static_graph: every backward pass must be like the first.
-        **options: arguments of :class:`Replica`.
+        **options: arguments of `Replica`.
 
     Attributes:
         replica: the module wrapped in DDP.
@@ -243,10 +243,10 @@ class TrainingStep:
             self.replica.check_complete()
 
     def skip(self, had_loss: bool, due: bool) -> None:
-        """Called instead of :meth:`backward` if the last call returned no loss, or a loss of weight 0.
+        """Called instead of `backward` if the last call returned no loss, or a loss of weight 0.
 
         Raises:
-            LossError: ``static_graph`` is set, so every step must be like the first.
+            LossError: `static_graph` is set, so every step must be like the first.
         """
         if not due or not self.replica.trained:
             if had_loss:
@@ -267,7 +267,7 @@ class PreparedModel(Wrapped):
 
     Args:
         module: the user's model.
-        **options: arguments of :class:`Replica`.
+        **options: arguments of `Replica`.
 
     Attributes:
         replica: the model wrapped in DDP.
@@ -310,7 +310,7 @@ class PreparedModel(Wrapped):
         """Called instead of a backward pass if this rank has no loss: takes part in the all-reduce of the other ranks.
 
         Raises:
-            LossError: ``static_graph`` is set, so every step must be like the first.
+            LossError: `static_graph` is set, so every step must be like the first.
         """
         replica = self.replica
         called, replica.called = replica.called, 0

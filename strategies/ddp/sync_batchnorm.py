@@ -15,7 +15,7 @@ __all__ = ["SyncedBatchNorms"]
 
 
 class SyncedBatchNorms:
-    """Replaces BatchNorm layers by ``nn.SyncBatchNorm``, which communicates in every forward.
+    """Replaces BatchNorm layers by `nn.SyncBatchNorm`, which communicates in every forward.
 
     In a window in which ranks have different numbers of micro-batches, each rank uses its own statistics, because ranks without
     a micro-batch run no forward.

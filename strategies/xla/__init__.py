@@ -1,4 +1,4 @@
-"""``XLAStrategy``: TPUs and other XLA devices, through torch_xla."""
+"""`XLAStrategy`: TPUs and other XLA devices, through torch_xla."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ Adam's bias corrections also approach 1, after hundreds or thousands of steps. O
 rates become equal, other than 0, cause a recompilation.
 
 During the optimizer step the rates are floats that also keep the exact value. An operation that accepts a tensor
-(``parameter.mul_(1 - rate * decay)``) gets one, which is an input whatever its value. An operation that accepts only numbers
-(``addcdiv_(…, value=-rate)``) gets a number that is not 0 or ±1, but differs from it by less than float32 can represent, so the
+(`parameter.mul_(1 - rate * decay)`) gets one, which is an input whatever its value. An operation that accepts only numbers
+(`addcdiv_(…, value=-rate)`) gets a number that is not 0 or ±1, but differs from it by less than float32 can represent, so the
 result is the same.
 """
 

@@ -34,7 +34,7 @@ _INSTALL = "pip install 'trainkit-torch[xla]'"
 
 
 def imported() -> Any:
-    """Import ``torch_xla``, without the startup output of its runtime.
+    """Import `torch_xla`, without the startup output of its runtime.
 
     Raises:
         MissingPackageError: it is not installed, or does not work with this torch; names the versions and the command.
@@ -81,7 +81,7 @@ def choose_runtime(wanted: RequestedDevices, env: MutableMapping[str, str] = os.
 
     Args:
         wanted: the devices that the user asked for.
-        env: the environment of the process. Sets ``PJRT_DEVICE`` and, if it is not set, ``CPU_NUM_DEVICES``.
+        env: the environment of the process. Sets `PJRT_DEVICE` and, if it is not set, `CPU_NUM_DEVICES`.
 
     Raises:
         ConfigurationError: there is no TPU, or the variables contradict the arguments.
@@ -117,7 +117,7 @@ def count_devices(wanted: RequestedDevices, xr: Any) -> int:
 
     Args:
         wanted: the devices that the user asked for.
-        xr: ``torch_xla.runtime``.
+        xr: `torch_xla.runtime`.
 
     Raises:
         ConfigurationError: the runtime has another number of devices or hosts.
@@ -188,7 +188,7 @@ def compilations() -> int:
 def compilation_hints() -> dict[str, int]:
     """The number of graphs run, of single values read, and of each operation that ran on the host.
 
-    torch_xla does not count a copy of a whole tensor to the host (``.cpu()``, ``print``) as a read, but it runs a graph.
+    torch_xla does not count a copy of a whole tensor to the host (`.cpu()`, `print`) as a read, but it runs a graph.
     """
     metrics = importlib.import_module("torch_xla.debug.metrics")
     value = metrics.counter_value
@@ -205,7 +205,7 @@ def read_on_all_ranks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class XLAGenerator:
-    """XLA's random number generator of a device, with the methods of ``torch.Generator`` that seeding needs.
+    """XLA's random number generator of a device, with the methods of `torch.Generator` that seeding needs.
 
     Its state is one unsigned 64-bit number, which advances at every sync.
     """

@@ -27,12 +27,12 @@ def make_mesh(wanted: Any, devices: int, fsdp: bool) -> Any:
     """Create the mesh of a run, and make it the global mesh.
 
     Args:
-        wanted: a ``Mesh``, a dict of axis name → size, or ``None``.
+        wanted: a `Mesh`, a dict of axis name → size, or `None`.
         devices: number of devices of the run.
         fsdp: whether parameters are sharded.
 
     Raises:
-        ConfigurationError: the mesh does not fit the devices or ``fsdp``.
+        ConfigurationError: the mesh does not fit the devices or `fsdp`.
     """
     spmd: Any = importlib.import_module("torch_xla.distributed.spmd")
     there = int(importlib.import_module("torch_xla.runtime").global_runtime_device_count())

@@ -1,4 +1,4 @@
-"""Replicas that are threads of one process: ``torch_xla.launch`` starts them on XLA's CPU runtime, for tests.
+"""Replicas that are threads of one process: `torch_xla.launch` starts them on XLA's CPU runtime, for tests.
 
 Threads share global state: the random number generators and the flags of torch. So only one replica runs at a time, until it
 has to wait for the others; then the next one continues. This way each replica draws the random numbers that it seeded, and the
@@ -78,7 +78,7 @@ class ReplicaTurns:
         return rank in self._inside
 
     def give(self, rank: int, name: str, value: Any) -> _Key:
-        """Give a value to all replicas; each gets it from :meth:`collect`."""
+        """Give a value to all replicas; each gets it from `collect`."""
         with self._changed:
             number = self._counts[name, rank] = self._counts.get((name, rank), 0) + 1
             key = (name, number)
@@ -154,32 +154,32 @@ class ThreadWorld(World):
         speak(main=rank == 0, rank=rank, thread=True)
 
     def rest(self) -> None:
-        """Leave the run at its end, unless :meth:`trainkit.strategies.XLAStrategy.launch` does so."""
+        """Leave the run at its end, unless `trainkit.strategies.XLAStrategy.launch` does so."""
         if self.rank not in self.turns.launched:
             self.turns.leave(self.rank)
 
     def exchange(self, value: Any) -> list[Any]:
-        """See :meth:`trainkit.distributed.world.World.exchange`."""
+        """See `trainkit.distributed.world.World.exchange`."""
         return [json.loads(text) for text in self.gather("exchange", json.dumps(value))]
 
     def exchange_state(self, value: Any) -> list[Any]:
-        """See :meth:`trainkit.distributed.world.World.exchange_state`."""
+        """See `trainkit.distributed.world.World.exchange_state`."""
         return [copy.deepcopy(other) for other in self.gather("state", value)]
 
     def exchange_user_objects(self, value: Any) -> list[Any]:
-        """See :meth:`trainkit.distributed.world.World.exchange_user_objects`."""
+        """See `trainkit.distributed.world.World.exchange_user_objects`."""
         return self.exchange_state(value)
 
     def rows(self, values: Sequence[float]) -> list[list[float]]:
-        """See :meth:`trainkit.distributed.world.World.rows`."""
+        """See `trainkit.distributed.world.World.rows`."""
         return [list(row) for row in self.gather("rows", [float(value) for value in values])]
 
     def begin_largest(self, values: Sequence[int]) -> Pending:
-        """See :meth:`trainkit.distributed.world.World.begin_largest`."""
+        """See `trainkit.distributed.world.World.begin_largest`."""
         return _Largest(self, self.turns.give(self.rank, "largest", [int(value) for value in values]))
 
     def team(self, name: str) -> Team:
-        """See :meth:`trainkit.distributed.world.World.team`."""
+        """See `trainkit.distributed.world.World.team`."""
         return _ThreadTeam(name, self)
 
     def gather(self, name: str, value: Any = None) -> list[Any]:

@@ -1,8 +1,8 @@
-"""Transfers batches to XLA devices with torch_xla's ``MpDeviceLoader``: the next batch during the step of the current one.
+"""Transfers batches to XLA devices with torch_xla's `MpDeviceLoader`: the next batch during the step of the current one.
 
-``MpDeviceLoader`` reads its loader in a thread, as far ahead as its queues allow. But fetching a batch draws from the same
+`MpDeviceLoader` reads its loader in a thread, as far ahead as its queues allow. But fetching a batch draws from the same
 random number generators as the step. So batches are fetched on the main thread, between steps, with their own seed, and the
-threads of ``MpDeviceLoader`` only transfer them.
+threads of `MpDeviceLoader` only transfer them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NEVER = 1 << 62  # number of batches after which MpDeviceLoader would sync by i
 class BatchSharding:
     """How the tensors of a batch are sharded over a mesh: along their first dimension. Scalars are not sharded.
 
-    Use it like a ``ShardingSpec``, which supports only tensors of one number of dimensions.
+    Use it like a `ShardingSpec`, which supports only tensors of one number of dimensions.
 
     Args:
         mesh: the mesh of devices.
@@ -96,7 +96,7 @@ def loaded_ahead(
 
     Args:
         items: batches, or tuples that contain a batch, on the CPU.
-        load: ``load(item, number)`` moves an item to the device, if the user overrides a transfer hook. Items are then not
+        load: `load(item, number)` moves an item to the device, if the user overrides a transfer hook. Items are then not
             transferred ahead.
         start: number of the first item.
         device: the target device.
@@ -153,7 +153,7 @@ def _each(items: Iterator[Any], before: Callable[[], None]) -> Iterator[Any]:
 
 
 class _Feed:
-    """The loader that ``MpDeviceLoader`` reads: yields what :meth:`put` adds, until :meth:`end`."""
+    """The loader that `MpDeviceLoader` reads: yields what `put` adds, until `end`."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[list[Tensor] | None] = queue.SimpleQueue()
@@ -182,5 +182,5 @@ def _with_tensors(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _moves_itself(value: Any) -> bool:
-    """Whether a value contains an object that is not a tensor and has a method ``to``."""
+    """Whether a value contains an object that is not a tensor and has a method `to`."""
     return any(not isinstance(leaf, Tensor) and callable(getattr(leaf, "to", None)) for leaf in leaves(value))

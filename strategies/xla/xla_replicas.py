@@ -172,7 +172,7 @@ class Replicas:
 
 
 class _Replica:
-    """The function that ``torch_xla.launch`` calls in each replica: runs the user's function as one of the replicas."""
+    """The function that `torch_xla.launch` calls in each replica: runs the user's function as one of the replicas."""
 
     def __init__(self, function: Callable[..., Any], devices: int | None) -> None:
         self._function, self._devices = function, devices
@@ -202,7 +202,7 @@ class _Replica:
 
 
 def launch(function: Callable[..., Any], args: tuple[Any, ...], devices: int | None, options: Mapping[str, Any]) -> None:
-    """See :meth:`trainkit.strategies.XLAStrategy.launch`."""
+    """See `trainkit.strategies.XLAStrategy.launch`."""
     choose_runtime(RequestedDevices("auto", devices))
     if os.environ["PJRT_DEVICE"] == "CPU":
         os.environ["PJRT_CPU_ASYNC_CLIENT"] = "0"  # read when the runtime starts

@@ -1,4 +1,4 @@
-"""``XLAStrategy``: TPUs, and XLA's CPU runtime for tests, with torch_xla."""
+"""`XLAStrategy`: TPUs, and XLA's CPU runtime for tests, with torch_xla."""
 
 from __future__ import annotations
 
@@ -51,26 +51,26 @@ class XLAStrategy(Strategy):
     """Training on one or all XLA devices of a host.
 
     Tensors are lazy: operations are recorded, compiled to one graph per step, and run at the end of the step. So a step must
-    not read values (``.item()``, ``print(loss)``, ``if loss > 1``). Log them instead: they are read after the step.
+    not read values (`.item()`, `print(loss)`, `if loss > 1`). Log them instead: they are read after the step.
 
-    With several devices, one process uses them all (SPMD). The batches of all devices, of ``batch_size`` samples each, form one
-    tensor that is sharded over the devices. The results are those of DDP with as many processes. ``BatchNorm`` uses the
+    With several devices, one process uses them all (SPMD). The batches of all devices, of `batch_size` samples each, form one
+    tensor that is sharded over the devices. The results are those of DDP with as many processes. `BatchNorm` uses the
     statistics of all devices. With several hosts, start the script once on each; each host reads all of the data.
 
     Args:
-        mode: ``"spmd"``, or ``"replicas"``: one process for each device, with a copy of the model. :meth:`launch` and
-            ``notebook_launcher`` start the processes, and make it the default. Every ``training_step`` must then return a loss
+        mode: `"spmd"`, or `"replicas"`: one process for each device, with a copy of the model. `launch` and
+            `notebook_launcher` start the processes, and make it the default. Every `training_step` must then return a loss
             and use the same parameters on all replicas.
-        mesh: layout of the devices: a ``torch_xla.distributed.spmd.Mesh``, or a dict of axis sizes such as
-            ``{"data": 2, "fsdp": 4}``. Batches are sharded over "data" and "fsdp". Default: one axis with all devices.
+        mesh: layout of the devices: a `torch_xla.distributed.spmd.Mesh`, or a dict of axis sizes such as
+            `{"data": 2, "fsdp": 4}`. Batches are sharded over "data" and "fsdp". Default: one axis with all devices.
         fsdp: shard parameters, gradients and optimizer state over the axis "fsdp" (FSDPv2 of torch_xla).
         pad_last_batch: pad the short last batch of an epoch with copies of its last sample, so that it needs no graph of its
-            own. The loss must skip the copies with ``self.sample_mask``; BatchNorm includes them. Without padding the last
+            own. The loss must skip the copies with `self.sample_mask`; BatchNorm includes them. Without padding the last
             batch is compiled once in a run.
         timeout: how long processes wait for each other: a timedelta, or a number of seconds.
         compilation_cache: folder in which TPUs keep compiled graphs for later runs.
-        device: ``"auto"`` or ``"xla"``. ``"cpu"`` is XLA's CPU runtime, for tests.
-        precision: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"`` or ``"64-true"`` (slow on TPUs, which have no float64).
+        device: `"auto"` or `"xla"`. `"cpu"` is XLA's CPU runtime, for tests.
+        precision: `"32-true"`, `"bf16-mixed"`, `"bf16-true"` or `"64-true"` (slow on TPUs, which have no float64).
 
     Raises:
         ConfigurationError: an argument is wrong, or contradicts another.
@@ -122,11 +122,11 @@ class XLAStrategy(Strategy):
 
     @property
     def data_world(self) -> World:
-        """See :attr:`trainkit.Strategy.data_world`. With SPMD each process reads all of the data, for all devices."""
+        """See `trainkit.Strategy.data_world`. With SPMD each process reads all of the data, for all devices."""
         return self.world if self._data_world is None else self._data_world
 
     def resolve_device(self, device: str | torch.device) -> torch.device:
-        """See :meth:`trainkit.Strategy.resolve_device`. The runtime selects the device later, when it starts."""
+        """See `trainkit.Strategy.resolve_device`. The runtime selects the device later, when it starts."""
         if str(device) not in ("auto", "xla", "cpu"):
             raise ConfigurationError(f"XLAStrategy does not run on {str(device)!r}. Use device='xla', or 'cpu' for tests.")
         return torch.device("xla")
@@ -138,11 +138,11 @@ class XLAStrategy(Strategy):
         return f"{self.device} ({kind})" if count == 1 else f"{count} XLA devices ({kind})"
 
     def accepts(self, accelerator: str) -> bool:
-        """See :meth:`trainkit.Strategy.accepts`."""
+        """See `trainkit.Strategy.accepts`."""
         return accelerator in ("auto", "xla", "cpu")
 
     def join(self, wanted: RequestedDevices) -> None:
-        """See :meth:`trainkit.Strategy.join`. Starts the runtime."""
+        """See `trainkit.Strategy.join`. Starts the runtime."""
         if wanted.accelerator == "auto" and self._accelerator != "auto":
             wanted = replace(wanted, accelerator=self._accelerator)
         require()
@@ -186,32 +186,32 @@ class XLAStrategy(Strategy):
     def launch(
         function: Callable[..., Any], args: tuple[Any, ...] = (), devices: int | None = None, start_method: str = "spawn"
     ) -> None:
-        """Run a function in one replica per device, with ``torch_xla.launch``. Use it to start ``mode="replicas"``.
+        """Run a function in one replica per device, with `torch_xla.launch`. Use it to start `mode="replicas"`.
 
         On a TPU, a replica is a process. On XLA's CPU runtime it is a thread, and this method sets up what threads need.
         Threads run one at a time, so use them for tests.
 
         Args:
-            function: called with the number of the replica and ``args``. It creates the Trainer. For processes, it must be
+            function: called with the number of the replica and `args`. It creates the Trainer. For processes, it must be
                 importable.
             args: more arguments of the function.
             devices: number of devices of this host, which must be the number that the runtime has. Default: all devices; on a
-                CPU ``CPU_NUM_DEVICES`` in the environment, or 1.
-            start_method: start method of ``multiprocessing``.
+                CPU `CPU_NUM_DEVICES` in the environment, or 1.
+            start_method: start method of `multiprocessing`.
         """
         launch(function, args, devices, {"start_method": start_method})
 
     def generators(self) -> tuple[Any, ...]:
-        """XLA's random number generator, with the methods of ``torch.Generator``."""
+        """XLA's random number generator, with the methods of `torch.Generator`."""
         return self._generators
 
     @property
     def compilations(self) -> int:
-        """See :attr:`trainkit.Strategy.compilations`."""
+        """See `trainkit.Strategy.compilations`."""
         return compilations()
 
     def compilation_hints(self) -> Mapping[str, int]:
-        """See :meth:`trainkit.Strategy.compilation_hints`. Empty for threads, whose counts cannot be told apart."""
+        """See `trainkit.Strategy.compilation_hints`. Empty for threads, whose counts cannot be told apart."""
         return {} if isinstance(self.world, ThreadWorld) else compilation_hints()
 
     def sync(self) -> None:
@@ -248,15 +248,15 @@ class XLAStrategy(Strategy):
         return module
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """See :meth:`trainkit.Strategy.wrap`."""
+        """See `trainkit.Strategy.wrap`."""
         return self._models.get(id(module), module)
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """See :meth:`trainkit.Strategy.unwrap`."""
+        """See `trainkit.Strategy.unwrap`."""
         return module.module if isinstance(module, SPMDModel) else super().unwrap(module)
 
     def prepare_optimizer(self, optimizer: Optimizer, module: nn.Module | None) -> Optimizer:
-        """See :meth:`trainkit.Strategy.prepare_optimizer`.
+        """See `trainkit.Strategy.prepare_optimizer`.
 
         Raises:
             ConfigurationError: the optimizer uses kernels that XLA does not have.
@@ -273,10 +273,10 @@ class XLAStrategy(Strategy):
     def step_function(
         self, wrapped: nn.Module, module: nn.Module, name: str, compiler: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """See :meth:`trainkit.Strategy.step_function`.
+        """See `trainkit.Strategy.step_function`.
 
         Raises:
-            ConfigurationError: the module comes from ``torch.compile``.
+            ConfigurationError: the module comes from `torch.compile`.
         """
         if compiler is not None:
             raise ConfigurationError("torch.compile does not work with strategy='xla', which compiles every step. Remove it.")
@@ -296,7 +296,7 @@ class XLAStrategy(Strategy):
         return synced
 
     def restored(self, optimizers: Iterable[Optimizer]) -> None:
-        """See :meth:`trainkit.Strategy.restored`. Shards loaded optimizer state like its parameters."""
+        """See `trainkit.Strategy.restored`. Shards loaded optimizer state like its parameters."""
         if self.mesh is not None:
             shard_state(optimizers)
         self.sync()
@@ -305,15 +305,15 @@ class XLAStrategy(Strategy):
 
     @property
     def ahead(self) -> Callable[..., Iterator[Any]]:
-        """See :attr:`trainkit.Strategy.ahead`."""
+        """See `trainkit.Strategy.ahead`."""
         return partial(loaded_ahead, device=self.device, sharding=self._sharding, before=self._settle)
 
     def move(self, batch: Any) -> Any:
-        """See :meth:`trainkit.Strategy.move`."""
+        """See `trainkit.Strategy.move`."""
         return to_xla(batch, self.device, self._sharding)
 
     def backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW, **kwargs: Any) -> None:
-        """See :meth:`trainkit.Strategy.backward`. Syncs, except at the end of a window.
+        """See `trainkit.Strategy.backward`. Syncs, except at the end of a window.
 
         Raises:
             ConfigurationError: a backward pass ran in this process before XLA's runtime started.
@@ -329,7 +329,7 @@ class XLAStrategy(Strategy):
             self.sync()
 
     def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
-        """See :meth:`trainkit.Strategy.skip_backward`.
+        """See `trainkit.Strategy.skip_backward`.
 
         Raises:
             LossError: a replica has no loss in a window in which all must run the same graph.
@@ -345,25 +345,25 @@ class XLAStrategy(Strategy):
         self.sync()
 
     def reduce_gradients(self, parameters: Iterable[Tensor], micro: MicroBatch = WHOLE_WINDOW) -> None:
-        """See :meth:`trainkit.Strategy.reduce_gradients`. Part of the step's graph if all replicas run the same one."""
+        """See `trainkit.Strategy.reduce_gradients`. Part of the step's graph if all replicas run the same one."""
         if self._replicas is not None:
             self._any_loss = self._replicas.average(parameters, micro.alike)
 
     def any_loss(self, had_loss: bool) -> bool:
-        """See :meth:`trainkit.Strategy.any_loss`. Call it after the gradients have been averaged."""
+        """See `trainkit.Strategy.any_loss`. Call it after the gradients have been averaged."""
         return had_loss or (self._replicas is not None and self._any_loss)
 
     def mean(self, value: Tensor) -> Tensor:
-        """See :meth:`trainkit.Strategy.mean`."""
+        """See `trainkit.Strategy.mean`."""
         if self._replicas is None:
             return value
         return torch.tensor(self.world.sums([float(value)])[0] / self.world.size, dtype=value.dtype, device=value.device)
 
     def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:
-        """See :meth:`trainkit.Strategy.all_gather`. With SPMD tensors already contain the data of all devices.
+        """See `trainkit.Strategy.all_gather`. With SPMD tensors already contain the data of all devices.
 
         Raises:
-            ConfigurationError: replicas pass different shapes or dtypes, or ``sync_grads=True``.
+            ConfigurationError: replicas pass different shapes or dtypes, or `sync_grads=True`.
         """
         if self._replicas is None:
             return data
@@ -372,11 +372,11 @@ class XLAStrategy(Strategy):
         return self._replicas.gathered(data)
 
     def barrier(self) -> None:
-        """See :meth:`trainkit.Strategy.barrier`."""
+        """See `trainkit.Strategy.barrier`."""
         self.world.barrier()
 
     def sync_buffers(self) -> None:
-        """See :meth:`trainkit.Strategy.sync_buffers`. Syncs, for a window without an optimizer step."""
+        """See `trainkit.Strategy.sync_buffers`. Syncs, for a window without an optimizer step."""
         self._sync_together()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
@@ -387,7 +387,7 @@ class XLAStrategy(Strategy):
         return updated
 
     def footprint(self, contents: Contents, processes: int) -> Footprint:
-        """See :meth:`trainkit.Strategy.footprint`. ``processes`` counts devices; ``fsdp`` shards everything but buffers."""
+        """See `trainkit.Strategy.footprint`. `processes` counts devices; `fsdp` shards everything but buffers."""
         whole = super().footprint(contents, processes)
         return sharded_footprint(whole, contents, processes) if self.fsdp else whole
 

@@ -1,4 +1,4 @@
-"""``ZeROStrategy``: ZeRO-1/2/3 with CPU and NVMe offload, on DeepSpeed."""
+"""`ZeROStrategy`: ZeRO-1/2/3 with CPU and NVMe offload, on DeepSpeed."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def unreadable(path: str) -> OffloadError:
 
 
 def unwritable(path: str, error: OSError, size: int = 0) -> OffloadError:
-    """Returns the error for ``size`` bytes that cannot be written."""
+    """Returns the error for `size` bytes that cannot be written."""
     if error.errno != errno.ENOSPC:
         return OffloadError(
             f"{path} cannot be written: {error.strerror}. Check the disk, or use nvme_path on another disk, and resume from "

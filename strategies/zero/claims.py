@@ -1,6 +1,6 @@
-"""Compares a DeepSpeed configuration with the ``Trainer``, the module and the loaders.
+"""Compares a DeepSpeed configuration with the `Trainer`, the module and the loaders.
 
-A value that differs is an error that shows both values; ``"auto"`` takes the run's value. If the module creates no optimizer or
+A value that differs is an error that shows both values; `"auto"` takes the run's value. If the module creates no optimizer or
 scheduler, the one in the configuration is created.
 """
 
@@ -36,7 +36,7 @@ class Claims:
     """The settings of the run in a DeepSpeed configuration.
 
     Args:
-        config: the configuration; ``None``: there is none.
+        config: the configuration; `None`: there is none.
         offloaded: whether the optimizer is offloaded.
     """
 
@@ -48,16 +48,16 @@ class Claims:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether the configuration has an ``optimizer`` section."""
+        """Whether the configuration has an `optimizer` section."""
         return self._config.optimizer is not None
 
     @property
     def clip(self) -> float | None:
-        """Maximum gradient norm in the user's own training loop if it does not clip; ``None``: no clipping."""
+        """Maximum gradient norm in the user's own training loop if it does not clip; `None`: no clipping."""
         return self._values.get("gradient_clipping") or None
 
     def check_arguments(self, arguments: StepArguments) -> None:
-        """Compare the configuration with the arguments of the ``Trainer``.
+        """Compare the configuration with the arguments of the `Trainer`.
 
         Raises:
             ConfigurationError: they differ; the message shows both values.
@@ -78,7 +78,7 @@ class Claims:
         """Compare the configuration with the training loader.
 
         Args:
-            micro_batch: number of samples in a micro-batch; ``None``: the loader has no ``batch_size``.
+            micro_batch: number of samples in a micro-batch; `None`: the loader has no `batch_size`.
             window: number of micro-batches per process in an optimizer step.
             world: the processes.
 
@@ -99,7 +99,7 @@ class Claims:
         self._compare("train_batch_size", product, actual, "sizes with that product")
 
     def take_precedence(self, source: str) -> None:
-        """Let ``gradient_clipping`` override the norm in the user's own training loop, as Accelerate does.
+        """Let `gradient_clipping` override the norm in the user's own training loop, as Accelerate does.
 
         Args:
             source: name of the configuration in messages.
@@ -107,10 +107,10 @@ class Claims:
         self._source, self._takes_precedence = source, True
 
     def clipping(self, max_norm: float) -> float | None:
-        """Returns the maximum gradient norm for a training loop that clips by ``max_norm``; ``None``: no clipping.
+        """Returns the maximum gradient norm for a training loop that clips by `max_norm`; `None`: no clipping.
 
         Raises:
-            ConfigurationError: the configuration has another norm, and does not :meth:`take_precedence`.
+            ConfigurationError: the configuration has another norm, and does not `take_precedence`.
         """
         actual = f"clip_grad_norm_(..., {max_norm!r})"
         if not self._takes_precedence or self._values.get("gradient_clipping", max_norm) == max_norm:
@@ -244,7 +244,7 @@ class Claims:
     def _optimizer_class(
         self, name: str, params: dict[str, Any], device: torch.device
     ) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """Returns the class that DeepSpeed would use, and its options; removes DeepSpeed's own options from ``params``."""
+        """Returns the class that DeepSpeed would use, and its options; removes DeepSpeed's own options from `params`."""
         if name in ("Adam", "AdamW"):
             plain = params.pop("torch_adam", False)
             decoupled = params.pop("adam_w_mode", True) or name == "AdamW"

@@ -1,4 +1,4 @@
-"""``--deepspeed_config FILE``: the command-line option of DeepSpeed scripts for their configuration."""
+"""`--deepspeed_config FILE`: the command-line option of DeepSpeed scripts for their configuration."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["deepspeed_config", "options"]
 
 
 def deepspeed_config(argv: Sequence[str]) -> str | None:
-    """Returns the file in ``--deepspeed_config FILE`` or ``--deepspeed_config=FILE`` on a command line.
+    """Returns the file in `--deepspeed_config FILE` or `--deepspeed_config=FILE` on a command line.
 
-    ``deepspeed.add_config_arguments`` adds that option to a script's parser.
+    `deepspeed.add_config_arguments` adds that option to a script's parser.
 
     Args:
-        argv: the arguments of the script, such as ``sys.argv[1:]``.
+        argv: the arguments of the script, such as `sys.argv[1:]`.
 
     Returns:
-        The unchanged path, or ``None`` without the option. If the option occurs several times, the last one counts, as in
+        The unchanged path, or `None` without the option. If the option occurs several times, the last one counts, as in
         argparse.
 
     Raises:
@@ -33,6 +33,6 @@ def deepspeed_config(argv: Sequence[str]) -> str | None:
 
 
 def options(argv: Sequence[str]) -> dict[str, Any] | None:
-    """Returns the arguments of ``ZeROStrategy`` for a command line; ``None`` without ``--deepspeed_config``."""
+    """Returns the arguments of `ZeROStrategy` for a command line; `None` without `--deepspeed_config`."""
     path = deepspeed_config(argv)
     return None if path is None else {"config": path}

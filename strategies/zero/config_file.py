@@ -1,4 +1,4 @@
-"""Reads a DeepSpeed configuration (a JSON file or a dict) into the options of ``ZeROStrategy`` and settings of the run."""
+"""Reads a DeepSpeed configuration (a JSON file or a dict) into the options of `ZeROStrategy` and settings of the run."""
 
 from __future__ import annotations
 
@@ -105,11 +105,11 @@ class DeepSpeedConfig:
 
     Attributes:
         source: name of the configuration in messages.
-        options: options of :class:`~trainkit.strategies.zero.deepspeed_config.ZeROConfig`.
+        options: options of `ZeROConfig`.
         claims: batch sizes, accumulation steps and clipping norm, where they are numbers.
-        precision: the enabled precision; ``None``: the ``Trainer``'s.
-        optimizer: the section ``optimizer``.
-        scheduler: the section ``scheduler``.
+        precision: the enabled precision; `None`: the `Trainer`'s.
+        optimizer: the section `optimizer`.
+        scheduler: the section `scheduler`.
         without_effect: keys that have no effect.
     """
 
@@ -223,7 +223,7 @@ class _Reader:
         self._take(name, rest, keys if device == "nvme" else {}, unused=keys)
 
     def _read_precision(self, content: Mapping[str, Any]) -> None:
-        """Read which precision is enabled; with "auto" and ``false`` the ``Trainer``'s precision is used."""
+        """Read which precision is enabled; with "auto" and `false` the `Trainer`'s precision is used."""
         asked: dict[str, Precision] = {}
         fp16, bf16 = self._section(content, "fp16"), self._section(content, "bf16")
         autocast = self._section(content, "torch_autocast")
@@ -254,7 +254,7 @@ class _Reader:
             self._found.without_effect += [f"fp16.{key}" for key in scale if fp16.get(key, AUTO) != AUTO]
 
     def _take(self, name: str, section: Mapping[str, Any], keys: Mapping[str, str], unused: Iterable[str] = ()) -> None:
-        """Store the values of ``keys`` as options; :meth:`_rest` checks all other keys."""
+        """Store the values of `keys` as options; `_rest` checks all other keys."""
         self._refuse_unknown(name, section, [*keys, *unused])
         for key, value in section.items():
             if key in keys and value != AUTO:
@@ -288,7 +288,7 @@ class _Reader:
         return rest
 
     def _typed(self, name: str, section: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the type and the parameters of the section ``optimizer`` or ``scheduler``."""
+        """Returns the type and the parameters of the section `optimizer` or `scheduler`."""
         self._refuse_unknown(name, section, ["type", "params"])
         if not isinstance(section.get("type"), str):
             raise self._error(f"{name!r} needs a 'type'. Add one, such as {'AdamW' if name == 'optimizer' else 'WarmupLR'!r}")

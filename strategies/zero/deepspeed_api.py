@@ -47,7 +47,7 @@ class Session:
         device: the device of this process.
 
     Attributes:
-        package: the module ``deepspeed``.
+        package: the module `deepspeed`.
         collectives: counts the collectives of this process.
 
     Raises:
@@ -87,7 +87,7 @@ class Session:
 
     @contextmanager
     def checkpointing(self, options: Mapping[str, Any]) -> Iterator[None]:
-        """Context manager that configures ``deepspeed.checkpointing`` with these arguments of ``configure``."""
+        """Context manager that configures `deepspeed.checkpointing` with these arguments of `configure`."""
         module: Any = importlib.import_module("deepspeed.runtime.activation_checkpointing.checkpointing")
         names = ("deepspeed_checkpointing_enabled", *(name for name in vars(module) if name.isupper()), "mpu", "num_layers")
         before = {name: getattr(module, name) for name in names}
@@ -120,7 +120,7 @@ def _exit_without_cleanup() -> None:
 
 
 def imported(device: torch.device) -> Any:
-    """Returns the module ``deepspeed``, imported for this kind of device: DeepSpeed selects one at import and keeps it."""
+    """Returns the module `deepspeed`, imported for this kind of device: DeepSpeed selects one at import and keeps it."""
     require()
     before = dict(os.environ)
     if device.type == "cpu":

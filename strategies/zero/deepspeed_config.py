@@ -53,7 +53,7 @@ _SWITCHES = (
     "zero3_save_16bit_model",
 )
 COMMUNICATION: dict[str | None, str] = {None: "", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Values of ``communication_dtype`` → names of torch dtypes."""
+"""Values of `communication_dtype` → names of torch dtypes."""
 
 CHECKPOINTING = {
     "partition_activations": "partition_activations",
@@ -63,7 +63,7 @@ CHECKPOINTING = {
     "synchronize_checkpoint_boundary": "synchronize",
     "profile": "profile",
 }
-"""Keys of DeepSpeed's "activation_checkpointing" section → arguments of its ``checkpointing.configure``."""
+"""Keys of DeepSpeed's "activation_checkpointing" section → arguments of its `checkpointing.configure`."""
 
 _BLOCK = 4096  # bytes
 _USED_BY = {  # stage or kind of offload → options that have an effect only there
@@ -89,7 +89,7 @@ _USED_BY = {  # stage or kind of offload → options that have an effect only th
 
 @dataclass(frozen=True)
 class ZeROConfig:
-    """The options of :class:`~trainkit.strategies.ZeROStrategy`; :class:`ZeROOptions` documents them.
+    """The options of `ZeROStrategy`; `ZeROOptions` documents them.
 
     Raises:
         ConfigurationError: an option is wrong, or has no effect in this stage.
@@ -292,7 +292,7 @@ class ZeROConfig:
             optimizer_slots: number of tensors of optimizer state per parameter.
 
         Raises:
-            ConfigurationError: ``optimizer_buffer_count`` is too small for the optimizer.
+            ConfigurationError: `optimizer_buffer_count` is too small for the optimizer.
         """
         least = optimizer_slots + 2  # master weights and gradients
         buffers = self.optimizer_buffer_count or least
@@ -308,12 +308,12 @@ class ZeROConfig:
 
     @property
     def elements_at_a_time(self) -> int:
-        """``sub_group_size``; its default is smaller for an optimizer on NVMe, so that less is in memory at a time."""
+        """`sub_group_size`; its default is smaller for an optimizer on NVMe, so that less is in memory at a time."""
         return int(self.sub_group_size or (100_000_000 if self.offload_optimizer == "nvme" else 1_000_000_000))
 
     @property
     def _reuse(self) -> int:
-        """``max_reuse_distance``; parameters on NVMe are not kept in memory by default."""
+        """`max_reuse_distance`; parameters on NVMe are not kept in memory by default."""
         if self.max_reuse_distance is not None:
             return self.max_reuse_distance
         return 0 if self.offload_params == "nvme" else 1_000_000_000
@@ -325,7 +325,7 @@ class ZeROConfig:
 
 
 def _unused(options: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the options that have no effect with these ``options``, each with where it has one."""
+    """Returns the options that have no effect with these `options`, each with where it has one."""
     stage, places = options.get("stage"), (options.get("offload_optimizer"), options.get("offload_params"))
     holds = {
         "stage 3": stage == 3,

@@ -2,7 +2,7 @@
 
 Gradients are reduced in one of two modes. *Streamed*: the hooks of each backward pass reduce a bucket as soon as it is full, so
 no process keeps full gradients (stages 2 and 3). *Local*: each process keeps its gradients, as plain PyTorch does, and
-:meth:`Engine.finish` reduces them once, in the same order on all processes, with zeros where a process has none (stage 1,
+`Engine.finish` reduces them once, in the same order on all processes, with zeros where a process has none (stage 1,
 accumulation windows in which processes have different numbers of micro-batches, manual optimization, and several optimizers).
 """
 
@@ -32,7 +32,7 @@ class Engine:
     Args:
         session: the DeepSpeed session.
         module: the module that holds the parameters; in streamed mode the engine runs its forward.
-        optimizer: the user's optimizer, which keeps its groups and parameters. DeepSpeed steps its :class:`Shadow`.
+        optimizer: the user's optimizer, which keeps its groups and parameters. DeepSpeed steps its `Shadow`.
         config: the DeepSpeed configuration.
         local: always reduce gradients in local mode.
         scale: the loss scale.
@@ -41,7 +41,7 @@ class Engine:
         shadow: the optimizer that DeepSpeed steps.
         order: hash of the order of gradients in the accumulation window; it must be the same on all processes.
         module: the module.
-        clip: maximum gradient norm in the next optimizer step; ``None``: no clipping.
+        clip: maximum gradient norm in the next optimizer step; `None`: no clipping.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Engine:
         return found
 
     def shard(self, number: int, first: int, last: int, slot: str | None = None) -> Shard:
-        """A range of this process's shard of the master weights, or of their optimizer state ``slot``."""
+        """A range of this process's shard of the master weights, or of their optimizer state `slot`."""
         flat = self.flats[number]
         tensor = flat if slot is None else self.shadow.inner.state[flat][slot]
         if self._swap is not None and self._swap.has(number):
@@ -169,7 +169,7 @@ class Engine:
             loss: a scalar.
             first: whether this is the first micro-batch of its accumulation window.
             full: whether this is the last one.
-            **kwargs: in streamed mode only ``retain_graph``.
+            **kwargs: in streamed mode only `retain_graph`.
         """
         if self._local:
             self.zero.scale_if_loss(loss).backward(**kwargs)
@@ -190,7 +190,7 @@ class Engine:
         """Take part in the collectives of a backward pass, with zero gradients.
 
         Args:
-            loss: a loss with weight 0, which may be NaN; ``None``: there is no loss.
+            loss: a loss with weight 0, which may be NaN; `None`: there is no loss.
             first: whether this is the first micro-batch of its accumulation window.
             full: whether this is the last one.
 
@@ -221,7 +221,7 @@ class Engine:
     def _completes(self, first: bool, full: bool) -> bool:
         """Whether the next backward pass completes the gradients of the accumulation window.
 
-        With offload, DeepSpeed would complete only the parameters of that pass. So :meth:`finish` completes them later, unless
+        With offload, DeepSpeed would complete only the parameters of that pass. So `finish` completes them later, unless
         the accumulation window has only one pass.
         """
         self._order = []
@@ -331,7 +331,7 @@ class Engine:
 
     def _norm_for_step(self) -> Tensor:
         """The norm for clipping in DeepSpeed; 0 if it is not finite, because DeepSpeed would then silently skip the optimizer
-        step. ``NonFiniteGuard`` handles gradients that are not finite.
+        step. `NonFiniteGuard` handles gradients that are not finite.
         """
         norm = self._scaled_norm()
         return torch.where(torch.isfinite(norm), norm, 0.0)

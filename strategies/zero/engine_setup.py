@@ -30,11 +30,11 @@ _OTHERS = ("config", "device", "precision", "process_group_backend", "timeout") 
 
 
 def configured(stage: int | None, config: Any, options: Mapping[str, Any]) -> tuple[ZeROConfig, DeepSpeedConfig | None]:
-    """Returns the options, and the DeepSpeed configuration that they come from; ``None`` if they come from arguments.
+    """Returns the options, and the DeepSpeed configuration that they come from; `None` if they come from arguments.
 
     Raises:
         UnknownNameError: an option does not exist.
-        ConfigurationError: both ``config`` and options are given, or an option is wrong.
+        ConfigurationError: both `config` and options are given, or an option is wrong.
     """
     known = ZeROConfig.__dataclass_fields__
     for name in options:
@@ -59,7 +59,7 @@ def check_machine(config: ZeROConfig) -> None:
     """Refuse options that do not work on this machine.
 
     Raises:
-        ConfigurationError: ``nvme_path`` cannot be used, or an option needs a GPU and torch finds none.
+        ConfigurationError: `nvme_path` cannot be used, or an option needs a GPU and torch finds none.
         MissingPackageError: DeepSpeed's extension cannot be compiled.
     """
     for name in ("quantized_weights", "quantized_nontrainable_weights", "quantized_gradients"):
@@ -71,7 +71,7 @@ def check_machine(config: ZeROConfig) -> None:
 
 
 def prepare_precision(precision: Precision, device: torch.device) -> None:
-    """Enable loss scaling for ``16-true``.
+    """Enable loss scaling for `16-true`.
 
     Raises:
         ConfigurationError: DeepSpeed does not support float16 on the device.
@@ -172,9 +172,9 @@ class Setup:
         return self._config.for_model(sizes, self._dtypes, self._folder.path, slots)
 
     def expect_forwards(self, module: nn.Module) -> None:
-        """Prepare for calls of the model and of ``generate`` in the user's own training loop, until the run ends.
+        """Prepare for calls of the model and of `generate` in the user's own training loop, until the run ends.
 
-        ``transformers`` is notified of ZeRO-3, and a forward that only some processes run raises an error.
+        `transformers` is notified of ZeRO-3, and a forward that only some processes run raises an error.
         """
         self._stack.enter_context(announce_zero3())
         self._stack.callback(CollectiveChecks.of(self._world).watch(module))
@@ -183,7 +183,7 @@ class Setup:
         """Release all resources of the run. Close its engines first.
 
         Args:
-            collective: see :meth:`Sharding.release`.
+            collective: see `Sharding.release`.
         """
         with ExitStack() as rest:  # runs all callbacks, even if one fails
             rest.callback(self.session.close)

@@ -83,7 +83,7 @@ def load(builder: str, *names: str) -> None:
     """Compile and load an extension of DeepSpeed. The first process of the machine compiles; the others wait.
 
     Args:
-        builder: name of a class in ``deepspeed.ops.op_builder``.
+        builder: name of a class in `deepspeed.ops.op_builder`.
         *names: names of the extensions that it compiles.
     """
     builders: Any = importlib.import_module("deepspeed.ops.op_builder")

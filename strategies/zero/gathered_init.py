@@ -1,4 +1,4 @@
-"""``torch.nn.init`` on parameters that stage 3 has already sharded."""
+"""`torch.nn.init` on parameters that stage 3 has already sharded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["GatheredInit"]
 class GatheredInit(TorchFunctionMode):
     """Context manager that gathers a sharded parameter before an in-place operation, and keeps rank 0's result.
 
-    It allows layers to be initialized after all of them are created, as in ``transformers`` and PEFT.
+    It allows layers to be initialized after all of them are created, as in `transformers` and PEFT.
 
     Args:
-        gathered: context manager that gathers parameters; with ``True`` it keeps changes to them.
+        gathered: context manager that gathers parameters; with `True` it keeps changes to them.
     """
 
     def __init__(self, gathered: Callable[[Iterable[Tensor], bool], AbstractContextManager[None]]) -> None:

@@ -1,4 +1,4 @@
-"""What trainkit needs to know about ``ZeROStrategy`` before it is imported."""
+"""What trainkit needs to know about `ZeROStrategy` before it is imported."""
 
 from __future__ import annotations
 

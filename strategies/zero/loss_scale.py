@@ -1,4 +1,4 @@
-"""The float16 loss scale under ZeRO: PyTorch's ``GradScaler``, which checks the gradient norm instead of the gradients."""
+"""The float16 loss scale under ZeRO: PyTorch's `GradScaler`, which checks the gradient norm instead of the gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LossScale:
         return 1.0 if scaler is None else float(scaler.get_scale())
 
     def allows(self, norm: Callable[[], Tensor]) -> bool:
-        """Whether to run the optimizer step: ``False`` if the scaled norm is not finite. Also updates the scale.
+        """Whether to run the optimizer step: `False` if the scaled norm is not finite. Also updates the scale.
 
         Args:
             norm: returns the scaled gradient norm; called only if there is a scaler.

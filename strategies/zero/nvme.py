@@ -84,7 +84,7 @@ def _size(count: int) -> str:
 
 
 def _can_lock(size: int) -> bool:
-    """Whether ``size`` bytes of memory can be page-locked; if not, DeepSpeed would crash."""
+    """Whether `size` bytes of memory can be page-locked; if not, DeepSpeed would crash."""
     system = ctypes.CDLL(None, use_errno=True)
     try:
         memory = mmap.mmap(-1, max(size, _BLOCK))
@@ -101,12 +101,12 @@ def _can_lock(size: int) -> bool:
 
 
 class Folder:
-    """A folder under ``nvme_path`` for this process only, because DeepSpeed uses the same file names in every process.
+    """A folder under `nvme_path` for this process only, because DeepSpeed uses the same file names in every process.
 
     Creating one also removes the folders of killed processes.
 
     Args:
-        base: ``nvme_path``.
+        base: `nvme_path`.
 
     Attributes:
         path: the folder.
@@ -135,7 +135,7 @@ class Folder:
 
 
 def _same_file(descriptor: int, name: str) -> bool:
-    """Whether ``name`` is still the path of the open file."""
+    """Whether `name` is still the path of the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(name))
     except FileNotFoundError:

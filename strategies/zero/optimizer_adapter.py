@@ -116,7 +116,7 @@ class Shadow:
 
     @property
     def counts_in_ints(self) -> bool:
-        """Whether ``step`` in the optimizer state is an int, as in DeepSpeed's optimizers; PyTorch uses a tensor."""
+        """Whether `step` in the optimizer state is an int, as in DeepSpeed's optimizers; PyTorch uses a tensor."""
         return any(kind.__module__.startswith("deepspeed.") for kind in type(self.inner).__mro__)
 
     @property
@@ -167,7 +167,7 @@ class Shadow:
 
 
 def engine_over(parameters: Iterable[Tensor], engines: Iterable[Engine]) -> Engine:
-    """Returns the engine whose parameters are all in ``parameters``.
+    """Returns the engine whose parameters are all in `parameters`.
 
     Raises:
         ConfigurationError: there is none.

@@ -87,7 +87,7 @@ class Sharding:
             held.data = held.data.to("cpu" if reader is not None else made.remote_device)
 
     def _init(self, parameters: Iterable[Tensor], make: Callable[..., Any], **options: Any) -> Any:
-        """Call ``make``, DeepSpeed's ``Init``, which shards parameters; with its own disk reader for offload to NVMe."""
+        """Call `make`, DeepSpeed's `Init`, which shards parameters; with its own disk reader for offload to NVMe."""
         config, reader = self._config(parameters), None
         offload = config["zero_optimization"].get("offload_param", {})
         with quiet(), checked():
@@ -101,7 +101,7 @@ class Sharding:
         """Context manager that shards each layer as soon as it is created, with rank 0's values.
 
         Args:
-            pretrained: shard only the layers of models that ``transformers`` creates.
+            pretrained: shard only the layers of models that `transformers` creates.
 
         Raises:
             ModuleError: a parameter was changed after it was sharded; the change is lost.
@@ -192,7 +192,7 @@ def _clean(module: nn.Module) -> None:
 
 
 def _restore_linear() -> None:
-    """Restore ``torch.nn.functional.linear``, which DeepSpeed replaces by a version that does not keep full weights."""
+    """Restore `torch.nn.functional.linear`, which DeepSpeed replaces by a version that does not keep full weights."""
     module = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
     kept = getattr(module.InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
     if kept is not None and torch.nn.functional.linear is module.zero3_linear_wrap:

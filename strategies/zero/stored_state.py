@@ -1,6 +1,6 @@
 """Saves master weights and optimizer state under ZeRO as full tensors per parameter, and loads full tensors into the shards.
 
-Each process holds a range of a parameter's flattened elements. :class:`FlatShards` knows the ranges and this process's shard.
+Each process holds a range of a parameter's flattened elements. `FlatShards` knows the ranges and this process's shard.
 Saving sends the shards to the process that writes them. Loading copies each process's range out of a full tensor, without
 communication.
 """
@@ -49,7 +49,7 @@ class FlatShards:
 
     @torch.no_grad()
     def collect(self, owner: int | None) -> Tensor | None:
-        """Returns the full tensor on rank ``owner``, or on all ranks if ``owner`` is ``None``. Collective."""
+        """Returns the full tensor on rank `owner`, or on all ranks if `owner` is `None`. Collective."""
         if len(self.ranges) == 1:
             return self.shard().read().view(self.shape)
         if owner is None:
@@ -137,7 +137,7 @@ def _working(parameter: Any, device: torch.device) -> FlatShards:
 
 
 def stored_weights(module: nn.Module, engines: list[Engine], device: torch.device) -> dict[int, Tensor]:
-    """``id(parameter)`` → its master weights; without master weights, its shards."""
+    """`id(parameter)` → its master weights; without master weights, its shards."""
     own = {id(parameter): parameter for parameter in module.parameters()}
     found: dict[int, Tensor] = {}
     for engine in engines:
@@ -151,7 +151,7 @@ def stored_weights(module: nn.Module, engines: list[Engine], device: torch.devic
 
 
 def working_weights(module: nn.Module, device: torch.device) -> dict[int, Tensor]:
-    """``id(parameter)`` → its shards in the dtype of the forward."""
+    """`id(parameter)` → its shards in the dtype of the forward."""
     return {id(p): _working(p, device).sharded_tensor() for p in module.parameters() if is_sharded(p)}
 
 

@@ -44,11 +44,11 @@ class InMemory:
         self._tensor = tensor.detach().view(-1)[first:last]
 
     def read(self) -> Tensor:
-        """See :meth:`Shard.read`."""
+        """See `Shard.read`."""
         return self._tensor
 
     def write(self, values: Tensor) -> None:
-        """See :meth:`Shard.write`."""
+        """See `Shard.write`."""
         self._tensor.copy_(values)
 
 
@@ -66,7 +66,7 @@ class OnDisk:
         self._path, self._dtype, self._first, self._count = path, dtype, first, last - first
 
     def read(self) -> Tensor:
-        """See :meth:`Shard.read`.
+        """See `Shard.read`.
 
         Raises:
             OffloadError: the file is missing, or cannot be read.
@@ -85,7 +85,7 @@ class OnDisk:
         return found
 
     def write(self, values: Tensor) -> None:
-        """See :meth:`Shard.write`.
+        """See `Shard.write`.
 
         Raises:
             OffloadError: the file is missing, or the disk is full.
@@ -152,7 +152,7 @@ class Swap:
 
 
 def swapping(zero: Any) -> Swap | None:
-    """Returns the sub-groups on disk of DeepSpeed's optimizer; ``None`` if it is not offloaded to NVMe."""
+    """Returns the sub-groups on disk of DeepSpeed's optimizer; `None` if it is not offloaded to NVMe."""
     if not getattr(zero, "swap_optimizer", False):
         return None
     swap = Swap(zero)
@@ -167,7 +167,7 @@ def gradient_partition(zero: Any, parameter: Any) -> Tensor:
 
 
 def partition(parameter: Any, count: int) -> Shard:
-    """Returns the first ``count`` elements of this process's shard of a parameter, in memory or on disk."""
+    """Returns the first `count` elements of this process's shard of a parameter, in memory or on disk."""
     held = parameter.ds_tensor
     if held.final_location == "nvme":
         disk = parameter.nvme_swapper  # has the dtype; the tensor in memory is only a placeholder
@@ -189,7 +189,7 @@ class _Buffers:
         self._made: dict[int, Tensor] = {}
 
     def narrow(self, dimension: int, start: int, length: int) -> Tensor:
-        """Returns the first ``length`` elements of the buffer at ``start``, which must not be in use."""
+        """Returns the first `length` elements of the buffer at `start`, which must not be in use."""
         number = start // _FAR
         if number in self._made and self._made[number].numel() < length:
             self._handle.free_cpu_locked_tensor(self._made.pop(number))

@@ -1,4 +1,4 @@
-"""Notifies ``transformers`` that parameters are sharded, so that its ``generate`` keeps the processes synchronized and its
+"""Notifies `transformers` that parameters are sharded, so that its `generate` keeps the processes synchronized and its
 loading code fills the shards.
 """
 
@@ -18,12 +18,12 @@ _MODULE = "transformers.integrations.deepspeed"
 
 
 class _Stage3:
-    """The part of a DeepSpeed configuration that ``transformers`` reads."""
+    """The part of a DeepSpeed configuration that `transformers` reads."""
 
     config: ClassVar[dict[str, Any]] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 
     def is_zero3(self) -> bool:
-        """Always ``True``."""
+        """Always `True`."""
         return True
 
 
@@ -66,10 +66,10 @@ _init = _Patch("Init")
 
 @contextmanager
 def announce_zero3(first: bool = False) -> Iterator[None]:
-    """Context manager in which ``transformers``, if it is imported, knows that ZeRO-3 is active.
+    """Context manager in which `transformers`, if it is imported, knows that ZeRO-3 is active.
 
     Args:
-        first: import ``transformers`` first, if it is installed, because the body may import it.
+        first: import `transformers` first, if it is installed, because the body may import it.
     """
     if first and importlib.util.find_spec("transformers") is not None:
         importlib.import_module(_MODULE)
@@ -83,10 +83,10 @@ def announce_zero3(first: bool = False) -> Iterator[None]:
 
 @contextmanager
 def shard_transformers_models(zero: Any, building: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Context manager in which ``transformers`` creates its models inside ``building()``. Other modules are not affected.
+    """Context manager in which `transformers` creates its models inside `building()`. Other modules are not affected.
 
     Args:
-        zero: the module ``deepspeed.zero``, whose ``Init`` ``transformers`` calls.
+        zero: the module `deepspeed.zero`, whose `Init` `transformers` calls.
         building: context manager that shards layers as they are created. If several are active, the latest is used.
     """
     kind: Any = zero.Init

@@ -1,15 +1,15 @@
 """The memory of ZeRO: bytes on the device, on the host and on NVMe. The formulas are measured; the paper counts less.
 
-In addition to master weights, optimizer state, gradients and parameters, DeepSpeed 0.19 allocates (``b`` bytes per element):
+In addition to master weights, optimizer state, gradients and parameters, DeepSpeed 0.19 allocates (`b` bytes per element):
 
 - stages 1 and 2: a bucket while gradients are reduced, and with several processes also this process's flat shard of it. Before
   the optimizer step, a flat copy of the averaged gradients and, in bfloat16, another copy in float32. With the optimizer on the
   host, buffers for the largest parameter on the device and on the host, and on the host also a copy of this process's
   parameters before they are copied to the device;
 - stage 3: a bucket during the whole run, a copy of it while it is reduced, the gathered parameters, and float32 gradients of
-  one sub-group in addition to the gradients in ``b`` bytes per element.
+  one sub-group in addition to the gradients in `b` bytes per element.
 
-``benchmarks/plan.py`` and ``tests/strategies/zero/test_zero_memory.py`` compare these numbers with real runs.
+`benchmarks/plan.py` and `tests/strategies/zero/test_zero_memory.py` compare these numbers with real runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ON_DISK = 1 << 20  # bytes; smaller tensors stay in memory
 
 
 def footprint(strategy: ZeROStrategy, contents: Contents, processes: int) -> Footprint:
-    """See :meth:`trainkit.Strategy.footprint`."""
+    """See `trainkit.Strategy.footprint`."""
     return ZeROMemory(strategy.config).footprint(contents, processes)
 
 
@@ -40,8 +40,8 @@ class ZeROMemory:
     """The memory of ZeRO with a configuration. Does not need DeepSpeed.
 
     Args:
-        config: the configuration; ``None``: created from ``options``.
-        **options: options of :class:`~trainkit.strategies.zero.deepspeed_config.ZeROConfig`.
+        config: the configuration; `None`: created from `options`.
+        **options: options of `ZeROConfig`.
     """
 
     supported_precisions: ClassVar[tuple[str, ...]] = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
@@ -50,7 +50,7 @@ class ZeROMemory:
         self.config = ZeROConfig(**options) if config is None else config
 
     def footprint(self, contents: Contents, processes: int) -> Footprint:
-        """See :meth:`trainkit.Strategy.footprint`.
+        """See `trainkit.Strategy.footprint`.
 
         Raises:
             OptimizerError: ZeRO does not support an optimizer.
@@ -150,7 +150,7 @@ class ZeROMemory:
         return s.itemsize * min(s.trained, s.processes * (self.config.elements_at_a_time + s.largest_shard))
 
     def _bucket(self, s: _Sizes) -> int:
-        """Number of elements of a bucket, as in ``ZeROConfig.for_model``."""
+        """Number of elements of a bucket, as in `ZeROConfig.for_model`."""
         zero = self.config.for_model([s.numel], {}, "", s.slots)["zero_optimization"]
         return int(zero["reduce_bucket_size"])
 
@@ -182,7 +182,7 @@ class _Sizes:
         sizes: elements of each trainable parameter.
         numel: elements of all trainable parameters.
         full: elements of all parameters.
-        trained: same as ``numel``.
+        trained: same as `numel`.
         shard: this process's shard of the trainable parameters.
         full_shard: this process's shard of all parameters.
         large_shard: this process's shard of the parameters that are large enough for NVMe.
@@ -222,7 +222,7 @@ class _Sizes:
 
     @classmethod
     def of(cls, config: ZeROConfig, contents: Contents, processes: int) -> _Sizes:
-        """The numbers for the contents of a run, sharded over ``processes``."""
+        """The numbers for the contents of a run, sharded over `processes`."""
         trained, weights = contents.trained, contents.weights
         counted = trained or weights
         itemsize = max((weight.itemsize for weight in counted), default=4)

@@ -1,4 +1,4 @@
-"""The modules that DeepSpeed's engines wrap: ``training_step``, a model that users call, or some layers of a module."""
+"""The modules that DeepSpeed's engines wrap: `training_step`, a model that users call, or some layers of a module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Dispatch(nn.Module):
         self.module = module
 
     def forward(self, run: Callable[..., Any], *args: Any) -> Any:
-        """Returns ``run(*args)``."""
+        """Returns `run(*args)`."""
         return run(*args)
 
 
@@ -33,7 +33,7 @@ class ZeROModel(Wrapped):
     """Wraps the user's model in their own training loop.
 
     Attributes:
-        call: called instead of the module; ``None`` before the engine exists, when the module itself is called.
+        call: called instead of the module; `None` before the engine exists, when the module itself is called.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -46,10 +46,10 @@ class ZeROModel(Wrapped):
 
 
 def holder(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> nn.Module:
-    """Returns a module with exactly these parameters, made of the largest submodules of ``modules`` that have no others.
+    """Returns a module with exactly these parameters, made of the largest submodules of `modules` that have no others.
 
     Raises:
-        OptimizerError: a layer has both parameters of the optimizer and others, or a parameter is in none of ``modules``.
+        OptimizerError: a layer has both parameters of the optimizer and others, or a parameter is in none of `modules`.
     """
     wanted = {id(parameter) for parameter in parameters}
     parts: list[nn.Module] = []

@@ -1,4 +1,4 @@
-"""``ZeROStrategy``: shards optimizer state, gradients and parameters across the processes with DeepSpeed."""
+"""`ZeROStrategy`: shards optimizer state, gradients and parameters across the processes with DeepSpeed."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class ZeROStrategy(Strategy):
 
     Args:
         stage: 1, 2 or 3; default: 2.
-        config: a DeepSpeed configuration, as the path of a JSON file or as a dict, instead of ``stage`` and the options.
-            ``"auto"`` takes the value of the ``Trainer``; a value that differs from the ``Trainer``'s is an error.
-        process_group_backend: see :class:`~trainkit.strategies.DDPStrategy`.
-        timeout, device: see :class:`~trainkit.strategies.DDPStrategy`.
-        precision: see :class:`~trainkit.Strategy`.
-        **options: see :class:`~trainkit.strategies.zero.zero_options.ZeROOptions`.
+        config: a DeepSpeed configuration, as the path of a JSON file or as a dict, instead of `stage` and the options.
+            `"auto"` takes the value of the `Trainer`; a value that differs from the `Trainer`'s is an error.
+        process_group_backend: see `DDPStrategy`.
+        timeout, device: see `DDPStrategy`.
+        precision: see `Strategy`.
+        **options: see `ZeROOptions`.
 
     If a parameter has no gradient in an optimizer step, its gradient is zero: weight decay and momentum still apply.
 
@@ -117,39 +117,39 @@ class ZeROStrategy(Strategy):
         self._buffers = Buffers()
 
     def use_precision(self, precision: Precision | str | int, *, given: bool = True) -> None:
-        """See :meth:`trainkit.Strategy.use_precision`."""
+        """See `trainkit.Strategy.use_precision`."""
         super().use_precision(precision, given=given)
         prepare_precision(self.precision, self.device)
 
     def check_arguments(self, arguments: StepArguments) -> None:
-        """See :meth:`trainkit.Strategy.check_arguments`."""
+        """See `trainkit.Strategy.check_arguments`."""
         if arguments.gradient_clip_algorithm == "value":
             raise ConfigurationError(NO_VALUES)
         self.claims.check_arguments(arguments)
 
     def check_batches(self, micro_batch: int | None, window: int) -> None:
-        """See :meth:`trainkit.Strategy.check_batches`."""
+        """See `trainkit.Strategy.check_batches`."""
         self.claims.check_batches(micro_batch, window, self.world)
 
     def configured_by(self, source: str) -> None:
-        """See :meth:`trainkit.Strategy.configured_by`."""
+        """See `trainkit.Strategy.configured_by`."""
         self.claims.take_precedence(source)
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether the configuration has an ``optimizer`` section."""
+        """Whether the configuration has an `optimizer` section."""
         return self.claims.has_optimizer
 
     def configure_optimizers(self, module: nn.Module) -> Any:
-        """See :meth:`trainkit.Strategy.configure_optimizers`."""
+        """See `trainkit.Strategy.configure_optimizers`."""
         return self.claims.configure_optimizers(module, self.device)
 
     def join(self, wanted: RequestedDevices) -> None:
-        """See :meth:`trainkit.Strategy.join`."""
+        """See `trainkit.Strategy.join`."""
         (self.world, self.device), self.joined = self._membership.join(wanted, self.device), True
 
     def building(self, pretrained: bool = False) -> AbstractContextManager[Any]:
-        """See :meth:`trainkit.Strategy.building`; in stage 3 no process ever holds the full model."""
+        """See `trainkit.Strategy.building`; in stage 3 no process ever holds the full model."""
         return self._start().sharding.building(pretrained) if self.stage == 3 else nullcontext()
 
     def prepare_module(self, module: nn.Module) -> nn.Module:
@@ -176,7 +176,7 @@ class ZeROStrategy(Strategy):
         return self._setup
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """See :meth:`trainkit.Strategy.wrap`."""
+        """See `trainkit.Strategy.wrap`."""
         model = ZeROModel(module)
         self._models.append(model)
         if self.stage == 3:
@@ -184,13 +184,13 @@ class ZeROStrategy(Strategy):
         return model
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """See :meth:`trainkit.Strategy.unwrap`."""
+        """See `trainkit.Strategy.unwrap`."""
         return module.module if isinstance(module, ZeROModel) else super().unwrap(module)
 
     def step_function(
         self, wrapped: nn.Module, module: nn.Module, name: str, compiler: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """See :meth:`trainkit.Strategy.step_function`; under automatic optimization the engine's forward runs the step."""
+        """See `trainkit.Strategy.step_function`; under automatic optimization the engine's forward runs the step."""
         if compiler is not None:
             raise UnsupportedArgumentError(
                 "ZeRO does not support a module from torch.compile: DeepSpeed's hooks do not run in compiled code. "
@@ -269,7 +269,7 @@ class ZeROStrategy(Strategy):
         return holder(self._modules, trained), True
 
     def backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW, **kwargs: Any) -> None:
-        """See :meth:`trainkit.Strategy.backward`."""
+        """See `trainkit.Strategy.backward`."""
         if loss is None:
             self.skip_backward(None, micro)
         elif self._window is not None:
@@ -280,20 +280,20 @@ class ZeROStrategy(Strategy):
             self.precision.scale(loss).backward(**kwargs)
 
     def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
-        """See :meth:`trainkit.Strategy.skip_backward`."""
+        """See `trainkit.Strategy.skip_backward`."""
         self.precision.scale(torch.zeros((), device=self.device))  # keeps the loss scale equal on all processes
         if self._window is not None:
             self._window.skip(loss, micro)
 
     def any_loss(self, had_loss: bool) -> bool:
-        """See :meth:`trainkit.Strategy.any_loss`."""
+        """See `trainkit.Strategy.any_loss`."""
         return had_loss if self._window is None else self._window.any_loss()
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Does nothing: ``parameter.grad`` has no gradients under ZeRO, and norms are already unscaled."""
+        """Does nothing: `parameter.grad` has no gradients under ZeRO, and norms are already unscaled."""
 
     def mean(self, value: Tensor) -> Tensor:
-        """See :meth:`trainkit.Strategy.mean`."""
+        """See `trainkit.Strategy.mean`."""
         return value if self.world.size == 1 else mean(value)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
@@ -318,15 +318,15 @@ class ZeROStrategy(Strategy):
         return updated
 
     def sync_buffers(self) -> None:
-        """See :meth:`trainkit.Strategy.sync_buffers`."""
+        """See `trainkit.Strategy.sync_buffers`."""
         self._buffers.sync()
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients in the next optimizer step; returns their norm before clipping.
 
         Raises:
-            ConfigurationError: ``norm_type`` is not 2, ``max_norm`` differs from the configuration's ``gradient_clipping``,
-                or ``parameters`` are not all parameters of one optimizer.
+            ConfigurationError: `norm_type` is not 2, `max_norm` differs from the configuration's `gradient_clipping`,
+                or `parameters` are not all parameters of one optimizer.
         """
         if norm_type != 2.0:
             raise ConfigurationError(f"ZeRO clips by the 2-norm, not norm_type={norm_type!r}. Use 2.0, or strategy='ddp'.")
@@ -343,38 +343,38 @@ class ZeROStrategy(Strategy):
         raise ConfigurationError(NO_VALUES)
 
     def gathered_parameters(self, module: nn.Module, modified: bool = False) -> AbstractContextManager[Any]:
-        """See :meth:`trainkit.Strategy.gathered_parameters`; changes do not reach the master weights."""
+        """See `trainkit.Strategy.gathered_parameters`; changes do not reach the master weights."""
         return self._start().sharding.gathered(module.parameters(), modified) if self.stage == 3 else nullcontext()
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor | None:
-        """See :meth:`trainkit.Strategy.gradient_norm`."""
+        """See `trainkit.Strategy.gradient_norm`."""
         return self._engines[id(optimizer)].norm()
 
     def stored_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
-        """See :meth:`trainkit.Strategy.stored_weights`."""
+        """See `trainkit.Strategy.stored_weights`."""
         return stored_state.stored_weights(module, list(self._engines.values()), self.device)
 
     def exported_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
-        """See :meth:`trainkit.Strategy.exported_weights`."""
+        """See `trainkit.Strategy.exported_weights`."""
         short = self.config.zero3_save_16bit_model
         return stored_state.working_weights(module, self.device) if short else self.stored_weights(module)
 
     def load_weights(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """See :meth:`trainkit.Strategy.load_weights`."""
+        """See `trainkit.Strategy.load_weights`."""
         stored_state.load_weights(values, [*self._engines.values()], self.device)
 
     def stored_optimizer(self, optimizer: Optimizer) -> StoredOptimizer | None:
-        """See :meth:`trainkit.Strategy.stored_optimizer`."""
+        """See `trainkit.Strategy.stored_optimizer`."""
         if id(optimizer) not in self._engines:
             raise ConfigurationError(RUN_IS_OVER)
         return stored_state.stored_optimizer(self._engines[id(optimizer)], self.device)
 
     def load_optimizer(self, optimizer: Optimizer, stored: StoredOptimizer) -> None:
-        """See :meth:`trainkit.Strategy.load_optimizer`."""
+        """See `trainkit.Strategy.load_optimizer`."""
         stored_state.load_optimizer(self._engines[id(optimizer)], stored)
 
     def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:
-        """See :meth:`trainkit.Strategy.all_gather`.
+        """See `trainkit.Strategy.all_gather`.
 
         Raises:
             ConfigurationError: the processes pass different containers, shapes or dtypes.
@@ -382,7 +382,7 @@ class ZeROStrategy(Strategy):
         return data if self.world.size == 1 else gathered(data, self.world, self.device, sync_grads, alike)
 
     def barrier(self) -> None:
-        """See :meth:`trainkit.Strategy.barrier`."""
+        """See `trainkit.Strategy.barrier`."""
         barrier(self.world)
 
     def teardown(self) -> None:

@@ -21,7 +21,7 @@ class EngineWindow:
 
     Args:
         engine: the engine that reduces the gradients.
-        strategy: the strategy, whose ``micro_batch`` is the current one.
+        strategy: the strategy, whose `micro_batch` is the current one.
         world: the processes.
 
     Attributes:
@@ -35,7 +35,7 @@ class EngineWindow:
         self._pending: Pending | None = None  # all-reduce of whether any process had a loss
 
     def step(self, *args: Any) -> Any:
-        """Run ``training_step`` in the engine's forward, once per micro-batch."""
+        """Run `training_step` in the engine's forward, once per micro-batch."""
         if self._strategy.micro_batch.first:
             self._begin()
         if self.engine.stage < 3:
@@ -62,7 +62,7 @@ class EngineWindow:
         self.engine.backward(loss, micro.first, micro.last, **kwargs)
 
     def skip(self, loss: Tensor | None, micro: MicroBatch) -> None:
-        """Called instead of :meth:`backward` if there is no loss, or one with weight 0."""
+        """Called instead of `backward` if there is no loss, or one with weight 0."""
         if not self._begun:
             self._begin()
         self._had_loss = self._had_loss or loss is not None

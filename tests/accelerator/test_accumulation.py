@@ -1,4 +1,4 @@
-"""``AccumulationState``: its transitions, without a loop, a loader or a strategy."""
+"""`AccumulationState`: its transitions, without a loop, a loader or a strategy."""
 
 from __future__ import annotations
 

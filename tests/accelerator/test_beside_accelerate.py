@@ -1,4 +1,4 @@
-"""The same loop with Accelerate's ``Accelerator`` and with ours, on one and on two processes: what each update is made of.
+"""The same loop with Accelerate's `Accelerator` and with ours, on one and on two processes: what each update is made of.
 
 In all of them each micro-batch has a gradient of 1, so the change of the parameter is the weight that an update has.
 """
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, 
 
 
 def library(name: str) -> tuple[Any, Any]:
-    """The ``Accelerator`` and the ``set_seed`` of a library."""
+    """The `Accelerator` and the `set_seed` of a library."""
     if name == "accelerate":
         from accelerate import Accelerator
         from accelerate.utils import set_seed

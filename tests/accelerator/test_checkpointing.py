@@ -1,4 +1,4 @@
-"""``Accelerator.save_state``, ``load_state``, ``save_model`` and ``register_for_checkpointing``."""
+"""`Accelerator.save_state`, `load_state`, `save_model` and `register_for_checkpointing`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``CollectiveChecks``: verbs that not all processes of an own loop come to are named, whatever the others are doing meanwhile.
+"""`CollectiveChecks`: verbs that not all processes of an own loop come to are named, whatever the others are doing meanwhile.
 
 Where a gradient reduction, a step or the end of a script is met instead, processes are real; where only what is said counts,
 they are threads.

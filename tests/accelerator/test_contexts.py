@@ -1,4 +1,4 @@
-"""Contexts of an own loop: autocast, ``no_sync``, the profiler."""
+"""Contexts of an own loop: autocast, `no_sync`, the profiler."""
 
 from __future__ import annotations
 

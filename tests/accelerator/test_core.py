@@ -1,4 +1,4 @@
-"""``Accelerator`` in own loops: windows, clipping, schedulers, skipped updates. What ``prepare`` does: ``test_prepare.py``."""
+"""`Accelerator` in own loops: windows, clipping, schedulers, skipped updates. What `prepare` does: `test_prepare.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainkit.micro_batch import WHOLE_WINDOW
 
 
 class Slope(nn.Module):
-    """One parameter, 0 at first; ``slope(x)`` is its product with the mean of x, so its gradient is the mean of x."""
+    """One parameter, 0 at first; `slope(x)` is its product with the mean of x, so its gradient is the mean of x."""
 
     def __init__(self) -> None:
         super().__init__()

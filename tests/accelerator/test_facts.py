@@ -1,4 +1,4 @@
-"""What an ``Accelerator`` says that it works with."""
+"""What an `Accelerator` says that it works with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gather`` and its kin: tensors and objects of all processes, each sample once."""
+"""`gather` and its kin: tensors and objects of all processes, each sample once."""
 
 from __future__ import annotations
 

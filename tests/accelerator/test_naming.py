@@ -1,4 +1,4 @@
-"""Checkpoints that name themselves: ``ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=...)``."""
+"""Checkpoints that name themselves: `ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=...)`."""
 
 from __future__ import annotations
 

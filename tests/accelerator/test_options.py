@@ -1,4 +1,4 @@
-"""The arguments of ``Accelerator``, which are Accelerate's: each works or says what to use."""
+"""The arguments of `Accelerator`, which are Accelerate's: each works or says what to use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refused(error: type[Exception], **arguments: Any) -> str:
 
 
 def told(monkeypatch: pytest.MonkeyPatch, **sections: Any) -> None:
-    """Let the process be one that ``trainkit launch`` has started with a configuration."""
+    """Let the process be one that `trainkit launch` has started with a configuration."""
     for name, value in carry(Settings(**sections, source="there.yaml")).items():
         monkeypatch.setenv(name, value)
 

@@ -1,4 +1,4 @@
-"""The verbs about processes: ranks, order, work shared out. Calls on one rank only: ``test_collective_checks.py``."""
+"""The verbs about processes: ranks, order, work shared out. Calls on one rank only: `test_collective_checks.py`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Placed(Strategy):
 
 
 def everywhere(size: int, work: Any) -> list[Any]:
-    """What ``work(accelerator)`` returns on each of so many processes; two of them are on one machine."""
+    """What `work(accelerator)` returns on each of so many processes; two of them are on one machine."""
 
     def run(world: World) -> Any:
         world.local_rank = world.rank % 2
@@ -226,7 +226,7 @@ def test_padded_tensors_come_on_the_device() -> None:
 
 
 class Table:
-    """What ``datasets.Dataset`` offers of itself here."""
+    """What `datasets.Dataset` offers of itself here."""
 
     def __init__(self, rows: list[int]) -> None:
         self.rows = rows
@@ -308,7 +308,7 @@ def test_the_part_needs_no_accelerator() -> None:
 
 
 def test_the_verbs_need_no_training() -> None:
-    """They are a base of ``Accelerator`` that can be used by itself."""
+    """They are a base of `Accelerator` that can be used by itself."""
 
     def work(world: World) -> list[Any]:
         verbs = ProcessVerbs(Placed(world))

@@ -1,4 +1,4 @@
-"""``Accelerator.save``, ``get_state_dict`` and ``save_model``; what is written to a file is in ``test_single_file.py``."""
+"""`Accelerator.save`, `get_state_dict` and `save_model`; what is written to a file is in `test_single_file.py`."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_transformers_model(run_dir: Path) -> None:
 
 
 def test_save_pretrained_alone() -> None:
-    """``save_function`` of a version of transformers that calls it, and of the one that is here."""
+    """`save_function` of a version of transformers that calls it, and of the one that is here."""
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=20, max_position_embeddings=8

@@ -1,4 +1,4 @@
-"""``init_trackers``, ``log``, ``get_tracker`` and ``end_training``."""
+"""`init_trackers`, `log`, `get_tracker` and `end_training`."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def test_trackers_of_the_users(run_dir: Path) -> None:
     assert read_metrics("elsewhere") == {"a": [(1, 2.0)]}
 
     class Old:
-        """Without ``start`` and ``finish``, and of no class of ours."""
+        """Without `start` and `finish`, and of no class of ours."""
 
         name, tracker, requires_logging_directory = "old", None, True
         store_init_configuration = log = lambda self, values, step=None: None

@@ -1,4 +1,4 @@
-"""Optional arguments of the verbs of ``Accelerator``: a value other than the default makes a difference."""
+"""Optional arguments of the verbs of `Accelerator`: a value other than the default makes a difference."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_profile_of_its_own(run_dir: Path) -> None:
 
 
 def test_a_state_that_does_not_fit() -> None:
-    """``strict=False`` loads what fits; by default nothing is loaded."""
+    """`strict=False` loads what fits; by default nothing is loaded."""
     accelerator, _, _ = own_loop()
     accelerator.save_state("there")
     accelerator.free_memory()

@@ -1,4 +1,4 @@
-"""``backward(loss, weight=)``: the gradient is the weighted mean over a window of all processes."""
+"""`backward(loss, weight=)`: the gradient is the weighted mean over a window of all processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``zero3_init_flag``: models of ``transformers`` are divided as they are made."""
+"""`zero3_init_flag`: models of `transformers` are divided as they are made."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from trainkit.precision import Precision
 
 
 class Clock:
-    """Stands for the module ``time`` in a callback's file; moves only when told."""
+    """Stands for the module `time` in a callback's file; moves only when told."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -31,7 +31,7 @@ def clock() -> Clock:
 
 
 class FakeModule(torch.nn.Linear):
-    """Two parameters, and what a callback uses of a ``TrainModule``; remembers what is logged and printed."""
+    """Two parameters, and what a callback uses of a `TrainModule`; remembers what is logged and printed."""
 
     automatic_optimization = True
     global_rank = 0
@@ -61,7 +61,7 @@ def module() -> Any:
 
 @pytest.fixture
 def trainer() -> Any:
-    """What callbacks read of a Trainer in the middle of ``fit``: epochs of ten batches, two batches of validation."""
+    """What callbacks read of a Trainer in the middle of `fit`: epochs of ten batches, two batches of validation."""
     skips: list[int] = []
     return SimpleNamespace(
         accelerator=SimpleNamespace(skip_update=lambda: skips.append(1), skips=skips, sync_gradients=True),
@@ -125,7 +125,7 @@ class RecordingLogger(Logger):
 
 @pytest.fixture
 def make_trainer() -> Callable[..., Trainer]:
-    """A Trainer on the CPU with these callbacks that prints nothing and logs every step into a ``RecordingLogger``."""
+    """A Trainer on the CPU with these callbacks that prints nothing and logs every step into a `RecordingLogger`."""
 
     def make(*callbacks: Callback, **arguments: Any) -> Trainer:
         defaults = {

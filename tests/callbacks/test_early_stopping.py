@@ -374,7 +374,7 @@ def test_runs_after_the_modules_own_hooks() -> None:
 
 
 class Scripted(TinyModule):
-    """Logs given values instead of losses: ``val_metric`` and ``train_metric``, one for each epoch."""
+    """Logs given values instead of losses: `val_metric` and `train_metric`, one for each epoch."""
 
     def __init__(self, values: list[float]) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""``ModelCheckpoint`` hook by hook, against a placeholder for ``trainer._checkpointing`` that writes real, small checkpoints.
+"""`ModelCheckpoint` hook by hook, against a placeholder for `trainer._checkpointing` that writes real, small checkpoints.
 
-Whole runs are in ``test_model_checkpoint_runs.py``.
+Whole runs are in `test_model_checkpoint_runs.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainkit.errors import CheckpointWriteError, ConfigurationError, MissingMet
 
 
 class Checkpointing:
-    """Commits at once, or, while ``hold`` is set, when told: a save in flight. ``fail`` makes the next save fail."""
+    """Commits at once, or, while `hold` is set, when told: a save in flight. `fail` makes the next save fail."""
 
     def __init__(self, trainer: Any, run_id: str = "a" * 16) -> None:
         self.trainer, self.run_id = trainer, run_id

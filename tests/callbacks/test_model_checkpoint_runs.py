@@ -1,4 +1,4 @@
-"""``ModelCheckpoint`` in whole runs."""
+"""`ModelCheckpoint` in whole runs."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_a_metric_of_the_training_epoch() -> None:
     [({}, 1, [4, 8]), ({}, 2, [2, 4]), ({"every_n_train_steps": 3}, 1, [3, 6, 8]), ({"every_n_train_steps": 2}, 2, [2, 4])],
 )
 def test_a_metric_of_the_training_step(arguments: dict[str, Any], accumulate: int, saved: list[int], validation: bool) -> None:
-    """Logged in ``training_step`` only: ranked by its value of the step that is saved, whether or not there is a validation."""
+    """Logged in `training_step` only: ranked by its value of the step that is saved, whether or not there is a validation."""
     logged: dict[int, float] = {}
 
     class Steps(TinyModule):

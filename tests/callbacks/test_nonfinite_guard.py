@@ -180,7 +180,7 @@ def test_the_flag_is_not_read_before_the_next_update(trainer, module, monkeypatc
 
 def test_a_flag_on_its_way_from_a_device_is_read_when_it_has_arrived(trainer, module, monkeypatch) -> None:
     class Copy:
-        """A copy that the device has queued: what it brings is there after ``synchronize``."""
+        """A copy that the device has queued: what it brings is there after `synchronize`."""
 
         def __init__(self, flag: Tensor) -> None:
             self.flag, self.host = flag, torch.tensor(True)

@@ -1,4 +1,4 @@
-"""``PredictionWriter``: what it writes where, by itself and by subclasses."""
+"""`PredictionWriter`: what it writes where, by itself and by subclasses."""
 
 from __future__ import annotations
 

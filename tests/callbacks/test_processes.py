@@ -23,7 +23,7 @@ from trainkit.precision import Precision
 
 
 class Module(torch.nn.Linear):
-    """What callbacks use of a ``TrainModule``."""
+    """What callbacks use of a `TrainModule`."""
 
     automatic_optimization = True
 

@@ -1,4 +1,4 @@
-"""``TQDMProgressBar.print`` takes the arguments of Python's."""
+"""`TQDMProgressBar.print` takes the arguments of Python's."""
 
 from __future__ import annotations
 

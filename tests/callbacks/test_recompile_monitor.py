@@ -1,4 +1,4 @@
-"""``RecompileMonitor``, by a strategy whose graphs the test compiles; real ones are in test_recompile_monitor_xla.py."""
+"""`RecompileMonitor`, by a strategy whose graphs the test compiles; real ones are in test_recompile_monitor_xla.py."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Lazy:
 
 
 class Run:
-    """A fit of the callback, hook by hook: ``step`` is a micro-batch, with so many graphs compiled in it."""
+    """A fit of the callback, hook by hook: `step` is a micro-batch, with so many graphs compiled in it."""
 
     def __init__(self, trainer: Any, module: Any, **arguments: Any) -> None:
         self.trainer, self.module, self.strategy = trainer, module, Lazy()

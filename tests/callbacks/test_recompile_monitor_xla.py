@@ -1,4 +1,4 @@
-"""``RecompileMonitor`` in runs on XLA's own graphs."""
+"""`RecompileMonitor` in runs on XLA's own graphs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Reading(TrainModule):
 
 
 class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """So many samples, those from ``change`` on of another length."""
+    """So many samples, those from `change` on of another length."""
 
     def __init__(self, samples: int, change: int) -> None:
         self.samples, self.change = samples, change

@@ -35,7 +35,7 @@ def saver() -> Iterator[Saver]:
 
 
 class Gate:
-    """Holds a draft's writing back until it is opened, or opens by itself after ``seconds`` in case nobody does."""
+    """Holds a draft's writing back until it is opened, or opens by itself after `seconds` in case nobody does."""
 
     def __init__(self, held: Draft, monkeypatch: pytest.MonkeyPatch, seconds: float = 30.0) -> None:
         self.reached, self._open = threading.Event(), threading.Event()

@@ -33,7 +33,7 @@ def checkpoint(run_dir: Path) -> Path:
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files that were read, those with a ``+`` that were hashed too."""
+    """The names of the files that were read, those with a `+` that were hashed too."""
     seen: list[str] = []
     read_file = reader.read_file
 

@@ -1,4 +1,4 @@
-"""``trainkit config``: a file out of flags or out of answers, on a real terminal too."""
+"""`trainkit config`: a file out of flags or out of answers, on a real terminal too."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_is_refused_leaves_the_file(flags: list[str], words: str, capsys: p
 
 @pytest.fixture
 def say(monkeypatch: pytest.MonkeyPatch) -> Said:
-    """``say("cpu", "", …)``: the questions that are asked, with these answers."""
+    """`say("cpu", "", …)`: the questions that are asked, with these answers."""
 
     def answered(*answers: str | type[BaseException], gpus: int = 0) -> list[str]:
         asked: list[str] = []
@@ -230,7 +230,7 @@ def test_an_end_before_the_last_answer_writes_nothing(
 
 
 class Terminal:
-    """``trainkit config`` on a terminal of its own."""
+    """`trainkit config` on a terminal of its own."""
 
     def __init__(self) -> None:
         import fcntl

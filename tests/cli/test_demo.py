@@ -1,4 +1,4 @@
-"""``trainkit demo``: the baselines and the corpus by hand, and the whole command in an empty directory."""
+"""`trainkit demo`: the baselines and the corpus by hand, and the whole command in an empty directory."""
 
 from __future__ import annotations
 

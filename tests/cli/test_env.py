@@ -1,4 +1,4 @@
-"""``trainkit env``: the report for bugs."""
+"""`trainkit env`: the report for bugs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Report = Callable[..., list[str]]
 
 @pytest.fixture
 def report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Report:
-    """``report(NAME="value", …)``: the lines of the report with these variables alone."""
+    """`report(NAME="value", …)`: the lines of the report with these variables alone."""
 
     def lines(**variables: str) -> list[str]:
         monkeypatch.setattr("os.environ", variables)

@@ -1,4 +1,4 @@
-"""``trainkit launch``: what the arguments come to, what is refused, and real runs."""
+"""`trainkit launch`: what the arguments come to, what is refused, and real runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Launch = Callable[..., Job]
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
-    """``launch("--nproc-per-node", "2", "script.py", NAME="value")``: the job that would be run, with these variables alone."""
+    """`launch("--nproc-per-node", "2", "script.py", NAME="value")`: the job that would be run, with these variables alone."""
     jobs: list[Job] = []
     monkeypatch.setattr(agent, "run_job", lambda job: jobs.append(job) or 7)  # type: ignore[func-returns-value]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -359,7 +359,7 @@ def test_a_file_that_leaves_the_machines_to_slurm(launch: Launch) -> None:
 
 @pytest.fixture
 def hosts(launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
-    """``hosts("--ssh", "x", "script.py")``: what the machines of the file ``hosts`` are told, and by what; see ``launch``."""
+    """`hosts("--ssh", "x", "script.py")`: what the machines of the file `hosts` are told, and by what; see `launch`."""
     found: list[Any] = []
     monkeypatch.setattr(remote, "run_hosts", lambda *given: found.append(given) or 7)  # type: ignore[func-returns-value]
     (tmp_path / "hosts").write_text("node1 slots=8\nme@node2 slots=4\n")
@@ -374,7 +374,7 @@ def hosts(launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ca
 
 
 def told(script: str) -> list[str]:
-    """The arguments of ``trainkit launch`` on a machine."""
+    """The arguments of `trainkit launch` on a machine."""
     (line,) = [line for line in script.splitlines() if line.startswith("exec ") and "launch_child" in line]
     return shlex.split(line)[5:]
 

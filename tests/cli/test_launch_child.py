@@ -1,4 +1,4 @@
-"""The part of ``trainkit launch --hostfile`` on a host: it starts when all hosts are ready, and ends with its terminal."""
+"""The part of `trainkit launch --hostfile` on a host: it starts when all hosts are ready, and ends with its terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainkit.launch.remote import HEARTBEAT, MARK, SIGNAL, START
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX")
 
 VERSIONS = MARK + b"v" + json.dumps(versions()).encode()
-# Runs ``work`` as the job. The timeout of heartbeats is ``silence`` from the first line after the job has printed.
+# Runs `work` as the job. The timeout of heartbeats is `silence` from the first line after the job has printed.
 PROGRAM = """\
 import sys
 from trainkit.cli import launch_child
@@ -84,7 +84,7 @@ class Part:
         os.write(self.end, line + b"\n")
 
     def line(self) -> bytes:
-        """The next line; ``b""`` when the program has ended."""
+        """The next line; `b""` when the program has ended."""
         while b"\n" not in self._received:
             try:
                 self._received += os.read(self.end, 65536)
@@ -107,7 +107,7 @@ Start = Callable[..., Part]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """``start(work, silence=…)``: a part whose job has printed its first line."""
+    """`start(work, silence=…)`: a part whose job has printed its first line."""
     parts: list[Part] = []
 
     def run(work: str, silence: float = VAIN) -> Part:

@@ -1,4 +1,4 @@
-"""The command ``trainkit``: subcommands, exit codes, and errors as one message."""
+"""The command `trainkit`: subcommands, exit codes, and errors as one message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainkit.errors import ConfigurationError
 
 @pytest.fixture
 def subcommand(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[argparse.Namespace], int]], None]:
-    """Adds a subcommand ``try`` with an option ``--number`` that calls a given function."""
+    """Adds a subcommand `try` with an option `--number` that calls a given function."""
 
     def add(run: Callable[[argparse.Namespace], int]) -> None:
         module: Any = types.ModuleType("tried")
@@ -35,7 +35,7 @@ def subcommand(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[argparse.
 
 
 def options() -> dict[str, list[str]]:
-    """Every subcommand with its options and positional arguments, sorted; "" is ``trainkit`` itself."""
+    """Every subcommand with its options and positional arguments, sorted; "" is `trainkit` itself."""
     found: dict[str, list[str]] = {}
 
     def add(name: str, parser: argparse.ArgumentParser) -> None:

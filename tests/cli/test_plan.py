@@ -1,4 +1,4 @@
-"""``trainkit plan``: scripts as users write them, up to where they train."""
+"""`trainkit plan`: scripts as users write them, up to where they train."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """``run(source, *options, after=())``: the exit code of the command, and what it has printed."""
+    """`run(source, *options, after=())`: the exit code of the command, and what it has printed."""
 
     def command(source: str, *options: str, after: tuple[str, ...] = ()) -> tuple[int, str, str]:
         script = tmp_path / "train.py"

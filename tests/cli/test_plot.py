@@ -1,4 +1,4 @@
-"""``trainkit plot``: a picture with the right lines in it, from any kind of metrics file."""
+"""`trainkit plot`: a picture with the right lines in it, from any kind of metrics file."""
 
 from __future__ import annotations
 

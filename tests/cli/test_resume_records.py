@@ -1,4 +1,4 @@
-"""What ``verify-resume`` notes of a micro-batch, and the first difference it finds."""
+"""What `verify-resume` notes of a micro-batch, and the first difference it finds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``trainkit test``: a set-up that works, and what is said of one that does not."""
+"""`trainkit test`: a set-up that works, and what is said of one that does not."""
 
 from __future__ import annotations
 

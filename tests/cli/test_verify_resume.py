@@ -1,4 +1,4 @@
-"""``trainkit verify-resume``: real scripts in real processes, killed with SIGKILL."""
+"""`trainkit verify-resume`: real scripts in real processes, killed with SIGKILL."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ Verify = Callable[..., tuple[int, list[str], str]]
 
 @pytest.fixture
 def verify(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Verify:
-    """``verify(*words, first="", fit="", steps=4, more=3)`` runs the script; code, lines of output, and what went to stderr."""
+    """`verify(*words, first="", fit="", steps=4, more=3)` runs the script; code, lines of output, and what went to stderr."""
 
     def run(*words: str, first: str = "", fit: str = "", steps: int = 4, more: int = 3) -> tuple[int, list[str], str]:
         script = tmp_path / "train.py"

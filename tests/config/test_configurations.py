@@ -1,4 +1,4 @@
-"""``ProjectConfiguration``, ``GradientAccumulationPlugin``, ``DataLoaderConfiguration``."""
+"""`ProjectConfiguration`, `GradientAccumulationPlugin`, `DataLoaderConfiguration`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``DeepSpeedPlugin``: which ZeRO it asks for, and that this is what trains."""
+"""`DeepSpeedPlugin`: which ZeRO it asks for, and that this is what trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``DistributedType``."""
+"""`DistributedType`."""
 
 from __future__ import annotations
 

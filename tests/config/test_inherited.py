@@ -1,4 +1,4 @@
-"""What travels to the processes that ``trainkit launch`` starts."""
+"""What travels to the processes that `trainkit launch` starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kwargs_handlers``: what each class becomes, and what it refuses."""
+"""`kwargs_handlers`: what each class becomes, and what it refuses."""
 
 from __future__ import annotations
 

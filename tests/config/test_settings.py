@@ -1,4 +1,4 @@
-"""``Settings``: which come out on top, and what they come to."""
+"""`Settings`: which come out on top, and what they come to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``trainkit.data.assembling``: micro-batches side by side, short ones filled up."""
+"""`trainkit.data.assembling`: micro-batches side by side, short ones filled up."""
 
 from __future__ import annotations
 

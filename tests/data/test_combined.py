@@ -36,7 +36,7 @@ def read(stream: CombinedStream, epoch: int = 0, start: int = 0, limit: int | No
 
 
 def alone(loader: Any, epoch: int = 0, number: int = 0, index: int = 0) -> list[Any]:
-    """What loader ``number`` of a combination gives."""
+    """What loader `number` of a combination gives."""
     return list(open_stream(loader, SEED, Stage.TRAIN.of_loader(index + (number << 20)), CPU).batches(epoch, 0, None))
 
 

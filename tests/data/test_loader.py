@@ -1,4 +1,4 @@
-"""``PreparedLoader``: epochs, the random state in which each batch is worked on, transfer, and the accumulation window."""
+"""`PreparedLoader`: epochs, the random state in which each batch is worked on, transfer, and the accumulation window."""
 
 from __future__ import annotations
 
@@ -387,7 +387,7 @@ def fit(module: Counting, *loaders: Any, **options: Any) -> None:
 
 
 def test_a_stream_that_is_longer_than_it_says_is_read_to_its_end() -> None:
-    """Two workers make two short batches out of ten samples, of which ``len`` knows nothing; none may be lost."""
+    """Two workers make two short batches out of ten samples, of which `len` knows nothing; none may be lost."""
     module = Counting()
     loader = DataLoader(SizedDrawingStream(10), batch_size=4, num_workers=2)
     fit(module, loader, loader)

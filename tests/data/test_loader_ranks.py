@@ -1,4 +1,4 @@
-"""``PreparedLoader`` on several processes: together they are given what one process is given, and weigh it as one would."""
+"""`PreparedLoader` on several processes: together they are given what one process is given, and weigh it as one would."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SOURCES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("source", SOURCES)
 def test_rows_are_what_one_process_is_given(source: str, size: int, window: int | None) -> None:
-    """Samples, augmentation drawn in the dataset and in ``collate_fn``, and the random numbers of the work on each."""
+    """Samples, augmentation drawn in the dataset and in `collate_fn`, and the random numbers of the work on each."""
     make = SOURCES[source]
     (alone,) = dealt(make, 1, None, epoch=2)
     by_rank = dealt(make, size, window, epoch=2)

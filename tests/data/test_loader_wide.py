@@ -1,4 +1,4 @@
-"""``PreparedLoader`` of a process that drives several devices: rows of micro-batches, counted as those of as many processes."""
+"""`PreparedLoader` of a process that drives several devices: rows of micro-batches, counted as those of as many processes."""
 
 from __future__ import annotations
 

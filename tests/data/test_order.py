@@ -151,7 +151,7 @@ def p_of_even_spread(counts: Counts) -> float:
 
 
 def p_of_independence(table: Counts, population: int) -> float:
-    """Of a table that sums contingency tables of shuffles of ``population`` things (hence the exact correction)."""
+    """Of a table that sums contingency tables of shuffles of `population` things (hence the exact correction)."""
     expected = np.outer(table.sum(axis=1), table.sum(axis=0)) / table.sum()
     statistic = ((table - expected) ** 2 / expected).sum() * (population - 1) / population
     return float(chi2.sf(statistic, (table.shape[0] - 1) * (table.shape[1] - 1)))

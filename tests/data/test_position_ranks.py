@@ -177,7 +177,7 @@ def test_a_limit_ends_where_it_ends() -> None:
 
 
 class Counter(IterableDataset):
-    """Counts, and knows where it is; with ``parts`` each process counts its own numbers."""
+    """Counts, and knows where it is; with `parts` each process counts its own numbers."""
 
     def __init__(self, length: int, parts: bool = False) -> None:
         self.length, self.parts = length, parts

@@ -33,7 +33,7 @@ SEED, STAGE = 7, int(Stage.TRAIN)
 
 
 class NumPySampler(Sampler):
-    """A user's own: draws from numpy when it is started, from ``random`` as it goes; knows the epoch."""
+    """A user's own: draws from numpy when it is started, from `random` as it goes; knows the epoch."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -382,6 +382,6 @@ def test_an_error_in_a_sampler_leaves_the_generators_alone() -> None:
 
 @pytest.mark.parametrize("kind", [*KINDS, *FIXED])
 def test_sequential_gives_a_users_samples_in_the_same_order_each_epoch(kind: str) -> None:
-    """``overfit_batches`` must not read indices that the user's sampler would never give."""
+    """`overfit_batches` must not read indices that the user's sampler would never give."""
     batches = keyed(custom(kind), sequential=True)
     assert indices(batches, 0) == indices(batches, 1) == indices(keyed(custom(kind)), 0)

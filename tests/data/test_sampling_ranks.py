@@ -1,4 +1,4 @@
-"""Samplers on several processes: what each of them makes of a ``DistributedSampler``, and of samplers of the user's."""
+"""Samplers on several processes: what each of them makes of a `DistributedSampler`, and of samplers of the user's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``split_batches``: micro-batches out of a loader's batches."""
+"""`split_batches`: micro-batches out of a loader's batches."""
 
 from __future__ import annotations
 

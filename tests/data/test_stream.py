@@ -1,4 +1,4 @@
-"""A ``DataLoader`` over a map-style dataset: under control in whatever process it fetches, and otherwise as it was."""
+"""A `DataLoader` over a map-style dataset: under control in whatever process it fetches, and otherwise as it was."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_samples_and_augmentation_are_the_same_wherever_they_are_fetched(kind: str) -> None:
-    """Drawn by the dataset and in ``collate_fn``, from torch, numpy and ``random``; for whole epochs and for their ends."""
+    """Drawn by the dataset and in `collate_fn`, from torch, numpy and `random`; for whole epochs and for their ends."""
     here = stream_of(loader_of(Drawing(14), **OPTIONS[kind]))
     there = stream_of(loader_of(Drawing(14), num_workers=2, **OPTIONS[kind]))
     lasting = stream_of(loader_of(Drawing(14), num_workers=2, persistent_workers=True, **OPTIONS[kind]))
@@ -105,7 +105,7 @@ def test_a_loader_that_is_being_read_can_be_prepared() -> None:
 
 
 class Subclass(DataLoader):
-    """With a constructor, attributes and an ``__iter__`` of its own."""
+    """With a constructor, attributes and an `__iter__` of its own."""
 
     def __init__(self, length: int) -> None:
         super().__init__(Drawing(length), batch_size=4, shuffle=True)

@@ -1,4 +1,4 @@
-"""``Channel``: exchanges from any thread, and how soon every process knows that another one has failed."""
+"""`Channel`: exchanges from any thread, and how soon every process knows that another one has failed."""
 
 from __future__ import annotations
 
@@ -378,7 +378,7 @@ def test_a_death_is_known_at_once(dying: int, how: str) -> None:
 
 
 def with_children(dying: int) -> Any:
-    """As :func:`in_run`, but the dying process has a child that was forked from it and lives on."""
+    """As `in_run`, but the dying process has a child that was forked from it and lives on."""
     member = Member()
     began = time.time()
     if member.rank == dying:

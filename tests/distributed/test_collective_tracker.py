@@ -1,4 +1,4 @@
-"""``CollectiveTracker``: what a process is in, as seen by another thread; and the line of the script in the frames."""
+"""`CollectiveTracker`: what a process is in, as seen by another thread; and the line of the script in the frames."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainkit.distributed.collective_tracker import CollectiveTracker, find_call
 
 
 def function_of(where: str, text: str, **names: Any) -> Callable[..., Any]:
-    """``verb`` of a module of that name."""
+    """`verb` of a module of that name."""
     made: dict[str, Any] = {"__name__": where, "called": find_call, "sys": sys, **names}
     exec(compile(text, f"/somewhere/{where}.py", "exec"), made)
     return made["verb"]

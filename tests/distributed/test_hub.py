@@ -1,4 +1,4 @@
-"""``Hub``: what it tells whom, without a connection."""
+"""`Hub`: what it tells whom, without a connection."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def end(size: int, name: str, *given: Any) -> Ended:
 
 
 def one_fails(member: Member, error: BaseException | None = None) -> Callable[[], None]:
-    """A run in which rank 1 fails, by ``ValueError("boom")`` if nothing else is said, and the others wait for it."""
+    """A run in which rank 1 fails, by `ValueError("boom")` if nothing else is said, and the others wait for it."""
 
     def work() -> None:
         member.step()

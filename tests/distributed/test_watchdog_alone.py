@@ -1,4 +1,4 @@
-"""``Watchdog``: its thread, in one process."""
+"""`Watchdog`: its thread, in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Wire`` and ``Loop``: lines that come in pieces, connections that end, and a thread that leaves nothing behind."""
+"""`Wire` and `Loop`: lines that come in pieces, connections that end, and a thread that leaves nothing behind."""
 
 from __future__ import annotations
 

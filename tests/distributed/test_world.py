@@ -1,4 +1,4 @@
-"""``World``: the small collectives, on real processes."""
+"""`World`: the small collectives, on real processes."""
 
 from __future__ import annotations
 

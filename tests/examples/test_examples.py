@@ -40,7 +40,7 @@ def imported(example: str) -> ModuleType:
 
 @pytest.fixture
 def example(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """As :func:`imported`, for one test."""
+    """As `imported`, for one test."""
     module = imported(request.param)
     yield module
     del sys.modules[module.__name__]

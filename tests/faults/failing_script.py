@@ -1,6 +1,6 @@
-"""A training script in which one process fails: ``python failing_script.py KIND RANK FOLDER [--spawn]``.
+"""A training script in which one process fails: `python failing_script.py KIND RANK FOLDER [--spawn]`.
 
-KIND: raise, kill, exit, leave (``os._exit(0)``), hang, validation (raise in a validation), setup (raise before training), none.
+KIND: raise, kill, exit, leave (`os._exit(0)`), hang, validation (raise in a validation), setup (raise before training), none.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def main(kind: str, rank: int, folder: Path) -> None:
 
 
 def spawned(local_rank: int, kind: str, rank: int, folder: Path) -> None:
-    """One of the processes of ``mp.spawn``, which make their group themselves."""
+    """One of the processes of `mp.spawn`, which make their group themselves."""
     torch.distributed.init_process_group("gloo", rank=local_rank, world_size=2)
     main(kind, rank, folder)
     torch.distributed.destroy_process_group()

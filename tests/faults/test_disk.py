@@ -70,7 +70,7 @@ def train(
 
 
 def mount(size: str | None, flags: int = 0) -> None:
-    """A file system of a process's own at ``disk``: it is gone when the process is."""
+    """A file system of a process's own at `disk`: it is gone when the process is."""
     options = b"" if size is None else f"size={size}".encode()
     source = None if flags & REMOUNT else b"tmpfs"
     if ctypes.CDLL(None, use_errno=True).mount(source, bytes(MOUNT.absolute()), source, flags, options):
@@ -88,7 +88,7 @@ def with_a_disk() -> None:
 
 
 def on_a_disk(work: Callable[[], Any]) -> Any:
-    """What ``work`` returns in a process with a small disk of its own, and what that printed."""
+    """What `work` returns in a process with a small disk of its own, and what that printed."""
 
     def prepared() -> Any:
         try:

@@ -46,7 +46,7 @@ class Fat(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=1.0, momentum=1.0)
 
     def is_of(self, step: int) -> bool:
-        """Whether every number is that of ``step``: what was saved is neither torn nor of another moment."""
+        """Whether every number is that of `step`: what was saved is neither torn nor of another moment."""
         expected = -step * (step + 1) / 2
         [state] = self.trainer.optimizers[0].state.values() if step else [{"momentum_buffer": torch.zeros(1)}]
         return bool((self.weight == expected).all()) and bool((state["momentum_buffer"] == step).all())
@@ -129,7 +129,7 @@ def work(
 
 
 def start_of(child: Child, number: int) -> dict[str, Any]:
-    """What process ``number`` told when it started."""
+    """What process `number` told when it started."""
     return child.until(lambda: [event for event in told() if "start" in event][number:], "its start")[0]
 
 
@@ -159,7 +159,7 @@ def kill_while_writing(child: Child, step: int, share: float) -> None:
 
 
 def check_start(start: dict[str, Any], asked: int, keep: int) -> None:
-    """What must hold when a run goes on after a kill; ``asked``: the step of the last save that was asked for."""
+    """What must hold when a run goes on after a kill; `asked`: the step of the last save that was asked for."""
     assert asked - 1 <= start["start"] <= asked, f"at most one save may be lost: {asked} was asked for; {start}"
     assert start["right"], "the state is that of one step"
     assert start["left"] == []
@@ -167,7 +167,7 @@ def check_start(start: dict[str, Any], asked: int, keep: int) -> None:
 
 
 def kill_again_and_again(kills: int, keep: int, blocking: bool, seed: int) -> None:
-    """Kill a run while it saves, ``kills`` times, each time in a process that goes on where the last one was killed."""
+    """Kill a run while it saves, `kills` times, each time in a process that goes on where the last one was killed."""
     draw = random.Random(seed)
     asked = 0
     for number in range(kills):

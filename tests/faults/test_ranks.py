@@ -105,7 +105,7 @@ def job(launcher: str, kind: str, rank: int, folder: Path) -> Iterator[Job]:
 
 
 def last_error(output: str) -> str:
-    """The last line of the last traceback, without torch's ``[rank0]: ``."""
+    """The last line of the last traceback, without torch's `[rank0]: `."""
     _, _, last = re.sub(r"(?m)^\[rank\d+\]: ", "", output).rpartition("Traceback (most recent call last)")
     lines = [line for line in last.splitlines()[1:] if line and not line.startswith((" ", "trainkit:"))]
     return lines[0] if lines else ""

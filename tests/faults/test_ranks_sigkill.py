@@ -1,4 +1,4 @@
-"""SIGKILL to one process of several, under ``trainkit launch``: the group starts anew and does what it would have done."""
+"""SIGKILL to one process of several, under `trainkit launch`: the group starts anew and does what it would have done."""
 
 from __future__ import annotations
 

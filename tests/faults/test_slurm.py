@@ -1,4 +1,4 @@
-"""``slurm_requeue=True``: when SLURM ends a job and the run is saved, it is asked to run the job again."""
+"""`slurm_requeue=True`: when SLURM ends a job and the run is saved, it is asked to run the job again."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The rules of the house as functions: a file's syntax tree in, a list of complaints out.
 
-``test_house.py`` applies them to the repository and proves on small bad examples that each of them can complain.
+`test_house.py` applies them to the repository and proves on small bad examples that each of them can complain.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def user_sources(*where: str) -> list[Source]:
 
 
 def python_blocks(path: str, text: str) -> list[Source]:
-    """The blocks fenced as ``python`` in a Markdown file, each on the line that it has there."""
+    """The blocks fenced as `python` in a Markdown file, each on the line that it has there."""
     blocks = []
     for match in re.finditer(r"^( *)```python[^\n]*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
         line = text.count("\n", 0, match.start(2))
@@ -196,7 +196,7 @@ def imports(tree: ast.AST) -> list[Import]:
 
 
 def dotted(node: ast.AST) -> str:
-    """``a.b.c`` for a name or a chain of attributes, else an empty string."""
+    """`a.b.c` for a name or a chain of attributes, else an empty string."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -224,7 +224,7 @@ def all_of(tree: ast.AST, kind: type[Node]) -> Iterator[Node]:
 
 
 def wrong_imports(source: Source, modules: Collection[str]) -> list[str]:
-    """Imports against the directions of the house; ``modules`` are the names of all modules there are."""
+    """Imports against the directions of the house; `modules` are the names of all modules there are."""
     room = next(room for room in NEVER if under(source.module, room))
     complaints = []
     for item in imports(source.tree):
@@ -242,13 +242,13 @@ def wrong_imports(source: Source, modules: Collection[str]) -> list[str]:
 
 
 def room_of(module: str) -> str:
-    """The room that a module lies in, or an empty string for the package itself and ``python -m trainkit``."""
+    """The room that a module lies in, or an empty string for the package itself and `python -m trainkit`."""
     room = module.partition(".")[2].partition(".")[0]
     return "" if room == "__main__" else room
 
 
 def wrong_layers(source: Source, modules: Collection[str]) -> list[str]:
-    """Names of rooms that do not lie below the room of ``source``."""
+    """Names of rooms that do not lie below the room of `source`."""
     level = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
     level |= dict.fromkeys(PLUG_INS, level["trainer"])
     room = room_of(source.module)
@@ -291,7 +291,7 @@ def _imports_by_string(source: Source, room: str) -> list[str]:
 
 
 def private_imports(source: Source, public: Mapping[str, Collection[str]]) -> list[str]:
-    """Uses of trainkit in ``source`` that a user could not rely on; ``public`` has the names of each public module."""
+    """Uses of trainkit in `source` that a user could not rely on; `public` has the names of each public module."""
     try:
         tree = source.tree
     except SyntaxError as error:
@@ -323,7 +323,7 @@ def _is_public(name: str, public: Mapping[str, Collection[str]]) -> bool:
 
 
 def code_in_data(source: Source) -> list[str]:
-    """Pickle in any of its forms, collectives that pickle, ``torch.load`` and ``torch.save``, ``eval`` and ``exec``."""
+    """Pickle in any of its forms, collectives that pickle, `torch.load` and `torch.save`, `eval` and `exec`."""
     tree = source.tree
     complaints = [
         source.at(item.line, f"imports {item.full}: what it loads can run code")
@@ -372,7 +372,7 @@ def private_torch(source: Source) -> list[str]:
 
 
 def branches_on_strategy(source: Source) -> list[str]:
-    """Decisions by the class of a strategy: capabilities are attributes, see ``trainkit.strategy``."""
+    """Decisions by the class of a strategy: capabilities are attributes, see `trainkit.strategy`."""
     return [
         source.at(node.lineno, "asks for the class of a strategy")
         for node in ast.walk(source.tree)
@@ -381,7 +381,7 @@ def branches_on_strategy(source: Source) -> list[str]:
 
 
 def _classes_asked_for(node: ast.AST) -> list[str]:
-    """The classes that an expression or a ``case`` compares something with."""
+    """The classes that an expression or a `case` compares something with."""
     if isinstance(node, ast.MatchClass):
         return _class_names(node.cls)
     if isinstance(node, ast.Call) and dotted(node.func) in ("isinstance", "issubclass") and len(node.args) == 2:
@@ -397,7 +397,7 @@ def _classes_asked_for(node: ast.AST) -> list[str]:
 
 
 def _is_class_of(node: ast.AST) -> bool:
-    """Whether an expression is ``type(x)`` or ``x.__class__``."""
+    """Whether an expression is `type(x)` or `x.__class__`."""
     return (isinstance(node, ast.Call) and dotted(node.func) == "type") or dotted(node).endswith(".__class__")
 
 
@@ -442,7 +442,7 @@ def names_of_strategies(source: Source, names: Collection[str]) -> dict[str, str
 
 
 def undeclared_attributes(source: Source, declared: Collection[str]) -> list[str]:
-    """Attributes that are read or set on something called ``strategy`` and that ``trainkit.Strategy`` does not declare."""
+    """Attributes that are read or set on something called `strategy` and that `trainkit.Strategy` does not declare."""
     complaints = []
     for node in ast.walk(source.tree):
         name = None
@@ -460,7 +460,7 @@ def undeclared_attributes(source: Source, declared: Collection[str]) -> list[str
 
 
 def _is_strategy(node: ast.AST) -> bool:
-    """Whether an expression is called ``strategy``: ``self.strategy``, ``trainer.strategy``, an argument of that name."""
+    """Whether an expression is called `strategy`: `self.strategy`, `trainer.strategy`, an argument of that name."""
     return dotted(node).split(".")[-1].lstrip("_") == "strategy"
 
 
@@ -483,7 +483,7 @@ def _tokens(node: ast.AST) -> list[str]:
 def writes_to_trainer(source: Source) -> list[str]:
     """Where a value is assigned to an attribute of a Trainer, or of something that it holds.
 
-    ``should_stop`` is how hooks ask for a stop: that is allowed.
+    `should_stop` is how hooks ask for a stop: that is allowed.
     """
     complaints = []
     for node in ast.walk(source.tree):
@@ -497,7 +497,7 @@ def writes_to_trainer(source: Source) -> list[str]:
 
 
 def repeated_names(sources: Iterable[Source]) -> list[str]:
-    """Names of files and classes that occur in several modules, but for the ``info.py`` of each strategy."""
+    """Names of files and classes that occur in several modules, but for the `info.py` of each strategy."""
     places: dict[str, list[str]] = {}
     for source in sources:
         file = source.path.rpartition("/")[2]
@@ -508,7 +508,7 @@ def repeated_names(sources: Iterable[Source]) -> list[str]:
 
 
 def wrong_exports(source: Source) -> list[str]:
-    """A public module without an ``__all__``, or with one that is not in order."""
+    """A public module without an `__all__`, or with one that is not in order."""
     names = exported(source.tree)
     if names is None:
         return [source.at(1, "has no __all__ written as a list of names")]
@@ -522,7 +522,7 @@ def export_key(name: str) -> tuple[int, str]:
 
 
 def exported(tree: ast.Module) -> list[str] | None:
-    """The names in a module's ``__all__``; None where there is none or it is not a literal."""
+    """The names in a module's `__all__`; None where there is none or it is not a literal."""
     for node in tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         value = getattr(node, "value", None)
@@ -538,7 +538,7 @@ def is_public(module: str) -> bool:
 
 
 def wrong_beginning(source: Source) -> list[str]:
-    """A module that does not begin with a docstring and ``from __future__ import annotations``."""
+    """A module that does not begin with a docstring and `from __future__ import annotations`."""
     tree = source.tree
     complaints = [] if ast.get_docstring(tree) else [source.at(1, "has no docstring")]
     if not any(item.full == "__future__.annotations" for item in imports(tree)):
@@ -569,7 +569,7 @@ def undocumented(source: Source, module: ModuleType) -> list[str]:
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """The statements of a module or class, those under ``if`` and ``try`` included."""
+    """The statements of a module or class, those under `if` and `try` included."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If | ast.Try | ast.With):
             yield from _statements(child)

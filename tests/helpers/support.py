@@ -1,4 +1,4 @@
-"""What tests share and that is no fixture: ``from helpers.support import run_python``."""
+"""What tests share and that is no fixture: `from helpers.support import run_python`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ROOT / "tests"  # where ``helpers`` is imported from
+TESTS = ROOT / "tests"  # where `helpers` is imported from
 STARTUP = TESTS / "startup"  # on the path of every Python that a test starts
 
 _OF_GLOO = re.compile(
@@ -35,11 +35,11 @@ def run_python(
     """Run Python in a process of its own and return it when it has ended, whatever its exit code.
 
     Args:
-        command: one string is a program (``python -c``); several are arguments (``"-m", "trainkit", "--help"``).
+        command: one string is a program (`python -c`); several are arguments (`"-m", "trainkit", "--help"`).
         cwd: the working directory; the test's own if None.
         env: variables to add to the environment.
         installed_in: a folder that trainkit was installed into: it is imported from there and not from the checkout.
-        timeout: seconds after which the process is ended and ``subprocess.TimeoutExpired`` raised.
+        timeout: seconds after which the process is ended and `subprocess.TimeoutExpired` raised.
     """
     arguments = ["-c", *command] if len(command) == 1 else list(command)
     path = os.pathsep.join([str(installed_in or ROOT), str(TESTS), str(STARTUP)])

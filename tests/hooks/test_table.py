@@ -160,7 +160,7 @@ class Scheduled(NotingModule):
 
 
 def noted(run: Any, module: type[NotingModule] = NotingModule, *, automatic: bool = True, **arguments: Any) -> list[str]:
-    """What ``run(trainer, module)`` calls, with a callback A, one that runs last, and the module M."""
+    """What `run(trainer, module)` calls, with a callback A, one that runs last, and the module M."""
     script = Script()
     early, late = callback_that_notes("A")(), callback_that_notes("Z", last=True)()
     early.script = late.script = script
@@ -170,7 +170,7 @@ def noted(run: Any, module: type[NotingModule] = NotingModule, *, automatic: boo
 
 
 def expected(text: str) -> list[str]:
-    """A line ``AMZ hook details`` stands for one call of each owner, in that order."""
+    """A line `AMZ hook details` stands for one call of each owner, in that order."""
     lines = []
     for line in text.strip().splitlines():
         owners, _, rest = line.strip().partition(" ")

@@ -245,7 +245,7 @@ def guards(launcher: int) -> list[int]:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="death signals")
 def test_a_killed_agent_whose_guards_are_killed_too_leaves_nothing(tmp_path: Path) -> None:
-    """Such as by ``pkill -9 -f trainkit``."""
+    """Such as by `pkill -9 -f trainkit`."""
     agent = start_agent(FOREVER, tmp_path)
     pids = agent.ready()
     for pid in [*guards(agent.process), agent.process]:
@@ -255,7 +255,7 @@ def test_a_killed_agent_whose_guards_are_killed_too_leaves_nothing(tmp_path: Pat
 
 
 def fail_when_all_are_ready(folder: Path, *_: object) -> float:
-    """Instead of ``deadline``, which the agent asks again and again."""
+    """Instead of `deadline`, which the agent asks again and again."""
     if len([*folder.glob("ready-*")]) == 2:
         raise RuntimeError("cannot start new thread")
     return math.inf

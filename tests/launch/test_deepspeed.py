@@ -12,7 +12,7 @@ from helpers.worlds.worlds import free_port
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="DeepSpeed is for Linux")
 
-# As users have them: ``parse`` is what the script does with its arguments.
+# As users have them: `parse` is what the script does with its arguments.
 TRAIN = """\
 import argparse, sys
 from helpers.runs.tiny import TinyModule, tiny_loader
@@ -45,7 +45,7 @@ sys.exit(7 if world.rank == 1 else time.sleep(60))
 
 
 def deepspeed(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """``deepspeed --num_gpus 2`` with these arguments."""
+    """`deepspeed --num_gpus 2` with these arguments."""
     port = f"--master_port={free_port()}"
     tests = Path(__file__).parents[1]
     env = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join([str(tests), os.environ["PYTHONPATH"]])}

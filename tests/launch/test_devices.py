@@ -29,7 +29,7 @@ class Others(World):
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``gpus(n)`` mocks n GPUs; returns the list of devices that were set as the current one."""
+    """`gpus(n)` mocks n GPUs; returns the list of devices that were set as the current one."""
     current: list[int] = []
 
     def there_are(count: int, seen: str = "gpu") -> list[int]:

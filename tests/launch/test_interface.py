@@ -13,7 +13,7 @@ from trainkit.launch.interface import GLOO, lead_gloo_out
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``machine(own, sources)``: what its own name stands for, and its addresses towards others; it has lo, eth0 and ib0."""
+    """`machine(own, sources)`: what its own name stands for, and its addresses towards others; it has lo, eth0 and ib0."""
 
     def make(own: list[str], **sources: str) -> None:
         def resolve(*_: Any, **__: Any) -> list[Any]:

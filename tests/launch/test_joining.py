@@ -212,7 +212,7 @@ def test_a_group_of_the_user() -> None:
 
 
 def test_a_group_of_the_user_without_a_launcher() -> None:
-    """mp.spawn: nothing is in the environment, and the group was made with ``init_method``."""
+    """mp.spawn: nothing is in the environment, and the group was made with `init_method`."""
     method = f"tcp://127.0.0.1:{free_port()}"
     worlds = [start_world(1, spawned, method, rank, env=NOT_STARTED) for rank in range(2)]
     found = [world.results()[0] for world in worlds]
@@ -343,7 +343,7 @@ def joins(patience: float = 30.0) -> None:
 
 
 def test_lines_are_written_as_wholes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``python -u``, as torchrun and trainkit launch use it, writes a line and its end one after the other."""
+    """`python -u`, as torchrun and trainkit launch use it, writes a line and its end one after the other."""
 
     class Raw(io.RawIOBase):
         written: ClassVar[list[bytes]] = []

@@ -1,4 +1,4 @@
-"""``notebook_launcher``: run a function of a notebook or script in several fresh processes."""
+"""`notebook_launcher`: run a function of a notebook or script in several fresh processes."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ def test_a_process_of_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def tasks() -> list[dict[str, Any]]:
-    """The task file of each job; see ``captured``."""
+    """The task file of each job; see `captured`."""
     return []
 
 
 @pytest.fixture
 def captured(tasks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Captured:
-    """``captured(num_processes=2)``: the job that would be run; it succeeds."""
+    """`captured(num_processes=2)`: the job that would be run; it succeeds."""
     jobs: list[Job] = []
 
     def conduct(job: Job) -> Verdict:
@@ -244,7 +244,7 @@ Reports = tuple[list[dict[str, Any]], bytes | None]
 
 @pytest.fixture
 def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Reports]:
-    """``run_here(call, rank)``: the reports of a process with this rank, run in this process."""
+    """`run_here(call, rank)`: the reports of a process with this rank, run in this process."""
 
     def run(call: bytes, rank: int = 0, start: int = 0) -> Reports:
         (tmp_path / CALL).write_bytes(call)

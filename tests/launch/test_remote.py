@@ -1,4 +1,4 @@
-"""``run_hosts`` with a local shell instead of ssh and of the agents: output, signals, exit codes and errors."""
+"""`run_hosts` with a local shell instead of ssh and of the agents: output, signals, exit codes and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainkit.launch.remote import START, host_script, run_hosts
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="bash and signals of POSIX")
 
-# The part of a host. ``told`` waits for a line from the launcher; the end of the terminal ends it.
+# The part of a host. `told` waits for a line from the launcher; the end of the terminal ends it.
 HEAD = f"""\
 told() {{ while read -r line; do [[ $line = $1* ]] && return; done; exit 99; }}
 err() {{ printf '\\0362%s\\n' "$1"; }}
@@ -57,7 +57,7 @@ Run = Callable[..., int]
 
 @pytest.fixture
 def run(ssh: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """``run(a="…", b="…")``: the exit code of these parts; after a failure the others have half a second."""
+    """`run(a="…", b="…")`: the exit code of these parts; after a failure the others have half a second."""
 
     def start(grace: float = PATIENCE, patience: float = 0.5, join: float = PATIENCE, **parts: str) -> int:
         monkeypatch.setattr(remote, "_FAILURE_TIMEOUT", patience)
@@ -213,7 +213,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(ssh: list[str], tmp_path: Path) -> Iterator[Start]:
-    """``start(a="…")``: a launcher in its own process, after its parts have made the files ``begun-NAME``."""
+    """`start(a="…")`: a launcher in its own process, after its parts have made the files `begun-NAME`."""
     started: list[subprocess.Popen[str]] = []
 
     def run(**scripts: str) -> subprocess.Popen[str]:

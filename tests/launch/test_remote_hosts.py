@@ -1,4 +1,4 @@
-"""``trainkit launch --hostfile`` end to end: on two hosts with a network between them, and by a real ssh if sshd is installed.
+"""`trainkit launch --hostfile` end to end: on two hosts with a network between them, and by a real ssh if sshd is installed.
 
 On the two hosts a program that enters the other host runs instead of ssh. Each host has its own network, name and processes.
 """
@@ -44,7 +44,7 @@ def start_task(hosts: Hosts, folder: Path, task: Task) -> Program:
 
 
 def start(hosts: Hosts, folder: Path, *script: str) -> Program:
-    """``trainkit launch --hostfile`` on host 0."""
+    """`trainkit launch --hostfile` on host 0."""
     ssh = write_ssh(folder, f"dict(zip({ADDRESSES}, {ENTER}))[host]")
     (folder / "hosts").write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
     settings = {name: value for name, value in os.environ.items() if not name.startswith(("GLOO_", "NCCL_", "TRAINKIT_"))}
@@ -152,7 +152,7 @@ time.sleep(1000)
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[list[str]]:
-    """The ssh command that reaches this host by the name ``node``."""
+    """The ssh command that reaches this host by the name `node`."""
     sshd = shutil.which("sshd", path=os.environ["PATH"] + ":/usr/sbin:/sbin")
     if sshd is None or shutil.which("ssh-keygen") is None:
         pytest.skip("there is no sshd (Debian: openssh-server)")

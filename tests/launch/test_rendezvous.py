@@ -17,7 +17,7 @@ pytestmark = pytest.mark.prompt
 
 
 def both(function: Callable[[int], Any]) -> list[Any]:
-    """What ``function(0)`` and ``function(1)`` return or raise, called at the same time."""
+    """What `function(0)` and `function(1)` return or raise, called at the same time."""
     results: list[Any] = [None, None]
 
     def run(index: int) -> None:

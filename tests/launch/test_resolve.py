@@ -1,4 +1,4 @@
-"""The values of ``accelerator``, ``devices`` and ``num_nodes``, and the strategy that they resolve to."""
+"""The values of `accelerator`, `devices` and `num_nodes`, and the strategy that they resolve to."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_an_argument_that_agrees() -> None:
 
 
 def test_where_only_the_argument_says_it() -> None:
-    """``torch.distributed.launch`` of torch 1.8 and before."""
+    """`torch.distributed.launch` of torch 1.8 and before."""
     assert placed(replace(PLACE, local_rank=None), ["--local_rank=1"]) == PLACE
 
 

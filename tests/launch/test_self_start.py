@@ -63,7 +63,7 @@ def test_the_same_command_line_is_run(arguments: list[str], tmp_path: Path) -> N
 
 @pytest.mark.parametrize("arguments", [["script.py", "0"], ["-m", "script", "0"]], ids=["script", "module"])
 def test_a_script_that_goes_elsewhere_before_it_uses_trainkit(arguments: list[str], tmp_path: Path) -> None:
-    """``import trainkit`` alone loads nothing. The workers find the folder that the script makes, and make none in it."""
+    """`import trainkit` alone loads nothing. The workers find the folder that the script makes, and make none in it."""
     head = 'import os, trainkit\nos.makedirs("run", exist_ok=True)\nos.chdir("run")\n'
     (tmp_path / "script.py").write_text(head + SCRIPT)
     done = run_python(*arguments, cwd=tmp_path, env={"FOLDER": str(tmp_path)})
@@ -154,7 +154,7 @@ def test_devices_1_and_then_2(option: dict[str, object], tmp_path: Path) -> None
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
-    """This process as if it had been started with ``python script.py``."""
+    """This process as if it had been started with `python script.py`."""
     monkeypatch.setattr(self_start, "FOLDER", str(tmp_path))
     start(monkeypatch, ["python", "script.py"], file=str(tmp_path / "script.py"))
     (tmp_path / "script.py").touch()
@@ -209,7 +209,7 @@ def test_modules_and_folders(started: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 
 def test_a_program_that_runs_the_script_of_another(started: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """``coverage run script.py``: the module that is __main__ is not what was started."""
+    """`coverage run script.py`: the module that is __main__ is not what was started."""
     for program in ("/bin/coverage", "bin/coverage"):
         start(started, ["python", program, "run", "script.py", "x"], file=str(tmp_path / "script.py"))
         assert command_again(2) == [sys.executable, program, "run", "script.py", "x"]

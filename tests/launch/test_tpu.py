@@ -1,4 +1,4 @@
-"""``trainkit.launch.tpu``: whether there is a TPU, and which process of a slice this one is."""
+"""`trainkit.launch.tpu`: whether there is a TPU, and which process of a slice this one is."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ TESTS = Path(__file__).parents[1]
 LIMIT = within(10)  # seconds in which all processes must have ended
 SILENCE = 30.0  # seconds of it after which users learn that a host is gone
 
-# ``trainkit launch``, less patient with a host that does not answer; it misses three signs of life.
+# `trainkit launch`, less patient with a host that does not answer; it misses three signs of life.
 HEARTBEAT = 1 if ALONE else 4
 IMPATIENT = f"""
 import sys

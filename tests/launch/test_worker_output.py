@@ -1,4 +1,4 @@
-"""What worker processes write comes out on ``sys.stdout`` and ``sys.stderr``: one live, the others by lines."""
+"""What worker processes write comes out on `sys.stdout` and `sys.stderr`: one live, the others by lines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Cell(io.StringIO):
 
 
 class Process:
-    """A process as ``WorkerOutput`` sees it, whose output the test writes."""
+    """A process as `WorkerOutput` sees it, whose output the test writes."""
 
     def __init__(self) -> None:
         for name in ("stdout", "stderr"):

@@ -46,7 +46,7 @@ Start = Callable[..., Workers]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """``start("exit $RANK")``: two workers that run a shell script, with the ranks 4 and 5."""
+    """`start("exit $RANK")`: two workers that run a shell script, with the ranks 4 and 5."""
     started: list[Workers] = []
 
     def start(script: str, grace: float = 30.0, command: str = "/bin/sh") -> Workers:

@@ -1,4 +1,4 @@
-"""Trackers, for the files whose tests ask for them with ``pytestmark``."""
+"""Trackers, for the files whose tests ask for them with `pytestmark`."""
 
 from __future__ import annotations
 

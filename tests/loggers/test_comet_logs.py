@@ -1,4 +1,4 @@
-"""``CometLogger`` against real offline experiments, whose archives are read back; its server is played where one is needed."""
+"""`CometLogger` against real offline experiments, whose archives are read back; its server is played where one is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``CSVLogger``: rows that no kill loses, columns that come later."""
+"""`CSVLogger`: rows that no kill loses, columns that come later."""
 
 from __future__ import annotations
 

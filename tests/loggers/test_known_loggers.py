@@ -1,4 +1,4 @@
-"""Loggers by name, also for a ``Trainer``."""
+"""Loggers by name, also for a `Trainer`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``find_run`` and ``read_metrics``: which run is meant, and the same numbers out of every kind of file."""
+"""`find_run` and `read_metrics`: which run is meant, and the same numbers out of every kind of file."""
 
 from __future__ import annotations
 

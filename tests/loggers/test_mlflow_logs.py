@@ -1,4 +1,4 @@
-"""``MLFlowLogger`` against real databases."""
+"""`MLFlowLogger` against real databases."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_a_store_that_cannot_be_opened(tmp_path: Path) -> None:
 
 
 def test_a_store_that_fails_later_costs_the_rows_and_not_the_run(tmp_path: Path) -> None:
-    """An ``OSError``, which a Trainer goes on without; the records count only once they are there."""
+    """An `OSError`, which a Trainer goes on without; the records count only once they are there."""
     logger = MLFlowLogger(save_dir=tmp_path)
     logger.log_metrics({"loss": 1.0}, 0)
     database = tmp_path / "mlflow.db"

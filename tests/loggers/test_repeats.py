@@ -1,4 +1,4 @@
-"""``Repeats``: nothing twice after a resume, nothing lost."""
+"""`Repeats`: nothing twice after a resume, nothing lost."""
 
 from __future__ import annotations
 

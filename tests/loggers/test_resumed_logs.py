@@ -42,7 +42,7 @@ def train(logger: Logger, steps: range) -> None:
 
 
 def stopped(logger: Logger, step: int, last: int = 0) -> dict[str, Any]:
-    """The state of a logger after a step, up to which it has logged; it goes on to the ``last`` one, and is closed."""
+    """The state of a logger after a step, up to which it has logged; it goes on to the `last` one, and is closed."""
     train(logger, range(1, step + 1))
     state = logger.state_dict()
     train(logger, range(step + 1, last + 1))

@@ -1,4 +1,4 @@
-"""``TensorBoardLogger``: real event files, read back with tensorboard's own reader."""
+"""`TensorBoardLogger`: real event files, read back with tensorboard's own reader."""
 
 from __future__ import annotations
 

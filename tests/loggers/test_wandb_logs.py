@@ -1,4 +1,4 @@
-"""``WandbLogger`` against real offline runs, whose files are read back record by record."""
+"""`WandbLogger` against real offline runs, whose files are read back record by record."""
 
 from __future__ import annotations
 

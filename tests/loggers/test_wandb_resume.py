@@ -1,4 +1,4 @@
-"""``WandbLogger`` after a resume: the same run, its rows counted on, none of them logged twice."""
+"""`WandbLogger` after a resume: the same run, its rows counted on, none of them logged twice."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_run_without_the_server_keeps_its_id_and_counts_its_rows_on(tmp_path: 
 @pytest.mark.parametrize("killed", [4, 5, 6, 9])
 @pytest.mark.parametrize("lost", [0, 1])
 def test_rows_that_the_run_has_already_are_not_logged_again(killed: int, lost: int) -> None:
-    """``lost``: rows that the killed process had not sent yet."""
+    """`lost`: rows that the killed process had not sent yet."""
     run = Online(whole(4))
     before = WandbLogger(experiment=run)
     before.log_metrics({}, 4)

@@ -1,4 +1,4 @@
-"""``trainer.plan()``: the table, what fits, and modules of every kind, which stay as they are."""
+"""`trainer.plan()`: the table, what fits, and modules of every kind, which stay as they are."""
 
 from __future__ import annotations
 

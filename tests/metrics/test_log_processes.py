@@ -1,4 +1,4 @@
-"""``self.log`` in a fit on two processes: whose value it is, and over whom it is reduced."""
+"""`self.log` in a fit on two processes: whose value it is, and over whom it is reduced."""
 
 from __future__ import annotations
 

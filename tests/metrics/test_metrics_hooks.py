@@ -1,4 +1,4 @@
-"""Where ``log`` may be called and what it means there, under which names the values appear, and when loggers get them."""
+"""Where `log` may be called and what it means there, under which names the values appear, and when loggers get them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NOWHERE = (
 
 
 def calling(base: type, **calls: Call) -> Any:
-    """An object of ``base`` that does ``call(self, n)`` when a method is called for the nth time, from 0."""
+    """An object of `base` that does `call(self, n)` when a method is called for the nth time, from 0."""
     counts: Counter[str] = Counter()
 
     def method(name: str, call: Call) -> Callable[..., Any]:

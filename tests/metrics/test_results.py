@@ -1,4 +1,4 @@
-"""What ``trainer.callback_metrics`` and the like hold: tensors, no steps of an evaluation, of two values the validation's."""
+"""What `trainer.callback_metrics` and the like hold: tensors, no steps of an evaluation, of two values the validation's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Both(TinyModule):
 
 
 class Looking(Callback):
-    """The names of ``callback_metrics`` in and after a validation."""
+    """The names of `callback_metrics` in and after a validation."""
 
     def __init__(self) -> None:
         self.during: list[set[str]] = []

@@ -276,7 +276,7 @@ def test_results_come_back_in_place() -> None:
 
 
 class WithMetrics(nn.Module):
-    """Torchmetrics objects as attributes, in a collection, and (``loose``) where the module does not know them."""
+    """Torchmetrics objects as attributes, in a collection, and (`loose`) where the module does not know them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What ``log`` takes, and what a step and an epoch of it come to. Where it may be called: ``test_metrics_hooks.py``."""
+"""What `log` takes, and what a step and an epoch of it come to. Where it may be called: `test_metrics_hooks.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Step = Callable[[TinyModule, int], Any]
 
 
 def in_training(step: Step) -> TinyModule:
-    """A module that calls ``step(module, batch_idx)`` in each training step."""
+    """A module that calls `step(module, batch_idx)` in each training step."""
 
     class Logging(TinyModule):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -35,7 +35,7 @@ def in_training(step: Step) -> TinyModule:
 
 
 def in_validation(step: Step) -> TinyModule:
-    """A module that calls ``step(module, batch_idx)`` in each validation step."""
+    """A module that calls `step(module, batch_idx)` in each validation step."""
 
     class Logging(TinyModule):
         def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:

@@ -1,6 +1,6 @@
 """Metrics over several processes: the same results everywhere, those of one process, and errors instead of hangs.
 
-On threads that meet as processes do; on real ones: ``test_metric_processes.py``.
+On threads that meet as processes do; on real ones: `test_metric_processes.py`.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class AllKinds(torchmetrics.Metric):
 
 
 class Metrics(nn.Module):
-    """Torchmetrics objects of all sorts; ``loose`` is not known to the module."""
+    """Torchmetrics objects of all sorts; `loose` is not known to the module."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from trainkit.errors import MetricError
 
 
 class WithMetrics(TinyModule):
-    """Holds a torchmetrics object; ``use(module, metric, batch)`` is called in each training step."""
+    """Holds a torchmetrics object; `use(module, metric, batch)` is called in each training step."""
 
     def __init__(self, use: Callable[[Any, Any, list[Tensor]], Any]) -> None:
         super().__init__()

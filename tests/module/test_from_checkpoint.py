@@ -1,4 +1,4 @@
-"""``TrainModule.load_from_checkpoint``: the hyper-parameters, the weights, and what was not saved."""
+"""`TrainModule.load_from_checkpoint`: the hyper-parameters, the weights, and what was not saved."""
 
 from __future__ import annotations
 

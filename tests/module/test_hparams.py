@@ -1,4 +1,4 @@
-"""``save_hyperparameters`` and ``hparams``."""
+"""`save_hyperparameters` and `hparams`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainkit.module.hparams import HyperParameters
 
 
 class Base(TrainModule):
-    """Saves everything that ``__init__`` got."""
+    """Saves everything that `__init__` got."""
 
     def __init__(self, lr: float = 0.1, width: int = 2, *rest: int, flag: bool = False, **others: Any) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Base(TrainModule):
 
 
 class Given(TrainModule):
-    """Hands its positional arguments on to ``save_hyperparameters``."""
+    """Hands its positional arguments on to `save_hyperparameters`."""
 
     def __init__(self, *args: Any, lr: float = 0.1, width: int = 2, **options: Any) -> None:
         super().__init__()

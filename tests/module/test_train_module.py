@@ -1,4 +1,4 @@
-"""``TrainModule`` outside and inside a run. Hyper-parameters: ``test_hparams.py``; manual optimization has its own file."""
+"""`TrainModule` outside and inside a run. Hyper-parameters: `test_hparams.py`; manual optimization has its own file."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_freezing() -> None:
 
 
 class Looking(TinyModule):
-    """Calls ``look(self)`` in each training step and keeps what it gives."""
+    """Calls `look(self)` in each training step and keeps what it gives."""
 
     def __init__(self, look: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What ``configure_optimizers`` may return, when schedulers are advanced, and what is refused."""
+"""What `configure_optimizers` may return, when schedulers are advanced, and what is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainkit.errors import MissingMethodError, MissingMetricError, OptimizerErr
 
 
 class Returning(TinyModule):
-    """Two layers and a ``configure_optimizers`` made of a function of the module."""
+    """Two layers and a `configure_optimizers` made of a function of the module."""
 
     def __init__(self, configure: Callable[[Any], Any], automatic: bool = True) -> None:
         super().__init__()

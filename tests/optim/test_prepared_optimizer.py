@@ -1,4 +1,4 @@
-"""Clearing gradients: what torch's ``zero_grad`` does, by a shorter way; and letting them flow into one optimizer's only."""
+"""Clearing gradients: what torch's `zero_grad` does, by a shorter way; and letting them flow into one optimizer's only."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ WHAT = "the checkpoint step-4"
 
 
 class Net(nn.Module):
-    """A bag of embeddings and two layers; ``idle`` never gets a gradient."""
+    """A bag of embeddings and two layers; `idle` never gets a gradient."""
 
     def __init__(self, sparse: bool = False, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One object in one file: what ``Accelerator.save`` writes, and ``trainkit.utils.load`` reads."""
+"""One object in one file: what `Accelerator.save` writes, and `trainkit.utils.load` reads."""
 
 from __future__ import annotations
 

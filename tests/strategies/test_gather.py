@@ -1,4 +1,4 @@
-"""``all_gather``."""
+"""`all_gather`."""
 
 from __future__ import annotations
 

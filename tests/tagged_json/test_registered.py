@@ -1,4 +1,4 @@
-"""``trainkit.checkpoint.register``: types of a user's own, in whatever a checkpoint holds."""
+"""`trainkit.checkpoint.register`: types of a user's own, in whatever a checkpoint holds."""
 
 from __future__ import annotations
 

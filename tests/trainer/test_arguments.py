@@ -1,4 +1,4 @@
-"""The arguments of ``Trainer`` and of its verbs: what each may be, what contradicts what, and what Lightning's others are."""
+"""The arguments of `Trainer` and of its verbs: what each may be, what contradicts what, and what Lightning's others are."""
 
 from __future__ import annotations
 

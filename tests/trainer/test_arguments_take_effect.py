@@ -1,7 +1,7 @@
 """No public argument is accepted and ignored.
 
-``argument_effects.yaml`` has an entry for each optional argument of each public function, method and constructor: the test that
-shows its effect, or ``no effect`` where the docstring says so and why. A required argument needs no entry. That every argument
+`argument_effects.yaml` has an entry for each optional argument of each public function, method and constructor: the test that
+shows its effect, or `no effect` where the docstring says so and why. A required argument needs no entry. That every argument
 is read at all is looked up in the syntax trees.
 """
 
@@ -54,7 +54,7 @@ def test_entries_lead_to_tests() -> None:
 
 
 def functions_of(path: Path) -> dict[str, str]:
-    """The source of each test in a file, and that of the file under ``""``."""
+    """The source of each test in a file, and that of the file under `""`."""
     text = path.read_text("utf-8")
     functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
     return {"": text, **{node.name: ast.get_source_segment(text, node) or "" for node in functions}}
@@ -70,12 +70,12 @@ def test_arguments_without_effect_are_documented_as_such() -> None:
 
 
 def test_arguments_that_are_passed_on_lead_to_entries() -> None:
-    """``**options`` that are those of another function, whose entries count for them."""
+    """`**options` that are those of another function, whose entries count for them."""
     assert [entry for *_, entry in ENTRIES if entry.startswith("options of ") and entry[11:] not in TABLE] == []
 
 
 def test_every_argument_is_read() -> None:
-    """By the function, or by a method of a subclass that overrides it; or the docstring says ``no effect``."""
+    """By the function, or by a method of a subclass that overrides it; or the docstring says `no effect`."""
     ignored = [
         f"{name}({argument})"
         for name, call in CALLS.items()

@@ -14,7 +14,7 @@ from trainkit.errors import ConfigurationError, HookError, ModuleError
 
 
 def in_hook(name: str, act: Any) -> Callback:
-    """A callback that calls ``act`` with the trainer in one hook."""
+    """A callback that calls `act` with the trainer in one hook."""
     return type("Mine", (Callback,), {name: lambda self, trainer, *_: act(trainer)})()
 
 

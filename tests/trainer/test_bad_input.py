@@ -1,6 +1,6 @@
 """What a run refuses before it begins: the error names the fix, nothing is left half done, and the next run works.
 
-What a loss, a hook or ``configure_optimizers`` may be in detail is in ``test_hooks*.py`` and ``test_optimizer_config.py``.
+What a loss, a hook or `configure_optimizers` may be in detail is in `test_hooks*.py` and `test_optimizer_config.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Witness(Callback):
 
 
 def refused(kind: type[TrainkitError], run: Callable[[Trainer], Any], **arguments: Any) -> tuple[str, list[str]]:
-    """The message of the error that ``run(trainer)`` must raise before anything is trained, and how far it came."""
+    """The message of the error that `run(trainer)` must raise before anything is trained, and how far it came."""
     witness = Witness()
     trainer = make_trainer(witness, logger=CSVLogger(), **arguments)
     files_before = set(Path.cwd().rglob("*"))

@@ -29,7 +29,7 @@ class Witness(Callback):
 
 
 class Failing(TinyModule):
-    """Does ``fail`` in the third training step, or in the second of a validation, as long as there is one."""
+    """Does `fail` in the third training step, or in the second of a validation, as long as there is one."""
 
     def __init__(self, fail: Any, where: str = "training_step") -> None:
         super().__init__()

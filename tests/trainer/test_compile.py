@@ -1,4 +1,4 @@
-"""A module out of ``torch.compile`` is trained as the module itself, its steps compiled."""
+"""A module out of `torch.compile` is trained as the module itself, its steps compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``DueDates``: when a fit logs, validates and ends; numbers in, no Trainer."""
+"""`DueDates`: when a fit logs, validates and ends; numbers in, no Trainer."""
 
 from __future__ import annotations
 

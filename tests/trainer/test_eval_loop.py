@@ -42,7 +42,7 @@ def test_every_sample_once() -> None:
 
 
 def test_a_metrics_own_weight() -> None:
-    """``batch_size`` in ``log`` for means over something else than samples."""
+    """`batch_size` in `log` for means over something else than samples."""
 
     class Tokens(TinyModule):
         def test_step(self, batch: Any, batch_idx: int) -> None:

@@ -1,4 +1,4 @@
-"""Each argument of ``validate``, ``test`` and ``predict`` makes a difference."""
+"""Each argument of `validate`, `test` and `predict` makes a difference."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Data(DataModule):
 
 
 def fitted(bias: float) -> tuple[Trainer, Constant]:
-    """A trainer that has fitted a module, and saved it in ``there`` as it was before."""
+    """A trainer that has fitted a module, and saved it in `there` as it was before."""
     trainer, module = make_trainer(max_epochs=1), Constant(bias)
     module.learning_rate = 0.0
     trainer.fit(module, tiny_loader())

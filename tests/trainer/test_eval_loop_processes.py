@@ -153,7 +153,7 @@ def test_a_metric_of_one_process_in_a_hook_after_such_a_loader() -> None:
 
 
 class Stream(IterableDataset[Any]):
-    """The inputs of ``tiny_loader``; split by itself where it is told how many for each rank."""
+    """The inputs of `tiny_loader`; split by itself where it is told how many for each rank."""
 
     def __init__(self, counts: list[int] | None, samples: int = 11) -> None:
         self.counts, self.samples = counts, samples

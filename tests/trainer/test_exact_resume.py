@@ -17,7 +17,7 @@ HOOKS = ("on_train_batch_start", "on_before_backward", "on_before_optimizer_step
 
 
 def chain(kills: int, seed: int, workers: tuple[int, ...], precision: str) -> dict[str, Any]:
-    """One run killed ``kills`` times at random steps in random hooks; the workers change from process to process."""
+    """One run killed `kills` times at random steps in random hooks; the workers change from process to process."""
     draw = random.Random(seed)
     updates = Run().updates
     steps = sorted(draw.choices(range(1, updates), k=kills))

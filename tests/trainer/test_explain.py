@@ -1,4 +1,4 @@
-"""``trainer.explain()`` has the facts."""
+"""`trainer.explain()` has the facts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A ``Trainer`` that is told nothing has what the configuration says; its arguments beat that."""
+"""A `Trainer` that is told nothing has what the configuration says; its arguments beat that."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPEN = {
 
 @pytest.fixture
 def configured(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``configured(text)``: from here on the process is one that was started with that file."""
+    """`configured(text)`: from here on the process is one that was started with that file."""
 
     def configure(text: str) -> None:
         Path("conf.yaml").write_text(text)

@@ -1,4 +1,4 @@
-"""A run from its begin to its tear-down: what holds whatever its body does. Whole runs: ``test_bad_run``, ``test_trainer``."""
+"""A run from its begin to its tear-down: what holds whatever its body does. Whole runs: `test_bad_run`, `test_trainer`."""
 
 from __future__ import annotations
 

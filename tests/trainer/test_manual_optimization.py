@@ -1,4 +1,4 @@
-"""``automatic_optimization = False``: several optimizers, closures, toggling, and the arguments that make no sense there."""
+"""`automatic_optimization = False`: several optimizers, closures, toggling, and the arguments that make no sense there."""
 
 from __future__ import annotations
 

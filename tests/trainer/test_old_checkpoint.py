@@ -1,6 +1,6 @@
 """A checkpoint written by an older trainkit still resumes bit-identically.
 
-``before_rooms/`` was written by version 0.1 at commit c3eca58, with the ``write`` function below. Its arithmetic is exact: all
+`before_rooms/` was written by version 0.1 at commit c3eca58, with the `write` function below. Its arithmetic is exact: all
 values are small multiples of powers of two, so that no machine rounds them differently. The parameters at the end depend on
 the order of the samples, the augmentation, the dropout masks, the momentum and the learning rates.
 """
@@ -27,7 +27,7 @@ SAVED_AT = 3  # optimizer steps; an epoch has 2: one of four micro-batches, one 
 
 
 class Integers(Dataset[torch.Tensor]):
-    """Sample i is (i, augmentation...): whole numbers, drawn from torch, numpy and ``random`` at each fetch."""
+    """Sample i is (i, augmentation...): whole numbers, drawn from torch, numpy and `random` at each fetch."""
 
     def __len__(self) -> int:
         return 24
@@ -62,7 +62,7 @@ class Sums(TrainModule):
 
 
 def train(folder: Path, ckpt_path: Path | None = None, max_epochs: int = 5) -> dict[str, Any]:
-    """Train in ``folder`` to the end and return what a user can see of the run."""
+    """Train in `folder` to the end and return what a user can see of the run."""
     trainer = Trainer(
         accelerator="cpu",
         devices=1,

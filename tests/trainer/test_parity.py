@@ -1,6 +1,6 @@
-"""Trainer and ``Accelerator`` do what a loop written by hand does, bit for bit.
+"""Trainer and `Accelerator` do what a loop written by hand does, bit for bit.
 
-The loop by hand is plain torch. From trainkit it takes only what decides order and randomness: ``Permutation`` and the keys.
+The loop by hand is plain torch. From trainkit it takes only what decides order and randomness: `Permutation` and the keys.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``RunProgress``: what begins and ends with a run, an epoch and a window, and how far a stop request comes."""
+"""`RunProgress`: what begins and ends with a run, an epoch and a window, and how far a stop request comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fit(ckpt_path=...)`` and its parts, ``save_checkpoint``, ``load_from_checkpoint`` and evaluation of a checkpoint."""
+"""`fit(ckpt_path=...)` and its parts, `save_checkpoint`, `load_from_checkpoint` and evaluation of a checkpoint."""
 
 from __future__ import annotations
 
@@ -558,7 +558,7 @@ def test_what_becomes_unsavable_on_the_way_does_not_end_the_run_at_once() -> Non
 
 
 def test_data_that_is_split_in_setup_is_split_alike() -> None:
-    """The seed of the checkpoint holds from before ``setup`` on, also where the user has given none."""
+    """The seed of the checkpoint holds from before `setup` on, also where the user has given none."""
 
     class Split(DataModule):
         def setup(self, stage: str) -> None:

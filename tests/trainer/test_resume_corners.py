@@ -21,7 +21,7 @@ from trainkit.errors import ConfigurationError, Preempted, StateMismatchError
 
 
 class StopAt(Callback):
-    """Sets ``should_stop`` in a hook at a step."""
+    """Sets `should_stop` in a hook at a step."""
 
     def __init__(self, step: int, hook: str = "on_train_batch_end") -> None:
         self.step = step

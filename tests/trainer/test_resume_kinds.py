@@ -136,7 +136,7 @@ class Deep(Adam):
 
 @pytest.mark.parametrize("before, after", [(True, False), (False, True), (True, True)])
 def test_activation_checkpointing_leaves_no_trace(before: bool, after: bool) -> None:
-    """A checkpoint of a module with torch's ``checkpoint_wrapper`` inside resumes exactly without it, and the other way."""
+    """A checkpoint of a module with torch's `checkpoint_wrapper` inside resumes exactly without it, and the other way."""
 
     def run(wrapped: bool, *callbacks: Callback, **arguments: Any) -> dict[str, Any]:
         module = Deep(wrapped)
@@ -175,7 +175,7 @@ def test_activation_checkpointing_in_an_own_loop(before: bool, after: bool) -> N
 
 
 def test_a_checkpoint_that_has_the_names_of_the_wrapper_still_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they were written before: with ``_checkpoint_wrapped_module`` in the names of optimizer state."""
+    """As they were written before: with `_checkpoint_wrapped_module` in the names of optimizer state."""
     expected = Deep(True)
     make_trainer(max_epochs=2).fit(expected, tiny_loader(24, shuffle=True))
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What does not fit a checkpoint: ``strict=False``, and advice in messages that works as it is written."""
+"""What does not fit a checkpoint: `strict=False`, and advice in messages that works as it is written."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Net(TinyModule):
 
 
 def half(*parts: str, **options: Any) -> Net:
-    """A run that has saved to ``there`` after two of its four steps; the module as it was then."""
+    """A run that has saved to `there` after two of its four steps; the module as it was then."""
     module = Net(*parts, **options)
     make_trainer(SaveIn("on_train_batch_end", 2), max_steps=2).fit(module, tiny_loader())
     return module
@@ -60,7 +60,7 @@ def moments(trainer: Trainer, path: str = "again") -> dict[str, Tensor]:
 
 
 def pasted(error: BaseException) -> set[str]:
-    """The value of ``restore=`` in a message."""
+    """The value of `restore=` in a message."""
     found = re.search(r"restore=(\{[^}]*\})", str(error))
     assert found is not None, error
     value = ast.literal_eval(found[1])

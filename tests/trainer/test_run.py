@@ -1,4 +1,4 @@
-"""``Run``: what it knows by itself."""
+"""`Run`: what it knows by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a run in a checkpoint: taken from one ``Run``, restored into another; without a Trainer."""
+"""The state of a run in a checkpoint: taken from one `Run`, restored into another; without a Trainer."""
 
 from __future__ import annotations
 

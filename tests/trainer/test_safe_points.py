@@ -1,4 +1,4 @@
-"""``SafePoints``: request, agree over all ranks, carry out; without a Trainer, and ranks are threads."""
+"""`SafePoints`: request, agree over all ranks, carry out; without a Trainer, and ranks are threads."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_is_requested_while_requests_are_carried_out_waits_for_the_next_saf
     "first, expected", [(0, [(2, 2), (3, 3), (4, 2), (6, 2), (6, 3)]), (2, [(3, 3), (4, 2), (6, 2), (6, 3)])]
 )
 def test_every_n_steps(first: int, expected: list[tuple[int, int]]) -> None:
-    """Of a fit that begins at step ``first``: at that very step nothing is due."""
+    """Of a fit that begins at step `first`: at that very step nothing is due."""
     run, done = make_run(), []
     run.progress.global_step = run.progress.first_step = first
     points, _ = safe_points(run)
@@ -181,7 +181,7 @@ class Reduction:
 
 
 def ranks(work: Any) -> list[Any]:
-    """``work(points, run)`` on two ranks."""
+    """`work(points, run)` on two ranks."""
 
     def on(world: World) -> Any:
         run = make_run(strategy=ThreadStrategy(world))

@@ -1,4 +1,4 @@
-"""``Signals`` by itself; whole runs that get signals are in ``faults/test_sigterm.py`` and ``faults/test_ranks_sigterm.py``."""
+"""`Signals` by itself; whole runs that get signals are in `faults/test_sigterm.py` and `faults/test_ranks_sigterm.py`."""
 
 from __future__ import annotations
 

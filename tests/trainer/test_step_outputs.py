@@ -1,4 +1,4 @@
-"""What ``training_step`` may return, without a run; the losses that a run refuses are in tests/hooks/test_hooks_refused.py."""
+"""What `training_step` may return, without a run; the losses that a run refuses are in tests/hooks/test_hooks_refused.py."""
 
 from __future__ import annotations
 

@@ -350,7 +350,7 @@ def test_training_without_an_optimizer() -> None:
 
 
 class Forgetful(TinyModule):
-    """``training_step`` without ``return loss``, but in some epochs."""
+    """`training_step` without `return loss`, but in some epochs."""
 
     def __init__(self, returns_in: tuple[int, ...] = ()) -> None:
         super().__init__()

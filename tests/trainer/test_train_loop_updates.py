@@ -17,7 +17,7 @@ from trainkit import Callback, Precision
 
 
 class Exploding(TinyModule):
-    """AdamW with a scheduler; the gradient of the update with the number in ``overflow`` is infinite in half precision."""
+    """AdamW with a scheduler; the gradient of the update with the number in `overflow` is infinite in half precision."""
 
     def __init__(self, *overflow: int) -> None:
         super().__init__()

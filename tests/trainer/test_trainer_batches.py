@@ -47,7 +47,7 @@ def test_validation_that_is_turned_off(limit: int | float) -> None:
 
 
 def other_loader(samples: int) -> DataLoader:
-    """Samples that a ``tiny_loader`` does not have."""
+    """Samples that a `tiny_loader` does not have."""
     return DataLoader(TensorDataset(torch.full((samples, 4), 9.0), torch.ones(samples, 1)), batch_size=4)
 
 
@@ -243,7 +243,7 @@ def test_the_data_modules_loaders_are_reloaded() -> None:
 
 
 class Stream(IterableDataset):
-    """The samples of ``tiny_loader``, as a stream that does not know its length, or says a wrong one."""
+    """The samples of `tiny_loader`, as a stream that does not know its length, or says a wrong one."""
 
     def __init__(self, samples: int) -> None:
         self.samples = list(tiny_loader(samples).dataset)

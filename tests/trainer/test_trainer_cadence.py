@@ -25,7 +25,7 @@ FOUR, TWO = 16, 8  # samples in four and in two batches of tiny_loader
 
 
 class StopAt(Callback):
-    """Sets ``should_stop`` in a hook when a number of updates is reached."""
+    """Sets `should_stop` in a hook when a number of updates is reached."""
 
     def __init__(self, hook: str, step: int) -> None:
         self.step = step

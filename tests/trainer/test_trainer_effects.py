@@ -1,4 +1,4 @@
-"""Each argument of ``Trainer`` makes a difference to a run: what is seen without it, and what with it."""
+"""Each argument of `Trainer` makes a difference to a run: what is seen without it, and what with it."""
 
 from __future__ import annotations
 

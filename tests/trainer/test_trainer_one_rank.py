@@ -28,7 +28,7 @@ class OneRank(Callback):
     """Calls something in one hook of epoch 1, on one rank.
 
     Args:
-        hook: its name, of the module if it is ``training_step``.
+        hook: its name, of the module if it is `training_step`.
         verb: what is called with trainer and module; what it returns the hook returns.
         ranks: on which ranks.
     """
@@ -46,7 +46,7 @@ class OneRank(Callback):
 
 
 class Module(TinyModule):
-    """Gathers in ``training_step``, if ``gathers`` says so."""
+    """Gathers in `training_step`, if `gathers` says so."""
 
     gathers = False
 

@@ -1,4 +1,4 @@
-"""``is_wandb_available`` and its kin."""
+"""`is_wandb_available` and its kin."""
 
 from __future__ import annotations
 

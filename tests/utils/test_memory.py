@@ -1,4 +1,4 @@
-"""``find_executable_batch_size``."""
+"""`find_executable_batch_size`."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_on_several_processes_nothing_is_tried_again() -> None:
 
 
 def test_objects_are_let_go() -> None:
-    """As in Accelerate: a list of as many ``None`` as objects were given."""
+    """As in Accelerate: a list of as many `None` as objects were given."""
     first, second = torch.ones(2), torch.ones(2)
     first, second = release_memory(first, second)
     assert (first, second) == (None, None)

@@ -1,4 +1,4 @@
-"""``load_checkpoint_in_model``: what is read, where it goes, and that nothing is changed where it does not fit."""
+"""`load_checkpoint_in_model`: what is read, where it goes, and that nothing is changed where it does not fit."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def folder() -> Path:
-    """What ``save_model`` has written, in a file for each tensor."""
+    """What `save_model` has written, in a file for each tensor."""
     accelerator = Accelerator()
     accelerator.save_model(accelerator.prepare(net()), "weights", max_shard_size="80B")
     assert len(list(Path("weights").glob("model-*.safetensors"))) == 8
@@ -140,7 +140,7 @@ def test_dtypes(on_meta: bool, folder: Path) -> None:
 
 
 def test_a_device_for_each_module(folder: Path) -> None:
-    """The longest name counts. (Devices that a machine without a GPU has: see ``test_cuda.py``.)"""
+    """The longest name counts. (Devices that a machine without a GPU has: see `test_cuda.py`.)"""
     model = net(2)
     load_checkpoint_in_model(model, folder, device_map={"embedding": "cpu", "head": "cpu", "body": "cpu", "scale": "cpu"})
     assert same(state(model), state(net()))

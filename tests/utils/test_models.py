@@ -1,4 +1,4 @@
-"""``extract_model_from_parallel`` and ``is_compiled_module``; ``unwrap_model`` is the same of an ``Accelerator``."""
+"""`extract_model_from_parallel` and `is_compiled_module`; `unwrap_model` is the same of an `Accelerator`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is imported from ``trainkit.utils`` and from ``trainkit``, as scripts written for Accelerate do it."""
+"""What is imported from `trainkit.utils` and from `trainkit`, as scripts written for Accelerate do it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gather_object``, ``broadcast_object_list`` and ``tqdm``."""
+"""`gather_object`, `broadcast_object_list` and `tqdm`."""
 
 from __future__ import annotations
 

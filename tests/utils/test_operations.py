@@ -1,4 +1,4 @@
-"""``gather``, ``reduce``, ``broadcast`` and their kin without an ``Accelerator`` at hand, and ``get_logger`` on processes."""
+"""`gather`, `reduce`, `broadcast` and their kin without an `Accelerator` at hand, and `get_logger` on processes."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ __all__ = ["AccumulationState", "Snapshot"]
 
 
 class Snapshot(NamedTuple):
-    """What :meth:`AccumulationState.restore` needs: the state before another loader was read."""
+    """What `AccumulationState.restore` needs: the state before another loader was read."""
 
     current: MicroBatch
     pending: MicroBatch | None
@@ -22,8 +22,8 @@ class Snapshot(NamedTuple):
 class AccumulationState:
     """Which micro-batch is current and, in your own training loop, which window is open.
 
-    In a ``Trainer`` each micro-batch of the loader becomes current as it is. In your own training loop micro-batches make up
-    a window only inside ``accumulate``: one that a loader yields is *pending* until ``accumulate`` enters it, and until then
+    In a `Trainer` each micro-batch of the loader becomes current as it is. In your own training loop micro-batches make up
+    a window only inside `accumulate`: one that a loader yields is *pending* until `accumulate` enters it, and until then
     it is a window of its own.
 
     Args:
@@ -32,15 +32,15 @@ class AccumulationState:
 
     Attributes:
         size: as above; may be changed.
-        own_loop: the state of your own training loop and not of a ``Trainer``.
+        own_loop: the state of your own training loop and not of a `Trainer`.
         current: the current micro-batch.
-        pending: the micro-batch that a loader has yielded and ``accumulate`` has not entered.
-        delivered: a loader has yielded ``current``, and ``accumulate`` has not been called for it.
-        entered: number of micro-batches that ``accumulate`` has entered.
+        pending: the micro-batch that a loader has yielded and `accumulate` has not entered.
+        delivered: a loader has yielded `current`, and `accumulate` has not been called for it.
+        entered: number of micro-batches that `accumulate` has entered.
         open: number of micro-batches in the open window; 0: none is open. A window stays open when the loop leaves an epoch,
             and the next epoch completes it.
         fresh: there has been no backward pass for the current micro-batch.
-        by_hand: the loop calls ``backward`` outside of ``accumulate``; ``None``: not known yet.
+        by_hand: the loop calls `backward` outside of `accumulate`; `None`: not known yet.
         counted: micro-batches of loaders that were not prepared.
         worked: number of micro-batches so far.
     """
@@ -84,13 +84,13 @@ class AccumulationState:
         self._begin(micro)
 
     def collects(self) -> bool:
-        """Whether the micro-batches of a loader are pending until ``accumulate`` enters them."""
+        """Whether the micro-batches of a loader are pending until `accumulate` enters them."""
         return self.own_loop and (self.size > 1 or self.open > 0)
 
     def receive(self, micro: MicroBatch) -> None:
         """A loader has yielded a micro-batch of a window to your own training loop.
 
-        Until ``accumulate`` enters it, it is a window of its own unless one is open. As in Accelerate, its loss is divided by
+        Until `accumulate` enters it, it is a window of its own unless one is open. As in Accelerate, its loss is divided by
         the number of micro-batches in a window anyway.
         """
         entry = micro.entry
@@ -100,7 +100,7 @@ class AccumulationState:
         self.begin(micro._replace(first=alone, last=alone, share=entry.alone / self.size, empty=entry.whole <= 0.0))
 
     def enter(self, loader: int) -> None:
-        """``accumulate`` enters the pending micro-batch: it becomes a part of the open window, or opens one.
+        """`accumulate` enters the pending micro-batch: it becomes a part of the open window, or opens one.
 
         The shares of a window add up to 1, also where a loop enters it in the middle or completes one that it left before.
 
@@ -124,11 +124,11 @@ class AccumulationState:
         self._become(micro._replace(first=opens, share=micro.share * self._scale, empty=empty))
 
     def start_body(self) -> None:
-        """The body of ``accumulate`` begins."""
+        """The body of `accumulate` begins."""
         self.delivered, self.fresh, self.by_hand = False, True, False
 
     def count(self) -> None:
-        """The next of ``size`` equal micro-batches becomes current: for loops whose loader was not prepared."""
+        """The next of `size` equal micro-batches becomes current: for loops whose loader was not prepared."""
         place = self.counted % self.size
         self.counted += 1
         self.begin(MicroBatch(None, place, place == 0, place == self.size - 1, 1.0 / self.size))
@@ -142,14 +142,14 @@ class AccumulationState:
         self.fresh = False
 
     def note_by_hand(self) -> bool:
-        """``backward`` was called outside of ``accumulate``; returns whether that is new."""
+        """`backward` was called outside of `accumulate`; returns whether that is new."""
         known, self.by_hand = self.by_hand, True
         if self.pending is None:  # of a loader that was not prepared
             self._become(self.current._replace(share=1.0 / self.size))
         return known is None
 
     def mark_empty(self, empty: bool) -> None:
-        """Weights given to ``backward`` tell whether the current window makes no optimizer step."""
+        """Weights given to `backward` tell whether the current window makes no optimizer step."""
         self._become(self.current._replace(empty=empty))
 
     def end_loader(self) -> None:
@@ -163,7 +163,7 @@ class AccumulationState:
             self._become(self.current._replace(first=False, last=False))
 
     def snapshot(self) -> Snapshot:
-        """The state to which :meth:`restore` returns."""
+        """The state to which `restore` returns."""
         return Snapshot(self.current._replace(batch=None), self.pending, self.delivered)
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -173,7 +173,7 @@ class AccumulationState:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within it no optimizer step is due and no gradients are averaged: ``no_sync``."""
+        """Within it no optimizer step is due and no gradients are averaged: `no_sync`."""
         before = self.current.last
         self._become(self.current._replace(last=False))
         try:
@@ -183,7 +183,7 @@ class AccumulationState:
 
     @property
     def clears(self) -> bool:
-        """Whether ``zero_grad`` acts: before the first backward pass of a window, or after its last."""
+        """Whether `zero_grad` acts: before the first backward pass of a window, or after its last."""
         first, last = self.current.first, self.current.last
         if not self.own_loop:
             return last

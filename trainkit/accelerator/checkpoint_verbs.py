@@ -1,4 +1,4 @@
-"""The verbs of ``Accelerator`` that write and read files; each is one call of a part."""
+"""The verbs of `Accelerator` that write and read files; each is one call of a part."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["CheckpointVerbs"]
 class CheckpointVerbs:
     """Weights, objects and checkpoints in files.
 
-    The class that has these verbs is the :class:`~trainkit.accelerator.checkpointing.Loop` that is saved.
+    The class that has these verbs is the `Loop` that is saved.
 
     Args:
         options: of the accelerator: the strategy, the project, whether loaders continue.
-        prepared: what ``prepare`` was given.
+        prepared: what `prepare` was given.
     """
 
     def __init__(self, options: Options, prepared: Prepared) -> None:
@@ -43,7 +43,7 @@ class CheckpointVerbs:
 
     @property
     def project(self) -> ProjectConfiguration:
-        """:attr:`project_configuration`."""
+        """`project_configuration`."""
         return self._project
 
     @property
@@ -74,36 +74,36 @@ class CheckpointVerbs:
     def save(self, obj: Any, f: str | PathLike[str], safe_serialization: bool = True) -> None:
         """Write an object to a file, on the main process; other processes do nothing, and need not call it.
 
-        Tensors by name, such as a state dict, become a plain safetensors file, which ``safetensors`` and ``from_pretrained``
+        Tensors by name, such as a state dict, become a plain safetensors file, which `safetensors` and `from_pretrained`
         open. Anything else becomes JSON, in which tuples, sets, numpy arrays and the like keep their types; with tensors in it
         a safetensors file that contains the JSON. A tensor with several names (tied weights) is stored once, under the first.
-        ``trainkit.utils.load(f)`` reads all of it. The file is complete or not there.
+        `trainkit.utils.load(f)` reads all of it. The file is complete or not there.
 
-        It can be the ``save_function`` of ``save_pretrained``.
+        It can be the `save_function` of `save_pretrained`.
 
         Args:
-            obj: numbers, text, tensors, arrays, lists, dicts, …; of other objects their ``state_dict()``.
+            obj: numbers, text, tensors, arrays, lists, dicts, …; of other objects their `state_dict()`.
             f: the file; it may have any name. Missing folders are created.
-            safe_serialization: only ``True``: a pickle can run code when it is loaded.
+            safe_serialization: only `True`: a pickle can run code when it is loaded.
 
         Raises:
             UnsavableError: a value cannot be stored; the message names the path to it.
             CheckpointWriteError: the file cannot be written; what was there is untouched.
-            ConfigurationError: ``safe_serialization=False``; ``f`` is not a path; or a state dict of a model that ZeRO-3 has
-                sharded (:meth:`get_state_dict` has the values).
+            ConfigurationError: `safe_serialization=False`; `f` is not a path; or a state dict of a model that ZeRO-3 has
+                sharded (`get_state_dict` has the values).
         """
         self._saving.save(obj, f, safe_serialization)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state of a model, as :meth:`save_model` writes it: parameters and buffers by the user's names.
+        """The whole state of a model, as `save_model` writes it: parameters and buffers by the user's names.
 
         With sharded parameters all processes call it; the main process gets it, on the host, and the others an empty dict.
         Otherwise each process gets it, and nothing is copied. Use it as
-        ``save_pretrained(state_dict=accelerator.get_state_dict(model))``.
+        `save_pretrained(state_dict=accelerator.get_state_dict(model))`.
 
         Args:
             model: prepared or not.
-            unwrap: no effect: names have no ``module.`` in front.
+            unwrap: no effect: names have no `module.` in front.
         """
         return self._saving.state_dict(model)
 
@@ -114,26 +114,26 @@ class CheckpointVerbs:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's weights as plain safetensors, which ``from_pretrained`` opens if it is a ``transformers`` model.
+        """Write a model's weights as plain safetensors, which `from_pretrained` opens if it is a `transformers` model.
 
-        Of a model with PEFT adapters only these are written: a folder for ``PeftModel.from_pretrained(base, folder)``.
+        Of a model with PEFT adapters only these are written: a folder for `PeftModel.from_pretrained(base, folder)`.
         All processes call it, and the main process writes; when it returns, the files are there for all.
 
         Args:
-            model: prepared or not; with a ``Trainer`` any module within its module, in ``fit`` or after it:
-                ``trainer.accelerator.save_model(module.model, folder)``.
+            model: prepared or not; with a `Trainer` any module within its module, in `fit` or after it:
+                `trainer.accelerator.save_model(module.model, folder)`.
             save_directory: the folder to write to.
             max_shard_size: larger models are written to several files, with an index; adapters never are.
-            safe_serialization: only ``True``: a pickle can run code when it is loaded.
+            safe_serialization: only `True`: a pickle can run code when it is loaded.
 
         Raises:
             CheckpointWriteError: the folder cannot be written.
-            ConfigurationError: an adapter of a method whose parameters only PEFT can tell; ``safe_serialization=False``.
+            ConfigurationError: an adapter of a method whose parameters only PEFT can tell; `safe_serialization=False`.
         """
         self._saving.save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load the state of these objects too; they have ``state_dict`` and ``load_state_dict``."""
+        """Save and load the state of these objects too; they have `state_dict` and `load_state_dict`."""
         self._checkpointing.register(*objects)
 
     def save_state(
@@ -149,15 +149,15 @@ class CheckpointVerbs:
         An existing checkpoint is replaced when the new one is complete. Inside an accumulation window, the position at the
         start of the window is saved. All processes call it, and each writes its part.
 
-        With ``ProjectConfiguration(automatic_checkpoint_naming=True)`` the folder is ``project_dir/checkpoints/checkpoint_N``,
-        as in Accelerate whatever ``output_dir`` is. Checkpoints of an earlier start are then an error, unless this run resumes
-        from them (``load_state()``). When the new one is complete, the oldest of the run beyond ``total_limit`` are removed.
+        With `ProjectConfiguration(automatic_checkpoint_naming=True)` the folder is `project_dir/checkpoints/checkpoint_N`,
+        as in Accelerate whatever `output_dir` is. Checkpoints of an earlier start are then an error, unless this run resumes
+        from them (`load_state()`). When the new one is complete, the oldest of the run beyond `total_limit` are removed.
 
         Args:
             output_dir: the folder that the checkpoint becomes.
-            safe_serialization: only ``True``.
-            blocking: return when it is complete on the disk; ``False``: when it is copied, and a thread writes it. The next
-                ``save_state``, and ``free_memory``, wait for it and raise what went wrong; the end of the program waits too.
+            safe_serialization: only `True`.
+            blocking: return when it is complete on the disk; `False`: when it is copied, and a thread writes it. The next
+                `save_state`, and `free_memory`, wait for it and raise what went wrong; the end of the program waits too.
 
         Returns:
             The folder.
@@ -181,23 +181,23 @@ class CheckpointVerbs:
         resume_loaders: bool | None = None,
         **unknown: Any,
     ) -> None:
-        """Restore what :meth:`save_state` wrote, into objects that were prepared the same way.
+        """Restore what `save_state` wrote, into objects that were prepared the same way.
 
         As in Accelerate, a prepared loader then starts the epoch of the checkpoint at its first batch, in the same order. A
-        script skips what it has trained on, by ``accelerator.skip_first_batches(loader, n)`` or by counting; a notice says so
-        where the checkpoint was saved inside an epoch. With ``resume_loaders=True`` the next iteration continues where the loop
+        script skips what it has trained on, by `accelerator.skip_first_batches(loader, n)` or by counting; a notice says so
+        where the checkpoint was saved inside an epoch. With `resume_loaders=True` the next iteration continues where the loop
         was, and does not fetch the samples of a map-style dataset before that. In both cases write the loop as
-        ``for epoch in range(loader.epoch, n)``. All processes call it; their number may differ from when it was saved.
+        `for epoch in range(loader.epoch, n)`. All processes call it; their number may differ from when it was saved.
 
         Args:
-            input_dir: the folder of the checkpoint; also one that a ``Trainer`` has written, for the parts that it has. With
-                ``ProjectConfiguration(automatic_checkpoint_naming=True)`` the default is the complete one with the highest
+            input_dir: the folder of the checkpoint; also one that a `Trainer` has written, for the parts that it has. With
+                `ProjectConfiguration(automatic_checkpoint_naming=True)` the default is the complete one with the highest
                 number; damaged ones are named in a warning and skipped.
-            load_kwargs: of Accelerate's ``torch.load``; only ``None``.
+            load_kwargs: of Accelerate's `torch.load`; only `None`.
             restore: only these parts, of "model", "optimizer", "scheduler", "scaler", "loaders", "registered".
             strict: missing and unexpected names in a model are errors.
-            resume_loaders: continue each prepared loader where it was, as :meth:`resume_loaders` does. For loops that do not
-                skip batches themselves. Default: only with ``DataLoaderConfiguration(use_stateful_dataloader=True)``.
+            resume_loaders: continue each prepared loader where it was, as `resume_loaders` does. For loops that do not
+                skip batches themselves. Default: only with `DataLoaderConfiguration(use_stateful_dataloader=True)`.
 
         Raises:
             CheckpointError: missing, damaged, or it does not fit; the message lists all that does not.
@@ -211,7 +211,7 @@ class CheckpointVerbs:
         self._checkpointing.load(loop, input_dir, wanted=wanted, strict=strict, resume_loaders=resume_loaders)
 
     def resume_loaders(self) -> None:
-        """After :meth:`load_state`: let the next iteration over each prepared loader continue where the loop was, once.
+        """After `load_state`: let the next iteration over each prepared loader continue where the loop was, once.
 
         Raises:
             ConfigurationError: no positions were loaded, or the loaders have been read since.

@@ -1,4 +1,4 @@
-"""``Checkpointing``: the part of an ``Accelerator`` that saves and restores a loop, in the format that ``Trainer`` writes."""
+"""`Checkpointing`: the part of an `Accelerator` that saves and restores a loop, in the format that `Trainer` writes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Loop(Protocol):
 
 @dataclass
 class Prepared:
-    """The objects that ``prepare`` was given, in that order.
+    """The objects that `prepare` was given, in that order.
 
     Attributes:
         models: without wrappers.
@@ -78,17 +78,17 @@ class Prepared:
 class Checkpointing:
     """Saves and restores prepared and registered objects, and the counters of the loop.
 
-    All processes call :meth:`save` and :meth:`load`, in the same order.
+    All processes call `save` and `load`, in the same order.
 
     Args:
         strategy: knows the processes and the precision, and where state is sharded.
         numbered: checkpoints that are named by their number.
         prepared: what to save.
-        resumes: whether :meth:`load` lets loaders continue, by default.
+        resumes: whether `load` lets loaders continue, by default.
 
     Attributes:
-        registered: other objects to save, which have ``state_dict`` and ``load_state_dict``.
-        run_id: names the run; a full :meth:`load` takes over that of the checkpoint.
+        registered: other objects to save, which have `state_dict` and `load_state_dict`.
+        run_id: names the run; a full `load` takes over that of the checkpoint.
     """
 
     def __init__(self, strategy: Strategy, numbered: NumberedCheckpoints, prepared: Prepared, resumes: bool = False) -> None:
@@ -102,7 +102,7 @@ class Checkpointing:
         """Save and load the state of these objects too.
 
         Raises:
-            ConfigurationError: one without ``state_dict`` and ``load_state_dict``.
+            ConfigurationError: one without `state_dict` and `load_state_dict`.
         """
         for thing in objects:
             if isinstance(thing, type) or not all(
@@ -123,7 +123,7 @@ class Checkpointing:
         Args:
             loop: whose counters to save.
             output_dir: the folder that the checkpoint becomes, unless checkpoints are named by their number.
-            blocking: return when it is complete on the disk; ``False``: when it is copied.
+            blocking: return when it is complete on the disk; `False`: when it is copied.
 
         Raises:
             CheckpointError: it cannot be written, or a save in flight has failed.
@@ -164,7 +164,7 @@ class Checkpointing:
         Args:
             loop: whose counters to restore.
             input_dir: the folder of the checkpoint; default: the newest complete one of those that are named by their number.
-            wanted: what to restore, of ``PARTS``.
+            wanted: what to restore, of `PARTS`.
             strict: missing and unexpected names in a model are errors.
             resume_loaders: let each loader continue where it was; default: as this object was made.
 
@@ -185,7 +185,7 @@ class Checkpointing:
             self._numbered.continue_after(path)
 
     def resume_loaders(self) -> None:
-        """After :meth:`load`: let each loader continue where it was when the checkpoint was saved.
+        """After `load`: let each loader continue where it was when the checkpoint was saved.
 
         Raises:
             ConfigurationError: no positions were loaded, or the loaders have been read since.

@@ -1,8 +1,8 @@
 """Where processes meet: each verb that users call on every rank comes through here, and must be the same on all of them.
 
-These are the verbs of own loops and those of the ``Trainer``: ``fit``, ``validate``, ``test``, ``predict``,
-``save_checkpoint``, ``all_gather``, ``strategy.barrier``, and the end of an epoch by -1 from ``on_train_batch_start``. What a
-``Trainer`` exchanges by itself is only counted (``CollectiveTracker``): the ranks that have called a verb find
+These are the verbs of own loops and those of the `Trainer`: `fit`, `validate`, `test`, `predict`,
+`save_checkpoint`, `all_gather`, `strategy.barrier`, and the end of an epoch by -1 from `on_train_batch_start`. What a
+`Trainer` exchanges by itself is only counted (`CollectiveTracker`): the ranks that have called a verb find
 out that another one has continued without it, before a collective of theirs can meet a different one there.
 """
 
@@ -46,7 +46,7 @@ class CollectiveChecks:
         world: the processes.
 
     Attributes:
-        debug: also the places of the calls must be the same, and the tensors of :meth:`compare`.
+        debug: also the places of the calls must be the same, and the tensors of `compare`.
     """
 
     def __init__(self, world: World) -> None:
@@ -74,11 +74,11 @@ class CollectiveChecks:
         self.exchange(verb)
 
     def enter_run(self, stage: str, enter: Callable[[], None]) -> None:
-        """Enter a run of a ``Trainer``.
+        """Enter a run of a `Trainer`.
 
         Args:
             stage: the verb: "fit", say.
-            enter: does it; raises a ``ProcessFailedError`` if another rank has exited.
+            enter: does it; raises a `ProcessFailedError` if another rank has exited.
 
         Raises:
             CollectiveError: the script of another rank has ended.
@@ -91,14 +91,14 @@ class CollectiveChecks:
             self._refuse(error)
 
     def begin_run(self, stage: str) -> None:
-        """Wait until all ranks begin the same run of a ``Trainer``.
+        """Wait until all ranks begin the same run of a `Trainer`.
 
         No rank is in a collective here, so all count from the same number on: an earlier run that failed may have left them
         with different ones.
 
         Raises:
-            CollectiveError: as of :meth:`wait`.
-            ProcessFailedError: as of :meth:`wait`.
+            CollectiveError: as of `wait`.
+            ProcessFailedError: as of `wait`.
         """
         if self._world.size > 1:
             said = self._said(f"trainer.{stage}", None)
@@ -106,14 +106,14 @@ class CollectiveChecks:
             self._collectives.begun = max(begun for _, _, begun, _ in said)
 
     def end_epoch(self, hook: Callable[..., Any]) -> None:
-        """Wait until all ranks end the training epoch because ``on_train_batch_start`` has returned -1.
+        """Wait until all ranks end the training epoch because `on_train_batch_start` has returned -1.
 
         Args:
             hook: the one that has returned it here.
 
         Raises:
-            CollectiveError: as of :meth:`wait`: not all of them do.
-            ProcessFailedError: as of :meth:`wait`.
+            CollectiveError: as of `wait`: not all of them do.
+            ProcessFailedError: as of `wait`.
         """
         if self._world.size > 1:
             self._agree(self._said(_ENDING, None, _defined(hook)))
@@ -126,8 +126,8 @@ class CollectiveChecks:
             value: JSON.
 
         Raises:
-            CollectiveError: as of :meth:`wait`.
-            ProcessFailedError: as of :meth:`wait`.
+            CollectiveError: as of `wait`.
+            ProcessFailedError: as of `wait`.
         """
         if self._world.size == 1:
             return [value]
@@ -155,11 +155,11 @@ class CollectiveChecks:
 
         Args:
             verb: what the user has called.
-            what: the tensors that go into it, described; ``None``: this process has none.
+            what: the tensors that go into it, described; `None`: this process has none.
 
         Raises:
             CollectiveError: they have not.
-            ProcessFailedError: as of :meth:`wait`.
+            ProcessFailedError: as of `wait`.
         """
         self._collectives.in_forward()  # one that Ctrl-C has ended is none
         if not self.debug or self._collectives.depth:  # a part of a collective is compared with the whole
@@ -287,7 +287,7 @@ class CollectiveChecks:
 
 
 def _advice(verb: str, *, both: bool = False) -> str:
-    """What to do about a verb that not all processes call; ``both``: about what the others have called, too."""
+    """What to do about a verb that not all processes call; `both`: about what the others have called, too."""
     if verb == _ENDING:
         return (
             "Return -1 on every rank or on none: decide by batch_idx, or by a value that is the same on all ranks "

@@ -1,4 +1,4 @@
-"""``Accelerator``: prepare, accumulate, backward, clip, step. The one implementation, for the ``Trainer`` and for own loops."""
+"""`Accelerator`: prepare, accumulate, backward, clip, step. The one implementation, for the `Trainer` and for own loops."""
 
 from __future__ import annotations
 
@@ -35,45 +35,45 @@ _NULL = nullcontext()
 
 
 class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
-    """The verbs of a training loop, for those who write their own; ``Trainer`` uses the same ones.
+    """The verbs of a training loop, for those who write their own; `Trainer` uses the same ones.
 
-    Its arguments are Accelerate's; those after ``fsdp_plugin`` are given by name. What is not given is as
-    ``trainkit launch --config_file`` says, if the process was started so.
+    Its arguments are Accelerate's; those after `fsdp_plugin` are given by name. What is not given is as
+    `trainkit launch --config_file` says, if the process was started so.
 
     Args:
         device_placement: put models, optimizers and batches on the device.
-        split_batches: a loader's ``batch_size`` is that of all processes together.
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``: float32 parameters, and a forward under autocast. Under DeepSpeed's
+        split_batches: a loader's `batch_size` is that of all processes together.
+        mixed_precision: `"no"`, `"fp16"` or `"bf16"`: float32 parameters, and a forward under autocast. Under DeepSpeed's
             ZeRO, as there, parameters in 16 bits with float32 masters.
         gradient_accumulation_steps: micro-batches in an update.
         cpu: run on the CPU though there is a GPU.
-        dataloader_config: a :class:`~trainkit.utils.DataLoaderConfiguration`.
-        deepspeed_plugin: a :class:`~trainkit.utils.DeepSpeedPlugin`: ZeRO.
+        dataloader_config: a `DataLoaderConfiguration`.
+        deepspeed_plugin: a `DeepSpeedPlugin`: ZeRO.
         fsdp_plugin: unsupported; use ZeRO-3.
         megatron_lm_plugin: unsupported; use ZeRO-3.
         rng_types: no effect: all generators are seeded, for each micro-batch by a key, on all processes.
-        log_with: trackers for :meth:`init_trackers`.
+        log_with: trackers for `init_trackers`.
         project_dir: folder of the project.
-        project_config: a :class:`~trainkit.utils.ProjectConfiguration`.
-        gradient_accumulation_plugin: a :class:`~trainkit.utils.GradientAccumulationPlugin`.
-        dispatch_batches: only ``False``: each process reads what it works on.
-        even_batches: a rank without data at the end of an epoch gets padding micro-batches. ``False``:
+        project_config: a `ProjectConfiguration`.
+        gradient_accumulation_plugin: a `GradientAccumulationPlugin`.
+        dispatch_batches: only `False`: each process reads what it works on.
+        even_batches: a rank without data at the end of an epoch gets padding micro-batches. `False`:
             only where a whole window has none for it, and in an evaluation never.
         use_seedable_sampler: no effect: the order of an epoch always is a function of the seed and its number.
-        step_scheduler_with_optimizer: a prepared scheduler advances with updates, once for each process (with ``split_batches``
-            once); ``False``: by one with each call.
-        kwargs_handlers: options of :mod:`trainkit.utils`, such as :class:`~trainkit.utils.GradScalerKwargs`.
-        dynamo_backend: compile models by ``torch.compile`` with this backend.
-        strategy: ``"auto"`` (DDP if a launcher has started several processes, else one device), ``"ddp"``, ``"zero1"``, … or a
-            :class:`~trainkit.Strategy`.
-        precision: one of the names of :class:`~trainkit.Precision` or an object, instead of ``mixed_precision``.
+        step_scheduler_with_optimizer: a prepared scheduler advances with updates, once for each process (with `split_batches`
+            once); `False`: by one with each call.
+        kwargs_handlers: options of `trainkit.utils`, such as `GradScalerKwargs`.
+        dynamo_backend: compile models by `torch.compile` with this backend.
+        strategy: `"auto"` (DDP if a launcher has started several processes, else one device), `"ddp"`, `"zero1"`, … or a
+            `Strategy`.
+        precision: one of the names of `Precision` or an object, instead of `mixed_precision`.
 
     Raises:
         ConfigurationError: an argument that is wrong or contradicts another.
         UnsupportedArgumentError: an unsupported argument; the message says what to use.
 
-    Example::
-
+    Example:
+        ```python
         accelerator = Accelerator(gradient_accumulation_steps=4)
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         for epoch in range(3):
@@ -85,10 +85,11 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
+        ```
 
     The loss is the mean over its micro-batch; it is scaled so that the gradient is the mean over the whole window, also where
-    the last micro-batch or the last window is short. Within ``accumulate``, ``step`` acts only when the window is full, and
-    ``zero_grad`` then or at the beginning of a window.
+    the last micro-batch or the last window is short. Within `accumulate`, `step` acts only when the window is full, and
+    `zero_grad` then or at the beginning of a window.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
 
     @classmethod
     def of_trainer(cls, strategy: Strategy) -> Accelerator:
-        """The one that a ``Trainer`` uses, with a strategy that has been joined."""
+        """The one that a `Trainer` uses, with a strategy that has been joined."""
         self = cls.__new__(cls)
         self._begin(Options(strategy, even_batches=False))
         return self
@@ -163,7 +164,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         self._building = ExitStack()  # what models of transformers are made in
 
     def _begin_building(self) -> None:
-        """Let models of ``transformers`` be divided as they are made, where a user has asked for that."""
+        """Let models of `transformers` be divided as they are made, where a user has asked for that."""
         plugin = self.options.plugin
         if plugin is not None and plugin.divides_at_once:
             self._building.enter_context(self.strategy.building(pretrained=True))
@@ -174,7 +175,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
 
     @property
     def split_batches(self) -> bool:
-        """Whether a loader's ``batch_size`` is that of all processes together."""
+        """Whether a loader's `batch_size` is that of all processes together."""
         return self.options.split_batches
 
     @property
@@ -212,14 +213,14 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
 
     @property
     def clears_gradients(self) -> bool:
-        """Whether ``zero_grad`` of a prepared optimizer acts now."""
+        """Whether `zero_grad` of a prepared optimizer acts now."""
         return self.accumulation.clears
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Work on one micro-batch within it. With a loader that was not prepared, it counts the micro-batches itself.
 
         Args:
-            *models: those that are called within, as ``prepare`` returned them.
+            *models: those that are called within, as `prepare` returned them.
 
         Raises:
             ConfigurationError: one that was not prepared.
@@ -238,16 +239,16 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
 
     @property
     def trackers(self) -> list[Any]:
-        """The trackers that log: on the main process, between ``init_trackers`` and ``end_training``."""
+        """The trackers that log: on the main process, between `init_trackers` and `end_training`."""
         return self._trackers.running
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: ByTracker | None = None) -> None:
-        """Start a run with all trackers of ``log_with``. The main process logs; others may call it or not.
+        """Start a run with all trackers of `log_with`. The main process logs; others may call it or not.
 
         Args:
-            project_name: the project or experiment; trackers that write files do so in ``<logging_dir>/<name>/version_N``.
-            config: hyper-parameters, logged at once: a dict, an ``argparse.Namespace`` or a dataclass.
-            init_kwargs: arguments of loggers, ``{"wandb": {"tags": ["a"]}}``; those of trackers not in use have no effect.
+            project_name: the project or experiment; trackers that write files do so in `<logging_dir>/<name>/version_N`.
+            config: hyper-parameters, logged at once: a dict, an `argparse.Namespace` or a dataclass.
+            init_kwargs: arguments of loggers, `{"wandb": {"tags": ["a"]}}`; those of trackers not in use have no effect.
         """
         self._trackers.start(project_name, config, init_kwargs)
 
@@ -255,14 +256,14 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         """Log the values of a step with all trackers. The main process's values count; other processes do nothing.
 
         Args:
-            values: number, tensor of one element, text, or a dict of such; wandb also takes images. ``None`` is skipped.
+            values: number, tensor of one element, text, or a dict of such; wandb also takes images. `None` is skipped.
             step: such as the number of optimizer steps so far. None: one more than the last one logged.
-            log_kwargs: by the tracker's name, arguments of its ``log``.
+            log_kwargs: by the tracker's name, arguments of its `log`.
         """
         self._trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: Any, unwrap: bool = False) -> Any:
-        """A tracker by its name, or with ``unwrap`` its ``SummaryWriter``, run, …; on other processes one that does nothing."""
+        """A tracker by its name, or with `unwrap` its `SummaryWriter`, run, …; on other processes one that does nothing."""
         return self._trackers.get(name, unwrap)
 
     def end_training(self) -> None:
@@ -270,13 +271,13 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         self._trackers.end()
 
     def clear(self, *objects: Any) -> Any:
-        """:meth:`free_memory`."""
+        """`free_memory`."""
         return self.free_memory(*objects)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Forget everything that was prepared and end the loaders' workers; returns ``None`` for each object given.
+        """Forget everything that was prepared and end the loaders' workers; returns `None` for each object given.
 
-        ``model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)``
+        `model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)`
         """
         self._checkpointing.close()
         for loader in self._loaders:

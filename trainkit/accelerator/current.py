@@ -1,4 +1,4 @@
-"""The ``Accelerator`` of a process, for functions that are called without one, as scripts for Accelerate do."""
+"""The `Accelerator` of a process, for functions that are called without one, as scripts for Accelerate do."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def remember(accelerator: Accelerator) -> None:
 
 
 def latest() -> Accelerator | None:
-    """The one that this thread has made last, else the process; ``None``: there is none any more.
+    """The one that this thread has made last, else the process; `None`: there is none any more.
 
-    One that has prepared something comes before one that was made for a word, as in ``Accelerator().process_index``.
+    One that has prepared something comes before one that was made for a word, as in `Accelerator().process_index`.
     """
     for alive in (_made.alive, _by_all):
         found = list(alive.values())
@@ -64,12 +64,12 @@ def place() -> tuple[int, int]:
 
 
 def gathering(verb: str) -> Gathering:
-    """What functions that all processes call exchange tensors by: a part of the ``Accelerator``.
+    """What functions that all processes call exchange tensors by: a part of the `Accelerator`.
 
-    A single process needs no ``Accelerator``.
+    A single process needs no `Accelerator`.
 
     Raises:
-        ConfigurationError: there are several processes, and no ``Accelerator``.
+        ConfigurationError: there are several processes, and no `Accelerator`.
     """
     found = latest()
     if found is not None:

@@ -1,4 +1,4 @@
-"""What scripts for Accelerate ask an ``Accelerator``: its state, its precision, and names that only Accelerate has."""
+"""What scripts for Accelerate ask an `Accelerator`: its state, its precision, and names that only Accelerate has."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["AcceleratorState", "no_attribute", "plugin_of", "refuse_precision", 
 
 @dataclass(frozen=True)
 class AcceleratorState:
-    """``accelerator.state``.
+    """`accelerator.state`.
 
     Attributes:
         distributed_type: how the run is distributed.
-        num_processes: as ``accelerator.num_processes``; the same way for the other names.
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
-        deepspeed_plugin: with ``zero_stage`` and ``deepspeed_config``; ``None`` without ZeRO.
+        num_processes: as `accelerator.num_processes`; the same way for the other names.
+        mixed_precision: `"no"`, `"fp16"` or `"bf16"`.
+        deepspeed_plugin: with `zero_stage` and `deepspeed_config`; `None` without ZeRO.
     """
 
     distributed_type: DistributedType
@@ -55,11 +55,11 @@ class AcceleratorState:
 
 
 def state_of(strategy: Strategy, plugin: Plugin | None) -> AcceleratorState:
-    """``accelerator.state``.
+    """`accelerator.state`.
 
     Args:
         strategy: that of the run.
-        plugin: the plugin that ``Accelerator`` was given.
+        plugin: the plugin that `Accelerator` was given.
     """
     return AcceleratorState(
         distributed_type(strategy),
@@ -73,13 +73,13 @@ def state_of(strategy: Strategy, plugin: Plugin | None) -> AcceleratorState:
 
 
 def plugin_of(strategy: Strategy, plugin: Plugin | None) -> DeepSpeedPlugin | None:
-    """The plugin that was given, else the one that the strategy describes itself by; ``None`` without ZeRO."""
+    """The plugin that was given, else the one that the strategy describes itself by; `None` without ZeRO."""
     found: Any = strategy.plugin if plugin is None else plugin
     return found  # type: ignore[no-any-return]
 
 
 def refuse_precision(strategy: Strategy, native: bool) -> None:
-    """Say that setting ``accelerator.native_amp`` has no effect, where it would change the precision."""
+    """Say that setting `accelerator.native_amp` has no effect, where it would change the precision."""
     if bool(native) is not (strategy.precision.autocast_dtype is not None):
         notice(
             f"accelerator.native_amp = {native} has no effect: the precision is {strategy.precision.name}. To choose "
@@ -88,7 +88,7 @@ def refuse_precision(strategy: Strategy, native: bool) -> None:
 
 
 def no_attribute(kind: type, name: str) -> AttributeError:
-    """The error for an attribute that an ``Accelerator`` does not have, with what to use instead.
+    """The error for an attribute that an `Accelerator` does not have, with what to use instead.
 
     Args:
         kind: the class of the accelerator.

@@ -1,4 +1,4 @@
-"""``Gathering``: the part of an ``Accelerator`` that combines tensors and objects of all processes."""
+"""`Gathering`: the part of an `Accelerator` that combines tensors and objects of all processes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class CurrentBatch(Protocol):
 
     @property
     def samples(self) -> int | None:
-        """Number of its samples; ``None``: no prepared loader is being read."""
+        """Number of its samples; `None`: no prepared loader is being read."""
 
     @property
     def padding(self) -> bool:
         """Whether it is padding: its outputs are ignored."""
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """``tensor`` without the rows that do not belong to a sample."""
+        """`tensor` without the rows that do not belong to a sample."""
 
 
 class _NoBatch:
@@ -50,7 +50,7 @@ class Gathering:
 
     Args:
         strategy: knows the processes and exchanges tensors.
-        checks: compares what the processes call; default: those of ``strategy.world``.
+        checks: compares what the processes call; default: those of `strategy.world`.
         batch: the batch that the loop has read last; default: none.
     """
 
@@ -65,7 +65,7 @@ class Gathering:
         return self._strategy.world
 
     def wait(self, verb: str) -> None:
-        """Wait until all processes have called ``verb``.
+        """Wait until all processes have called `verb`.
 
         Raises:
             CollectiveError: another process called something else, waits for this one, or has ended.
@@ -77,26 +77,26 @@ class Gathering:
 
         Raises:
             CollectiveError: containers, shapes or dtypes differ.
-            ConfigurationError: ``tensor`` contains something else.
+            ConfigurationError: `tensor` contains something else.
         """
         return self._concatenated("gather", tensor, drop=False)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Like :meth:`gather`, without padding; or lists of objects, concatenated.
+        """Like `gather`, without padding; or lists of objects, concatenated.
 
         Raises:
-            CollectiveError, ConfigurationError: as :meth:`gather`.
+            CollectiveError, ConfigurationError: as `gather`.
         """
         if not use_gather_object and all(isinstance(leaf, Tensor) for leaf in leaves(input_data)):
             return self._concatenated("gather_for_metrics", input_data, drop=True)
         return self._concatenated_objects(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum, mean or maximum over the processes, multiplied by ``scale``; the same bits on all.
+        """The sum, mean or maximum over the processes, multiplied by `scale`; the same bits on all.
 
         Raises:
             CollectiveError: shapes or dtypes differ.
-            ConfigurationError: unknown ``reduction``.
+            ConfigurationError: unknown `reduction`.
         """
         if reduction not in _REDUCTIONS:
             raise ConfigurationError(f"reduce: reduction must be one of {', '.join(_REDUCTIONS)}, not {reduction!r}.")
@@ -115,7 +115,7 @@ class Gathering:
         return stacked.sum(0) / self.world.size if reduction == "mean" else stacked.sum(0)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Tensors padded in dimension ``dim`` to the longest of all processes.
+        """Tensors padded in dimension `dim` to the longest of all processes.
 
         Raises:
             CollectiveError: containers or numbers of dimensions differ.
@@ -142,11 +142,11 @@ class Gathering:
         return map_tensors(tensor, pad)
 
     def broadcast(self, data: Any, source: int) -> Any:
-        """The tensors that process ``source`` has, on all processes.
+        """The tensors that process `source` has, on all processes.
 
         Raises:
             CollectiveError: shapes or dtypes differ.
-            ConfigurationError: ``source`` differs.
+            ConfigurationError: `source` differs.
         """
         if self.world.size == 1:
             return data
@@ -160,7 +160,7 @@ class Gathering:
         return map_tensors(data, lambda t: self._strategy.all_gather(t.to(device).detach(), alike=True)[source])
 
     def _exchanged_shapes(self, verb: str, data: Any, **more: Any) -> list[Any]:
-        """The dtypes and shapes that each process has called ``verb`` with, and ``more`` of each."""
+        """The dtypes and shapes that each process has called `verb` with, and `more` of each."""
         odd = next((leaf for leaf in leaves(data) if not isinstance(leaf, Tensor)), None)
         if odd is not None:
             raise ConfigurationError(

@@ -20,7 +20,7 @@ __all__ = ["GradientVerbs"]
 
 
 class GradientVerbs(PrepareVerbs):
-    """The verbs of :class:`trainkit.Accelerator` that work on gradients.
+    """The verbs of `trainkit.Accelerator` that work on gradients.
 
     Attributes:
         skip_asked: the optimizer step of the current window is to be skipped.
@@ -44,10 +44,10 @@ class GradientVerbs(PrepareVerbs):
         A micro-batch of weight 0 adds nothing; its loss may be NaN, as a mean over nothing is.
 
         Args:
-            loss: a scalar; ``None``: this micro-batch has nothing to learn from, its gradient counts as zero.
+            loss: a scalar; `None`: this micro-batch has nothing to learn from, its gradient counts as zero.
             weight: how much it counts among the micro-batches of its window, on all processes: a number ≥ 0, such as that of
-                the tokens that ``loss`` is the mean of. Default: the number of its samples, or what ``batch_weight`` says.
-            **kwargs: for ``Tensor.backward``.
+                the tokens that `loss` is the mean of. Default: the number of its samples, or what `batch_weight` says.
+            **kwargs: for `Tensor.backward`.
 
         Raises:
             ConfigurationError: nothing has been prepared; or a weight is no number, or given for a part of a window only.
@@ -73,7 +73,7 @@ class GradientVerbs(PrepareVerbs):
             self._weighing.settle(self._bare, self.optimizers)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Take the loss scale of ``16-mixed`` out of the gradients, before they are looked at; clipping does it by itself.
+        """Take the loss scale of `16-mixed` out of the gradients, before they are looked at; clipping does it by itself.
 
         Args:
             optimizer: of these optimizers, prepared or torch's own; default: all.
@@ -91,12 +91,12 @@ class GradientVerbs(PrepareVerbs):
                 self.strategy.unscale(own)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Scale the gradients down to a norm of at most ``max_norm``.
+        """Scale the gradients down to a norm of at most `max_norm`.
 
-        Where a DeepSpeed plugin or a configuration file has a ``gradient_clipping``, that is the norm.
+        Where a DeepSpeed plugin or a configuration file has a `gradient_clipping`, that is the norm.
 
         Returns:
-            The norm before, a scalar on the device; ``None`` inside a window, where nothing is clipped.
+            The norm before, a scalar on the device; `None` inside a window, where nothing is clipped.
         """
         self._check_begun("clip_grad_norm_")
         if not self.accumulation.current.last:
@@ -148,7 +148,7 @@ class GradientVerbs(PrepareVerbs):
             self._compare("backward", None if loss is None else [loss])
 
     def _by_hand(self) -> None:
-        """``backward`` outside of ``accumulate``: as in Accelerate its loss is divided all the same, and each step updates."""
+        """`backward` outside of `accumulate`: as in Accelerate its loss is divided all the same, and each step updates."""
         steps = self.accumulation.size
         if self.accumulation.note_by_hand():
             notice(

@@ -1,4 +1,4 @@
-"""What ``Accelerator.prepare`` returns for a model in another precision than float32."""
+"""What `Accelerator.prepare` returns for a model in another precision than float32."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class InPrecision(Wrapped):
     """A model whose forward runs under the precision, for loops that call the model themselves.
 
     Mixed precision gives float32 outputs, so that a loss computed outside autocast is not computed in half precision; within
-    ``accelerator.autocast()`` outputs are as autocast makes them.
+    `accelerator.autocast()` outputs are as autocast makes them.
 
     Args:
         module: the user's, or what a strategy has wrapped around it.
         precision: that of the run.
-        autocast: options of ``torch.autocast`` in a mixed precision: ``enabled``, ``cache_enabled``.
+        autocast: options of `torch.autocast` in a mixed precision: `enabled`, `cache_enabled`.
     """
 
     def __init__(self, module: nn.Module, precision: Precision, **autocast: Any) -> None:
@@ -51,12 +51,12 @@ class InPrecision(Wrapped):
 
 
 def without_wrappers(model: nn.Module, strategy: Strategy, keep_compiled: bool = False) -> nn.Module:
-    """The user's model, without what ``prepare`` and ``torch.compile`` have put around it.
+    """The user's model, without what `prepare` and `torch.compile` have put around it.
 
     Args:
         model: prepared or not.
         strategy: which has wrapped it.
-        keep_compiled: of a compiled model, return what ``torch.compile`` returned.
+        keep_compiled: of a compiled model, return what `torch.compile` returned.
     """
 
     def inside(outer: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""``NumberedCheckpoints``: the folders ``project_dir/checkpoints/checkpoint_0``, ``checkpoint_1``, …"""
+"""`NumberedCheckpoints`: the folders `project_dir/checkpoints/checkpoint_0`, `checkpoint_1`, …"""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _NAME = re.compile(r"checkpoint_(0|[1-9][0-9]*)")
 
 
 class NumberedCheckpoints:
-    """The checkpoints of a project that are named by their number, as ``automatic_checkpoint_naming`` does.
+    """The checkpoints of a project that are named by their number, as `automatic_checkpoint_naming` does.
 
     The main process looks at the folder, and all processes get what it has found.
 
     Args:
-        project: has the folder, and in ``iteration`` the number of the next checkpoint.
+        project: has the folder, and in `iteration` the number of the next checkpoint.
         world: the processes.
     """
 
@@ -38,7 +38,7 @@ class NumberedCheckpoints:
 
     @property
     def active(self) -> bool:
-        """Whether ``save_state`` names checkpoints by their number."""
+        """Whether `save_state` names checkpoints by their number."""
         return self.project.automatic_checkpoint_naming
 
     @property
@@ -64,10 +64,10 @@ class NumberedCheckpoints:
         return Path(run_on_all_ranks(self._world, lambda: str(self._free_path()) if self._world.is_main else None)[0])
 
     def check(self) -> None:
-        """On the main process, raise what :meth:`next_path` would raise; before hours of training are spent.
+        """On the main process, raise what `next_path` would raise; before hours of training are spent.
 
         Raises:
-            ConfigurationError: as :meth:`next_path`.
+            ConfigurationError: as `next_path`.
         """
         if self.active and self._world.is_main:
             self._free_path()
@@ -85,7 +85,7 @@ class NumberedCheckpoints:
         return folder / f"checkpoint_{number}"
 
     def newest_first(self) -> list[tuple[Path, str | None]]:
-        """Each checkpoint with what is wrong with it, or ``None``. Collective.
+        """Each checkpoint with what is wrong with it, or `None`. Collective.
 
         What a killed save has left has another name and is not listed.
         """
@@ -119,8 +119,8 @@ def rotate(folder: Path, limit: int | None, manifest: Manifest | None) -> None:
 
     Args:
         folder: the folder of the checkpoints.
-        limit: number of checkpoints to keep; ``None``: all.
-        manifest: of the new checkpoint; ``None``: another process removes.
+        limit: number of checkpoints to keep; `None`: all.
+        manifest: of the new checkpoint; `None`: another process removes.
     """
     if manifest is None:
         return

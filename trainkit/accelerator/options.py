@@ -1,4 +1,4 @@
-"""The arguments of ``Accelerator``, and what a configuration says where they say nothing → what it works with."""
+"""The arguments of `Accelerator`, and what a configuration says where they say nothing → what it works with."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ _ZERO = "Parameters are divided by ZeRO: Accelerator(strategy='zero3')"
 
 @dataclass
 class Options:
-    """What an ``Accelerator`` works with.
+    """What an `Accelerator` works with.
 
     Attributes:
         strategy: as one of the processes, with its precision.
         steps: micro-batches in an update.
-        split_batches: a loader's ``batch_size`` is that of all processes together.
+        split_batches: a loader's `batch_size` is that of all processes together.
         even_batches: all processes are given as many batches.
-        resume_loaders: ``load_state`` continues loaders where they were, where it is not told otherwise.
+        resume_loaders: `load_state` continues loaders where they were, where it is not told otherwise.
         step_scheduler_with_optimizer: a scheduler advances with updates, once for each process.
         device_placement: models, optimizers and batches are put on the device.
         project: where the loop writes.
         log_with: trackers, as they were given.
-        autocast: of :meth:`trainkit.Accelerator.autocast`.
-        profile: of :meth:`trainkit.Accelerator.profile`.
-        compile: arguments of ``torch.compile`` for models; ``None``: they are not compiled.
-        plugin: the options of the strategy, as ``deepspeed_plugin=`` or the configuration gives them.
+        autocast: of `trainkit.Accelerator.autocast`.
+        profile: of `trainkit.Accelerator.profile`.
+        compile: arguments of `torch.compile` for models; `None`: they are not compiled.
+        plugin: the options of the strategy, as `deepspeed_plugin=` or the configuration gives them.
         debug: the calls of all processes are compared.
         watched: the process ends when another one fails.
     """
@@ -77,7 +77,7 @@ class Options:
 
 
 def resolve(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
-    """The options, for arguments of ``Accelerator`` by name.
+    """The options, for arguments of `Accelerator` by name.
 
     Raises:
         ConfigurationError: an argument that is wrong, unknown, not supported or contradicts another.
@@ -197,7 +197,7 @@ def _project(given: Mapping[str, Any]) -> ProjectConfiguration:
 
 
 def _compile(given: Mapping[str, Any], settings: Settings) -> Mapping[str, Any] | None:
-    """Arguments of ``torch.compile``."""
+    """Arguments of `torch.compile`."""
     backend = given["dynamo_backend"]
     backend = settings.get("dynamo_backend") if backend is None else getattr(backend, "value", backend)
     if backend is None or str(backend).lower() == "no":
@@ -320,7 +320,7 @@ def refuse_handlers(handlers: Mapping[Any, Any]) -> None:
 def _precision(
     given: Mapping[str, Any], settings: Settings, handlers: Mapping[Any, Any], masters: bool
 ) -> Precision | str | int | None:
-    """The precision; ``None``: the strategy's."""
+    """The precision; `None`: the strategy's."""
     precision, mixed = given["precision"], given["mixed_precision"]
     if precision is not None and mixed is not None:
         raise ConfigurationError("precision= and mixed_precision= were given. Give one of them.")
@@ -351,5 +351,5 @@ def _mixed(name: Any) -> str:
 
 
 def mixed_name(precision: Precision) -> str:
-    """Accelerate's name of a precision: ``"no"``, ``"fp16"`` or ``"bf16"``."""
+    """Accelerate's name of a precision: `"no"`, `"fp16"` or `"bf16"`."""
     return next((name for table in (MIXED, OVER_MASTERS) for name in table if table[name] == precision.name), "no")

@@ -1,4 +1,4 @@
-"""``Accelerator.prepare``: models, optimizers, loaders and schedulers → the same, ready for the processes of a loop."""
+"""`Accelerator.prepare`: models, optimizers, loaders and schedulers → the same, ready for the processes of a loop."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LOOKED_AT = 16  # of a list, which may be one of all batches: whether it is one
 
 
 class PrepareVerbs:
-    """The verbs of :class:`trainkit.Accelerator` that take a user's objects."""
+    """The verbs of `trainkit.Accelerator` that take a user's objects."""
 
     strategy: Strategy
     accumulation: AccumulationState
@@ -61,7 +61,7 @@ class PrepareVerbs:
 
     @property
     def seed(self) -> int:
-        """That of order and randomness: of ``set_seed``, called before the first loader is prepared. Collective at first."""
+        """That of order and randomness: of `set_seed`, called before the first loader is prepared. Collective at first."""
         if self._seed is None:
             self._seed = int(self.strategy.world.from_main(resolve_seed(None)))
         return self._seed
@@ -97,8 +97,8 @@ class PrepareVerbs:
         is moved in place, so that an optimizer made before stays valid.
 
         Args:
-            *objects: in any order; each once. ``None`` stays ``None``.
-            device_placement: for each object whether it is put on the device; default: as ``Accelerator(device_placement=)``.
+            *objects: in any order; each once. `None` stays `None`.
+            device_placement: for each object whether it is put on the device; default: as `Accelerator(device_placement=)`.
             batch_weight: how much a batch of the first loader here counts in its window, such as the tokens in it that count;
                 a float ≥ 0, of the batch on the CPU. Default: the number of its samples.
 
@@ -156,17 +156,17 @@ class PrepareVerbs:
                 self._check_place(item)
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
-        """:meth:`prepare` for a model.
+        """`prepare` for a model.
 
         Args:
             model: not prepared yet.
-            device_placement: as of :meth:`prepare`.
+            device_placement: as of `prepare`.
             evaluation_mode: it is not trained: it is put on the device, computes in the precision and is compiled, but nothing
-                is put around it that exchanges gradients. ``model.eval()`` is yours to call.
+                is put around it that exchanges gradients. `model.eval()` is yours to call.
 
         Raises:
             ConfigurationError: no model, or prepared already.
-            UnsupportedArgumentError: ``evaluation_mode`` where parameters or optimizer states are divided.
+            UnsupportedArgumentError: `evaluation_mode` where parameters or optimizer states are divided.
         """
         strategy = self.strategy
         if evaluation_mode and (strategy.shards_optimizer_state or strategy.shards_parameters):
@@ -178,7 +178,7 @@ class PrepareVerbs:
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """:meth:`prepare` for an optimizer.
+        """`prepare` for an optimizer.
 
         Args:
             optimizer: not prepared yet.
@@ -192,7 +192,7 @@ class PrepareVerbs:
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: None = None
     ) -> PreparedLoader:
-        """:meth:`prepare` for a loader; ``slice_fn_for_dispatch`` can only be ``None``."""
+        """`prepare` for a loader; `slice_fn_for_dispatch` can only be `None`."""
         if slice_fn_for_dispatch is not None:
             raise UnsupportedArgumentError(
                 "prepare_data_loader(slice_fn_for_dispatch=...): batches are not dispatched. Leave it out: each process reads "
@@ -202,7 +202,7 @@ class PrepareVerbs:
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """:meth:`prepare` for a scheduler."""
+        """`prepare` for a scheduler."""
         return self._prepared_as(object, scheduler, None)
 
     def _prepared_as(self, kind: type, item: Any, placed: bool | None, evaluation: bool = False) -> Any:
@@ -224,13 +224,13 @@ class PrepareVerbs:
         return ours or any(item is one for one in (*known, *sources))
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False) -> nn.Module:
-        """The user's model, without what ``prepare`` and ``torch.compile`` wrapped around it.
+        """The user's model, without what `prepare` and `torch.compile` wrapped around it.
 
         Args:
             model: prepared or not.
             keep_fp32_wrapper: no effect: nothing is put on the user's own model.
-            keep_torch_compile: of a model that was compiled, what ``torch.compile`` made of it. The names in its state begin
-                with ``_orig_mod.``, which is why the default is not Accelerate's. A compilation of what ``prepare`` returned
+            keep_torch_compile: of a model that was compiled, what `torch.compile` made of it. The names in its state begin
+                with `_orig_mod.`, which is why the default is not Accelerate's. A compilation of what `prepare` returned
                 goes with that.
         """
         return without_wrappers(model, self.strategy, keep_torch_compile)
@@ -302,12 +302,12 @@ class PrepareVerbs:
         return prepared
 
     def prepare_loader(self, loader: Any, *, window: bool, **options: Any) -> PreparedLoader:
-        """One loader, with options of :class:`trainkit.data.PreparedLoader`.
+        """One loader, with options of `trainkit.data.PreparedLoader`.
 
         Args:
-            loader: a ``DataLoader``, a ``CombinedLoader`` or an iterable of batches.
+            loader: a `DataLoader`, a `CombinedLoader` or an iterable of batches.
             window: its batches make up accumulation windows (a training loader).
-            **options: such as ``stage``, ``index``, ``limit``, ``weigh``.
+            **options: such as `stage`, `index`, `limit`, `weigh`.
         """
         filled, strategy = None, self.strategy
         if strategy.pad_last_batch and window and not options.get("index"):  # the first one is what is trained on
@@ -332,7 +332,7 @@ class PrepareVerbs:
         self._loaders[:] = [other for other in self._loaders if other is not loader]
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """:func:`trainkit.skip_first_batches`: a loader whose iterations begin after ``num_batches`` batches."""
+        """`trainkit.skip_first_batches`: a loader whose iterations begin after `num_batches` batches."""
         return skip_first_batches(dataloader, num_batches)
 
     @contextmanager
@@ -340,8 +340,8 @@ class PrepareVerbs:
         """Within it processes may have different numbers of batches; of prepared loaders they may anyway.
 
         Args:
-            joinables: the models that are trained, as ``prepare`` returned them.
-            even_batches: instead of ``Accelerator(even_batches=)``, for loaders that are begun within.
+            joinables: the models that are trained, as `prepare` returned them.
+            even_batches: instead of `Accelerator(even_batches=)`, for loaders that are begun within.
 
         Raises:
             ConfigurationError: something that has not been prepared.
@@ -370,7 +370,7 @@ class PrepareVerbs:
 
 
 def _is_loader(item: Any, place: int) -> bool:
-    """Whether it is a loader, and not a model, an optimizer, a scheduler or ``None``.
+    """Whether it is a loader, and not a model, an optimizer, a scheduler or `None`.
 
     Raises:
         ConfigurationError: it is none of these.

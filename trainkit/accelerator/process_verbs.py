@@ -1,4 +1,4 @@
-"""The verbs of ``Accelerator`` that are about processes; each is one call of a part."""
+"""The verbs of `Accelerator` that are about processes; each is one call of a part."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class ProcessVerbs:
     """Which process this is, waiting for the others, and exchanging tensors with them.
 
-    The base of :class:`trainkit.Accelerator`, which also works without the rest of it.
+    The base of `trainkit.Accelerator`, which also works without the rest of it.
 
     Args:
         strategy: of the run.
@@ -93,12 +93,12 @@ class ProcessVerbs:
 
     @property
     def use_distributed(self) -> bool:
-        """Whether :attr:`num_processes` is more than 1."""
+        """Whether `num_processes` is more than 1."""
         return self.num_processes > 1
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the run is distributed: ``DEEPSPEED`` is ZeRO, ``MULTI_CPU`` and ``MULTI_GPU`` are DDP, ``NO`` is one process."""
+        """How the run is distributed: `DEEPSPEED` is ZeRO, `MULTI_CPU` and `MULTI_GPU` are DDP, `NO` is one process."""
         return distributed_type(self.strategy)
 
     @property
@@ -108,12 +108,12 @@ class ProcessVerbs:
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """The options of ZeRO; ``None`` without ZeRO."""
+        """The options of ZeRO; `None` without ZeRO."""
         return plugin_of(self.strategy, self._plugin)
 
     @property
     def mixed_precision(self) -> str:
-        """``"no"``, ``"fp16"`` or ``"bf16"``; ``strategy.precision`` knows more."""
+        """`"no"`, `"fp16"` or `"bf16"`; `strategy.precision` knows more."""
         return mixed_name(self.strategy.precision)
 
     @property
@@ -140,7 +140,7 @@ class ProcessVerbs:
         """Run the block on the main process, then on the others: it downloads, and they find the files in the cache.
 
         Raises:
-            CollectiveError: as :meth:`wait_for_everyone`.
+            CollectiveError: as `wait_for_everyone`.
         """
         with self._processes.first("main_process_first", self.is_main_process):
             yield
@@ -150,13 +150,13 @@ class ProcessVerbs:
         """Run the block on the first process of each node, then on the others.
 
         Raises:
-            CollectiveError: as :meth:`wait_for_everyone`.
+            CollectiveError: as `wait_for_everyone`.
         """
         with self._processes.first("local_main_process_first", self.is_local_main_process):
             yield
 
     def on_main_process(self, function: Function) -> Function:
-        """A decorator: the function runs on the main process only; on the others it returns ``None``."""
+        """A decorator: the function runs on the main process only; on the others it returns `None`."""
         return only_where(lambda: self.is_main_process, function, "on_main_process")
 
     def on_local_main_process(self, function: Function) -> Function:
@@ -168,12 +168,12 @@ class ProcessVerbs:
         return only_where(lambda: self.is_last_process, function, "on_last_process")
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """A decorator, ``@accelerator.on_process(process_index=1)``: the function runs on that process only.
+        """A decorator, `@accelerator.on_process(process_index=1)`: the function runs on that process only.
 
         A single process runs it whatever the number is.
 
         Raises:
-            ConfigurationError: ``process_index`` is missing.
+            ConfigurationError: `process_index` is missing.
         """
         if process_index is None:
             raise ConfigurationError("on_process needs the number of the process: @accelerator.on_process(process_index=1)")
@@ -182,10 +182,10 @@ class ProcessVerbs:
         return only_where(lambda: self.world.size == 1 or self.process_index == process_index, function, "on_process")
 
     def on_local_process(self, function: Callable[..., Any] | None = None, local_process_index: int | None = None) -> Any:
-        """A decorator, ``@accelerator.on_local_process(local_process_index=1)``: the same for a process of each node.
+        """A decorator, `@accelerator.on_local_process(local_process_index=1)`: the same for a process of each node.
 
         Raises:
-            ConfigurationError: ``local_process_index`` is missing.
+            ConfigurationError: `local_process_index` is missing.
         """
         if local_process_index is None:
             raise ConfigurationError(
@@ -201,40 +201,42 @@ class ProcessVerbs:
         return only_where(here, function, "on_local_process")
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` on the first process of each node only."""
+        """`print` on the first process of each node only."""
         if self.is_local_main_process:
             builtins.print(*args, **kwargs)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's contiguous part of ``inputs``; the sizes of the parts differ by at most 1.
+        """This process's contiguous part of `inputs`; the sizes of the parts differ by at most 1.
 
-        ::
+        :
 
-            with accelerator.split_between_processes(["A", "B", "C"]) as prompts:
-                ...  # ["A", "B"] on the first of two processes, ["C"] on the second
+        ```python
+        with accelerator.split_between_processes(["A", "B", "C"]) as prompts:
+            ...  # ["A", "B"] on the first of two processes, ["C"] on the second
+        ```
 
         Args:
-            inputs: a list, tuple, tensor, array, ``datasets.Dataset``, or a dict of these with values of one length; the same
+            inputs: a list, tuple, tensor, array, `datasets.Dataset`, or a dict of these with values of one length; the same
                 on all processes.
-            apply_padding: repeat the last element of ``inputs`` in parts that are shorter, so that results can be gathered;
+            apply_padding: repeat the last element of `inputs` in parts that are shorter, so that results can be gathered;
                 drop it then. Tensors are moved to the device.
 
         Raises:
-            ConfigurationError: ``inputs`` cannot be divided, or the values of a dict differ in length.
+            ConfigurationError: `inputs` cannot be divided, or the values of a dict differ in length.
         """
         with self._processes.split(inputs, apply_padding) as part:
             yield part
 
     def set_trigger(self) -> None:
-        """Set a flag for :meth:`check_trigger`: for example, that this process wants to stop."""
+        """Set a flag for `check_trigger`: for example, that this process wants to stop."""
         self._processes.set_trigger()
 
     def check_trigger(self) -> bool:
         """Whether any process has set the flag since the last check; the same on all. All processes call it.
 
         Raises:
-            CollectiveError: as :meth:`wait_for_everyone`.
+            CollectiveError: as `wait_for_everyone`.
         """
         return self._processes.check_trigger()
 
@@ -256,14 +258,14 @@ class ProcessVerbs:
         return self._gathering.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Like :meth:`gather`, without padding: each sample of an epoch is there once, in the order of the data.
+        """Like `gather`, without padding: each sample of an epoch is there once, in the order of the data.
 
         Args:
             input_data: tensors in containers; or lists of objects that can be pickled, which are concatenated.
             use_gather_object: treat tensors as objects too: they may have any shape, and are returned on the CPU.
 
         Raises:
-            CollectiveError, ConfigurationError: as :meth:`gather`.
+            CollectiveError, ConfigurationError: as `gather`.
         """
         return self._gathering.gather_for_metrics(input_data, use_gather_object)
 
@@ -272,12 +274,12 @@ class ProcessVerbs:
 
         Args:
             tensor: a tensor, or tensors in lists, tuples and dicts; of the same shapes on all processes.
-            reduction: ``"sum"``, ``"mean"``, ``"max"``, or ``"none"``, which only scales.
+            reduction: `"sum"`, `"mean"`, `"max"`, or `"none"`, which only scales.
             scale: factor of the result.
 
         Raises:
             CollectiveError: shapes or dtypes differ between processes.
-            ConfigurationError: unknown ``reduction``.
+            ConfigurationError: unknown `reduction`.
         """
         return self._gathering.reduce(tensor, reduction, scale)
 
@@ -285,7 +287,7 @@ class ProcessVerbs:
         """Tensors padded in one dimension to the longest of all processes, so that they can be gathered.
 
         Args:
-            tensor: a tensor, or tensors in lists, tuples and dicts. Tensors without dimension ``dim`` are unchanged.
+            tensor: a tensor, or tensors in lists, tuples and dicts. Tensors without dimension `dim` are unchanged.
             dim: the dimension to pad.
             pad_index: the value to pad with.
             pad_first: pad at the start instead of the end.

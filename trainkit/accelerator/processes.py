@@ -1,4 +1,4 @@
-"""``Processes``: the part of an ``Accelerator`` that orders the processes of a run and divides work among them."""
+"""`Processes`: the part of an `Accelerator` that orders the processes of a run and divides work among them."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Processes:
 
     @contextmanager
     def first(self, verb: str, is_first: bool) -> Iterator[None]:
-        """Run the block on processes with ``is_first``, then on the others.
+        """Run the block on processes with `is_first`, then on the others.
 
         Raises:
-            CollectiveError: another process called something other than ``verb``, waits for this one, or has ended.
+            CollectiveError: another process called something other than `verb`, waits for this one, or has ended.
         """
         if not is_first:
             self._checks.wait(verb)
@@ -48,14 +48,14 @@ class Processes:
 
     @contextmanager
     def split(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's contiguous part of ``inputs``; the sizes of the parts differ by at most 1.
+        """This process's contiguous part of `inputs`; the sizes of the parts differ by at most 1.
 
         Args:
-            inputs: the same on all processes: a list, tuple, tensor, array, ``datasets.Dataset``, or a dict of these.
-            apply_padding: repeat the last element of ``inputs`` until all parts have one size.
+            inputs: the same on all processes: a list, tuple, tensor, array, `datasets.Dataset`, or a dict of these.
+            apply_padding: repeat the last element of `inputs` until all parts have one size.
 
         Raises:
-            ConfigurationError: ``inputs`` cannot be divided, or the values of a dict differ in length.
+            ConfigurationError: `inputs` cannot be divided, or the values of a dict differ in length.
         """
         world = self._strategy.world
         if world.size == 1:
@@ -70,14 +70,14 @@ class Processes:
         yield _on_device(part, self._strategy.device) if apply_padding else part
 
     def set_trigger(self) -> None:
-        """Set a flag on this process for :meth:`check_trigger`."""
+        """Set a flag on this process for `check_trigger`."""
         self._triggered = True
 
     def check_trigger(self) -> bool:
         """Whether any process has set the flag since the last check; the same on all. Collective.
 
         Raises:
-            CollectiveError: as :meth:`first`.
+            CollectiveError: as `first`.
         """
         found = any(self._checks.exchange("check_trigger", self._triggered))
         self._triggered = False
@@ -85,10 +85,10 @@ class Processes:
 
 
 def only_where(here: Callable[[], bool], function: Function, verb: str) -> Function:
-    """``function``, which returns ``None`` without running where ``here()`` is false; asked at each call.
+    """`function`, which returns `None` without running where `here()` is false; asked at each call.
 
     Raises:
-        ConfigurationError: ``function`` cannot be called; ``verb`` names the decorator.
+        ConfigurationError: `function` cannot be called; `verb` names the decorator.
     """
     if not callable(function):
         raise ConfigurationError(f"{verb} is a decorator: it needs a function, not {function!r}.")
@@ -118,7 +118,7 @@ def _length(inputs: Any) -> int:
 
 
 def _is_dataset(inputs: Any) -> bool:
-    """Whether it has the interface of a ``datasets.Dataset``."""
+    """Whether it has the interface of a `datasets.Dataset`."""
     return hasattr(inputs, "select") and hasattr(inputs, "__len__") and not isinstance(inputs, Tensor)
 
 

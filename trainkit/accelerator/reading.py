@@ -56,7 +56,7 @@ class Reading:
         self._marks: WeakKeyDictionary[PreparedLoader, tuple[int, int]] = WeakKeyDictionary()
 
     def open_window(self) -> int:
-        """See :class:`trainkit.data.position.Reader`."""
+        """See `trainkit.data.position.Reader`."""
         return self._accumulation.open
 
     def read(self, loader: PreparedLoader, micro_batches: Iterator[MicroBatch]) -> Iterator[Any]:
@@ -69,7 +69,7 @@ class Reading:
         return self._batches(loader, micro_batches)
 
     def completed(self, loader: PreparedLoader) -> int:
-        """See :class:`trainkit.data.position.Reader`."""
+        """See `trainkit.data.position.Reader`."""
         mark, state = self._marks.get(loader), self._accumulation
         if mark is None:
             return loader.given
@@ -111,12 +111,12 @@ class Reading:
     def _skips(self, micro: MicroBatch) -> bool:
         """Whether a rank without data takes no part: other ranks have more micro-batches in its window, and it has had some.
 
-        With ``backward`` outside of ``accumulate`` all ranks step after each micro-batch.
+        With `backward` outside of `accumulate` all ranks step after each micro-batch.
         """
         return micro.kind is MicroBatchKind.NONE and not micro.first and self._accumulation.by_hand is not True
 
     def _receive(self, loader: PreparedLoader, micro: MicroBatch, entry: WindowEntry) -> float:
-        """Let ``accumulate`` enter a micro-batch; returns its share outside of a window."""
+        """Let `accumulate` enter a micro-batch; returns its share outside of a window."""
         state = self._accumulation
         begin = self._marks.get(loader, (0, micro.index))[1]
         if state.open == 0:
@@ -163,7 +163,7 @@ class Reading:
 
     @property
     def samples(self) -> int | None:
-        """Of the micro-batch that was given last; ``None``: no loader is being read."""
+        """Of the micro-batch that was given last; `None`: no loader is being read."""
         return batch_size(self._places[-1].batch) if self._places else None
 
     @property
@@ -179,7 +179,7 @@ class Reading:
     def cut(self, tensor: Tensor) -> Tensor:
         """Cut a tensor of the size of a full micro-batch to the number of samples of the current one, which may be short.
 
-        So ``loss.repeat(batch_size)`` counts no more samples than there are, and nor does what a short one was filled up by.
+        So `loss.repeat(batch_size)` counts no more samples than there are, and nor does what a short one was filled up by.
         """
         if not self._places or tensor.ndim == 0:
             return tensor

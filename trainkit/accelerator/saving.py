@@ -1,4 +1,4 @@
-"""``Saving``: the part of an ``Accelerator`` that writes weights and objects to files."""
+"""`Saving`: the part of an `Accelerator` that writes weights and objects to files."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Saving:
 
         Raises:
             CheckpointWriteError: the folder cannot be written.
-            ConfigurationError: an adapter of a method whose parameters only PEFT can tell; ``safe_serialization=False``.
+            ConfigurationError: an adapter of a method whose parameters only PEFT can tell; `safe_serialization=False`.
         """
         refuse_pickle("save_model", safe_serialization)
         folder = local_path(save_directory, "save_directory")
@@ -116,7 +116,7 @@ class Saving:
         run_on_all_ranks(group, write, CheckpointWriteError)
 
     def _refuse_without_values(self, state: Mapping[Any, Any]) -> None:
-        """Refuse the ``state_dict()`` of a sharded model: its tensors have no elements.
+        """Refuse the `state_dict()` of a sharded model: its tensors have no elements.
 
         Raises:
             ConfigurationError: it is one.
@@ -136,7 +136,7 @@ class Saving:
 class VerbGroup:
     """The processes in one verb: a process that calls another verb is an error instead of a wait.
 
-    It is a :class:`trainkit.checkpoint.all_ranks.Group`.
+    It is a `trainkit.checkpoint.all_ranks.Group`.
 
     Args:
         world: the processes.
@@ -167,10 +167,10 @@ class VerbGroup:
 
 
 def refuse_pickle(verb: str, safe_serialization: bool) -> None:
-    """Refuse ``safe_serialization=False``.
+    """Refuse `safe_serialization=False`.
 
     Raises:
-        ConfigurationError: it is ``False``.
+        ConfigurationError: it is `False`.
     """
     if not safe_serialization:
         raise ConfigurationError(f"{verb}(safe_serialization=False) is not supported: a pickle can run code. Remove it.")

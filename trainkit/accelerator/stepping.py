@@ -19,7 +19,7 @@ __all__ = ["StepVerbs"]
 
 
 class StepVerbs(GradientVerbs):
-    """The verbs of :class:`trainkit.Accelerator` that update parameters.
+    """The verbs of `trainkit.Accelerator` that update parameters.
 
     Attributes:
         before_step: called with the optimizer before an update.
@@ -51,10 +51,10 @@ class StepVerbs(GradientVerbs):
 
         Returns:
             Whether the update happened: not inside a window, nor if it was skipped because a scaled gradient overflowed,
-            :meth:`skip_update` was called, or the window's weight is 0.
+            `skip_update` was called, or the window's weight is 0.
 
         Raises:
-            ConfigurationError: the gradients are those of ``loss.backward()``, where they are not what an update is made of.
+            ConfigurationError: the gradients are those of `loss.backward()`, where they are not what an update is made of.
         """
         micro = self.accumulation.current
         if not micro.last:
@@ -105,7 +105,7 @@ class StepVerbs(GradientVerbs):
 
     @property
     def _takes_part(self) -> bool:
-        """Whether an update needs more than torch's own ``loss.backward()`` and ``optimizer.step()``."""
+        """Whether an update needs more than torch's own `loss.backward()` and `optimizer.step()`."""
         strategy = self.strategy
         return (
             self.accumulation.size > 1
@@ -115,7 +115,7 @@ class StepVerbs(GradientVerbs):
         )
 
     def _check_backward(self, own: Optimizer, closure: Callable[[], Any] | None) -> None:
-        """Gradients of ``loss.backward()`` are not scaled to their share of the window, and ZeRO does not see them."""
+        """Gradients of `loss.backward()` are not scaled to their share of the window, and ZeRO does not see them."""
         spent, self._spent[id(own)] = self._spent.get(id(own), 0), self._backwards
         if closure is not None or spent < self._backwards or not self._takes_part:
             return
@@ -130,7 +130,7 @@ class StepVerbs(GradientVerbs):
             )
 
     def _watch_steps(self, given: Optimizer) -> None:
-        """Refuse ``step`` of an optimizer that was given to ``prepare``, where only that of what it returned is right."""
+        """Refuse `step` of an optimizer that was given to `prepare`, where only that of what it returned is right."""
         if not self._own:
             return
         reference = weakref.ref(self)

@@ -1,4 +1,4 @@
-"""``Trackers``: the loggers and trackers of an ``Accelerator``."""
+"""`Trackers`: the loggers and trackers of an `Accelerator`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _NOTHING = NullExperiment()
 
 
 class Trackers:
-    """Runs the trackers of ``log_with``, the result of :func:`check_trackers`. Only the main process logs.
+    """Runs the trackers of `log_with`, the result of `check_trackers`. Only the main process logs.
 
-    On other processes the methods do nothing and need not be called. ``project.logging_dir`` is the folder of trackers that
+    On other processes the methods do nothing and need not be called. `project.logging_dir` is the folder of trackers that
     write files.
     """
 
@@ -39,7 +39,7 @@ class Trackers:
         self.running: list[Any] = []  # on the main process, once started
 
     def start(self, project_name: str, config: Any, init_kwargs: ByTracker | None) -> None:
-        """Start a run with each tracker; see ``Accelerator.init_trackers``."""
+        """Start a run with each tracker; see `Accelerator.init_trackers`."""
         if self._started:
             raise ConfigurationError("init_trackers: trackers are running. Fix: call accelerator.end_training() before")
         if not isinstance(project_name, str) or not project_name:
@@ -59,13 +59,13 @@ class Trackers:
             raise
 
     def log(self, values: Mapping[str, Any], step: int | None, log_kwargs: ByTracker | None) -> None:
-        """Log the values of a step; see ``Accelerator.log``."""
+        """Log the values of a step; see `Accelerator.log`."""
         options = self._by_name("log_kwargs", log_kwargs) if self._is_started("log") else {}
         for tracker in self.running:
             tracker.log(values, step=step, **options.get(tracker.name, {}))
 
     def get(self, name: Any, unwrap: bool) -> Any:
-        """A tracker by its name, or with ``unwrap`` its ``tracker``; an object that does nothing if it does not log here."""
+        """A tracker by its name, or with `unwrap` its `tracker`; an object that does nothing if it does not log here."""
         wanted = _text(name)
         if self._is_started("get_tracker") and self._names and wanted not in self._names:
             raise UnknownNameError(
@@ -76,7 +76,7 @@ class Trackers:
         return found.tracker if unwrap else found
 
     def end(self) -> None:
-        """End all runs, even if one of them raises; see ``Accelerator.end_training``."""
+        """End all runs, even if one of them raises; see `Accelerator.end_training`."""
         with ExitStack() as stack:  # which calls the last one first
             for tracker in reversed(self.running):
                 stack.callback(getattr(tracker, "finish", _NOTHING))
@@ -135,7 +135,7 @@ class Trackers:
 
 
 def check_trackers(log_with: Any, logging_dir: Any) -> list[Any]:
-    """Check ``log_with``: a name, an object, or a list of these. Returns a list of names, ``"all"`` included, and trackers."""
+    """Check `log_with`: a name, an object, or a list of these. Returns a list of names, `"all"` included, and trackers."""
     checked: list[Any] = []
     for given in map(_text, log_with if isinstance(log_with, list | tuple | set) else [log_with]):
         item = tracker_of(given) if isinstance(given, Logger) else given
@@ -173,7 +173,7 @@ def _writes_files(item: Any) -> bool:
 
 
 def _text(item: Any) -> Any:
-    """The name that an item stands for: a string, or an enum of strings such as Accelerate's ``LoggerType``."""
+    """The name that an item stands for: a string, or an enum of strings such as Accelerate's `LoggerType`."""
     value = getattr(item, "value", item)
     return value if isinstance(value, str) else item
 

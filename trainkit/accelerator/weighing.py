@@ -1,4 +1,4 @@
-"""``Accelerator.backward(loss, weight=)``: micro-batches that count by a weight which only the loop knows."""
+"""`Accelerator.backward(loss, weight=)`: micro-batches that count by a weight which only the loop knows."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def unwrapped(model: nn.Module, inside: Callable[[nn.Module], nn.Module], keep_c
     Args:
         model: wrapped or not.
         inside: what is inside a model, or the model itself.
-        keep_compiled: where the innermost one is in what ``torch.compile`` made of it, that.
+        keep_compiled: where the innermost one is in what `torch.compile` made of it, that.
     """
     inner = inside(model)
     if inner is model:

@@ -24,7 +24,7 @@ _PATIENCE = 5.0  # seconds until one node sees what another has written
 
 
 class Group(Protocol):
-    """Ranks that can exchange values: a :class:`~trainkit.distributed.world.World` or a ``Team``."""
+    """Ranks that can exchange values: a `World` or a `Team`."""
 
     rank: int
     size: int
@@ -34,7 +34,7 @@ class Group(Protocol):
 
 
 def run_on_all_ranks(group: Group, work: Callable[[], Any], otherwise: type[CheckpointError] = CheckpointError) -> list[Any]:
-    """Call ``work`` on every rank of a group. Collective.
+    """Call `work` on every rank of a group. Collective.
 
     Args:
         group: the ranks.
@@ -77,7 +77,7 @@ def _first_error(bad: dict[int, list[str]], otherwise: type[CheckpointError]) ->
 
 
 def wait_for_path(path: Path) -> bool:
-    """Whether ``path``, created by another process, is visible within a few seconds, which NFS may need."""
+    """Whether `path`, created by another process, is visible within a few seconds, which NFS may need."""
     end = time.monotonic() + _PATIENCE
     while not os.path.lexists(path):
         if time.monotonic() > end:

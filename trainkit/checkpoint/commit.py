@@ -45,27 +45,27 @@ _FORBIDDEN = _numbers("EACCES", "EPERM", "EROFS")
 
 
 def commit(draft: Draft, target: Path, *, replace: bool = False, team: Group = _ALONE) -> Manifest | None:
-    """Write a checkpoint so that ``target`` is never incomplete, not even after a power failure.
+    """Write a checkpoint so that `target` is never incomplete, not even after a power failure.
 
-    All files are written to ``.<name>.tmp-<run_id>`` next to ``target`` and synced, the manifest's digest last; then that
-    folder is renamed. Parents of ``target`` are created. ``target`` may be an empty folder.
+    All files are written to `.<name>.tmp-<run_id>` next to `target` and synced, the manifest's digest last; then that
+    folder is renamed. Parents of `target` are created. `target` may be an empty folder.
 
-    With several ranks each writes and syncs the files of its own :class:`Draft`; the main process does the rest. Collective.
+    With several ranks each writes and syncs the files of its own `Draft`; the main process does the rest. Collective.
 
     Args:
         draft: what to write.
         target: the folder of the checkpoint, as given on the main process. A link is followed.
         replace: replace an existing checkpoint once the new one is complete, so that one of them is there at any time. If the
-            file system cannot exchange two folders, the old one is called ``<name>.replaced`` for a moment. Files in it that
+            file system cannot exchange two folders, the old one is called `<name>.replaced` for a moment. Files in it that
             do not belong to the checkpoint are kept.
         team: the ranks that write.
 
     Returns:
-        The manifest as written, on the main process; ``None`` on other ranks.
+        The manifest as written, on the main process; `None` on other ranks.
 
     Raises:
-        CheckpointWriteError: it could not be written. What was written is removed; what was at ``target`` is unchanged.
-        CheckpointError: ``target`` exists and is not a checkpoint, or ``replace`` is False. An error on one rank is raised on
+        CheckpointWriteError: it could not be written. What was written is removed; what was at `target` is unchanged.
+        CheckpointError: `target` exists and is not a checkpoint, or `replace` is False. An error on one rank is raised on
             all ranks and names the rank.
     """
     work = _Commit(draft, target, replace, team.rank == 0)
@@ -83,10 +83,10 @@ def commit(draft: Draft, target: Path, *, replace: bool = False, team: Group = _
 
 
 def check_target(target: Path) -> None:
-    """Check that a :func:`commit` with ``replace`` would accept the target.
+    """Check that a `commit` with `replace` would accept the target.
 
     Raises:
-        CheckpointError: ``target`` exists and is not a checkpoint.
+        CheckpointError: `target` exists and is not a checkpoint.
     """
     _occupant(_followed(target), replace=True)
 
@@ -200,7 +200,7 @@ def _followed(target: Path) -> Path:
 
 
 def _occupant(target: Path, replace: bool) -> set[str] | None:
-    """The names of the files of the checkpoint at ``target``; ``None`` if nothing or an empty folder is there."""
+    """The names of the files of the checkpoint at `target`; `None` if nothing or an empty folder is there."""
     if target.name.startswith("."):
         raise CheckpointError(f"{target}: a folder whose name starts with '.' is no checkpoint. Fix: choose another name")
     try:
@@ -224,7 +224,7 @@ def _occupant(target: Path, replace: bool) -> set[str] | None:
 
 
 def _files_of_checkpoint(folder: Path, names: Collection[str]) -> set[str] | None:
-    """The ``names`` that belong to a checkpoint, which may be damaged; ``None`` if the folder is not a checkpoint."""
+    """The `names` that belong to a checkpoint, which may be damaged; `None` if the folder is not a checkpoint."""
     by_name = {name for name in names if _OUR_NAMES.fullmatch(name)}
     try:
         data = read_small_file(folder / MANIFEST, MAX_JSON_BYTES)
@@ -294,7 +294,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _carry_over(old: Path, new: Path, without: Collection[str]) -> None:
-    """Add the other files in ``old`` to ``new``, as hard links where possible."""
+    """Add the other files in `old` to `new`, as hard links where possible."""
     known = {name.lower() for name in without}
     for name in os.listdir(old):
         if name.lower() in known:
@@ -316,7 +316,7 @@ def _link(source: str | Path, copy: str | Path) -> None:
 
 
 def _put_in_place(partial: Path, target: Path, *, exchange: bool) -> None:
-    """Rename ``partial`` to ``target``, and what was at ``target``, if anything, to ``partial``."""
+    """Rename `partial` to `target`, and what was at `target`, if anything, to `partial`."""
     if not exchange or not os.path.lexists(target):  # it may have been removed meanwhile
         if os.name == "nt" and target.is_dir():  # where a rename replaces no folder, not even an empty one
             target.rmdir()

@@ -1,4 +1,4 @@
-"""``Draft``: a checkpoint before it is written, laid out as files whose sizes are known exactly."""
+"""`Draft`: a checkpoint before it is written, laid out as files whose sizes are known exactly."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Content:
 
     Attributes:
         tensors: stem of the file ("model", "model_1", "optimizer") → name → tensor.
-        state: everything else, for ``state.json`` and ``state.safetensors``; see :mod:`trainkit.tagged_json.encode` for the
+        state: everything else, for `state.json` and `state.safetensors`; see `trainkit.tagged_json.encode` for the
             supported types.
-        about: the fields of :class:`~trainkit.checkpoint.manifest.Manifest` except ``trainkit_version``, ``saved_at``,
-            ``format_version`` and ``files``.
-        attachments: further files by name, such as ``config.json``.
+        about: the fields of `Manifest` except `trainkit_version`, `saved_at`,
+            `format_version` and `files`.
+        attachments: further files by name, such as `config.json`.
         max_shard_size: maximum bytes of a file of tensors.
     """
 
@@ -54,13 +54,13 @@ class Content:
 
 
 class Draft:
-    """A :class:`Content` laid out as files, not yet written.
+    """A `Content` laid out as files, not yet written.
 
-    State and manifest are encoded immediately, so later changes to ``content.state`` and ``content.about`` have no effect. The
-    tensors are read when the files are written, unless :meth:`detach` copies them before.
+    State and manifest are encoded immediately, so later changes to `content.state` and `content.about` have no effect. The
+    tensors are read when the files are written, unless `detach` copies them before.
 
     The files of tensors are distributed over the ranks, which all have the tensors: each rank writes and copies only its own
-    files. Everything else is written by the main process; other ranks only need the tensors and ``about["run_id"]``.
+    files. Everything else is written by the main process; other ranks only need the tensors and `about["run_id"]`.
 
     Args:
         content: the content.
@@ -71,7 +71,7 @@ class Draft:
         run_id: the run that saves it.
         sizes: name of the file → bytes. On the main process all files, manifest and digest included; on other ranks all files
             of tensors.
-        size: the sum of ``sizes``.
+        size: the sum of `sizes`.
         layout: a digest of the layout of all files of tensors, to compare the ranks; "" if there is a single rank.
 
     Raises:
@@ -123,7 +123,7 @@ class Draft:
         """The manifest of the written files, on the main process.
 
         Args:
-            digests: the SHA-256 of each file in :attr:`sizes` except manifest and digest.
+            digests: the SHA-256 of each file in `sizes` except manifest and digest.
         """
         return replace(
             self._manifest, files={name: replace(entry, sha256=digests[name]) for name, entry in self._manifest.files.items()}
@@ -132,7 +132,7 @@ class Draft:
     def detach(self, buffers: HostBuffers) -> None:
         """Copy all tensors of this rank, so that the training can change them. Collective: sharded tensors are gathered.
 
-        The copies are stored in ``buffers``: the draft is valid until the next one is detached into them.
+        The copies are stored in `buffers`: the draft is valid until the next one is detached into them.
         """
         gathers = GatherOrder(self._rank, self._owned)
         try:
@@ -174,7 +174,7 @@ class Draft:
     def _add_tensors(
         self, stem: str, tensors: Mapping[str, Tensor], max_shard_size: int, groups: Mapping[int, list[str]]
     ) -> list[TensorFile]:
-        """Lay out the files of a stem; ``groups``: rank → names of the tensors that it writes."""
+        """Lay out the files of a stem; `groups`: rank → names of the tensors that it writes."""
         files, index = plan_files(stem, tensors, max_shard_size, groups.values())
         own = set(groups.get(self._rank, ()))
         owners = {name: rank for rank, names in groups.items() for name in names}

@@ -55,8 +55,8 @@ class ListedCheckpoint:
 
     Attributes:
         path: the checkpoint.
-        manifest: its manifest; ``None`` if that cannot be trusted.
-        problem: what is wrong with it; ``None`` if nothing was found. Files are not read for this, only their sizes compared.
+        manifest: its manifest; `None` if that cannot be trusted.
+        problem: what is wrong with it; `None` if nothing was found. Files are not read for this, only their sizes compared.
     """
 
     path: Path
@@ -65,14 +65,14 @@ class ListedCheckpoint:
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[ListedCheckpoint]:
-    """The checkpoints in ``folder``: valid ones newest first, then damaged ones with their problems.
+    """The checkpoints in `folder`: valid ones newest first, then damaged ones with their problems.
 
     Runs are ordered by the time of their latest checkpoint, checkpoints of a run by their save counter. Only manifests are
-    read, and the sizes of the files compared; :meth:`Checkpoint.verify` reads everything. A checkpoint is a folder that has a
-    file of a checkpoint and whose name does not start with ``.``. If ``folder`` does not exist, the list is empty.
+    read, and the sizes of the files compared; `Checkpoint.verify` reads everything. A checkpoint is a folder that has a
+    file of a checkpoint and whose name does not start with `.`. If `folder` does not exist, the list is empty.
 
     Raises:
-        CheckpointError: ``folder`` cannot be read.
+        CheckpointError: `folder` cannot be read.
     """
     found = candidates(local_path(folder, "folder"))
     return [one for one in found if one.problem is None] + [one for one in found if one.problem is not None]
@@ -108,12 +108,12 @@ def candidates(*folders: str | os.PathLike[str]) -> list[ListedCheckpoint]:
 
 
 def folders_below(root: str | os.PathLike[str], *, deep: bool = True) -> list[Path]:
-    """The folders ``checkpoints`` of the runs below ``root``, which need not exist.
+    """The folders `checkpoints` of the runs below `root`, which need not exist.
 
     Args:
-        root: a ``default_root_dir``, the folder of an experiment or of a run.
-        deep: search to the depth at which loggers create runs: ``<root>/<name>/<run>`` and ``<root>/logs/<name>/<run>``.
-            False: search ``<root>`` and ``<root>/<run>`` only.
+        root: a `default_root_dir`, the folder of an experiment or of a run.
+        deep: search to the depth at which loggers create runs: `<root>/<name>/<run>` and `<root>/logs/<name>/<run>`.
+            False: search `<root>` and `<root>/<run>` only.
     """
     level, places = [Path(root)], [Path(root)]
     for _ in range(2 if deep else 1):
@@ -135,7 +135,7 @@ def _folders_in(folder: Path) -> list[Path]:
 
 
 def next_counter(folder: str | os.PathLike[str], run_id: str) -> int:
-    """The save counter of the next checkpoint of a run: its highest in ``folder`` plus 1; 1 for the first."""
+    """The save counter of the next checkpoint of a run: its highest in `folder` plus 1; 1 for the first."""
     found = [one.manifest for one in _find(Path(folder)) if one.manifest is not None]
     return 1 + max((manifest.save_counter for manifest in found if manifest.run_id == run_id), default=0)
 
@@ -166,7 +166,7 @@ def _find(folder: Path) -> list[ListedCheckpoint]:
 
 
 def free_name(folder: Path, name: str, taken: Collection[str] = ()) -> str:
-    """``name`` if it is free in ``folder``, else the first free one of ``name-v1``, ``name-v2``, …
+    """`name` if it is free in `folder`, else the first free one of `name-v1`, `name-v2`, …
 
     Args:
         folder: the folder for the checkpoint; need not exist.
@@ -181,11 +181,11 @@ def free_name(folder: Path, name: str, taken: Collection[str] = ()) -> str:
 
 
 def write_pointer(folder: Path, name: str) -> None:
-    """Replace the content of the file ``last`` in ``folder`` atomically by ``name``, the name of a checkpoint in it.
+    """Replace the content of the file `last` in `folder` atomically by `name`, the name of a checkpoint in it.
 
     Raises:
         CheckpointWriteError: it cannot be written.
-        CheckpointError: ``name`` is not a plain name.
+        CheckpointError: `name` is not a plain name.
     """
     if not _is_plain(name):
         raise CheckpointError(f"expected the plain name of a checkpoint in {folder}, got {name!r}. Fix: use path.name.")
@@ -205,10 +205,10 @@ def write_pointer(folder: Path, name: str) -> None:
 
 
 def read_pointer(folder: Path) -> str | None:
-    """The name that :func:`write_pointer` wrote; ``None`` if there is no such file. The checkpoint need not exist.
+    """The name that `write_pointer` wrote; `None` if there is no such file. The checkpoint need not exist.
 
     Raises:
-        CorruptCheckpointError: the file ``last`` does not hold a plain name.
+        CorruptCheckpointError: the file `last` does not hold a plain name.
     """
     path = folder / POINTER
     if not os.path.lexists(path) or is_checkpoint(path):  # a checkpoint may have any name
@@ -235,12 +235,12 @@ def _is_plain(name: str) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint. It is renamed to ``.<name>.del-…`` first, so that no process sees an incomplete one.
+    """Remove a checkpoint. It is renamed to `.<name>.del-…` first, so that no process sees an incomplete one.
 
     Of a link only the link is removed. A path that does not exist is no error.
 
     Raises:
-        CheckpointError: ``path`` is not a checkpoint; nothing was removed.
+        CheckpointError: `path` is not a checkpoint; nothing was removed.
         CheckpointWriteError: it cannot be removed completely; what is left is removed at the next start.
     """
     if not os.path.lexists(path):
@@ -261,7 +261,7 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Remove unfinished saves and removals of killed runs from ``folder``. Returns what was removed.
+    """Remove unfinished saves and removals of killed runs from `folder`. Returns what was removed.
 
     Only the holder of the folder's lock may call this. Similar entries (a link, a file instead of a folder, a folder that
     contains folders) are kept, and so is what cannot be removed.
@@ -283,7 +283,7 @@ def remove_leftovers(folder: Path) -> list[Path]:
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Whether a run was killed before its first checkpoint was complete: ``folder`` has leftovers and no checkpoint."""
+    """Whether a run was killed before its first checkpoint was complete: `folder` has leftovers and no checkpoint."""
     try:
         with os.scandir(folder) as entries:
             leftovers = any(_is_leftover(entry) for entry in entries)
@@ -315,7 +315,7 @@ def _delete(path: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Create ``folder`` with its parents, and write and remove a small file in it.
+    """Create `folder` with its parents, and write and remove a small file in it.
 
     Raises:
         CheckpointWriteError: one of these fails.

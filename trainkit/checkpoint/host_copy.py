@@ -43,7 +43,7 @@ class HostBuffers:
             take: returns the values of a tensor; called for all tensors in the order of the files.
 
         Returns:
-            file name → the bytes of its data part, in the memory of this object: valid until the next ``copy`` or ``free``. A
+            file name → the bytes of its data part, in the memory of this object: valid until the next `copy` or `free`. A
             call for files of the same names and sizes allocates nothing.
 
         Raises:
@@ -65,7 +65,7 @@ class HostBuffers:
         return {name: self._buffers[name].numpy().data[:size] for name, size in sizes.items()}
 
     def free(self) -> None:
-        """Free the memory. Views returned by ``copy`` must not be used any more."""
+        """Free the memory. Views returned by `copy` must not be used any more."""
         self._drop(list(self._buffers))
 
     def _make_room(self, sizes: Mapping[str, int], lock: bool) -> None:

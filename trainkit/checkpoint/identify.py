@@ -37,13 +37,13 @@ _RESERVED = re.compile(
 def is_checkpoint(path: Path) -> bool:
     """Whether a path is a checkpoint, valid or damaged: a folder that has a file with a name of a checkpoint's files.
 
-    A folder whose name starts with ``.`` is not one: it is not finished, or is being removed.
+    A folder whose name starts with `.` is not one: it is not finished, or is being removed.
     """
     return not path.name.startswith(".") and has_checkpoint_files(path)
 
 
 def hidden_path(path: Path, mark: str) -> Path:
-    """``.<name><mark>`` in the same folder, which readers ignore; a long name is cut."""
+    """`.<name><mark>` in the same folder, which readers ignore; a long name is cut."""
     name, room = path.name, MAX_NAME - 1 - len(mark)
     if len(os.fsencode(name)) > room:
         name = os.fsencode(name)[:room].decode("utf-8", "ignore")
@@ -72,7 +72,7 @@ def _lists_checkpoint_files(folder: Path) -> bool:
 
 
 def checkpoint_identity(path: Path) -> bytes | None:
-    """The digest of the checkpoint at ``path``, empty if it has none; ``None`` if there is no folder.
+    """The digest of the checkpoint at `path`, empty if it has none; `None` if there is no folder.
 
     The folder's inode is no identity: a new folder may get the same one.
     """
@@ -83,7 +83,7 @@ def checkpoint_identity(path: Path) -> bytes | None:
 
 
 def why_no_checkpoint(path: Path) -> str:
-    """Why there is no checkpoint at ``path``, with the checkpoints next to it."""
+    """Why there is no checkpoint at `path`, with the checkpoints next to it."""
     if path.name.startswith("."):
         return f"{path} is no checkpoint: a name that starts with '.' is that of one that is not finished or being removed."
     if (foreign := _of_another_program(path)) is not None:
@@ -107,7 +107,7 @@ def why_no_checkpoint(path: Path) -> str:
 
 
 def _of_another_program(path: Path) -> str | None:
-    """How to load the weights of another program's checkpoint; ``None`` if it does not look like one."""
+    """How to load the weights of another program's checkpoint; `None` if it does not look like one."""
     only = "Optimizers, schedules and the position in the data are not converted: docs/from-lightning.md#checkpoints"
     load = f"module.load_state_dict(torch.load({str(path)!r}, map_location='cpu', weights_only=True)"
     if path.suffix == ".ckpt" and path.is_file():

@@ -1,16 +1,16 @@
 """One live run per folder of checkpoints: a lock that a dead process or a dead host does not keep.
 
-The lock is the content of the file ``.lock``, which names its holder and has a heartbeat. ``flock`` only makes
+The lock is the content of the file `.lock`, which names its holder and has a heartbeat. `flock` only makes
 read-check-write atomic, and is released immediately.
 
 Why not the package filelock (tried: 4.2.12), which torch depends on, and which would replace this file:
 
-- ``FileLock`` holds ``flock`` for the whole run. BeeGFS, Lustre with ``localflock`` and FUSE file systems apply ``flock`` to
+- `FileLock` holds `flock` for the whole run. BeeGFS, Lustre with `localflock` and FUSE file systems apply `flock` to
   one host only: runs on two hosts would both save. NFSv3 keeps the lock of a dead host until that host starts again. A forked
   DataLoader worker keeps the lock of a killed run, unless filelock is recent enough to close it; torch requires no version. It
   also truncates the file, so that the error could not name host, process and run.
-- ``SoftFileLease`` (3.30 and newer) has a heartbeat. But a killed run that its parent has not waited for blocks the folder for
-  the whole lease, the file has no room for the run, a ``.lock`` of an earlier trainkit counts as malformed and is removed, and
+- `SoftFileLease` (3.30 and newer) has a heartbeat. But a killed run that its parent has not waited for blocks the folder for
+  the whole lease, the file has no room for the run, a `.lock` of an earlier trainkit counts as malformed and is removed, and
   a process that was suspended learns of a takeover only at its next heartbeat, which may be after its next save.
 """
 
@@ -67,7 +67,7 @@ class FolderLock:
         beat: seconds between heartbeats, by which a daemon thread shows other hosts that the holder is alive.
         stale_after: seconds without a heartbeat after which the lock of another host is taken over.
 
-    A forked process neither has the lock nor keeps it. A lock object that is deleted without ``release`` is released.
+    A forked process neither has the lock nor keeps it. A lock object that is deleted without `release` is released.
     """
 
     def __init__(self, folder: Path, run_id: str, *, beat: float = 10.0, stale_after: float = 60.0) -> None:
@@ -87,7 +87,7 @@ class FolderLock:
         """Take the lock and start its heartbeat. Does nothing if this object has the lock already.
 
         The lock of a dead process of this host is taken over immediately, that of another host when its heartbeat has not
-        changed for ``stale_after`` seconds. A notice announces that wait.
+        changed for `stale_after` seconds. A notice announces that wait.
 
         Raises:
             CheckpointLockedError: another live run holds the lock; the message names host, process and run.
@@ -116,15 +116,15 @@ class FolderLock:
 
     @property
     def lost(self) -> bool:
-        """Whether another run has taken over the lock since ``acquire``, so that this one must not write to the folder.
+        """Whether another run has taken over the lock since `acquire`, so that this one must not write to the folder.
 
-        This happens if the process was suspended, or cut off from the file system, for longer than ``stale_after``. The file is
+        This happens if the process was suspended, or cut off from the file system, for longer than `stale_after`. The file is
         read each time, since a process that resumes may ask before its heartbeat does.
         """
         return self._heart is not None and self._heart.check()
 
     def check(self) -> None:
-        """Raise ``CheckpointLockedError``, which names the other run, if the lock is ``lost``."""
+        """Raise `CheckpointLockedError`, which names the other run, if the lock is `lost`."""
         if self.lost:
             assert self._heart is not None
             raise CheckpointLockedError(
@@ -147,7 +147,7 @@ class _Holder:
 
     @classmethod
     def parse(cls, data: bytes) -> _Holder | None:
-        """The holder named in a lock file; ``None`` if the content is invalid."""
+        """The holder named in a lock file; `None` if the content is invalid."""
         try:
             values = strict_json(data, LOCK)
         except CorruptCheckpointError:
@@ -164,7 +164,7 @@ class _Holder:
         return f"run {self.run_id!r} (process {self.process.pid} on host {self.process.host!r})"
 
     def state(self) -> Literal["live", "dying", "dead", "unknown"]:
-        """Whether the holder is alive; ``"unknown"`` if only its heartbeat can show that."""
+        """Whether the holder is alive; `"unknown"` if only its heartbeat can show that."""
         if self.process == ProcessIdentity.this():
             return "live" if self.token in _HELD else "dead"
         return self.process.state()
@@ -174,7 +174,7 @@ class _Holder:
 
 
 def _claim(path: Path, mine: _Holder, folder: Path, stale_after: float) -> None:
-    """Write ``mine`` into the lock file as soon as no live process holds the lock."""
+    """Write `mine` into the lock file as soon as no live process holds the lock."""
     seen, since = b"", 0.0
     while True:
         try:
@@ -292,7 +292,7 @@ def _flock(descriptor: int, path: Path) -> bool:
 
 
 class _Heart(threading.Thread):
-    """The heartbeat. It has no reference to its ``FolderLock``, which ends it when it is deleted."""
+    """The heartbeat. It has no reference to its `FolderLock`, which ends it when it is deleted."""
 
     def __init__(self, path: Path, mine: _Holder, beat: float) -> None:
         super().__init__(name="trainkit-folder-lock", daemon=True)
@@ -307,7 +307,7 @@ class _Heart(threading.Thread):
             self.check(beat=True)
 
     def check(self, beat: bool = False) -> bool:
-        """Whether another run holds the lock by now. If not, and with ``beat``, write a heartbeat."""
+        """Whether another run holds the lock by now. If not, and with `beat`, write a heartbeat."""
         if self.lost:
             return True
         try:

@@ -1,4 +1,4 @@
-"""``Manifest``: the description of a checkpoint, with the size and SHA-256 of each file."""
+"""`Manifest`: the description of a checkpoint, with the size and SHA-256 of each file."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The content of ``manifest.json``.
+    """The content of `manifest.json`.
 
     Attributes:
-        run_id: the run that saved the checkpoint; letters, digits, ``-`` and ``_``.
+        run_id: the run that saved the checkpoint; letters, digits, `-` and `_`.
         save_counter: number of this save in the run; later saves have higher numbers.
         step: number of optimizer steps so far.
         epoch: the current epoch, from 0.
@@ -55,12 +55,12 @@ class Manifest:
         world_size: the world size of the run.
         strategy: the name of the strategy.
         precision: the name of the precision.
-        contents: what is stored, such as ``{"model": "all", "optimizer": True, "resumable": True}``; plain JSON.
+        contents: what is stored, such as `{"model": "all", "optimizer": True, "resumable": True}`; plain JSON.
         aliases: stem of the file → name of a tied tensor → the name that it is stored under.
         irregular: keys of optimizer tensors that do not have the shape of their parameter.
         metrics: the values of metrics at the save, by name; any float.
-        saved_by: what requested the save; ``None`` for the user.
-        saved_at: time in UTC, as ``2026-11-20T15:07:48.123456Z``, so that the strings sort by time.
+        saved_by: what requested the save; `None` for the user.
+        saved_at: time in UTC, as `2026-11-20T15:07:48.123456Z`, so that the strings sort by time.
         trainkit_version: the version of trainkit that saved it.
         format_version: the version of the format.
         files: all other files, by name.
@@ -88,10 +88,10 @@ class Manifest:
     files: dict[str, FileEntry]
 
     def to_bytes(self) -> bytes:
-        """The content of ``manifest.json``: strict JSON in ASCII; metrics that are not finite are strings.
+        """The content of `manifest.json`: strict JSON in ASCII; metrics that are not finite are strings.
 
         Raises:
-            UnsavableError: :meth:`from_bytes` would not accept a field; the message names it.
+            UnsavableError: `from_bytes` would not accept a field; the message names it.
         """
         try:
             metrics = {name: _metric_to_json(value) for name, value in self.metrics.items()}
@@ -113,7 +113,7 @@ class Manifest:
         """Decode a manifest and check every field; unknown fields are skipped.
 
         Args:
-            data: the content of ``manifest.json``. The caller compares it with its digest.
+            data: the content of `manifest.json`. The caller compares it with its digest.
             what: the name of the file in messages.
 
         Raises:
@@ -139,7 +139,7 @@ class Manifest:
 
 
 def digest_line(data: bytes) -> bytes:
-    """The content of ``manifest.sha256`` for a ``manifest.json`` with these bytes; ``sha256sum -c`` can read it."""
+    """The content of `manifest.sha256` for a `manifest.json` with these bytes; `sha256sum -c` can read it."""
     return f"{hashlib.sha256(data).hexdigest()}  {MANIFEST}\n".encode("ascii")
 
 
@@ -161,7 +161,7 @@ def _metric_to_json(value: Any) -> float | str:
 
 
 def _problem(values: dict[str, Any]) -> str | None:
-    """What is wrong with decoded fields, as ``['field']: …``; ``None`` if they are valid."""
+    """What is wrong with decoded fields, as `['field']: …`; `None` if they are valid."""
     for name, (is_right, expected) in _EXPECTED.items():
         if name not in values:
             return f"[{name!r}] is missing"

@@ -1,4 +1,4 @@
-"""``ProcessIdentity``: lets another process find out later whether a process is still alive."""
+"""`ProcessIdentity`: lets another process find out later whether a process is still alive."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class ProcessIdentity:
 
     Attributes:
         host: the name of the host, which need not be unique.
-        boot: the boot id of the kernel; ``None`` if unknown.
-        namespace: the namespace of the process ids, as a container has its own; ``None`` if unknown.
+        boot: the boot id of the kernel; `None` if unknown.
+        namespace: the namespace of the process ids, as a container has its own; `None` if unknown.
         pid: the process id, which may be used again after the process has exited.
-        start: the start time, in a form that can only be compared; ``None`` if unknown.
+        start: the start time, in a form that can only be compared; `None` if unknown.
     """
 
     host: str
@@ -45,7 +45,7 @@ class ProcessIdentity:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ProcessIdentity | None:
-        """Decode the result of ``to_json``, which may have other keys, too; ``None`` if it is invalid."""
+        """Decode the result of `to_json`, which may have other keys, too; `None` if it is invalid."""
         host, pid = values.get("host"), values.get("pid")
         boot, namespace, start = (values.get(name, 0) for name in ("boot", "namespace", "start"))
         if not isinstance(host, str) or type(pid) is not int or not 0 < pid < 2**31:
@@ -59,7 +59,7 @@ class ProcessIdentity:
         return asdict(self)
 
     def state(self) -> Literal["live", "dying", "dead", "unknown"]:
-        """Whether the process is alive. ``"dying"``: killed but not exited yet; ``"unknown"``: not visible from this host."""
+        """Whether the process is alive. `"dying"`: killed but not exited yet; `"unknown"`: not visible from this host."""
         here = ProcessIdentity.this()
         if (self.host, self.boot, self.namespace) != (here.host, here.boot, here.namespace) or os.name != "posix":
             return "live" if self == here else "unknown"
@@ -76,7 +76,7 @@ class ProcessIdentity:
 
 
 def _look_at(pid: int) -> tuple[str | None, Literal["live", "dying", "dead"]]:
-    """The start time of a process, ``None`` if unknown, and its state."""
+    """The start time of a process, `None` if unknown, and its state."""
     here = _link("/proc/self")
     if here is None:
         return _start_says_ps(pid), "live"

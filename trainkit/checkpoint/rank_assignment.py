@@ -16,8 +16,8 @@ def assign_to_ranks(sizes: Mapping[str, int], loads: list[int], whole_up_to: int
         whole_up_to: items with no more bytes in total are all assigned to one rank.
 
     Returns:
-        rank → names, in the order of ``sizes``, for ranks with items. The assignment does not depend on the order of
-        ``sizes``, so that all ranks compute the same one.
+        rank → names, in the order of `sizes`, for ranks with items. The assignment does not depend on the order of
+        `sizes`, so that all ranks compute the same one.
     """
     if sum(sizes.values()) <= whole_up_to or len(loads) == 1:
         rank = loads.index(min(loads))

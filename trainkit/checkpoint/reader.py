@@ -35,7 +35,7 @@ _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})", re.DOTALL)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open the checkpoint at ``path``: verify its manifest, and check that the other files exist and have the right sizes.
+    """Open the checkpoint at `path`: verify its manifest, and check that the other files exist and have the right sizes.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint; the message names similar paths.
@@ -55,13 +55,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def inspect_checkpoint(path: Path) -> tuple[Manifest | None, str | None]:
-    """The manifest (``None`` if it cannot be trusted) and what :func:`open_checkpoint` would complain about, if anything."""
+    """The manifest (`None` if it cannot be trusted) and what `open_checkpoint` would complain about, if anything."""
     manifest, problem, _ = _inspect(path)
     return manifest, None if problem is None else str(problem)
 
 
 class Checkpoint:
-    """A checkpoint with a verified manifest, whose files exist with the right sizes; made by :func:`open_checkpoint`.
+    """A checkpoint with a verified manifest, whose files exist with the right sizes; made by `open_checkpoint`.
 
     Attributes:
         path: the folder.
@@ -78,19 +78,19 @@ class Checkpoint:
 
     @property
     def stems(self) -> list[str]:
-        """The parts of the checkpoint, for ``read``: ``"model"``, ``"optimizer"``, ``"state"``, …"""
+        """The parts of the checkpoint, for `read`: `"model"`, `"optimizer"`, `"state"`, …"""
         return sorted({*self._stems(), "state"})
 
     def read(self, stems: Collection[str] | None = None, *, mapped: bool = False, unregistered: bool = False) -> Loaded:
         """The content. Each file is read once; all files are verified before anything is returned.
 
-        Memory: that of the tensors, and up to 40 times the size of ``state.json`` while it is decoded.
+        Memory: that of the tensors, and up to 40 times the size of `state.json` while it is decoded.
 
         Args:
-            stems: the parts to read; ``None``: all of :attr:`stems`, and verify the attachments, too.
+            stems: the parts to read; `None`: all of `stems`, and verify the attachments, too.
             mapped: leave the values of models and optimizers on the disk until they are used, which needs no memory for them.
                 Do not keep these tensors: their files must not change while they are used.
-            unregistered: return a value of a registered type as a tuple of the type's name and what ``encode`` returned, so
+            unregistered: return a value of a registered type as a tuple of the type's name and what `encode` returned, so
                 that this program need not have registered the type.
 
         Raises:
@@ -107,7 +107,7 @@ class Checkpoint:
         return loaded
 
     def verify(self) -> None:
-        """Check that ``read`` would succeed, with little memory: files are hashed in pieces, and mapped instead of loaded.
+        """Check that `read` would succeed, with little memory: files are hashed in pieces, and mapped instead of loaded.
 
         Raises:
             CorruptCheckpointError: a file is damaged; the message names it.
@@ -118,7 +118,7 @@ class Checkpoint:
             self._check_attachments()
 
     def attachment(self, name: str) -> bytes:
-        """The verified content of a file that is neither tensors nor state, such as ``config.json``.
+        """The verified content of a file that is neither tensors nor state, such as `config.json`.
 
         Raises:
             CheckpointNotFoundError: the checkpoint has no such file.
@@ -139,7 +139,7 @@ class Checkpoint:
         return requested
 
     def _files_of(self, stems: Collection[str] | None) -> list[str]:
-        """The files that :meth:`read` reads for these stems."""
+        """The files that `read` reads for these stems."""
         if stems is None:
             return list(self.manifest.files)
         of_stems = {name for stem, names in self._stems().items() if stem in stems for name in [*names, stem + _INDEX]}
@@ -152,7 +152,7 @@ class Checkpoint:
         return _stems(self.manifest, self._what(MANIFEST))
 
     def _load(self, requested: Collection[str], fetch: Callable[[str], memoryview], unregistered: bool = False) -> Loaded:
-        """The content of the requested stems; ``fetch`` returns the verified content of a file."""
+        """The content of the requested stems; `fetch` returns the verified content of a file."""
         tensors = {stem: self._tensors(stem, names, fetch) for stem, names in self._stems().items() if stem in requested}
         for_state = tensors.pop("state", {})
         state: Any = {}
@@ -184,7 +184,7 @@ class Checkpoint:
         return tensors
 
     def _content(self, name: str, verified: bool = False, mapped: bool = False) -> memoryview:
-        """The bytes of a file. ``verified``: another rank has hashed it."""
+        """The bytes of a file. `verified`: another rank has hashed it."""
         entry = self.manifest.files[name]
         return read_file(self.path / name, entry.size, None if verified else entry.sha256, self._what(name), mapped)
 
@@ -229,7 +229,7 @@ class Loaded:
     checkpoint: Checkpoint
 
     def attachments(self, name: str) -> bytes:
-        """The content of a further file, such as ``config.json``; see :meth:`Checkpoint.attachment`."""
+        """The content of a further file, such as `config.json`; see `Checkpoint.attachment`."""
         return self.checkpoint.attachment(name)
 
 
@@ -237,7 +237,7 @@ class Loaded:
 
 
 def _inspect(path: Path) -> tuple[Manifest | None, CheckpointError | None, bytes | None]:
-    """The manifest, the problem, and the identity of the checkpoint at ``path``."""
+    """The manifest, the problem, and the identity of the checkpoint at `path`."""
     while True:
         manifest, problem, before = None, None, checkpoint_identity(path)
         try:
@@ -283,7 +283,7 @@ def _measure(path: Path, manifest: Manifest) -> None:
 
 
 def _stems(manifest: Manifest, what: str) -> dict[str, list[str]]:
-    """The files of each stem, in order; ``CorruptCheckpointError`` if some are missing."""
+    """The files of each stem, in order; `CorruptCheckpointError` if some are missing."""
     if STATE not in manifest.files:
         raise CorruptCheckpointError(f"{what}: it lists no {STATE}")
     for name, entry in manifest.files.items():

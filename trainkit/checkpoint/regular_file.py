@@ -24,14 +24,14 @@ _NORESERVE = 0x4000 if platform.system() == "Linux" and platform.machine() in ("
 
 
 def not_regular(mode: int) -> str | None:
-    """What is wrong with a file of this ``st_mode``; None if it is regular."""
+    """What is wrong with a file of this `st_mode`; None if it is regular."""
     kinds = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     return None if stat.S_ISREG(mode) else f"not a regular file, but {kinds.get(stat.S_IFMT(mode), 'a device')}"
 
 
 @contextmanager
 def regular_file(path: Path, what: str = "") -> Iterator[FileIO]:
-    """Open a regular file, called ``what`` in messages. ``CorruptCheckpointError``: missing, unreadable, not regular."""
+    """Open a regular file, called `what` in messages. `CorruptCheckpointError`: missing, unreadable, not regular."""
     flags = [getattr(os, name, 0) for name in ("O_BINARY", "O_NOCTTY", "O_NOFOLLOW", "O_NONBLOCK")]
     what = what or str(path)
     try:
@@ -47,7 +47,7 @@ def regular_file(path: Path, what: str = "") -> Iterator[FileIO]:
 
 
 def read_small_file(path: Path, limit: int) -> bytes:
-    """The content of a regular file. ``CorruptCheckpointError`` as above, or for more than ``limit`` bytes."""
+    """The content of a regular file. `CorruptCheckpointError` as above, or for more than `limit` bytes."""
     with regular_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
@@ -59,8 +59,8 @@ def read_file(path: Path, size: int, sha256: str | None, what: str, mapped: bool
     """The bytes of a regular file of this size and SHA-256 (None: verified elsewhere), writable, aligned for every dtype.
 
     Mapped bytes are read from the disk when they are used, and changes to them are not written to the disk; the file may be
-    removed meanwhile, but must not change. Raises ``CorruptCheckpointError`` like :func:`regular_file`, and for another size or
-    digest; ``CheckpointError`` if the file does not fit into memory.
+    removed meanwhile, but must not change. Raises `CorruptCheckpointError` like `regular_file`, and for another size or
+    digest; `CheckpointError` if the file does not fit into memory.
     """
     with regular_file(path, what) as file:
         if (found := os.fstat(file.fileno()).st_size) != size:  # before any memory is taken
@@ -83,7 +83,7 @@ def read_file(path: Path, size: int, sha256: str | None, what: str, mapped: bool
 
 
 def _map(file: FileIO, size: int) -> memoryview | None:
-    """The bytes of an open file, mapped; ``None`` if the file system cannot do that."""
+    """The bytes of an open file, mapped; `None` if the file system cannot do that."""
     try:
         if _NORESERVE:
             return memoryview(mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE | _NORESERVE))

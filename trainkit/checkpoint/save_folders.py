@@ -1,4 +1,4 @@
-"""``SaveFolders``: the folders that a run saves to. The main process checks and locks them and chooses names for all ranks."""
+"""`SaveFolders`: the folders that a run saves to. The main process checks and locks them and chooses names for all ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class SaveFolders:
         name: a name that no other object of these ranks has.
 
     Attributes:
-        folders: the folders, in the order of the calls of :meth:`use`.
-        of_run: the default folder, ``<the run's folder>/checkpoints``; ``None`` before it is known.
+        folders: the folders, in the order of the calls of `use`.
+        of_run: the default folder, `<the run's folder>/checkpoints`; `None` before it is known.
     """
 
     def __init__(self, world: World, name: str) -> None:
@@ -42,7 +42,7 @@ class SaveFolders:
         self._entered: set[Path] = set()
 
     def use(self, folder: Path, run_id: str) -> None:
-        """Save to a folder, as given on the main process. It is created when the run :meth:`begins <begin>`.
+        """Save to a folder, as given on the main process. It is created when the run `begins <begin>`.
 
         Raises:
             CheckpointWriteError: the folder exists, and is not writable or not the same on all ranks.
@@ -55,14 +55,14 @@ class SaveFolders:
             self.folders.append(Path(path))
 
     def use_of_run(self, placed: Callable[[Path], None]) -> None:
-        """Save to the folder of the run. ``placed`` is called with it, now or, if it is not known yet, by :meth:`choose`."""
+        """Save to the folder of the run. `placed` is called with it, now or, if it is not known yet, by `choose`."""
         if self.of_run is None:
             self._placed.append(placed)
         else:
             placed(self.of_run)
 
     def choose(self, choice: Callable[[], Path]) -> None:
-        """Choose the folder of a new run, if :meth:`use_of_run` was called. Raises like :meth:`use`."""
+        """Choose the folder of a new run, if `use_of_run` was called. Raises like `use`."""
         waiting, self._placed = self._placed, []
         if waiting:
             if self.of_run is None:
@@ -72,7 +72,7 @@ class SaveFolders:
                 placed(self.of_run)
 
     def continue_in(self, folder: Path) -> None:
-        """Make ``folder`` the folder of the run, instead of the previous one. Raises like :meth:`use`."""
+        """Make `folder` the folder of the run, instead of the previous one. Raises like `use`."""
         if self.of_run == folder:
             return
         before, self.of_run = self.of_run, None
@@ -101,7 +101,7 @@ class SaveFolders:
         run_on_all_ranks(self._team, remove)
 
     def begin(self, run_id: str) -> None:
-        """Lock the folders that did not exist when :meth:`use` was called. Raises like :meth:`use`."""
+        """Lock the folders that did not exist when `use` was called. Raises like `use`."""
         for folder in self.folders:
             if folder not in self._entered:
                 self._enter(folder, run_id)
@@ -117,7 +117,7 @@ class SaveFolders:
         return highest
 
     def place(self, folder: Path, name: str, replace: bool) -> Path:
-        """The path for a checkpoint: ``name`` in the folder or, if that exists and is not to be replaced, another name.
+        """The path for a checkpoint: `name` in the folder or, if that exists and is not to be replaced, another name.
 
         Raises:
             CheckpointLockedError: another run has taken over a folder, since this one sent no heartbeat for too long.

@@ -1,4 +1,4 @@
-"""``Saver``: saves while the training continues, with one thread, at most one save in progress, and no failure lost."""
+"""`Saver`: saves while the training continues, with one thread, at most one save in progress, and no failure lost."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Saver:
     """Commits drafts, in a thread or immediately.
 
     A save in the thread costs the caller a copy of the tensors into host memory, which later saves use again. The thread exists
-    only during a save, and the interpreter waits for it at exit: a save in progress is finished even without :meth:`close`. All
+    only during a save, and the interpreter waits for it at exit: a save in progress is finished even without `close`. All
     methods are for the main thread.
 
-    With several ranks, all of them call :meth:`save` and :meth:`wait` in the same order, and get the same errors from them.
-    :meth:`poll` reports what this rank knows; other ranks may not know it yet.
+    With several ranks, all of them call `save` and `wait` in the same order, and get the same errors from them.
+    `poll` reports what this rank knows; other ranks may not know it yet.
 
     Args:
-        notify: called in the thread when :meth:`poll` has something to report.
+        notify: called in the thread when `poll` has something to report.
         team: the ranks that save together; used only by this object.
     """
 
@@ -66,20 +66,20 @@ class Saver:
         committed: Callable[[Manifest | None], None] | None = None,
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
-        """Wait for the save in progress, then commit ``draft`` to ``target``.
+        """Wait for the save in progress, then commit `draft` to `target`.
 
         Args:
             draft: what to write.
             target: the folder of the checkpoint.
             blocking: write the tensors without a copy and return after the commit. False: copy them and return; the draft
                 cannot be used again.
-            replace: see :func:`~trainkit.checkpoint.commit.commit`.
+            replace: see `commit`.
             committed: called after the commit, in the same thread, with the result of the commit.
-            failed: called by :meth:`poll` with the error if the save or ``committed`` failed; without it :meth:`poll` raises
-                the error. Not used if ``blocking``.
+            failed: called by `poll` with the error if the save or `committed` failed; without it `poll` raises
+                the error. Not used if `blocking`.
 
         Raises:
-            CheckpointError: the save failed (``blocking``), or an earlier one failed that had no ``failed``.
+            CheckpointError: the save failed (`blocking`), or an earlier one failed that had no `failed`.
         """
         self.wait()
         target = Path(os.path.abspath(target))  # the working directory may change meanwhile
@@ -107,7 +107,7 @@ class Saver:
         self._thread = thread
 
     def poll(self) -> None:
-        """Report saves that have failed: call their ``failed``, or raise the error if they have none. Cheap."""
+        """Report saves that have failed: call their `failed`, or raise the error if they have none. Cheap."""
         while self._failures:
             failure = self._failures.popleft()
             if failure.failed is None or not isinstance(failure.error, Exception):
@@ -115,7 +115,7 @@ class Saver:
             failure.failed(failure.error)
 
     def wait(self) -> None:
-        """Wait for the save in progress, and report like :meth:`poll`."""
+        """Wait for the save in progress, and report like `poll`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -23,7 +23,7 @@ def read_on_all_ranks(
     *,
     mapped: bool = False,
 ) -> Loaded:
-    """:meth:`Checkpoint.read` on all ranks of a group: the content on each rank, or the same error on all. Collective.
+    """`Checkpoint.read` on all ranks of a group: the content on each rank, or the same error on all. Collective.
 
     Each file is hashed by one rank. After all files are verified, each rank reads those that it has not read yet, without
     hashing them again.
@@ -31,11 +31,11 @@ def read_on_all_ranks(
     Args:
         path: the checkpoint, as given on the main process.
         group: the ranks.
-        choose: returns the stems to read, given the manifest; ``None`` for everything. It may raise.
-        mapped: see :meth:`Checkpoint.read`.
+        choose: returns the stems to read, given the manifest; `None` for everything. It may raise.
+        mapped: see `Checkpoint.read`.
 
     Raises:
-        CheckpointError: like :func:`open_checkpoint` and :meth:`Checkpoint.read`, or the ranks see different checkpoints.
+        CheckpointError: like `open_checkpoint` and `Checkpoint.read`, or the ranks see different checkpoints.
     """
     if group.size == 1:
         checkpoint = open_checkpoint(path)

@@ -1,6 +1,6 @@
 """Files of tensors in the safetensors format: laid out before a byte is written, hashed while written, checked when read.
 
-The package ``safetensors`` neither syncs nor hashes what it writes, needs the whole file in memory in one piece, and
+The package `safetensors` neither syncs nor hashes what it writes, needs the whole file in memory in one piece, and
 refuses tensors that share storage. The format itself is simple: eight bytes with the length of a JSON header, the
 header, the tensors' bytes. Source: https://github.com/huggingface/safetensors, "Format".
 """
@@ -46,7 +46,7 @@ _METADATA = {"format": "pt"}  # required by transformers
 
 @dataclass(frozen=True)
 class Entry:
-    """The place of one tensor: bytes ``start`` to ``end`` (exclusive) of the file's data part."""
+    """The place of one tensor: bytes `start` to `end` (exclusive) of the file's data part."""
 
     name: str
     dtype: torch.dtype
@@ -75,14 +75,14 @@ def plan_files(
     """Lay tensors out as one file, or as several and an index.
 
     Args:
-        stem: the file is ``stem.safetensors``; several are ``stem-00001-of-0000n.safetensors``.
+        stem: the file is `stem.safetensors`; several are `stem-00001-of-0000n.safetensors`.
         tensors: on any device, with any strides. Their values are not read.
         max_shard_size: maximum bytes of a file. A single larger tensor gets a file of its own.
         groups: groups of names; tensors of different groups do not share a file. Default: a single group.
-        metadata: texts to store in each file, by name; see :func:`metadata_in`.
+        metadata: texts to store in each file, by name; see `metadata_in`.
 
     Returns:
-        The layouts of the files, and the content of ``stem.safetensors.index.json`` if there are several.
+        The layouts of the files, and the content of `stem.safetensors.index.json` if there are several.
 
     Raises:
         UnsavableError: the format cannot hold a tensor; the message names it.
@@ -146,7 +146,7 @@ def _lay_out(file: str, tensors: Mapping[str, Tensor], names: list[str], metadat
 
 
 def check_unchanged(entry: Entry, tensor: Tensor) -> None:
-    """Raise ``UnsavableError`` if a tensor no longer has the dtype and shape of its place in the file."""
+    """Raise `UnsavableError` if a tensor no longer has the dtype and shape of its place in the file."""
     if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
         raise UnsavableError(
             f"the tensor {entry.name!r} was {entry.dtype} {entry.shape} when the checkpoint was laid out "
@@ -240,7 +240,7 @@ def _sync(descriptor: int) -> None:
 
 
 def tensors_in(buffer: bytes | bytearray | memoryview, what: str) -> dict[str, Tensor]:
-    """The tensors in the content of a file, as views into ``buffer``. The header is not trusted.
+    """The tensors in the content of a file, as views into `buffer`. The header is not trusted.
 
     A tensor is copied only if it is not aligned, which does not happen in files of trainkit, or if the buffer is read-only.
 
@@ -263,7 +263,7 @@ def tensors_in(buffer: bytes | bytearray | memoryview, what: str) -> dict[str, T
 
 
 def metadata_in(buffer: bytes | bytearray | memoryview, what: str) -> dict[str, str]:
-    """The texts in a file of tensors; raises like :func:`tensors_in`."""
+    """The texts in a file of tensors; raises like `tensors_in`."""
     return _header(memoryview(buffer).cast("B"), what)[1]
 
 

@@ -1,4 +1,4 @@
-"""Writes folders of plain weights, for ``save_model`` and exports; ``from_pretrained`` and ``safetensors`` can read them."""
+"""Writes folders of plain weights, for `save_model` and exports; `from_pretrained` and `safetensors` can read them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2*
 
 
 def shard_size(size: int | str) -> int:
-    """Bytes of a size such as ``"5GB"`` or ``5_000_000_000``.
+    """Bytes of a size such as `"5GB"` or `5_000_000_000`.
 
     Raises:
         ConfigurationError: it is neither.
@@ -42,7 +42,7 @@ def write_weights(
     stem: str = "model",
     rank: int = 0,
 ) -> list[Path]:
-    """Write tensors as ``<stem>.safetensors``, or as several files and an index above a size, and other files.
+    """Write tensors as `<stem>.safetensors`, or as several files and an index above a size, and other files.
 
     Each file is replaced atomically. Files of an earlier call with the same stem are replaced or removed.
 
@@ -94,7 +94,7 @@ def replace_file(path: Path, head: Iterable[bytes], pieces: Iterable[memoryview]
     """Replace a file atomically: write a temporary one in the same folder, sync and rename it.
 
     Raises:
-        OSError: it cannot be written; what was at ``path`` is unchanged.
+        OSError: it cannot be written; what was at `path` is unchanged.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:

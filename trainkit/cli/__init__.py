@@ -1,4 +1,4 @@
-"""The command ``trainkit`` and its subcommands, one module each."""
+"""The command `trainkit` and its subcommands, one module each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``trainkit config``: write a configuration file from flags or from answers to questions."""
+"""`trainkit config`: write a configuration file from flags or from answers to questions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``trainkit config``."""
+    """The arguments of `trainkit config`."""
     parser.epilog = (
         "Without flags it asks questions on a terminal. The file has Accelerate's format; an existing file is replaced. "
         "trainkit launch and trainkit test read the default file."

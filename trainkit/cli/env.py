@@ -1,4 +1,4 @@
-"""``trainkit env``: versions, hardware and environment variables for a bug report, without secrets."""
+"""`trainkit env`: versions, hardware and environment variables for a bug report, without secrets."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _version(name: str) -> str | None:
-    """The version of a package; ``None`` for an optional one that is not installed."""
+    """The version of a package; `None` for an optional one that is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""``trainkit launch script.py``: runs a script in several processes, on one or several nodes; exits with their exit code."""
+"""`trainkit launch script.py`: runs a script in several processes, on one or several nodes; exits with their exit code."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _run_hosts(args: argparse.Namespace, flags: Settings, settings: Settings) ->
 
 
 def _exports(wanted: list[str], env: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables for the nodes: those of ``--export``, and the settings of this command."""
+    """The environment variables for the nodes: those of `--export`, and the settings of this command."""
     found = {name: env[name] for name in _SETTINGS if name in env}
     for text in wanted:
         name, given, value = text.partition("=")

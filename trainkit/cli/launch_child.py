@@ -1,6 +1,6 @@
-"""The part of ``trainkit launch --hostfile`` on each host, in a terminal of ssh; see :mod:`trainkit.launch.remote`.
+"""The part of `trainkit launch --hostfile` on each host, in a terminal of ssh; see `trainkit.launch.remote`.
 
-It runs ``trainkit launch`` with pipes, so that workers get no input from the terminal and do not fail to print when it is lost.
+It runs `trainkit launch` with pipes, so that workers get no input from the terminal and do not fail to print when it is lost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CLOSE_TIMEOUT = 2.0  # seconds for the last output
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``trainkit launch`` with these arguments when all hosts are ready; returns its exit code."""
+    """Run `trainkit launch` with these arguments when all hosts are ready; returns its exit code."""
     if list(arguments[2:3]) == ["--master-addr"]:  # several hosts
         try:
             socket.getaddrinfo(arguments[3], None)

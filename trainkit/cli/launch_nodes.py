@@ -1,4 +1,4 @@
-"""The nodes and processes that ``trainkit launch`` starts, from its flags, the settings and the environment."""
+"""The nodes and processes that `trainkit launch` starts, from its flags, the settings and the environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SAME = {
 
 
 def merge_settings(args: argparse.Namespace, flags: Settings, file: Settings) -> Settings:
-    """The settings of the run; ``--nnodes`` and ``--nproc-per-node`` override the same keys of a file."""
+    """The settings of the run; `--nnodes` and `--nproc-per-node` override the same keys of a file."""
     if args.nproc_per_node is not None:
         file = file.without("num_processes")
     counted = "num_processes" in {*flags.values, *file.values}
@@ -154,7 +154,7 @@ def _share(total: int, settings: Settings, nodes: Nodes) -> int:
 
 
 def _check_devices(settings: Settings, each: int, total: int, gpus: str | None) -> None:
-    """Raise if ``distributed_type`` or ``gpu_ids`` does not allow the number of processes."""
+    """Raise if `distributed_type` or `gpu_ids` does not allow the number of processes."""
     kind, problem = settings.get("distributed_type"), ""
     if kind == "NO" and total > 1:
         problem = f"distributed_type: NO is one process, not {total}. Give --distributed_type MULTI_GPU."
@@ -182,13 +182,13 @@ def _num_gpus() -> int:
 
 
 def _visible_gpus(settings: Settings) -> str | None:
-    """``gpu_ids``; ``None``: all GPUs, or none."""
+    """`gpu_ids`; `None`: all GPUs, or none."""
     gpus = settings.get("gpu_ids", "all")
     return None if gpus == "all" or settings.get("use_cpu") else str(gpus)
 
 
 def process_variables(settings: Settings, always: bool = False) -> dict[str, str]:
-    """The environment variables of processes with these settings; ``always``: for a launcher on another host."""
+    """The environment variables of processes with these settings; `always`: for a launcher on another host."""
     gpus = _visible_gpus(settings)
     return carry(settings, always=always) | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
 

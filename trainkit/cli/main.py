@@ -1,7 +1,7 @@
-"""``trainkit <subcommand>``: run a subcommand, and print an error as one message.
+"""`trainkit <subcommand>`: run a subcommand, and print an error as one message.
 
-A subcommand is a module with two functions, ``add_arguments(parser)`` and ``run(args) -> int``. It is imported when it is
-called, so that ``trainkit --help`` does not load torch.
+A subcommand is a module with two functions, `add_arguments(parser)` and `run(args) -> int`. It is imported when it is
+called, so that `trainkit --help` does not load torch.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments without the program's name; default: those of this process.
 
     Returns:
-        The exit code: that of the subcommand, 2 for a wrong argument or an error of ``trainkit.errors``, 130 after Ctrl-C. Such
-        an error is one message on stderr; with the environment variable ``TRAINKIT_TRACEBACK=1``, its traceback.
+        The exit code: that of the subcommand, 2 for a wrong argument or an error of `trainkit.errors`, 130 after Ctrl-C. Such
+        an error is one message on stderr; with the environment variable `TRAINKIT_TRACEBACK=1`, its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:

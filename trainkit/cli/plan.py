@@ -1,4 +1,4 @@
-"""``trainkit plan SCRIPT``: the memory that a script's training needs under each strategy, without training."""
+"""`trainkit plan SCRIPT`: the memory that a script's training needs under each strategy, without training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``trainkit plan``."""
+    """The arguments of `trainkit plan`."""
     parser.usage = "trainkit plan [--processes 1,2,4,8] [--device-memory 80G] [--host-memory 512G] SCRIPT [ARGS …]"
     parser.epilog = (
         "Runs the script unchanged until its first fit (or validate, test, predict, Accelerator.prepare) and prints the table "
@@ -96,7 +96,7 @@ class _Planned(SystemExit):
 
 
 class _PlannedRun:
-    """Replaces methods of ``Trainer`` and ``Accelerator`` while the script runs, so that it plans instead of training."""
+    """Replaces methods of `Trainer` and `Accelerator` while the script runs, so that it plans instead of training."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -171,7 +171,7 @@ class _PlannedRun:
 
 
 def _without_values(register: Any) -> Any:
-    """``nn.Module.register_parameter`` for parameters on the meta device, so that initializing them is free."""
+    """`nn.Module.register_parameter` for parameters on the meta device, so that initializing them is free."""
     made: Any = WeakIdKeyDictionary()  # a parameter that two layers share stays one
 
     @functools.wraps(register)

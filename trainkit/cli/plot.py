@@ -1,4 +1,4 @@
-"""``trainkit plot RUN_DIR``: draw the metrics of a run, with related metrics in one panel."""
+"""`trainkit plot RUN_DIR`: draw the metrics of a run, with related metrics in one panel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MANY = 20_000  # from this number, the best place for a legend is slow to find
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``trainkit plot``."""
+    """The arguments of `trainkit plot`."""
     parser.add_argument(
         "run_dir", metavar="RUN_DIR", help="a run's folder (…/version_3), or a folder above it, for the newest run"
     )
@@ -55,8 +55,8 @@ def draw(metrics: Mapping[str, Series], out: str | os.PathLike[str], *, x: str =
     Values that are not finite are gaps, counted in the legend.
 
     Args:
-        metrics: Name → [(step, value), …], as ``read_metrics`` returns them.
-        out: The file to write, ending in ``.png``; its folder is created.
+        metrics: Name → [(step, value), …], as `read_metrics` returns them.
+        out: The file to write, ending in `.png`; its folder is created.
         x: "step", or "epoch": each point is then the mean over an epoch, which the metric "epoch" defines.
         title: The title above the panels.
 

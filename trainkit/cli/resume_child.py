@@ -1,6 +1,6 @@
-"""One of the three runs of ``trainkit verify-resume``, in its own process: ``python -m trainkit.cli.resume_child``.
+"""One of the three runs of `trainkit verify-resume`, in its own process: `python -m trainkit.cli.resume_child`.
 
-The user's script runs unchanged. In this process ``Trainer`` is patched: it writes to its own folder, ends after a number of
+The user's script runs unchanged. In this process `Trainer` is patched: it writes to its own folder, ends after a number of
 optimizer steps, records each micro-batch, and saves, is killed or resumes as its task says.
 """
 
@@ -77,7 +77,7 @@ class _Recorder(Callback):
         trainer._checkpointing.use_folder(Path(self.task.root) / SAVES)
 
     def redirect(self, trainer: Trainer) -> None:
-        """Let the user's ``ModelCheckpoint`` save below the root of the task."""
+        """Let the user's `ModelCheckpoint` save below the root of the task."""
         for number, callback in enumerate(trainer.checkpoint_callbacks):
             own: Any = callback
             if not own._default_dirpath:
@@ -120,14 +120,14 @@ class _Recorder(Callback):
 
 
 class _PatchedTrainer:
-    """Patches ``Trainer`` in this process so that it does what the task says."""
+    """Patches `Trainer` in this process so that it does what the task says."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.ended = False
 
     def install(self) -> None:
-        """Replace ``Trainer.__init__`` and ``Trainer.fit``."""
+        """Replace `Trainer.__init__` and `Trainer.fit`."""
         init, fit = Trainer.__init__, Trainer.fit
         signature = inspect.signature(fit)
 
@@ -151,7 +151,7 @@ class _PatchedTrainer:
         trainer_class.__init__, trainer_class.fit = make_one, fit_once
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The user's arguments of ``Trainer`` with those of the task."""
+        """The user's arguments of `Trainer` with those of the task."""
         max_steps, callbacks = given.get("max_steps", -1), given.get("callbacks")
         shorter = isinstance(max_steps, int) and 0 <= max_steps < self.task.total
         own = list(callbacks) if isinstance(callbacks, Iterable) else [] if callbacks is None else [callbacks]
@@ -198,7 +198,7 @@ class _PatchedTrainer:
 
 
 def main(argv: list[str]) -> int:
-    """Run a task; ``argv`` is the file of the task, the script, and the arguments of the script."""
+    """Run a task; `argv` is the file of the task, the script, and the arguments of the script."""
     file, script, *arguments = argv
     task = Task(**json.loads(Path(file).read_text("utf-8")))
     torch.manual_seed(task.seed)

@@ -1,4 +1,4 @@
-"""The records of ``verify-resume``: what a run notes of each micro-batch, and how two runs are compared."""
+"""The records of `verify-resume`: what a run notes of each micro-batch, and how two runs are compared."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _leaves(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]] | None:
-    """The items of a container or an object, each with its relative path; ``None`` for a value without items."""
+    """The items of a container or an object, each with its relative path; `None` for a value without items."""
     if isinstance(value, Mapping):
         return ((f"[{key!r}]", item) for key, item in value.items())
     if isinstance(value, (list, tuple)):
@@ -101,7 +101,7 @@ def _digest(data: Any) -> str:
 
 
 def loss_of(outputs: Any) -> dict[str, str] | None:
-    """The loss that ``training_step`` returned: its value, and its dtype and bits; ``None`` without a loss."""
+    """The loss that `training_step` returned: its value, and its dtype and bits; `None` without a loss."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return None
@@ -127,10 +127,10 @@ def first_difference(
     """The first micro-batch in which two runs differ.
 
     Args:
-        first: Records of the uninterrupted run, from the first step of ``second``.
+        first: Records of the uninterrupted run, from the first step of `second`.
         second: Records of the other run.
         name: The name of the other run, such as "resumed".
-        killed: ``second`` may end earlier.
+        killed: `second` may end earlier.
     """
     for one, other in zip(first, second, strict=False):
         if (difference := _compare(one, other, name)) is not None:

@@ -26,7 +26,7 @@ _SHORT = {  # Accelerate's short flags
 
 
 def add_config_file(parser: argparse.ArgumentParser, help: str) -> None:
-    """Add ``--config_file``."""
+    """Add `--config_file`."""
     parser.add_argument("--config_file", metavar="FILE", help=help)
 
 
@@ -77,7 +77,7 @@ def _written(name: str, value: Any) -> str:
 
 
 def of_file(args: argparse.Namespace, env: Mapping[str, str]) -> Settings:
-    """The settings of ``--config_file`` or of the default file, if it exists.
+    """The settings of `--config_file` or of the default file, if it exists.
 
     On a node that another node started by ssh: the settings of the launch there.
 
@@ -98,7 +98,7 @@ def of_file(args: argparse.Namespace, env: Mapping[str, str]) -> Settings:
 
 
 def in_either_spelling(parser: argparse.ArgumentParser) -> None:
-    """Accept every option with underscores or hyphens; ``--help`` shows one spelling."""
+    """Accept every option with underscores or hyphens; `--help` shows one spelling."""
     known = parser._option_string_actions
     for option, action in list(known.items()):
         if option.startswith("--"):

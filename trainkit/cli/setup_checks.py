@@ -1,4 +1,4 @@
-"""The checks of ``trainkit test``, which each of its processes runs: small computations with known results."""
+"""The checks of `trainkit test`, which each of its processes runs: small computations with known results."""
 
 from __future__ import annotations
 

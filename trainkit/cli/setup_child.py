@@ -1,4 +1,4 @@
-"""One process of ``trainkit test``: ``python -m trainkit.cli.setup_child FOLDER STRATEGY BACKEND``, started by its agent."""
+"""One process of `trainkit test`: `python -m trainkit.cli.setup_child FOLDER STRATEGY BACKEND`, started by its agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``trainkit test``: test a setup from end to end on several processes, with one line of output per check."""
+"""`trainkit test`: test a setup from end to end on several processes, with one line of output per check."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WIDTH = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``trainkit test``."""
+    """The arguments of `trainkit test`."""
     parser.epilog = (
         "Checks the environment, the processes, collectives, training and evaluation compared with one process, a checkpoint "
         "that all processes write and read, and the exit. Takes about ten seconds and writes to a temporary folder. Exit code "
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_line(name: str, fine: bool, text: str) -> None:
-    """Print a line of the report, with further lines of ``text`` below."""
+    """Print a line of the report, with further lines of `text` below."""
     first, *more = text.splitlines()
     print(f"{name:<{_WIDTH}} {'ok    ' if fine else 'FAILED'}  {first}")
     for line in more:

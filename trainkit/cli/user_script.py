@@ -1,4 +1,4 @@
-"""Run a user's script inside a command: for ``trainkit plan`` and ``trainkit verify-resume``."""
+"""Run a user's script inside a command: for `trainkit plan` and `trainkit verify-resume`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["existing_script", "run_script", "script_traceback"]
 
 
 def existing_script(path: str, example: str) -> str:
-    """The path of a script, which must exist; ``example`` is a command for the message."""
+    """The path of a script, which must exist; `example` is a command for the message."""
     script = Path(path)
     if not script.is_file():
         found = "is a folder" if script.is_dir() else "does not exist"
@@ -23,7 +23,7 @@ def existing_script(path: str, example: str) -> str:
 
 
 def run_script(script: str, arguments: Sequence[str]) -> None:
-    """Run a script as ``__main__`` in this process."""
+    """Run a script as `__main__` in this process."""
     before = sys.argv, sys.path[:]
     sys.argv, sys.path[:] = [script, *arguments], [str(Path(script).resolve().parent), *sys.path]
     try:

@@ -1,4 +1,4 @@
-"""``trainkit verify-resume SCRIPT``: train, kill, resume, and compare with a run that was not interrupted."""
+"""`trainkit verify-resume SCRIPT`: train, kill, resume, and compare with a run that was not interrupted."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _NOT_REPRODUCIBLE = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``trainkit verify-resume``."""
+    """The arguments of `trainkit verify-resume`."""
     parser.usage = "trainkit verify-resume SCRIPT [--steps K] [--more M] [-- ARGS …]"
     parser.epilog = (
         "Runs the script three times, unchanged, until its first fit() ends: for K+M optimizer steps; again, killed with "
@@ -70,9 +70,9 @@ def _add_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
 
 
 class _Command(argparse.Action):
-    """SCRIPT and what follows: our options, and after ``--`` the arguments of the script, even if they look like ours.
+    """SCRIPT and what follows: our options, and after `--` the arguments of the script, even if they look like ours.
 
-    argparse itself would consume a ``--`` after SCRIPT.
+    argparse itself would consume a `--` after SCRIPT.
     """
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""Where and how a script runs: configuration files, flags of ``trainkit launch``, environment variables."""
+"""Where and how a script runs: configuration files, flags of `trainkit launch`, environment variables."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ __all__ = ["checked_settings"]
 
 
 def checked_settings(settings: Settings) -> Settings:
-    """The settings of a run, without the values ``auto`` and ``no`` that leave a key open.
+    """The settings of a run, without the values `auto` and `no` that leave a key open.
 
     Raises:
         ConfigurationError: Two keys contradict each other, or a key needs another one.

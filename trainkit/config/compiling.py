@@ -1,4 +1,4 @@
-"""Checks of the backend for ``torch.compile``."""
+"""Checks of the backend for `torch.compile`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["known_backend", "refuse_compiled"]
 
 
 def known_backend(backend: Any) -> str:
-    """The name of a backend of ``torch.compile``; a ``ConfigurationError`` if torch has none of that name."""
+    """The name of a backend of `torch.compile`; a `ConfigurationError` if torch has none of that name."""
     name, known = str(backend).lower(), torch._dynamo.list_backends(exclude_tags=None)
     if name not in known:
         raise ConfigurationError(f"dynamo_backend={backend!r}: torch has {', '.join(known)}.{nearest(name, known)}")
@@ -23,7 +23,7 @@ def known_backend(backend: Any) -> str:
 
 
 def refuse_compiled(backend: str, strategy: Strategy) -> None:
-    """Raise an ``UnsupportedArgumentError`` if the strategy does not support compiled models."""
+    """Raise an `UnsupportedArgumentError` if the strategy does not support compiled models."""
     if not strategy.compiles:
         raise UnsupportedArgumentError(
             f"dynamo_backend={backend!r} does not work with {type(strategy).__name__}, whose hooks and tensors do not "

@@ -1,4 +1,4 @@
-"""Groups of arguments of ``Accelerator``, in Accelerate's classes."""
+"""Groups of arguments of `Accelerator`, in Accelerate's classes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class ProjectConfiguration:
 
     Args:
         project_dir: The folder of the project.
-        logging_dir: The folder of trackers that write files; default: ``project_dir``.
-        automatic_checkpoint_naming: ``save_state()`` writes to ``project_dir/checkpoints/checkpoint_0``, ``checkpoint_1``, …,
-            and ``load_state()`` reads the newest complete one.
+        logging_dir: The folder of trackers that write files; default: `project_dir`.
+        automatic_checkpoint_naming: `save_state()` writes to `project_dir/checkpoints/checkpoint_0`, `checkpoint_1`, …,
+            and `load_state()` reads the newest complete one.
         total_limit: The number of these to keep; the oldest ones of the run are removed after each save.
-        iteration: The number of the next one; ``load_state`` sets it to the one after the existing ones.
-        save_on_each_node: Only ``False``: a checkpoint is one folder that all nodes can access.
+        iteration: The number of the next one; `load_state` sets it to the one after the existing ones.
+        save_on_each_node: Only `False`: a checkpoint is one folder that all nodes can access.
 
     Raises:
         ConfigurationError: A negative limit or number.
-        UnsupportedArgumentError: ``save_on_each_node=True``.
+        UnsupportedArgumentError: `save_on_each_node=True`.
     """
 
     project_dir: str | os.PathLike[str] | None = None
@@ -62,13 +62,13 @@ class GradientAccumulationPlugin:
         num_steps: Micro-batches per optimizer step; default: 1.
         adjust_scheduler: No effect, as in Accelerate: a prepared scheduler advances with optimizer steps, whatever their
             number of micro-batches.
-        sync_with_dataloader: Only ``True``: the last accumulation window ends with the epoch, and its gradient is the mean over
+        sync_with_dataloader: Only `True`: the last accumulation window ends with the epoch, and its gradient is the mean over
             its micro-batches.
-        sync_each_batch: Only ``False``: gradients are synchronized once per accumulation window.
+        sync_each_batch: Only `False`: gradients are synchronized once per accumulation window.
 
     Raises:
-        ConfigurationError: ``num_steps`` is not an integer ≥ 1.
-        UnsupportedArgumentError: ``sync_with_dataloader=False`` or ``sync_each_batch=True``.
+        ConfigurationError: `num_steps` is not an integer ≥ 1.
+        UnsupportedArgumentError: `sync_with_dataloader=False` or `sync_each_batch=True`.
     """
 
     num_steps: int = 1
@@ -97,16 +97,16 @@ class DataLoaderConfiguration:
     """How loaders are sharded over the processes.
 
     Args:
-        split_batches: See ``Accelerator``: ``batch_size`` is the total of all processes.
-        dispatch_batches: See ``Accelerator``.
-        even_batches: See ``Accelerator``.
+        split_batches: See `Accelerator`: `batch_size` is the total of all processes.
+        dispatch_batches: See `Accelerator`.
+        even_batches: See `Accelerator`.
         use_seedable_sampler: No effect: the order always is a function of the seed and the epoch.
-        data_seed: Only ``None``: the seed of the run determines the order.
+        data_seed: Only `None`: the seed of the run determines the order.
         non_blocking: No effect: batches are always copied to a GPU while it computes.
-        use_stateful_dataloader: ``load_state`` resumes each prepared loader at its position, as ``resume_loaders=True`` does.
+        use_stateful_dataloader: `load_state` resumes each prepared loader at its position, as `resume_loaders=True` does.
 
     Raises:
-        UnsupportedArgumentError: A ``data_seed``.
+        UnsupportedArgumentError: A `data_seed`.
     """
 
     split_batches: bool = False
@@ -126,7 +126,7 @@ class DataLoaderConfiguration:
 
 
 def _local(folder: str | os.PathLike[str] | None, argument: str) -> str | os.PathLike[str] | None:
-    """The folder with ``~`` expanded; a URL is refused."""
+    """The folder with `~` expanded; a URL is refused."""
     if folder is None:
         return None
     path = local_path(folder, argument)

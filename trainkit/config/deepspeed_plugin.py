@@ -1,4 +1,4 @@
-"""``DeepSpeedPlugin``: the options of ZeRO under Accelerate's names."""
+"""`DeepSpeedPlugin`: the options of ZeRO under Accelerate's names."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ _KEYS = {
 
 @dataclass
 class DeepSpeedPlugin:
-    """ZeRO for ``Accelerator(deepspeed_plugin=)``; see also :class:`~trainkit.strategies.ZeROStrategy`, which has more options.
+    """ZeRO for `Accelerator(deepspeed_plugin=)`; see also `ZeROStrategy`, which has more options.
 
     Args:
         hf_ds_config: A DeepSpeed configuration: a dict, or the path of a JSON file. The other arguments replace what is
-            ``"auto"`` or missing in it.
-        gradient_accumulation_steps: Micro-batches per optimizer step; default: the argument of ``Accelerator``.
+            `"auto"` or missing in it.
+        gradient_accumulation_steps: Micro-batches per optimizer step; default: the argument of `Accelerator`.
         gradient_clipping: The largest norm of the gradients. They are clipped to it once per optimizer step, whatever the loop
-            passes to ``clip_grad_norm_``; a notice shows both if they differ. ``"auto"`` or ``None``: the number of the loop.
+            passes to `clip_grad_norm_`; a notice shows both if they differ. `"auto"` or `None`: the number of the loop.
         zero_stage: 1, 2 or 3; default: 2.
-        is_train_batch_min: Only ``True``: sizes are compared with the first loader that ``prepare`` receives.
-        offload_optimizer_device: ``"cpu"``, or ``"nvme"`` (stage 3): where the optimizer state is kept; or ``"none"``.
+        is_train_batch_min: Only `True`: sizes are compared with the first loader that `prepare` receives.
+        offload_optimizer_device: `"cpu"`, or `"nvme"` (stage 3): where the optimizer state is kept; or `"none"`.
         offload_param_device: The same for the parameters (stage 3).
         offload_optimizer_nvme_path: The folder for the optimizer state.
         offload_param_nvme_path: The folder for the parameters; the same one.
-        zero3_init_flag: Shard a ``transformers`` model while it is built; default: in stage 3. For other models:
-            ``with accelerator.strategy.building(): model = Net()``.
-        zero3_save_16bit_model: ``save_model`` writes 16-bit parameters (stage 3).
-        transformer_moe_cls_names: Only ``None``.
-        enable_msamp: Only ``False``.
+        zero3_init_flag: Shard a `transformers` model while it is built; default: in stage 3. For other models:
+            `with accelerator.strategy.building(): model = Net()`.
+        zero3_save_16bit_model: `save_model` writes 16-bit parameters (stage 3).
+        transformer_moe_cls_names: Only `None`.
+        enable_msamp: Only `False`.
         msamp_opt_level: No effect.
 
     Attributes:
-        deepspeed_config: The configuration for ``ZeROStrategy(config=)``, including the arguments above.
-        divides_at_once: Whether ``transformers`` models are sharded while they are built.
+        deepspeed_config: The configuration for `ZeROStrategy(config=)`, including the arguments above.
+        divides_at_once: Whether `transformers` models are sharded while they are built.
 
     Raises:
         ConfigurationError: Wrong or contradictory values, or a file that cannot be read.
@@ -135,16 +135,16 @@ class DeepSpeedPlugin:
 
     @property
     def strategy(self) -> str:
-        """The short name of the strategy: ``"zero1"``, ``"zero2"`` or ``"zero3"``."""
+        """The short name of the strategy: `"zero1"`, `"zero2"` or `"zero3"`."""
         return f"zero{self.zero_stage}"
 
     @property
     def source(self) -> str | None:
-        """The file that ``hf_ds_config`` names."""
+        """The file that `hf_ds_config` names."""
         return self.hf_ds_config if isinstance(self.hf_ds_config, str) else None
 
     def claimed(self, name: str) -> Any:
-        """The value of a top-level key of ``deepspeed_config``; ``None`` if it is missing or ``"auto"``."""
+        """The value of a top-level key of `deepspeed_config`; `None` if it is missing or `"auto"`."""
         value = self.deepspeed_config.get(name)
         return None if value == "auto" else value
 
@@ -155,7 +155,7 @@ class DeepSpeedPlugin:
         return {name: value for name, value in words.items() if value not in _NOTHING}
 
     def config_for(self, short: bool) -> dict[str, Any]:
-        """``deepspeed_config`` for 16-bit parameters; or for float32, where no 16-bit ones can be saved."""
+        """`deepspeed_config` for 16-bit parameters; or for float32, where no 16-bit ones can be saved."""
         zero = self.deepspeed_config["zero_optimization"]
         kept = {name: value for name, value in zero.items() if short or name != _KEYS["zero3_save_16bit_model"][-1]}
         return {**self.deepspeed_config, "zero_optimization": kept}
@@ -203,7 +203,7 @@ def _read(given: Any) -> dict[str, Any]:
 
 
 def _found(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
-    """The value at a path in the configuration; ``None`` if there is none."""
+    """The value at a path in the configuration; `None` if there is none."""
     value: Any = config
     for key in keys:
         if not isinstance(value, Mapping) or key not in value:

@@ -1,4 +1,4 @@
-"""``DistributedType``: what distributes a run, by Accelerate's names."""
+"""`DistributedType`: what distributes a run, by Accelerate's names."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["DistributedType", "distributed_type"]
 
 
 class DistributedType(str, enum.Enum):
-    """What distributes a run: ``accelerator.distributed_type == DistributedType.MULTI_GPU``; also a string.
+    """What distributes a run: `accelerator.distributed_type == DistributedType.MULTI_GPU`; also a string.
 
-    ``NO`` is one process, ``MULTI_CPU`` and ``MULTI_GPU`` are DDP, ``DEEPSPEED`` is ZeRO, and ``TPU`` is another name for
-    ``XLA``. No run has one of the others, which exist so that scripts can compare with them.
+    `NO` is one process, `MULTI_CPU` and `MULTI_GPU` are DDP, `DEEPSPEED` is ZeRO, and `TPU` is another name for
+    `XLA`. No run has one of the others, which exist so that scripts can compare with them.
     """
 
     NO = "NO"

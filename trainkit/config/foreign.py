@@ -45,7 +45,7 @@ UNUSED_IN_SECTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "dynamo_use_regional_compilation": (_OFF, "compile the parts that repeat in the script: block.compile()"),
 }
-"""The same for ``deepspeed_config`` and ``dynamo_config``."""
+"""The same for `deepspeed_config` and `dynamo_config`."""
 
 INSTEAD: dict[str, dict[str, str]] = {
     "deepspeed_multinode_launcher": {
@@ -82,4 +82,4 @@ FLAGS: dict[str, str] = {
     "no_python": "leave it out: the script must be Python",
     **{name: fix for name, (_, fix) in UNUSED_IN_SECTIONS.items()},
 }
-"""Flags of ``accelerate launch``, or their beginnings → what to write."""
+"""Flags of `accelerate launch`, or their beginnings → what to write."""

@@ -40,7 +40,7 @@ def carry(settings: Settings, always: bool = False) -> dict[str, str]:
 
 
 def inherited_settings(env: Mapping[str, str] | None = None) -> Settings:
-    """The settings of this process; ``env`` defaults to ``os.environ``."""
+    """The settings of this process; `env` defaults to `os.environ`."""
     env = os.environ if env is None else env
     if VARIABLE in env:
         return Settings(**json.loads(env[VARIABLE]))
@@ -54,7 +54,7 @@ def inherited_settings(env: Mapping[str, str] | None = None) -> Settings:
 
 
 def debugging(env: Mapping[str, str] | None = None) -> bool:
-    """Whether to compare the calls of all processes: ``TRAINKIT_DEBUG_MODE=1``, else ``ACCELERATE_DEBUG_MODE=yes``."""
+    """Whether to compare the calls of all processes: `TRAINKIT_DEBUG_MODE=1`, else `ACCELERATE_DEBUG_MODE=yes`."""
     return _debugging(os.environ if env is None else env) is True
 
 
@@ -67,5 +67,5 @@ def with_environment(settings: Settings, flags: Settings, env: Mapping[str, str]
 
 
 def _debugging(env: Mapping[str, str]) -> bool | None:
-    """Debug mode by the environment; ``None``: not set."""
+    """Debug mode by the environment; `None`: not set."""
     return next((env[name].lower() in _YES for name in _DEBUG if env.get(name)), None)

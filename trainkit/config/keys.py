@@ -28,10 +28,10 @@ __all__ = [
 CONFIG_FILE = "deepspeed_config_file"
 HOSTFILE = "deepspeed_hostfile"
 MULTINODE_LAUNCHER = "deepspeed_multinode_launcher"
-"""Keys of :data:`BACKEND` that are not options of the strategy: its own configuration file, and how nodes are started."""
+"""Keys of `BACKEND` that are not options of the strategy: its own configuration file, and how nodes are started."""
 
 NOT_IN_FILE = (CONFIG_FILE, HOSTFILE, MULTINODE_LAUNCHER, "zero3_init_flag")
-"""Keys of :data:`BACKEND` that a backend's own configuration does not have."""
+"""Keys of `BACKEND` that a backend's own configuration does not have."""
 
 _TRUTH = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
 
@@ -41,11 +41,11 @@ class Key:
     """A key of the file.
 
     Attributes:
-        read: Converts a value of a file or the text of a flag; raises a ``ValueError`` with the expected value and a hint.
-        help: The text for ``--help``.
-        metavar: The name of the value in ``--help``.
-        switch: The flag takes no value: ``--use_cpu``, ``--no-use_cpu``.
-        none: ``none`` is a value, instead of meaning "not set".
+        read: Converts a value of a file or the text of a flag; raises a `ValueError` with the expected value and a hint.
+        help: The text for `--help`.
+        metavar: The name of the value in `--help`.
+        switch: The flag takes no value: `--use_cpu`, `--no-use_cpu`.
+        none: `none` is a value, instead of meaning "not set".
     """
 
     read: Callable[[Any], Any]
@@ -77,7 +77,7 @@ def _truth(value: Any) -> bool:
 
 
 def _one_of(*known: str, also: Mapping[str, str] | None = None) -> Callable[[Any], str]:
-    """One of some words, in any case; ``also`` maps other spellings. An unquoted ``no`` is false in YAML."""
+    """One of some words, in any case; `also` maps other spellings. An unquoted `no` is false in YAML."""
     names = {**{one.lower(): one for one in known}, **(also or {})}
 
     def read(value: Any) -> str:
@@ -107,7 +107,7 @@ def _text(value: Any) -> str:
 
 
 def _backend(value: Any) -> str:
-    """A backend of ``torch.compile``; Accelerate writes it in capitals."""
+    """A backend of `torch.compile`; Accelerate writes it in capitals."""
     text = "no" if value is False else _text(value)
     return text.lower() if text.isupper() else text
 
@@ -180,7 +180,7 @@ BACKEND: dict[str, Key] = {
         "NAME",
     ),
 }
-"""The keys of ``deepspeed_config``, the section for a strategy with its own backend."""
+"""The keys of `deepspeed_config`, the section for a strategy with its own backend."""
 
 DYNAMO: dict[str, Key] = {
     "dynamo_backend": _BACKEND,
@@ -192,7 +192,7 @@ DYNAMO: dict[str, Key] = {
     "dynamo_use_fullgraph": Key(_truth, "raise an error instead of compiling in parts", switch=True),
     "dynamo_use_dynamic": Key(_truth, "compile for dynamic shapes", switch=True),
 }
-"""The keys of ``dynamo_config``."""
+"""The keys of `dynamo_config`."""
 
 SECTIONS: dict[str, dict[str, Key]] = {"deepspeed_config": BACKEND, "dynamo_config": DYNAMO}
 """The sections of the file."""
@@ -202,7 +202,7 @@ def checked(name: str, value: Any, table: Mapping[str, Key], label: str) -> Any:
     """The value of a key, converted.
 
     Args:
-        name: The name of the key in ``table``.
+        name: The name of the key in `table`.
         value: The value from a file, or the text of a flag.
         table: The known keys.
         label: The name of the key in messages.

@@ -1,4 +1,4 @@
-"""``kwargs_handlers`` of ``Accelerator``: options of its components, in Accelerate's classes."""
+"""`kwargs_handlers` of `Accelerator`: options of its components, in Accelerate's classes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CYCLE = ("wait", "warmup", "active")  # required in a schedule
 
 
 class KwargsHandler:
-    """Base class of the options in ``Accelerator(kwargs_handlers=[…])``."""
+    """Base class of the options in `Accelerator(kwargs_handlers=[…])`."""
 
     def to_kwargs(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""
@@ -43,8 +43,8 @@ class AutocastKwargs(KwargsHandler):
     """How the forward pass is computed under mixed precision.
 
     Args:
-        enabled: ``False``: ``accelerator.autocast(handler)`` computes in float32.
-        cache_enabled: Keep the low-precision copies of parameters during an ``autocast()``.
+        enabled: `False`: `accelerator.autocast(handler)` computes in float32.
+        cache_enabled: Keep the low-precision copies of parameters during an `autocast()`.
     """
 
     enabled: bool = True
@@ -52,7 +52,7 @@ class AutocastKwargs(KwargsHandler):
 
 
 class DDPCommunicationHookType(str, enum.Enum):
-    """How DDP sends gradients: ``DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)``; also a string."""
+    """How DDP sends gradients: `DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)`; also a string."""
 
     NO = "no"
     FP16 = "fp16"
@@ -69,7 +69,7 @@ _HOOKS = tuple(kind.value for kind in DDPCommunicationHookType)
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Options of DDP, see :class:`~trainkit.strategies.DDPStrategy`.
+    """Options of DDP, see `DDPStrategy`.
 
     Args:
         dim: Only 0: the first dimension of a batch is that of the samples.
@@ -79,9 +79,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
         check_reduction: No effect, as in torch.
         gradient_as_bucket_view: Gradients are views of the buckets.
         static_graph: Each step uses the same parameters, equally often and in the same order.
-        comm_hook: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"power_sgd"``, or a :class:`DDPCommunicationHookType`.
-        comm_wrapper: Only ``"no"``.
-        comm_state_option: Options of torch's ``PowerSGDState``, for ``"power_sgd"``.
+        comm_hook: `"no"`, `"fp16"`, `"bf16"` or `"power_sgd"`, or a `DDPCommunicationHookType`.
+        comm_wrapper: Only `"no"`.
+        comm_state_option: Options of torch's `PowerSGDState`, for `"power_sgd"`.
 
     Raises:
         UnsupportedArgumentError: An unsupported argument.
@@ -129,7 +129,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return str(getattr(self.comm_hook, "value", self.comm_hook))
 
     def strategy_options(self) -> dict[str, Any]:
-        """The options of :class:`~trainkit.strategies.DDPStrategy` that differ from the defaults."""
+        """The options of `DDPStrategy` that differ from the defaults."""
         own = ("bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
         options = {name: value for name, value in self.to_kwargs().items() if name in own}
         if self.hook != "no":
@@ -141,14 +141,14 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """The loss scale of ``mixed_precision="fp16"``, see ``torch.amp.GradScaler``.
+    """The loss scale of `mixed_precision="fp16"`, see `torch.amp.GradScaler`.
 
     Args:
         init_scale: The initial scale.
-        growth_factor: Multiplies the scale after ``growth_interval`` optimizer steps without an overflow.
+        growth_factor: Multiplies the scale after `growth_interval` optimizer steps without an overflow.
         backoff_factor: Multiplies the scale after an overflow.
         growth_interval: Number of optimizer steps.
-        enabled: ``False``: do not scale the loss; under DeepSpeed too.
+        enabled: `False`: do not scale the loss; under DeepSpeed too.
 
     Raises:
         ConfigurationError: A number out of range.
@@ -177,12 +177,12 @@ class InitProcessGroupKwargs(KwargsHandler):
     """How the processes are connected.
 
     Args:
-        backend: ``"gloo"``, ``"nccl"``, …; default: nccl for CUDA, gloo for the CPU.
-        init_method: Only ``None`` or ``"env://"``: the launcher sets the address.
+        backend: `"gloo"`, `"nccl"`, …; default: nccl for CUDA, gloo for the CPU.
+        init_method: Only `None` or `"env://"`: the launcher sets the address.
         timeout: How long a process waits for the others in a collective; default: 30 minutes.
 
     Raises:
-        UnsupportedArgumentError: Another ``init_method``.
+        UnsupportedArgumentError: Another `init_method`.
     """
 
     backend: str | None = None
@@ -205,18 +205,18 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """What ``accelerator.profile(handler)`` records, see ``torch.profiler.profile``.
+    """What `accelerator.profile(handler)` records, see `torch.profiler.profile`.
 
     Args:
-        activities: ``"cpu"``, ``"cuda"``; default: both if there is a GPU.
-        schedule_option: ``wait``, ``warmup``, ``active``, ``repeat``, ``skip_first``, see ``torch.profiler.schedule``.
+        activities: `"cpu"`, `"cuda"`; default: both if there is a GPU.
+        schedule_option: `wait`, `warmup`, `active`, `repeat`, `skip_first`, see `torch.profiler.schedule`.
         on_trace_ready: Called with the profile at the end of each cycle of the schedule.
         record_shapes: Record the shapes of tensors.
         profile_memory: Record memory allocations.
         with_stack: Record the source line of each operation.
         with_flops: Estimate the FLOPs of matrix products and convolutions.
         with_modules: Record the module of each operation.
-        output_trace_dir: The folder for ``profile_<rank>.json``, which Perfetto opens.
+        output_trace_dir: The folder for `profile_<rank>.json`, which Perfetto opens.
 
     Raises:
         ConfigurationError: An unknown activity, or an unknown or missing option of the schedule.
@@ -251,7 +251,7 @@ class ProfileKwargs(KwargsHandler):
                 )
 
     def build(self) -> torch.profiler.profile:
-        """The profiler, not started. :meth:`trainkit.Accelerator.profile` uses ``output_trace_dir``."""
+        """The profiler, not started. `trainkit.Accelerator.profile` uses `output_trace_dir`."""
         options: dict[str, Any] = dict(vars(self))
         del options["output_trace_dir"]
         schedule, activities = options.pop("schedule_option"), options.pop("activities")
@@ -263,7 +263,7 @@ class ProfileKwargs(KwargsHandler):
 
 
 def sorted_handlers(handlers: Iterable[Any] | None) -> dict[type[KwargsHandler], Any]:
-    """Handlers by their class; a ``ConfigurationError`` for another object, or for two handlers of a class."""
+    """Handlers by their class; a `ConfigurationError` for another object, or for two handlers of a class."""
     found: dict[type[KwargsHandler], Any] = {}
     known = [kind.__name__ for kind in KwargsHandler.__subclasses__()]
     for handler in handlers or ():

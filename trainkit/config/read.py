@@ -1,4 +1,4 @@
-"""Configuration file → :class:`Settings`. The file may be Accelerate's."""
+"""Configuration file → `Settings`. The file may be Accelerate's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NONE = ("", "none", "null")
 
 
 def default_file() -> Path:
-    """The default file: ``$TRAINKIT_CONFIG_FILE``, else ``trainkit/default_config.yaml`` in the user's cache folder."""
+    """The default file: `$TRAINKIT_CONFIG_FILE`, else `trainkit/default_config.yaml` in the user's cache folder."""
     named = os.environ.get("TRAINKIT_CONFIG_FILE")
     if named:
         return Path(named)
@@ -33,7 +33,7 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
     """Read a configuration file.
 
     Args:
-        path: A YAML file, or JSON if its name ends with ``.json``; trainkit's or Accelerate's.
+        path: A YAML file, or JSON if its name ends with `.json`; trainkit's or Accelerate's.
 
     Raises:
         ConfigurationError: It cannot be read, or has an unknown key or a wrong value.
@@ -74,7 +74,7 @@ def _content(path: Path, source: str) -> dict[str, Any]:
 
 
 def _section(section: Any, table: Mapping[str, Key], name: str, source: str) -> dict[str, Any]:
-    """The values of a section such as ``deepspeed_config``."""
+    """The values of a section such as `deepspeed_config`."""
     if section in EMPTY:
         return {}
     if not isinstance(section, Mapping):

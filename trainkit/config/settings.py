@@ -1,4 +1,4 @@
-"""``Settings``: the values of a configuration, and what they mean."""
+"""`Settings`: the values of a configuration, and what they mean."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Plugin(Protocol):
 
     @property
     def divides_at_once(self) -> bool:
-        """Whether models of ``transformers`` are sharded while they are built."""
+        """Whether models of `transformers` are sharded while they are built."""
 
     def claimed(self, name: str) -> Any:
-        """The value of an option for accumulation or clipping; ``None``: not set."""
+        """The value of an option for accumulation or clipping; `None`: not set."""
 
     def config_for(self, short: bool) -> dict[str, Any]:
-        """The strategy's argument ``config``, for 16-bit or float32 parameters."""
+        """The strategy's argument `config`, for 16-bit or float32 parameters."""
 
     def described(self) -> dict[str, Any]:
         """The options to show to the user, by name."""
@@ -52,9 +52,9 @@ class Settings:
     """The values of a configuration. Keys that are not set are not in the mappings.
 
     Attributes:
-        values: Keys of :data:`~trainkit.config.keys.KEYS`, except ``dynamo_backend``.
-        backend: Keys of :data:`~trainkit.config.keys.BACKEND`, except ``gradient_accumulation_steps``.
-        dynamo: Keys of :data:`~trainkit.config.keys.DYNAMO`.
+        values: Keys of `KEYS`, except `dynamo_backend`.
+        backend: Keys of `BACKEND`, except `gradient_accumulation_steps`.
+        dynamo: Keys of `DYNAMO`.
         source: The origin of the values, for messages.
     """
 
@@ -65,7 +65,7 @@ class Settings:
 
     @classmethod
     def out_of(cls, values: dict[str, Any], backend: dict[str, Any], dynamo: dict[str, Any], source: str) -> Settings:
-        """Settings from parts of a file; a ``ConfigurationError`` if a key has different values in two parts."""
+        """Settings from parts of a file; a `ConfigurationError` if a key has different values in two parts."""
         for name, home, other in (("gradient_accumulation_steps", values, backend), ("dynamo_backend", dynamo, values)):
             if name in other:
                 value = other.pop(name)
@@ -81,9 +81,9 @@ class Settings:
         return {**self.dynamo, **self.backend, **self.values}.get(name, default)
 
     def over(self, below: Settings) -> Settings:
-        """These settings, completed by ``below``.
+        """These settings, completed by `below`.
 
-        Keys of ``below`` for another backend are not used, nor is its ``machine_rank`` if these settings are for one machine.
+        Keys of `below` for another backend are not used, nor is its `machine_rank` if these settings are for one machine.
         """
         theirs = below.backend if self.takes_section or "distributed_type" not in self.values else {}
         if self.values.get("num_machines") == 1:
@@ -120,7 +120,7 @@ class Settings:
 
     @property
     def info(self) -> StrategyInfo | None:
-        """The declaration of the strategy that ``distributed_type`` means; ``None`` if it is not set."""
+        """The declaration of the strategy that `distributed_type` means; `None` if it is not set."""
         return find_info_by_type(self.values.get("distributed_type"))
 
     @property
@@ -130,7 +130,7 @@ class Settings:
 
     @property
     def strategy(self) -> str | None:
-        """The strategy that "auto" means; ``None`` if it is not set, or if :meth:`plugin` defines it."""
+        """The strategy that "auto" means; `None` if it is not set, or if `plugin` defines it."""
         info = self.info
         return None if info is None or self.takes_section else info.file_types[self.values["distributed_type"]]
 
@@ -143,11 +143,11 @@ class Settings:
 
     @property
     def compiling(self) -> dict[str, Any]:
-        """The arguments of ``torch.compile``; empty if not set."""
+        """The arguments of `torch.compile`; empty if not set."""
         return {name: self.get(key) for name, key in _COMPILER.items() if self.get(key) not in (None, "default")}
 
     def plugin(self) -> Plugin | None:
-        """The options of the strategy's section, or ``None`` without one.
+        """The options of the strategy's section, or `None` without one.
 
         Raises:
             ConfigurationError: Contradictory keys, or a file of the backend that cannot be read.

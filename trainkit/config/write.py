@@ -18,7 +18,7 @@ __all__ = ["write_settings"]
 
 
 def write_settings(settings: Settings, path: str | os.PathLike[str]) -> Path:
-    """Write or replace a configuration file, JSON if its name ends with ``.json``; its folder is created.
+    """Write or replace a configuration file, JSON if its name ends with `.json`; its folder is created.
 
     Raises:
         ConfigurationError: It cannot be written.
@@ -41,7 +41,7 @@ def write_settings(settings: Settings, path: str | os.PathLike[str]) -> Path:
 
 
 def _content(settings: Settings) -> dict[str, Any]:
-    """The content, which Accelerate reads except for ``gradient_accumulation_steps`` without DeepSpeed."""
+    """The content, which Accelerate reads except for `gradient_accumulation_steps` without DeepSpeed."""
     values, backend = dict(settings.values), dict(settings.backend)
     if settings.takes_section and "gradient_accumulation_steps" in values:
         backend["gradient_accumulation_steps"] = values.pop("gradient_accumulation_steps")

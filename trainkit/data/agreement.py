@@ -23,14 +23,14 @@ _ENDS = 64  # indices of each end of a subset that are compared
 def lengths_of_parts(
     world: World, loader: DataLoader[Any], samples: int | None, length: int | None, order: Any, first: str | None
 ) -> list[int | None] | None:
-    """``None`` if the processes have the same loader. Collective.
+    """`None` if the processes have the same loader. Collective.
 
     Args:
         world: the processes.
         loader: the user's, over a map-style dataset.
         samples: of the dataset, where it says so.
         length: micro-batches of an epoch, where they are known.
-        order: what the order of an epoch depends on; ``None``: on a sampler of the user's.
+        order: what the order of an epoch depends on; `None`: on a sampler of the user's.
         first: the digest of the first micro-batch that such a sampler gives.
 
     Returns:
@@ -64,7 +64,7 @@ def lengths_of_parts(
 
 
 def _subset(dataset: Any) -> str | None:
-    """A digest of what a ``Subset`` takes of its dataset; ``None`` for other datasets, which only fetching could compare."""
+    """A digest of what a `Subset` takes of its dataset; `None` for other datasets, which only fetching could compare."""
     if not isinstance(dataset, Subset):
         return None
     ends = [*dataset.indices[:_ENDS], *dataset.indices[-_ENDS:]]
@@ -98,7 +98,7 @@ def put_back(sampler: Any) -> Iterator[None]:
 
 
 def _state_of(value: Any) -> Any:
-    """The state of a random generator; ``None`` for anything else."""
+    """The state of a random generator; `None` for anything else."""
     if isinstance(value, torch.Generator | np.random.RandomState):
         return value.get_state()
     if isinstance(value, random.Random):

@@ -1,7 +1,7 @@
 """Micro-batches side by side as one batch, for a process that drives several devices; short batches filled up.
 
 In a batch the first dimension of every tensor is that of the samples, and so are lists of strings and numbers as
-``default_collate`` makes them. What is neither has to be the same in all micro-batches.
+`default_collate` makes them. What is neither has to be the same in all micro-batches.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Filled:
 
     @classmethod
     def of(cls, source: Any, size: int | None, devices: int, bring: Callable[[Tensor], Tensor]) -> Filled:
-        """For the batches of a loader, of ``size`` samples each, put side by side for ``devices`` devices.
+        """For the batches of a loader, of `size` samples each, put side by side for `devices` devices.
 
         Raises:
             DataError: it does not say how many samples they have.
@@ -94,13 +94,13 @@ class Filled:
 
 
 def side_by_side(batches: Iterator[Any], devices: int, join: Callable[[Sequence[Any]], Any]) -> Iterator[Any]:
-    """Every ``devices`` batches as one; the last one may have fewer."""
+    """Every `devices` batches as one; the last one may have fewer."""
     while parts := list(islice(batches, devices)):
         yield parts[0] if len(parts) == 1 else join(parts)
 
 
 def each_joined(parts: Sequence[Any]) -> Any:
-    """:func:`joined`, for batches of several loaders, each of which has a number of samples of its own."""
+    """`joined`, for batches of several loaders, each of which has a number of samples of its own."""
     return _rebuilt(parts, joined)
 
 
@@ -115,7 +115,7 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def padded(batch: Any, samples: int, wanted: int) -> Any:
-    """A batch of ``samples`` filled up to ``wanted`` by its last sample.
+    """A batch of `samples` filled up to `wanted` by its last sample.
 
     Raises:
         DataError: something in it is neither by sample nor the same for all of them.

@@ -30,18 +30,19 @@ class CombinedLoader:
 
     Args:
         loaders: a dict, list or tuple of loaders. A batch has the same form.
-        mode: ``"max_size_cycle"`` goes on until the longest loader ends and starts shorter ones anew, reshuffled;
-            ``"min_size"`` stops with the shortest; ``"sequential"`` gives the batches of one loader after the other, each
+        mode: `"max_size_cycle"` goes on until the longest loader ends and starts shorter ones anew, reshuffled;
+            `"min_size"` stops with the shortest; `"sequential"` gives the batches of one loader after the other, each
             as it is.
 
     Raises:
         UnknownNameError: an unknown mode.
-        UnsupportedArgumentError: Lightning's mode ``"max_size"``.
+        UnsupportedArgumentError: Lightning's mode `"max_size"`.
         DataError: no loaders, not a dict or sequence of them, or one of them is a collection of loaders itself.
 
-    Example::
-
+    Example:
+        ```python
         trainer.fit(module, CombinedLoader({"labelled": a, "unlabelled": b}, mode="max_size_cycle"))
+        ```
 
     A combined micro-batch counts, as one of several in an accumulation window, by all samples in it.
     """
@@ -77,20 +78,20 @@ class CombinedLoader:
         return list(self.loaders.values()) if isinstance(self.loaders, Mapping) else list(self.loaders)
 
     def count(self, batch: Any) -> int:
-        """The number of samples in a batch that :meth:`assemble` made."""
+        """The number of samples in a batch that `assemble` made."""
         if self.mode == "sequential":
             return batch_size(batch)
         return sum(batch_size(part) for part in (batch.values() if isinstance(batch, Mapping) else batch))
 
     def assemble(self, batches: list[Any]) -> Any:
-        """A batch of the form of ``loaders`` from one batch of each."""
+        """A batch of the form of `loaders` from one batch of each."""
         if isinstance(self.loaders, Mapping):
             return dict(zip(self.loaders, batches, strict=True))
         return tuple(batches) if isinstance(self.loaders, tuple) else batches
 
 
 class CombinedStream:
-    """The stream of a :class:`CombinedLoader`; each loader is keyed by its number.
+    """The stream of a `CombinedLoader`; each loader is keyed by its number.
 
     Combined micro-batch m is made of the same batches on any number of processes.
     """
@@ -121,14 +122,14 @@ class CombinedStream:
 
     @property
     def splits(self) -> bool:
-        """See :class:`trainkit.data.stream.Stream`."""
+        """See `trainkit.data.stream.Stream`."""
         return any(stream.splits for stream in self._streams)
 
     def resume(self, splits: bool) -> None:
-        """See :class:`trainkit.data.stream.Stream`: each stream finds out by itself."""
+        """See `trainkit.data.stream.Stream`: each stream finds out by itself."""
 
     def prime(self, epoch: int, start: int, step: int) -> None:
-        """See :class:`trainkit.data.stream.Stream`."""
+        """See `trainkit.data.stream.Stream`."""
 
     def histories(self) -> list[StateHistory]:
         """None: batch m of the whole is not batch m of each, so what cannot start in the middle is skipped through."""
@@ -155,7 +156,7 @@ class CombinedStream:
         return sum(full), sum(full)
 
     def batches(self, epoch: int, start: int, limit: int | None, turn: int = 0, step: int = 1) -> Iterator[Any]:
-        """See :class:`trainkit.data.stream.Stream`."""
+        """See `trainkit.data.stream.Stream`."""
         # an exact length saves a batch that would be fetched to find the end
         ends = [end for end in (limit, self.length if self.exact else None) if end is not None]
         batches: Iterator[Any]
@@ -170,7 +171,7 @@ class CombinedStream:
         return islice(batches, max(0, min(ends) - start)) if ends else batches
 
     def spare(self, epoch: int) -> Any:
-        """See :class:`trainkit.data.stream.Stream`."""
+        """See `trainkit.data.stream.Stream`."""
         return next(self.batches(epoch, 0, 1), None) if self.exact else None
 
     def _min_size(self, epoch: int, start: int, turn: int = 0, step: int = 1) -> Iterator[Any]:
@@ -239,7 +240,7 @@ class _Cycle:
         return iter(self._stream.batches(self._epoch + self._number * CYCLE, start, None))
 
     def next(self) -> Any:
-        """The next batch, or ``_END`` at the end of a cycle."""
+        """The next batch, or `_END` at the end of a cycle."""
         batch = next(self._batches, _END)
         self.wrapped = self.wrapped or batch is _END
         return batch
@@ -277,7 +278,7 @@ class _DealtCycle:
             self._number, self._batches, self.wrapped = self._number + cycles, None, True
 
     def next(self) -> Any:
-        """The next batch, or ``_END`` if :meth:`again` has to give it."""
+        """The next batch, or `_END` if `again` has to give it."""
         if self._stream.exact and self._stream.length:
             self._wrap(self._stream.length)
             if self._batches is None and not self.wrapped:

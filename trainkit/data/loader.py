@@ -1,4 +1,4 @@
-"""``PreparedLoader``: a user's loader as the loop reads it, in keyed order, under keyed randomness, on the device."""
+"""`PreparedLoader`: a user's loader as the loop reads it, in keyed order, under keyed randomness, on the device."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ _ONE_PROCESS = World()
 class PreparedLoader(Positions):
     """Gives the batches of one epoch per iteration, each on the device, the generators seeded for the work on it.
 
-    Iterating it starts the next epoch, or the one given to :meth:`set_epoch`. What it does not define is the user's
-    loader's: ``len(prepared.dataset)`` works.
+    Iterating it starts the next epoch, or the one given to `set_epoch`. What it does not define is the user's
+    loader's: `len(prepared.dataset)` works.
 
     Rank r of W has micro-batches r, r + W, … of the epoch. A process with several devices has one micro-batch for each, joined
-    in one batch. Lengths, limits and what :meth:`iterate` takes are counted for each rank, so they are the same on all ranks;
+    in one batch. Lengths, limits and what `iterate` takes are counted for each rank, so they are the same on all ranks;
     positions in checkpoints count the micro-batches of all ranks.
 
     Args:
-        source: a ``DataLoader``, a :class:`~trainkit.data.CombinedLoader`, or any iterable of batches.
+        source: a `DataLoader`, a `CombinedLoader`, or any iterable of batches.
         seed: of the run.
         device: where the batches go.
         stage: which keys are used.
         index: the loader's number in its stage.
         generators: the device's generators, seeded with the CPU's.
-        window: number of micro-batches in an accumulation window; ``None`` for evaluation.
+        window: number of micro-batches in an accumulation window; `None` for evaluation.
         limit: largest number of micro-batches in an epoch, for each rank.
-        weigh: the user's ``batch_weight``.
-        transfer: ``transfer(batch, m)`` puts a batch on the device; the default moves every tensor in it.
+        weigh: the user's `batch_weight`.
+        transfer: `transfer(batch, m)` puts a batch on the device; the default moves every tensor in it.
         finish: applied to a batch on the device after the generators are seeded for the work on it.
         sequential: do not shuffle.
         world: the processes over which the epoch is sharded; all of them make and read the same loaders in the same order.
-        ahead: ``ahead(items, load, start)`` gives the items, each out of ``load(item, number)``, and may load some ahead of
-            their time; ``load`` is ``None`` where it would but move the tensors. Default: what suits the device.
+        ahead: `ahead(items, load, start)` gives the items, each out of `load(item, number)`, and may load some ahead of
+            their time; `load` is `None` where it would but move the tensors. Default: what suits the device.
         filled: fills short batches up to the size of the others.
         pads: where only other ranks have a micro-batch, yield a padding micro-batch (this rank's last one again, or the first
-            of the epoch). Otherwise yield one of kind ``NONE`` if this rank has none in a whole window.
+            of the epoch). Otherwise yield one of kind `NONE` if this rank has none in a whole window.
         reader: your own training loop, which iterates over this object.
 
     Attributes:
@@ -64,7 +64,7 @@ class PreparedLoader(Positions):
         micro_limit: the number of micro-batches of all processes in an epoch at most.
         pads: as above; may be changed between epochs.
         window: as above; may be changed between epochs.
-        given_source: the user's object, if ``source`` was made of it.
+        given_source: the user's object, if `source` was made of it.
         given: micro-batches of the epoch yielded so far; at the last one of a window the same on all ranks.
 
     Raises:
@@ -144,7 +144,7 @@ class PreparedLoader(Positions):
 
     @property
     def samples(self) -> int | None:
-        """The samples of the batch that was given last that count, where it may have been filled up; else ``None``."""
+        """The samples of the batch that was given last that count, where it may have been filled up; else `None`."""
         return None if self._filled is None else self._filled.samples
 
     @property
@@ -162,14 +162,14 @@ class PreparedLoader(Positions):
         return self._reader.read(self, self.next_epoch(self._reader.open_window()))
 
     def next_epoch(self, taken: int = 0) -> Iterator[MicroBatch]:
-        """The micro-batches of the next epoch; ``taken`` as of :meth:`iterate`."""
+        """The micro-batches of the next epoch; `taken` as of `iterate`."""
         epoch, start = self._next_epoch, self._next_start
         self._epoch, self._next_epoch, self._next_start, self._begun = epoch, epoch + 1, 0, True
         self.exhausted, self.left_off = False, None
         return self.iterate(epoch, start, taken)
 
     def iterate(self, epoch: int, start: int = 0, taken: int = 0) -> Iterator[MicroBatch]:
-        """The micro-batches of an epoch; nothing before ``start`` is fetched from a map-style dataset.
+        """The micro-batches of an epoch; nothing before `start` is fetched from a map-style dataset.
 
         Args:
             epoch: its number.

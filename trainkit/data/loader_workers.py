@@ -1,4 +1,4 @@
-"""The worker processes of a ``DataLoader``: their start, which is repeated where it hangs, and their end."""
+"""The worker processes of a `DataLoader`: their start, which is repeated where it hangs, and their end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def started(loader: DataLoader[Any]) -> Iterator[Any]:
     and the threads of a process group take it for a moment after each collective, when they let go of its tensors.
 
     Args:
-        loader: a copy that is ours: its ``multiprocessing_context`` is replaced where it is the usual one.
+        loader: a copy that is ours: its `multiprocessing_context` is replaced where it is the usual one.
 
     Raises:
         DataError: a worker has hung at every try.
@@ -59,7 +59,7 @@ if sys.platform != "win32":
     from multiprocessing.popen_fork import Popen
 
     class _Worker(multiprocessing.context.ForkProcess):
-        """A process that is forked again if it does not get as far as :meth:`run`."""
+        """A process that is forked again if it does not get as far as `run`."""
 
         _pipe: tuple[int, int]
 
@@ -88,7 +88,7 @@ if sys.platform != "win32":
         Process = _Worker
 
     def _forked(process: _Worker, patience: float) -> Popen | None:
-        """Fork; ``None`` if the new process hangs. One that has died is the loader's to report."""
+        """Fork; `None` if the new process hangs. One that has died is the loader's to report."""
         ear, mouth = process._pipe = os.pipe()
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, ear)

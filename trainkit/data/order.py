@@ -1,16 +1,16 @@
 """The order of an epoch, as a pure function of a 64-bit key.
 
-Nothing has to be carried to resume: whoever knows the key (mixed from seed and epoch by ``trainkit.rng``) can ask for
+Nothing has to be carried to resume: whoever knows the key (mixed from seed and epoch by `trainkit.rng`) can ask for
 the indices at any positions. Two algorithms, chosen by the number of samples alone:
 
-* below ``HASH_SORT_LIMIT``: the indices sorted by a keyed 64-bit hash. Uniform for tiny datasets too.
+* below `HASH_SORT_LIMIT`: the indices sorted by a keyed 64-bit hash. Uniform for tiny datasets too.
 * from there on: a Feistel network over the next even power of two with cycle walking. It needs no list of indices, so
   an epoch over 10^12 samples starts as fast, and in as little memory, as one over 10^7. (For a handful of samples its
   rounds have too few bits to be uniform, which is why it is not used there.)
 
 All arithmetic is on unsigned 64-bit integers that wrap around, and the hash has no ties, so the order depends neither
 on the version of numpy nor on the machine. A change to it would silently change what a resumed run trains on:
-the tests freeze it, and ``ORDER_VERSION``, kept in every checkpoint, has to be raised with it.
+the tests freeze it, and `ORDER_VERSION`, kept in every checkpoint, has to be raised with it.
 
 Sources: the hash is the output function of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
 generators", 2014; constants of Stafford's variant 13); Feistel networks as permutations: Luby, Rackoff, 1988; cycle
@@ -33,7 +33,7 @@ ORDER_VERSION = 1
 """Raised whenever the same key would give another order."""
 
 HASH_SORT_LIMIT = 1 << 20
-"""Number of samples from which on the Feistel network gives the order. Part of what ``ORDER_VERSION`` stands for."""
+"""Number of samples from which on the Feistel network gives the order. Part of what `ORDER_VERSION` stands for."""
 
 _MAX_LENGTH = 1 << 62
 _BLOCK = 4096  # positions worked out at a time: enough to hide numpy's cost per call, few enough for the L1 cache
@@ -51,7 +51,7 @@ _S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
 
 
 class Permutation:
-    """The order in which an epoch visits ``length`` samples.
+    """The order in which an epoch visits `length` samples.
 
     Args:
         length: number of samples, from 0 to 2^62.
@@ -61,7 +61,7 @@ class Permutation:
     Raises:
         ConfigurationError: a length or key that is no integer or out of range.
 
-    Construction does no work. Below ``HASH_SORT_LIMIT`` the first ``block`` sorts, and 8 bytes per sample are held;
+    Construction does no work. Below `HASH_SORT_LIMIT` the first `block` sorts, and 8 bytes per sample are held;
     from there on only the 4,096 positions around the last one asked for are held.
 
     Orders of different lengths under one key are related: give every dataset its own key.
@@ -89,16 +89,16 @@ class Permutation:
         return self._length
 
     def block(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The indices at the positions ``[start, stop)`` of the order.
+        """The indices at the positions `[start, stop)` of the order.
 
         Meant for many small requests, one after the other or at any distance; those within one aligned block of
         4,096 positions are worked out once.
 
         Returns:
-            int64, shape ``[stop - start]``; a copy that the caller may change.
+            int64, shape `[stop - start]`; a copy that the caller may change.
 
         Raises:
-            ConfigurationError: unless ``0 <= start <= stop <= len(self)``.
+            ConfigurationError: unless `0 <= start <= stop <= len(self)`.
         """
         start, stop = _integer("start", start), _integer("stop", stop)
         first, last, indices = self._held
@@ -123,7 +123,7 @@ class Permutation:
         """The indices at any positions of the order; nothing is worked out for the positions between them.
 
         Args:
-            positions: int64, each in ``[0, len(self))``.
+            positions: int64, each in `[0, len(self))`.
 
         Returns:
             int64, of the same shape.
@@ -148,11 +148,11 @@ class Permutation:
 
 
 class _Feistel:
-    """A permutation of ``[0, length)``, ``1 <= length <= 2**62``, worked out position by position.
+    """A permutation of `[0, length)`, `1 <= length <= 2**62`, worked out position by position.
 
-    The network permutes ``[0, 4**half_bits)``, the smallest such range that holds ``length``. Where it leads outside
-    ``[0, length)`` it is applied again until it leads back in, which it must, as every position lies on a cycle.
-    The range is less than four times ``length``, so that takes fewer than four applications on average.
+    The network permutes `[0, 4**half_bits)`, the smallest such range that holds `length`. Where it leads outside
+    `[0, length)` it is applied again until it leads back in, which it must, as every position lies on a cycle.
+    The range is less than four times `length`, so that takes fewer than four applications on average.
     """
 
     def __init__(self, length: int, key: int, rounds: int = _ROUNDS) -> None:
@@ -199,7 +199,7 @@ class _Feistel:
 
 
 def _hash_sort(length: int, key: int) -> npt.NDArray[np.int64]:
-    """The indices below ``length`` sorted by a keyed hash, which is a bijection: there are no ties."""
+    """The indices below `length` sorted by a keyed hash, which is a bijection: there are no ties."""
     first_key, second_key = _subkeys(key, 2)
     hashes = np.arange(length, dtype=np.uint64)
     hashes *= np.uint64(_INCREMENT)
@@ -226,7 +226,7 @@ def _mix_one(value: int) -> int:
 
 
 def _subkeys(key: int, count: int) -> list[int]:
-    """``count`` numbers drawn from SplitMix64, started at the mixed key so that neighbouring keys share nothing."""
+    """`count` numbers drawn from SplitMix64, started at the mixed key so that neighbouring keys share nothing."""
     state = _mix_one((key + _INCREMENT) & _WORD)
     return [_mix_one((state + draw * _INCREMENT) & _WORD) for draw in range(1, count + 1)]
 

@@ -30,15 +30,15 @@ class Reader(Protocol):
 
 
 class Positions:
-    """The part of :class:`trainkit.data.PreparedLoader` that knows where it is.
+    """The part of `trainkit.data.PreparedLoader` that knows where it is.
 
     Rows are what this run counts: a micro-batch for each of its devices. A position is in samples and in micro-batches of
     all, so that a run of another number of processes can resume from it.
 
     Attributes:
         exhausted: an own loop has read the epoch to its end.
-        left_off: the position in a checkpoint that was loaded, and its :meth:`start_of` (``None``: inside a micro-batch), until
-            this loader is read: it begins the epoch at its beginning, unless :meth:`go_on` is called.
+        left_off: the position in a checkpoint that was loaded, and its `start_of` (`None`: inside a micro-batch), until
+            this loader is read: it begins the epoch at its beginning, unless `go_on` is called.
     """
 
     source: Any
@@ -60,7 +60,7 @@ class Positions:
 
     @property
     def micro_batches(self) -> int | None:
-        """Micro-batches of an epoch over all processes, ``None`` if only its end tells."""
+        """Micro-batches of an epoch over all processes, `None` if only its end tells."""
         length, end = self._stream.length, self._end
         return length if length is None or end is None else min(length, end)
 
@@ -90,13 +90,13 @@ class Positions:
 
     @property
     def total_dataset_length(self) -> int:
-        """The samples of the dataset, of all processes together: what it says of its ``total_length``, or its length."""
+        """The samples of the dataset, of all processes together: what it says of its `total_length`, or its length."""
         dataset = self.source.dataset
         return int(getattr(dataset, "total_length", None) or len(dataset))
 
     @property
     def length(self) -> int | None:
-        """Rows of an epoch, ``None`` if only its end tells."""
+        """Rows of an epoch, `None` if only its end tells."""
         length = self.micro_batches
         if length is None or self._world.width == 1:
             return length
@@ -126,7 +126,7 @@ class Positions:
         self._next_epoch, self._begun = epoch, False
 
     def begin_at(self, index: int) -> None:
-        """The next iteration yields its epoch from index ``index`` on."""
+        """The next iteration yields its epoch from index `index` on."""
         self._next_start, self._begun = index, False
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class Positions:
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The next iteration continues where :meth:`state_dict` was.
+        """The next iteration continues where `state_dict` was.
 
         Raises:
             StateMismatchError: the position is not the start of a micro-batch of this loader.
@@ -160,7 +160,7 @@ class Positions:
         self.go_on(state_dict, self.start_of(state_dict))
 
     def go_on(self, position: Mapping[str, Any], start: int) -> None:
-        """The next iteration begins at a position, whose :meth:`start_of` is ``start``."""
+        """The next iteration begins at a position, whose `start_of` is `start`."""
         self._next_epoch = self._epoch = int(position["epoch"])
         self._next_start, self._begun, self.left_off = start, False, None
         self.resume(position, start)
@@ -168,7 +168,7 @@ class Positions:
     def begin_again(self, position: Mapping[str, Any]) -> None:
         """The next iteration gives the epoch of a position from its beginning, or the next one where it was complete.
 
-        :attr:`left_off` is what :meth:`go_on` needs to continue in the middle of the epoch after all.
+        `left_off` is what `go_on` needs to continue in the middle of the epoch after all.
         """
         if not position["batches"]:
             self.go_on(position, 0)
@@ -184,14 +184,14 @@ class Positions:
         self._next_start, self._begun, self._resumed = 0, False, (-1, 0, 0)
 
     def position(self, epoch: int, index: int) -> dict[str, Any]:
-        """What a checkpoint keeps of a position: after ``index`` micro-batches of each rank in ``epoch``.
+        """What a checkpoint keeps of a position: after `index` micro-batches of each rank in `epoch`.
 
         Returns:
-            ``epoch``; ``batches``: micro-batches of all processes; ``samples`` (``None`` where only the batches themselves tell
-            their sizes); ``complete``: those were all batches of the epoch; ``dataset``: the number of samples there are;
-            ``iterable``: the state of an iterable that has one. Of several devices also ``processes`` (the
-            number of micro-batches with the same index), ``rank`` (whose ``iterable`` it is) and ``splits`` (each has a stream
-            of its own); see :meth:`gathered`.
+            `epoch`; `batches`: micro-batches of all processes; `samples` (`None` where only the batches themselves tell
+            their sizes); `complete`: those were all batches of the epoch; `dataset`: the number of samples there are;
+            `iterable`: the state of an iterable that has one. Of several devices also `processes` (the
+            number of micro-batches with the same index), `rank` (whose `iterable` it is) and `splits` (each has a stream
+            of its own); see `gathered`.
         """
         sizes, length, world = self._stream.sizes, self._stream.length, self._world
         batches = whole = self._micro_batch(epoch, index)
@@ -254,7 +254,7 @@ class Positions:
         return start
 
     def resume(self, position: Mapping[str, Any], start: int) -> None:
-        """Continue the epoch of a position there, and iterables from their state; its :meth:`start_of` is ``start``."""
+        """Continue the epoch of a position there, and iterables from their state; its `start_of` is `start`."""
         micro_batch, self._epoch = self._start_in(position), int(position["epoch"])
         self._resumed = self._epoch, start, micro_batch
         state, splits = position["iterable"], bool(position.get("splits", False))

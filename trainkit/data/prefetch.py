@@ -22,7 +22,7 @@ SMALL = 1 << 20
 
 
 def to_device(items: Iterator[T], load: Callable[[T, int], T], start: int = 0, *, device: torch.device) -> Iterator[T]:
-    """The items loaded to a CUDA device: large ones, judged by the first, by :func:`one_ahead`, small ones one by one."""
+    """The items loaded to a CUDA device: large ones, judged by the first, by `one_ahead`, small ones one by one."""
     head = list(islice(items, 1))
     items = chain(head, items)
     if head and _bytes_of(head[0]) < SMALL:
@@ -48,7 +48,7 @@ def one_ahead(items: Iterator[T], load: Callable[[T, int], T], device: torch.dev
 
     Args:
         items: batches, or tuples that hold one, on the CPU.
-        load: ``load(item, number)`` returns the item on the device.
+        load: `load(item, number)` returns the item on the device.
         device: a CUDA device.
         start: the number of the first item.
     """

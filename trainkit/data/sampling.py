@@ -1,7 +1,7 @@
 """Which samples make up which micro-batch, and the key under which each is fetched.
 
-A ``DataLoader`` asks its batch sampler in the main process and fetches wherever its workers are. So the batch sampler that
-we put into a copy of the user's loader yields ``(fetch key, indices)``, and a thin wrapper around the dataset seeds the
+A `DataLoader` asks its batch sampler in the main process and fetches wherever its workers are. So the batch sampler that
+we put into a copy of the user's loader yields `(fetch key, indices)`, and a thin wrapper around the dataset seeds the
 generators of the fetching process from that key before it fetches. Which process that is no longer matters.
 """
 
@@ -50,9 +50,9 @@ def user_epoch(epoch: int) -> int:
 
 
 class KeyedBatches:
-    """What takes the place of a loader's batch sampler: ``(fetch key, indices)`` of each micro-batch.
+    """What takes the place of a loader's batch sampler: `(fetch key, indices)` of each micro-batch.
 
-    ``epoch``, ``start`` (the first micro-batch), ``limit`` (the number of micro-batches of an epoch), ``turn`` and ``step``
+    `epoch`, `start` (the first micro-batch), `limit` (the number of micro-batches of an epoch), `turn` and `step`
     (those of this process: start + turn, start + turn + step, …) are set before each iteration.
 
     Attributes:
@@ -103,7 +103,7 @@ class KeyedBatches:
 
 
 class KeyedDataset(Dataset[Any]):
-    """A map-style dataset that is asked for ``(key, index or indices)`` and seeds the generators from the key first."""
+    """A map-style dataset that is asked for `(key, index or indices)` and seeds the generators from the key first."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -147,7 +147,7 @@ class KeyedSlots(list[None]):
 
 
 class UserWorkerInit:
-    """The user's ``worker_init_fn``; in the worker ``get_worker_info().dataset`` is the user's dataset, not our wrapper.
+    """The user's `worker_init_fn`; in the worker `get_worker_info().dataset` is the user's dataset, not our wrapper.
 
     Signals to the whole process group are left to the main process, unless the user's function sets handlers of its own.
     """
@@ -172,11 +172,11 @@ def keyed_batches(
     """The keyed batch sampler that replaces the samplers of a loader over a map-style dataset. Collective.
 
     Args:
-        loader: The user's loader. ``shuffle=True``, ``shuffle=False`` and ``DistributedSampler`` are recognized. Other samplers
+        loader: The user's loader. `shuffle=True`, `shuffle=False` and `DistributedSampler` are recognized. Other samplers
             and batch samplers are iterated in the main process, with generators seeded by key.
-        seed: Seed of the run; a ``DistributedSampler`` has its own. A warning says if that is for another world size.
+        seed: Seed of the run; a `DistributedSampler` has its own. A warning says if that is for another world size.
         stage: The stage part of the keys.
-        sequential: Do not shuffle; the user's own sampler yields the order of epoch 0 (``overfit_batches``).
+        sequential: Do not shuffle; the user's own sampler yields the order of epoch 0 (`overfit_batches`).
         world: The processes that the micro-batches are distributed over.
 
     Raises:
@@ -208,7 +208,7 @@ def keyed_batches(
 
 
 def is_distributed(sampler: Any) -> bool:
-    """Whether a sampler shards as torch's ``DistributedSampler`` does, or is of a class derived from it."""
+    """Whether a sampler shards as torch's `DistributedSampler` does, or is of a class derived from it."""
     kind = type(sampler)
     own = (DistributedSampler.__iter__, DistributedSampler.__len__)
     return isinstance(sampler, DistributedSampler) and (kind.__iter__, kind.__len__) == own
@@ -222,7 +222,7 @@ def _agreed(batches: KeyedBatches, world: World, sampler: Any, loader: DataLoade
         world: the processes.
         sampler: the user's.
         loader: the user's.
-        order: what the order depends on; ``None``: on the sampler, which is asked for the first micro-batch.
+        order: what the order depends on; `None`: on the sampler, which is asked for the first micro-batch.
 
     Raises:
         DataError: the loaders differ.
@@ -248,7 +248,7 @@ def _agreed(batches: KeyedBatches, world: World, sampler: Any, loader: DataLoade
 
 
 def _dropped_samples(sampler: DistributedSampler[Any], samples: int, processes: int) -> int:
-    """The samples that ``drop_last=True`` drops so that all ranks get the same number; warns of other ``num_replicas``."""
+    """The samples that `drop_last=True` drops so that all ranks get the same number; warns of other `num_replicas`."""
     if sampler.num_replicas != processes:
         _warn_of_replicas(sampler, samples, processes)
         return 0
@@ -270,7 +270,7 @@ def _warn_of_replicas(sampler: DistributedSampler[Any], samples: int, processes:
 
 
 def _shuffles(sampler: Any) -> bool | None:
-    """Whether a sampler shuffles all samples; ``None`` for one that does something of its own."""
+    """Whether a sampler shuffles all samples; `None` for one that does something of its own."""
     kind = type(sampler)
     if kind is SequentialSampler:
         return False
@@ -365,7 +365,7 @@ def _drawn(sampler: Any, seed: int, stage: int, take: Callable[[Iterator[Any]], 
 
 
 def _take(iterator: Iterator[Any], size: int | None, drop_last: bool) -> Any:
-    """The next index, or the next ``size`` indices; StopIteration at the end."""
+    """The next index, or the next `size` indices; StopIteration at the end."""
     if size is None:
         return next(iterator)
     indices = [index for _, index in zip(range(size), iterator)]  # noqa: B905 - the iterator may be longer

@@ -42,7 +42,7 @@ class StreamSharder:
         self.ended = False
 
     def length(self, said: int | None) -> int | None:
-        """The number of batches of an epoch over all processes, if this process's stream reports ``said``."""
+        """The number of batches of an epoch over all processes, if this process's stream reports `said`."""
         return said * self._world.size if said is not None and self.splits else said
 
     def agreed(self, said: int | None) -> int | None:
@@ -54,7 +54,7 @@ class StreamSharder:
         return max(known) if len(known) == len(lengths) else None
 
     def place(self, start: int, step: int) -> int:
-        """The number, in the stream as this process reads it, of batch ``start`` of all processes."""
+        """The number, in the stream as this process reads it, of batch `start` of all processes."""
         return start // step if self.splits else start
 
     def ready(self, batches: Sequence[Any]) -> int:
@@ -107,7 +107,7 @@ class StreamSharder:
             )
 
     def rows(self, batches: Iterator[Any], first: int, start: int, limit: int | None, turn: int, step: int) -> Iterator[Any]:
-        """This process's batches, from ``start`` on one of each row of ``step``.
+        """This process's batches, from `start` on one of each row of `step`.
 
         A row of a common stream is read to its end before its batch is given, so that the state of what is read belongs to the
         end of the row in every process.

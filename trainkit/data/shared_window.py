@@ -1,8 +1,8 @@
 """Accumulation windows over several ranks: which micro-batches of a window each rank has, and their weights.
 
-Rank r of W has the micro-batches start + r, start + r + W, … of an epoch. ``index`` numbers them for each rank. If the number
-and the sizes of the micro-batches are known, each rank computes the windows alone (:func:`planned`). If not, it fetches
-its micro-batches of a window first, and the ranks exchange their weights (:func:`collected` and :meth:`SharedWindow.agree`).
+Rank r of W has the micro-batches start + r, start + r + W, … of an epoch. `index` numbers them for each rank. If the number
+and the sizes of the micro-batches are known, each rank computes the windows alone (`planned`). If not, it fetches
+its micro-batches of a window first, and the ranks exchange their weights (`collected` and `SharedWindow.agree`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SharedWindow:
         total: the weight of all micro-batches of the window.
         uneven: the ranks have different numbers of micro-batches.
         alike: it is certain that they have the same number, all of one size.
-        weights: in your own training loop, the weight of the micro-batches of all ranks at each index; before :meth:`agree`
+        weights: in your own training loop, the weight of the micro-batches of all ranks at each index; before `agree`
             that of this rank's.
     """
 
@@ -63,7 +63,7 @@ class SharedWindow:
     def micro_batch(
         self, batch: Any, kind: MicroBatchKind, place: tuple[int, int], weight: float, last: bool, ranks: int
     ) -> MicroBatch:
-        """A micro-batch of this window, for one rank. Call :meth:`agree` first.
+        """A micro-batch of this window, for one rank. Call `agree` first.
 
         Args:
             batch: its batch.
@@ -119,7 +119,7 @@ def planned(
     """The pieces of an epoch whose micro-batches are known.
 
     Args:
-        batches: this process's micro-batches from ``start`` on.
+        batches: this process's micro-batches from `start` on.
         world: the processes.
         size: micro-batches of a rank in a window.
         start: the micro-batch of the epoch that rank 0 begins with.
@@ -173,17 +173,17 @@ def collected(
     weigh: Callable[[Any], float] | None,
     taken: int | None = None,
 ) -> Iterator[Piece]:
-    """The pieces of an epoch of which only fetching tells what there is; without an end if ``per_rank`` is not known.
+    """The pieces of an epoch of which only fetching tells what there is; without an end if `per_rank` is not known.
 
     Args:
-        batches: this process's micro-batches from ``start`` on.
+        batches: this process's micro-batches from `start` on.
         world: the processes; nothing is exchanged here.
         size: micro-batches of a rank in a window.
         start: the micro-batch of the epoch that rank 0 begins with.
-        per_rank: number of a rank's micro-batches from ``start`` on.
+        per_rank: number of a rank's micro-batches from `start` on.
         count: the number of samples of a batch.
-        weigh: the user's ``batch_weight``; without it a micro-batch counts by the number of its samples.
-        taken: as of :func:`planned`.
+        weigh: the user's `batch_weight`; without it a micro-batch counts by the number of its samples.
+        taken: as of `planned`.
     """
     index = 0
     for wanted in _window_sizes(size, taken):

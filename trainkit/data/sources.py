@@ -1,4 +1,4 @@
-"""Which loaders a run uses: those given to ``fit``, those of the ``DataModule``, or those of the module."""
+"""Which loaders a run uses: those given to `fit`, those of the `DataModule`, or those of the module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["batch_size_of", "evaluation_sources", "training_source"]
 
 
 def training_source(source: Any) -> Any:
-    """A training loader; a dict or list of loaders becomes a ``CombinedLoader``."""
+    """A training loader; a dict or list of loaders becomes a `CombinedLoader`."""
     if isinstance(source, Mapping):
         return CombinedLoader(source)
     if isinstance(source, list | tuple) and source and all(_is_loader(item) for item in source):
@@ -33,7 +33,7 @@ def evaluation_sources(source: Any) -> list[Any]:
     """The loaders of an evaluation, one or several.
 
     A list or dict is a collection of loaders if everything in it is one, however deep: a loader, or a list of numbers or
-    strings. Otherwise a list is one loader, whose items are its batches: ``[(inputs, targets), …]``.
+    strings. Otherwise a list is one loader, whose items are its batches: `[(inputs, targets), …]`.
     """
     if source is None:
         return []
@@ -52,7 +52,7 @@ def evaluation_sources(source: Any) -> list[Any]:
 
 
 def _flattened(source: Any) -> list[Any] | None:
-    """The loaders in nested lists and dicts of loaders, or ``None`` where one of the items is no loader.
+    """The loaders in nested lists and dicts of loaders, or `None` where one of the items is no loader.
 
     As in Lightning a list that holds only numbers and strings is a loader.
     """

@@ -1,4 +1,4 @@
-"""``split_batches``: a loader whose ``batch_size`` is that of all processes together → one of micro-batches."""
+"""`split_batches`: a loader whose `batch_size` is that of all processes together → one of micro-batches."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def split_batches(loader: Any, parts: int) -> tuple[DataLoader[Any], int | None]
         parts: micro-batches of a batch, one for each process.
 
     Returns:
-        The loader of micro-batches, and how many of them an epoch has where ``drop_last`` drops some of a last batch that is
-        short; else ``None``.
+        The loader of micro-batches, and how many of them an epoch has where `drop_last` drops some of a last batch that is
+        short; else `None`.
 
     Raises:
         ConfigurationError: it cannot be split so.
@@ -85,7 +85,7 @@ def _described(loader: Any) -> str:
 
 
 class _Parts:
-    """The batches of a user's batch sampler, each divided into ``parts``, whose sizes differ by one at most."""
+    """The batches of a user's batch sampler, each divided into `parts`, whose sizes differ by one at most."""
 
     def __init__(self, sampler: Any, parts: int) -> None:
         self.sampler, self._parts = sampler, parts
@@ -97,7 +97,7 @@ class _Parts:
 
     @property
     def size_of_all(self) -> Any:
-        """Samples of a batch of the user's; ``None``: the batch sampler does not tell."""
+        """Samples of a batch of the user's; `None`: the batch sampler does not tell."""
         return getattr(self.sampler, "batch_size", None)
 
     def __len__(self) -> int:

@@ -15,7 +15,7 @@ _AFTER_END = "state after the end of the epoch"
 
 
 class StateHistory:
-    """The states of an iterable with ``state_dict`` and ``load_state_dict``, by the number of the batches read.
+    """The states of an iterable with `state_dict` and `load_state_dict`, by the number of the batches read.
 
     Batches are fetched before they are worked on (a window at a time, one ahead for CUDA), so the state of the moment is not
     the one to save: the states of the last few batches are kept, and the one that fits is asked for by number.
@@ -42,7 +42,7 @@ class StateHistory:
         self.at_end = False
 
     def keep(self, batches: int) -> None:
-        """Keep the states of at least ``batches`` batches."""
+        """Keep the states of at least `batches` batches."""
         if batches > (self._states.maxlen or 0):
             self._states = deque(self._states, maxlen=batches)
 
@@ -51,7 +51,7 @@ class StateHistory:
         self.active = False
 
     def at(self, batches: int) -> Any | None:
-        """The state after ``batches`` batches of the epoch, ``None`` if it is not known."""
+        """The state after `batches` batches of the epoch, `None` if it is not known."""
         if not self.active:
             return None
         if self._resumed is not None and self._resumed[0] == batches:
@@ -61,16 +61,16 @@ class StateHistory:
         return next((state for number, state in self._states if number == batches), None)
 
     def resume(self, batches: int, state: Any) -> None:
-        """The next iteration continues from this state, which is that after ``batches`` batches."""
+        """The next iteration continues from this state, which is that after `batches` batches."""
         if self.active:
             self._resumed = batches, state
 
     def resumes(self, start: int) -> bool:
-        """Whether an iteration that begins at batch ``start`` has nothing to skip."""
+        """Whether an iteration that begins at batch `start` has nothing to skip."""
         return self._resumed is not None and self._resumed[0] == start
 
     def begin(self, start: int) -> int:
-        """An iteration begins at batch ``start``; returns how many batches have to be read and thrown away."""
+        """An iteration begins at batch `start`; returns how many batches have to be read and thrown away."""
         resumed, self._resumed = self._resumed, None
         self.at_end = False
         if resumed is not None:
@@ -90,7 +90,7 @@ class StateHistory:
         return start
 
     def mark(self, start: int) -> None:
-        """The present state is that before batch ``start``."""
+        """The present state is that before batch `start`."""
         self._states.clear()
         if self.active:
             self._keep(start, self.at_end)
@@ -114,7 +114,7 @@ class StateHistory:
             start: the number of the first of them; of several processes, that at which their first row begins, which has been
                 marked.
             step: batches in a row, one of which is given.
-            skipped: others are read before them, so that the present state is not the one at ``start``.
+            skipped: others are read before them, so that the present state is not the one at `start`.
             ended: whether the end of the epoch has been read.
         """
         if not self.active:

@@ -1,4 +1,4 @@
-"""One source of batches for one rank: a ``DataLoader`` taken under control, or any iterable as it is.
+"""One source of batches for one rank: a `DataLoader` taken under control, or any iterable as it is.
 
 A stream knows how many micro-batches an epoch has and how many samples each holds, where that can be known without fetching,
 and starts at any micro-batch of any epoch. It gives one process its part of them: all, or every W-th.
@@ -30,15 +30,15 @@ _ONE_PROCESS = World()
 
 
 class Stream(Protocol):
-    """What :class:`trainkit.data.loader.PreparedLoader` reads from."""
+    """What `trainkit.data.loader.PreparedLoader` reads from."""
 
     @property
     def length(self) -> int | None:
-        """Micro-batches of an epoch, over all processes; ``None`` if only the end tells."""
+        """Micro-batches of an epoch, over all processes; `None` if only the end tells."""
 
     @property
     def sizes(self) -> tuple[int, int] | None:
-        """Samples of each micro-batch but the last, and of the last; ``None`` if only the batches tell."""
+        """Samples of each micro-batch but the last, and of the last; `None` if only the batches tell."""
 
     @property
     def exact(self) -> bool:
@@ -63,13 +63,13 @@ class Stream(Protocol):
         """The next iteration continues where a checkpoint was taken, in which the data was split as it says."""
 
     def prime(self, epoch: int, start: int, step: int) -> None:
-        """Do now what the processes have to do together before they read an epoch from ``start`` on."""
+        """Do now what the processes have to do together before they read an epoch from `start` on."""
 
     def batches(self, epoch: int, start: int, limit: int | None, turn: int = 0, step: int = 1) -> Iterator[Any]:
-        """The micro-batches ``start + turn``, ``start + turn + step``, … (before ``limit``) of an epoch, on the CPU."""
+        """The micro-batches `start + turn`, `start + turn + step`, … (before `limit`) of an epoch, on the CPU."""
 
     def spare(self, epoch: int) -> Any:
-        """A batch of the epoch for a process that has none of its own: the first one; ``None`` if there is none."""
+        """A batch of the epoch for a process that has none of its own: the first one; `None` if there is none."""
 
     def close(self) -> None:
         """End the worker processes."""
@@ -81,11 +81,11 @@ def open_stream(
     """The stream of a user's loader.
 
     Args:
-        source: a ``DataLoader`` or any iterable of batches.
+        source: a `DataLoader` or any iterable of batches.
         seed: the seed of the run.
-        stage: the stage part of the keys, see :meth:`trainkit.rng.Stage.of_loader`.
+        stage: the stage part of the keys, see `trainkit.rng.Stage.of_loader`.
         device: where the batches will go: for CUDA, what workers fetch is read into pinned memory.
-        sequential: do not shuffle (``overfit_batches``).
+        sequential: do not shuffle (`overfit_batches`).
         world: the processes over which it is sharded. Collective.
 
     Raises:
@@ -102,7 +102,7 @@ def open_stream(
 
 
 class LoaderStream:
-    """A ``DataLoader`` whose samplers are replaced, on a shallow copy, by keyed ones; everything else of it is kept."""
+    """A `DataLoader` whose samplers are replaced, on a shallow copy, by keyed ones; everything else of it is kept."""
 
     def __init__(
         self,
@@ -165,37 +165,37 @@ class LoaderStream:
 
     @property
     def length(self) -> int | None:
-        """See :class:`Stream`."""
+        """See `Stream`."""
         return self._sharder.length(self._length) if self._batches is None else self._batches.length
 
     @property
     def splits(self) -> bool:
-        """See :class:`Stream`."""
+        """See `Stream`."""
         return self._sharder.splits
 
     @property
     def counted(self) -> int:
-        """See :class:`Stream`."""
+        """See `Stream`."""
         return self._sharder.counted if self._batches is None else self._batches.counted
 
     def histories(self) -> list[StateHistory]:
-        """See :class:`Stream`."""
+        """See `Stream`."""
         return [] if self._history is None else [self._history]
 
     def resume(self, splits: bool) -> None:
-        """See :class:`Stream`."""
+        """See `Stream`."""
         if self._batches is None:
             self._sharder.splits = splits
 
     def prime(self, epoch: int, start: int, step: int) -> None:
-        """See :class:`Stream`."""
+        """See `Stream`."""
         if self._iterable:
             if self._primed is not None:
                 end_workers(self._primed[0])
             self._primed = self._begin(epoch, start, step)
 
     def batches(self, epoch: int, start: int, limit: int | None, turn: int = 0, step: int = 1) -> Iterator[Any]:
-        """See :class:`Stream`."""
+        """See `Stream`."""
         if self._batches is not None:
             self._batches.epoch, self._batches.start, self._batches.limit = epoch, start, limit
             self._batches.turn, self._batches.step = turn, step
@@ -219,7 +219,7 @@ class LoaderStream:
         return self._sharder.ended or bool(getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False))
 
     def spare(self, epoch: int) -> Any:
-        """See :class:`Stream`."""
+        """See `Stream`."""
         return self._sharder.spare if self._iterable else next(self.batches(epoch, 0, 1), None)
 
     def _begin(self, epoch: int, start: int, step: int) -> tuple[Any, Iterator[Any], int]:
@@ -300,31 +300,31 @@ class IterableStream:
 
     @property
     def length(self) -> int | None:
-        """See :class:`Stream`."""
+        """See `Stream`."""
         return self._sharder.length(self._length)
 
     @property
     def splits(self) -> bool:
-        """See :class:`Stream`."""
+        """See `Stream`."""
         return self._sharder.splits
 
     @property
     def counted(self) -> int:
-        """See :class:`Stream`."""
+        """See `Stream`."""
         return self._sharder.counted
 
     def resume(self, splits: bool) -> None:
-        """See :class:`Stream`."""
+        """See `Stream`."""
         if not self._ready:
             self._sharder.splits = splits
 
     def prime(self, epoch: int, start: int, step: int) -> None:
-        """See :class:`Stream`."""
+        """See `Stream`."""
         if not self._ready:
             self._primed = self._begin(epoch, start, step)
 
     def batches(self, epoch: int, start: int, limit: int | None, turn: int = 0, step: int = 1) -> Iterator[Any]:
-        """See :class:`Stream`."""
+        """See `Stream`."""
         if self._ready:  # nothing random happens when the next one is taken
             self._open(epoch)
             ready = iter(self._source)
@@ -348,7 +348,7 @@ class IterableStream:
             self._source.set_epoch(user_epoch(epoch))
 
     def spare(self, epoch: int) -> Any:
-        """See :class:`Stream`."""
+        """See `Stream`."""
         return self._sharder.spare
 
     def _begin(self, epoch: int, start: int, step: int) -> tuple[Iterator[Any], int]:
@@ -363,7 +363,7 @@ class IterableStream:
         return batches, first
 
     def histories(self) -> list[StateHistory]:
-        """See :class:`Stream`."""
+        """See `Stream`."""
         return [self._history]
 
     def close(self) -> None:
@@ -371,7 +371,7 @@ class IterableStream:
 
 
 def _seeded(batches: Iterator[Any], keys: KeyStream, m: int) -> Iterator[Any]:
-    """The batches of an iterator, of which ``m`` is the first, the generators seeded by key before each is fetched."""
+    """The batches of an iterator, of which `m` is the first, the generators seeded by key before each is fetched."""
     while True:
         seed_generators(keys(m))
         try:

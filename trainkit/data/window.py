@@ -25,20 +25,20 @@ def windows(
     weigh: Callable[[Any], float] | None = None,
     taken: int = 0,
 ) -> Iterator[MicroBatch]:
-    """The micro-batches of an epoch with their places in windows of ``size``.
+    """The micro-batches of an epoch with their places in windows of `size`.
 
     Args:
-        batches: the batches from ``start`` on.
+        batches: the batches from `start` on.
         size: micro-batches in a window.
         count: returns the number of samples of a batch.
         start: number of the first batch in its epoch.
-        length: micro-batches of the epoch, if known together with ``sizes``.
+        length: micro-batches of the epoch, if known together with `sizes`.
         sizes: samples in each micro-batch but the last, and in the last. If they are known, nothing is fetched ahead.
-        weigh: the user's ``batch_weight``; without it the weight of a micro-batch is the number of its samples.
+        weigh: the user's `batch_weight`; without it the weight of a micro-batch is the number of its samples.
         taken: micro-batches that the first window already has, as it completes one that was left open.
 
     Raises:
-        DataError: ``weigh`` did not return a finite number ≥ 0.
+        DataError: `weigh` did not return a finite number ≥ 0.
     """
     if size == 1:
         return _windows_of_one(batches, start, weigh)
@@ -93,7 +93,7 @@ def _collected(
 
 
 def weight_of(weigh: Callable[[Any], float], batch: Any) -> float:
-    """What the user's ``batch_weight`` says of a batch.
+    """What the user's `batch_weight` says of a batch.
 
     Raises:
         DataError: something else than a finite number ≥ 0.
@@ -105,7 +105,7 @@ def checked_weight(value: Any, what: str, example: str) -> float:
     """A weight as a number.
 
     Raises:
-        DataError: something else than a finite number ≥ 0; ``what`` and ``example`` begin what the message says.
+        DataError: something else than a finite number ≥ 0; `what` and `example` begin what the message says.
     """
     try:
         weight = float(value)

@@ -1,4 +1,4 @@
-"""Signals and the worker processes of a ``DataLoader``: a stop request must not end a worker before the step is finished."""
+"""Signals and the worker processes of a `DataLoader`: a stop request must not end a worker before the step is finished."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def outlast_the_step() -> None:
     if hasattr(signal, "SIGALRM"):
         signal.signal(signal.SIGTERM, _end_later)
     if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # what :func:`signals_held_back` has held back
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # what `signals_held_back` has held back
 
 
 @contextmanager

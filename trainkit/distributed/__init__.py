@@ -1,4 +1,4 @@
-"""Ranks and collectives (``World``), devices, and the detection of failed ranks."""
+"""Ranks and collectives (`World`), devices, and the detection of failed ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Channel``: a connection between all processes of a run, in addition to the collectives.
+"""`Channel`: a connection between all processes of a run, in addition to the collectives.
 
 It is a star: a thread of the main process is the hub, and each other process has one TCP connection to it. Any thread can
 exchange values over it, without a time limit. Every process learns within milliseconds that another one has failed or exited,
@@ -43,12 +43,12 @@ class _Waiter:
 
 
 class Channel:
-    """One process's end of the connection; made by :meth:`open`. All methods are for any thread.
+    """One process's end of the connection; made by `open`. All methods are for any thread.
 
     Attributes:
         rank: of this process.
         size: the number of processes.
-        changed: notified whenever :attr:`failure`, :attr:`gone`, :attr:`failed_ranks` or :attr:`runs` has changed.
+        changed: notified whenever `failure`, `gone`, `failed_ranks` or `runs` has changed.
         gone: the ranks that have exited, with the reason.
         failed_ranks: the ranks that exit with an error, or have done so.
         runs: the runs of this process.
@@ -94,8 +94,8 @@ class Channel:
         Args:
             rank: of this process.
             size: the number of processes.
-            master_addr: the address of the node of rank 0, from the launcher; ``None`` if unknown.
-            share: returns the value of rank 0 on all ranks, like :meth:`trainkit.distributed.world.World.from_main`.
+            master_addr: the address of the node of rank 0, from the launcher; `None` if unknown.
+            share: returns the value of rank 0 on all ranks, like `trainkit.distributed.world.World.from_main`.
             limit: seconds in which all ranks must connect.
             patience: seconds of silence after which a node counts as lost.
 
@@ -154,10 +154,10 @@ class Channel:
         return waiter.values
 
     def ask(self) -> list[dict[str, Any] | None] | None:
-        """What each rank is doing, as :meth:`CollectiveTracker.record` returns it, even while its main thread waits.
+        """What each rank is doing, as `CollectiveTracker.record` returns it, even while its main thread waits.
 
         Returns:
-            A list by rank, with ``None`` for ranks that have exited. ``None`` if a rank did not answer in time.
+            A list by rank, with `None` for ranks that have exited. `None` if a rank did not answer in time.
         """
         waiter = _Waiter()
         with self.changed:
@@ -190,13 +190,13 @@ class Channel:
 
     @property
     def ending(self) -> str:
-        """How this process is leaving its current run: a kind of :meth:`announce_exit`, "error", or "" if it is not leaving."""
+        """How this process is leaving its current run: a kind of `announce_exit`, "error", or "" if it is not leaving."""
         if not self._unwell.intersection(self.runs.open[-1:]):
             return ""
         return self._farewell[0] if self._farewell is not None else "error"
 
     def post_failure(self, kind: str, summary: str, *, fatal: bool = False) -> Failure:
-        """Report to all ranks that this one has failed, with :attr:`traceback`. The first failure counts.
+        """Report to all ranks that this one has failed, with `traceback`. The first failure counts.
 
         Args:
             kind: "error" or "timeout".
@@ -235,11 +235,11 @@ class Channel:
         self._farewell = (kind, text)
 
     def on_failure(self, listener: Callable[[Failure | None], None]) -> None:
-        """Call a function with :attr:`failure` whenever that changes, in a thread of the channel."""
+        """Call a function with `failure` whenever that changes, in a thread of the channel."""
         self._listeners.append(listener)
 
     def wait(self, condition: Callable[[], bool], limit: float | None = None) -> bool:
-        """Wait until a condition on the channel's state holds. Returns whether it does, after ``limit`` seconds at most."""
+        """Wait until a condition on the channel's state holds. Returns whether it does, after `limit` seconds at most."""
         with self.changed:
             return self.changed.wait_for(condition, limit)
 

@@ -1,4 +1,4 @@
-"""``CollectiveTracker``: counts the collectives of a process, so that other ranks can see when it waits for nothing."""
+"""`CollectiveTracker`: counts the collectives of a process, so that other ranks can see when it waits for nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OURS = "trainkit"
 
 
 class CollectiveTracker:
-    """The collectives of one process: ``with tracker:`` around each one in which the main thread may wait.
+    """The collectives of one process: `with tracker:` around each one in which the main thread may wait.
 
     As all ranks call the same collectives, each has the same number on all ranks. So a rank in a collective whose number
     another rank has not reached waits for that rank: forever, if that rank calls something else first.
@@ -25,7 +25,7 @@ class CollectiveTracker:
     Attributes:
         begun: the number of collectives that have begun.
         depth: the number of collectives that this process is in; one may be part of another.
-        checks: the number of completed comparisons of verbs; see ``trainkit/accelerator/collective_checks.py``.
+        checks: the number of completed comparisons of verbs; see `trainkit/accelerator/collective_checks.py`.
         location: the verb and the place of its call, if the stack frames do not show them.
     """
 
@@ -65,7 +65,7 @@ class CollectiveTracker:
         self._forward = (part, thread, frame)
 
     def leave_forward(self, part: object) -> None:
-        """End the forward, if it is that of ``part``."""
+        """End the forward, if it is that of `part`."""
         if self._forward is not None and self._forward[0] is part:
             self._end_forward()
 
@@ -84,7 +84,7 @@ class CollectiveTracker:
     def record(self) -> dict[str, Any]:
         """The counters as JSON, for other ranks; from any thread.
 
-        ``where`` is the verb that waits and the place of its call; ``None`` if this rank does not wait.
+        `where` is the verb that waits and the place of its call; `None` if this rank does not wait.
         """
         begun, forward = self.begun, self._forward
         waiting = self.depth and (forward is None or _runs(*forward[1:]))
@@ -94,7 +94,7 @@ class CollectiveTracker:
 
 
 def find_call(frame: FrameType | None) -> tuple[str, str]:
-    """The trainkit function that a script has called, and where: ``("backward", "train.py:12")``.
+    """The trainkit function that a script has called, and where: `("backward", "train.py:12")`.
 
     Args:
         frame: a frame of that function, or of what it calls.
@@ -106,7 +106,7 @@ def find_call(frame: FrameType | None) -> tuple[str, str]:
 
 
 def find_caller(frame: FrameType | None) -> tuple[str, FrameType | None]:
-    """The trainkit function that a script has called, and the script's frame; see :func:`find_call`."""
+    """The trainkit function that a script has called, and the script's frame; see `find_call`."""
     while frame is not None and _package(frame) != _OURS:
         frame = frame.f_back
     verb = ""

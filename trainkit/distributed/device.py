@@ -10,7 +10,7 @@ __all__ = ["find_device", "generators_of"]
 
 
 def find_device(device: str | torch.device) -> torch.device:
-    """The device; of ``"auto"`` the current CUDA device, else MPS, else the CPU.
+    """The device; of `"auto"` the current CUDA device, else MPS, else the CPU.
 
     Raises:
         ConfigurationError: it is not there, or of a kind that no strategy of one device runs on.

@@ -1,4 +1,4 @@
-"""``Failure``: what is known of a rank that has failed or exited. ``Runs``: the runs that a process is in."""
+"""`Failure`: what is known of a rank that has failed or exited. `Runs`: the runs that a process is in."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Failure:
     Attributes:
         rank: the rank.
         kind: "error"; "timeout": it waited too long for another rank; "died": its connection ended without an announcement;
-            "lost": it no longer answers; "left": it exited normally, but too early; "exit": by ``sys.exit`` in a run;
+            "lost": it no longer answers; "left": it exited normally, but too early; "exit": by `sys.exit` in a run;
             "preempted" or "interrupt": by a signal.
-        summary: one line, such as ``ValueError: …``.
+        summary: one line, such as `ValueError: …`.
         text: the traceback, or empty.
         time: seconds since 1970.
-        run: the number of the run that failed; ``None`` if the process exits.
+        run: the number of the run that failed; `None` if the process exits.
     """
 
     rank: int
@@ -75,7 +75,7 @@ class Failure:
 
     @property
     def collective_error(self) -> CollectiveError | None:
-        """The error to raise on every rank if the ranks called different collectives; otherwise ``None``."""
+        """The error to raise on every rank if the ranks called different collectives; otherwise `None`."""
         name, _, text = self.summary.partition(": ")
         return CollectiveError(text) if name == CollectiveError.__name__ else None
 

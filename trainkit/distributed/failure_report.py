@@ -30,13 +30,13 @@ def report_failure(channel: Channel | None, error: BaseException) -> BaseExcepti
     """Report to the other ranks that an error ends a run on this one.
 
     Args:
-        channel: the channel of the run; ``None`` if there is a single process.
+        channel: the channel of the run; `None` if there is a single process.
         error: the error.
 
     Returns:
         The error to raise from this one. It is the error itself, or, if that is only the consequence of another rank's failure
-        (a closed connection, an exchange that cannot complete): a :class:`~trainkit.errors.ProcessFailedError` that names
-        that rank, its ``CollectiveError``, or ``Preempted`` if it was preempted.
+        (a closed connection, an exchange that cannot complete): a `ProcessFailedError` that names
+        that rank, its `CollectiveError`, or `Preempted` if it was preempted.
     """
     if channel is None:
         return error
@@ -176,7 +176,7 @@ class FailureReport:
         end_process(1)
 
     def _others_have_ended(self) -> bool:
-        """The main process exits after all other ranks but the first failed one: see :func:`end_after_others`."""
+        """The main process exits after all other ranks but the first failed one: see `end_after_others`."""
         return self._channel.alone or len(self._channel.gone) == self._channel.size - 1
 
 
@@ -194,7 +194,7 @@ def _sigterm_ignored() -> Iterator[None]:
 
 
 def _has_escaped() -> bool:
-    """Whether this is a child of ``torch.multiprocessing.spawn`` whose function has raised.
+    """Whether this is a child of `torch.multiprocessing.spawn` whose function has raised.
 
     The wrapper there catches the error, writes the traceback to a file for the parent, and exits. The parent reports the child
     that exits first, so this one must not wait.

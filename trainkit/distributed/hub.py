@@ -1,4 +1,4 @@
-"""``Hub``: what the main process knows of all ranks of a run, and the messages that it sends them. No sockets here."""
+"""`Hub`: what the main process knows of all ranks of a run, and the messages that it sends them. No sockets here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Hub:
 
     Args:
         size: the number of processes.
-        send: ``send(rank, message)``.
+        send: `send(rank, message)`.
     """
 
     def __init__(self, size: int, send: Callable[[int, Any], None]) -> None:
@@ -67,7 +67,7 @@ class Hub:
             self._send(rank, {"heard": message["number"]})
 
     def gone(self, rank: int, kind: str, text: str = "", begun: int | None = None) -> None:
-        """A rank has exited. ``kind``: see :class:`Failure`; ``begun``: number of its collectives, if known."""
+        """A rank has exited. `kind`: see `Failure`; `begun`: number of its collectives, if known."""
         if rank in self._gone:
             return
         mine = next((one for one in self._failures.values() if one.rank == rank), None)
@@ -106,7 +106,7 @@ class Hub:
             self._send(rank, {"void": key, "why": why.record()})
 
     def _fail(self, failure: Failure, of: int | None = None) -> None:
-        """A failure. It may be the one that a rank has posted as a failure of run ``of``, if that now ends the process."""
+        """A failure. It may be the one that a rank has posted as a failure of run `of`, if that now ends the process."""
         run = failure.run
         if run is not None and all(runs.over(run) for rank, runs in enumerate(self._runs) if rank != failure.rank):
             return  # all other ranks have left that run: they are affected only if the process exits

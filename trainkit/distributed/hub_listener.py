@@ -65,10 +65,10 @@ class HubListener:
     Args:
         loop: serves the connections.
         listener: the listening socket.
-        shared: the second result of :func:`open_listener`.
+        shared: the second result of `open_listener`.
         size: the number of processes.
-        patience: see :func:`keep_watch`.
-        enter: ``enter(rank, connection)`` is called for each rank; sets the handlers of the connection.
+        patience: see `keep_watch`.
+        enter: `enter(rank, connection)` is called for each rank; sets the handlers of the connection.
 
     Attributes:
         missing: ranks that have not connected yet.
@@ -132,7 +132,7 @@ def connect(rank: int, shared: dict[str, Any], limit: float, patience: float) ->
     """An authenticated connection to the main process.
 
     Raises:
-        ProcessFailedError: not reached within ``limit`` seconds; the message says where, and what to do.
+        ProcessFailedError: not reached within `limit` seconds; the message says where, and what to do.
     """
     end = monotonic() + limit
     addresses, port = shared["addresses"], shared["port"]

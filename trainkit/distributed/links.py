@@ -39,7 +39,7 @@ class HubConnection:
         self._refused = ""
 
     def open(self, master_addr: str | None, share: Callable[[Any], Any], limit: float, patience: float) -> None:
-        """Connect; see :meth:`trainkit.distributed.channel.Channel.open`."""
+        """Connect; see `trainkit.distributed.channel.Channel.open`."""
         shared = share(None)
         if "error" in shared:
             raise ProcessFailedError(shared["error"])
@@ -77,7 +77,7 @@ class HubConnection:
 
 
 class LocalHubConnection:
-    """The hub on the main process; the same methods as :class:`HubConnection`."""
+    """The hub on the main process; the same methods as `HubConnection`."""
 
     def __init__(self, rank: int, size: int, on_message: Callable[[Any], None], on_lost: Callable[[str], None]) -> None:
         self.rank, self.size = rank, size
@@ -88,7 +88,7 @@ class LocalHubConnection:
         self.hub = Hub(size, self._send)
 
     def open(self, master_addr: str | None, share: Callable[[Any], Any], limit: float, patience: float) -> None:
-        """Accept the connections of all ranks; see :meth:`trainkit.distributed.channel.Channel.open`."""
+        """Accept the connections of all ranks; see `trainkit.distributed.channel.Channel.open`."""
         try:
             listener, shared = open_listener(master_addr)
         except OSError as error:

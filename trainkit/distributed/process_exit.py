@@ -53,7 +53,7 @@ def write_error_file(failure: Failure, rank: int) -> None:
 
 
 def remove_error_file() -> None:
-    """Remove the file of :func:`write_error_file`: the process continues."""
+    """Remove the file of `write_error_file`: the process continues."""
     path = os.environ.get(_ERROR_FILE)
     if path:
         with contextlib.suppress(OSError):
@@ -70,7 +70,7 @@ def end_after_others(channel: Channel, failure: Failure) -> None:
     """Before this process ends because of a failure of another rank: wait for the ranks that must end first.
 
     The hub is in the main process, which therefore ends after all ranks but the first failed one; that rank prints its
-    traceback last. A parent that waits for its children, as ``torch.multiprocessing.spawn`` does, reports the child that ends
+    traceback last. A parent that waits for its children, as `torch.multiprocessing.spawn` does, reports the child that ends
     first: there the first failed rank ends before the others.
     """
     others = set(range(channel.size)) - {channel.rank, failure.rank}
@@ -114,7 +114,7 @@ def _end_children() -> None:
 
 
 def _run_within(limit: float, function: Callable[[], None]) -> None:
-    """Call a function that may wait for a lock forever; return after ``limit`` seconds at the latest."""
+    """Call a function that may wait for a lock forever; return after `limit` seconds at the latest."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(limit)

@@ -9,7 +9,7 @@ __all__ = ["RequestedDevices"]
 
 @dataclass(frozen=True)
 class RequestedDevices:
-    """The arguments of ``Trainer`` for devices and processes; ``None`` where the user gave none.
+    """The arguments of `Trainer` for devices and processes; `None` where the user gave none.
 
     Attributes:
         accelerator: "auto", "cpu", "cuda", "mps" or "xla".

@@ -1,4 +1,4 @@
-"""``RestartStore``: a few short texts that outlive a restart of the processes, in the store of the launcher."""
+"""`RestartStore`: a few short texts that outlive a restart of the processes, in the store of the launcher."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RestartStore:
 
     @classmethod
     def of(cls, env: Mapping[str, str]) -> RestartStore | None:
-        """The store that the environment variables name; ``None`` where no launcher can restart this process."""
+        """The store that the environment variables name; `None` where no launcher can restart this process."""
         host, _, port = env.get(RESTART_STORE, "").rpartition(":")
         if not host and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun hosts one store over all restarts
             host, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
@@ -45,7 +45,7 @@ class RestartStore:
         self._store().set(self._name(key), text)
 
     def get(self, key: str) -> str | None:
-        """The text that is kept under a name; ``None`` if there is none."""
+        """The text that is kept under a name; `None` if there is none."""
         store = self._store()
         if not store.check([self._name(key)]):
             return None

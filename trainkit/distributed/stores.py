@@ -1,4 +1,4 @@
-"""``connected``: a connection to a store of torch within a time limit; torch has none where the other side is silent."""
+"""`connected`: a connection to a store of torch within a time limit; torch has none where the other side is silent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 def connected(connect: Callable[[], _T], port: int, limit: float) -> _T:
-    """Call ``connect`` in a thread, where it cannot keep signals from being handled; end its connections with the other node.
+    """Call `connect` in a thread, where it cannot keep signals from being handled; end its connections with the other node.
 
     Args:
         connect: connects to a store.
@@ -28,7 +28,7 @@ def connected(connect: Callable[[], _T], port: int, limit: float) -> _T:
 
     Raises:
         TimeoutError: it has not returned in that time.
-        RuntimeError: what it has raised; also ``ValueError``.
+        RuntimeError: what it has raised; also `ValueError`.
     """
     results: list[_T] = []
     errors: list[Exception] = []

@@ -1,6 +1,6 @@
 """Objects of users on all ranks, by pickle: the only place where ranks exchange anything but JSON and tensors.
 
-``trainer.predict``, ``PredictionWriter``, ``gather_for_metrics``, ``gather_object`` and ``broadcast_object_list`` accept any
+`trainer.predict`, `PredictionWriter`, `gather_for_metrics`, `gather_object` and `broadcast_object_list` accept any
 object that can be pickled. It is sent between the ranks of one run, and is never written to a file or read from one.
 """
 

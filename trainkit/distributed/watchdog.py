@@ -1,4 +1,4 @@
-"""``Watchdog``: ends a process that waits in a run for a rank that has failed, and writes its stacks to a file."""
+"""`Watchdog`: ends a process that waits in a run for a rank that has failed, and writes its stacks to a file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Watchdog:
         grace: seconds that the main thread has to leave the run itself.
 
     Attributes:
-        folder: stacks are written to ``stacks/rank-N.txt`` in this folder; to standard error if it is ``None``.
+        folder: stacks are written to `stacks/rank-N.txt` in this folder; to standard error if it is `None`.
     """
 
     def __init__(self, channel: Channel, *, grace: float = _GRACE) -> None:
@@ -115,7 +115,7 @@ class Watchdog:
         return self._closed or self._channel.closed
 
     def _limit(self) -> float | None:
-        """Seconds after the failure in which the main thread must leave the run; ``None`` if it may stay."""
+        """Seconds after the failure in which the main thread must leave the run; `None` if it may stay."""
         failure, runs = self._channel.failure, tuple(self._channel.runs.open)
         if failure is None or not runs:
             return None

@@ -21,7 +21,7 @@ _CHUNK = 1 << 18
 _FLUSH = 1.0  # seconds in which pending lines must be sent when the connections are closed
 
 inherited: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Objects whose ``abandon()`` is called in a forked process."""
+"""Objects whose `abandon()` is called in a forked process."""
 
 
 def encode(message: Any) -> bytes:
@@ -52,7 +52,7 @@ def keep_watch(connection: socket.socket, patience: float) -> None:
 
 
 class JsonConnection:
-    """One connection; only the thread of its :class:`ConnectionLoop` uses it.
+    """One connection; only the thread of its `ConnectionLoop` uses it.
 
     Args:
         connection: the socket.
@@ -164,11 +164,11 @@ class ConnectionLoop:
         self._selector.register(wire.connection, selectors.EVENT_READ, lambda events: self._serve(wire, events))
 
     def listen(self, listener: socket.socket, accept: Callable[[], None]) -> None:
-        """Call ``accept`` when a connection is waiting."""
+        """Call `accept` when a connection is waiting."""
         self._selector.register(listener, selectors.EVENT_READ, lambda events: accept())
 
     def forget(self, listener: socket.socket) -> None:
-        """Close a socket that :meth:`listen` was called with."""
+        """Close a socket that `listen` was called with."""
         self._selector.unregister(listener)
         listener.close()
 

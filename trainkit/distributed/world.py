@@ -1,8 +1,8 @@
-"""``World``: the rank and size of a process, and small collectives that keep the ranks in step.
+"""`World`: the rank and size of a process, and small collectives that keep the ranks in step.
 
 These collectives carry numbers, names and decisions. They use gloo on the CPU with a group of their own, so that they neither
 wait for a device nor mix with the collectives of the gradients. Every rank calls the same methods in the same order, from its
-main thread; for other threads there is :meth:`World.team`.
+main thread; for other threads there is `World.team`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HEAD = 8
 
 
 class World:
-    """The processes of a run. ``World()`` is a single process, for which all collectives are free.
+    """The processes of a run. `World()` is a single process, for which all collectives are free.
 
     Args:
         rank: the rank of this process, from 0.
@@ -48,7 +48,7 @@ class World:
         memory: keeps values over such a restart.
 
     Attributes:
-        collectives: counts the collectives of this process: ``with world.collectives:`` around each one of the main thread.
+        collectives: counts the collectives of this process: `with world.collectives:` around each one of the main thread.
     """
 
     def __init__(
@@ -101,17 +101,17 @@ class World:
         return [json.loads(bytes(data)) for data in self._gathered(json.dumps(value).encode())]
 
     def exchange_state(self, value: Any) -> list[Any]:
-        """Like :meth:`exchange`, for values that a checkpoint can hold: tuples, bytes, arrays, tensors and more.
+        """Like `exchange`, for values that a checkpoint can hold: tuples, bytes, arrays, tensors and more.
 
         If there are several ranks, tensors are returned on the CPU.
 
         Raises:
-            UnsavableError: something in it cannot be encoded; see :mod:`trainkit.tagged_json.encode`.
+            UnsavableError: something in it cannot be encoded; see `trainkit.tagged_json.encode`.
         """
         return [value] if self.size == 1 else [from_bytes(data) for data in self._gathered(to_bytes(value))]
 
     def exchange_user_objects(self, value: Any) -> list[Any]:
-        """Like :meth:`exchange`, for objects of the user, which are pickled; tensors keep their devices."""
+        """Like `exchange`, for objects of the user, which are pickled; tensors keep their devices."""
         if self.size == 1:
             return [value]
         with self.collectives:
@@ -122,7 +122,7 @@ class World:
         return value if self.size == 1 else self.exchange(value if self.is_main else None)[0]
 
     def agree(self, error: BaseException | None = None) -> str | None:
-        """The error of the first rank that has one, with its rank; ``None`` if no rank has one."""
+        """The error of the first rank that has one, with its rank; `None` if no rank has one."""
         said = self.exchange(None if error is None else f"{type(error).__name__}: {error}")
         return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None), None)
 
@@ -145,7 +145,7 @@ class World:
         return self.begin_largest(values).wait()
 
     def begin_largest(self, values: Sequence[int]) -> Pending:
-        """Start :meth:`largest`; wait for it later."""
+        """Start `largest`; wait for it later."""
         tensor = torch.tensor(values, dtype=torch.int64)
         work = None
         if self.size > 1:
@@ -216,11 +216,11 @@ class Pending:
 
 
 class Team:
-    """:meth:`World.exchange` without collectives: for one thread at a time, which may be any, and without a time limit.
+    """`World.exchange` without collectives: for one thread at a time, which may be any, and without a time limit.
 
     Args:
         name: its name, the same on all ranks; there is one of each name at a time.
-        channel: the connection; ``None`` for a single process.
+        channel: the connection; `None` for a single process.
         rank: the rank of this process.
         size: the world size.
 

@@ -18,7 +18,7 @@ __all__ = ["accepts", "check_callback", "check_datamodule", "check_module", "che
 def check_names(owner: object, base: type, known: Iterable[str]) -> None:
     """Refuse a method of a user's class that looks like a hook but would never be called.
 
-    A method with a name in :data:`WARNED` causes a warning only: the user's code may call it.
+    A method with a name in `WARNED` causes a warning only: the user's code may call it.
 
     Args:
         owner: The user's callback, module or data module.
@@ -66,7 +66,7 @@ def _refuse_misspelt(name: str, where: str, known: tuple[str, ...]) -> None:
 
 
 def _edits(first: str, second: str, limit: int) -> int:
-    """The Levenshtein distance of two names, or ``limit + 1`` if it is more. difflib finds more edits than are needed."""
+    """The Levenshtein distance of two names, or `limit + 1` if it is more. difflib finds more edits than are needed."""
     if abs(len(first) - len(second)) > limit:
         return limit + 1
     row = list(range(len(second) + 1))
@@ -80,7 +80,7 @@ def _edits(first: str, second: str, limit: int) -> int:
 
 
 def check_callback(callback: object) -> None:
-    """Raise a ``HookError`` for an object that is not a callback, or whose hooks are misspelled or cannot be called."""
+    """Raise a `HookError` for an object that is not a callback, or whose hooks are misspelled or cannot be called."""
     if not isinstance(callback, Callback):
         raise HookError(
             f"callbacks must hold Callback objects, not {callback!r}. "
@@ -96,7 +96,7 @@ def check_callback(callback: object) -> None:
 
 
 def check_module(module: object, base: type) -> None:
-    """Raise a ``HookError`` for a hook or step of a module that is misspelled, removed or cannot be called."""
+    """Raise a `HookError` for a hook or step of a module that is misspelled, removed or cannot be called."""
     check_names(module, base, [*HOOKS, *MODULE_METHODS, *STEPS])
     _check_signatures(module, base, {**HOOKS, **MODULE_METHODS})
     for name, arguments in STEPS.items():
@@ -113,14 +113,14 @@ def check_module(module: object, base: type) -> None:
 
 
 def check_datamodule(datamodule: object, base: type) -> None:
-    """Raise a ``HookError`` for a method of a data module that is misspelled, removed or cannot be called."""
+    """Raise a `HookError` for a method of a data module that is misspelled, removed or cannot be called."""
     methods = {**DATA_METHODS, **STATE_METHODS, "setup": ("stage",), "teardown": ("stage",)}
     check_names(datamodule, base, methods)
     _check_signatures(datamodule, base, methods)
 
 
 def _check_signatures(owner: object, base: type, methods: Mapping[str, tuple[str, ...]]) -> None:
-    """Check that overridden methods take these arguments; the hooks of evaluation batches may omit ``dataloader_idx``."""
+    """Check that overridden methods take these arguments; the hooks of evaluation batches may omit `dataloader_idx`."""
     for name, arguments in methods.items():
         if not hasattr(base, name) or not is_overridden(owner, name, base):
             continue
@@ -142,7 +142,7 @@ def _not_callable(owner: object, name: str, arguments: tuple[str, ...]) -> HookE
 
 
 def accepts(method: Callable[..., Any], count: int) -> bool:
-    """Whether a method can be called with ``count`` positional arguments."""
+    """Whether a method can be called with `count` positional arguments."""
     try:
         inspect.signature(method).bind(*(None,) * count)
     except TypeError:

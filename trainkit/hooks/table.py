@@ -1,6 +1,6 @@
-"""``HookTable``: which object overrides which hook, determined once per run.
+"""`HookTable`: which object overrides which hook, determined once per run.
 
-A call in the loop is ``for hook in hooks.on_train_batch_end: hook(...)`` over a tuple of bound methods, with only those
+A call in the loop is `for hook in hooks.on_train_batch_end: hook(...)` over a tuple of bound methods, with only those
 callbacks that override the hook.
 """
 
@@ -31,11 +31,11 @@ class HookTable:
         callbacks: The attached callbacks.
         inserted: Hook → a function to call between the module and the callbacks that run last: it completes the metrics of an
             epoch, so that monitors see them.
-        several_loaders: An evaluation has several loaders, so that its batch hooks must take ``dataloader_idx``.
+        several_loaders: An evaluation has several loaders, so that its batch hooks must take `dataloader_idx`.
         timed: Called with "Owner.hook" and the bound method; returns the function to call instead, as profilers do.
 
     Raises:
-        HookError: A batch hook of an evaluation with several loaders does not take ``dataloader_idx``.
+        HookError: A batch hook of an evaluation with several loaders does not take `dataloader_idx`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class HookTable:
 def _entry(
     owner: Any, name: str, arguments: tuple[str, ...], trainer: object, module: TrainModule, several_loaders: bool
 ) -> Callable[..., Any] | None:
-    """The function to call for an owner and a hook; ``None`` if it does not override the hook."""
+    """The function to call for an owner and a hook; `None` if it does not override the hook."""
     is_module = owner is module
     base: type = TrainModule if is_module else Callback
     if not hasattr(base, name) or not is_overridden(owner, name, base):

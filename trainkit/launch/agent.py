@@ -1,4 +1,4 @@
-"""The launcher of a node: ``run_job`` starts the workers, passes signals on to them and returns their exit code.
+"""The launcher of a node: `run_job` starts the workers, passes signals on to them and returns their exit code.
 
 Torch elastic runs in a thread: it finds the other nodes, numbers the workers and watches a guard for each of them. The main
 thread handles signals and starts, watches, ends and restarts the workers.
@@ -59,14 +59,14 @@ class Job:
         per_node: workers on this node.
         least: smallest number of nodes.
         most: largest number of nodes.
-        node_rank: rank of this node; ``None``: any.
+        node_rank: rank of this node; `None`: any.
         master_addr: address of the node that hosts the store; required for several nodes.
         master_port: its port; default: 29500, on a single node any free port.
         max_restarts: how many times to restart all workers after a failure.
         launcher: name of the launcher, for messages of the workers.
         grace: seconds that workers have to save and exit after a signal.
         join_timeout: seconds that nodes wait for each other.
-        output: gets the local rank, the rank and the process of each worker, with the pipes ``stdout`` and ``stderr``. Default:
+        output: gets the local rank, the rank and the process of each worker, with the pipes `stdout` and `stderr`. Default:
             workers inherit the streams of this process.
     """
 
@@ -121,7 +121,7 @@ class _Run:
         return verdict
 
     def _without_workers(self, previous: Verdict | None) -> Verdict | None:
-        """The verdict if there were no workers or elastic has ended them; ``None`` if they are to be started again."""
+        """The verdict if there were no workers or elastic has ended them; `None` if they are to be started again."""
         if self._received:
             return self._stopped()
         if isinstance(self._error, NodesChanged):
@@ -143,7 +143,7 @@ class _Run:
             self._elastic.join(_LEAVE)
 
     def _start(self, folder: Path) -> Verdict | None:
-        """Run the workers once; returns ``None`` if there were none or elastic has ended them."""
+        """Run the workers once; returns `None` if there were none or elastic has ended them."""
         pids = folder / guard.WORKERS
         pids.touch()
         self._error = None
@@ -211,7 +211,7 @@ class _Run:
         return None if self._noted else Workers(job.command, environments, folder / guard.WORKERS, job.grace, job.output)
 
     def _judge(self, workers: Workers) -> Verdict | None:
-        """The verdict on workers that have ended; ``None`` if elastic has ended them."""
+        """The verdict on workers that have ended; `None` if elastic has ended them."""
         ended = [(end.rank, end.code) for end in workers.ended if end.rank not in workers.terminated]
         if workers.stopped and workers.terminated and not any(code for _, code in ended):
             return None

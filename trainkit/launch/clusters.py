@@ -22,7 +22,7 @@ _MPI = (
 
 
 def slurm_place(env: Mapping[str, str]) -> RankInfo | None:
-    """A task of ``srun``; ``None`` in the script of a batch job, the shell of ``salloc`` and that of ``srun --pty``."""
+    """A task of `srun`; `None` in the script of a batch job, the shell of `salloc` and that of `srun --pty`."""
     step, rank = number(env, "SLURM_STEP_ID", "SLURM_STEPID"), number(env, "SLURM_PROCID")
     if step is None or step >= _OWN_STEPS or rank is None or env.get("SLURM_PTY_PORT"):
         return None
@@ -83,7 +83,7 @@ def _slurm_address(env: Mapping[str, str], nodes: int | None) -> tuple[str, int]
 
 
 def tasks_of_nodes(text: str) -> list[int]:
-    """SLURM's ``"2(x3),1"`` as a list: ``[2, 2, 2, 1]``."""
+    """SLURM's `"2(x3),1"` as a list: `[2, 2, 2, 1]`."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
@@ -94,7 +94,7 @@ def tasks_of_nodes(text: str) -> list[int]:
 
 
 def hosts(text: str) -> Iterator[str]:
-    """The names in SLURM's list of nodes: ``"node[03-05,9],gpu7"`` is node03, node04, node05, node9, gpu7.
+    """The names in SLURM's list of nodes: `"node[03-05,9],gpu7"` is node03, node04, node05, node9, gpu7.
 
     Raises:
         ConfigurationError: it is not such a list.
@@ -123,7 +123,7 @@ def _expanded(part: str, text: str) -> Iterator[str]:
 
 
 def mpi_place(env: Mapping[str, str]) -> RankInfo | None:
-    """A process of ``mpirun``: Open MPI, MVAPICH, MPICH or Intel MPI."""
+    """A process of `mpirun`: Open MPI, MVAPICH, MPICH or Intel MPI."""
     found = [(names, said) for names in _MPI if (said := _rank_and_size(env, names[1], names[2])) is not None]
     if not found:
         return None
@@ -194,7 +194,7 @@ def _first_of_batch(env: Mapping[str, str]) -> str:
 
 
 def jsrun_place(env: Mapping[str, str]) -> RankInfo | None:
-    """A process of ``jsrun``, under LSF."""
+    """A process of `jsrun`, under LSF."""
     rank, size = number(env, "JSM_NAMESPACE_RANK"), number(env, "JSM_NAMESPACE_SIZE")
     if rank is None:
         return None

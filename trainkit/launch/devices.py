@@ -42,13 +42,13 @@ def processes_of_a_machine(wanted: RequestedDevices) -> int:
 
 
 def check_wanted(wanted: RequestedDevices, size: int, local_size: int | None, nodes: int | None, launcher: str) -> None:
-    """Check that ``devices`` and ``num_nodes`` do not contradict the processes that were started.
+    """Check that `devices` and `num_nodes` do not contradict the processes that were started.
 
     Args:
         wanted: What the user requested.
         size: Number of processes.
-        local_size: Number of processes of this node; ``None``: unknown.
-        nodes: Number of nodes; ``None``: unknown.
+        local_size: Number of processes of this node; `None`: unknown.
+        nodes: Number of nodes; `None`: unknown.
         launcher: What started the processes, for the message.
 
     Raises:
@@ -69,7 +69,7 @@ def check_wanted(wanted: RequestedDevices, size: int, local_size: int | None, no
 
 
 def _contradict(each: int | None, machines: int | None, size: int, local_size: int | None, nodes: int | None) -> bool:
-    """Whether ``devices=each`` and ``num_nodes=machines`` contradict the processes; numbers that are unknown are ``None``."""
+    """Whether `devices=each` and `num_nodes=machines` contradict the processes; numbers that are unknown are `None`."""
     if machines is not None and nodes is not None and machines != nodes:
         return True
     if each is None:

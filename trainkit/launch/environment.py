@@ -1,4 +1,4 @@
-"""``read_place``: which launcher started this process, by environment variables: torchrun, DeepSpeed, SLURM, MPI, LSF, …"""
+"""`read_place`: which launcher started this process, by environment variables: torchrun, DeepSpeed, SLURM, MPI, LSF, …"""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def read_place(env: Mapping[str, str]) -> RankInfo | None:
     """The place of this process among those that a launcher started.
 
     Args:
-        env: the environment variables, as in ``os.environ``.
+        env: the environment variables, as in `os.environ`.
 
     Returns:
-        The place; ``None`` if no launcher started several processes: in a shell, a notebook, the script of a batch job, an
+        The place; `None` if no launcher started several processes: in a shell, a notebook, the script of a batch job, an
         interactive shell in an allocation, a single task.
 
     Raises:

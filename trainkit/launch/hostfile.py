@@ -1,4 +1,4 @@
-"""The hostfile, in the form of DeepSpeed and MPI: lines such as ``hostname slots=8``."""
+"""The hostfile, in the form of DeepSpeed and MPI: lines such as `hostname slots=8`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Host", "read_hostfile"]
 
 
 class Host(NamedTuple):
-    """A host, by the name that ssh knows (also ``user@name``), and its number of processes."""
+    """A host, by the name that ssh knows (also `user@name`), and its number of processes."""
 
     name: str
     slots: int
@@ -24,7 +24,7 @@ class Host(NamedTuple):
 
 
 def read_hostfile(path: str | Path) -> list[Host]:
-    """The hosts of a file, in its order; ``#`` begins a comment.
+    """The hosts of a file, in its order; `#` begins a comment.
 
     Raises:
         ConfigurationError: no such file, a wrong line, a host that is named twice, or no host.

@@ -1,6 +1,6 @@
-"""``lead_gloo_out``: set the network interface of gloo, where gloo would choose one that other nodes cannot reach.
+"""`lead_gloo_out`: set the network interface of gloo, where gloo would choose one that other nodes cannot reach.
 
-gloo uses the address of the host name. On many hosts that is a loopback address (``127.0.1.1`` in ``/etc/hosts``).
+gloo uses the address of the host name. On many hosts that is a loopback address (`127.0.1.1` in `/etc/hosts`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OUTSIDE = "192.0.2.1"  # an address for documentation: nothing is sent there
 
 
 def lead_gloo_out(env: MutableMapping[str, str], master_addr: str) -> None:
-    """Set ``GLOO_SOCKET_IFNAME`` if it is not set and gloo would use the loopback interface; Linux only.
+    """Set `GLOO_SOCKET_IFNAME` if it is not set and gloo would use the loopback interface; Linux only.
 
     Args:
         env: the environment variables of the processes.
@@ -44,7 +44,7 @@ def _own_name_is_loopback() -> bool:
 
 
 def _source(target: str) -> str | None:
-    """The address from which this node reaches another one; ``None`` for a loopback address."""
+    """The address from which this node reaches another one; `None` for a loopback address."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((target, 9))  # sends nothing
         address = str(probe.getsockname()[0])

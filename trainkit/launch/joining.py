@@ -1,4 +1,4 @@
-"""``join``: how this process becomes one of the processes of a run, which the user, a launcher or this script has started."""
+"""`join`: how this process becomes one of the processes of a run, which the user, a launcher or this script has started."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["device_of", "join", "joined", "note_alone", "processes"]
 
 @dataclass(frozen=True)
 class _Joined:
-    """The world of this process, and its default process group; ``ours``: whether :func:`join` has made the group."""
+    """The world of this process, and its default process group; `ours`: whether `join` has made the group."""
 
     world: World
     group: Any
@@ -61,7 +61,7 @@ def processes(wanted: RequestedDevices) -> int:
     """The number of processes of a run on these devices, whether they are started already or not.
 
     Raises:
-        ConfigurationError: the variables of a launcher, or its ``--local_rank``, contradict each other.
+        ConfigurationError: the variables of a launcher, or its `--local_rank`, contradict each other.
     """
     if default_group() is not None:
         return dist.get_world_size()
@@ -258,7 +258,7 @@ def _world(place: RankInfo, control: Any) -> World:
 
 
 def _leave(process: int) -> None:
-    """Destroy the process groups that ``join`` has made, when the process with this ID exits.
+    """Destroy the process groups that `join` has made, when the process with this ID exits.
 
     Not after an error: the others may have exited, and waiting for them would keep this process from exiting.
     """

@@ -1,4 +1,4 @@
-"""What the environment says about the nodes of a job to ``trainkit launch``, which starts the workers of one of them."""
+"""What the environment says about the nodes of a job to `trainkit launch`, which starts the workers of one of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Nodes", "grace", "join_timeout", "node_range", "quietly", "read_node
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a job, as far as they are known; ``None``: not set.
+    """The nodes of a job, as far as they are known; `None`: not set.
 
     Attributes:
         least: smallest number of nodes that the job runs on.
@@ -37,7 +37,7 @@ class Nodes:
     source: str | None = None
 
     def over(self, other: Nodes) -> Nodes:
-        """These values, and those of ``other`` for what is not set."""
+        """These values, and those of `other` for what is not set."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return Nodes(*(theirs if ours is None else ours for ours, theirs in pairs))
 
@@ -65,7 +65,7 @@ def read_nodes(env: Mapping[str, str]) -> Nodes:
 
 
 def node_range(text: str, name: str) -> tuple[int, int]:
-    """``"2"`` or ``"1:4"`` as the smallest and the largest number of nodes."""
+    """`"2"` or `"1:4"` as the smallest and the largest number of nodes."""
     low, between, high = text.strip().partition(":")
     high = high if between else low
     if not low.isdigit() or not high.isdigit() or not 1 <= int(low) <= int(high):
@@ -74,12 +74,12 @@ def node_range(text: str, name: str) -> tuple[int, int]:
 
 
 def grace(env: Mapping[str, str]) -> float:
-    """Seconds for workers to save and end after a signal: ``TRAINKIT_GRACE``, default 30."""
+    """Seconds for workers to save and end after a signal: `TRAINKIT_GRACE`, default 30."""
     return _seconds(env, "TRAINKIT_GRACE", 30.0)
 
 
 def join_timeout(env: Mapping[str, str]) -> float:
-    """Seconds that nodes wait for each other: ``TRAINKIT_JOIN_TIMEOUT``, default 600."""
+    """Seconds that nodes wait for each other: `TRAINKIT_JOIN_TIMEOUT`, default 600."""
     return _seconds(env, "TRAINKIT_JOIN_TIMEOUT", 600.0)
 
 

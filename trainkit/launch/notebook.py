@@ -1,6 +1,6 @@
-"""``notebook_launcher``: run a function of a notebook or script in several fresh processes.
+"""`notebook_launcher`: run a function of a notebook or script in several fresh processes.
 
-:mod:`trainkit.launch.agent` starts the processes; the pickled call and its result go through a folder. Beyond that, users rely
+`trainkit.launch.agent` starts the processes; the pickled call and its result go through a folder. Beyond that, users rely
 on what Accelerate's function checks and prints, on errors that name what cannot be sent or which rank has failed, on the source
 of cells in tracebacks, and on XLA, whose runtime starts the processes itself.
 """
@@ -55,7 +55,7 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> Any:
-    """Run ``function(*args)`` in several fresh processes and return what it returned on the main process.
+    """Run `function(*args)` in several fresh processes and return what it returned on the main process.
 
     The parameters are those of Accelerate's function. The function and its arguments may be defined in a cell; each process
     gets a copy, so it does not matter whether the notebook has used torch or a GPU. A single process is the notebook's own.
@@ -70,15 +70,15 @@ def notebook_launcher(
         node_rank: rank of this node.
         num_nodes: number of nodes; call the function on each of them.
         rdzv_backend: "static" or "c10d"; both do the same.
-        rdzv_endpoint: ``"HOST:PORT"``, instead of ``master_addr`` and ``use_port``.
-        rdzv_conf: ``{"timeout": seconds}`` or ``{"join_timeout": seconds}``: how long nodes wait for each other.
+        rdzv_endpoint: `"HOST:PORT"`, instead of `master_addr` and `use_port`.
+        rdzv_conf: `{"timeout": seconds}` or `{"join_timeout": seconds}`: how long nodes wait for each other.
         rdzv_id: no effect.
         max_restarts: how many times to restart all processes after a failure.
         monitor_interval: no effect.
-        log_line_prefix_template: prefix of each output line, such as ``"[rank ${rank}] "``; also ``${local_rank}``.
+        log_line_prefix_template: prefix of each output line, such as `"[rank ${rank}] "`; also `${local_rank}`.
 
     Returns:
-        What the function returned on rank 0; ``None`` on the other nodes.
+        What the function returned on rank 0; `None` on the other nodes.
 
     Raises:
         ConfigurationError: a wrong argument, or an object that cannot be sent to the processes or back.
@@ -192,7 +192,7 @@ def _raise_failure(verdict: Verdict, failures: list[dict[str, Any]]) -> None:
 
 
 def _nodes(num_nodes: int, node_rank: int, master_addr: str, port: str, endpoint: str) -> dict[str, Any]:
-    """The nodes, as arguments of :class:`trainkit.launch.agent.Job`."""
+    """The nodes, as arguments of `trainkit.launch.agent.Job`."""
     whole_number(num_nodes, f"{_NAME}(num_nodes=)", 1)
     if whole_number(node_rank, f"{_NAME}(node_rank=)") >= num_nodes:
         raise ConfigurationError(f"{_NAME}: node_rank={node_rank} must be less than num_nodes={num_nodes}.")
@@ -239,7 +239,7 @@ def _refuse_worker(num_nodes: int) -> None:
 
 
 def _processes(wanted: int | None, num_nodes: int, max_restarts: int) -> tuple[int, int | None, str]:
-    """Number of processes; number of XLA replicas (0: all, ``None``: not XLA); the devices in words."""
+    """Number of processes; number of XLA replicas (0: all, `None`: not XLA); the devices in words."""
     import torch
 
     on_cpu = os.environ.get("PJRT_DEVICE", "").upper() == "CPU"

@@ -1,4 +1,4 @@
-"""The program of the processes that ``notebook_launcher`` starts: load the function, call it, save its result."""
+"""The program of the processes that `notebook_launcher` starts: load the function, call it, save its result."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_reports(folder: Path) -> tuple[list[dict[str, Any]], bytes | None]:
 
 
 def _launch_replicas(folder: str, task: dict[str, Any]) -> None:
-    """Let XLA's runtime start its processes or threads, each of which calls :func:`run_replica`."""
+    """Let XLA's runtime start its processes or threads, each of which calls `run_replica`."""
     from trainkit.distributed.failure import summary
     from trainkit.distributed.process_exit import end_process
     from trainkit.registry import load_strategy
@@ -104,7 +104,7 @@ def _start_folder(folder: str) -> Path:
 
 
 def _report(folder: Path, rank: int, summary: str, refused: bool = False, follows: bool = False) -> None:
-    """Report a failure: ``refused`` if something cannot be sent, ``follows`` if it follows from that of another rank."""
+    """Report a failure: `refused` if something cannot be sent, `follows` if it follows from that of another rank."""
     with open(folder / _FAILURES, "a", encoding="utf-8") as file:  # one write, which is not mixed with those of other ranks
         file.write(json.dumps({"rank": rank, "summary": summary, "refused": refused, "follows": follows}) + "\n")
 

@@ -1,4 +1,4 @@
-"""Pickle a function and its arguments for the processes that ``notebook_launcher`` starts, and its result on the way back.
+"""Pickle a function and its arguments for the processes that `notebook_launcher` starts, and its result on the way back.
 
 cloudpickle sends what is defined in a cell or a script by value, and what is in a module by name. This is the only module of
 trainkit that unpickles anything: bytes that its own processes exchange during one call, never a file of the user.
@@ -47,7 +47,7 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
 
 
 def dump_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Pickle a function and its arguments; :func:`load` returns them as a tuple, with tensors on the CPU.
+    """Pickle a function and its arguments; `load` returns them as a tuple, with tensors on the CPU.
 
     Raises:
         ConfigurationError: a part cannot be pickled; the message names it.
@@ -57,7 +57,7 @@ def dump_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def dump_result(result: Any) -> bytes:
-    """Like :func:`dump_call`, for what the function returned."""
+    """Like `dump_call`, for what the function returned."""
     return _dump_or_explain(result, {"the result": result}, _NOT_RETURNED)
 
 

@@ -30,7 +30,7 @@ _groups = 0
 
 
 def default_group() -> Any:
-    """The default process group; ``None`` if there is none, or only that of :func:`alone`."""
+    """The default process group; `None` if there is none, or only that of `alone`."""
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     return None if group is _alone else group
 

@@ -1,4 +1,4 @@
-"""``RankInfo``: the ranks that a launcher has set for this process; and how to read such numbers from environment variables."""
+"""`RankInfo`: the ranks that a launcher has set for this process; and how to read such numbers from environment variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FIRST_PORT, _PORTS = 12000, 16000  # below the ports that Linux gives to outgoi
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a launcher has set for the process that it started; ``None``: not set.
+    """What a launcher has set for the process that it started; `None`: not set.
 
     Attributes:
         rank: rank of the process.
@@ -43,7 +43,7 @@ class RankInfo:
 
 
 def number(env: Mapping[str, str], *names: str) -> int | None:
-    """The first of the variables that is set, as an integer ≥ 0; ``None`` if none is set.
+    """The first of the variables that is set, as an integer ≥ 0; `None` if none is set.
 
     Raises:
         ConfigurationError: it is not such a number.
@@ -58,7 +58,7 @@ def number(env: Mapping[str, str], *names: str) -> int | None:
 
 
 def port_number(env: Mapping[str, str], name: str) -> int | None:
-    """The variable as a port; ``None`` if it is not set."""
+    """The variable as a port; `None` if it is not set."""
     port = number(env, name)
     if port is not None and not 0 < port < 2**16:
         raise ConfigurationError(f"{name} must be a port from 1 to 65535, not {port}.")

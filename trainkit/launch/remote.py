@@ -1,10 +1,10 @@
-"""``run_hosts``: run the parts of a job on several hosts by ``ssh -tt``; returns the exit code of the host that failed first.
+"""`run_hosts`: run the parts of a job on several hosts by `ssh -tt`; returns the exit code of the host that failed first.
 
 ssh opens a terminal on each host. When ssh ends, because this process or the connection does, the terminal hangs up, which ends
 what runs there. A terminal alone merges the two streams of output, has no key for SIGTERM and no word for a silent network.
-So the other end, :mod:`trainkit.cli.launch_child`, sends lines that begin with a mark and the kind of line: ``1`` and ``2`` for
-output, ``v`` for its versions when it is ready, ``c`` for its exit code; ``s`` asks for the script. It gets :data:`START`,
-:data:`HEARTBEAT` and :data:`SIGNAL`.
+So the other end, `trainkit.cli.launch_child`, sends lines that begin with a mark and the kind of line: `1` and `2` for
+output, `v` for its versions when it is ready, `c` for its exit code; `s` asks for the script. It gets `START`,
+`HEARTBEAT` and `SIGNAL`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _UNSPECIFIC = (1, 134)  # exit codes of processes that end because another one h
 
 
 def host_script(python: str, folder: str, setup: str, exports: Mapping[str, str], arguments: Sequence[str]) -> str:
-    """The bash script of a host: change to the folder, export, set up, run its part of ``trainkit launch``."""
+    """The bash script of a host: change to the folder, export, set up, run its part of `trainkit launch`."""
     lines = [f"cd -- {shlex.quote(folder)} || exit", *(f"export {name}={shlex.quote(exports[name])}" for name in exports)]
     lines += [f"eval {shlex.quote(setup)} </dev/null || exit"] if setup else []
     part = f'exec "${{TRAINKIT_PYTHON:-$python}}" -u -m trainkit.cli.launch_child {shlex.join(arguments)}'
@@ -61,7 +61,7 @@ def run_hosts(scripts: Mapping[str, str], ssh: Sequence[str], grace: float, join
     """Run a script on each host and show its output; signals to this process are sent to all hosts.
 
     Args:
-        scripts: by host; see :func:`host_script`.
+        scripts: by host; see `host_script`.
         ssh: the command, with the user's options.
         grace: seconds for workers to save and end after a signal.
         join_timeout: seconds for all hosts to become ready. No worker starts before.
@@ -82,7 +82,7 @@ def run_hosts(scripts: Mapping[str, str], ssh: Sequence[str], grace: float, join
 
 
 class _Host:
-    """A host and its ssh; ``code`` is the exit code that it has sent, ``tail`` its last error lines."""
+    """A host and its ssh; `code` is the exit code that it has sent, `tail` its last error lines."""
 
     def __init__(self, name: str, script: bytes, process: Any) -> None:
         self.name, self.script, self.process = name, script, process

@@ -1,4 +1,4 @@
-"""``Rendezvous``: how the launchers of a job find each other and number their nodes; registered with torch elastic.
+"""`Rendezvous`: how the launchers of a job find each other and number their nodes; registered with torch elastic.
 
 Of torch's handlers, "static" numbers the nodes as the user does, but cannot restart them; "c10d" can, but numbers them itself.
 """
@@ -60,7 +60,7 @@ class Rendezvous(RendezvousHandler):
     Args:
         nodes: the smallest and the largest number of nodes.
         first: address and port of the node that hosts the store; on a single node the port of the workers, 0 for any.
-        node_rank: rank of this node; ``None``: any.
+        node_rank: rank of this node; `None`: any.
         timeout: seconds to wait for the other nodes.
 
     Attributes:
@@ -116,7 +116,7 @@ class Rendezvous(RendezvousHandler):
         return inner
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """See ``RendezvousHandler``.
+        """See `RendezvousHandler`.
 
         Raises:
             ConfigurationError: the port is in use, there is no answer in time, or nodes have the same rank.
@@ -192,7 +192,7 @@ class Rendezvous(RendezvousHandler):
             self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """See ``RendezvousHandler``. 0 if the store cannot be reached: the workers notice that themselves.
+        """See `RendezvousHandler`. 0 if the store cannot be reached: the workers notice that themselves.
 
         Raises:
             NodesChanged: there are some.
@@ -203,7 +203,7 @@ class Rendezvous(RendezvousHandler):
         return 0
 
     def shutdown(self) -> bool:
-        """Nothing: elastic calls this after each start; see :meth:`leave`."""
+        """Nothing: elastic calls this after each start; see `leave`."""
         return True
 
     def leave(self) -> bool:

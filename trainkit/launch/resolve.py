@@ -1,4 +1,4 @@
-"""Resolve ``accelerator``, ``devices``, ``num_nodes`` and ``strategy`` to a strategy on this process's device."""
+"""Resolve `accelerator`, `devices`, `num_nodes` and `strategy` to a strategy on this process's device."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _read_devices(devices: Any) -> tuple[int | None, tuple[int, ...] | None]:
 
 
 def _named_gpus(devices: Any) -> tuple[int, ...] | None:
-    """The indices in ``[0, 1]`` or ``"0,1"``; ``None`` for other values."""
+    """The indices in `[0, 1]` or `"0,1"`; `None` for other values."""
     if isinstance(devices, str) and "," in devices:
         parts = [part.strip() for part in devices.rstrip(", ").split(",")]
         return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else None
@@ -79,7 +79,7 @@ def _named_gpus(devices: Any) -> tuple[int, ...] | None:
 
 
 def chosen_strategy(name: str, wanted: RequestedDevices) -> str:
-    """The name of the strategy to use; ``"auto"`` is replaced unless the run has one device that is not a TPU.
+    """The name of the strategy to use; `"auto"` is replaced unless the run has one device that is not a TPU.
 
     Args:
         name: as the user gave it.
@@ -125,7 +125,7 @@ def joined_strategy(
         wanted: the requested devices.
         sync_batchnorm: compute BatchNorm statistics over all processes.
         precision: its precision.
-        arguments: those of the ``Trainer``; what the strategy does not support is refused.
+        arguments: those of the `Trainer`; what the strategy does not support is refused.
         said: a notice to print after joining, when the main process is known.
 
     Raises:

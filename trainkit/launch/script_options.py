@@ -1,4 +1,4 @@
-"""What is read from the command line of a script: options that its launcher passes, above all ``--local_rank``."""
+"""What is read from the command line of a script: options that its launcher passes, above all `--local_rank`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["local_rank", "option", "placed"]
 
 
 def local_rank(argv: Sequence[str]) -> int | None:
-    """The local rank by ``--local_rank N`` or ``--local_rank=N``, also with a hyphen.
+    """The local rank by `--local_rank N` or `--local_rank=N`, also with a hyphen.
 
     Returns:
-        The local rank; ``None`` if it is not given, is negative, which by custom means a single process, or is not a number,
+        The local rank; `None` if it is not given, is negative, which by custom means a single process, or is not a number,
         which the script's own parser will refuse.
     """
     text = option(argv, "local_rank") or ""
@@ -23,10 +23,10 @@ def local_rank(argv: Sequence[str]) -> int | None:
 
 
 def option(argv: Sequence[str], name: str) -> str | None:
-    """The value of the option ``--name VALUE`` or ``--name=VALUE``, also with hyphens.
+    """The value of the option `--name VALUE` or `--name=VALUE`, also with hyphens.
 
     Returns:
-        The value, the last of several, as in argparse; ``""`` if no value follows; ``None`` if the option is not given.
+        The value, the last of several, as in argparse; `""` if no value follows; `None` if the option is not given.
     """
     names = {f"--{name}", f"--{name.replace('_', '-')}"}
     value: str | None = None
@@ -41,12 +41,12 @@ def option(argv: Sequence[str], name: str) -> str | None:
 
 
 def placed(place: RankInfo | None, argv: Sequence[str]) -> RankInfo | None:
-    """The place of this process, checked against the ``--local_rank`` on its command line.
+    """The place of this process, checked against the `--local_rank` on its command line.
 
-    DeepSpeed's launcher and ``torch.distributed.launch`` pass it in addition to environment variables.
+    DeepSpeed's launcher and `torch.distributed.launch` pass it in addition to environment variables.
 
     Args:
-        place: what the environment variables say; ``None``: this is a single process.
+        place: what the environment variables say; `None`: this is a single process.
         argv: the arguments of the script.
 
     Returns:

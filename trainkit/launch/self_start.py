@@ -33,7 +33,7 @@ def become_agent(processes: int) -> NoReturn:
     """Replace this process by a launcher that runs the same command line once for each process, and exits with their exit code.
 
     The launcher is a new Python in the same process (same process ID, same terminal): nothing of the script stays in memory or
-    runs after this. Functions that the script has registered with ``atexit`` run, and its output is flushed, before.
+    runs after this. Functions that the script has registered with `atexit` run, and its output is flushed, before.
 
     Args:
         processes: how many to start.
@@ -58,7 +58,7 @@ def become_agent(processes: int) -> NoReturn:
 
 
 def serve() -> NoReturn:
-    """The program of the launcher, whose arguments are ``N command…``."""
+    """The program of the launcher, whose arguments are `N command…`."""
     from trainkit.launch.nodes import grace, quietly
 
     environment = quietly(os.environ)
@@ -83,7 +83,7 @@ def command_again(processes: int) -> list[str]:
         processes: how many to start, for the message.
 
     Raises:
-        ConfigurationError: it would not do the same again: a notebook, ``-c``, standard input, a test.
+        ConfigurationError: it would not do the same again: a notebook, `-c`, standard input, a test.
     """
     main = sys.modules.get("__main__")
     _, kind = _script(sys.orig_argv)
@@ -100,7 +100,7 @@ def command_again(processes: int) -> list[str]:
 
 
 def folder_at_start() -> str | None:
-    """The working directory in which the script was started; ``None`` if unknown.
+    """The working directory in which the script was started; `None` if unknown.
 
     Python has put it in front of the relative path of the script. Where that does not show it (a module, an absolute path, a
     program that runs another one's script), it is the working directory when trainkit was imported.
@@ -115,7 +115,7 @@ def folder_at_start() -> str | None:
 
 
 def _hindrance(main: ModuleType | None, kind: str) -> str | None:
-    """What the command line cannot be run again from; ``None`` if it can."""
+    """What the command line cannot be run again from; `None` if it can."""
     name = getattr(getattr(main, "__spec__", None), "name", None)
     program = os.path.basename(sys.argv[0]).removesuffix(".exe") if sys.argv else ""
     if in_notebook() or name in ("ipykernel_launcher", "IPython.__main__"):

@@ -66,7 +66,7 @@ def runtime_is_loaded() -> bool:
 def place_in_slice(
     rank: int, size: int, local_rank: int, local_size: int, env: Mapping[str, str], parent: int
 ) -> RankInfo | None:
-    """The place of this process on a TPU slice; ``None`` if it is the only one.
+    """The place of this process on a TPU slice; `None` if it is the only one.
 
     Args:
         rank: rank of the process in XLA's runtime.

@@ -1,4 +1,4 @@
-"""``judge``: what the exits of the workers mean: the exit code of the job, whether to restart, and what to tell the user."""
+"""`judge`: what the exits of the workers mean: the exit code of the job, whether to restart, and what to tell the user."""
 
 from __future__ import annotations
 

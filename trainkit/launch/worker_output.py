@@ -1,4 +1,4 @@
-"""``WorkerOutput``: show what workers print on this process's ``sys.stdout`` and ``sys.stderr``, also in a notebook."""
+"""`WorkerOutput`: show what workers print on this process's `sys.stdout` and `sys.stderr`, also in a notebook."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REDRAWN = re.compile(r"^.*\r(?=[^\r\n])", re.MULTILINE)  # the earlier states o
 
 
 def is_redirected() -> bool:
-    """Whether ``sys.stdout`` or ``sys.stderr`` is not the file that workers inherit: in a notebook, under capture."""
+    """Whether `sys.stdout` or `sys.stderr` is not the file that workers inherit: in a notebook, under capture."""
     return sys.stdout is not sys.__stdout__ or sys.stderr is not sys.__stderr__
 
 
@@ -39,7 +39,7 @@ class WorkerOutput:
     line by line; of a line that was redrawn, the last state is shown.
 
     Args:
-        template: prefix of each line, as in torch elastic: ``${role_name}``, ``${rank}`` and ``${local_rank}`` are replaced.
+        template: prefix of each line, as in torch elastic: `${role_name}`, `${rank}` and `${local_rank}` are replaced.
     """
 
     def __init__(self, template: str | None = None) -> None:
@@ -48,7 +48,7 @@ class WorkerOutput:
         self._threads: list[threading.Thread] = []
 
     def take(self, local_rank: int, rank: int, process: Any) -> None:
-        """Copy the pipes ``stdout`` and ``stderr`` of a process until it, and everything it has started, has ended."""
+        """Copy the pipes `stdout` and `stderr` of a process until it, and everything it has started, has ended."""
         prefix = self._template.safe_substitute(role_name="trainkit", rank=rank, local_rank=local_rank)
         for name, stream in self._streams.items():
             read = contextvars.copy_context().run  # a notebook finds the cell of a thread by its context

@@ -1,4 +1,4 @@
-"""``Workers``: the worker processes of one start on this node; ``deadline``: how long they may take to end."""
+"""`Workers`: the worker processes of one start on this node; `deadline`: how long they may take to end."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class Workers:
         environments: their variables, by local rank.
         pids: the file that gets their process IDs.
         grace: seconds to save and exit after a signal.
-        output: gets the local rank, the rank and the process of each worker, with the pipes ``stdout`` and ``stderr``.
+        output: gets the local rank, the rank and the process of each worker, with the pipes `stdout` and `stderr`.
 
     Attributes:
         ended: the workers that have exited, in that order.
         terminated: the ranks of workers that did not end in time.
-        stopped: elastic has asked for the end; ``terminated`` workers have not failed.
+        stopped: elastic has asked for the end; `terminated` workers have not failed.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ def _check_files(logger: Logger, same_kind: Sequence[Logger]) -> None:
 
 
 def attach_again(loggers: Sequence[Logger], default_root: str | os.PathLike[str], rank: int = 0) -> None:
-    """:func:`attach` for another run of the same Trainer: loggers without a given version choose a new one."""
+    """`attach` for another run of the same Trainer: loggers without a given version choose a new one."""
     for logger in loggers:
         if has_folder(logger) and logger._version is None:
             logger._new_version()
@@ -61,7 +61,7 @@ def attach_again(loggers: Sequence[Logger], default_root: str | os.PathLike[str]
 
 
 def default_logger() -> Logger:
-    """What ``Trainer(logger=True)`` uses: a ``TensorBoardLogger`` if tensorboard is installed, else a ``CSVLogger``."""
+    """What `Trainer(logger=True)` uses: a `TensorBoardLogger` if tensorboard is installed, else a `CSVLogger`."""
     try:
         return TensorBoardLogger()
     except MissingPackageError:
@@ -69,7 +69,7 @@ def default_logger() -> Logger:
 
 
 def states_of(loggers: Sequence[Logger], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any] | None]:
-    """For each logger its state in a checkpoint, ``{"kind": …, "state": …}``, in the order of those of its class there."""
+    """For each logger its state in a checkpoint, `{"kind": …, "state": …}`, in the order of those of its class there."""
     left = list(saved)
     found: list[Mapping[str, Any] | None] = []
     for logger in loggers:

@@ -1,4 +1,4 @@
-"""``Logger``: what every logger has in common."""
+"""`Logger`: what every logger has in common."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def is_installed(package: str) -> bool:
 
 
 class NullExperiment:
-    """Placeholder for ``logger.experiment`` on other processes than the main process: all attributes and calls do nothing.
+    """Placeholder for `logger.experiment` on other processes than the main process: all attributes and calls do nothing.
 
-    So ``logger.experiment.add_figure(...)`` needs no ``if``.
+    So `logger.experiment.add_figure(...)` needs no `if`.
     """
 
     def __getattr__(self, name: str) -> NullExperiment:
@@ -72,28 +72,30 @@ class NullExperiment:
 class Logger(KnownKeywords):
     """Base class of all loggers: takes the metrics, hyper-parameters and media of a run.
 
-    A subclass defines ``write_metrics(metrics, step)``, and as needed ``write_hyperparams``, ``write_image``, ``write_text``,
-    ``write_histogram``, ``open_experiment``, ``close_experiment`` and ``save``; for files that continue after a resume,
-    ``mark_files``, ``is_log_of`` and ``cut_files``. They are called on the main process only. A logger works with a
-    ``Trainer`` or alone::
+    A subclass defines `write_metrics(metrics, step)`, and as needed `write_hyperparams`, `write_image`, `write_text`,
+    `write_histogram`, `open_experiment`, `close_experiment` and `save`; for files that continue after a resume,
+    `mark_files`, `is_log_of` and `cut_files`. They are called on the main process only. A logger works with a
+    `Trainer` or alone:
 
-        logger = CSVLogger("runs", name="digits")
-        logger.log_metrics({"loss": 0.5}, step=1)
-        logger.finalize("success")
+    ```python
+    logger = CSVLogger("runs", name="digits")
+    logger.log_metrics({"loss": 0.5}, step=1)
+    logger.finalize("success")
+    ```
 
-    It creates no files until something is logged or ``version``, ``log_dir`` or ``experiment`` is read. It can be used again
-    after ``finalize``, and continues in the same folder.
+    It creates no files until something is logged or `version`, `log_dir` or `experiment` is read. It can be used again
+    after `finalize`, and continues in the same folder.
 
     Args:
-        save_dir: The folder of all experiments. None: ``<default_root_dir>/logs`` of the Trainer, or
-            ``./trainkit_runs/logs`` without one.
-        name: The experiment, a folder inside ``save_dir``; "" or None for ``save_dir`` itself.
-        version: The run inside the experiment: N for ``version_N``, or the name of its folder. None: one more than the
+        save_dir: The folder of all experiments. None: `<default_root_dir>/logs` of the Trainer, or
+            `./trainkit_runs/logs` without one.
+        name: The experiment, a folder inside `save_dir`; "" or None for `save_dir` itself.
+        version: The run inside the experiment: N for `version_N`, or the name of its folder. None: one more than the
             highest there is.
         prefix: Prepended to the name of each metric except "epoch", with "-".
 
     Raises:
-        ConfigurationError: A ``save_dir``, ``name`` or ``version`` that cannot be a folder.
+        ConfigurationError: A `save_dir`, `name` or `version` that cannot be a folder.
     """
 
     # Defaults of the class, for subclasses written for Lightning that do not call __init__.
@@ -150,12 +152,12 @@ class Logger(KnownKeywords):
 
     @property
     def root_dir(self) -> str:
-        """The folder of this experiment: ``<save_dir>/<name>``; not created by reading it. "" without a ``save_dir``."""
+        """The folder of this experiment: `<save_dir>/<name>`; not created by reading it. "" without a `save_dir`."""
         return "" if self.save_dir is None else str(Path(self.save_dir) / self._name)
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of this run: ``<save_dir>/<name>/version_N``; version as in ``version``. None without a ``save_dir``."""
+        """The folder of this run: `<save_dir>/<name>/version_N`; version as in `version`. None without a `save_dir`."""
         if self.save_dir is None:
             return None
         folder = self._run_folder()
@@ -177,13 +179,13 @@ class Logger(KnownKeywords):
     # ------------------------------------------------------------------ what a Trainer calls
 
     def set_default_root(self, path: str | os.PathLike[str]) -> None:
-        """Log to ``<path>/logs`` if no ``save_dir`` was given and no version is chosen yet."""
+        """Log to `<path>/logs` if no `save_dir` was given and no version is chosen yet."""
         self._default_root = Path(path)
         if self._folder is not None and self._folder.version is None:
             self._folder = None
 
     def set_rank(self, rank: int) -> None:
-        """Set the rank of this process. Default: the environment variable ``RANK``, else 0."""
+        """Set the rank of this process. Default: the environment variable `RANK`, else 0."""
         self._rank = rank
 
     @property
@@ -196,7 +198,7 @@ class Logger(KnownKeywords):
 
     @property
     def experiment(self) -> Any:
-        """The writer or run of the backend, opened now if needed; on other processes a ``NullExperiment``."""
+        """The writer or run of the backend, opened now if needed; on other processes a `NullExperiment`."""
         if not self.is_main_process:
             return NullExperiment()
         if self._experiment is None:
@@ -207,7 +209,7 @@ class Logger(KnownKeywords):
         """Write the metrics of one step.
 
         Args:
-            metrics: Name → real number, or tensor of one element. A metric called "step" replaces ``step``, as in Lightning.
+            metrics: Name → real number, or tensor of one element. A metric called "step" replaces `step`, as in Lightning.
             step: Number of optimizer steps so far. None: the last one logged plus one.
 
         Raises:
@@ -226,7 +228,7 @@ class Logger(KnownKeywords):
             self.write_metrics(values, self._last_step)
 
     def log_hyperparams(self, params: Any) -> None:
-        """Write hyper-parameters: a dict, an ``argparse.Namespace`` or a dataclass, which may be nested.
+        """Write hyper-parameters: a dict, an `argparse.Namespace` or a dataclass, which may be nested.
 
         Other objects are written as text, with a warning. Later calls add to earlier ones.
         """
@@ -247,7 +249,7 @@ class Logger(KnownKeywords):
             key: Its name.
             image: A tensor or array of shape (C, H, W), (H, W, C) or (H, W), C in 1, 3, 4; floating-point values in
                 [0, 1], integers in [0, 255].
-            step: As in ``log_metrics``; None: the last one logged.
+            step: As in `log_metrics`; None: the last one logged.
 
         Raises:
             ConfigurationError: This logger cannot store images; the message names those that can.
@@ -258,13 +260,13 @@ class Logger(KnownKeywords):
             self.write_image(key, as_images(key, image), self._media_step(step))
 
     def log_text(self, key: str, text: str, step: int | None = None) -> None:
-        """Write a text; raises like ``log_image``."""
+        """Write a text; raises like `log_image`."""
         self._require("text", Logger.write_text, self.write_text)
         if self.is_main_process:
             self.write_text(key, str(text), self._media_step(step))
 
     def log_histogram(self, key: str, values: Any, step: int | None = None) -> None:
-        """Write the distribution of ``values``, a tensor or array of any shape; raises like ``log_image``.
+        """Write the distribution of `values`, a tensor or array of any shape; raises like `log_image`.
 
         Skips values that are not finite, with a warning.
         """
@@ -305,7 +307,7 @@ class Logger(KnownKeywords):
         return {"last_step": self._last_step, **folder_state(self)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the log of ``state`` and remove what was written to it later. Call before anything is logged.
+        """Continue the log of `state` and remove what was written to it later. Call before anything is logged.
 
         If the log is not found, a warning says so and a new one begins.
         """
@@ -318,23 +320,23 @@ class Logger(KnownKeywords):
     # ------------------------------------------------------------------ what a subclass defines
 
     def mark_files(self, folder: Path) -> dict[str, Any]:
-        """The position in the files in ``folder``, in plain values; empty if there are none."""
+        """The position in the files in `folder`, in plain values; empty if there are none."""
         return {}
 
     def is_log_of(self, folder: Path, files: Mapping[str, Any]) -> bool:
-        """Whether ``folder`` contains the log that ``files`` (of ``mark_files``) describes, and not that of another run."""
+        """Whether `folder` contains the log that `files` (of `mark_files`) describes, and not that of another run."""
         return True
 
     def cut_files(self, folder: Path, files: Mapping[str, Any]) -> list[str]:
-        """Remove what was written after the position ``files``; returns messages about what is missing before it."""
+        """Remove what was written after the position `files`; returns messages about what is missing before it."""
         return []
 
     def open_experiment(self) -> Any:
-        """Open the writer of the backend; called on first use and again after ``finalize``."""
+        """Open the writer of the backend; called on first use and again after `finalize`."""
         return self
 
     def close_experiment(self, experiment: Any, status: str) -> None:
-        """Close what ``open_experiment`` returned."""
+        """Close what `open_experiment` returned."""
 
     def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
         """Write the metrics of one step; the values are Python numbers and may be NaN or infinite."""
@@ -344,7 +346,7 @@ class Logger(KnownKeywords):
         )
 
     def write_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write plain hyper-parameters. Default: add them to ``hparams.yaml`` in ``log_dir``."""
+        """Write plain hyper-parameters. Default: add them to `hparams.yaml` in `log_dir`."""
         if self.save_dir is None:
             return
         import yaml
@@ -370,13 +372,13 @@ class Logger(KnownKeywords):
         raise NotImplementedError
 
     def write_histogram(self, key: str, values: Any, step: int) -> None:
-        """Write the distribution of ``values``, a flat array of at least one finite number."""
+        """Write the distribution of `values`, a flat array of at least one finite number."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------ inside
 
     def _close_when_dropped(self, close: Callable[[], object]) -> None:
-        """Call ``close`` when the program ends or this logger is garbage-collected before ``finalize``."""
+        """Call `close` when the program ends or this logger is garbage-collected before `finalize`."""
         self._guard = weakref.finalize(self, close)
 
     def _media_step(self, step: int | None) -> int:

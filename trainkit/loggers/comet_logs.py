@@ -1,4 +1,4 @@
-"""``CometLogger``: experiments of Comet, online or offline."""
+"""`CometLogger`: experiments of Comet, online or offline."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ __all__ = ["CometLogger"]
 
 
 class CometLogger(Logger):
-    """Logs to a Comet experiment. An offline one becomes an archive in ``save_dir``, for ``comet upload``.
+    """Logs to a Comet experiment. An offline one becomes an archive in `save_dir`, for `comet upload`.
 
-    ``experiment`` is comet_ml's object; its automatic logging is off, because it would log each metric twice. A process has one
-    experiment at a time. If you started one, it is used, and you end it. Otherwise it stays open after a ``fit`` that
-    succeeded, until the program ends or another ``CometLogger`` starts one; after a ``fit`` that failed it ends.
+    `experiment` is comet_ml's object; its automatic logging is off, because it would log each metric twice. A process has one
+    experiment at a time. If you started one, it is used, and you end it. Otherwise it stays open after a `fit` that
+    succeeded, until the program ends or another `CometLogger` starts one; after a `fit` that failed it ends.
 
     After a resume an online experiment keeps its key. Metrics that it received after the checkpoint are not logged again;
     images, texts and histograms appear twice. An offline experiment does not continue: the resumed run starts a new one, and a
     notice says so. comet_ml writes the archive when the experiment ends: that of a killed process stays empty.
 
     Args:
-        api_key: None: as configured by the environment variable ``COMET_API_KEY`` or ``comet login``.
+        api_key: None: as configured by the environment variable `COMET_API_KEY` or `comet login`.
         workspace: None: your default one.
         project: None: as comet_ml is configured, else "trainkit".
         experiment_key: Continue this experiment, or start one with this key. None: a new one.
-        mode: "get_or_create" (the default), "get" or "create": whether ``experiment_key`` has to exist.
-        online: Send what is logged. None: as comet_ml is configured (``COMET_START_ONLINE``), else True.
-        prefix: As for every ``Logger``.
-        save_dir: Folder of the archives. None: as for every ``Logger``.
-        offline_directory: The same as ``save_dir``.
-        **kwargs: Further arguments of ``comet_ml.ExperimentConfig``: ``name``, ``tags``, ``log_code``, …
+        mode: "get_or_create" (the default), "get" or "create": whether `experiment_key` has to exist.
+        online: Send what is logged. None: as comet_ml is configured (`COMET_START_ONLINE`), else True.
+        prefix: As for every `Logger`.
+        save_dir: Folder of the archives. None: as for every `Logger`.
+        offline_directory: The same as `save_dir`.
+        **kwargs: Further arguments of `comet_ml.ExperimentConfig`: `name`, `tags`, `log_code`, …
 
     Raises:
         MissingPackageError: comet_ml is not installed.
-        UnknownNameError: An argument that ``comet_ml.ExperimentConfig`` does not have.
-        ConfigurationError: An argument is wrong; or there is no API key, and ``online=False`` was not given.
+        UnknownNameError: An argument that `comet_ml.ExperimentConfig` does not have.
+        ConfigurationError: An argument is wrong; or there is no API key, and `online=False` was not given.
     """
 
     _in_run_folder = False
@@ -88,7 +88,7 @@ class CometLogger(Logger):
 
     @property
     def log_dir(self) -> str | None:
-        """``save_dir``, the folder of the archives of offline experiments; None online."""
+        """`save_dir`, the folder of the archives of offline experiments; None online."""
         return None if self._online else self.save_dir
 
     def __repr__(self) -> str:
@@ -96,7 +96,7 @@ class CometLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """The experiment, started now if needed; on other processes a ``NullExperiment``."""
+        """The experiment, started now if needed; on other processes a `NullExperiment`."""
         if getattr(self._experiment, "ended", False):  # by the user or by comet_ml
             self._experiment = None
         return super().experiment
@@ -164,7 +164,7 @@ class CometLogger(Logger):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the online experiment of ``state``; its metrics are not logged again. Offline, start a new one."""
+        """Continue the online experiment of `state`; its metrics are not logged again. Offline, start a new one."""
         super().finalize("success")  # the next use opens it with the records that it has then
         self._last_step = int(state.get("last_step", -1))
         if "key" not in state or not self.is_main_process:
@@ -193,7 +193,7 @@ class CometLogger(Logger):
             experiment.log_metrics(new, step=step, epoch=None if epoch is None else int(epoch))
 
     def write_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Log parameters; the names of nested ones are paths, ``model/width``."""
+        """Log parameters; the names of nested ones are paths, `model/width`."""
         self._used().log_parameters(flatten(params), nested_support=False)
 
     def write_image(self, key: str, images: Sequence[Any], step: int) -> None:

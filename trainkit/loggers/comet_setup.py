@@ -1,4 +1,4 @@
-"""comet_ml for ``CometLogger``: check options, start an experiment, read what the server has of one."""
+"""comet_ml for `CometLogger`: check options, start an experiment, read what the server has of one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FORMER = {  # of Lightning's older CometLogger
 
 
 def check_online(api_key: str | None, online: bool | None) -> bool:
-    """Whether experiments are sent, by default as comet_ml is configured. Raises ``NotLoggedInError`` without an API key."""
+    """Whether experiments are sent, by default as comet_ml is configured. Raises `NotLoggedInError` without an API key."""
     config = comet_ml().get_config()
     if online is None:
         online = config.get_bool(None, "comet.start.online", default=True, not_set_value=None)
@@ -51,7 +51,7 @@ def comet_ml() -> Any:
 
 
 def checked_options(kwargs: dict[str, Any], mode: str | None) -> dict[str, Any]:
-    """``kwargs``; raises ``UnknownNameError`` for one that ``comet_ml.ExperimentConfig`` does not have."""
+    """`kwargs`; raises `UnknownNameError` for one that `comet_ml.ExperimentConfig` does not have."""
     if mode not in (None, "get_or_create", "get", "create"):
         raise ConfigurationError(f"mode: expected 'get_or_create', 'get' or 'create', got {mode!r}. Fix: leave it out")
     if kwargs:
@@ -68,15 +68,15 @@ def checked_options(kwargs: dict[str, Any], mode: str | None) -> dict[str, Any]:
 
 
 def start(options: dict[str, Any], **given: Any) -> Any:
-    """Start or continue an experiment, online by default; ``options`` are those of its configuration."""
+    """Start or continue an experiment, online by default; `options` are those of its configuration."""
     config = comet_ml().ExperimentConfig(**{"auto_metric_logging": False, "auto_param_logging": False, **options})
     return comet_ml().start(experiment_config=config, **{"online": True, **given})
 
 
 def start_offline(folder: Path, options: dict[str, Any], **given: Any) -> Any:
-    """Start an experiment whose archive will be in ``folder``.
+    """Start an experiment whose archive will be in `folder`.
 
-    comet_ml draws a part of the archive's name from Python's ``random``: with a fixed seed it would replace an archive of the
+    comet_ml draws a part of the archive's name from Python's `random`: with a fixed seed it would replace an archive of the
     same key.
     """
     folder = folder.absolute()

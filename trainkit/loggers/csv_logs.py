@@ -1,4 +1,4 @@
-"""``CSVLogger``: metrics as one table, ``metrics.csv``."""
+"""`CSVLogger`: metrics as one table, `metrics.csv`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _FILE = "metrics.csv"
 
 
 class CSVLogger(Logger):
-    """Writes ``<save_dir>/<name>/version_N/metrics.csv`` and ``hparams.yaml``.
+    """Writes `<save_dir>/<name>/version_N/metrics.csv` and `hparams.yaml`.
 
-    Each call of ``log_metrics`` appends a row; each metric is a column, after "step" and "epoch". A cell is empty if the metric
-    was not logged in this call; values that are not finite are ``nan``, ``inf`` and ``-inf``. A new metric adds a column at the
+    Each call of `log_metrics` appends a row; each metric is a column, after "step" and "epoch". A cell is empty if the metric
+    was not logged in this call; values that are not finite are `nan`, `inf` and `-inf`. A new metric adds a column at the
     right: the file is rewritten and replaced in one step, so that a kill loses no row.
 
     Args:
-        save_dir, name, version, prefix: As for every ``Logger``.
-        flush_logs_every_n_steps: Number of calls of ``log_metrics`` after which rows are flushed. They are also flushed by a
-            call more than a second after the last time, ``save`` and ``finalize``. With 1, a kill loses no row.
+        save_dir, name, version, prefix: As for every `Logger`.
+        flush_logs_every_n_steps: Number of calls of `log_metrics` after which rows are flushed. They are also flushed by a
+            call more than a second after the last time, `save` and `finalize`. With 1, a kill loses no row.
 
     Raises:
         ConfigurationError: An argument is wrong.
@@ -74,7 +74,7 @@ class CSVLogger(Logger):
             self._experiment.flush()
 
     def mark_files(self, folder: Path) -> dict[str, Any]:
-        """Numbers of rows and columns of ``metrics.csv``; not of bytes, because a new column rewrites the file."""
+        """Numbers of rows and columns of `metrics.csv`; not of bytes, because a new column rewrites the file."""
         path = folder / _FILE
         mark = _mark(path) if self._experiment is None else self._experiment.mark()
         return {_FILE: mark} if mark["columns"] else {}
@@ -172,7 +172,7 @@ class CSVWriter:
 
 
 def _copy(path: Path, columns: list[str] | None, rows: int | None, width: int | None, target: TextIOWrapper) -> None:
-    """Write the table with these columns, or its first ``rows`` rows and ``width`` columns."""
+    """Write the table with these columns, or its first `rows` rows and `width` columns."""
     with path.open(encoding="utf-8", newline="") as source:
         table = csv.reader(source)
         header = next(table)
@@ -183,7 +183,7 @@ def _copy(path: Path, columns: list[str] | None, rows: int | None, width: int | 
 
 
 def _mark(path: Path, rows: int | None = None) -> dict[str, Any]:
-    """Number of rows, at most ``rows``, and of columns of a table, and the digests of the first and last of these rows."""
+    """Number of rows, at most `rows`, and of columns of a table, and the digests of the first and last of these rows."""
     count, columns, first, last = 0, 0, "", ""
     if path.is_file():
         table: Iterator[list[str]] = csv.reader(complete_lines(path))

@@ -1,6 +1,6 @@
 """TensorBoard's event files: find those of a logger, cut them, and find the last step.
 
-An event file is a sequence of records: the length (8 bytes, little-endian), a checksum (4), an ``Event`` in protobuf's
+An event file is a sequence of records: the length (8 bytes, little-endian), a checksum (4), an `Event` in protobuf's
 encoding, a checksum (4). tensorboard's own reader computes each checksum in Python, too slowly for large files.
 """
 
@@ -22,9 +22,9 @@ _START = 32  # bytes of an event that hold its time and its step
 
 
 def event_files(folder: Path, sub_dir: str = "") -> dict[str, int]:
-    """The event files of one logger: name relative to ``folder`` → size in bytes.
+    """The event files of one logger: name relative to `folder` → size in bytes.
 
-    They are in ``folder / sub_dir``, and in its subfolders if the same process wrote both, as ``add_scalars`` does.
+    They are in `folder / sub_dir`, and in its subfolders if the same process wrote both, as `add_scalars` does.
     """
     top = folder / sub_dir
     found: dict[str, int] = {}
@@ -65,7 +65,7 @@ def last_step_in(path: Path) -> int:
 
 
 def _step_of(event: bytes) -> int:
-    """Field 2 of an ``Event``, a variable-length integer after field 1, the time; omitted if it is 0."""
+    """Field 2 of an `Event`, a variable-length integer after field 1, the time; omitted if it is 0."""
     position = 9 if event[:1] == b"\x09" else 0
     if event[position : position + 1] != b"\x10":
         return 0
@@ -79,7 +79,7 @@ def _step_of(event: bytes) -> int:
 
 
 class _QuietHook:
-    """A ``threading.excepthook`` that ignores errors that a logger reports."""
+    """A `threading.excepthook` that ignores errors that a logger reports."""
 
     def __init__(self) -> None:
         self._before = threading.excepthook

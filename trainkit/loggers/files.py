@@ -13,7 +13,7 @@ __all__ = ["AppendFile", "complete_lines", "replace_file"]
 class AppendFile:
     """A file to which whole lines are appended.
 
-    Opening it removes an incomplete last line, which a kill may leave: half a number reads like a number. ``append`` flushes,
+    Opening it removes an incomplete last line, which a kill may leave: half a number reads like a number. `append` flushes,
     so that a kill loses no line; it does not sync to the disk.
     """
 
@@ -24,7 +24,7 @@ class AppendFile:
         self._file = path.open("ab", buffering=0)
 
     def append(self, lines: str) -> None:
-        """Write ``lines``, each with its line end: all of them, or none and raise ``OSError``."""
+        """Write `lines`, each with its line end: all of them, or none and raise `OSError`."""
         before = os.fstat(self._file.fileno()).st_size
         left = memoryview(lines.encode())
         try:
@@ -73,7 +73,7 @@ def complete_lines(path: Path) -> Iterator[str]:
 
 
 def replace_file(path: Path, write: Callable[[TextIOWrapper], object]) -> None:
-    """Replace a file atomically by one that ``write`` fills.
+    """Replace a file atomically by one that `write` fills.
 
     The new file is synced before the rename, because some file systems otherwise keep the rename and lose the content.
     """

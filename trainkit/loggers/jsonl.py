@@ -1,4 +1,4 @@
-"""``JSONLLogger``: metrics as JSON lines, ``metrics.jsonl``."""
+"""`JSONLLogger`: metrics as JSON lines, `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _FILES = ("metrics.jsonl", "text.jsonl")
 
 
 class JSONLLogger(Logger):
-    """Writes ``<save_dir>/<name>/version_N/metrics.jsonl``, ``hparams.yaml`` and, if there is text, ``text.jsonl``.
+    """Writes `<save_dir>/<name>/version_N/metrics.jsonl`, `hparams.yaml` and, if there is text, `text.jsonl`.
 
-    Each call of ``log_metrics`` appends one object: ``{"step": 10, "epoch": 0, "train_loss": 0.5}``. It is strict JSON: values
-    that are not finite are the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which ``read_metrics`` converts back. ``log_text``
-    appends ``{"step": 10, "key": "sample", "text": "…"}``. Each line is flushed, so that a kill loses none.
+    Each call of `log_metrics` appends one object: `{"step": 10, "epoch": 0, "train_loss": 0.5}`. It is strict JSON: values
+    that are not finite are the strings `"nan"`, `"inf"` and `"-inf"`, which `read_metrics` converts back. `log_text`
+    appends `{"step": 10, "key": "sample", "text": "…"}`. Each line is flushed, so that a kill loses none.
 
     Args:
-        save_dir, name, version, prefix: As for every ``Logger``.
+        save_dir, name, version, prefix: As for every `Logger`.
 
     Raises:
         ConfigurationError: An argument is wrong.

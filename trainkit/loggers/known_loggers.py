@@ -1,4 +1,4 @@
-"""Loggers by name: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, …"""
+"""Loggers by name: `"tensorboard"`, `"wandb"`, `"mlflow"`, …"""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["LOGGERS", "Kind", "NotLoggedInError", "check_logger", "load_logger",
 
 
 class NotLoggedInError(ConfigurationError):
-    """A service needs an API key, and has none here; ``log_with="all"`` skips it."""
+    """A service needs an API key, and has none here; `log_with="all"` skips it."""
 
 
 class Kind(NamedTuple):
     """A logger that has a name: the path of its class, the package that it needs, and the extra that installs it.
 
-    ``project`` is the argument that names the project; none for a logger of files, whose ``name`` is a folder.
+    `project` is the argument that names the project; none for a logger of files, whose `name` is a folder.
     """
 
     path: str
@@ -46,9 +46,9 @@ def check_logger(name: str, argument: str = "logger", also: Sequence[str] = ()) 
     """Raise if no logger has this name, or its package is not installed.
 
     Args:
-        name: the value of ``argument``.
+        name: the value of `argument`.
         argument: for the message.
-        also: further values that ``argument`` may have.
+        also: further values that `argument` may have.
 
     Raises:
         UnknownNameError: no logger has this name.
@@ -65,7 +65,7 @@ def check_logger(name: str, argument: str = "logger", also: Sequence[str] = ()) 
 
 
 def load_logger(name: str) -> type[Logger]:
-    """The class of that name; raises like :func:`check_logger`."""
+    """The class of that name; raises like `check_logger`."""
     check_logger(name)
     module, _, attribute = LOGGERS[name].path.partition(":")
     loaded: type[Logger] = getattr(import_module(module), attribute)

@@ -1,4 +1,4 @@
-"""The folder of one run, ``<root>/version_N``, and checks of the arguments that name it."""
+"""The folder of one run, `<root>/version_N`, and checks of the arguments that name it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _VERSION = re.compile(r"version_(\d+)")
 
 
 class LogFolder:
-    """``<root>/<version>``; without a version, the next free ``version_N``, reserved by creating it."""
+    """`<root>/<version>`; without a version, the next free `version_N`, reserved by creating it."""
 
     def __init__(self, root: Path, version: int | str | None) -> None:
         self.root = root
@@ -63,7 +63,7 @@ def claimed(folder: LogFolder) -> Path:
 
 
 def has_folder(logger: Logger) -> bool:
-    """Whether its runs have folders in ``save_dir``: not if the backend has its own layout, or ``save_dir`` is None."""
+    """Whether its runs have folders in `save_dir`: not if the backend has its own layout, or `save_dir` is None."""
     return logger._in_run_folder and logger.save_dir is not None
 
 
@@ -74,7 +74,7 @@ def _highest_version(root: Path) -> int:
 
 
 def check_save_dir(save_dir: object) -> Path | None:
-    """``save_dir`` as a path with ``~`` expanded; None stays None."""
+    """`save_dir` as a path with `~` expanded; None stays None."""
     if save_dir is None:
         return None
     if not isinstance(save_dir, str | PurePath) or not str(save_dir) or "\0" in str(save_dir):
@@ -83,7 +83,7 @@ def check_save_dir(save_dir: object) -> Path | None:
 
 
 def one_of(owner: str, **values: Any) -> Any:
-    """The value of arguments of ``owner`` that mean the same: at most one, or equal ones; None if none is given."""
+    """The value of arguments of `owner` that mean the same: at most one, or equal ones; None if none is given."""
     given = {name: value for name, value in values.items() if value is not None}
     name, value = next(iter(given.items()), ("", None))
     if any(other != value for other in given.values()):
@@ -107,7 +107,7 @@ def check_name(name: object, argument: str = "name") -> str:
 
 
 def check_version(version: object) -> int | str | None:
-    """Check a version: a number N ≥ 0 for ``version_N``, the name of a folder, or None for the next free number."""
+    """Check a version: a number N ≥ 0 for `version_N`, the name of a folder, or None for the next free number."""
     if version is None or (is_whole(version) and version >= 0):
         return version
     if isinstance(version, str) and _is_inside(version) and not set(version) & set("/\\"):

@@ -26,7 +26,7 @@ __all__ = ["as_array", "as_images", "as_step", "flatten", "number", "plain"]
 
 
 def number(name: Any, value: Any) -> int | float:
-    """``value`` as a Python int or float; raises ``MetricError`` if it is not one real number."""
+    """`value` as a Python int or float; raises `MetricError` if it is not one real number."""
     if not isinstance(name, str) or not name:
         raise MetricError(f"Metric: expected a name, got {name!r}. Fix: log_metrics({{'loss': loss}}, step)")
     if isinstance(value, bool | int):
@@ -67,7 +67,7 @@ def as_array(value: Any) -> npt.NDArray[Any]:
 
 
 def as_step(step: Any) -> int:
-    """``step`` as a Python int; raises ``ConfigurationError`` if it is not an integer."""
+    """`step` as a Python int; raises `ConfigurationError` if it is not an integer."""
     try:
         return operator.index(step)
     except TypeError:
@@ -111,7 +111,7 @@ def _as_image(key: str, image: Any) -> npt.NDArray[np.uint8]:
 def plain(params: Any) -> tuple[dict[str, Any], list[str]]:
     """Convert hyper-parameters to dicts, lists, strings and numbers; also returns the key paths of objects written as text.
 
-    Accepts a mapping, an ``argparse.Namespace`` or a dataclass instance. Tuples and sets become lists; paths, enums, dtypes,
+    Accepts a mapping, an `argparse.Namespace` or a dataclass instance. Tuples and sets become lists; paths, enums, dtypes,
     devices, functions and classes their names; OmegaConf's containers dicts and lists.
     """
     fields = _as_mapping(plain_container(params) if is_omegaconf(params) else params)

@@ -24,9 +24,9 @@ _LOOKED_FOR = f"metrics.csv, metrics.jsonl, {_EVENTS}*"
 
 
 def find_run(run_dir: str | os.PathLike[str]) -> Path:
-    """The folder with the metrics of ``run_dir``: itself, or the newest run in it.
+    """The folder with the metrics of `run_dir`: itself, or the newest run in it.
 
-    The newest of an experiment is the ``version_N`` with the highest N; of several experiments, the one written to last.
+    The newest of an experiment is the `version_N` with the highest N; of several experiments, the one written to last.
 
     Raises:
         ConfigurationError: There is no such folder, or it has no metrics.
@@ -75,7 +75,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> dict[str, Series]:
     TensorBoard. An incomplete row that a killed process left is skipped.
 
     Args:
-        run_dir: As for ``find_run``.
+        run_dir: As for `find_run`.
 
     Raises:
         ConfigurationError: No metrics are found.

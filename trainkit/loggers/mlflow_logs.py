@@ -1,4 +1,4 @@
-"""``MLFlowLogger``: runs of MLflow, in a local database or on a server."""
+"""`MLFlowLogger`: runs of MLflow, in a local database or on a server."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ _SEND_FOLDER = "    logger.experiment.log_artifacts(logger.run_id, path)"
 
 
 class MLFlowLogger(Logger):
-    """Logs to a run of MLflow, without a server in ``<save_dir>/mlflow.db``.
+    """Logs to a run of MLflow, without a server in `<save_dir>/mlflow.db`.
 
-    ``experiment`` is an ``mlflow.MlflowClient``, for which ``run_id`` names the run. ``mlflow ui --backend-store-uri
-    sqlite:///<save_dir>/mlflow.db`` shows the runs of the database. Nested hyper-parameters are named by their path,
-    ``model/width``. Images and texts become artifacts, ``images/<key>/step_00000010.png`` and ``text/<key>/step_00000010.txt``.
-    MLflow has each row when ``log_metrics`` returns, so that a kill loses none.
+    `experiment` is an `mlflow.MlflowClient`, for which `run_id` names the run. `mlflow ui --backend-store-uri
+    sqlite:///<save_dir>/mlflow.db` shows the runs of the database. Nested hyper-parameters are named by their path,
+    `model/width`. Images and texts become artifacts, `images/<key>/step_00000010.png` and `text/<key>/step_00000010.txt`.
+    MLflow has each row when `log_metrics` returns, so that a kill loses none.
 
     After a resume from a checkpoint the run keeps its id. Records from after the checkpoint cannot be removed and are not
     logged again.
 
     Args:
-        experiment_name: The experiment, created if needed. None: the environment variable ``MLFLOW_EXPERIMENT_NAME``, else
+        experiment_name: The experiment, created if needed. None: the environment variable `MLFLOW_EXPERIMENT_NAME`, else
             "trainkit".
         run_name: The name of the run. None: MLflow chooses.
-        tracking_uri: The server, or the database. None: the environment variable ``MLFLOW_TRACKING_URI`` (which
-            ``mlflow.set_tracking_uri`` sets), else ``sqlite:///<save_dir>/mlflow.db``.
+        tracking_uri: The server, or the database. None: the environment variable `MLFLOW_TRACKING_URI` (which
+            `mlflow.set_tracking_uri` sets), else `sqlite:///<save_dir>/mlflow.db`.
         tags: Name → value, of the run.
-        save_dir: The folder of ``mlflow.db`` and of ``mlruns``, its artifacts. None: as for every ``Logger``.
+        save_dir: The folder of `mlflow.db` and of `mlruns`, its artifacts. None: as for every `Logger`.
         log_model: Not supported; the error names the call to use.
-        checkpoint_path_prefix: Not supported, as ``log_model``.
-        prefix: As for every ``Logger``.
-        artifact_location: The place of the artifacts of a new experiment. None: ``<save_dir>/mlruns`` for the database in
-            ``save_dir``, else the server chooses.
-        run_id: Continue this run. None: the environment variable ``MLFLOW_RUN_ID``, else a new one.
+        checkpoint_path_prefix: Not supported, as `log_model`.
+        prefix: As for every `Logger`.
+        artifact_location: The place of the artifacts of a new experiment. None: `<save_dir>/mlruns` for the database in
+            `save_dir`, else the server chooses.
+        run_id: Continue this run. None: the environment variable `MLFLOW_RUN_ID`, else a new one.
         synchronous: Only True.
 
     Raises:
         MissingPackageError: mlflow is not installed, or the packages that it needs for a database.
         ConfigurationError: An argument is wrong; when the run is opened, the server or database does not work.
-        UnsupportedArgumentError: ``log_model``, ``checkpoint_path_prefix`` or ``synchronous=False``.
+        UnsupportedArgumentError: `log_model`, `checkpoint_path_prefix` or `synchronous=False`.
     """
 
     _in_run_folder = False
@@ -139,12 +139,12 @@ class MLFlowLogger(Logger):
 
     @property
     def root_dir(self) -> str:
-        """The same as ``save_dir``: MLflow has its own layout."""
+        """The same as `save_dir`: MLflow has its own layout."""
         return self.save_dir
 
     @property
     def log_dir(self) -> str | None:
-        """``save_dir`` if the run is in a database there, else None."""
+        """`save_dir` if the run is in a database there, else None."""
         return self.save_dir if self._is_own_database else None
 
     def __repr__(self) -> str:
@@ -225,7 +225,7 @@ class MLFlowLogger(Logger):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the run of ``state``; records that it already has are not logged again."""
+        """Continue the run of `state`; records that it already has are not logged again."""
         if self._experiment is not None:
             self.finalize("success")
         self._last_step = int(state.get("last_step", -1))
@@ -279,7 +279,7 @@ class MLFlowLogger(Logger):
         return allowed
 
     def write_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write parameters; raises like ``write_metrics``.
+        """Write parameters; raises like `write_metrics`.
 
         MLflow keeps the first value of a parameter; a changed value is written to a tag of that name.
         """
@@ -345,7 +345,7 @@ def _end(client: Any, run_id: str, status: str = "") -> None:
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """Convert MLflow's errors, for example of a server that does not answer: an ``OSError`` does not end training."""
+    """Convert MLflow's errors, for example of a server that does not answer: an `OSError` does not end training."""
     from mlflow.exceptions import MlflowException
 
     try:

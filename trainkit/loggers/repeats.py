@@ -1,4 +1,4 @@
-"""``Repeats``: which records a service already has that a resumed run logs again."""
+"""`Repeats`: which records a service already has that a resumed run logs again."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ def resume_log(logger: Logger, state: Mapping[str, Any]) -> None:
 def find_folder(logger: Logger, state: Mapping[str, Any]) -> Path | None:
     """Set the folder of a logger to that of its state; None, with a message, if it has to start another.
 
-    The folder is searched where the logger writes now, because runs are moved, and then where it was. ``save_dir``, ``name``
-    and ``version`` given by the user take precedence. A folder that contains another run's files is not used.
+    The folder is searched where the logger writes now, because runs are moved, and then where it was. `save_dir`, `name`
+    and `version` given by the user take precedence. A folder that contains another run's files is not used.
     """
     recorded, version, files = Path(state["folder"]), state["version"], state.get("files", {})
     kind, root = type(logger).__name__, Path(logger.root_dir)

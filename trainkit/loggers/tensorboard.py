@@ -1,4 +1,4 @@
-"""``TensorBoardLogger``: event files for TensorBoard."""
+"""`TensorBoardLogger`: event files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _RETRY = 60.0  # seconds until a disk that was full is tried again
 
 
 class TensorBoardLogger(Logger):
-    """Writes TensorBoard event files and ``hparams.yaml`` to ``<save_dir>/<name>/version_N[/<sub_dir>]``.
+    """Writes TensorBoard event files and `hparams.yaml` to `<save_dir>/<name>/version_N[/<sub_dir>]`.
 
-    ``experiment`` is a ``torch.utils.tensorboard.SummaryWriter``. ``tensorboard --logdir <save_dir>`` shows the runs.
+    `experiment` is a `torch.utils.tensorboard.SummaryWriter`. `tensorboard --logdir <save_dir>` shows the runs.
 
     Args:
-        save_dir, name, version, prefix: As for every ``Logger``.
-        default_hp_metric: Log the placeholder ``hp_metric`` = -1 with hyper-parameters that have no metrics, so that
+        save_dir, name, version, prefix: As for every `Logger`.
+        default_hp_metric: Log the placeholder `hp_metric` = -1 with hyper-parameters that have no metrics, so that
             TensorBoard's HPARAMS page lists the run.
         sub_dir: Subfolder of the run for the event files.
         max_queue: Number of events that may wait for the writer's thread.
-        flush_secs: Maximum number of seconds between two flushes (120 in ``SummaryWriter``).
+        flush_secs: Maximum number of seconds between two flushes (120 in `SummaryWriter`).
         filename_suffix: Appended to the names of event files.
         purge_step: TensorBoard hides earlier events of this step and later ones.
         log_graph: Not supported; the error names the call to use.
@@ -74,7 +74,7 @@ class TensorBoardLogger(Logger):
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of the event files: ``<save_dir>/<name>/version_N[/<sub_dir>]``."""
+        """The folder of the event files: `<save_dir>/<name>/version_N[/<sub_dir>]`."""
         folder = super().log_dir
         return folder if folder is None or not self._sub_dir else str(Path(folder) / self._sub_dir)
 
@@ -83,7 +83,7 @@ class TensorBoardLogger(Logger):
         self._hparams, self._page, self._purge_step, self._failed_at = {}, None, None, None
 
     def open_experiment(self) -> Any:
-        """A ``SummaryWriter``: a new event file in the folder of the run."""
+        """A `SummaryWriter`: a new event file in the folder of the run."""
         from torch.utils.tensorboard import SummaryWriter
 
         quiet_writers()
@@ -103,7 +103,7 @@ class TensorBoardLogger(Logger):
             self._write(lambda: self._experiment.flush())
 
     def _write(self, work: Callable[[], object]) -> None:
-        """Call ``work``. If the disk is full, warn once, drop what is logged, and try again after a minute."""
+        """Call `work`. If the disk is full, warn once, drop what is logged, and try again after a minute."""
         if self._failed_at is not None and self._experiment is None and time.monotonic() < self._failed_at + _RETRY:
             return
         try:
@@ -130,11 +130,11 @@ class TensorBoardLogger(Logger):
         self._write(add)
 
     def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | float | None = None) -> None:
-        """Write hyper-parameters for the HPARAMS page and to ``hparams.yaml``.
+        """Write hyper-parameters for the HPARAMS page and to `hparams.yaml`.
 
         Args:
-            params: As for every ``Logger``.
-            metrics: Results shown next to them: name → number, or one number, which is called ``hp_metric``.
+            params: As for every `Logger`.
+            metrics: Results shown next to them: name → number, or one number, which is called `hp_metric`.
         """
         super().log_hyperparams(params)
         if not self.is_main_process or params is None:
@@ -188,7 +188,7 @@ class TensorBoardLogger(Logger):
         self._write(add)
 
     def write_image(self, key: str, images: Sequence[Any], step: int) -> None:
-        """Write images; several are called ``<key>/0``, ``<key>/1``, …"""
+        """Write images; several are called `<key>/0`, `<key>/1`, …"""
 
         def add() -> None:
             for index, image in enumerate(images):

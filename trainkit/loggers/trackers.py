@@ -1,4 +1,4 @@
-"""Loggers as trackers in Accelerate's form: what ``Accelerator.trackers`` and ``get_tracker`` return."""
+"""Loggers as trackers in Accelerate's form: what `Accelerator.trackers` and `get_tracker` return."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["LoggerTracker", "MLflowTracker", "WandBTracker", "tracker_of"]
 
 
 def tracker_of(logger: Logger) -> LoggerTracker:
-    """Wrap a logger; the tracker has its name in ``log_with``, or that of its class if it has none."""
+    """Wrap a logger; the tracker has its name in `log_with`, or that of its class if it has none."""
     own = type(logger).__name__
     name = next((name for name, kind in LOGGERS.items() if kind.path.endswith(f":{own}")), own)
     return {"wandb": WandBTracker, "mlflow": MLflowTracker}.get(name, LoggerTracker)(logger, name)
 
 
 class LoggerTracker(GeneralTracker):
-    """A ``logger`` as a tracker called ``name``."""
+    """A `logger` as a tracker called `name`."""
 
     requires_logging_directory = False
 
@@ -34,13 +34,13 @@ class LoggerTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The run or writer of the logger's package: ``SummaryWriter``, ``wandb.Run``, Comet's experiment, …"""
+        """The run or writer of the logger's package: `SummaryWriter`, `wandb.Run`, Comet's experiment, …"""
         return self.logger.experiment
 
     writer = run = tracker  # Accelerate's names for it, of TensorBoard and Comet and of wandb
 
     def start(self) -> None:
-        """Open the run now, so that ``init_trackers`` fails, not the first ``log``."""
+        """Open the run now, so that `init_trackers` fails, not the first `log`."""
         _ = self.logger.experiment
 
     def store_init_configuration(self, values: Any) -> None:
@@ -80,7 +80,7 @@ class LoggerTracker(GeneralTracker):
             self.logger.log_image(key, list(images), step)
 
     def finish(self) -> None:
-        """End the run, including one that its logger keeps open after a ``fit``."""
+        """End the run, including one that its logger keeps open after a `fit`."""
         self.logger.finalize("success")
         Logger.finalize(self.logger, "success")
 
@@ -94,10 +94,10 @@ class LoggerTracker(GeneralTracker):
 
 
 class WandBTracker(LoggerTracker):
-    """A ``WandbLogger`` as a tracker: one call of ``log`` is one row, of any values that wandb can hold."""
+    """A `WandbLogger` as a tracker: one call of `log` is one row, of any values that wandb can hold."""
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log a row: numbers, texts, dicts, ``wandb.Image``, ``wandb.Table`` and lists of these. Skips ``None``."""
+        """Log a row: numbers, texts, dicts, `wandb.Image`, `wandb.Table` and lists of these. Skips `None`."""
         self._refuse(kwargs)
         prefix = self.logger._prefix
         row = {f"{prefix}-{key}" if prefix and key != "epoch" else key: value for key, value in _numeric("", values).items()}
@@ -113,18 +113,18 @@ class WandBTracker(LoggerTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Log a ``wandb.Table``, of columns and rows or of a data frame."""
+        """Log a `wandb.Table`, of columns and rows or of a data frame."""
         import wandb
 
         self.log({table_name: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step, **kwargs)
 
 
 class MLflowTracker(LoggerTracker):
-    """An ``MLFlowLogger`` as a tracker, with ``log_figure``, ``log_artifact`` and ``log_artifacts`` of its client."""
+    """An `MLFlowLogger` as a tracker, with `log_figure`, `log_artifact` and `log_artifacts` of its client."""
 
     @property
     def tracker(self) -> Any:
-        """The ``mlflow.entities.Run``."""
+        """The `mlflow.entities.Run`."""
         return self.logger.experiment.get_run(self.logger.run_id)
 
     def __getattr__(self, name: str) -> Any:
@@ -134,14 +134,14 @@ class MLflowTracker(LoggerTracker):
 
 
 def _numeric(key: str, value: Any) -> Any:
-    """Tensors and NumPy scalars as numbers, dicts without ``None``, other values as they are."""
+    """Tensors and NumPy scalars as numbers, dicts without `None`, other values as they are."""
     if isinstance(value, Mapping):
         return {name: _numeric(f"{key}/{name}", one) for name, one in value.items() if one is not None}
     return number(key, value) if hasattr(value, "item") and hasattr(value, "shape") else value
 
 
 def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values that are not ``None``, those of nested dicts named by their path."""
+    """The values that are not `None`, those of nested dicts named by their path."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}/")

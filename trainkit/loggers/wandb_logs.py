@@ -1,4 +1,4 @@
-"""``WandbLogger``: Weights & Biases, online or offline."""
+"""`WandbLogger`: Weights & Biases, online or offline."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class _Started:
 
 
 class WandbLogger(Logger):
-    """Logs to a run of Weights & Biases; its files are in ``<save_dir>/wandb``.
+    """Logs to a run of Weights & Biases; its files are in `<save_dir>/wandb`.
 
-    ``experiment`` is the ``wandb`` run. Steps are logged as the metric "trainer/global_step", the axis of all charts. If
-    ``wandb.init()`` was called before, as sweeps do, that run is used, and you end it.
+    `experiment` is the `wandb` run. Steps are logged as the metric "trainer/global_step", the axis of all charts. If
+    `wandb.init()` was called before, as sweeps do, that run is used, and you end it.
 
-    After a ``fit`` that succeeded the run stays open, so that a ``test`` or your own ``wandb.log`` logs to the same run. It
-    ends with the program, or when another ``WandbLogger`` starts a run. After a ``fit`` that failed it ends, marked as failed.
+    After a `fit` that succeeded the run stays open, so that a `test` or your own `wandb.log` logs to the same run. It
+    ends with the program, or when another `WandbLogger` starts a run. After a `fit` that failed it ends, marked as failed.
     If the logger is used after that, it resumes the run by its id.
 
     After a resume from a checkpoint the run keeps its id and continues to count its rows. Rows that were sent after the
@@ -58,21 +58,21 @@ class WandbLogger(Logger):
 
     Args:
         name: The name of the run.
-        save_dir: The parent of the folder ``wandb``. None: as for every ``Logger``.
-        version: The run's id; the same as ``id``.
-        offline: Keep the files on this machine, for ``wandb sync``; the same as the environment variable
-            ``WANDB_MODE=offline``.
-        dir: The same as ``save_dir``.
+        save_dir: The parent of the folder `wandb`. None: as for every `Logger`.
+        version: The run's id; the same as `id`.
+        offline: Keep the files on this machine, for `wandb sync`; the same as the environment variable
+            `WANDB_MODE=offline`.
+        dir: The same as `save_dir`.
         id: The id of a run to continue; None: a new one.
-        project: None: the environment variable ``WANDB_PROJECT``, else "trainkit".
+        project: None: the environment variable `WANDB_PROJECT`, else "trainkit".
         log_model: Not supported; the error names the call to use.
         experiment: A run of your own.
-        prefix: As for every ``Logger``.
-        **kwargs: Further arguments of ``wandb.init``: ``entity``, ``group``, ``tags``, ``notes``, …
+        prefix: As for every `Logger`.
+        **kwargs: Further arguments of `wandb.init`: `entity`, `group`, `tags`, `notes`, …
 
     Raises:
         MissingPackageError: wandb is not installed.
-        UnknownNameError: An argument that ``wandb.init`` does not have.
+        UnknownNameError: An argument that `wandb.init` does not have.
         ConfigurationError: Arguments that contradict each other.
     """
 
@@ -124,7 +124,7 @@ class WandbLogger(Logger):
 
     @property
     def root_dir(self) -> str:
-        """The same as ``save_dir``: wandb creates the folders of runs."""
+        """The same as `save_dir`: wandb creates the folders of runs."""
         return self.save_dir
 
     log_dir = root_dir
@@ -136,7 +136,7 @@ class WandbLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """The ``wandb`` run, started now if it is not; on other processes an object that does nothing."""
+        """The `wandb` run, started now if it is not; on other processes an object that does nothing."""
         if getattr(self._experiment, "_is_finished", False) and self._given is None:
             self._experiment = None  # the user called wandb.finish(): continue the run by its id
         return super().experiment
@@ -159,7 +159,7 @@ class WandbLogger(Logger):
         return run
 
     def check_login(self) -> None:
-        """Raise ``NotLoggedInError`` for a run that would be online, without an API key; starts no run."""
+        """Raise `NotLoggedInError` for a run that would be online, without an API key; starts no run."""
         import wandb
 
         mode = self._options.get("mode") or wandb.setup().settings.mode
@@ -232,7 +232,7 @@ class WandbLogger(Logger):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the run of ``state``; rows that it already has are not logged again."""
+        """Continue the run of `state`; rows that it already has are not logged again."""
         self._last_step = int(state.get("last_step", -1))
         if "id" not in state or not self.is_main_process:
             return
@@ -271,11 +271,11 @@ class WandbLogger(Logger):
         self._log(metrics, step)
 
     def log_row(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Log a row of any values that wandb accepts: numbers, strings, ``wandb.Image``, ``wandb.Table``, …
+        """Log a row of any values that wandb accepts: numbers, strings, `wandb.Image`, `wandb.Table`, …
 
         Args:
             values: Name → value, passed to wandb unchanged.
-            step: As in ``log_metrics``.
+            step: As in `log_metrics`.
         """
         if self.is_main_process:
             self._last_step = self._last_step + 1 if step is None else as_step(step)
@@ -305,7 +305,7 @@ class WandbLogger(Logger):
         self._log({key: wandb.Histogram(values)}, step)
 
     def watch(self, model: torch.nn.Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
-        """Log gradients and parameters of ``model`` as histograms, as ``wandb.watch`` does.
+        """Log gradients and parameters of `model` as histograms, as `wandb.watch` does.
 
         Args:
             model: The module to watch.

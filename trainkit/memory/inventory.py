@@ -89,7 +89,7 @@ def contents_of(modules: Iterable[nn.Module], optimizers: Sequence[Optimizer], w
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of ``"80G"``, ``"512GiB"``, ``"1.5T"`` or a plain number; the units are powers of 1024.
+    """Bytes of `"80G"`, `"512GiB"`, `"1.5T"` or a plain number; the units are powers of 1024.
 
     Raises:
         ConfigurationError: Another text.

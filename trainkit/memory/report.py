@@ -1,4 +1,4 @@
-"""``trainer.plan(module)``: the memory of each strategy by number of processes, and the smallest one that fits."""
+"""`trainer.plan(module)`: the memory of each strategy by number of processes, and the smallest one that fits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Row:
         per_host: The number of processes per node.
         device: Bytes on the device of a process; 0 on the CPU.
         host: Bytes on a node, for all its processes.
-        fits: Whether it fits; ``None``: the memory of the device is unknown.
+        fits: Whether it fits; `None`: the memory of the device is unknown.
         own: Whether it is the strategy of the trainer.
     """
 
@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of parameters, gradients, optimizer state, masters and buffers; ``str()`` is the table.
+    """Bytes of parameters, gradients, optimizer state, masters and buffers; `str()` is the table.
 
     Attributes:
         rows: One row per strategy and number of processes, the fastest strategies first.
@@ -66,10 +66,10 @@ class MemoryPlan:
         parameters: The number of elements of all parameters.
         trained: The number of elements of trainable parameters.
         on_cpu: The device is the CPU: device and host share one memory.
-        device_memory: Bytes of a device; ``None``: unknown.
+        device_memory: Bytes of a device; `None`: unknown.
         host_memory: Bytes of a node.
-        start: Bytes that each process allocates in host memory to build the module; none under ZeRO-3 if ``late``.
-        late: The layers are built in ``configure_model``.
+        start: Bytes that each process allocates in host memory to build the module; none under ZeRO-3 if `late`.
+        late: The layers are built in `configure_model`.
         notes: The strategies that cannot be used, and why.
     """
 
@@ -107,13 +107,13 @@ def plan_contents(
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
 ) -> MemoryPlan:
-    """The memory plan of a run; for the other arguments see :meth:`trainkit.Trainer.plan`.
+    """The memory plan of a run; for the other arguments see `trainkit.Trainer.plan`.
 
     Args:
         strategy: The run's strategy.
         contents: The parameters, and the state that the optimizer has for them.
         start: Bytes that each process allocates in host memory to build the module.
-        late: The layers are built in ``configure_model``.
+        late: The layers are built in `configure_model`.
 
     Raises:
         ConfigurationError: A number of processes is not a whole number ≥ 1.
@@ -156,7 +156,7 @@ def _footprints(
 
     Args:
         strategy: The run's strategy.
-        contents: See :func:`plan_contents`.
+        contents: See `plan_contents`.
         processes: The numbers of processes, ascending.
         notes: Receives the reason for each strategy that cannot be used.
     """

@@ -1,4 +1,4 @@
-"""What ``self.log`` records: record, reduce, synchronize over ranks, save and restore."""
+"""What `self.log` records: record, reduce, synchronize over ranks, save and restore."""
 
 from __future__ import annotations
 

@@ -22,13 +22,13 @@ State = dict[str, Any]
 
 
 def gather_states(world: World, state: Mapping[str, Any]) -> list[State]:
-    """The ``MetricStore.state_dict`` of each rank; if there are several ranks, tensors are copied to the CPU. Collective."""
+    """The `MetricStore.state_dict` of each rank; if there are several ranks, tensors are copied to the CPU. Collective."""
     gathered: list[State] = world.exchange_state(dict(state))
     return gathered
 
 
 def merge_states(states: Mapping[str, Any] | Sequence[Mapping[str, Any]], rank: int, size: int) -> State:
-    """The state of one of ``size`` ranks, merged from the states of all ranks in a checkpoint.
+    """The state of one of `size` ranks, merged from the states of all ranks in a checkpoint.
 
     With the same world size each rank gets its own state. Otherwise rank r takes over ranks r, r + size, …, which preserves
     totals. A rank that takes over none still gets the metrics without values, since it may not log them again in this epoch.

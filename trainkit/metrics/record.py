@@ -1,4 +1,4 @@
-"""``Record``: one metric of a stage, with its options, its value of the step and its values of the epoch."""
+"""`Record`: one metric of a stage, with its options, its value of the step and its values of the epoch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHUNK = 64  # values of an epoch that are kept until they are added up: one ker
 
 
 class Scope(Enum):
-    """Where in a run ``log`` is called, which decides which options are allowed and the defaults."""
+    """Where in a run `log` is called, which decides which options are allowed and the defaults."""
 
     NOWHERE = "nowhere"
     TRAIN_BATCH = "train batch"
@@ -39,7 +39,7 @@ def cadence(name: str, signature: tuple[Any, ...]) -> tuple[bool, bool]:
 
     Args:
         name: The name of the metric.
-        signature: See :class:`Record`.
+        signature: See `Record`.
 
     Raises:
         MetricError: The options contradict the scope or each other, or the name is reserved.
@@ -85,7 +85,7 @@ class MetricInfo:
 
     @property
     def full_name(self) -> str:
-        """The name passed to ``log``, with the suffix of the loader."""
+        """The name passed to `log`, with the suffix of the loader."""
         return self.name + self.suffix
 
     @property
@@ -103,8 +103,8 @@ class Record(MetricInfo):
     """A metric that this rank logs.
 
     Args:
-        key: see :class:`MetricInfo`.
-        signature: prog_bar, logger, on_step, on_epoch, reduce_fx, scope, rank_zero_only, as passed to ``log``.
+        key: see `MetricInfo`.
+        signature: prog_bar, logger, on_step, on_epoch, reduce_fx, scope, rank_zero_only, as passed to `log`.
         on_step: the resolved value.
         on_epoch: the resolved value.
 
@@ -112,13 +112,13 @@ class Record(MetricInfo):
         reduce_fx: "mean", "sum", "min", "max", or a function.
         main_only: only the value of the main process is used.
         step_value: the value of the step.
-        step_weight: its samples, if there are several ranks; ``None``: all ranks have agreed on the value.
+        step_weight: its samples, if there are several ranks; `None`: all ranks have agreed on the value.
         fresh: whether the value was not passed to the loggers yet.
-        values: the values of the epoch that are not in ``total`` yet; all of them if a function reduces them.
+        values: the values of the epoch that are not in `total` yet; all of them if a function reduces them.
         weights: their samples.
-        stamps: their stamps, for a function over several ranks; else ``None``.
+        stamps: their stamps, for a function over several ranks; else `None`.
         total: the sum, minimum or maximum of earlier values; for a mean the weighted sum.
-        weight: the samples in ``total``.
+        weight: the samples in `total`.
         stamp: the stamp of the store at the last value.
         since: the stamp of the store at the first value of the epoch; -1 outside batches.
         awaits: after a restore, until it is logged again: the saved state that belongs to its function or object.
@@ -208,7 +208,7 @@ class Record(MetricInfo):
         self.torchmetric = self.awaits = None
 
     def epoch_value(self) -> Tensor | None:
-        """The value of the epoch on this rank; ``None`` if it has none. A torchmetrics object is reset."""
+        """The value of the epoch on this rank; `None` if it has none. A torchmetrics object is reset."""
         if self.awaits is not None:
             ended, value = without_it(self)
             if ended:

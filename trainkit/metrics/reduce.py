@@ -40,11 +40,11 @@ class RankRecord(MetricInfo):
 
     Args:
         rank: the rank.
-        data: an item of the result of :func:`tell`.
+        data: an item of the result of `tell`.
 
     Attributes:
-        how: see :class:`~trainkit.metrics.record.Record`, like ``main_only`` and ``since``.
-        step: value, samples (``None``: all ranks have agreed on the value) and stamp of the step; ``None`` without a value.
+        how: see `Record`, like `main_only` and `since`.
+        step: value, samples (`None`: all ranks have agreed on the value) and stamp of the step; `None` without a value.
         fresh: whether the loggers have not received the value.
         awaits: whether the function or object is missing: it was not logged again since a resume.
         epoch: for numbers the total and its samples; for a function values and stamps; for an object its class, and whether
@@ -216,7 +216,7 @@ def _newest(group: Sequence[RankRecord]) -> int:
 
 
 def step_number(group: Sequence[RankRecord], *, last: bool = False) -> tuple[float | list[float], int] | None:
-    """The value of a step, reduced over all ranks, and its stamp; ``None`` if there is none.
+    """The value of a step, reduced over all ranks, and its stamp; `None` if there is none.
 
     Only values with the newest stamp count. For a function the list of the values is returned; a single value is not reduced.
 
@@ -247,7 +247,7 @@ def _steps_at(stamp: int, group: Sequence[RankRecord]) -> list[Any]:
 
 
 def epoch_number(group: Sequence[RankRecord]) -> float | None:
-    """The value of the epoch of a metric with "mean", "sum", "min" or "max"; ``None`` if it has none."""
+    """The value of the epoch of a metric with "mean", "sum", "min" or "max"; `None` if it has none."""
     parts = [one.epoch for one in group if one.epoch is not None]
     if not parts:
         return None

@@ -1,4 +1,4 @@
-"""``MetricResults``: the values of metrics for ``trainer.callback_metrics`` and the like."""
+"""`MetricResults`: the values of metrics for `trainer.callback_metrics` and the like."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MetricResults:
         callback: values for monitors.
         progress_bar: values in the progress bar.
         logged: the latest values passed to the loggers.
-        evaluated: names in ``callback`` that an evaluation has computed. Training does not replace their values.
+        evaluated: names in `callback` that an evaluation has computed. Training does not replace their values.
     """
 
     callback: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class MetricResults:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device | None = None) -> None:
-        """Restore :meth:`state_dict` in place, as other objects refer to this one; tensors of a device go to ``device``."""
+        """Restore `state_dict` in place, as other objects refer to this one; tensors of a device go to `device`."""
         callback = {name: unstored(value, device) for name, value in state["callback"].items()}
         for mine, others in (
             (self.callback, callback),

@@ -32,7 +32,7 @@ def stored(value: Any) -> Any:
 
 
 def unstored(value: Any, device: torch.device | None) -> Any:
-    """The value that was passed to :func:`stored`, copied; on ``device``, if given, unless it was on the CPU."""
+    """The value that was passed to `stored`, copied; on `device`, if given, unless it was on the CPU."""
     if isinstance(value, Mapping):
         tensor: Tensor = value["value"]
         return tensor.to(device, copy=True) if device is not None else tensor.clone()
@@ -97,7 +97,7 @@ def _value_so_far(metric: Record) -> Any:
 
 
 def fill(metric: Record, entry: Mapping[str, Any], device: torch.device | None, objects: Mapping[str, Any]) -> None:
-    """Restore a new metric from the result of :func:`capture`; what is missing is noted in ``awaits``."""
+    """Restore a new metric from the result of `capture`; what is missing is noted in `awaits`."""
     metric.since, metric.stamp, metric.fresh = entry["since"], entry["stamp"], entry["fresh"]
     metric.step_value, metric.step_weight = unstored(entry["step_value"], device), entry["step_weight"]
     metric.total = unstored(entry["total"], device)
@@ -143,7 +143,7 @@ def warn_missing(metric: Record) -> None:
 def adopt(metric: Record, signature: tuple[Any, ...], on_step: bool, on_epoch: bool, value: Any) -> bool:
     """Continue a restored metric with the call that logs it again. Returns whether the call is for the same metric.
 
-    ``prog_bar`` and ``logger`` may have changed.
+    `prog_bar` and `logger` may have changed.
     """
     awaits = metric.awaits
     assert awaits is not None

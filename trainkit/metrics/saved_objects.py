@@ -66,7 +66,7 @@ def capture_objects(module: nn.Module, before: Mapping[str, int] | None = None) 
 
     Args:
         module: the module with these objects as attributes.
-        before: the result of :func:`count_updates` at the start of a running evaluation that will be repeated: objects that
+        before: the result of `count_updates` at the start of a running evaluation that will be repeated: objects that
             were updated since belong to it and are skipped.
     """
     objects = {path: part for path, part in metric_objects(module).items() if updates_of(part) or _counters(part)}
@@ -131,7 +131,7 @@ def merge_values(how: str, values: Sequence[Any], updates: Sequence[int], altern
     """Merge one state of several objects, as if a single object had seen the updates of all of them.
 
     Args:
-        how: See :func:`reduction_names`.
+        how: See `reduction_names`.
         values: The state of each object.
         updates: Number of updates of each object.
         alternate: Take the items of lists in turn. False: append one list to the other.
@@ -176,7 +176,7 @@ def merge_objects(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the saved states of several objects into one.
 
     Args:
-        states: The results of :func:`object_state`, on the CPU.
+        states: The results of `object_state`, on the CPU.
 
     Raises:
         ValueError: The states cannot be merged.
@@ -195,7 +195,7 @@ def merge_objects(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _merged_counters(counters: Sequence[Mapping[str, Any]], names: Collection[str]) -> dict[str, Any]:
-    """Merge ``max_val`` and ``min_val``, which are named for their reduction."""
+    """Merge `max_val` and `min_val`, which are named for their reduction."""
     if "_num_vals_seen" in names:
         raise ValueError("it counts what it has seen")
     return {name: merge_values(name[:3], [one[name] for one in counters], [], False) for name in names}

@@ -1,6 +1,6 @@
-"""``MetricStore``: what ``self.log`` collects.
+"""`MetricStore`: what `self.log` collects.
 
-Values stay on the device: ``log`` keeps a detached copy and waits for nothing. At a log boundary the values of the step are
+Values stay on the device: `log` keeps a detached copy and waits for nothing. At a log boundary the values of the step are
 stacked and read once; the values of an epoch are reduced at its end, means in float64 and weighted by samples.
 
 Several ranks exchange names, options, values and weights there, once. So each rank knows the metrics of all ranks, detects
@@ -39,22 +39,22 @@ class MetricStore:
     Methods that pass values to the progress bar and the loggers are collective: all ranks call them in the same order.
 
     Args:
-        emit: ``emit(metrics, for_step)`` passes metrics, as numbers, to the loggers: those of a step or those of an epoch. A
+        emit: `emit(metrics, for_step)` passes metrics, as numbers, to the loggers: those of a step or those of an epoch. A
             third argument is the number of that step.
         results: receives the results.
         compiled: steps are compiled, so that logging must stay out of the graph.
         world: the ranks over which values are reduced.
 
     Attributes:
-        log: see :meth:`trainkit.TrainModule.log`.
+        log: see `trainkit.TrainModule.log`.
         scope: where in the run the loop is.
         batch: the current batch, for the number of its samples.
         suffix: the suffix of the evaluation loader, if there are several.
-        stamp: a number that the loop sets for each batch of this rank, stored with each value, see :meth:`logged_at`. It
+        stamp: a number that the loop sets for each batch of this rank, stored with each value, see `logged_at`. It
             increases during an epoch and is the same on all ranks for the batches of a row; negative before the first batch.
         gaps: stamps of earlier loaders at which other ranks had a batch and this one had none, as (first, end).
         count: returns the number of samples of a batch.
-        loaders: metric of the last :meth:`flush_epoch` → the evaluation loaders that it was logged in; ``[]``: in no batch.
+        loaders: metric of the last `flush_epoch` → the evaluation loaders that it was logged in; `[]`: in no batch.
         schema: a number for the metrics of this epoch and their reductions, if there are several ranks. Ranks that have logged
             the same have the same number; 0 if nothing was logged.
     """
@@ -149,7 +149,7 @@ class MetricStore:
             self._unheard[id(value)] = value
 
     def _weight(self, name: str, batch_size: Any) -> float:
-        """``batch_size`` if given, else the number of samples of the current batch."""
+        """`batch_size` if given, else the number of samples of the current batch."""
         if batch_size is not None:
             return weight_of(name, batch_size)
         if self.scope in (Scope.TRAIN_EPOCH, Scope.EVAL_EPOCH):
@@ -223,7 +223,7 @@ class MetricStore:
         return {metric.epoch_name: number for metric, number in ended}
 
     def end_loader(self, index: int, first: int) -> None:
-        """At the end of an evaluation loader, whose stamps began at ``first``: note which metrics were logged in it."""
+        """At the end of an evaluation loader, whose stamps began at `first`: note which metrics were logged in it."""
         for metric in self._metrics.values():
             if metric.stamp >= first:
                 metric.loaders.append(index)
@@ -272,16 +272,16 @@ class MetricStore:
         return {m.step_name: m.step_value for m in {**self._waiting, **self._metrics}.values() if m.prog_bar and m.fresh}
 
     def agreed_step_values(self) -> dict[str, Any]:
-        """:meth:`step_values`, the same on all ranks, for decisions that depend on them.
+        """`step_values`, the same on all ranks, for decisions that depend on them.
 
-        Until a metric is logged again, :meth:`step_values` returns these values, too.
+        Until a metric is logged again, `step_values` returns these values, too.
         """
         if not self._several:
             return self.step_values()
         return agree_on_steps(self._world, self._metrics, last=self.scope in _EVALUATION)
 
     def schema_entries(self) -> list[Any]:
-        """The metrics of this epoch, for which :attr:`schema` is a number; JSON."""
+        """The metrics of this epoch, for which `schema` is a number; JSON."""
         return [described(metric) for metric in self._metrics.values()]
 
     def check_schema(self, world: World) -> None:
@@ -295,12 +295,12 @@ class MetricStore:
         check(groups(metrics for _, metrics in gathered), [stamp for stamp, _ in gathered])
 
     def logged_at(self, name: str) -> int | None:
-        """The stamp of a value in :meth:`step_values`; ``None`` if it does not have the name."""
+        """The stamp of a value in `step_values`; `None` if it does not have the name."""
         found = (m.stamp for m in self._metrics.values() if m.step_value is not None and name in (m.full_name, m.step_name))
         return next(found, None)
 
     def logged_since(self, stamp: int) -> list[str]:
-        """The names in :meth:`step_values` that were logged at ``stamp`` or later."""
+        """The names in `step_values` that were logged at `stamp` or later."""
         found = [metric for metric in self._metrics.values() if metric.step_value is not None and metric.stamp >= stamp]
         return [name for metric in found for name in (metric.full_name, metric.step_name)]
 
@@ -309,7 +309,7 @@ class MetricStore:
 
         Args:
             module: a module with torchmetrics objects as attributes; those that have state are included, logged or not.
-            before: see :func:`trainkit.metrics.saved_metrics.capture_objects`.
+            before: see `trainkit.metrics.saved_metrics.capture_objects`.
         """
         objects = {} if module is None else capture_objects(module, before)
         paths = {} if module is None else {id(module.get_submodule(path)): path for path in objects}
@@ -320,10 +320,10 @@ class MetricStore:
     def load_state_dict(
         self, state: Mapping[str, Any], module: nn.Module | None = None, device: torch.device | None = None
     ) -> None:
-        """Continue the epoch of :meth:`state_dict`.
+        """Continue the epoch of `state_dict`.
 
         Args:
-            state: the result of :meth:`state_dict`.
+            state: the result of `state_dict`.
             module: its torchmetrics objects get their states now; without it, when they are logged again.
             device: the device for tensors that were not on the CPU.
         """

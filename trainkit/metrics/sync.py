@@ -55,7 +55,7 @@ def end_step(
 
 
 def agree_on_steps(world: World, records: Records, *, last: bool) -> dict[str, Any]:
-    """The values of the step by name; ``last``: see :func:`~trainkit.metrics.reduce.step_number`."""
+    """The values of the step by name; `last`: see `step_number`."""
     told = tell([record for record in records.values() if record.step_value is not None])
     return _by_name(_agree_on(world, groups(world.exchange(told)), records, last=last))
 
@@ -94,9 +94,9 @@ def end_epoch(
         world: the ranks.
         records: the metrics of this rank. Their torchmetrics objects are reset.
         stamp: the stamp of its last batch in the epoch.
-        gaps: the gaps of this rank, see :func:`~trainkit.metrics.reduce.check`.
+        gaps: the gaps of this rank, see `check`.
         callback: receives the values of the epoch and, in training, of its last step.
-        last: True in an evaluation, see :func:`~trainkit.metrics.reduce.step_number`.
+        last: True in an evaluation, see `step_number`.
 
     Raises:
         MetricError: the ranks have not logged the same, or a value is not a number.
@@ -185,7 +185,7 @@ def _first_of(world: World, calls: Mapping[Key, Callable[[], float] | None], *, 
 
     Args:
         world: the ranks.
-        calls: the calls; ``None`` for those that this rank cannot make.
+        calls: the calls; `None` for those that this rank cannot make.
         alone: all ranks can make all calls with the same results; nothing is exchanged.
 
     Raises:
@@ -233,7 +233,7 @@ def _object_calls(world: World, found: Groups, records: Records) -> dict[Key, Ca
         _refuse_strange(objects[key])
     gathered = world.exchange_state([_states(records.get(key)) for key in shared]) if shared else []
     calls = {key: _computing(records.get(key), [states[n] for states in gathered]) for n, key in enumerate(shared)}
-    # in the order of ``objects``, which is the same on all ranks, as their results are matched by position
+    # in the order of `objects`, which is the same on all ranks, as their results are matched by position
     main_only = [key for key in objects if key not in calls]
     return calls | {key: _computing(records.get(key), [_states(records.get(key))]) for key in main_only}
 

@@ -48,7 +48,7 @@ def computed(name: str, metric: Any, gathered: Sequence[Mapping[str, Any]]) -> A
     Args:
         name: the name of the metric, for messages.
         metric: the object on this rank.
-        gathered: the result of :func:`states_of` on each rank.
+        gathered: the result of `states_of` on each rank.
 
     Raises:
         MetricError: the states cannot be combined.

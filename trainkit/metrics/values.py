@@ -1,4 +1,4 @@
-"""Checks what is passed to ``log`` and converts it to numbers."""
+"""Checks what is passed to `log` and converts it to numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def alike(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
 
 
 def reduction_of(name: str, reduce_fx: Any) -> Any:
-    """Resolve ``reduce_fx`` to "mean", "sum", "min", "max", or a function of all values.
+    """Resolve `reduce_fx` to "mean", "sum", "min", "max", or a function of all values.
 
     Raises:
         UnknownNameError: an unknown name.
@@ -63,7 +63,7 @@ def reduction_of(name: str, reduce_fx: Any) -> Any:
 
 
 def is_metric_object(name: str, value: Any) -> bool:
-    """Whether a value is a torchmetrics ``Metric``; refuses values that cannot be logged, before an epoch is spent on them."""
+    """Whether a value is a torchmetrics `Metric`; refuses values that cannot be logged, before an epoch is spent on them."""
     if isinstance(value, Tensor) and value.is_complex():
         raise MetricError(f"log({name!r}): a metric is a real number, not a complex one. Use .abs() or .real")
     if isinstance(value, type):
@@ -81,7 +81,7 @@ def is_metric_object(name: str, value: Any) -> bool:
 
 
 def weight_of(name: str, batch_size: Any) -> float:
-    """The ``batch_size`` of the user as a number; reading it must not wait for a device."""
+    """The `batch_size` of the user as a number; reading it must not wait for a device."""
     if type(batch_size) is int and batch_size >= 0:
         return batch_size
     on_device = isinstance(batch_size, Tensor) and batch_size.device.type != "cpu"
@@ -124,7 +124,7 @@ def read(values: list[Any]) -> list[float]:
 
 
 def one_element(name: str, value: Any) -> Any:
-    """The result of a ``Metric`` or a function, which must be a number or a tensor with one element."""
+    """The result of a `Metric` or a function, which must be a number or a tensor with one element."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach()
     if isinstance(value, Number):
@@ -135,7 +135,7 @@ def one_element(name: str, value: Any) -> Any:
 
 
 def one_number(name: str, value: Any, enable_graph: bool) -> Any:
-    """A logged value: a number, or a tensor with one element, detached and copied unless ``enable_graph``."""
+    """A logged value: a number, or a tensor with one element, detached and copied unless `enable_graph`."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise MetricError(
@@ -162,10 +162,10 @@ def number_of(name: str, value: Any) -> float:
 
 
 def check_group(name: str, group: Any) -> None:
-    """Refuse a ``sync_dist_group`` with some of the ranks: a metric is reduced over all ranks.
+    """Refuse a `sync_dist_group` with some of the ranks: a metric is reduced over all ranks.
 
     Raises:
-        MetricError: the group is not ``torch.distributed.group.WORLD``.
+        MetricError: the group is not `torch.distributed.group.WORLD`.
     """
     if group is not torch.distributed.group.WORLD:
         raise MetricError(

@@ -1,4 +1,4 @@
-"""What users subclass to describe a training: ``TrainModule``, ``DataModule``, their overridable hooks and hyper-parameters."""
+"""What users subclass to describe a training: `TrainModule`, `DataModule`, their overridable hooks and hyper-parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``DataModule``: a class for loaders and their preparation."""
+"""`DataModule`: a class for loaders and their preparation."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["DataModule"]
 
 
 class DataModule(HyperParametersMixin, DataHooks):
-    """The data of a run: ``trainer.fit(module, datamodule=MyData())``.
+    """The data of a run: `trainer.fit(module, datamodule=MyData())`.
 
-    Define the loaders that you need, and optionally ``prepare_data`` (one process: download, tokenize), ``setup(stage)`` (every
-    process: open, split) and ``teardown(stage)``. Its transfer hooks replace those of the module.
+    Define the loaders that you need, and optionally `prepare_data` (one process: download, tokenize), `setup(stage)` (every
+    process: open, split) and `teardown(stage)`. Its transfer hooks replace those of the module.
 
-    Example::
-
+    Example:
+        ```python
         class Digits(DataModule):
             def setup(self, stage):
                 self.train, self.val = random_split(load(), [0.8, 0.2])
@@ -30,6 +30,7 @@ class DataModule(HyperParametersMixin, DataHooks):
 
             def val_dataloader(self):
                 return DataLoader(self.val, batch_size=32)
+        ```
     """
 
     trainer: Trainer | None = None
@@ -39,7 +40,7 @@ class DataModule(HyperParametersMixin, DataHooks):
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; called after ``setup``."""
+        """Restore what `state_dict` returned; called after `setup`."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "trainer": None}

@@ -1,4 +1,4 @@
-"""Build a module from a checkpoint: ``TrainModule.load_from_checkpoint``."""
+"""Build a module from a checkpoint: `TrainModule.load_from_checkpoint`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def build_from_checkpoint(
     """A module made with the hyper-parameters of a checkpoint, with its weights loaded.
 
     Raises:
-        CheckpointError: The checkpoint is missing or damaged, or an argument of ``__init__`` is neither saved nor given.
-        StateMismatchError: The weights do not fit the module that ``__init__`` made.
-        UnknownNameError: ``__init__`` does not accept an override.
+        CheckpointError: The checkpoint is missing or damaged, or an argument of `__init__` is neither saved nor given.
+        StateMismatchError: The weights do not fit the module that `__init__` made.
+        UnknownNameError: `__init__` does not accept an override.
     """
     checkpoint = open_checkpoint(path)
     loaded = checkpoint.read(model_stems(checkpoint.manifest.files) | {"state"})
@@ -64,7 +64,7 @@ def build_from_checkpoint(
 
 
 def _arguments(cls: type, state: Mapping[str, Any], overrides: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The arguments for ``__init__``: the saved hyper-parameters that it accepts, and the overrides."""
+    """The arguments for `__init__`: the saved hyper-parameters that it accepts, and the overrides."""
     parameters = inspect.signature(cls).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     accepted = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -84,7 +84,7 @@ def _arguments(cls: type, state: Mapping[str, Any], overrides: Mapping[str, Any]
 
 
 def _usable(arguments: Mapping[Any, Any], cls: type, accepted: Container[Any], takes_all: bool) -> dict[str, Any]:
-    """The arguments that ``__init__`` accepts; a notice names the others. No argument has a name that is not a string."""
+    """The arguments that `__init__` accepts; a notice names the others. No argument has a name that is not a string."""
     unused = [] if takes_all else [name for name in arguments if name not in accepted]
     if unused:
         notice(f"ignoring hyper-parameters that {cls.__name__} does not accept: {', '.join(map(str, unused))}.")

@@ -1,4 +1,4 @@
-"""Hyper-parameters: the arguments of ``__init__`` that ``save_hyperparameters`` collects."""
+"""Hyper-parameters: the arguments of `__init__` that `save_hyperparameters` collects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DEPTH = 32  # a deeper structure contains itself
 
 
 class HyperParameters(dict[str, Any]):
-    """A dict whose entries are also attributes: ``hparams.lr`` is ``hparams["lr"]``."""
+    """A dict whose entries are also attributes: `hparams.lr` is `hparams["lr"]`."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -36,7 +36,7 @@ class HyperParameters(dict[str, Any]):
 
 
 class HyperParametersMixin:
-    """``save_hyperparameters`` and ``hparams`` for ``TrainModule`` and ``DataModule``."""
+    """`save_hyperparameters` and `hparams` for `TrainModule` and `DataModule`."""
 
     _hparams: HyperParameters | None = None
     _hparams_initial: HyperParameters | None = None
@@ -45,7 +45,7 @@ class HyperParametersMixin:
 
     @property
     def hparams(self) -> HyperParameters:
-        """The hyper-parameters; empty before ``save_hyperparameters``."""
+        """The hyper-parameters; empty before `save_hyperparameters`."""
         if self._hparams is None:
             object.__setattr__(self, "_hparams", HyperParameters())
         assert self._hparams is not None
@@ -53,7 +53,7 @@ class HyperParametersMixin:
 
     @property
     def hparams_initial(self) -> HyperParameters:
-        """The hyper-parameters at the time of ``save_hyperparameters``; modules and functions are not copied."""
+        """The hyper-parameters at the time of `save_hyperparameters`; modules and functions are not copied."""
         return HyperParameters(_copied(self._hparams_initial or {}))
 
     def save_hyperparameters(
@@ -63,21 +63,21 @@ class HyperParametersMixin:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Save the arguments of ``__init__`` as ``self.hparams``, which are logged and stored in checkpoints.
+        """Save the arguments of `__init__` as `self.hparams`, which are logged and stored in checkpoints.
 
-        Call it in ``__init__``. ``self.hparams`` contains all arguments, including modules and functions. Checkpoints and
+        Call it in `__init__`. `self.hparams` contains all arguments, including modules and functions. Checkpoints and
         loggers omit those that they cannot store, and a warning names them when a run starts: pass them to
-        ``load_from_checkpoint`` again. To store your own type, call :func:`trainkit.checkpoint.register`.
+        `load_from_checkpoint` again. To store your own type, call `trainkit.checkpoint.register`.
 
         Args:
-            *args: Names of arguments to save (default: all), or one dict, Namespace, dataclass or ``DictConfig`` with all
-                hyper-parameters. If the module is a dataclass, fields with ``init=False`` are not hyper-parameters.
+            *args: Names of arguments to save (default: all), or one dict, Namespace, dataclass or `DictConfig` with all
+                hyper-parameters. If the module is a dataclass, fields with `init=False` are not hyper-parameters.
             ignore: Names to omit, including those that a base class saved.
-            frame: The frame of ``__init__``, if the call is not made directly from it.
+            frame: The frame of `__init__`, if the call is not made directly from it.
             logger: Log them when a run starts.
 
         Raises:
-            UnknownNameError: A name that is not an argument of ``__init__``.
+            UnknownNameError: A name that is not an argument of `__init__`.
             ConfigurationError: An argument that is neither a name nor contains hyper-parameters.
         """
         caller = frame or sys._getframe(1)
@@ -96,7 +96,7 @@ class HyperParametersMixin:
 
 
 def _arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
-    """The arguments of ``owner``: those of ``__init__`` in ``frame``, or the fields of a dataclass."""
+    """The arguments of `owner`: those of `__init__` in `frame`, or the fields of a dataclass."""
     if is_dataclass(owner):
         return {field.name: getattr(owner, field.name) for field in fields(owner) if field.init and hasattr(owner, field.name)}
     if frame is None or frame.f_code.co_name != "__init__":
@@ -108,7 +108,7 @@ def _arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
 
 
 def _init_arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
-    """The arguments of the ``__init__`` that runs in ``frame`` and of those of subclasses that called it."""
+    """The arguments of the `__init__` that runs in `frame` and of those of subclasses that called it."""
     collected: dict[str, Any] = {}
     while frame is not None and frame.f_code.co_name == "__init__":
         code, values = frame.f_code, frame.f_locals
@@ -125,7 +125,7 @@ def _init_arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
 
 
 def _name_of(value: Any, frame: FrameType | None) -> str | None:
-    """The argument of ``__init__`` that is this object; ``None`` if it is another object."""
+    """The argument of `__init__` that is this object; `None` if it is another object."""
     if frame is None or frame.f_code.co_name != "__init__":
         return None
     code = frame.f_code

@@ -44,7 +44,7 @@ def how_to_log(monitor: str, logged: Iterable[str]) -> str:
 
 
 def why_no_validation(run: Trainer) -> str | None:
-    """Why a fit has no validation, and the fix; ``None`` if it has one, or if no fit is running."""
+    """Why a fit has no validation, and the fix; `None` if it has one, or if no fit is running."""
     if run.stage != "fit" or any(count > 0 for count in run.num_val_batches):
         return None
     if run._arguments.limit_val_batches == 0:

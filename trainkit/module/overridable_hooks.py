@@ -1,4 +1,4 @@
-"""The hooks of ``TrainModule`` and ``DataModule``, with Lightning's names and arguments.
+"""The hooks of `TrainModule` and `DataModule`, with Lightning's names and arguments.
 
 Every hook is empty here, and is called only if a subclass overrides it.
 """
@@ -24,7 +24,7 @@ def is_overridden(owner: object, name: str, base: type) -> bool:
 
     Args:
         owner: The user's module, data module, callback or logger.
-        name: The method. ``module.validation_step = None`` removes it.
+        name: The method. `module.validation_step = None` removes it.
         base: The class of trainkit that defines it.
     """
     method = getattr(owner, name, None)
@@ -32,28 +32,28 @@ def is_overridden(owner: object, name: str, base: type) -> bool:
 
 
 class DataHooks:
-    """The hooks of ``TrainModule`` and ``DataModule``: loaders, and the transfer of batches.
+    """The hooks of `TrainModule` and `DataModule`: loaders, and the transfer of batches.
 
     Attributes:
-        prepare_data_per_node: Call ``prepare_data`` in one process of each node; ``False``: in one process of the run.
+        prepare_data_per_node: Call `prepare_data` in one process of each node; `False`: in one process of the run.
     """
 
     prepare_data_per_node: bool = True
 
     def prepare_data(self) -> None:
-        """Download, tokenize, write to disk: called in one process of each node, before ``setup`` in any process.
+        """Download, tokenize, write to disk: called in one process of each node, before `setup` in any process.
 
         Do not assign attributes here: the other processes would not have them.
         """
 
     def setup(self, stage: str) -> None:
-        """Called first, in every process. ``stage`` is "fit", "validate", "test" or "predict"."""
+        """Called first, in every process. `stage` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
         """Called last, also after an error."""
 
     def train_dataloader(self) -> Any:
-        """The training loader: a ``DataLoader``, any iterable of batches, or a dict or list of them."""
+        """The training loader: a `DataLoader`, any iterable of batches, or a dict or list of them."""
         raise NotImplementedError
 
     def val_dataloader(self) -> Any:
@@ -82,7 +82,7 @@ class DataHooks:
 
 
 class ModuleHooks(DataHooks):
-    """The hooks of ``TrainModule``. For their order see the page on hooks in the docs."""
+    """The hooks of `TrainModule`. For their order see the page on hooks in the docs."""
 
     def configure_model(self) -> None:
         """Build large layers here: directly on the device, in the dtype of the run, and sharded if the strategy shards."""
@@ -94,7 +94,7 @@ class ModuleHooks(DataHooks):
     def batch_weight(self, batch: Any) -> float:
         """The weight of a micro-batch, such as its number of tokens: a finite number ≥ 0, computed on the CPU.
 
-        Override it if samples have different lengths and ``training_step`` returns the mean over tokens: the gradient is then
+        Override it if samples have different lengths and `training_step` returns the mean over tokens: the gradient is then
         the mean over all tokens of the global batch. By default the weight is the number of samples.
         """
         raise NotImplementedError
@@ -130,10 +130,10 @@ class ModuleHooks(DataHooks):
         """After a micro-batch, and after the optimizer step if it completes its accumulation window."""
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Before the backward pass; ``loss`` as ``training_step`` returned it."""
+        """Before the backward pass; `loss` as `training_step` returned it."""
 
     def on_after_backward(self) -> None:
-        """After the backward pass of a micro-batch; under ``16-mixed`` the gradients are still scaled."""
+        """After the backward pass of a micro-batch; under `16-mixed` the gradients are still scaled."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """The gradients are complete and unscaled, and not yet clipped."""
@@ -165,7 +165,7 @@ class ModuleHooks(DataHooks):
         """Before a batch of validation."""
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """After a batch of validation; ``outputs`` is what ``validation_step`` returned."""
+        """After a batch of validation; `outputs` is what `validation_step` returned."""
 
     def on_test_start(self) -> None:
         """Before the test."""
@@ -174,11 +174,11 @@ class ModuleHooks(DataHooks):
         """After the test."""
 
     def on_test_model_eval(self) -> None:
-        """See :meth:`on_validation_model_eval`."""
+        """See `on_validation_model_eval`."""
         cast(nn.Module, self).eval()
 
     def on_test_model_train(self) -> None:
-        """See :meth:`on_validation_model_train`."""
+        """See `on_validation_model_train`."""
         cast(nn.Module, self).train()
 
     def on_test_epoch_start(self) -> None:
@@ -191,7 +191,7 @@ class ModuleHooks(DataHooks):
         """Before a batch of the test."""
 
     def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """After a batch of the test; ``outputs`` is what ``test_step`` returned."""
+        """After a batch of the test; `outputs` is what `test_step` returned."""
 
     def on_predict_start(self) -> None:
         """Before prediction."""
@@ -200,11 +200,11 @@ class ModuleHooks(DataHooks):
         """After prediction."""
 
     def on_predict_model_eval(self) -> None:
-        """See :meth:`on_validation_model_eval`."""
+        """See `on_validation_model_eval`."""
         cast(nn.Module, self).eval()
 
     def on_predict_model_train(self) -> None:
-        """See :meth:`on_validation_model_train`."""
+        """See `on_validation_model_train`."""
         cast(nn.Module, self).train()
 
     def on_predict_epoch_start(self) -> None:
@@ -217,7 +217,7 @@ class ModuleHooks(DataHooks):
         """Before a batch of prediction."""
 
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """After a batch of prediction; ``outputs`` is what ``predict_step`` returned."""
+        """After a batch of prediction; `outputs` is what `predict_step` returned."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Before a checkpoint is written."""
@@ -230,7 +230,7 @@ class ModuleHooks(DataHooks):
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        """Advance a scheduler; ``metric`` is the value of its monitored metric, if it has one."""
+        """Advance a scheduler; `metric` is the value of its monitored metric, if it has one."""
         if metric is None:
             scheduler.step()
         else:
@@ -238,7 +238,7 @@ class ModuleHooks(DataHooks):
 
 
 def find_source(method: str, given: Any, datamodule: Any, module: Any) -> Any:
-    """The loader of a stage, or ``None``: the argument, else what ``method`` of the data module or the module returns."""
+    """The loader of a stage, or `None`: the argument, else what `method` of the data module or the module returns."""
     if given is not None:
         return given
     for owner in (datamodule, module):

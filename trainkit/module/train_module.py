@@ -1,4 +1,4 @@
-"""``TrainModule``: the base class of users' modules."""
+"""`TrainModule`: the base class of users' modules."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ M = TypeVar("M", bound="TrainModule")
 
 
 class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
-    """A ``torch.nn.Module`` that defines its training.
+    """A `torch.nn.Module` that defines its training.
 
-    Define at least ``training_step`` and ``configure_optimizers``.
+    Define at least `training_step` and `configure_optimizers`.
 
     Attributes:
-        automatic_optimization: ``False`` for manual optimization: ``training_step`` then calls ``self.manual_backward(loss)``
-            and ``self.optimizers().step()``. Required for several optimizers.
-        example_input_array: An input of ``forward``, for the summary.
+        automatic_optimization: `False` for manual optimization: `training_step` then calls `self.manual_backward(loss)`
+            and `self.optimizers().step()`. Required for several optimizers.
+        example_input_array: An input of `forward`, for the summary.
 
-    Example::
-
+    Example:
+        ```python
         class Classifier(TrainModule):
             def __init__(self):
                 super().__init__()
@@ -50,6 +50,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
 
             def configure_optimizers(self):
                 return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        ```
     """
 
     automatic_optimization: bool = True
@@ -57,39 +58,39 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
     _trainer: Trainer | None = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
-        """The MEAN loss over the batch, a scalar; or a dict with it under ``"loss"``.
+        """The MEAN loss over the batch, a scalar; or a dict with it under `"loss"`.
 
-        ``None`` skips this micro-batch: its gradient is zero. Under manual optimization the result may be any object.
+        `None` skips this micro-batch: its gradient is zero. Under manual optimization the result may be any object.
         """
         raise NotImplementedError
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate a validation batch; log metrics with ``self.log``. Takes ``dataloader_idx`` too with several loaders."""
+        """Evaluate a validation batch; log metrics with `self.log`. Takes `dataloader_idx` too with several loaders."""
         raise NotImplementedError
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate a test batch; log metrics with ``self.log``. Takes ``dataloader_idx`` too with several loaders."""
+        """Evaluate a test batch; log metrics with `self.log`. Takes `dataloader_idx` too with several loaders."""
         raise NotImplementedError
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """The prediction for a batch, which ``Trainer.predict`` returns; by default ``self(batch)``.
+        """The prediction for a batch, which `Trainer.predict` returns; by default `self(batch)`.
 
-        Define it as ``predict_step(self, batch, batch_idx)`` or ``predict_step(self, batch, batch_idx, dataloader_idx=0)``.
+        Define it as `predict_step(self, batch, batch_idx)` or `predict_step(self, batch, batch_idx, dataloader_idx=0)`.
         """
         return self(batch)
 
     def configure_optimizers(self) -> Any:
         """The optimizers and learning-rate schedulers.
 
-        Returns one of: an optimizer; a list of optimizers; a tuple (optimizers, schedulers); a dict with ``"optimizer"`` and
-        ``"lr_scheduler"``, which is a scheduler or a dict with ``scheduler``, ``interval`` ("epoch" or "step"), ``frequency``,
-        ``monitor``, ``strict`` and ``name``; a list or tuple of such dicts; or ``None`` to train without an optimizer.
+        Returns one of: an optimizer; a list of optimizers; a tuple (optimizers, schedulers); a dict with `"optimizer"` and
+        `"lr_scheduler"`, which is a scheduler or a dict with `scheduler`, `interval` ("epoch" or "step"), `frequency`,
+        `monitor`, `strict` and `name`; a list or tuple of such dicts; or `None` to train without an optimizer.
         """
         raise NotImplementedError
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer that runs this module; a ``ModuleError`` before the first run."""
+        """The trainer that runs this module; a `ModuleError` before the first run."""
         if self._trainer is None:
             raise ModuleError(f"{type(self).__name__} is not attached to a Trainer yet. Call trainer.fit(module) first.")
         return self._trainer
@@ -101,7 +102,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
 
     @property
     def logger(self) -> Any | None:
-        """The first logger, or ``None``."""
+        """The first logger, or `None`."""
         return self.loggers[0] if self.loggers else None
 
     @property
@@ -140,7 +141,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         return 0 if self._trainer is None else self._trainer.strategy.local_rank
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` in the main process only, above the progress bar."""
+        """`print` in the main process only, above the progress bar."""
         if self._trainer is None:
             print(*args, **kwargs)
         else:
@@ -166,20 +167,20 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         """Log a metric.
 
         Args:
-            name: The name; with both ``on_step`` and ``on_epoch``, ``name_step`` and ``name_epoch`` are logged.
-            value: A number, a tensor of one element, or a torchmetrics ``Metric``. Tensors stay on the device.
+            name: The name; with both `on_step` and `on_epoch`, `name_step` and `name_epoch` are logged.
+            value: A number, a tensor of one element, or a torchmetrics `Metric`. Tensors stay on the device.
             prog_bar: Show it in the progress bar.
             logger: Pass it to the loggers (default: yes).
-            on_step: Log the value of the step, every ``log_every_n_steps`` optimizer steps (default: in training batches).
+            on_step: Log the value of the step, every `log_every_n_steps` optimizer steps (default: in training batches).
             on_epoch: Log the value reduced over the epoch (default: everywhere else).
-            reduce_fx: ``"mean"`` (weighted by samples, in float64), ``"sum"``, ``"min"``, ``"max"``, torch's functions of
+            reduce_fx: `"mean"` (weighted by samples, in float64), `"sum"`, `"min"`, `"max"`, torch's functions of
                 these names, or another function of the tensor of all values of the epoch.
             enable_graph: Keep the autograd graph of the value.
             sync_dist: No effect: values are always reduced exactly over all ranks.
-            sync_dist_group: Only ``None`` or ``torch.distributed.group.WORLD``: values are reduced over all ranks.
-            add_dataloader_idx: Append ``/dataloader_idx_N`` to the name if there are several evaluation loaders.
+            sync_dist_group: Only `None` or `torch.distributed.group.WORLD`: values are reduced over all ranks.
+            add_dataloader_idx: Append `/dataloader_idx_N` to the name if there are several evaluation loaders.
             batch_size: The number of samples of the value (default: the first dimension of the batch's first tensor).
-            metric_attribute: No effect: a torchmetrics ``Metric`` is found without it.
+            metric_attribute: No effect: a torchmetrics `Metric` is found without it.
             rank_zero_only: Log the value of the main process only.
 
         Raises:
@@ -205,11 +206,11 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         )
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
-        """Log each entry of a dict, all with the same options of :meth:`log`.
+        """Log each entry of a dict, all with the same options of `log`.
 
         Raises:
             MetricError: Not a dict, or an entry that is not a metric.
-            UnknownNameError: An option that :meth:`log` does not have.
+            UnknownNameError: An option that `log` does not have.
         """
         if not hasattr(dictionary, "items"):
             raise MetricError(
@@ -226,10 +227,10 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """The optimizer, or the list of optimizers, for manual optimization.
 
-        Typed ``Any``, so that ``first, second = self.optimizers()`` and ``self.optimizers().step()`` both pass a type checker.
+        Typed `Any`, so that `first, second = self.optimizers()` and `self.optimizers().step()` both pass a type checker.
 
         Args:
-            use_pl_optimizer: Lightning's name; ``False`` returns torch's own objects, whose steps are not counted.
+            use_pl_optimizer: Lightning's name; `False` returns torch's own objects, whose steps are not counted.
 
         Raises:
             ConfigurationError: Torch's own objects are requested for manual optimization on several processes.
@@ -247,16 +248,18 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
     def sample_mask(self) -> Tensor:
         """Which samples of the current batch are real: bool, [batch], on the device.
 
-        All of them, unless the strategy pads short batches, as ``XLAStrategy(pad_last_batch=True)`` does. This loss is correct
-        in both cases::
+        All of them, unless the strategy pads short batches, as `XLAStrategy(pad_last_batch=True)` does. This loss is correct
+        in both cases:
 
-            mask = self.sample_mask
-            loss = (F.cross_entropy(logits, labels, reduction="none") * mask).sum() / mask.sum()
+        ```python
+        mask = self.sample_mask
+        loss = (F.cross_entropy(logits, labels, reduction="none") * mask).sum() / mask.sum()
+        ```
         """
         return self.trainer.sample_mask
 
     def lr_schedulers(self) -> Any:
-        """The learning-rate scheduler, the list of schedulers, or ``None``."""
+        """The learning-rate scheduler, the list of schedulers, or `None`."""
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         if not schedulers:
             return None
@@ -267,7 +270,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
 
         Args:
             loss: A scalar.
-            **kwargs: Arguments of ``Tensor.backward``, such as ``retain_graph=True``.
+            **kwargs: Arguments of `Tensor.backward`, such as `retain_graph=True`.
 
         Raises:
             ConfigurationError: Automatic optimization, which runs the backward pass itself.
@@ -280,12 +283,12 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         self.trainer._run.manual_backward(loss, **kwargs)
 
     def toggle_optimizer(self, optimizer: Optimizer | PreparedOptimizer) -> None:
-        """Let gradients flow only into this optimizer's parameters, until :meth:`untoggle_optimizer` or the next toggle."""
+        """Let gradients flow only into this optimizer's parameters, until `untoggle_optimizer` or the next toggle."""
         self.untoggle_optimizer(optimizer)
         self.__dict__["_toggled"] = toggle(optimizer, self.trainer.optimizers)
 
     def untoggle_optimizer(self, optimizer: Optimizer | PreparedOptimizer) -> None:
-        """Undo :meth:`toggle_optimizer`.
+        """Undo `toggle_optimizer`.
 
         Args:
             optimizer: no effect: only one is toggled at a time.
@@ -301,7 +304,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         """Clip the gradients before an optimizer step; override it to clip in another way.
 
         Returns:
-            The norm before clipping if it was computed, which is logged as ``grad_norm``.
+            The norm before clipping if it was computed, which is logged as `grad_norm`.
         """
         return self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
@@ -315,11 +318,11 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
 
         Args:
             optimizer: The optimizer.
-            gradient_clip_val: The largest norm or absolute value; ``None`` does nothing.
-            gradient_clip_algorithm: ``"norm"`` (default) or ``"value"``.
+            gradient_clip_val: The largest norm or absolute value; `None` does nothing.
+            gradient_clip_algorithm: `"norm"` (default) or `"value"`.
 
         Returns:
-            The norm before clipping for ``"norm"``, else ``None``.
+            The norm before clipping for `"norm"`, else `None`.
         """
         if gradient_clip_val is None:
             return None
@@ -335,7 +338,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
 
         Args:
             data: A tensor, or tensors in containers.
-            group: Only ``None``, all ranks.
+            group: Only `None`, all ranks.
             sync_grads: Let gradients flow back through the gather.
 
         Raises:
@@ -369,10 +372,10 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
             checkpoint_path: The folder of the checkpoint.
             map_location: The device to move the module to (default: unchanged).
             strict: Missing or unexpected names are errors.
-            **overrides: Arguments of ``__init__`` that differ from the saved ones, or were not saved.
+            **overrides: Arguments of `__init__` that differ from the saved ones, or were not saved.
 
         Raises:
-            CheckpointError: Missing or damaged, or an argument of ``__init__`` is neither saved nor passed.
+            CheckpointError: Missing or damaged, or an argument of `__init__` is neither saved nor passed.
             StateMismatchError: The weights do not fit.
         """
         from trainkit.module.from_checkpoint import build_from_checkpoint

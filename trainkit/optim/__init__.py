@@ -1,4 +1,4 @@
-"""Forms of ``configure_optimizers``, prepared optimizers and schedulers, and the gradient norm."""
+"""Forms of `configure_optimizers`, prepared optimizers and schedulers, and the gradient norm."""
 
 from __future__ import annotations
 

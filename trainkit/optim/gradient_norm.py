@@ -14,7 +14,7 @@ _ROW = 4096  # elements that torch adds up on a CPU, in float32, without losing 
 
 
 def total_norm(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of the vector of all elements of ``gradients``, a scalar on their device.
+    """The norm of the vector of all elements of `gradients`, a scalar on their device.
 
     On a CPU torch adds the squares of a tensor up one after the other: in float32 the norm of 5 million elements is wrong by
     3e-4, that of 50 million by 4e-3. So large ones are cut into rows, whose norms have that norm together.

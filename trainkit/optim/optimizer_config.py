@@ -1,4 +1,4 @@
-"""What ``configure_optimizers`` may return, turned into a list of optimizers and a list of schedulers, and checked."""
+"""What `configure_optimizers` may return, turned into a list of optimizers and a list of schedulers, and checked."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class SchedulerConfig:
     """When a scheduler is advanced.
 
     Attributes:
-        scheduler: anything with ``step``, ``state_dict`` and ``load_state_dict``.
-        interval: ``"epoch"`` or ``"step"``, which counts optimizer updates.
+        scheduler: anything with `step`, `state_dict` and `load_state_dict`.
+        interval: `"epoch"` or `"step"`, which counts optimizer updates.
         frequency: every how many of these.
-        monitor: the metric that ``ReduceLROnPlateau`` reads; not needed under manual optimization, where you step it.
-        strict: a monitor that was never logged is an error (``False``: a warning, and no advance).
-        name: how ``LearningRateMonitor`` calls it.
-        reduce_on_plateau: advance it with the monitor's value; set by itself for ``ReduceLROnPlateau``.
+        monitor: the metric that `ReduceLROnPlateau` reads; not needed under manual optimization, where you step it.
+        strict: a monitor that was never logged is an error (`False`: a warning, and no advance).
+        name: how `LearningRateMonitor` calls it.
+        reduce_on_plateau: advance it with the monitor's value; set by itself for `ReduceLROnPlateau`.
         optimizer_index: the number of its optimizer.
     """
 
@@ -49,7 +49,7 @@ class SchedulerConfig:
 
 
 def read_optimizers(returned: Any, module: nn.Module, automatic: bool) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """The optimizers and schedulers in what ``configure_optimizers`` returned.
+    """The optimizers and schedulers in what `configure_optimizers` returned.
 
     Raises:
         OptimizerError: another form than the documented ones, an optimizer without the module's parameters, several

@@ -1,4 +1,4 @@
-"""Names of parameters as users know them, without what ``torch.compile`` and wrappers put in."""
+"""Names of parameters as users know them, without what `torch.compile` and wrappers put in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
 
 
 class ParameterNames(dict[int, str]):
-    """What :func:`parameter_names` returns: a dict from ``id(parameter)`` to its name.
+    """What `parameter_names` returns: a dict from `id(parameter)` to its name.
 
     Attributes:
         parameters: the parameters by name. It also keeps them alive, without which an id says nothing.
@@ -29,11 +29,11 @@ class ParameterNames(dict[int, str]):
 
 
 def clean_names(module: nn.Module) -> dict[str, str]:
-    """The names in ``module.state_dict()``, each with the name that users know.
+    """The names in `module.state_dict()`, each with the name that users know.
 
-    What ``torch.compile`` (``_orig_mod``), ``DataParallel`` or ``DistributedDataParallel`` (``module``) and torch's
-    ``checkpoint_wrapper`` (``_checkpoint_wrapped_module``) put in is left out, wherever in the module they are. They are found
-    by class: an attribute of a user's that is called ``module`` stays.
+    What `torch.compile` (`_orig_mod`), `DataParallel` or `DistributedDataParallel` (`module`) and torch's
+    `checkpoint_wrapper` (`_checkpoint_wrapped_module`) put in is left out, wherever in the module they are. They are found
+    by class: an attribute of a user's that is called `module` stays.
 
     Raises:
         UnsavableError: two names are the same without these parts.
@@ -42,9 +42,9 @@ def clean_names(module: nn.Module) -> dict[str, str]:
 
 
 def parameter_names(modules: Sequence[nn.Module]) -> ParameterNames:
-    """``id(parameter)`` → clean name, for the parameters of all modules.
+    """`id(parameter)` → clean name, for the parameters of all modules.
 
-    Names of the second module begin with ``model_1/``, of the third with ``model_2/``, and so on. A parameter that is there
+    Names of the second module begin with `model_1/`, of the third with `model_2/`, and so on. A parameter that is there
     several times goes by its first name.
     """
     names = ParameterNames()
@@ -59,7 +59,7 @@ def parameter_names(modules: Sequence[nn.Module]) -> ParameterNames:
 
 
 def cleaned(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Dotted names within ``module``, each with its clean one.
+    """Dotted names within `module`, each with its clean one.
 
     Raises:
         UnsavableError: two of them are the same without the parts of wrappers.
@@ -82,7 +82,7 @@ def cleaned(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def without_checkpoint_wrapper(name: Any) -> Any:
-    """A parameter's name as a state dict has it, where torch removes what its ``checkpoint_wrapper`` puts in.
+    """A parameter's name as a state dict has it, where torch removes what its `checkpoint_wrapper` puts in.
 
     Checkpoints written by earlier versions have the whole name in the state of optimizers.
     """
@@ -90,7 +90,7 @@ def without_checkpoint_wrapper(name: Any) -> Any:
 
 
 def wrapped_attribute(module: nn.Module) -> str | None:
-    """The attribute under which a wrapper holds the user's module; None if ``module`` is no wrapper."""
+    """The attribute under which a wrapper holds the user's module; None if `module` is no wrapper."""
     if isinstance(module, DataParallel | DistributedDataParallel):
         return "module"
     # A module that is not loaded has wrapped nothing; loading the compiler takes a second.

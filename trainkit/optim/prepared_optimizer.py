@@ -1,4 +1,4 @@
-"""What ``Accelerator.prepare`` returns for an optimizer: the same verbs, which wait for a full window."""
+"""What `Accelerator.prepare` returns for an optimizer: the same verbs, which wait for a full window."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["PreparedOptimizer", "Stepper", "clear_gradients", "toggle", "untoggl
 
 
 class Stepper(Protocol):
-    """What prepared optimizers and schedulers need of the ``Accelerator`` that prepared them."""
+    """What prepared optimizers and schedulers need of the `Accelerator` that prepared them."""
 
     strategy: Any
     unspent: bool
@@ -32,7 +32,7 @@ class Stepper(Protocol):
 
     @property
     def clears_gradients(self) -> bool:
-        """Whether ``zero_grad`` acts at this point of the accumulation window."""
+        """Whether `zero_grad` acts at this point of the accumulation window."""
 
     @property
     def sync_gradients(self) -> bool:
@@ -54,9 +54,9 @@ class Stepper(Protocol):
 
 
 class PreparedOptimizer(Optimizer):
-    """An optimizer whose ``step`` acts only when the accumulation window is full, and ``zero_grad`` then or when one begins.
+    """An optimizer whose `step` acts only when the accumulation window is full, and `zero_grad` then or when one begins.
 
-    It is an ``Optimizer`` so that torch's schedulers accept it; parameters, groups, state and defaults are the wrapped one's.
+    It is an `Optimizer` so that torch's schedulers accept it; parameters, groups, state and defaults are the wrapped one's.
 
     Attributes:
         optimizer: torch's own.
@@ -111,7 +111,7 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
-        """:meth:`trainkit.Accelerator.step` of this optimizer."""
+        """`trainkit.Accelerator.step` of this optimizer."""
         return self._accelerator.step(self.optimizer, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -128,7 +128,7 @@ class PreparedOptimizer(Optimizer):
             self._accelerator.strategy.precision.discard(self.optimizer)
 
     def toggle_model(self, sync_grad: bool = True) -> AbstractContextManager[None]:
-        """Within it gradients flow only into this optimizer's parameters (Lightning's name; see ``toggle_optimizer``).
+        """Within it gradients flow only into this optimizer's parameters (Lightning's name; see `toggle_optimizer`).
 
         Args:
             sync_grad: no effect on one process; over processes gradients are averaged in the optimizer's step.
@@ -145,10 +145,10 @@ class PreparedOptimizer(Optimizer):
 
 
 def toggle(optimizer: Optimizer, optimizers: Iterable[Optimizer]) -> dict[Tensor, bool]:
-    """Let gradients flow only into this optimizer's parameters, of all that ``optimizers`` have.
+    """Let gradients flow only into this optimizer's parameters, of all that `optimizers` have.
 
     Returns:
-        The parameters that were turned off, with what :func:`untoggle` restores for each.
+        The parameters that were turned off, with what `untoggle` restores for each.
     """
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     others = [p for o in optimizers for group in o.param_groups for p in group["params"] if id(p) not in own]
@@ -159,15 +159,15 @@ def toggle(optimizer: Optimizer, optimizers: Iterable[Optimizer]) -> dict[Tensor
 
 
 def untoggle(before: Mapping[Tensor, bool]) -> None:
-    """Undo :func:`toggle`, given what it returned."""
+    """Undo `toggle`, given what it returned."""
     for parameter, requires_grad in before.items():
         parameter.requires_grad = requires_grad
 
 
 def clear_gradients(optimizer: Optimizer) -> None:
-    """``optimizer.zero_grad()``, but without its record for torch's profiler, which takes longer than the work itself.
+    """`optimizer.zero_grad()`, but without its record for torch's profiler, which takes longer than the work itself.
 
-    An optimizer that has a ``zero_grad`` of its own is asked to do it.
+    An optimizer that has a `zero_grad` of its own is asked to do it.
     """
     method = optimizer.zero_grad
     if getattr(method, "__func__", None) is not Optimizer.zero_grad:

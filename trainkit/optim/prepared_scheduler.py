@@ -1,4 +1,4 @@
-"""``PreparedScheduler``: what ``Accelerator.prepare`` returns for a scheduler, which advances with the optimizer steps."""
+"""`PreparedScheduler`: what `Accelerator.prepare` returns for a scheduler, which advances with the optimizer steps."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _PAGE = "docs/own-loops.md, 'Learning-rate schedules'"
 
 
 class PreparedScheduler:
-    """A scheduler whose ``step`` acts only with an update that happened: not inside a window, not after a skipped update.
+    """A scheduler whose `step` acts only with an update that happened: not inside a window, not after a skipped update.
 
     As in Accelerate it takes a step for each process then, as schedules are written for what one process would do with the
-    loader; one only with ``split_batches``. With ``step_scheduler_with_optimizer=False``, and of a scheduler that is not
+    loader; one only with `split_batches`. With `step_scheduler_with_optimizer=False`, and of a scheduler that is not
     torch's, each call is one step of the user's.
 
     Attributes:

@@ -21,7 +21,7 @@ def placeholder_parameter(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter
 
 
 def twin(optimizer: Optimizer) -> Optimizer:
-    """Another optimizer of the same kind with the same options and groups, and with no state; ``__init__`` is not called."""
+    """Another optimizer of the same kind with the same options and groups, and with no state; `__init__` is not called."""
     kind = type(optimizer)
     if hasattr(kind, "__del__"):  # which would take away what the two have in common
         kind = type(kind.__name__, (kind,), {"__del__": lambda self: None, "__module__": kind.__module__})
@@ -36,7 +36,7 @@ class StoredOptimizer:
 
     Args:
         original: the user's.
-        placeholders: ``id(parameter)`` → what stands in for it, for each parameter of the groups.
+        placeholders: `id(parameter)` → what stands in for it, for each parameter of the groups.
 
     Attributes:
         optimizer: what is saved and loaded; its state is empty.

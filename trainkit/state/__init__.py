@@ -1,6 +1,6 @@
 """Captures the state of models, optimizers, schedulers and a run for a checkpoint, and restores it.
 
-This room does not access files, which :mod:`trainkit.checkpoint` writes and reads; except for ``single_file``.
+This room does not access files, which `trainkit.checkpoint` writes and reads; except for `single_file`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ __all__: list[str] = []
 
 
 def __getattr__(name: str) -> Any:
-    """Explain what to use instead of a name that Accelerate has in its ``state``."""
+    """Explain what to use instead of a name that Accelerate has in its `state`."""
     from trainkit.unsupported import refuse_import
 
     refuse_import(name)

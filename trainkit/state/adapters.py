@@ -36,10 +36,10 @@ def adapters_of(configs: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Map
     """The adapters of a model, and the prefix of PEFT's names for its parameters.
 
     Args:
-        configs: the configurations of the models in it, see :func:`trainkit.state.configs.model_configs`.
+        configs: the configurations of the models in it, see `trainkit.state.configs.model_configs`.
 
     Returns:
-        The configurations by name of the adapter; empty if the model itself is no ``PeftModel`` and has no adapters added.
+        The configurations by name of the adapter; empty if the model itself is no `PeftModel` and has no adapters added.
     """
     own = configs.get("", {})
     inside = own.get("kind") == "peft"
@@ -73,7 +73,7 @@ def adapter_names(names: Collection[str], adapter: str, adapters: Mapping[str, M
 
 
 def _saved_name(parts: list[str], adapter: str, prefixes: tuple[str, ...]) -> str | None:
-    """The name of a parameter in PEFT's file; ``None`` if it is not the adapter's.
+    """The name of a parameter in PEFT's file; `None` if it is not the adapter's.
 
     Args:
         parts: Its name in the model, split at the dots.
@@ -100,7 +100,7 @@ def _biases(names: Collection[str], found: list[str], bias: str) -> dict[str, st
 
 
 def adapter_config(config: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """The content of PEFT's ``adapter_config.json``: for inference, with the name of the base model if it has one."""
+    """The content of PEFT's `adapter_config.json`: for inference, with the name of the base model if it has one."""
     values = {**config, "inference_mode": True}
     if values.get("base_model_name_or_path") is None:
         bases = [other.get("config") for other in configs.values() if other.get("kind") == "transformers"]
@@ -112,8 +112,8 @@ def adapter_folders(state: ModelState) -> dict[str, tuple[dict[str, Tensor], byt
     """The adapters of a model that was captured whole.
 
     Returns:
-        path within the folder that PEFT opens (``""``: the folder itself, for the adapter "default") → tensors and content of
-        ``adapter_config.json``; empty if the model itself has no adapters.
+        path within the folder that PEFT opens (`""`: the folder itself, for the adapter "default") → tensors and content of
+        `adapter_config.json`; empty if the model itself has no adapters.
 
     Raises:
         ConfigurationError: the names of an adapter's parameters are not known here.

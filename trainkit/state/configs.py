@@ -1,4 +1,4 @@
-"""The configurations that ``transformers`` and PEFT need to open a model, found without importing either."""
+"""The configurations that `transformers` and PEFT need to open a model, found without importing either."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["has_adapters", "model_configs"]
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether there is a PEFT adapter inside: a ``PeftModel``, or layers added by ``add_adapter``."""
+    """Whether there is a PEFT adapter inside: a `PeftModel`, or layers added by `add_adapter`."""
     return any(_is_peft(part) for part in module.modules())
 
 
 def model_configs(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """The configurations of the ``transformers`` and PEFT models inside, by the path of the module (``""``: itself).
+    """The configurations of the `transformers` and PEFT models inside, by the path of the module (`""`: itself).
 
     Returns:
-        JSON values. For a ``transformers`` model: ``{"kind": "transformers", "config": content of config.json,
-        "generation_config": content of generation_config.json or None}``, and ``"adapters"`` with their configurations by
-        name if it has adapters itself. For a PEFT model: ``{"kind": "peft", "config": {adapter: content of
-        adapter_config.json}}``; the model in it has its own entry. Models inside a ``transformers`` model have no entry.
+        JSON values. For a `transformers` model: `{"kind": "transformers", "config": content of config.json,
+        "generation_config": content of generation_config.json or None}`, and `"adapters"` with their configurations by
+        name if it has adapters itself. For a PEFT model: `{"kind": "peft", "config": {adapter: content of
+        adapter_config.json}}`; the model in it has its own entry. Models inside a `transformers` model have no entry.
 
     Raises:
         UnsavableError: a configuration is not JSON.

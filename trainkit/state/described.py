@@ -14,7 +14,7 @@ from trainkit.optim.parameter_names import without_checkpoint_wrapper
 __all__ = ["SavedOptimizer", "StoredSlots", "copied"]
 
 _Need = Callable[[bool, str], None]
-"""``need(condition, problem)`` raises ``CorruptCheckpointError`` if the condition is false."""
+"""`need(condition, problem)` raises `CorruptCheckpointError` if the condition is false."""
 
 
 @dataclass
@@ -22,10 +22,10 @@ class StoredSlots:
     """The slots that an optimizer keeps for one parameter.
 
     Attributes:
-        tensors: slot → tensor; item n of a list has the slot ``<slot>.<n>``.
+        tensors: slot → tensor; item n of a list has the slot `<slot>.<n>`.
         irregular: slots of tensors that are neither scalar nor of the parameter's shape, and of items of lists.
-        described: ``{"values": {slot: value}, "lists": {slot: {"tuple": bool, "length": n, "values": {position: value}}},
-            "irregular": [slot]}``, each omitted if empty; ``{"whole": value}`` if the value has no slots.
+        described: `{"values": {slot: value}, "lists": {slot: {"tuple": bool, "length": n, "values": {position: value}}},
+            "irregular": [slot]}`, each omitted if empty; `{"whole": value}` if the value has no slots.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class StoredSlots:
 
     @classmethod
     def of(cls, slots: Any, parameter: Tensor) -> StoredSlots:
-        """Separate the tensors that an optimizer stores for ``parameter`` from its other values."""
+        """Separate the tensors that an optimizer stores for `parameter` from its other values."""
         if not isinstance(slots, Mapping):
             return cls(described={"whole": slots})
         self = cls()
@@ -63,7 +63,7 @@ class StoredSlots:
         return {"tuple": isinstance(items, tuple), "length": len(items), "values": rest}
 
     def rebuilt(self, name: str, own: Callable[[str, str, Tensor], Tensor]) -> Any:
-        """The inverse of :meth:`of`; each tensor is the result of ``own(name, slot, tensor)``."""
+        """The inverse of `of`; each tensor is the result of `own(name, slot, tensor)`."""
         if "whole" in self.described:
             return copied(self.described["whole"])
         lists = self.described.get("lists", {})
@@ -80,15 +80,15 @@ class StoredSlots:
 
 @dataclass
 class SavedOptimizer:
-    """The checked content of :attr:`trainkit.state.optimizer.OptimizerState.described`, with the tensors.
+    """The checked content of `trainkit.state.optimizer.OptimizerState.described`, with the tensors.
 
     Attributes:
         kind: the class.
         groups: for each group the names of the parameters, and the options.
         state: name of the parameter → its slots.
         entries: state of the whole optimizer.
-        more: entries of the ``state_dict`` other than state and groups.
-        opaque: a whole ``state_dict`` that does not have torch's form.
+        more: entries of the `state_dict` other than state and groups.
+        opaque: a whole `state_dict` that does not have torch's form.
     """
 
     kind: str
@@ -185,7 +185,7 @@ def _is_whole(slot: str, about: dict[str, Any], tensors: Mapping[str, Tensor]) -
 def copied(value: Any) -> Any:
     """Copy containers and tensors; everything else is shared.
 
-    ``copy.deepcopy`` would copy the whole buffer of a file for each tensor that is a view into it.
+    `copy.deepcopy` would copy the whole buffer of a file for each tensor that is a view into it.
     """
     if isinstance(value, Tensor):
         return value.detach().clone()

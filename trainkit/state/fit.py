@@ -49,7 +49,7 @@ class Fit:
         self._notices: list[str] = []
 
     def add(self, raw_name: str, name: str, target: Tensor) -> None:
-        """Compare one tensor of the module's state dict with the stored one; ``name`` is its clean name."""
+        """Compare one tensor of the module's state dict with the stored one; `name` is its clean name."""
         if is_lazy(target):
             if name in self._sources:
                 self.whole[raw_name] = self._sources[name]
@@ -172,7 +172,7 @@ def place_of(tensor: Tensor) -> Any:
 
 
 def castable(source: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a cast to ``dtype`` keeps the meaning: no lost fractions or imaginary parts, no integer overflow."""
+    """Whether a cast to `dtype` keeps the meaning: no lost fractions or imaginary parts, no integer overflow."""
     if source.dtype == dtype:
         return True
     if not torch.can_cast(source.dtype, dtype):

@@ -20,17 +20,17 @@ _OMITTED = object()
 
 
 def stored(owner: Any) -> dict[Any, Any]:
-    """The values of ``owner.hparams`` that a checkpoint stores; a warning names the others."""
+    """The values of `owner.hparams` that a checkpoint stores; a warning names the others."""
     return _Kept(owner).values
 
 
 def logged(owner: Any) -> dict[Any, Any]:
-    """The values of ``owner.hparams`` for loggers: those of :func:`stored`, and classes and functions, logged by name."""
+    """The values of `owner.hparams` for loggers: those of `stored`, and classes and functions, logged by name."""
     return _Kept(owner, code=True).values
 
 
 class _Kept:
-    """The hyper-parameters of ``owner`` without those that cannot be stored.
+    """The hyper-parameters of `owner` without those that cannot be stored.
 
     Attributes:
         values: The hyper-parameters that can be stored, by name.
@@ -64,7 +64,7 @@ class _Kept:
         )
 
     def _of(self, value: Any, path: str, depth: int) -> Any:
-        """The part of a value that can be stored, or ``_OMITTED``."""
+        """The part of a value that can be stored, or `_OMITTED`."""
         if depth >= MAX_DEPTH:  # it contains itself
             return self._without(path)
         if is_omegaconf(value) or registration_of(type(value)) is not None:
@@ -94,7 +94,7 @@ class _Kept:
 
 
 def _items_of(value: Any) -> Mapping[Any, Any] | None:
-    """The items of a mapping, the attributes of a ``Namespace`` or the fields of a dataclass; ``None`` for other values."""
+    """The items of a mapping, the attributes of a `Namespace` or the fields of a dataclass; `None` for other values."""
     if isinstance(value, Namespace):
         return vars(value)
     if is_dataclass(value) and not callable(value):  # classes and modules are callable

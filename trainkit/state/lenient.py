@@ -1,4 +1,4 @@
-"""Loads the saved state of an optimizer into one that has other parameters (``strict=False``)."""
+"""Loads the saved state of an optimizer into one that has other parameters (`strict=False`)."""
 
 from __future__ import annotations
 

@@ -40,12 +40,12 @@ class ModelState:
 
     Attributes:
         tensors: parameters and persistent buffers; after a capture not copies, but the memory of the module.
-        aliases: name of a tied tensor → the name in ``tensors``.
-        extra: the results of ``get_extra_state``, and anything else in the state dict that is not a tensor.
-        trained: ``requires_grad`` of every parameter, stored or not. A restore does not change it for other parameters.
-        fingerprint: the fingerprint of the frozen parameters if they are not stored; ``None`` if all are stored.
-        configs: the configurations of ``transformers`` and PEFT models inside, see
-            :func:`trainkit.state.configs.model_configs`.
+        aliases: name of a tied tensor → the name in `tensors`.
+        extra: the results of `get_extra_state`, and anything else in the state dict that is not a tensor.
+        trained: `requires_grad` of every parameter, stored or not. A restore does not change it for other parameters.
+        fingerprint: the fingerprint of the frozen parameters if they are not stored; `None` if all are stored.
+        configs: the configurations of `transformers` and PEFT models inside, see
+            `trainkit.state.configs.model_configs`.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -69,13 +69,13 @@ def capture_model(
 
     Args:
         module: the module; may be compiled or wrapped.
-        save: ``"trainable"``: only the parameters that require a gradient, and the buffers.
-        fingerprint: for ``"trainable"``, the result of :func:`frozen_fingerprint` for the parameters that are frozen now;
-            ``None``: compute it.
-        placeholders: ``id(parameter)`` → the tensor to store instead: a master copy, or a sharded tensor.
+        save: `"trainable"`: only the parameters that require a gradient, and the buffers.
+        fingerprint: for `"trainable"`, the result of `frozen_fingerprint` for the parameters that are frozen now;
+            `None`: compute it.
+        placeholders: `id(parameter)` → the tensor to store instead: a master copy, or a sharded tensor.
 
     Raises:
-        ConfigurationError: unknown ``save``.
+        ConfigurationError: unknown `save`.
         UnsavableError: two names differ only by the name of a wrapper, or a configuration is not JSON.
     """
     if save not in ("all", "trainable"):
@@ -116,15 +116,15 @@ def plan_model(
     """Compare a captured state with a module. Returns a function that loads it in place.
 
     So a whole checkpoint can be compared before anything is changed. Values are cast to the module's dtypes. A tensor that is
-    tied only here or only in the checkpoint is loaded if every name gets its value. ``requires_grad`` is restored.
+    tied only here or only in the checkpoint is loaded if every name gets its value. `requires_grad` is restored.
 
     Args:
         module: a module of the same structure; may be compiled or wrapped. Lazy parameters get their shapes.
         state: the state; its tensors may be on any device and are copied.
         strict: missing and unexpected names are an error; False: they are skipped, with a notice.
-        what: what is loaded, for messages, such as ``"the checkpoint step-00001200"``.
-        placeholders: see :func:`capture_model`; their dtypes and shapes are compared.
-        take: called with the values of the parameters in ``placeholders``.
+        what: what is loaded, for messages, such as `"the checkpoint step-00001200"`.
+        placeholders: see `capture_model`; their dtypes and shapes are compared.
+        take: called with the values of the parameters in `placeholders`.
 
     Returns:
         A function that loads the state and returns what the user should know, one sentence each.
@@ -217,7 +217,7 @@ def _is_extra(name: str, value: Any) -> bool:
 
 
 def _belongs_to(name: str, parameters: set[str]) -> bool:
-    """Whether a name is that of a parameter, or of data next to a quantized one (``weight.absmax``)."""
+    """Whether a name is that of a parameter, or of data next to a quantized one (`weight.absmax`)."""
     return name in parameters or name.rpartition(".")[0] in parameters
 
 
@@ -286,7 +286,7 @@ def _check_sound(state: ModelState, what: str) -> None:
 def _load(
     module: nn.Module, values: OrderedDict[str, Any], narrow: list[tuple[Tensor, Tensor]], before: Mapping[str, Any], what: str
 ) -> None:
-    """``module.load_state_dict``, which the user may override. If it fails, the state ``before`` is restored."""
+    """`module.load_state_dict`, which the user may override. If it fails, the state `before` is restored."""
     metadata = getattr(before, "_metadata", None)
     if metadata is not None:
         values._metadata = metadata  # type: ignore[attr-defined]
@@ -307,7 +307,7 @@ def _load(
 
 
 def _can_fail(module: nn.Module) -> bool:
-    """Whether ``load_state_dict`` calls code other than torch's, whose failures cannot be predicted."""
+    """Whether `load_state_dict` calls code other than torch's, whose failures cannot be predicted."""
     for part in module.modules():
         kind = type(part)
         own = (kind.load_state_dict, kind._load_from_state_dict, kind.set_extra_state)

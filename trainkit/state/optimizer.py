@@ -1,6 +1,6 @@
 """Captures the state of an optimizer as tensors by parameter name, and restores it: all of it, or nothing is changed.
 
-torch's ``state_dict`` numbers the parameters by their place in the groups, and its ``load_state_dict`` trusts the numbers.
+torch's `state_dict` numbers the parameters by their place in the groups, and its `load_state_dict` trusts the numbers.
 Here they are translated to names and back, so that a state is never loaded into another parameter.
 """
 
@@ -43,12 +43,12 @@ class OptimizerState:
     """The state of an optimizer in a checkpoint.
 
     Attributes:
-        tensors: keys are ``"<index>/<parameter>/<slot>"``, split at the first and the last ``/``; item n of a list has the slot
-            ``<slot>.<n>``. After a capture the tensors are those of the optimizer, not copies.
+        tensors: keys are `"<index>/<parameter>/<slot>"`, split at the first and the last `/`; item n of a list has the slot
+            `<slot>.<n>`. After a capture the tensors are those of the optimizer, not copies.
         described: everything else: the class, options and parameter names of the groups, slots that are not tensors, entries
             of the whole optimizer. It is stored as tagged JSON.
         irregular: the keys of tensors that are neither scalar nor of their parameter's shape, of items of lists, and
-            ``"<index>//<entry>"`` for entries of the whole optimizer.
+            `"<index>//<entry>"` for entries of the whole optimizer.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -60,9 +60,9 @@ def capture_optimizer(optimizer: Optimizer, index: int, names: Mapping[int, str]
     """The state of an optimizer that a checkpoint stores; no tensor is copied.
 
     Args:
-        optimizer: Its ``state_dict`` is called, which a subclass may override.
+        optimizer: Its `state_dict` is called, which a subclass may override.
         index: Index of the optimizer in the run.
-        names: :func:`trainkit.state.model.parameter_names` of the run's modules.
+        names: `trainkit.state.model.parameter_names` of the run's modules.
 
     Raises:
         UnsavableError: The optimizer contains a parameter that no module has, or the same parameter twice.
@@ -114,24 +114,24 @@ def plan_optimizer(
     keep: bool = False,
     strict: bool = True,
 ) -> Callable[[], list[str]]:
-    """Compare a captured state with an optimizer. Returns a function that loads it, through ``load_state_dict``.
+    """Compare a captured state with an optimizer. Returns a function that loads it, through `load_state_dict`.
 
     So a whole checkpoint can be compared before anything is changed.
 
-    A slot that had the dtype of its parameter gets the parameter's present dtype; other slots, scalars and ``step`` keep
-    theirs. Tensors are moved to the parameter's device, ``step`` to the device that torch uses for it. Options of the groups
-    are restored, except ``foreach``, ``fused`` and ``capturable``. A saved group that is missing here is added if its
+    A slot that had the dtype of its parameter gets the parameter's present dtype; other slots, scalars and `step` keep
+    theirs. Tensors are moved to the parameter's device, `step` to the device that torch uses for it. Options of the groups
+    are restored, except `foreach`, `fused` and `capturable`. A saved group that is missing here is added if its
     parameters belong to the modules and to no other group.
 
     Args:
         optimizer: an optimizer created like the saved one.
         index: index of the optimizer in the run.
-        names: :func:`trainkit.state.model.parameter_names` of the run's modules.
-        tensors: the tensors of all optimizers; they are copied, unless ``keep``.
-        described: the saved :attr:`OptimizerState.described`.
+        names: `trainkit.state.model.parameter_names` of the run's modules.
+        tensors: the tensors of all optimizers; they are copied, unless `keep`.
+        described: the saved `OptimizerState.described`.
         parameter_dtypes: name → dtype of the parameter in the checkpoint.
-        what: what is loaded, for messages, such as ``"the checkpoint step-00001200"``.
-        keep: the optimizer keeps suitable ``tensors`` instead of copying them. They must not be used elsewhere any more.
+        what: what is loaded, for messages, such as `"the checkpoint step-00001200"`.
+        keep: the optimizer keeps suitable `tensors` instead of copying them. They must not be used elsewhere any more.
         strict: other parameters are an error; False: new parameters start without state.
 
     Returns:
@@ -191,7 +191,7 @@ def _name(parameter: Tensor, names: Mapping[int, str], index: int, kind: str) ->
 
 
 def _is_usual(whole: Any, groups: list[list[str]]) -> bool:
-    """Whether a ``state_dict`` has torch's form and the same groups as the optimizer."""
+    """Whether a `state_dict` has torch's form and the same groups as the optimizer."""
     if not isinstance(whole, Mapping) or not isinstance(whole.get("state"), Mapping):
         return False
     packed = whole.get("param_groups")
@@ -339,7 +339,7 @@ def _add_groups(optimizer: Optimizer, saved: SavedOptimizer, lacking: list[dict[
 
 
 def _groups(optimizer: Optimizer, saved: SavedOptimizer, numbers: Mapping[str, int]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The groups for ``load_state_dict``, and notices about options of this run that are kept."""
+    """The groups for `load_state_dict`, and notices about options of this run that are kept."""
     groups, kept = [], []
     for number, (group, (names, options)) in enumerate(zip(optimizer.param_groups, saved.groups, strict=True)):
         taken = {key: v for key, v in copied(options).items() if key in group or key not in (*_UNSET, *_ELSEWHERE)}
@@ -356,7 +356,7 @@ def _groups(optimizer: Optimizer, saved: SavedOptimizer, numbers: Mapping[str, i
 
 
 def _mended(held: Any, wanted: Any) -> Any:
-    """Undo the changes that torch's ``load_state_dict`` makes to a value.
+    """Undo the changes that torch's `load_state_dict` makes to a value.
 
     It casts all tensors to the parameter's dtype, and treats a string as a list of characters.
     """

@@ -1,4 +1,4 @@
-"""Captures and restores models, optimizers, schedulers and the loss scale, for ``Trainer`` and your own training loop."""
+"""Captures and restores models, optimizers, schedulers and the loss scale, for `Trainer` and your own training loop."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Parts:
 
 @dataclass
 class Captured:
-    """The captured state of :class:`Parts`.
+    """The captured state of `Parts`.
 
     Attributes:
         tensors: stem of the file name → name → tensor; not copies.
@@ -89,7 +89,7 @@ def check_names(given: Collection[str] | None, known: Sequence[str]) -> set[str]
 
 
 def shown(epoch: int, step: int, model: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint that is passed to ``on_save_checkpoint`` and ``on_load_checkpoint``, which may change it."""
+    """The checkpoint that is passed to `on_save_checkpoint` and `on_load_checkpoint`, which may change it."""
     return {
         "epoch": epoch,
         "global_step": step,
@@ -115,7 +115,7 @@ def about(
     metrics: Mapping[str, float] | None = None,
     saved_by: str | None = None,
 ) -> dict[str, Any]:
-    """The fields of the manifest; see :class:`trainkit.checkpoint.manifest.Manifest`."""
+    """The fields of the manifest; see `trainkit.checkpoint.manifest.Manifest`."""
     return {
         "run_id": run_id,
         "save_counter": save_counter,
@@ -193,7 +193,7 @@ def capture(
 
 
 def configurations(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
-    """The files with which ``transformers`` can open the folder, if the model itself is one of its models."""
+    """The files with which `transformers` can open the folder, if the model itself is one of its models."""
     own = configs.get("")
     if own is None or own["kind"] != "transformers":
         return {}
@@ -212,18 +212,18 @@ def restore(
     strict: bool = True,
     keep: bool = False,
 ) -> None:
-    """Restore the result of :func:`capture`.
+    """Restore the result of `capture`.
 
     Args:
         parts: the objects.
         tensors: stem of the file name → name → tensor.
-        state: the saved :attr:`Captured.state`.
-        aliases: the saved :attr:`Captured.aliases`.
+        state: the saved `Captured.state`.
+        aliases: the saved `Captured.aliases`.
         wanted: the parts to restore: "model", "optimizer", "scheduler", "scaler"; other parts only occur in messages.
         what: the checkpoint, for messages.
         strict: missing and unexpected names in a model are errors; False: a notice lists them, and optimizers start without
             state for new parameters.
-        keep: optimizers may keep ``tensors`` instead of copying them, since they are not used elsewhere any more.
+        keep: optimizers may keep `tensors` instead of copying them, since they are not used elsewhere any more.
 
     Raises:
         StateMismatchError: something does not fit; the message lists all mismatches.
@@ -295,7 +295,7 @@ def _plan_optimizers(
     strict: bool,
     keep: bool,
 ) -> tuple[list[Callable[[], list[str]]], list[int]]:
-    """Functions that load them, and the indices of those whose groups differ from the saved ones, without ``strict``."""
+    """Functions that load them, and the indices of those whose groups differ from the saved ones, without `strict`."""
     _same_number("optimizers", parts.optimizers, state["optimizers"], what)
     loads: list[Callable[[], list[str]]] = []
     regrouped: list[int] = []

@@ -41,7 +41,7 @@ def drafted(world: World, content: Content) -> Draft:
 
 
 def _added_by_hooks(state: Mapping[str, Any]) -> UnsavableError | None:
-    """One error for everything that ``on_save_checkpoint`` has added and that cannot be stored; ``None`` if all can."""
+    """One error for everything that `on_save_checkpoint` has added and that cannot be stored; `None` if all can."""
     added = {f'checkpoint["{name}"]': value for name, value in state.get("user", {}).items()}
     given = state.get("hyper_parameters", {})  # those that cannot be stored are not included, unless a hook has added them
     added |= {f'checkpoint["hyper_parameters"][{name!r}]': value for name, value in given.items()}

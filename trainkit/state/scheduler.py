@@ -1,7 +1,7 @@
 """Captures the state of a learning-rate scheduler as plain values, and restores it.
 
-torch's ``state_dict`` and ``load_state_dict`` do the work. In addition, functions are skipped, since they are code and exist
-already; a failed load changes nothing; and the classes are compared, since ``load_state_dict`` accepts any state.
+torch's `state_dict` and `load_state_dict` do the work. In addition, functions are skipped, since they are code and exist
+already; a failed load changes nothing; and the classes are compared, since `load_state_dict` accepts any state.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def capture_scheduler(scheduler: Any) -> dict[str, Any]:
 
 
 def restore_scheduler(scheduler: Any, state: Mapping[str, Any], what: str = "the checkpoint") -> None:
-    """Load a captured state into a scheduler, through its ``load_state_dict``.
+    """Load a captured state into a scheduler, through its `load_state_dict`.
 
     The learning rates are in the optimizer's groups: restore the optimizer, too.
 
     Args:
         scheduler: a scheduler created like the saved one.
-        state: the result of :func:`capture_scheduler`; it is copied.
+        state: the result of `capture_scheduler`; it is copied.
         what: what is loaded, for messages.
 
     Raises:
@@ -110,7 +110,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_scheduler(scheduler: Any, state: Mapping[str, Any], what: str = "the checkpoint") -> None:
-    """Check the class and the parts, with the arguments and errors of :func:`restore_scheduler`."""
+    """Check the class and the parts, with the arguments and errors of `restore_scheduler`."""
     sound = isinstance(state, Mapping) and isinstance(state.get("state"), dict) and isinstance(state.get("inner"), dict)
     if not sound or not isinstance(state.get("class"), str):
         raise CorruptCheckpointError(f"{what}: the state of a scheduler is malformed. Use another checkpoint.")

@@ -1,6 +1,6 @@
-"""One object in one file, for ``Accelerator.save`` and ``load``.
+"""One object in one file, for `Accelerator.save` and `load`.
 
-Tensors by name are a plain safetensors file. Anything else is tagged JSON (see :mod:`trainkit.tagged_json.encode`); if there
+Tensors by name are a plain safetensors file. Anything else is tagged JSON (see `trainkit.tagged_json.encode`); if there
 are tensors in it, a safetensors file that holds the JSON in its metadata. A tensor of several names is stored once.
 """
 
@@ -91,7 +91,7 @@ def _lay_out(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]
 
 
 def load(f: str | os.PathLike[str], map_location: str | torch.device | None = None) -> Any:
-    """Read a file written by ``Accelerator.save``, or any safetensors file. No content is ever code.
+    """Read a file written by `Accelerator.save`, or any safetensors file. No content is ever code.
 
     Args:
         f: the file. A link is followed.

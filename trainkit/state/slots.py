@@ -43,7 +43,7 @@ def _on_host(optimizer: Optimizer) -> bool:
 
 
 def state_bytes(optimizer: Optimizer) -> dict[int, int]:
-    """``id(parameter)`` → bytes of its optimizer state. Nothing of the size of the parameters is allocated."""
+    """`id(parameter)` → bytes of its optimizer state. Nothing of the size of the parameters is allocated."""
     found: dict[int, int] = {}
     tried: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
     for number, group in enumerate(optimizer.param_groups):

@@ -1,4 +1,4 @@
-"""Decodes the tags of ``trainkit.tagged_json.encode``; the text is not trusted."""
+"""Decodes the tags of `trainkit.tagged_json.encode`; the text is not trusted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_ALIKE = 200  # keys with the same hash; each is compared with all before it
 
 
 class Decoder:
-    """One call of ``loads``. Inner tags are decoded first, so the parts of a payload are decoded already."""
+    """One call of `loads`. Inner tags are decoded first, so the parts of a payload are decoded already."""
 
     def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], what: str, unregistered: bool = False) -> None:
         self._tensors, self._what, self._unregistered = tensors, what, unregistered

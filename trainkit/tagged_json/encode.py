@@ -1,10 +1,10 @@
 """State that is not tensors as strict JSON: plain values unchanged, everything else as an object with one tag.
 
-Restored with the same type: ``None``, bool, int, float, str, complex, bytes, bytearray, tuples, lists, sets, frozensets,
-dicts with keys of any type, ``Counter``, datetime, date, timedelta, ``torch.dtype``, ``torch.device``, numpy scalars and
-arrays, tensors, values of types passed to ``trainkit.checkpoint.register``. Restored as a plainer type: dict subclasses,
-dataclass instances and Namespace as dicts, OmegaConf containers as dicts and lists, namedtuples and ``torch.Size`` as tuples,
-int and str enums as their values, parameters as tensors. Anything else is an ``UnsavableError`` that names the path to it.
+Restored with the same type: `None`, bool, int, float, str, complex, bytes, bytearray, tuples, lists, sets, frozensets,
+dicts with keys of any type, `Counter`, datetime, date, timedelta, `torch.dtype`, `torch.device`, numpy scalars and
+arrays, tensors, values of types passed to `trainkit.checkpoint.register`. Restored as a plainer type: dict subclasses,
+dataclass instances and Namespace as dicts, OmegaConf containers as dicts and lists, namedtuples and `torch.Size` as tuples,
+int and str enums as their values, parameters as tensors. Anything else is an `UnsavableError` that names the path to it.
 Reading creates only these types: no name in the text is ever looked up, except among the types that the running program has
 registered.
 """
@@ -53,15 +53,15 @@ def dumps(value: Any, tensors: dict[str, Tensor], *, file: str = "state.safetens
     Args:
         value: the value; see the module docstring for supported types.
         tensors: receives the tensors and numpy arrays in the value, by a key made of the path to each, such as
-            ``"callbacks/EarlyStopping/best_score"``. They share the memory of those in ``value`` where possible.
-        file: the file that will hold ``tensors``.
-        where: the name of ``value`` in messages; ``"state"`` if empty.
+            `"callbacks/EarlyStopping/best_score"`. They share the memory of those in `value` where possible.
+        file: the file that will hold `tensors`.
+        where: the name of `value` in messages; `"state"` if empty.
 
     Returns:
         ASCII text; equal values give the same text, regardless of the order of their sets.
 
     Raises:
-        UnsavableError: something in it cannot be stored; names the path, such as ``state["callbacks"]["Mine"]["fn"]``.
+        UnsavableError: something in it cannot be stored; names the path, such as `state["callbacks"]["Mine"]["fn"]`.
     """
     encoder = _Encoder(tensors, file, where or "state")
     plain = encoder.plain(value, 0)
@@ -75,7 +75,7 @@ def dumps(value: Any, tensors: dict[str, Tensor], *, file: str = "state.safetens
 
 
 def unsavable(value: Any, where: str) -> tuple[str, type] | None:
-    """Why ``dumps`` would refuse a value, and the type that it cannot store; ``None`` if it can store the value."""
+    """Why `dumps` would refuse a value, and the type that it cannot store; `None` if it can store the value."""
     encoder = _Encoder({}, "state.safetensors", where)
     try:
         encoder.plain(value, 0)
@@ -87,24 +87,24 @@ def unsavable(value: Any, where: str) -> tuple[str, type] | None:
 def loads(
     data: bytes | memoryview, tensors: Mapping[str, Mapping[str, Tensor]], what: str, *, unregistered: bool = False
 ) -> Any:
-    """Decode the result of ``dumps``.
+    """Decode the result of `dumps`.
 
     Args:
         data: the text.
         tensors: file name → key → tensor, for the references in the text. Tensors are returned as these same objects, arrays
             as views of them.
         what: the file, for messages.
-        unregistered: return values of registered types as ``registered.Unregistered``; no ``decode`` is called.
+        unregistered: return values of registered types as `registered.Unregistered`; no `decode` is called.
 
     Raises:
         CorruptCheckpointError: the text is malformed, or refers to a tensor that is not there.
-        CheckpointError: it has a value of a type that is not registered, or a ``decode`` failed.
+        CheckpointError: it has a value of a type that is not registered, or a `decode` failed.
     """
     return strict_json(data, what, Decoder(tensors, what, unregistered).object)
 
 
 class _Encoder:
-    """One call of ``dumps``; ``depth`` is the number of JSON arrays and objects around the value."""
+    """One call of `dumps`; `depth` is the number of JSON arrays and objects around the value."""
 
     def __init__(self, tensors: dict[str, Tensor], file: str, where: str) -> None:
         self._tensors, self._file, self._where = tensors, file, where
@@ -118,7 +118,7 @@ class _Encoder:
         raise UnsavableError(f"{self._where}{keys:.2000} cannot be stored: {reason}") from cause
 
     def plain(self, value: Any, depth: int) -> Any:
-        """The value in the form that the ``json`` module accepts."""
+        """The value in the form that the `json` module accepts."""
         kind = type(value)
         if value is None or kind is str or kind is bool:
             return value
@@ -231,7 +231,7 @@ class _Encoder:
     # -------------------------------------------------------------------------------------------------- leaves
 
     def tensor(self, value: Tensor, owner: object) -> str:
-        """Add a tensor to those to be stored, once for each ``owner``. Returns the reference to it."""
+        """Add a tensor to those to be stored, once for each `owner`. Returns the reference to it."""
         if (known := self._stored.get(id(owner))) is not None:
             return known[0]
         if problem := tensor_problem(value):
@@ -285,7 +285,7 @@ class _Encoder:
 
 
 def _leaf(value: Any) -> tuple[str, Any] | None:
-    """The tag and the payload of a value without parts; ``None`` for other values."""
+    """The tag and the payload of a value without parts; `None` for other values."""
     kind = type(value)
     if kind in (bytes, bytearray):
         return kind.__name__, base64.b64encode(value).decode("ascii")
@@ -303,7 +303,7 @@ def _leaf(value: Any) -> tuple[str, Any] | None:
 
 
 def _all_plain(values: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether ``json`` accepts the values unchanged; checked by a few passes in C, for long lists of numbers."""
+    """Whether `json` accepts the values unchanged; checked by a few passes in C, for long lists of numbers."""
     kinds = set(map(type, values))
     if kinds <= _TEXTS:
         return True
@@ -313,7 +313,7 @@ def _all_plain(values: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def _exact(value: Any, base: type) -> Any:
-    """The value as its base class, even if the subclass overrides ``str()`` or ``int()``."""
+    """The value as its base class, even if the subclass overrides `str()` or `int()`."""
     convert: dict[type, Callable[[Any], Any]] = {
         str: str.__str__,
         int: int.__int__,

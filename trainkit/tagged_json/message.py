@@ -17,7 +17,7 @@ _HEAD = 8  # bytes of the length of the JSON
 
 
 def to_bytes(value: Any) -> bytes:
-    """A value, as :func:`trainkit.tagged_json.encode.dumps` describes it, with its tensors.
+    """A value, as `trainkit.tagged_json.encode.dumps` describes it, with its tensors.
 
     Raises:
         UnsavableError: something in it cannot be encoded; the message names the path to it.
@@ -30,6 +30,6 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes | memoryview) -> Any:
-    """The value that :func:`to_bytes` was given; its tensors are copies on the CPU."""
+    """The value that `to_bytes` was given; its tensors are copies on the CPU."""
     end = _HEAD + int.from_bytes(data[:_HEAD], "little")
     return loads(data[_HEAD:end], {_FILE: load(bytes(data[end:]))}, "a value of another rank")

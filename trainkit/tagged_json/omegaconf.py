@@ -9,7 +9,7 @@ __all__ = ["is_omegaconf", "plain_container"]
 
 
 def is_omegaconf(value: Any) -> bool:
-    """Whether a value is a ``DictConfig`` or a ``ListConfig``."""
+    """Whether a value is a `DictConfig` or a `ListConfig`."""
     omegaconf = sys.modules.get("omegaconf")
     return omegaconf is not None and isinstance(value, omegaconf.Container)
 
@@ -17,7 +17,7 @@ def is_omegaconf(value: Any) -> bool:
 def plain_container(value: Any) -> Any:
     """The container as dicts and lists. Interpolations are resolved, or none of them if one cannot be resolved.
 
-    Missing values become ``"???"``, enums their names, structured configurations dicts.
+    Missing values become `"???"`, enums their names, structured configurations dicts.
     """
     omegaconf = sys.modules["omegaconf"]
     convert = omegaconf.OmegaConf.to_container

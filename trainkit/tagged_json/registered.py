@@ -1,4 +1,4 @@
-"""``trainkit.checkpoint.register``: lets checkpoints store values of further types."""
+"""`trainkit.checkpoint.register`: lets checkpoints store values of further types."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Unregistered(NamedTuple):
 
     Attributes:
         name: the name of the type in the checkpoint.
-        value: what ``encode`` returned.
+        value: what `encode` returned.
     """
 
     name: str
@@ -70,7 +70,7 @@ def register(
     """Let checkpoints store values of your own type, in hyper-parameters, the state of callbacks or anywhere else.
 
     Call it where the type is defined, so that every program that saves or loads such a checkpoint has called it. No code is
-    stored: a checkpoint holds the name and what ``encode`` returned, and only a type that the running program has registered
+    stored: a checkpoint holds the name and what `encode` returned, and only a type that the running program has registered
     is decoded.
 
     >>> import fractions
@@ -80,7 +80,7 @@ def register(
         type: the class. Its subclasses are not included: register them too.
         encode: called with a value; returns what a checkpoint can hold: numbers, text, lists, dicts, tensors, numpy arrays,
             values of other registered types.
-        decode: called with what ``encode`` returned; returns the value.
+        decode: called with what `encode` returned; returns the value.
         name: the name of the type in checkpoints (default: its module and its name). Give one, and keep it, if the class may
             be moved or renamed, or is defined in a script.
         replace: replace an earlier registration of the type or the name; for notebooks.
@@ -126,12 +126,12 @@ def _registered_already(kind: builtins.type[Any], name: str, earlier: Registrati
 
 
 def registration_of(kind: builtins.type[Any]) -> Registration | None:
-    """The registration of exactly this type; ``None`` if it is not registered."""
+    """The registration of exactly this type; `None` if it is not registered."""
     return _by_kind.get(kind)
 
 
 def registration_named(name: str) -> Registration | None:
-    """The registration with this name in checkpoints; ``None`` if there is none."""
+    """The registration with this name in checkpoints; `None` if there is none."""
     return _by_name.get(name)
 
 

@@ -1,4 +1,4 @@
-"""JSON from a file that may be damaged or hostile: duplicate keys, ``NaN``, ``1e999`` and deep nesting are errors."""
+"""JSON from a file that may be damaged or hostile: duplicate keys, `NaN`, `1e999` and deep nesting are errors."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MAX_DIGITS = 1100  # of one number, as int() takes quadratic time; longer integ
 
 
 def strict_json(data: bytes | memoryview, what: str, hook: Callable[[dict[str, Any]], Any] = lambda value: value) -> Any:
-    """Parse UTF-8 text of at most ``MAX_JSON_BYTES``, nested at most ``MAX_DEPTH`` deep.
+    """Parse UTF-8 text of at most `MAX_JSON_BYTES`, nested at most `MAX_DEPTH` deep.
 
-    ``hook`` is called with each object, the innermost first; its result replaces the object. Raises
-    ``CorruptCheckpointError``, which names ``what`` and the reason.
+    `hook` is called with each object, the innermost first; its result replaces the object. Raises
+    `CorruptCheckpointError`, which names `what` and the reason.
     """
 
     def refuse(reason: str) -> NoReturn:

@@ -43,8 +43,8 @@ class ShardedTensor(Tensor):
     """A tensor of a checkpoint that no rank holds whole: its shape and dtype on the meta device, and how to gather it.
 
     Attributes:
-        collect: collective; called on all ranks with the rank that needs the tensor. Returns the tensor there and ``None`` on
-            the others. With ``None`` instead of a rank it returns the tensor on all ranks.
+        collect: collective; called on all ranks with the rank that needs the tensor. Returns the tensor there and `None` on
+            the others. With `None` instead of a rank it returns the tensor on all ranks.
     """
 
     collect: Callable[[int | None], Tensor | None]
@@ -68,7 +68,7 @@ def is_sharded_tensor(tensor: Any) -> bool:
 
 
 def tensor_problem(tensor: Tensor) -> str | None:
-    """Why a tensor cannot be stored, with the fix; ``None`` if it can."""
+    """Why a tensor cannot be stored, with the fix; `None` if it can."""
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return f"it is {with_article(type(tensor).__name__)}, which stands for other tensors; store those"
     if isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):

@@ -1,4 +1,4 @@
-"""One run: ``Trainer``, its arguments, set-up and tear-down, the two loops, resume, saving and signals."""
+"""One run: `Trainer`, its arguments, set-up and tear-down, the two loops, resume, saving and signals."""
 
 from __future__ import annotations
 

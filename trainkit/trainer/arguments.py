@@ -1,4 +1,4 @@
-"""The arguments of ``Trainer``: what each may be, and which contradict each other."""
+"""The arguments of `Trainer`: what each may be, and which contradict each other."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_switches(given: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class TrainerArguments:
-    """The numbers among the Trainer's arguments, checked; meanings in :class:`trainkit.Trainer`."""
+    """The numbers among the Trainer's arguments, checked; meanings in `trainkit.Trainer`."""
 
     max_epochs: int | None
     min_epochs: int | None
@@ -197,7 +197,7 @@ class TrainerArguments:
 
 
 def limited(length: int | None, limit: int | float, argument: str) -> int | None:
-    """The number of batches of a loader of ``length`` under a limit; ``None`` if neither tells.
+    """The number of batches of a loader of `length` under a limit; `None` if neither tells.
 
     Raises:
         ConfigurationError: a fraction of a length that is not known, or one that leaves no batch.

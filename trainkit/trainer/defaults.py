@@ -1,4 +1,4 @@
-"""Which callbacks and loggers a ``Trainer`` has: the user's, and those that its arguments stand for."""
+"""Which callbacks and loggers a `Trainer` has: the user's, and those that its arguments stand for."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def attach_callbacks(
     summary: bool | None,
     checkpoints: bool | None,
 ) -> list[Callback]:
-    """The user's callbacks, then those that the Trainer's arguments ask for; ``None`` asks for one.
+    """The user's callbacks, then those that the Trainer's arguments ask for; `None` asks for one.
 
     Raises:
         HookError: something that is no callback, or has a hook that cannot be called.
@@ -80,7 +80,7 @@ def attach_callbacks(
 
 
 def merge_module_callbacks(trainer: Trainer, module: TrainModule) -> None:
-    """Add what ``configure_callbacks`` returns; a callback replaces those of its class that the trainer has.
+    """Add what `configure_callbacks` returns; a callback replaces those of its class that the trainer has.
 
     What the module of an earlier run brought is removed, and what it displaced is restored.
     """
@@ -106,7 +106,7 @@ def _contains(callbacks: list[Callback], callback: Callback) -> bool:
 
 
 def _brought_by(module: TrainModule) -> list[Callback]:
-    """What ``configure_callbacks`` returns, checked."""
+    """What `configure_callbacks` returns, checked."""
     brought = module.configure_callbacks() if is_overridden(module, "configure_callbacks", TrainModule) else None
     callbacks = [] if brought is None else _listed(brought)
     for callback in callbacks:
@@ -120,7 +120,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 def attach_loggers(trainer: Trainer, given: bool | str | Logger | Sequence[str | Logger] | None) -> list[Logger]:
-    """The user's loggers, or the default one; none in a ``fast_dev_run``.
+    """The user's loggers, or the default one; none in a `fast_dev_run`.
 
     Raises:
         ConfigurationError: something that is no logger.
@@ -157,7 +157,7 @@ def renew_loggers(trainer: Trainer) -> None:
 
 
 def share_log_folders(run: Run, saved: Sequence[Mapping[str, Any]] = ()) -> None:
-    """Let ``trainer.log_dir`` be the main process's on all of them, before the first hook of a run can ask. Collective.
+    """Let `trainer.log_dir` be the main process's on all of them, before the first hook of a run can ask. Collective.
 
     Args:
         run: the run.

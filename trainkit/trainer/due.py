@@ -1,4 +1,4 @@
-"""``DueDates``: when a fit logs, validates and ends."""
+"""`DueDates`: when a fit logs, validates and ends."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class DueDates:
 
     @property
     def max_steps_reached(self) -> bool:
-        """Whether ``max_steps`` optimizer steps have been made."""
+        """Whether `max_steps` optimizer steps have been made."""
         return -1 < self._arguments.max_steps <= self._progress.global_step
 
     @property
     def may_stop(self) -> bool:
-        """Whether ``min_epochs`` and ``min_steps`` are reached, so that a stop request counts."""
+        """Whether `min_epochs` and `min_steps` are reached, so that a stop request counts."""
         arguments, progress = self._arguments, self._progress
         enough_epochs = arguments.min_epochs is None or progress.current_epoch >= arguments.min_epochs
         return enough_epochs and (arguments.min_steps is None or progress.global_step >= arguments.min_steps)
@@ -44,7 +44,7 @@ class DueDates:
         return self._progress.should_stop and self.may_stop
 
     def logs(self, step: int) -> bool:
-        """Whether optimizer step number ``step`` ends in a log boundary."""
+        """Whether optimizer step number `step` ends in a log boundary."""
         every = self._arguments.log_every_n_steps
         return every is not None and every > 0 and step % every == 0
 
@@ -54,7 +54,7 @@ class DueDates:
         Args:
             batch_idx: the last micro-batch of the window.
             updated: the window ended in an optimizer step.
-            every: micro-batches between validations; ``None``: they are not counted.
+            every: micro-batches between validations; `None`: they are not counted.
         """
         arguments, progress = self._arguments, self._progress
         if arguments.val_every_n_steps is not None:
@@ -73,7 +73,7 @@ class DueDates:
         return due
 
     def validates_at_end(self, every: int | None) -> bool:
-        """Whether to validate at the end of an epoch whose length was not known; ``every`` as in :meth:`validates`."""
+        """Whether to validate at the end of an epoch whose length was not known; `every` as in `validates`."""
         return self._arguments.val_every_n_steps is None and every is None and self._epoch_validates()
 
     def _epoch_validates(self) -> bool:

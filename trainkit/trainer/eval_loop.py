@@ -63,7 +63,7 @@ def evaluate(run: Run, plan: EvaluationPlan) -> list[dict[str, float]]:
 
 
 def evaluate_loader(run: Run, plan: EvaluationPlan, index: int, micro_batches: Iterator[MicroBatch], count: int) -> int:
-    """Evaluate this rank's batches of one loader; ``count`` and the result are numbers of micro-batches before and after it."""
+    """Evaluate this rank's batches of one loader; `count` and the result are numbers of micro-batches before and after it."""
     hooks, metrics, step, signals = run.hooks, plan.metrics, plan.step, run.signals
     before: tuple[Callable[..., Any], ...] = getattr(hooks, f"on_{plan.name}_batch_start")
     after: tuple[Callable[..., Any], ...] = getattr(hooks, f"on_{plan.name}_batch_end")
@@ -101,7 +101,7 @@ def evaluate_loader(run: Run, plan: EvaluationPlan, index: int, micro_batches: I
 
 
 def _together(run: Run, plan: EvaluationPlan, index: int, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-    """This rank's micro-batches, one for each exchange; of kind ``NONE`` where only other ranks have a batch."""
+    """This rank's micro-batches, one for each exchange; of kind `NONE` where only other ranks have a batch."""
     loader = plan.loaders[index]
     if loader.length is None or not loader.exact:
         return _together_to_the_end(run, plan, micro_batches)
@@ -111,7 +111,7 @@ def _together(run: Run, plan: EvaluationPlan, index: int, micro_batches: Iterato
 def _together_of_length(
     run: Run, plan: EvaluationPlan, micro_batches: Iterator[MicroBatch], length: int
 ) -> Iterator[MicroBatch]:
-    """``length`` micro-batches: the exchange of one runs while the next is fetched."""
+    """`length` micro-batches: the exchange of one runs while the next is fetched."""
     world, metrics, signals = run.strategy.world, plan.metrics, run.signals
     pending, had = None, False
     for _ in range(length):
@@ -236,7 +236,7 @@ def _active(run: Run, plan: EvaluationPlan) -> Iterator[None]:
 def _eval_mode(module: TrainModule, name: str) -> Iterator[None]:
     """Eval mode, and afterwards each submodule in the mode that it was in: frozen BatchNorm stays frozen.
 
-    Or what the module says instead, in ``on_validation_model_eval`` and ``on_validation_model_train`` and the like.
+    Or what the module says instead, in `on_validation_model_eval` and `on_validation_model_train` and the like.
     """
     modes = [(part, part.training) for part in module.modules()]
     before, after = f"on_{name}_model_eval", f"on_{name}_model_train"

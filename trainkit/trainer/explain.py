@@ -1,4 +1,4 @@
-"""What a run is made of, in words: ``trainer.explain()``, and the table of an evaluation's results."""
+"""What a run is made of, in words: `trainer.explain()`, and the table of an evaluation's results."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _cell(value: Any) -> str:
 
 
 def why_it_ended(trainer: Trainer) -> str:
-    """How far a fit has come and what ended it, in one line with :func:`where_it_is`."""
+    """How far a fit has come and what ended it, in one line with `where_it_is`."""
     reasons: list[str] = []
     if trainer.fast_dev_run:
         reasons.append("fast_dev_run, which writes nothing")

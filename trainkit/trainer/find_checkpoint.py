@@ -37,7 +37,7 @@ WORDS = ("auto", "last", "best")
 Enter = Callable[[Path], None]
 """Called on all processes with the folder of the run that is resumed, before a checkpoint in it is read, to continue there.
 
-Raises ``CheckpointLockedError`` if another live run saves there.
+Raises `CheckpointLockedError` if another live run saves there.
 """
 
 
@@ -45,7 +45,7 @@ class FoundCheckpoint:
     """A checkpoint that was read, and where it lies.
 
     Attributes:
-        restart: it was taken because the processes were restarted, whatever ``ckpt_path`` says.
+        restart: it was taken because the processes were restarted, whatever `ckpt_path` says.
         wanted: the parts of it that are restored.
     """
 
@@ -61,7 +61,7 @@ class FoundCheckpoint:
 
 
 class _Listed(NamedTuple):
-    """A checkpoint in a folder; see :class:`trainkit.checkpoint.folder.ListedCheckpoint`."""
+    """A checkpoint in a folder; see `trainkit.checkpoint.folder.ListedCheckpoint`."""
 
     path: Path
     problem: str | None
@@ -78,7 +78,7 @@ class Searcher(NamedTuple):
     Attributes:
         strategy: of the run.
         module: the name of the class that it trains; checkpoints of another class are skipped.
-        callbacks: those of ``ModelCheckpoint`` know the best one.
+        callbacks: those of `ModelCheckpoint` know the best one.
     """
 
     strategy: Strategy
@@ -89,12 +89,12 @@ class Searcher(NamedTuple):
 def find_checkpoint(
     searcher: Searcher, ckpt_path: str | os.PathLike[str], places: Places, *, whole: bool, enter: Enter | None = None
 ) -> FoundCheckpoint | None:
-    """Read the checkpoint that ``ckpt_path`` names; ``None`` for a fresh start, which only "auto" allows. Collective.
+    """Read the checkpoint that `ckpt_path` names; `None` for a fresh start, which only "auto" allows. Collective.
 
     Args:
         searcher: the run.
         ckpt_path: "auto": the newest good one, if there is one. "last": the newest good one. "best": that of
-            ``ModelCheckpoint``. Or a path.
+            `ModelCheckpoint`. Or a path.
         places: where to look.
         whole: read everything, not the weights only.
         enter: continue in the folder of the run. The newest one of a live run is skipped, and one that is named then

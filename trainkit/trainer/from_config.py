@@ -1,4 +1,4 @@
-"""What a ``Trainer`` is to be by the configuration, where its own arguments leave it open."""
+"""What a `Trainer` is to be by the configuration, where its own arguments leave it open."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _CLAIMS = ("gradient_accumulation_steps", "gradient_clipping")
 
 
 def with_settings(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The arguments of a ``Trainer``, completed by the settings that this process was started with.
+    """The arguments of a `Trainer`, completed by the settings that this process was started with.
 
     Args:
-        given: the arguments; what is ``None`` or ``"auto"`` is open.
+        given: the arguments; what is `None` or `"auto"` is open.
 
     Returns:
         The arguments, and what was taken from where, to be said when the processes have met; empty if nothing was.
@@ -65,7 +65,7 @@ def _precision(strategy: Any, precision: str) -> dict[str, Any]:
 
 
 def _compilation(settings: Settings, made: dict[str, Any]) -> list[str]:
-    """What the settings say of ``torch.compile``, in words.
+    """What the settings say of `torch.compile`, in words.
 
     Raises:
         ConfigurationError: the backend is unknown, or does not work with the strategy that the settings make.
@@ -81,7 +81,7 @@ def _compilation(settings: Settings, made: dict[str, Any]) -> list[str]:
 
 
 def attribute_errors(given: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Within it an error names the settings, where they say what a ``Trainer`` was not told.
+    """Within it an error names the settings, where they say what a `Trainer` was not told.
 
     Args:
         given: its arguments.
@@ -92,7 +92,7 @@ def attribute_errors(given: Mapping[str, Any]) -> AbstractContextManager[None]:
 
 
 def _place(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
-    """What the settings say of where to run, apart from what :meth:`Settings.plugin` says."""
+    """What the settings say of where to run, apart from what `Settings.plugin` says."""
     taken: dict[str, Any] = {}
     accelerator, name = given["accelerator"], settings.strategy
     if accelerator == "auto" and settings.get("use_cpu"):
@@ -144,7 +144,7 @@ def _made(plugin: Plugin, arguments: dict[str, Any], short: bool) -> Any:
 
 
 def compiled(module: Any) -> Any:
-    """The module out of ``torch.compile``, if the settings ask for that and the user has not done it."""
+    """The module out of `torch.compile`, if the settings ask for that and the user has not done it."""
     settings = inherited_settings()
     if settings.get("dynamo_backend") is None or not isinstance(module, TrainModule):
         return module

@@ -1,4 +1,4 @@
-"""One run from set-up to tear-down, in order and whatever happens: what ``Trainer``'s four verbs share."""
+"""One run from set-up to tear-down, in order and whatever happens: what `Trainer`'s four verbs share."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def running(
 ) -> Iterator[Run]:
     """Within it the trainer has a new run, with the module and its callbacks; afterwards all that the run took is released.
 
-    The order: ``configure_callbacks``, the body, ``teardown``. The body begins with :func:`set_up`; a fit finds the checkpoint
+    The order: `configure_callbacks`, the body, `teardown`. The body begins with `set_up`; a fit finds the checkpoint
     that it resumes from before that.
 
     Args:
@@ -126,7 +126,7 @@ def running(
         module: the user's.
         datamodule: the user's.
         *given: the loaders that the user passed.
-        signals: of :class:`interruptible`; default: signals are not noted.
+        signals: of `interruptible`; default: signals are not noted.
     """
     if trainer.stage is not None:
         raise ConfigurationError(
@@ -189,7 +189,7 @@ def _log_folders(run: Run) -> Any:
 
 
 def _uncompiled(module: Any) -> tuple[Any, Callable[..., Any] | None]:
-    """The module inside ``torch.compile(module)``, and what compiles its steps in the same way."""
+    """The module inside `torch.compile(module)`, and what compiles its steps in the same way."""
     inner = getattr(module, "_orig_mod", None)
     return (module, None) if inner is None else (inner, module.dynamo_ctx)
 
@@ -259,7 +259,7 @@ def _attach(trainer: Trainer, module: TrainModule, datamodule: DataModule | None
 
 
 def set_up(trainer: Trainer, run: Run) -> None:
-    """Set up the run: log folders, ``prepare_data``, ``setup``, ``configure_model``, the module on its device."""
+    """Set up the run: log folders, `prepare_data`, `setup`, `configure_model`, the module on its device."""
     stage, module, strategy = run.progress.stage, run.module, run.strategy
     assert stage is not None
     share_log_folders(run, _log_folders(run))

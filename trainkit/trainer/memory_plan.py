@@ -1,4 +1,4 @@
-"""``trainer.plan(module)``: the memory estimate of a trainer's run, made without its data and without parameters' values."""
+"""`trainer.plan(module)`: the memory estimate of a trainer's run, made without its data and without parameters' values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_plan(
     device_memory: int | str | None,
     host_memory: int | str | None,
 ) -> MemoryPlan:
-    """As of :meth:`trainkit.Trainer.plan`."""
+    """As of `trainkit.Trainer.plan`."""
     contents = contents_of_module(trainer, module)
     late = next(module.parameters(), None) is None
     start = sum(p.nbytes for p in (contents.weights if late else module.parameters()))
@@ -46,7 +46,7 @@ def contents_of_module(trainer: Trainer, module: TrainModule) -> Contents:
 
     Raises:
         ModuleError: it is no TrainModule, or has no parameters.
-        MissingMethodError: it has no ``configure_optimizers``.
+        MissingMethodError: it has no `configure_optimizers`.
         OptimizerError: what that returns is wrong.
     """
     module = getattr(module, "_orig_mod", module)
@@ -76,7 +76,7 @@ def contents_of_module(trainer: Trainer, module: TrainModule) -> Contents:
 
 
 def _own(returned: Any, twin: nn.Module) -> Any:
-    """What ``configure_optimizers`` returned, over the twin's parameters where it took the module's from a list."""
+    """What `configure_optimizers` returned, over the twin's parameters where it took the module's from a list."""
     made = vars(twin)["_placeholders"]
     found = returned if isinstance(returned, list | tuple) else [returned]
     for one in found:

@@ -27,7 +27,7 @@ def check_monitors(run: Run, logged: Collection[str] | None) -> None:
 
     Args:
         run: the run.
-        logged: what validation logged in the sanity check; ``None``: this fit has no validation.
+        logged: what validation logged in the sanity check; `None`: this fit has no validation.
     """
     reason = why_no_validation(run.module.trainer) if logged is None else None
     for owner, monitor in _monitors(run):

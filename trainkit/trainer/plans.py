@@ -37,10 +37,10 @@ class FitPlan:
         backward: of a loss.
         step: of the optimizer.
         zero_grad: of the optimizer.
-        pad: called instead of ``training_step`` for a micro-batch without data on this rank.
+        pad: called instead of `training_step` for a micro-batch without data on this rank.
         schedulers: those that the loop advances.
-        profiler: measures the steps; ``None``: there is none.
-        validate_every: validate after this many micro-batches; ``None``: at the end of an epoch.
+        profiler: measures the steps; `None`: there is none.
+        validate_every: validate after this many micro-batches; `None`: at the end of an epoch.
     """
 
     loader: PreparedLoader
@@ -60,11 +60,11 @@ class FitPlan:
 
     @property
     def length(self) -> int | None:
-        """Micro-batches of an epoch, ``None`` if only its end tells."""
+        """Micro-batches of an epoch, `None` if only its end tells."""
         return self.loader.length
 
     def micro_batches(self, epoch: int, start: int) -> Iterator[MicroBatch]:
-        """The micro-batches of an epoch, from index ``start`` on."""
+        """The micro-batches of an epoch, from index `start` on."""
         found = self.loader.iterate(epoch, start)
         return found if self.profiler is None else self.profiler.iterated("next training batch", found)
 
@@ -88,12 +88,12 @@ class EvaluationPlan:
         name: "validation", "test" or "predict", as in the names of the hooks.
         loaders: one or more.
         step: called with (batch, batch_idx, dataloader_idx).
-        metrics: where ``log`` goes.
+        metrics: where `log` goes.
         logs: metrics may be logged (not in prediction).
         keeps: outputs are kept (prediction).
         count: batches of this stage since the run began, the step of what is logged by batch.
-        began: what ``count`` was when the evaluation that is running began.
-        loaders_of: metric in ``results`` → the loaders in whose batches it was logged, ``[]`` if outside of batches.
+        began: what `count` was when the evaluation that is running began.
+        loaders_of: metric in `results` → the loaders in whose batches it was logged, `[]` if outside of batches.
         uneven: the batches of a loader are being worked on, and some process has fewer than others, or may have.
     """
 

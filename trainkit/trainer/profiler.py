@@ -20,14 +20,14 @@ __all__ = ["AdvancedProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler", 
 
 
 class Profiler:
-    """Base class: subclass it and define :meth:`profile` and :meth:`summary`.
+    """Base class: subclass it and define `profile` and `summary`.
 
     Raises:
         MissingMethodError: one of the two is called and not defined.
     """
 
     def start(self, directory: Path) -> None:
-        """A run begins; ``directory`` is where files may be written."""
+        """A run begins; `directory` is where files may be written."""
 
     def stop(self) -> None:
         """The run has ended."""
@@ -36,7 +36,7 @@ class Profiler:
         """A micro-batch of training is done."""
 
     def profile(self, action: str) -> AbstractContextManager[None]:
-        """Within it ``action`` happens."""
+        """Within it `action` happens."""
         raise MissingMethodError(
             f"{type(self).__name__}: expected a method profile(self, action), found none. Fix:\n"
             "    @contextlib.contextmanager\n    def profile(self, action): yield"
@@ -50,7 +50,7 @@ class Profiler:
         )
 
     def wrapped(self, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, profiled as ``action``."""
+        """`function`, profiled as `action`."""
 
         @wraps(function, assigned=(), updated=())
         def profiled(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ class Profiler:
         return profiled
 
     def iterated(self, action: str, iterator: Iterator[Any]) -> Iterator[Any]:
-        """The items of an iterator, the taking of each profiled as ``action``."""
+        """The items of an iterator, the taking of each profiled as `action`."""
         while True:
             with self.profile(action):
                 try:
@@ -102,7 +102,7 @@ class SimpleProfiler(Profiler):
 
 
 class AdvancedProfiler(Profiler):
-    """Python's ``cProfile`` over the whole run; the summary has the functions with the most time of their own.
+    """Python's `cProfile` over the whole run; the summary has the functions with the most time of their own.
 
     Args:
         lines: functions in the summary.
@@ -123,7 +123,7 @@ class AdvancedProfiler(Profiler):
 
     @contextmanager
     def profile(self, action: str) -> Iterator[None]:
-        """``cProfile`` sees every call by itself."""
+        """`cProfile` sees every call by itself."""
         yield
 
     def summary(self) -> str:
@@ -134,7 +134,7 @@ class AdvancedProfiler(Profiler):
 
 
 class PyTorchProfiler(Profiler):
-    """``torch.profiler`` over a few micro-batches of training; writes a Chrome trace, ``trace.json``.
+    """`torch.profiler` over a few micro-batches of training; writes a Chrome trace, `trace.json`.
 
     Args:
         wait: micro-batches skipped at the start.
@@ -190,7 +190,7 @@ _NAMES: dict[str, type[Profiler]] = {
 
 
 def make_profiler(profiler: str | Profiler | None) -> Profiler | None:
-    """The profiler of a name (``"simple"``, ``"advanced"``, ``"pytorch"``), or the object itself.
+    """The profiler of a name (`"simple"`, `"advanced"`, `"pytorch"`), or the object itself.
 
     Raises:
         UnknownNameError: another name.

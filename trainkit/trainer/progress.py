@@ -1,6 +1,6 @@
-"""``RunProgress``: the one place for the state of a run: its counters, the phase of its step, and what it has been asked for.
+"""`RunProgress`: the one place for the state of a run: its counters, the phase of its step, and what it has been asked for.
 
-``Trainer`` owns it and shows its values as properties. The loops, the due dates, saving, resume and the step's flags read and
+`Trainer` owns it and shows its values as properties. The loops, the due dates, saving, resume and the step's flags read and
 write it; nothing of it is kept anywhere else.
 """
 
@@ -28,11 +28,11 @@ class Phase(str, Enum):
 
 
 class Stop(Enum):
-    """How far a stop request has come. Each transition has one writer, a method of :class:`RunProgress`."""
+    """How far a stop request has come. Each transition has one writer, a method of `RunProgress`."""
 
     RUNNING = "running"
     REQUESTED = "requested"
-    """Some rank had ``should_stop`` set when the last optimizer step ended, and all ranks know."""
+    """Some rank had `should_stop` set when the last optimizer step ended, and all ranks know."""
     STOPPING = "stopping"
     """Training ends with the current step."""
     STOPPED = "stopped"
@@ -57,7 +57,7 @@ class RunProgress:
     """The state of one run. A fit begins with a new one; an evaluation keeps the counters of the fit before it.
 
     Attributes:
-        stage: "fit", "validate", "test" or "predict"; ``None`` outside a run.
+        stage: "fit", "validate", "test" or "predict"; `None` outside a run.
         sanity_checking: the few validation batches before training are running.
         validating: a validation is running.
         global_step: number of optimizer steps so far.
@@ -66,21 +66,21 @@ class RunProgress:
         epoch_start: the micro-batch that the epoch begins with; not 0 in an epoch that was resumed.
         batches_done: micro-batches of the epoch whose accumulation windows are complete, logged and validated.
         steps_done: the accelerator's count of optimizer steps at that point.
-        first_step: ``global_step`` when this fit began.
+        first_step: `global_step` when this fit began.
         phase: which part of the current optimizer step is done.
         epoch_complete: the epoch whose end is running counts: it was not left for a stop.
         should_log: the open accumulation window ends in a log boundary.
-        should_stop: this rank requests a stop (``trainer.should_stop``).
+        should_stop: this rank requests a stop (`trainer.should_stop`).
         stop: how far a stop request has come.
         safe_point_due: a save or a signal waits for the next safe point.
-        next_save_step: as ``safe_point_due``, from this ``global_step`` on.
-        validations: how many times the validation interval has been reached, in this epoch or since ``earlier_batches`` was 0.
+        next_save_step: as `safe_point_due`, from this `global_step` on.
+        validations: how many times the validation interval has been reached, in this epoch or since `earlier_batches` was 0.
         earlier_batches: micro-batches of earlier epochs, where the validation interval counts across epochs.
         surplus: how many micro-batches this epoch is longer than others, because it was resumed on another number of
             processes at a position that is not a multiple of it.
-        validation_start: what a running validation began with; ``None`` outside one.
-        computed: metric → ``global_step`` at which its value of an epoch or an evaluation was computed.
-        tried_to_learn: ``training_step`` has returned a loss or, under manual optimization, stepped an optimizer.
+        validation_start: what a running validation began with; `None` outside one.
+        computed: metric → `global_step` at which its value of an epoch or an evaluation was computed.
+        tried_to_learn: `training_step` has returned a loss or, under manual optimization, stepped an optimizer.
         warned_of_no_step: the user was warned that a whole epoch made no optimizer step.
     """
 

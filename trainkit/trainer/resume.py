@@ -85,10 +85,10 @@ def begin_resume(
     Args:
         run: the fit.
         saves: its saves.
-        ckpt_path: which one; ``None``: a fresh start.
+        ckpt_path: which one; `None`: a fresh start.
         wanted: the parts to be restored; what cannot be is taken out.
         chosen: the user has named the parts.
-        strict: as of :func:`restore_fit`.
+        strict: as of `restore_fit`.
     """
     world, key = run.strategy.world, f"run/{next(_FITS)}"
     run.found = None
@@ -137,7 +137,7 @@ def _use_folders(run: Run, saves: SavePolicy, places: Places) -> Enter | None:
     """Lock the folders that callbacks were given, so that no other run removes what is being read.
 
     Returns:
-        What continues in the folder of a run; ``None`` if all callbacks were given folders, or there are none.
+        What continues in the folder of a run; `None` if all callbacks were given folders, or there are none.
     """
     callbacks: list[Any] = [] if run.arguments.fast_dev_run else list(run.checkpoint_callbacks)
     if callbacks:
@@ -283,7 +283,7 @@ def restore_fit(run: Run, plan: FitPlan, wanted: set[str], overrides: Mapping[st
 
 
 def _ask_hooks(run: Run, loaded: Loaded) -> dict[str, Any]:
-    """Show the checkpoint to the hooks before it is loaded; they may change ``state_dict``."""
+    """Show the checkpoint to the hooks before it is loaded; they may change `state_dict`."""
     manifest = loaded.manifest
     seen = shown(manifest.epoch, manifest.step, dict(loaded.tensors["model"]), loaded.state)
     run.hooks.run("on_load_checkpoint", seen)
@@ -291,7 +291,7 @@ def _ask_hooks(run: Run, loaded: Loaded) -> dict[str, Any]:
 
 
 def load_weights(run: Run, ckpt_path: str | os.PathLike[str], strict: bool = True) -> None:
-    """The model's weights only, for an evaluation; ``strict`` as of :func:`restore_fit`."""
+    """The model's weights only, for an evaluation; `strict` as of `restore_fit`."""
     found = find_checkpoint(_searcher(run), ckpt_path, checkpoint_places(run), whole=False)
     if found is None:
         return

@@ -1,4 +1,4 @@
-"""``Run``: what one run of a ``Trainer`` is made of. The loops, saving and resume take it instead of the Trainer."""
+"""`Run`: what one run of a `Trainer` is made of. The loops, saving and resume take it instead of the Trainer."""
 
 from __future__ import annotations
 
@@ -47,45 +47,45 @@ class Run:
     """What a run is made of.
 
     A Trainer has a new one for each run. That of a fit begins from step 0; that of an evaluation takes over the progress, the
-    optimizers and the saves of the fit before it, so that ``trainer.global_step`` and ``save_checkpoint`` continue to work.
-    Setting up fills it in. From then on what changes is in ``progress``.
+    optimizers and the saves of the fit before it, so that `trainer.global_step` and `save_checkpoint` continue to work.
+    Setting up fills it in. From then on what changes is in `progress`.
 
     Attributes:
         arguments: of the Trainer.
         strategy: where it runs.
-        engine: the ``Accelerator``, whose verbs the loops call.
+        engine: the `Accelerator`, whose verbs the loops call.
         seed: of order, augmentation and dropout.
         seed_given: the user chose the seed.
-        inference_mode: evaluate under ``torch.inference_mode``.
-        callbacks: those that are attached, with those of the module's ``configure_callbacks``.
+        inference_mode: evaluate under `torch.inference_mode`.
+        callbacks: those that are attached, with those of the module's `configure_callbacks`.
         loggers: of the Trainer.
-        profiler: measures the steps; ``None``: there is none.
+        profiler: measures the steps; `None`: there is none.
         accumulation: number of micro-batches in an accumulation window.
         progress: counters, phase, and what the run has been asked for.
         signals: what the process has received.
         hooks: what is called for which hook.
         results: the latest values of all metrics.
-        given_module: the user's module; ``None`` before the first run. See :attr:`module`.
+        given_module: the user's module; `None` before the first run. See `module`.
         fitted: the module of the last fit.
         datamodule: the data module, if there is one.
-        compiler: compiles the steps, if the user passed a module from ``torch.compile``.
-        given_loaders: what ``fit`` was passed for training and validation.
+        compiler: compiles the steps, if the user passed a module from `torch.compile`.
+        given_loaders: what `fit` was passed for training and validation.
         train_source: the training loader as the user passed or defined it.
         evaluation_sources: the loaders of each evaluation, by name, as the user passed or defined them.
         loaded_in: epoch in which the training loader was asked for last.
         val_loaded_in: epoch in which the validation loaders were asked for last.
         optimizers: of the fit.
         schedulers: of the fit.
-        train_loader: the training batches; ``None`` before a fit is set up.
-        validation: the validation within a fit; ``None``: there is none.
+        train_loader: the training batches; `None` before a fit is set up.
+        validation: the validation within a fit; `None`: there is none.
         evaluation: the evaluation that is running.
         plans: all evaluations of this run, by name.
         saves: saves the checkpoints of the fit.
         found: the checkpoint to resume from, until it is restored.
         wrapped_module: what the strategy made of the module.
         due: when the run logs, validates and ends.
-        train_metrics: where ``self.log`` goes in training.
-        metrics: where ``self.log`` goes now: an evaluation has a store of its own.
+        train_metrics: where `self.log` goes in training.
+        metrics: where `self.log` goes now: an evaluation has a store of its own.
     """
 
     arguments: TrainerArguments
@@ -137,7 +137,7 @@ class Run:
         return cls(arguments, strategy, engine, chosen, seed_was_given(seed), accumulation=accumulation)
 
     def metric_store(self, results: MetricResults) -> MetricStore:
-        """A store of metrics whose latest values go to ``results``."""
+        """A store of metrics whose latest values go to `results`."""
         return MetricStore(self.emit, results, compiled=self.compiler is not None, world=self.strategy.data_world)
 
     @property
@@ -169,7 +169,7 @@ class Run:
             self.progress.safe_point_due = True
 
     def manual_backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """:meth:`trainkit.TrainModule.manual_backward`."""
+        """`trainkit.TrainModule.manual_backward`."""
         self.hooks.run("on_before_backward", loss)
         backward = self.engine.backward if self.profiler is None else self.profiler.wrapped("backward", self.engine.backward)
         backward(loss, **kwargs)
@@ -187,18 +187,18 @@ class Run:
 
     @property
     def torch_optimizers(self) -> list[Optimizer]:
-        """Torch's optimizers, as ``configure_optimizers`` returned them."""
+        """Torch's optimizers, as `configure_optimizers` returned them."""
         return [prepared.optimizer for prepared in self.optimizers]
 
     @property
     def checkpoint_callbacks(self) -> list[Any]:
-        """Every ``ModelCheckpoint``."""
+        """Every `ModelCheckpoint`."""
         kind = load_callback("model_checkpoint")
         return [callback for callback in self.callbacks if isinstance(callback, kind)]
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """The latest value of each metric, as callbacks see them: see ``Trainer.callback_metrics``."""
+        """The latest value of each metric, as callbacks see them: see `Trainer.callback_metrics`."""
         values, evaluated = dict(self.results.callback), self.results.evaluated
         if self.progress.stage is not None and self.evaluation is None:  # an evaluation has no value before its end
             values.update((name, value) for name, value in self.metrics.step_values().items() if name not in evaluated)

@@ -1,7 +1,7 @@
 """The folder of a run: where it saves its checkpoints by default, and where those of earlier runs are looked for.
 
-Each run has a folder of its own: that of its first logger that writes files, ``<save_dir>/<name>/version_N``, or
-``<default_root_dir>/version_N`` if no logger has one. Its checkpoints are in the folder ``checkpoints`` inside it. A resumed
+Each run has a folder of its own: that of its first logger that writes files, `<save_dir>/<name>/version_N`, or
+`<default_root_dir>/version_N` if no logger has one. Its checkpoints are in the folder `checkpoints` inside it. A resumed
 run continues in the folder of the run that it resumes.
 """
 
@@ -28,9 +28,9 @@ class Places(NamedTuple):
     """Where checkpoints are looked for.
 
     Attributes:
-        told: the folders that callbacks were told to save to (``dirpath``).
-        runs: the checkpoint folders of all runs that ``"auto"``, ``"last"`` and ``"best"`` may mean.
-        below: what ``runs`` were looked for in, for messages.
+        told: the folders that callbacks were told to save to (`dirpath`).
+        runs: the checkpoint folders of all runs that `"auto"`, `"last"` and `"best"` may mean.
+        below: what `runs` were looked for in, for messages.
     """
 
     told: list[Path]
@@ -72,11 +72,11 @@ def choose_folder(run: Run) -> Path:
 
 
 def checkpoint_places(run: Run) -> Places:
-    """Where ``"auto"``, ``"last"`` and ``"best"`` look: where this run saves, and the folders of earlier runs.
+    """Where `"auto"`, `"last"` and `"best"` look: where this run saves, and the folders of earlier runs.
 
     An experiment whose logger was given a name, or a run whose logger was given a version, is looked for under that name only:
     the folds of a cross-validation, for example, must not continue each other. What versions of trainkit before run folders
-    wrote to ``<default_root_dir>/checkpoints`` counts where there is nothing else.
+    wrote to `<default_root_dir>/checkpoints` counts where there is nothing else.
     """
     callbacks: list[Any] = list(run.checkpoint_callbacks)
     told = [Path(own) for callback in callbacks if (own := callback.given_dirpath) is not None]
@@ -114,7 +114,7 @@ def shown_folders(run: Run) -> list[str]:
 
 
 def folder_of_run(world: World, runs: list[Path], run_id: str) -> Path | None:
-    """The folder among ``runs`` that holds checkpoints of a run; collective."""
+    """The folder among `runs` that holds checkpoints of a run; collective."""
 
     def find() -> str | None:
         if not world.is_main:

@@ -1,13 +1,13 @@
-"""``SafePoints``: the protocol by which a fit saves, stops and obeys signals: request, agree over all ranks, carry out.
+"""`SafePoints`: the protocol by which a fit saves, stops and obeys signals: request, agree over all ranks, carry out.
 
 A safe point is the end of an optimizer step, when its logging, validation and schedulers are done.
 
-1. *Request.* Hooks ask for a save with :meth:`~SafePoints.request` and :meth:`~SafePoints.every_n_steps`, timers with
-   :meth:`~SafePoints.every`, users for a stop with ``trainer.should_stop``, the system for the end with a signal.
+1. *Request.* Hooks ask for a save with `request` and `every_n_steps`, timers with
+   `every`, users for a stop with `trainer.should_stop`, the system for the end with a signal.
 2. *Agree.* Over several ranks the *step flags* tell the ranks of each other's requests: one small vector for each optimizer
    step, reduced by its largest values. It is sent at the end of step k and read at the end of step k + 1, so that no rank
    waits for it. At the end of a validation or an epoch it is sent and read at once.
-3. *Carry out.* :meth:`~SafePoints.carry_out` does what has been requested, on all ranks after the same step.
+3. *Carry out.* `carry_out` does what has been requested, on all ranks after the same step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SafePoints:
 
     Args:
         run: the fit.
-        report_failures: called at a safe point, to raise or warn of saves that failed in the writer's thread; with ``True`` if
+        report_failures: called at a safe point, to raise or warn of saves that failed in the writer's thread; with `True` if
             it must wait for the save in flight, as on another rank it has failed.
     """
 
@@ -60,17 +60,17 @@ class SafePoints:
     # -------------------------------------------------------------------------------------------------------- request
 
     def request(self, act: Callable[[], None]) -> None:
-        """Call ``act`` at the next safe point; from any hook. From another thread with one process only."""
+        """Call `act` at the next safe point; from any hook. From another thread with one process only."""
         self._requests.append(act)
         self._run.progress.safe_point_due = True
 
     def every_n_steps(self, n: int, act: Callable[[], None]) -> None:
-        """Call ``act`` at the safe point after every n-th optimizer step."""
+        """Call `act` at the safe point after every n-th optimizer step."""
         self._by_steps.append((n, act))
         self._run.progress.next_save_step = 0  # computed at the first safe point
 
     def every(self, interval: timedelta, act: Callable[[], None]) -> None:
-        """Call ``act`` at the first safe point after each interval."""
+        """Call `act` at the first safe point after each interval."""
         self._by_time.append((interval, act))
         self._start_timer(len(self._by_time))
 
@@ -118,7 +118,7 @@ class SafePoints:
         """At the end of a validation or an epoch: a stop that any rank requests counts on all ranks from here on.
 
         Raises:
-            ConfigurationError, MetricError: as :meth:`agree`.
+            ConfigurationError, MetricError: as `agree`.
         """
         if self._several:
             self._read_flags()

@@ -1,4 +1,4 @@
-"""``SavePolicy``: what and where a fit saves, and what happens when that fails. When it saves: ``safe_points``."""
+"""`SavePolicy`: what and where a fit saves, and what happens when that fails. When it saves: `safe_points`."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class SavePolicy:
         failed: Callable[[Exception], None] | None = None,
         before_capture: Callable[[Path], None] | None = None,
     ) -> Path:
-        """Save to a folder of :meth:`use_folder`, under ``name`` or, if that is taken, ``name-v1``, …
+        """Save to a folder of `use_folder`, under `name` or, if that is taken, `name-v1`, …
 
         Args:
             folder: where.
@@ -177,7 +177,7 @@ class SavePolicy:
             blocking: return when it is committed.
             replace: a checkpoint of that name is replaced once the new one is complete.
             committed: called after the commit, in the writer's thread.
-            failed: called in this thread, later if not ``blocking``, when it could not be written.
+            failed: called in this thread, later if not `blocking`, when it could not be written.
             before_capture: called with the path before the state is taken.
 
         Returns:
@@ -217,7 +217,7 @@ class SavePolicy:
         self._saver.wait()
 
     def _report_failures(self, wait: bool) -> None:
-        """Report saves that have failed in the writer's thread; with ``wait`` also the one in flight."""
+        """Report saves that have failed in the writer's thread; with `wait` also the one in flight."""
         if wait:
             self._saver.wait()
         else:
@@ -245,7 +245,7 @@ class SavePolicy:
         """Save to a path of the user's; a checkpoint that is there is replaced once the new one is complete.
 
         Raises:
-            CheckpointError: something else is at ``path``; or ``blocking``, and it cannot be written.
+            CheckpointError: something else is at `path`; or `blocking`, and it cannot be written.
         """
         self._saver.wait()
         if not blocking:  # an error of the call is raised by the call, not at a later step
@@ -296,7 +296,7 @@ class SavePolicy:
         return run.progress.global_step, run.progress.current_epoch, run.progress.batches_consumed, run.progress.phase
 
     def why_not_savable(self, exception: BaseException) -> str | None:
-        """Why a checkpoint of this moment would be of no use, after an error, or cannot be; ``None`` if it would be."""
+        """Why a checkpoint of this moment would be of no use, after an error, or cannot be; `None` if it would be."""
         run = self._run
         if run.signals.twice:
             return "Ctrl-C came twice"

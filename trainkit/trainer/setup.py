@@ -44,7 +44,7 @@ def refuse_incomplete(module: TrainModule, stage: str, has_optimizer: bool) -> N
     Args:
         module: the user's.
         stage: "fit", "validate", "test" or "predict".
-        has_optimizer: ``configure_optimizers`` may be missing.
+        has_optimizer: `configure_optimizers` may be missing.
 
     Raises:
         MissingMethodError: with the definition that is missing.
@@ -105,7 +105,7 @@ def fit_plan(run: Run, loader: PreparedLoader, safe_points: SafePoints) -> FitPl
 
 
 def _optimizers(run: Run) -> tuple[list[PreparedOptimizer], list[SchedulerConfig]]:
-    """What ``configure_optimizers`` returns, prepared."""
+    """What `configure_optimizers` returns, prepared."""
     module = run.module
     optimizers, schedulers = read_optimizers(run.strategy.configure_optimizers(module), module, module.automatic_optimization)
     prepared = run.engine.prepare(*optimizers) if optimizers else ()
@@ -153,7 +153,7 @@ def _refuse_under_manual(run: Run) -> None:
 def validate_every(run: Run, loader: PreparedLoader) -> int | None:
     """Micro-batches between validations.
 
-    ``None`` where nothing is validated, where the end of the epoch tells, or where optimizer steps are counted.
+    `None` where nothing is validated, where the end of the epoch tells, or where optimizer steps are counted.
     """
     arguments, length, exact = run.arguments, loader.length, loader.exact
     interval = arguments.val_check_interval
@@ -178,7 +178,7 @@ def validate_every(run: Run, loader: PreparedLoader) -> int | None:
 
 
 def refresh_train_loader(run: Run, plan: FitPlan) -> FitPlan:
-    """Ask for the training loader again if ``reload_dataloaders_every_n_epochs`` says so; returns the plan with it."""
+    """Ask for the training loader again if `reload_dataloaders_every_n_epochs` says so; returns the plan with it."""
     every, epoch = run.arguments.reload_dataloaders_every_n_epochs, run.progress.current_epoch
     if not every or epoch == run.loaded_in or epoch % every:
         return plan
@@ -188,7 +188,7 @@ def refresh_train_loader(run: Run, plan: FitPlan) -> FitPlan:
 
 
 def refresh_validation(run: Run) -> None:
-    """Ask for the validation loaders of a fit again if ``reload_dataloaders_every_n_epochs`` says so."""
+    """Ask for the validation loaders of a fit again if `reload_dataloaders_every_n_epochs` says so."""
     every, plan, epoch = run.arguments.reload_dataloaders_every_n_epochs, run.validation, run.progress.current_epoch
     if not every or plan is None or epoch // every == run.val_loaded_in // every:
         return
@@ -201,7 +201,7 @@ def refresh_validation(run: Run) -> None:
 
 
 def evaluation_plan(run: Run, name: str, given: Any, *, sanity: bool = False, keeps: bool = True) -> EvaluationPlan | None:
-    """The plan of an evaluation, kept in ``run.plans``; ``None`` if there is no data or no step for it.
+    """The plan of an evaluation, kept in `run.plans`; `None` if there is no data or no step for it.
 
     Args:
         run: the run.
@@ -212,7 +212,7 @@ def evaluation_plan(run: Run, name: str, given: Any, *, sanity: bool = False, ke
 
     Raises:
         EmptyLoaderError: a loader has no batch.
-        HookError: several loaders, and the step does not take ``dataloader_idx``.
+        HookError: several loaders, and the step does not take `dataloader_idx`.
     """
     key = "sanity" if sanity else name
     run.plans[key] = None
@@ -235,10 +235,10 @@ def _with_arguments(
 ) -> Callable[..., Any]:
     """The step, to be called with all arguments, however few of them the user's method takes.
 
-    With one loader a method that would take ``dataloader_idx`` only into its ``*args`` does not get it.
+    With one loader a method that would take `dataloader_idx` only into its `*args` does not get it.
 
     Raises:
-        HookError: it cannot be called, or there are several loaders and it does not take ``dataloader_idx``.
+        HookError: it cannot be called, or there are several loaders and it does not take `dataloader_idx`.
     """
     signature = inspect.signature(getattr(module, name))
     for count in range(len(arguments), 0, -1):

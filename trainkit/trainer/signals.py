@@ -22,7 +22,7 @@ _ONE = 1.0  # seconds within which a signal that comes again is the same one
 
 
 class Signals:
-    """Within it signals are noted, not obeyed; the loop looks at :attr:`received` when a step is complete.
+    """Within it signals are noted, not obeyed; the loop looks at `received` when a step is complete.
 
     Handlers can be set in the main thread only; elsewhere nothing is changed. Those that were there before are called too
     and are restored at the end. A second signal ends the process at once. One that came to another process only is none in

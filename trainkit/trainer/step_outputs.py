@@ -1,4 +1,4 @@
-"""What ``training_step`` returned: the loss in it, and what ``on_train_batch_end`` gets."""
+"""What `training_step` returned: the loss in it, and what `on_train_batch_end` gets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["check_loss", "detached", "loss_in"]
 
 
 def loss_in(outputs: Any) -> Tensor | None:
-    """The loss in the dict that ``training_step`` returned.
+    """The loss in the dict that `training_step` returned.
 
     Raises:
         LossError: it is no dict with a loss.
@@ -29,7 +29,7 @@ def loss_in(outputs: Any) -> Tensor | None:
 
 
 def check_loss(loss: Tensor) -> None:
-    """Raise a ``LossError`` for a loss that cannot be trained on."""
+    """Raise a `LossError` for a loss that cannot be trained on."""
     if loss.numel() != 1:
         raise LossError(
             f"training_step must return a scalar loss, not a tensor of shape {tuple(loss.shape)}. Return its mean: "
@@ -43,7 +43,7 @@ def check_loss(loss: Tensor) -> None:
 
 
 def detached(outputs: Any) -> Any:
-    """What ``on_train_batch_end`` gets: the outputs as a dict, the loss without its graph."""
+    """What `on_train_batch_end` gets: the outputs as a dict, the loss without its graph."""
     if isinstance(outputs, Tensor):
         return {"loss": outputs.detach()}
     if isinstance(outputs, dict) and isinstance(outputs.get("loss"), Tensor):

@@ -16,8 +16,8 @@ def torch_flags(deterministic: bool | str | None, benchmark: bool | None, detect
     """Within it torch's switches are as the Trainer was told; afterwards as they were.
 
     Args:
-        deterministic: ``True`` makes torch raise on nondeterministic kernels, ``"warn"`` warn; ``None`` leaves it alone.
-        benchmark: cuDNN chooses kernels by trying; ``None`` leaves it alone, but deterministic turns it off.
+        deterministic: `True` makes torch raise on nondeterministic kernels, `"warn"` warn; `None` leaves it alone.
+        benchmark: cuDNN chooses kernels by trying; `None` leaves it alone, but deterministic turns it off.
         detect_anomaly: autograd names the forward operation of a NaN gradient (slow).
     """
     before = _deterministic()

@@ -1,13 +1,15 @@
-"""The training loop: plain functions over the verbs of the ``Accelerator``.
+"""The training loop: plain functions over the verbs of the `Accelerator`.
 
-::
+:
 
-    train_epoch:            on_train_epoch_start
-        run_micro_batch:    on_train_batch_start; forward; backward            for each micro-batch of the loader
-        close_window:       on_before_optimizer_step; clip; optimizer step; schedulers      after the last of a window
-        end_micro_batch:    on_train_batch_end
-        safe_point:         log; validate; save; obey signals                  after the last of a window
-    finish_epoch:           on_train_epoch_end; save
+```python
+train_epoch:            on_train_epoch_start
+    run_micro_batch:    on_train_batch_start; forward; backward            for each micro-batch of the loader
+    close_window:       on_before_optimizer_step; clip; optimizer step; schedulers      after the last of a window
+    end_micro_batch:    on_train_batch_end
+    safe_point:         log; validate; save; obey signals                  after the last of a window
+finish_epoch:           on_train_epoch_end; save
+```
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ class OpenWindow:
     """What the loop keeps of the accumulation window between its first and its last micro-batch.
 
     Attributes:
-        had_loss: ``training_step`` has returned a loss in it, on this rank.
-        updates: the accelerator's number of optimizer steps before ``training_step`` was called last.
+        had_loss: `training_step` has returned a loss in it, on this rank.
+        updates: the accelerator's number of optimizer steps before `training_step` was called last.
     """
 
     __slots__ = ("had_loss", "updates")
@@ -76,7 +78,7 @@ def begin_training(run: Run, plan: FitPlan) -> None:
 
 
 def training_continues(run: Run) -> bool:
-    """Whether there is another epoch to train: ``max_epochs``, ``max_steps`` or ``should_stop`` end training."""
+    """Whether there is another epoch to train: `max_epochs`, `max_steps` or `should_stop` end training."""
     return run.progress.phase is not Phase.STEP or not run.due.training_ends  # the rest of a resumed step comes first
 
 
@@ -117,7 +119,7 @@ def train_epoch(run: Run, plan: FitPlan) -> None:
 
 
 def run_micro_batch(run: Run, plan: FitPlan, micro: MicroBatch, window: OpenWindow) -> Any:
-    """Run the hooks, the forward and the backward of one micro-batch; returns the outputs of ``training_step``."""
+    """Run the hooks, the forward and the backward of one micro-batch; returns the outputs of `training_step`."""
     engine, metrics, progress = run.engine, run.metrics, run.progress
     progress.batch_idx, metrics.batch = micro.index, micro.batch
     engine.accumulation.begin(micro)
@@ -166,7 +168,7 @@ def run_backward(run: Run, plan: FitPlan, loss: Tensor) -> None:
 def close_window(run: Run, plan: FitPlan, window: OpenWindow) -> bool:
     """Step the optimizer and the schedulers at the end of an accumulation window; returns whether there was a step.
 
-    Under manual optimization ``training_step`` has stepped the optimizers already.
+    Under manual optimization `training_step` has stepped the optimizers already.
     """
     engine, hooks = run.engine, run.hooks
     optimizer = plan.optimizer
@@ -338,7 +340,7 @@ def validate(run: Run, plan: FitPlan, at_end: bool = False) -> None:
 
 
 def advance_schedulers(run: Run, plan: FitPlan, interval: str, count: int) -> None:
-    """Advance the schedulers of an interval that are due after ``count`` steps or epochs."""
+    """Advance the schedulers of an interval that are due after `count` steps or epochs."""
     for config in plan.schedulers:
         due = config.interval == interval and count % config.frequency == 0
         if due and (interval == "epoch" or not config.reduce_on_plateau):

@@ -1,4 +1,4 @@
-"""``Trainer``: arguments → one run."""
+"""`Trainer`: arguments → one run."""
 
 from __future__ import annotations
 
@@ -64,31 +64,31 @@ _KNOWN = ("model", "dataloaders", "ckpt_path", "verbose", "datamodule", "strict"
 
 
 class Trainer:
-    """Runs a :class:`~trainkit.TrainModule`: ``fit``, ``validate``, ``test``, ``predict``. All arguments are keywords.
+    """Runs a `TrainModule`: `fit`, `validate`, `test`, `predict`. All arguments are keywords.
 
     **Where it runs**
 
     Args:
-        accelerator: ``"auto"``, ``"cpu"``, ``"gpu"`` (``"cuda"``), ``"mps"`` or ``"tpu"``.
-        devices: processes of a machine, one a device: a number, ``-1`` for all GPUs, or a list of GPUs. ``"auto"``: all GPUs in
+        accelerator: `"auto"`, `"cpu"`, `"gpu"` (`"cuda"`), `"mps"` or `"tpu"`.
+        devices: processes of a machine, one a device: a number, `-1` for all GPUs, or a list of GPUs. `"auto"`: all GPUs in
             a script, one in a notebook, one process on the CPU.
         num_nodes: machines.
-        strategy: ``"auto"``, ``"ddp"``, ``"zero1"`` to ``"zero3"``, ``"zero3_offload"``, ``"xla"``, or a
-            :class:`~trainkit.Strategy`.
+        strategy: `"auto"`, `"ddp"`, `"zero1"` to `"zero3"`, `"zero3_offload"`, `"xla"`, or a
+            `Strategy`.
         sync_batchnorm: BatchNorm takes its statistics over all processes (CUDA).
-        precision: ``"32-true"``, ``"64-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, or a
-            :class:`~trainkit.Precision`.
-        seed: of order, augmentation and dropout (default: the one given to ``seed_everything``, else torch's own).
-        deterministic: ``True``: torch raises on nondeterministic kernels; ``"warn"``: it warns.
+        precision: `"32-true"`, `"64-true"`, `"bf16-mixed"`, `"16-mixed"`, `"bf16-true"`, `"16-true"`, or a
+            `Precision`.
+        seed: of order, augmentation and dropout (default: the one given to `seed_everything`, else torch's own).
+        deterministic: `True`: torch raises on nondeterministic kernels; `"warn"`: it warns.
         benchmark: let cuDNN choose kernels by trying.
 
     **How long**
 
-        max_epochs: largest number of epochs; -1: no limit. Without it, ``max_steps`` and ``max_time``: 1000.
+        max_epochs: largest number of epochs; -1: no limit. Without it, `max_steps` and `max_time`: 1000.
         min_epochs: smallest number of epochs, also after a stop request.
         max_steps: largest number of optimizer steps; -1: no limit.
         min_steps: smallest number of optimizer steps.
-        max_time: ``"DD:HH:MM:SS"``, a ``timedelta`` or its arguments as a dict.
+        max_time: `"DD:HH:MM:SS"`, a `timedelta` or its arguments as a dict.
         fast_dev_run: try everything on one batch (or N), without loggers.
 
     **Batches and optimizer steps**
@@ -96,7 +96,7 @@ class Trainer:
         accumulate_grad_batches: micro-batches in an optimizer step (default: 1).
         global_batch_size: samples in an optimizer step; the accumulation follows from it.
         gradient_clip_val: largest norm, or absolute value, of the gradient.
-        gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+        gradient_clip_algorithm: `"norm"` or `"value"`.
         limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches (int) or a
             fraction (float).
         overfit_batches: train on these few batches, unshuffled, and validate on the same ones, whatever the validation loader.
@@ -106,22 +106,22 @@ class Trainer:
 
         val_check_interval: training batches between validations (int), or a fraction of an epoch (float).
         val_every_n_steps: optimizer steps between validations.
-        check_val_every_n_epoch: only in every n-th epoch; ``None``: an integer ``val_check_interval`` counts across epochs.
+        check_val_every_n_epoch: only in every n-th epoch; `None`: an integer `val_check_interval` counts across epochs.
         num_sanity_val_steps: validation batches before training, to find errors early; -1: all.
-        inference_mode: evaluate under ``torch.inference_mode``, else ``torch.no_grad``.
+        inference_mode: evaluate under `torch.inference_mode`, else `torch.no_grad`.
 
     **What is shown and kept**
 
-        logger: ``True`` (TensorBoard if installed, else CSV), ``False``, a logger, its name such as ``"mlflow"``, or a list.
+        logger: `True` (TensorBoard if installed, else CSV), `False`, a logger, its name such as `"mlflow"`, or a list.
         callbacks: a callback or a list.
-        default_root_dir: where logs and checkpoints go (default ``./trainkit_runs``); each run has a folder of its own.
+        default_root_dir: where logs and checkpoints go (default `./trainkit_runs`); each run has a folder of its own.
         log_every_n_steps: optimizer steps between log boundaries; 0: log epochs only.
-        enable_progress_bar: attach ``TQDMProgressBar``.
-        enable_model_summary: attach ``ModelSummary``.
-        enable_checkpointing: attach ``ModelCheckpoint``, unless ``callbacks`` has one: the two newest checkpoints are kept in
-            ``checkpoints`` in the folder of the run, written at the end of each epoch, every 30 minutes and when training ends.
+        enable_progress_bar: attach `TQDMProgressBar`.
+        enable_model_summary: attach `ModelSummary`.
+        enable_checkpointing: attach `ModelCheckpoint`, unless `callbacks` has one: the two newest checkpoints are kept in
+            `checkpoints` in the folder of the run, written at the end of each epoch, every 30 minutes and when training ends.
         slurm_requeue: after SIGTERM or SIGUSR1, when the checkpoint is written, ask SLURM to run the job again.
-        profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a ``Profiler``.
+        profiler: `"simple"`, `"advanced"`, `"pytorch"` or a `Profiler`.
         detect_anomaly: autograd names the forward operation of a NaN gradient (slow).
 
     Raises:
@@ -206,26 +206,26 @@ class Trainer:
 
         Args:
             model: what to train.
-            train_dataloaders: a ``DataLoader``, an iterable of batches, a dict or list of loaders (trained on together), or a
-                ``DataModule``.
+            train_dataloaders: a `DataLoader`, an iterable of batches, a dict or list of loaders (trained on together), or a
+                `DataModule`.
             val_dataloaders: one loader or a list.
             datamodule: instead of loaders.
-            ckpt_path: resume from a checkpoint: ``"auto"``, the newest good one of the runs of this module below
-                ``default_root_dir``, or a fresh start if there is none; ``"last"``, the same, but an error if there is none;
-                ``"best"``, that of ``ModelCheckpoint``; or a path. A damaged one is named and the next older one taken; one
+            ckpt_path: resume from a checkpoint: `"auto"`, the newest good one of the runs of this module below
+                `default_root_dir`, or a fresh start if there is none; `"last"`, the same, but an error if there is none;
+                `"best"`, that of `ModelCheckpoint`; or a path. A damaged one is named and the next older one taken; one
                 named by its path is an error.
             restore: only these parts of it, of "model", "optimizer", "scheduler", "scaler", "loop" (counters, position in the
                 data, metrics), "callbacks", "loggers" (default: all).
-            overrides: options of the optimizer to be put over the restored ones, such as ``{"lr": 1e-4}``; under a schedule
-                ``lr`` is what the schedule starts from, and what is left of it is scaled.
-            strict: names that are missing in the checkpoint or in the model are an error. ``False``: a notice lists them, and
+            overrides: options of the optimizer to be put over the restored ones, such as `{"lr": 1e-4}`; under a schedule
+                `lr` is what the schedule starts from, and what is left of it is scaled.
+            strict: names that are missing in the checkpoint or in the model are an error. `False`: a notice lists them, and
                 the optimizer starts without state for parameters that were not there. Other shapes are an error always.
 
         Raises:
             ModuleError, DataError, ConfigurationError: something that the module or the data lacks; before training starts.
             CheckpointError: the checkpoint is missing, damaged, or does not fit; before training starts. Or: three saves in a
                 row have failed.
-            Preempted: SIGTERM or SIGUSR1 came; the run was saved. It is a ``SystemExit`` with code 143.
+            Preempted: SIGTERM or SIGUSR1 came; the run was saved. It is a `SystemExit` with code 143.
             KeyboardInterrupt: Ctrl-C; the step was finished and the run saved.
         """
         known = ["model", "train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path", "restore", "overrides", "strict"]
@@ -284,12 +284,12 @@ class Trainer:
 
         Args:
             model: default: the one that this trainer ran last.
-            dataloaders: one loader, a list, or a ``DataModule``.
-            ckpt_path: with the weights of a checkpoint: a path, ``"best"``, ``"last"`` or ``"auto"``, as in :meth:`fit`.
+            dataloaders: one loader, a list, or a `DataModule`.
+            ckpt_path: with the weights of a checkpoint: a path, `"best"`, `"last"` or `"auto"`, as in `fit`.
                 Default: the weights as they are.
             verbose: print the metrics.
             datamodule: instead of loaders.
-            strict: names that are missing in the checkpoint or in the model are an error; ``False``: a notice lists them.
+            strict: names that are missing in the checkpoint or in the model are an error; `False`: a notice lists them.
 
         Returns:
             The metrics of each loader.
@@ -309,7 +309,7 @@ class Trainer:
         strict: bool = True,
         **unknown: Any,
     ) -> list[dict[str, float]]:
-        """Run the test loop once; arguments and result as of :meth:`validate`."""
+        """Run the test loop once; arguments and result as of `validate`."""
         refuse_unknown("Trainer.test", unknown, _KNOWN)
         _check_switch("verbose", verbose)
         return _evaluate(self, "test", "test", model, dataloaders, datamodule, verbose, ckpt_path, strict)
@@ -325,19 +325,19 @@ class Trainer:
         strict: bool = True,
         **unknown: Any,
     ) -> list[Any] | None:
-        """What ``predict_step`` returns for each batch; with several loaders, a list of that for each.
+        """What `predict_step` returns for each batch; with several loaders, a list of that for each.
 
         Over several processes every one of them returns the whole list, in the order of the batches. What is not made of
         tensors must be picklable then.
 
         Args:
             model: default: the one that this trainer ran last.
-            dataloaders: one loader, a list, or a ``DataModule``.
+            dataloaders: one loader, a list, or a `DataModule`.
             datamodule: instead of loaders.
-            return_predictions: ``False`` keeps and gathers nothing, for callbacks that write the predictions:
-                ``trainkit.callbacks.PredictionWriter``. ``None`` is ``True``.
-            ckpt_path: as in :meth:`validate`.
-            strict: as in :meth:`validate`.
+            return_predictions: `False` keeps and gathers nothing, for callbacks that write the predictions:
+                `trainkit.callbacks.PredictionWriter`. `None` is `True`.
+            ckpt_path: as in `validate`.
+            strict: as in `validate`.
         """
         known = ["model", "dataloaders", "datamodule", "return_predictions", "ckpt_path", "strict"]
         refuse_unknown("Trainer.predict", unknown, known)
@@ -353,21 +353,21 @@ class Trainer:
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, *, blocking: bool = True) -> None:
         """Write a checkpoint of this moment to a folder of your choice; a checkpoint that is there is replaced.
 
-        It can be called from any hook and after ``fit``; a run that resumes does what was left to do of the step. In the middle
+        It can be called from any hook and after `fit`; a run that resumes does what was left to do of the step. In the middle
         of an accumulation window, what is saved is the position at its start, and the window is repeated. In a validation the
-        validation is repeated whole, and in ``on_train_epoch_end`` that hook, also for callbacks that had run before.
+        validation is repeated whole, and in `on_train_epoch_end` that hook, also for callbacks that had run before.
 
         Every rank must call it: each has a part in what is saved, though most of it is written by rank 0.
 
         Args:
             filepath: the folder that the checkpoint becomes.
             weights_only: skip optimizers, schedulers, counters, callbacks.
-            blocking: return when the checkpoint is complete on the disk. ``False``: return when the state is copied, while a
+            blocking: return when the checkpoint is complete on the disk. `False`: return when the state is copied, while a
                 thread writes it. If it cannot be written, the next step warns, or the next save; without either, the program
                 prints the error when it ends.
 
         Raises:
-            CheckpointError: ``filepath`` is something other than a checkpoint; or, if ``blocking``, it cannot be written.
+            CheckpointError: `filepath` is something other than a checkpoint; or, if `blocking`, it cannot be written.
             CollectiveError: not every rank has called it; names the lines, within seconds.
             UnsavableError: a value that cannot be stored, with the path to it.
         """
@@ -392,14 +392,14 @@ class Trainer:
     ) -> MemoryPlan:
         """Print, and return, what each strategy would hold in memory to train a module, and the smallest that fits.
 
-        Nothing is trained, and nothing of the module's size is made. It may be one built under ``torch.device("meta")``;
-        ``configure_model`` is run there, on a copy. What is counted, and what is not, is said below the table.
+        Nothing is trained, and nothing of the module's size is made. It may be one built under `torch.device("meta")`;
+        `configure_model` is run there, on a copy. What is counted, and what is not, is said below the table.
 
         Args:
             module: what would be trained; it is not changed.
             processes: numbers of processes to plan for.
             per_host: of these on one machine, at most; default: all.
-            device_memory: bytes, or ``"80G"`` (GiB); default: what this trainer's GPU has.
+            device_memory: bytes, or `"80G"` (GiB); default: what this trainer's GPU has.
             host_memory: of a machine; default: what this one has.
 
         Raises:
@@ -411,7 +411,7 @@ class Trainer:
         return plan
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` in the main process only, above the progress bar."""
+        """`print` in the main process only, above the progress bar."""
         if not self.is_global_zero:
             return
         bar: Any = self.progress_bar_callback
@@ -421,7 +421,7 @@ class Trainer:
 
     @property
     def stage(self) -> str | None:
-        """ "fit", "validate", "test" or "predict"; ``None`` outside a run."""
+        """ "fit", "validate", "test" or "predict"; `None` outside a run."""
         return self._run.progress.stage
 
     @property
@@ -465,7 +465,7 @@ class Trainer:
 
     @property
     def lightning_module(self) -> TrainModule:
-        """The user's module (Lightning's name; ``model`` is the same, and ``None`` before the first run).
+        """The user's module (Lightning's name; `model` is the same, and `None` before the first run).
 
         Raises:
             ModuleError: nothing has been run yet.
@@ -474,7 +474,7 @@ class Trainer:
 
     @property
     def model(self) -> TrainModule | None:
-        """The user's module; ``None`` before the first run."""
+        """The user's module; `None` before the first run."""
         return self._run.given_module
 
     @property
@@ -484,7 +484,7 @@ class Trainer:
 
     @property
     def accelerator(self) -> Accelerator:
-        """The ``Accelerator`` of the run, whose verbs the loop calls."""
+        """The `Accelerator` of the run, whose verbs the loop calls."""
         return self._run.engine
 
     @property
@@ -503,7 +503,7 @@ class Trainer:
 
     @property
     def callbacks(self) -> list[Callback]:
-        """The callbacks; in a run with those of the module's ``configure_callbacks``."""
+        """The callbacks; in a run with those of the module's `configure_callbacks`."""
         return self._run.callbacks
 
     @callbacks.setter
@@ -523,7 +523,7 @@ class Trainer:
 
     @property
     def profiler(self) -> Profiler | None:
-        """What measures the steps of the next run; ``None``: nothing does."""
+        """What measures the steps of the next run; `None`: nothing does."""
         return self._run.profiler
 
     @profiler.setter
@@ -532,7 +532,7 @@ class Trainer:
 
     @property
     def inference_mode(self) -> bool:
-        """Whether evaluations run under ``torch.inference_mode``, not ``torch.no_grad``."""
+        """Whether evaluations run under `torch.inference_mode`, not `torch.no_grad`."""
         return self._run.inference_mode
 
     @inference_mode.setter
@@ -546,7 +546,7 @@ class Trainer:
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader as the user passed it; ``None`` before a fit."""
+        """The training loader as the user passed it; `None` before a fit."""
         return self._run.train_source
 
     @property
@@ -556,7 +556,7 @@ class Trainer:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Torch's optimizers, as ``configure_optimizers`` returned them."""
+        """Torch's optimizers, as `configure_optimizers` returned them."""
         return self._run.torch_optimizers
 
     @property
@@ -601,7 +601,7 @@ class Trainer:
 
     @property
     def sample_mask(self) -> Tensor:
-        """See :attr:`trainkit.TrainModule.sample_mask`.
+        """See `trainkit.TrainModule.sample_mask`.
 
         Raises:
             ModuleError: no batch is being worked on.
@@ -617,12 +617,12 @@ class Trainer:
 
     @property
     def testing(self) -> bool:
-        """Whether ``test`` is running."""
+        """Whether `test` is running."""
         return self.stage == "test"
 
     @property
     def predicting(self) -> bool:
-        """Whether ``predict`` is running."""
+        """Whether `predict` is running."""
         return self.stage == "predict"
 
     @property
@@ -649,7 +649,7 @@ class Trainer:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Every metric logged so far, by name; with both ``on_step`` and ``on_epoch`` under all three names.
+        """Every metric logged so far, by name; with both `on_step` and `on_epoch` under all three names.
 
         Of an evaluation only the values of the whole evaluation are here. A metric that training and validation log under
         one name is the validation's.
@@ -663,7 +663,7 @@ class Trainer:
 
     @property
     def progress_bar_metrics(self) -> dict[str, Tensor]:
-        """What was logged with ``prog_bar=True``, as of the last log boundary or epoch's end, as tensors on the CPU."""
+        """What was logged with `prog_bar=True`, as of the last log boundary or epoch's end, as tensors on the CPU."""
         return as_tensors(self._run.results.progress_bar)
 
     @property
@@ -688,36 +688,36 @@ class Trainer:
 
     @property
     def val_dataloaders(self) -> Any:
-        """The validation loader as the user gave it, or the list of them; ``None`` without one."""
+        """The validation loader as the user gave it, or the list of them; `None` without one."""
         sources = self._run.evaluation_sources.get("validation", [])
         return sources[0] if len(sources) == 1 else sources or None
 
     @property
     def test_dataloaders(self) -> Any:
-        """The test loader as the user gave it, or the list of them; ``None`` without one."""
+        """The test loader as the user gave it, or the list of them; `None` without one."""
         sources = self._run.evaluation_sources.get("test", [])
         return sources[0] if len(sources) == 1 else sources or None
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The loader to predict on as the user gave it, or the list of them; ``None`` without one."""
+        """The loader to predict on as the user gave it, or the list of them; `None` without one."""
         sources = self._run.evaluation_sources.get("predict", [])
         return sources[0] if len(sources) == 1 else sources or None
 
     @property
     def early_stopping_callback(self) -> Callback | None:
-        """The first ``EarlyStopping``."""
+        """The first `EarlyStopping`."""
         kind = load_callback("early_stopping")
         return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
 
     @property
     def checkpoint_callback(self) -> Callback | None:
-        """The first ``ModelCheckpoint``."""
+        """The first `ModelCheckpoint`."""
         return next(iter(self.checkpoint_callbacks), None)
 
     @property
     def checkpoint_callbacks(self) -> list[Callback]:
-        """Every ``ModelCheckpoint``."""
+        """Every `ModelCheckpoint`."""
         kind = load_callback("model_checkpoint")
         return [callback for callback in self.callbacks if isinstance(callback, kind)]
 
@@ -768,7 +768,7 @@ class Trainer:
         """The number of updates that a whole fit makes, for schedulers; infinity where that is not known.
 
         Raises:
-            ModuleError: read before the training loader is known, which is when ``configure_optimizers`` is called.
+            ModuleError: read before the training loader is known, which is when `configure_optimizers` is called.
         """
         if self._run.train_loader is None:
             raise ModuleError(

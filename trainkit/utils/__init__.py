@@ -1,4 +1,4 @@
-"""What scripts written for Hugging Face Accelerate import from its ``utils``, under the same names."""
+"""What scripts written for Hugging Face Accelerate import from its `utils`, under the same names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``is_wandb_available`` and others: whether a package is installed, or a device can be used."""
+"""`is_wandb_available` and others: whether a package is installed, or a device can be used."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
     Args:
         check_is_tpu: And a TPU is available and not disabled by the environment.
-        check_is_gpu: And it runs on a GPU, which trainkit does not support: always ``False``.
+        check_is_gpu: And it runs on a GPU, which trainkit does not support: always `False`.
     """
     if check_is_gpu or not is_installed("torch_xla"):
         return False
@@ -61,7 +61,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_cuda_available() -> bool:
-    """``torch.cuda.is_available()``."""
+    """`torch.cuda.is_available()`."""
     return torch.cuda.is_available()
 
 
@@ -75,7 +75,7 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 
 def is_npu_available(check_device: bool = False) -> bool:
-    """``False``: trainkit does not run on Ascend's devices.
+    """`False`: trainkit does not run on Ascend's devices.
 
     Args:
         check_device: no effect: the answer is the same.
@@ -84,7 +84,7 @@ def is_npu_available(check_device: bool = False) -> bool:
 
 
 def is_xpu_available(check_device: bool = False) -> bool:
-    """``False``: trainkit does not run on Intel's GPUs.
+    """`False`: trainkit does not run on Intel's GPUs.
 
     Args:
         check_device: no effect: the answer is the same.
@@ -93,12 +93,12 @@ def is_xpu_available(check_device: bool = False) -> bool:
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether ``mixed_precision="bf16"`` works on the default device; with ``ignore_tpu``, ``False`` on a TPU."""
+    """Whether `mixed_precision="bf16"` works on the default device; with `ignore_tpu`, `False` on a TPU."""
     if is_torch_xla_available(check_is_tpu=True):
         return not ignore_tpu
     return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
 
 
 def is_fp16_available() -> bool:
-    """Whether ``mixed_precision="fp16"`` works: on every device except those of XLA."""
+    """Whether `mixed_precision="fp16"` works: on every device except those of XLA."""
     return not is_torch_xla_available(check_is_tpu=True)

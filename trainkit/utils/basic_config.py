@@ -1,4 +1,4 @@
-"""``write_basic_config``: write a configuration file for the devices of this machine."""
+"""`write_basic_config`: write a configuration file for the devices of this machine."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | os.Path
     """Write a configuration file for the devices of this machine. An existing file is not changed.
 
     Args:
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
-        save_location: The file: YAML, or JSON if its name ends with ``.json``. Default: the default file of ``trainkit
-            launch`` in the user's cache folder.
+        mixed_precision: `"no"`, `"fp16"` or `"bf16"`.
+        save_location: The file: YAML, or JSON if its name ends with `.json`. Default: the default file of `trainkit
+            launch` in the user's cache folder.
 
     Returns:
-        The path of the file; ``False`` if it existed.
+        The path of the file; `False` if it existed.
 
     Raises:
         ConfigurationError: Another precision, or the file cannot be written.

@@ -1,4 +1,4 @@
-"""``LoggerType``, ``PrecisionType``, ``DynamoBackend``: Accelerate's enums for values of arguments."""
+"""`LoggerType`, `PrecisionType`, `DynamoBackend`: Accelerate's enums for values of arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Choice(str, enum.Enum):
 
 
 class DynamoBackend(_Choice):
-    """For ``Accelerator(dynamo_backend=)``, which accepts every backend of ``torch.compile``."""
+    """For `Accelerator(dynamo_backend=)`, which accepts every backend of `torch.compile`."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -38,7 +38,7 @@ class DynamoBackend(_Choice):
 
 
 class LoggerType(_Choice):
-    """For ``Accelerator(log_with=)``. Those after ``COMETML`` are not supported."""
+    """For `Accelerator(log_with=)`. Those after `COMETML` are not supported."""
 
     ALL = "all"
     TENSORBOARD = "tensorboard"
@@ -54,7 +54,7 @@ class LoggerType(_Choice):
 
 
 class PrecisionType(_Choice):
-    """For ``Accelerator(mixed_precision=)``. ``FP8`` is not supported."""
+    """For `Accelerator(mixed_precision=)`. `FP8` is not supported."""
 
     NO = "no"
     FP16 = "fp16"

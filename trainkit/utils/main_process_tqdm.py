@@ -1,4 +1,4 @@
-"""``tqdm``: a progress bar in the main process only."""
+"""`tqdm`: a progress bar in the main process only."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["tqdm"]
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """``tqdm.auto.tqdm``, shown in the main process only. Create the ``Accelerator`` first.
+    """`tqdm.auto.tqdm`, shown in the main process only. Create the `Accelerator` first.
 
     Args:
-        *args: The arguments of ``tqdm.auto.tqdm``.
-        main_process_only: ``False``: each process shows its own bar.
-        **kwargs: The arguments of ``tqdm.auto.tqdm``.
+        *args: The arguments of `tqdm.auto.tqdm`.
+        main_process_only: `False`: each process shows its own bar.
+        **kwargs: The arguments of `tqdm.auto.tqdm`.
 
     Raises:
-        ConfigurationError: The first argument is ``True`` or ``False``, as in old versions of Accelerate.
+        ConfigurationError: The first argument is `True` or `False`, as in old versions of Accelerate.
     """
     if args and isinstance(args[0], bool):
         raise ConfigurationError(f"tqdm({args[0]}, ...): write tqdm(..., main_process_only={args[0]}).")

@@ -1,4 +1,4 @@
-"""``find_executable_batch_size`` and ``release_memory``."""
+"""`find_executable_batch_size` and `release_memory`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ def find_executable_batch_size(
 ) -> Any:
     """A decorator that calls a function with smaller and smaller batch sizes until it fits into memory.
 
-    ::
+    :
 
-        @find_executable_batch_size(starting_batch_size=256)
-        def train(batch_size):
-            accelerator = Accelerator()
-            ...
+    ```python
+    @find_executable_batch_size(starting_batch_size=256)
+    def train(batch_size):
+        accelerator = Accelerator()
+        ...
 
-        train()
+    train()
+    ```
 
     The function must not keep objects of a failed attempt alive elsewhere. The next call starts with the size that fit. With
     several processes an error is raised immediately: one rank may run out of memory while the others do not.
@@ -82,9 +84,9 @@ def find_executable_batch_size(
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Free the memory of objects: ``a, b = release_memory(a, b)``, which returns ``None`` for each.
+    """Free the memory of objects: `a, b = release_memory(a, b)`, which returns `None` for each.
 
-    An ``Accelerator`` keeps prepared objects alive: ``model, optimizer = accelerator.free_memory(model, optimizer)``.
+    An `Accelerator` keeps prepared objects alive: `model, optimizer = accelerator.free_memory(model, optimizer)`.
     """
     count = len(objects)
     del objects

@@ -1,4 +1,4 @@
-"""``load_checkpoint_in_model``: load weights from a folder or file into a model."""
+"""`load_checkpoint_in_model`: load weights from a folder or file into a model."""
 
 from __future__ import annotations
 
@@ -60,27 +60,27 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load weights into a model, in place: all of them fit, or nothing is changed.
 
-    Reads the files of ``Accelerator.save_model``, ``save_pretrained`` and ``safetensors`` (one file, or several with an index),
-    and the model of a checkpoint of ``save_state`` or a ``Trainer``. Never unpickles. Values are read when they are needed, so
-    that the host needs no memory for a second model. Each process calls it before ``prepare``; a model that is prepared under
+    Reads the files of `Accelerator.save_model`, `save_pretrained` and `safetensors` (one file, or several with an index),
+    and the model of a checkpoint of `save_state` or a `Trainer`. Never unpickles. Values are read when they are needed, so
+    that the host needs no memory for a second model. Each process calls it before `prepare`; a model that is prepared under
     DDP can also be loaded.
 
     Args:
-        model: A model on the meta device (``with torch.device("meta"): …``) or with values. Parameters with values stay the
+        model: A model on the meta device (`with torch.device("meta"): …`) or with values. Parameters with values stay the
             same objects.
-        checkpoint: A folder, a ``.safetensors`` file or the ``.index.json`` of several.
-        device_map: Name of a module → device, such as ``{"": "cuda:0"}`` for the whole model; the longest name counts. Default:
+        checkpoint: A folder, a `.safetensors` file or the `.index.json` of several.
+        device_map: Name of a module → device, such as `{"": "cuda:0"}` for the whole model; the longest name counts. Default:
             each tensor stays where it is, and those on the meta device are allocated on the CPU. With several devices the
             model itself must move its activations.
         offload_folder: No effect: nothing is offloaded.
-        dtype: The dtype of floating-point tensors, such as ``torch.bfloat16``; default: the model's dtypes.
+        dtype: The dtype of floating-point tensors, such as `torch.bfloat16`; default: the model's dtypes.
         offload_state_dict: No effect: values stay on the disk until they are used.
         offload_buffers: No effect: nothing is offloaded.
-        keep_in_fp32_modules: Names of modules that become float32 instead of ``dtype``.
-        offload_8bit_bnb: Only ``False``.
+        keep_in_fp32_modules: Names of modules that become float32 instead of `dtype`.
+        offload_8bit_bnb: Only `False`.
         strict: Names that are missing in the checkpoint or in the model are an error; otherwise a notice names them.
-        full_state_dict: Only ``True``: tensors are not sharded.
-        broadcast_from_rank0: Only ``False``: each process reads the files.
+        full_state_dict: Only `True`: tensors are not sharded.
+        broadcast_from_rank0: Only `False`: each process reads the files.
 
     Raises:
         CheckpointNotFoundError: There are no weights.
@@ -171,7 +171,7 @@ def _dtype(given: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def _read(path: Path) -> ModelState:
-    """The weights at a path; a ``CheckpointError`` if there are none, or if they cannot be read."""
+    """The weights at a path; a `CheckpointError` if there are none, or if they cannot be read."""
     if path.is_dir():
         return _read_folder(path)
     if path.name.endswith(_PICKLES):

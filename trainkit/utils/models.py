@@ -1,4 +1,4 @@
-"""``extract_model_from_parallel``, ``is_compiled_module``."""
+"""`extract_model_from_parallel`, `is_compiled_module`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _AROUND = (Wrapped, nn.parallel.DistributedDataParallel, nn.DataParallel)
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False, recursive: bool = False
 ) -> nn.Module:
-    """A user's model, without the wrappers of ``Accelerator.prepare``, DDP and ``torch.compile``.
+    """A user's model, without the wrappers of `Accelerator.prepare`, DDP and `torch.compile`.
 
     Args:
         model: A model, wrapped or not.
         keep_fp32_wrapper: No effect: the user's own model is not changed.
-        keep_torch_compile: See :meth:`trainkit.Accelerator.unwrap_model`.
-        recursive: Only ``False``.
+        keep_torch_compile: See `trainkit.Accelerator.unwrap_model`.
+        recursive: Only `False`.
 
     Raises:
-        UnsupportedArgumentError: ``recursive=True``.
+        UnsupportedArgumentError: `recursive=True`.
     """
     if recursive:
         raise UnsupportedArgumentError(
@@ -42,5 +42,5 @@ def _inside(model: nn.Module) -> nn.Module:
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` returned this module."""
+    """Whether `torch.compile` returned this module."""
     return isinstance(module, torch._dynamo.OptimizedModule)

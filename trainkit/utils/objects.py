@@ -1,4 +1,4 @@
-"""Exchange objects between processes: ``gather_object``, ``broadcast_object_list``."""
+"""Exchange objects between processes: `gather_object`, `broadcast_object_list`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def gather_object(object: list[Any] | tuple[Any, ...]) -> list[Any]:
         object: A list; its length may differ between ranks. Elements are pickled, between processes of the same run.
 
     Raises:
-        ConfigurationError: Not a list or tuple, or no ``Accelerator`` was created.
+        ConfigurationError: Not a list or tuple, or no `Accelerator` was created.
         UnsupportedArgumentError: On XLA.
     """
     _check("gather_object", object, list | tuple)
@@ -33,7 +33,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     """Broadcast the elements of a list from one rank, in place. Collective.
 
     Args:
-        object_list: A list of the same length on all ranks. Elements are pickled, as in :func:`gather_object`.
+        object_list: A list of the same length on all ranks. Elements are pickled, as in `gather_object`.
         from_process: The rank to broadcast from.
 
     Returns:

@@ -1,6 +1,6 @@
-"""``gather``, ``reduce``, ``broadcast`` and others as functions, without an ``Accelerator`` object.
+"""`gather`, `reduce`, `broadcast` and others as functions, without an `Accelerator` object.
 
-They use the process's :class:`trainkit.Accelerator`; of several, the last one, if it has prepared something. A single process
+They use the process's `trainkit.Accelerator`; of several, the last one, if it has prepared something. A single process
 needs none.
 """
 
@@ -19,34 +19,34 @@ __all__ = ["broadcast", "gather", "pad_across_processes", "reduce", "send_to_dev
 
 
 def gather(tensor: Any) -> Any:
-    """:meth:`trainkit.Accelerator.gather`. Collective.
+    """`trainkit.Accelerator.gather`. Collective.
 
     Args:
         tensor: A tensor, or tensors in lists, tuples and dicts; the same containers on all ranks.
 
     Raises:
-        ConfigurationError: No ``Accelerator`` was created, or an item is not a tensor.
+        ConfigurationError: No `Accelerator` was created, or an item is not a tensor.
         CollectiveError: Other containers, shapes or dtypes on other ranks.
     """
     return gathering("gather").gather(tensor)
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """:meth:`trainkit.Accelerator.reduce`, by default the mean, as in Accelerate. Collective.
+    """`trainkit.Accelerator.reduce`, by default the mean, as in Accelerate. Collective.
 
     Args:
         tensor: A tensor, or tensors in lists, tuples and dicts; with the same shapes on all ranks.
-        reduction: ``"mean"``, ``"sum"``, ``"max"``, or ``"none"``, which only scales.
+        reduction: `"mean"`, `"sum"`, `"max"`, or `"none"`, which only scales.
         scale: Multiplies the result.
 
     Raises:
-        ConfigurationError, CollectiveError: See :func:`gather`; or an unknown reduction.
+        ConfigurationError, CollectiveError: See `gather`; or an unknown reduction.
     """
     return gathering("reduce").reduce(tensor, reduction, scale)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """:meth:`trainkit.Accelerator.pad_across_processes`. Collective.
+    """`trainkit.Accelerator.pad_across_processes`. Collective.
 
     Args:
         tensor: A tensor, or tensors in lists, tuples and dicts.
@@ -55,7 +55,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         pad_first: Pad at the start instead of the end.
 
     Raises:
-        ConfigurationError, CollectiveError: See :func:`gather`.
+        ConfigurationError, CollectiveError: See `gather`.
     """
     return gathering("pad_across_processes").pad_across_processes(tensor, dim, pad_index, pad_first)
 
@@ -70,8 +70,8 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         from_process: The rank to broadcast from.
 
     Raises:
-        ConfigurationError: See :func:`gather`; or an unknown rank, or different ranks on different processes.
-        CollectiveError: See :func:`gather`.
+        ConfigurationError: See `gather`; or an unknown rank, or different ranks on different processes.
+        CollectiveError: See `gather`.
     """
     part = gathering("broadcast")
     size = part.world.size
@@ -81,25 +81,25 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def wait_for_everyone() -> None:
-    """:meth:`trainkit.Accelerator.wait_for_everyone`. Collective.
+    """`trainkit.Accelerator.wait_for_everyone`. Collective.
 
     Raises:
-        ConfigurationError, CollectiveError: See :func:`gather`.
+        ConfigurationError, CollectiveError: See `gather`.
     """
     gathering("wait_for_everyone").wait("wait_for_everyone")
 
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: None = None) -> Any:
-    """Move a batch to a device: its tensors and other objects with a ``.to(device)``. Prepared loaders already do this.
+    """Move a batch to a device: its tensors and other objects with a `.to(device)`. Prepared loaders already do this.
 
     Args:
         tensor: Tensors in lists, tuples, dicts and dataclasses.
-        device: A ``torch.device``, its name or its index.
+        device: A `torch.device`, its name or its index.
         non_blocking: Do not wait for copies from pinned memory.
-        skip_keys: Only ``None``.
+        skip_keys: Only `None`.
 
     Raises:
-        UnsupportedArgumentError: ``skip_keys``.
+        UnsupportedArgumentError: `skip_keys`.
     """
     if skip_keys is not None:
         raise UnsupportedArgumentError(

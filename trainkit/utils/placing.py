@@ -1,4 +1,4 @@
-"""The devices of a model's tensors: reading ``device_map``, and moving tensors."""
+"""The devices of a model's tensors: reading `device_map`, and moving tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tensor_devices(device_map: Any, model: nn.Module) -> dict[str, torch.device]
     """The device of each tensor of a model, by name; empty if tensors stay where they are.
 
     Args:
-        device_map: Name of a module, parameter or buffer → device; ``""`` is the whole model. The longest name counts.
+        device_map: Name of a module, parameter or buffer → device; `""` is the whole model. The longest name counts.
         model: The model.
 
     Raises:
@@ -94,7 +94,7 @@ def place(
     Args:
         model: The model.
         devices: Name → device; a tensor without a device stays where it is.
-        dtype_of: Name → dtype; ``None``: unchanged.
+        dtype_of: Name → dtype; `None`: unchanged.
         filled: Names of the tensors that are loaded next: those on the meta device among them are allocated.
     """
     places: dict[int, tuple[Tensor, list[tuple[nn.Module, str, str]]]] = {}
@@ -113,7 +113,7 @@ def _moved(
     dtype_of: Callable[[str], torch.dtype | None],
     filled: Collection[str],
 ) -> Tensor | None:
-    """A tensor on its new device and in its new dtype; ``None`` if neither changes."""
+    """A tensor on its new device and in its new dtype; `None` if neither changes."""
     is_filled = any(name in filled for name in names)
     here = torch.device("cpu") if tensor.is_meta else tensor.device
     device, dtype = devices.get(names[0], here), tensor.dtype

@@ -34,7 +34,7 @@ class Momentum(TinyModule):
 
 @pytest.fixture
 def save(tmp_path: Path) -> Save:
-    """``save(module, name="ck", save="all", optimizers=(), state={}, **manifest)`` writes a checkpoint of a module."""
+    """`save(module, name="ck", save="all", optimizers=(), state={}, **manifest)` writes a checkpoint of a module."""
 
     def write(
         *modules: nn.Module,

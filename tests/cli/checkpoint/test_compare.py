@@ -1,4 +1,4 @@
-"""``trainkit checkpoint diff``, and the comparison bit for bit behind it."""
+"""`trainkit checkpoint diff`, and the comparison bit for bit behind it."""
 
 from __future__ import annotations
 

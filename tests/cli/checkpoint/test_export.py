@@ -1,4 +1,4 @@
-"""``trainkit checkpoint export``: plain safetensors, and what is refused. Folders for other libraries: test_formats.py."""
+"""`trainkit checkpoint export`: plain safetensors, and what is refused. Folders for other libraries: test_formats.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``trainkit checkpoint export``: folders that ``transformers`` and PEFT open, compared with what they write themselves."""
+"""`trainkit checkpoint export`: folders that `transformers` and PEFT open, compared with what they write themselves."""
 
 from __future__ import annotations
 

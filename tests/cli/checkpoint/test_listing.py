@@ -1,4 +1,4 @@
-"""``trainkit checkpoint ls``."""
+"""`trainkit checkpoint ls`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``trainkit checkpoint show``."""
+"""`trainkit checkpoint show`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``trainkit checkpoint verify``."""
+"""`trainkit checkpoint verify`."""
 
 from __future__ import annotations
 

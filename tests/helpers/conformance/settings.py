@@ -1,6 +1,6 @@
 """The registered strategies, and on what each of them runs in the conformance suite.
 
-The suite takes what ``trainkit.registry`` knows. Nothing here needs an entry but a strategy whose cases need a mark, or options
+The suite takes what `trainkit.registry` knows. Nothing here needs an entry but a strategy whose cases need a mark, or options
 for a model as small as the suite's.
 """
 
@@ -77,12 +77,12 @@ class Setting:
         return bool(made.shards_parameters)
 
     def strategy(self) -> Any:
-        """A name or an object for ``strategy=``, in a process of the run."""
+        """A name or an object for `strategy=`, in a process of the run."""
         register()
         return make_strategy(self.name, **self.options) if self.options else self.name
 
     def launch(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What ``function(setting, *args)`` returned in each of the strategy's processes, which are fresh ones."""
+        """What `function(setting, *args)` returned in each of the strategy's processes, which are fresh ones."""
         named = {VARIABLE: os.environ.get(VARIABLE, "")}
         if self.info.one_process:
             return [run_xla(function, self, *args, devices=self.devices, env={**QUICK, **named})]

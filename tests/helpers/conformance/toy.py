@@ -1,4 +1,4 @@
-"""``AllReduceStrategy``: data parallel training with nothing but collectives of ``torch.distributed``."""
+"""`AllReduceStrategy`: data parallel training with nothing but collectives of `torch.distributed`."""
 
 from __future__ import annotations
 

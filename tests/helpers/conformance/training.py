@@ -1,4 +1,4 @@
-"""One training three ways: by a loop of plain torch on one device, by ``Trainer``, and by an own loop over ``Accelerator``.
+"""One training three ways: by a loop of plain torch on one device, by `Trainer`, and by an own loop over `Accelerator`.
 
 What is compared is the loss of each optimizer step, the mean over its global batch, and the parameters at the end.
 """
@@ -50,11 +50,11 @@ class Way:
         rest: samples of a further window, in which not every process has as many micro-batches.
         clip: the largest norm, or the largest absolute value.
         by_value: clip by value.
-        optimizer: ``"sgd"`` (with momentum) or ``"adamw"``.
+        optimizer: `"sgd"` (with momentum) or `"adamw"`.
         random: shuffling, noise by all three generators, and dropout.
         without_loss: samples whose micro-batch has no loss.
         overflow: samples whose micro-batch has an infinite loss.
-        precision: of the run; ``None``: the strategy's widest.
+        precision: of the run; `None`: the strategy's widest.
     """
 
     accumulate: int = 1
@@ -77,7 +77,7 @@ class Way:
         return self.windows * self.window(setting) + self.rest
 
     def precision_under(self, setting: Setting) -> Any:
-        """For ``precision=``. Of a small loss scale, under which nothing overflows by itself."""
+        """For `precision=`. Of a small loss scale, under which nothing overflows by itself."""
         name = self.precision or setting.precision
         return Precision(name, init_scale=256.0) if name == "16-mixed" else name
 
@@ -206,7 +206,7 @@ def _has(batch: Any, samples: tuple[int, ...]) -> bool:
 
 
 class Notes(Callback):
-    """Fills a :class:`Result`."""
+    """Fills a `Result`."""
 
     def __init__(self) -> None:
         self.result, self._step = Result(), 0
@@ -262,7 +262,7 @@ def loader_of(way: Way, samples: int) -> DataLoader[Any]:
 def by_trainer(
     setting: Setting, way: Way, *callbacks: Callback, resume: Path | None = None, like: Setting | None = None
 ) -> Result:
-    """Train with ``Trainer``, in a process of the strategy.
+    """Train with `Trainer`, in a process of the strategy.
 
     Args:
         setting: the strategy.
@@ -277,7 +277,7 @@ def by_trainer(
 
 
 def by_own_loop(setting: Setting, way: Way) -> Result:
-    """Train with an own loop over ``Accelerator``, in a process of the strategy."""
+    """Train with an own loop over `Accelerator`, in a process of the strategy."""
     trainkit.seed_everything(SEED)
     accelerator = Accelerator(
         strategy=setting.strategy(),

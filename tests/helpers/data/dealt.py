@@ -1,4 +1,4 @@
-"""Loaders as each of several processes reads them: ``from helpers.data.dealt import Alike, dealt, joined``.
+"""Loaders as each of several processes reads them: `from helpers.data.dealt import Alike, dealt, joined`.
 
 Where the processes need not talk, they are played one after the other in the test's own process.
 """
@@ -75,7 +75,7 @@ def heard() -> Iterator[list[str]]:
 
 
 def joined() -> World:
-    """This process's world; in a process of ``worlds.run_world``."""
+    """This process's world; in a process of `worlds.run_world`."""
     return join(RequestedDevices(), timeout=timedelta(seconds=30))
 
 
@@ -112,7 +112,7 @@ def as_lists(given: Given) -> Given:
 
 
 def dealt(make: Callable[[], Any], size: int, window: int | None = 1, epoch: int = 0, **options: Any) -> list[list[Given]]:
-    """What each of ``size`` processes is given of an epoch, by rank."""
+    """What each of `size` processes is given of an epoch, by rank."""
     worlds = [World()] if size == 1 else [Alike(rank, size) for rank in range(size)]
     return [list(read(prepared(make(), world, window, **options), epoch)) for world in worlds]
 

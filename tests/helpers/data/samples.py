@@ -1,4 +1,4 @@
-"""Data that shows what was drawn while it was fetched: ``from helpers.data.samples import Drawing, prepare, whole_epoch``."""
+"""Data that shows what was drawn while it was fetched: `from helpers.data.samples import Drawing, prepare, whole_epoch`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def collate_and_draw(samples: list[Tensor]) -> dict[str, Tensor]:
 
 
 class Drawing(Dataset):
-    """Sample i is (i, and a number from each generator); ``calls`` are the indices asked for in this process."""
+    """Sample i is (i, and a number from each generator); `calls` are the indices asked for in this process."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -83,7 +83,7 @@ def prepare(source: Any, seed: int = 7, **options: Any) -> PreparedLoader:
 
 
 def whole_epoch(loader: PreparedLoader, epoch: int = 0, start: int = 0) -> list[Any]:
-    """The batches of an epoch, from ``start`` on."""
+    """The batches of an epoch, from `start` on."""
     return [micro.batch for micro in loader.iterate(epoch, start)]
 
 

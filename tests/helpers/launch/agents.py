@@ -1,6 +1,6 @@
-"""Agents in tests: ``start_agent`` runs ``run_job`` in a process of its own, with a small script as its workers.
+"""Agents in tests: `start_agent` runs `run_job` in a process of its own, with a small script as its workers.
 
-The agent's process is forked from the server of ``worlds.py``, so that it costs no start of an interpreter; the workers are
+The agent's process is forked from the server of `worlds.py`, so that it costs no start of an interpreter; the workers are
 plain Python scripts, which import torch only if they say so.
 """
 
@@ -19,7 +19,7 @@ from helpers.worlds.worlds import World, start_world
 
 __all__ = ["Agent", "alive", "start_agent", "wait_until"]
 
-# What each worker's script begins with: ``ready`` tells that it is there, and which processes it has started; ``say`` writes a
+# What each worker's script begins with: `ready` tells that it is there, and which processes it has started; `say` writes a
 # line that those of others do not get into.
 HEAD = """\
 import os, signal, subprocess, sys, time
@@ -48,7 +48,7 @@ class Agent:
         self.process: int = pid
 
     def ready(self, restart: int = 0) -> list[list[int]]:
-        """When all workers have called ``ready``: for each its process id and those that it gave."""
+        """When all workers have called `ready`: for each its process id and those that it gave."""
         files = [self.folder / f"ready-{restart}-{rank}" for rank in range(self._count)]
         wait_until(lambda: all(file.exists() for file in files))
         return [[int(pid) for pid in file.read_text().split()] for file in files]
@@ -78,15 +78,15 @@ class Agent:
 def start_agent(
     script: str, folder: Path, count: int = 2, number: int = 0, limits: dict[str, Any] | None = None, **options: Any
 ) -> Agent:
-    """Start an agent with so many workers, each of which runs a script that begins with :data:`HEAD`.
+    """Start an agent with so many workers, each of which runs a script that begins with `HEAD`.
 
     Args:
         script: of the workers.
         folder: where the script, the output and files of the workers go.
         count: workers.
         number: tells several agents apart that have the same folder.
-        limits: other values for names of the modules ``agent`` and ``workers``: constants, in seconds, or a function.
-        options: of the ``Job``.
+        limits: other values for names of the modules `agent` and `workers`: constants, in seconds, or a function.
+        options: of the `Job`.
     """
     (folder / "script.py").write_text(HEAD + script)
     world = start_world(1, _agent, str(folder), count, f"output{number or ''}", limits or {}, options)

@@ -1,6 +1,6 @@
-"""Configuration files as ``accelerate config`` of Accelerate 1.15 writes them.
+"""Configuration files as `accelerate config` of Accelerate 1.15 writes them.
 
-``tests/config/test_accelerate.py`` holds them against Accelerate itself.
+`tests/config/test_accelerate.py` holds them against Accelerate itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``Hosts``: two hosts on one machine, as network namespaces with a cable between them, and programs on either of them.
+"""`Hosts`: two hosts on one machine, as network namespaces with a cable between them, and programs on either of them.
 
 Each host has its own network, name and processes. They share the file system, but a program may see another folder in the place
 of one. All run in the namespaces of one small process that reads from a pipe: when the pipe is closed, also because the test
@@ -27,7 +27,7 @@ _TOOLS = ("unshare", "nsenter", "ip", "mount", "hostname")
 NAMES = ("host-0", "host-1")
 _NOWHERE = "02:00:00:00:00:99"  # a hardware address that does not exist
 
-# ``ip netns`` keeps names in /var/run/netns; this one is visible to these processes only.
+# `ip netns` keeps names in /var/run/netns; this one is visible to these processes only.
 _SET_UP = f"""
 mkdir -p /var/run/netns 2> /dev/null || {{ mount -t tmpfs none /run; mkdir -p /var/run/netns; }}
 mount -t tmpfs none /var/run/netns
@@ -61,7 +61,7 @@ class Program:
         return self.file.read_text()
 
     def code(self, patience: float = PATIENCE) -> int:
-        """Its exit code, negative for a signal; it must end within ``patience`` seconds."""
+        """Its exit code, negative for a signal; it must end within `patience` seconds."""
         try:
             return self.process.wait(patience)
         except subprocess.TimeoutExpired:
@@ -69,7 +69,7 @@ class Program:
 
 
 class Hosts:
-    """Two hosts, 0 and 1, with the addresses :data:`ADDRESSES`; a context manager.
+    """Two hosts, 0 and 1, with the addresses `ADDRESSES`; a context manager.
 
     The test is skipped where the tools are missing or the system allows no such namespaces.
 
@@ -131,7 +131,7 @@ class Hosts:
             host: 0 or 1.
             command: of the program.
             env: all its variables.
-            instead: ``(this, that)``: mount the folder ``this`` at the path ``that``.
+            instead: `(this, that)`: mount the folder `this` at the path `that`.
         """
         file = self._folder / f"host-{host}-{len(self._programs)}.txt"
         this, that = map(str, instead or ("", ""))
@@ -154,7 +154,7 @@ class Hosts:
             self._ip(host, "neigh", "replace", ADDRESSES[other], "lladdr", _NOWHERE, "dev", "eth0", "nud", "permanent")
 
     def mend(self) -> None:
-        """Undo :meth:`cut`."""
+        """Undo `cut`."""
         for host, other in ((0, 1), (1, 0)):
             self._ip(host, "neigh", "del", ADDRESSES[other], "dev", "eth0")
 
@@ -163,7 +163,7 @@ class Hosts:
         self._ip(host, "link", "set", "eth0", "down")
 
     def plug_in(self, host: int) -> None:
-        """Undo :meth:`unplug`."""
+        """Undo `unplug`."""
         self._ip(host, "link", "set", "eth0", "up")
 
     def kill(self, host: int) -> None:

@@ -1,4 +1,4 @@
-"""The script of ``disturbed.py``, started as a user would start it, watched with all the processes that come of it."""
+"""The script of `disturbed.py`, started as a user would start it, watched with all the processes that come of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Launched"]
 
 
 class Launched:
-    """The script, started as a user would: ``with Launched(training, "-m", "trainkit", "launch", …) as running``.
+    """The script, started as a user would: `with Launched(training, "-m", "trainkit", "launch", …) as running`.
 
     Args:
         training: what to train.

@@ -84,7 +84,7 @@ class Member:
 
 
 def as_script(body: Callable[..., Any], *given: Any) -> None:
-    """Run a function as the interpreter runs a script, to its end; output goes to ``terminal.txt`` in the working directory.
+    """Run a function as the interpreter runs a script, to its end; output goes to `terminal.txt` in the working directory.
 
     For a child of the test's fork server, which then differs from a bare process in nothing that matters here.
     """
@@ -117,7 +117,7 @@ class Ended:
 
     Attributes:
         codes: exit codes by rank; minus the signal that killed it.
-        seconds: when each ended, counted from :func:`now`.
+        seconds: when each ended, counted from `now`.
         output: all that was printed, in the order in which it was.
     """
 
@@ -129,10 +129,10 @@ class Ended:
 def end_of(
     size: int, function: Callable[..., Any], *given: Any, env: dict[str, str] | None = None, limit: float = LIMIT
 ) -> Ended:
-    """Start a function, which calls :func:`as_script`, in so many processes, and wait for their ends.
+    """Start a function, which calls `as_script`, in so many processes, and wait for their ends.
 
     Raises:
-        AssertionError: one has not ended ``limit`` seconds after :func:`now` was called in one of them.
+        AssertionError: one has not ended `limit` seconds after `now` was called in one of them.
     """
     world = start_world(size, function, *given)
     ends: dict[int, float] = {}

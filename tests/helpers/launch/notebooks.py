@@ -1,4 +1,4 @@
-"""Run cells in a real Jupyter kernel: ``from helpers.launch.notebooks import run_cells``."""
+"""Run cells in a real Jupyter kernel: `from helpers.launch.notebooks import run_cells`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Outputs(NamedTuple):
         stdout: its standard output.
         stderr: its standard error.
         value: the value of its last expression, as text.
-        error: the exception, as ``"ValueError: no"``.
+        error: the exception, as `"ValueError: no"`.
     """
 
     stdout: str

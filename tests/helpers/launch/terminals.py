@@ -1,4 +1,4 @@
-"""A local program instead of ``ssh -tt``, with a terminal: ``from helpers.launch.terminals import write_ssh``."""
+"""A local program instead of `ssh -tt`, with a terminal: `from helpers.launch.terminals import write_ssh`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_ssh(folder: Path, enter: str = "[]") -> str:
 
     Args:
         folder: for it.
-        enter: Python for the command that enters the host ``host``.
+        enter: Python for the command that enters the host `host`.
     """
     path = folder / "ssh"
     path.write_text(_SSH.format(python=sys.executable, enter=enter))

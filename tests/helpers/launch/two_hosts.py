@@ -1,4 +1,4 @@
-"""What each process of the tests with two hosts does: ``two_hosts.py '{"folder": …}'`` with the fields of ``Task``.
+"""What each process of the tests with two hosts does: `two_hosts.py '{"folder": …}'` with the fields of `Task`.
 
 It trains, and waits at a gate of the first start until the test has done what it is about to do to the hosts.
 """
@@ -32,7 +32,7 @@ class Task:
     Attributes:
         folder: of the run.
         start: the number of this start by hand; a restart by the launcher adds one.
-        gate: the update before which the processes of a first start wait, until there is a file ``open`` in the folder.
+        gate: the update before which the processes of a first start wait, until there is a file `open` in the folder.
         patience: seconds of silence after which another host is taken to be gone.
     """
 

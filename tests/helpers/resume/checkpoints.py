@@ -65,9 +65,9 @@ def content(counter: int = 1, *, step: int = 10, **changes: Any) -> Content:
     """A little of everything that training leaves; its tensors and state tell the step.
 
     Args:
-        counter: its ``save_counter``.
-        step: its ``step``.
-        changes: of what :class:`Content` is made of, or of the fields of the manifest.
+        counter: its `save_counter`.
+        step: its `step`.
+        changes: of what `Content` is made of, or of the fields of the manifest.
     """
     made: dict[str, Any] = {
         "tensors": {
@@ -89,7 +89,7 @@ def content(counter: int = 1, *, step: int = 10, **changes: Any) -> Content:
 
 
 def draft(counter: int = 1, *, size: int = 4000, **changes: Any) -> Draft:
-    """A checkpoint whose every file tells its counter; ``size`` in bytes of its tensors, ``changes`` as in :func:`content`."""
+    """A checkpoint whose every file tells its counter; `size` in bytes of its tensors, `changes` as in `content`."""
     values = torch.full((size // 8,), float(counter))
     made: dict[str, Any] = {
         "step": counter,
@@ -102,7 +102,7 @@ def draft(counter: int = 1, *, size: int = 4000, **changes: Any) -> Draft:
 
 
 def make(path: Path, counter: int = 1, *, minute: int | None = None, **changes: Any) -> Path:
-    """Commit a :func:`content`; ``minute``: of the hour in which it is said to have been saved, now if None."""
+    """Commit a `content`; `minute`: of the hour in which it is said to have been saved, now if None."""
     manifest = commit(Draft(content(counter, **changes)), path)
     if minute is not None:
         write_manifest(path, dataclasses.replace(manifest, saved_at=f"2026-11-20T15:{minute:02d}:00.000000Z").to_bytes())
@@ -116,7 +116,7 @@ def write_manifest(path: Path, data: bytes) -> None:
 
 
 def seal(path: Path, change: Callable[[dict[str, Any]], object] = lambda manifest: None, *, measure: bool = True) -> None:
-    """Make manifest and digest agree with what is there, as an attacker would; ``change`` edits the manifest's JSON."""
+    """Make manifest and digest agree with what is there, as an attacker would; `change` edits the manifest's JSON."""
     manifest = json.loads((path / MANIFEST).read_text())
     if measure:
         for name in manifest["files"]:
@@ -132,7 +132,7 @@ def names(folder: Path) -> list[str]:
 
 
 def verified(path: Path) -> int:
-    """The counter of a :func:`draft` whose every byte is as it was written."""
+    """The counter of a `draft` whose every byte is as it was written."""
     data = (path / MANIFEST).read_bytes()
     assert (path / DIGEST).read_bytes() == digest_line(data)
     manifest = Manifest.from_bytes(data, str(path))
@@ -149,7 +149,7 @@ def load(path: Path) -> None:
 
 
 def complaint(read: Callable[[], object], name: str, limit: int = 500) -> str:
-    """What the :class:`CorruptCheckpointError` says that ``read`` raises; it begins with the file, and is not endless."""
+    """What the `CorruptCheckpointError` says that `read` raises; it begins with the file, and is not endless."""
     with pytest.raises(CorruptCheckpointError) as caught:
         read()
     message = str(caught.value)

@@ -1,7 +1,7 @@
 """A training on several processes that tests signal and kill at drawn moments, and that goes on each time.
 
-It is also a script, for ``trainkit launch``: ``disturbed.py '{"folder": "runs", "workers": 2}'``, the fields of
-:class:`Training`.
+It is also a script, for `trainkit launch`: `disturbed.py '{"folder": "runs", "workers": 2}'`, the fields of
+`Training`.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Training:
         workers: of its loaders.
         window: micro-batches in an update, over all processes.
         keep: checkpoints that are kept.
-        ckpt_path: as of ``fit``.
+        ckpt_path: as of `fit`.
         devices: processes that the script starts, if nobody else does.
         attempt: of the script: the number of its first start.
     """

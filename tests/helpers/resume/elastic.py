@@ -1,4 +1,4 @@
-"""Trainings that are killed and go on, perhaps on another number of processes: see ``parity.py`` for what is trained."""
+"""Trainings that are killed and go on, perhaps on another number of processes: see `parity.py` for what is trained."""
 
 from __future__ import annotations
 

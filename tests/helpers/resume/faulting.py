@@ -29,11 +29,11 @@ __all__ = ["At", "Child", "Watched", "checkpoints", "left_over", "rows", "saved_
 
 
 class Child:
-    """A forked process that is watched from here: ``with Child(work) as child``; what is left of it is killed at the end.
+    """A forked process that is watched from here: `with Child(work) as child`; what is left of it is killed at the end.
 
     Args:
-        work: called in it. What it returns is :attr:`answer`.
-        name: of its files in the working directory: ``<name>.log``, its output, and ``<name>.json``, its answer.
+        work: called in it. What it returns is `answer`.
+        name: of its files in the working directory: `<name>.log`, its output, and `<name>.json`, its answer.
         group: give it a process group of its own.
     """
 
@@ -170,7 +170,7 @@ def left_over(folder: str | Path) -> list[str]:
 
 
 def rows(folder: str) -> list[dict[str, Any]]:
-    """What the logger of a :class:`resuming.Run` has written, in one file for all its processes."""
+    """What the logger of a `resuming.Run` has written, in one file for all its processes."""
     [path] = Path(folder).rglob("metrics.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]
 

@@ -1,4 +1,4 @@
-"""Runs that are killed and go on: ``from helpers.resume.resuming import Run, forked``."""
+"""Runs that are killed and go on: `from helpers.resume.resuming import Run, forked`."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Trace(Callback):
 
 
 class Kill(Callback):
-    """Ends the process with SIGKILL in a hook of the micro-batch after update number ``step``."""
+    """Ends the process with SIGKILL in a hook of the micro-batch after update number `step`."""
 
     def __init__(self, step: int, hook: str) -> None:
         self.step = step
@@ -189,7 +189,7 @@ class Run:
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Call ``work`` in a forked process, which ends with it as a script would; its process id."""
+    """Call `work` in a forked process, which ends with it as a script would; its process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     process = os.fork()
@@ -215,7 +215,7 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def forked(work: Callable[[], Any], answer: str = "answer.json") -> tuple[int, Any]:
-    """Run ``work`` in a forked process; its wait status, and what it returned if it ended by itself."""
+    """Run `work` in a forked process; its wait status, and what it returned if it ended by itself."""
     Path(answer).unlink(missing_ok=True)
 
     def child() -> None:

@@ -83,7 +83,7 @@ class Extra(nn.Module):
 
 
 class unchanged:  # noqa: N801
-    """``with unchanged(module, optimizer):`` everything in them is the same afterwards, bit by bit."""
+    """`with unchanged(module, optimizer):` everything in them is the same afterwards, bit by bit."""
 
     def __init__(self, *objects: Any) -> None:
         self._objects = objects

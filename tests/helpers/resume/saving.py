@@ -1,4 +1,4 @@
-"""What the tests of resuming share, beside ``trainers``: ``from helpers.resume.saving import Adam, SaveIn, saved``."""
+"""What the tests of resuming share, beside `trainers`: `from helpers.resume.saving import Adam, SaveIn, saved`."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Adam(TinyModule):
 
 
 def saved(*callbacks: Callback, module: Any = None, **arguments: Any) -> Trainer:
-    """A Trainer after a fit that has saved to ``runs/version_0/checkpoints``."""
+    """A Trainer after a fit that has saved to `runs/version_0/checkpoints`."""
     trainer = saving(*callbacks, **arguments)
     trainer.fit(module or Adam(), tiny_loader(shuffle=True), tiny_loader(8))
     return trainer
 
 
 def saving(*callbacks: Callback, **arguments: Any) -> Trainer:
-    """A Trainer that saves to ``runs/version_0/checkpoints``."""
+    """A Trainer that saves to `runs/version_0/checkpoints`."""
     return make_trainer(*callbacks, **{"enable_checkpointing": True, "default_root_dir": "runs", **arguments})
 
 
 class SaveIn(Callback):
-    """Saves to ``there`` in a hook, the n-th time that it is called."""
+    """Saves to `there` in a hook, the n-th time that it is called."""
 
     def __init__(self, hook: str, number: int = 1) -> None:
         self.calls, self.number = 0, number

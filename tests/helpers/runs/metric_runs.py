@@ -1,4 +1,4 @@
-"""A ``MetricStore`` driven as the loops drive it, and everything that it gave: ``from helpers.runs.metric_runs import Run``."""
+"""A `MetricStore` driven as the loops drive it, and everything that it gave: `from helpers.runs.metric_runs import Run`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sized(m: int) -> torch.Tensor:
 
 
 def epoch(run: Run, step: Step, batches: int, *, first: int = 0, every: int = 4) -> None:
-    """Training on so many micro-batches: ``step(run, m)`` for those of this process; a log boundary each ``every`` rows."""
+    """Training on so many micro-batches: `step(run, m)` for those of this process; a log boundary each `every` rows."""
     store, world = run.store, run.world
     for row, start in enumerate(range(first, batches, world.size), first // world.size):
         m = start + world.rank

@@ -24,7 +24,7 @@ __all__ = ["Case", "Noisy", "Record", "Recorder", "RegressionModule", "train", "
 
 
 class Noisy(Dataset[Any]):
-    """Samples with augmentation from torch, numpy and ``random``; each brings its number."""
+    """Samples with augmentation from torch, numpy and `random`; each brings its number."""
 
     def __init__(self, samples: int, ragged: bool = False) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -108,7 +108,7 @@ class Record:
 
 
 class Recorder(Callback):
-    """Fills a :class:`Record`."""
+    """Fills a `Record`."""
 
     def __init__(self, each_step: bool = False) -> None:
         self.record, self.each_step = Record(), each_step

@@ -1,4 +1,4 @@
-"""Training over a strategy's verbs on several processes, as ``Trainer`` and own loops do it, and the same by hand on one."""
+"""Training over a strategy's verbs on several processes, as `Trainer` and own loops do it, and the same by hand on one."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class NoLoss:
 Plan = Sequence[Sequence[Any]]
 """The windows of a training, each a list of micro-batches in their global order.
 
-A micro-batch is the seed of its inputs, ``NoLoss``, or the negative of a seed: it counts for nothing, and its loss is NaN.
+A micro-batch is the seed of its inputs, `NoLoss`, or the negative of a seed: it counts for nothing, and its loss is NaN.
 """
 
 
 class Net(nn.Module):
-    """A small network as a ``TrainModule`` has it; its buffer counts the forwards of its process."""
+    """A small network as a `TrainModule` has it; its buffer counts the forwards of its process."""
 
     automatic_optimization = True
 
@@ -54,7 +54,7 @@ class Net(nn.Module):
 
 
 def together(size: int, jobs: Mapping[str, tuple[Any, ...]]) -> dict[str, list[Any]]:
-    """What functions return on each of ``size`` processes, which call one after the other.
+    """What functions return on each of `size` processes, which call one after the other.
 
     Args:
         size: number of processes.
@@ -133,7 +133,7 @@ def over_strategy(
     before: Callable[[nn.Module, int], None] = lambda module, window: None,
     compiler: Any = None,
 ) -> nn.Module:
-    """As the ``Trainer`` does it: ``training_step`` in the strategy's hands."""
+    """As the `Trainer` does it: `training_step` in the strategy's hands."""
     rank, size = strategy.rank, strategy.world_size
     step = strategy.step_function(strategy.prepare_module(module), module, "training_step", compiler)
     optimizer = make(module)
@@ -167,10 +167,10 @@ def own_loop(
 
     Args:
         strategy: joined.
-        plan: without ``NoLoss``.
+        plan: without `NoLoss`.
         module: the user's.
         make: its optimizer.
-        hold: keep the gradients in by ``no_sync`` inside windows, of which the strategy knows nothing.
+        hold: keep the gradients in by `no_sync` inside windows, of which the strategy knows nothing.
     """
     rank, size = strategy.rank, strategy.world_size
     model: Any = strategy.wrap(strategy.prepare_module(module))

@@ -1,4 +1,4 @@
-"""What trainkit's public functions and methods accept: ``for call in public_calls(PUBLIC): call.options``."""
+"""What trainkit's public functions and methods accept: `for call in public_calls(PUBLIC): call.options`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Call(NamedTuple):
     """A function, a method or a constructor, under the name that a user has for it.
 
     Attributes:
-        name: ``"set_seed"``, ``"Trainer"`` (its constructor) or ``"Trainer.fit"``.
+        name: `"set_seed"`, `"Trainer"` (its constructor) or `"Trainer.fit"`.
         function: the Python function.
         owner: the class, or None.
     """
@@ -34,7 +34,7 @@ class Call(NamedTuple):
 
     @property
     def options(self) -> list[str]:
-        """The parameters that may be left out, ``*args`` and ``**kwargs`` included."""
+        """The parameters that may be left out, `*args` and `**kwargs` included."""
         variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         return [p.name for p in self.parameters if p.default is not p.empty or p.kind in variable]
 
@@ -45,7 +45,7 @@ class Call(NamedTuple):
 
 
 def public_calls(packages: Mapping[str, Sequence[str]]) -> list[Call]:
-    """Each public callable once, sorted by name; ``packages`` are the public names of each.
+    """Each public callable once, sorted by name; `packages` are the public names of each.
 
     Not among them: hooks and other methods that trainkit calls and users write; a method that a base class in trainkit has
     too, whose entry counts for it; errors and enumerations.

@@ -1,4 +1,4 @@
-"""The smallest thing that trains: ``from helpers.runs.tiny import TinyModule, tiny_loader``."""
+"""The smallest thing that trains: `from helpers.runs.tiny import TinyModule, tiny_loader`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["TinyModule", "tiny_loader"]
 
 
 class TinyModule(TrainModule):
-    """Linear regression from four inputs, with SGD; logs ``train_loss`` and ``val_loss``."""
+    """Linear regression from four inputs, with SGD; logs `train_loss` and `val_loss`."""
 
     def __init__(self, learning_rate: float = 0.1) -> None:
         super().__init__()

@@ -124,7 +124,7 @@ def started_at(path: Path) -> float:
 
 
 def records(path: Path) -> Iterator[Any]:
-    """The whole records of a ``.wandb`` file, which another process may still be writing.
+    """The whole records of a `.wandb` file, which another process may still be writing.
 
     After seven bytes it has the log format of LevelDB, blocks of 32 KiB.
     """

@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: ``from helpers.runs.trainers import make_trainer, Recorder``."""
+"""What the tests of whole runs share: `from helpers.runs.trainers import make_trainer, Recorder`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Recorder(Callback):
 
 
 class Watching(Callback):
-    """The parameters, the learning rate and ``global_step`` after each micro-batch."""
+    """The parameters, the learning rate and `global_step` after each micro-batch."""
 
     def __init__(self) -> None:
         self.after: list[tuple[int, float, dict[str, Tensor]]] = []
@@ -107,7 +107,7 @@ def make_trainer(*callbacks: Callback, **arguments: Any) -> Trainer:
 def run(
     batches: int = 4, validation: int | None = 2, *callbacks: Callback, module: Any = None, **arguments: Any
 ) -> tuple[Trainer, Recorder]:
-    """A fit of ``batches`` training batches an epoch, and how it went."""
+    """A fit of `batches` training batches an epoch, and how it went."""
     recorder = Recorder()
     trainer = make_trainer(recorder, *callbacks, **arguments)
     loaders = [tiny_loader(4 * batches)] + ([] if validation is None else [tiny_loader(4 * validation)])
@@ -121,7 +121,7 @@ def parameters_of(module: nn.Module) -> dict[str, Any]:
 
 
 def same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Whether two results of :func:`parameters_of` agree bit for bit."""
+    """Whether two results of `parameters_of` agree bit for bit."""
     return first.keys() == second.keys() and all(
         first[name].dtype == second[name].dtype and first[name].equal(second[name]) for name in first
     )

@@ -1,4 +1,4 @@
-"""Channels of several ranks in one process, each opened in a thread: ``from helpers.worlds.stars import star``."""
+"""Channels of several ranks in one process, each opened in a thread: `from helpers.worlds.stars import star`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Shared", "all_at_once", "star"]
 
 
 class Shared:
-    """Returns the value of rank 0 on all ranks, like ``World.from_main``."""
+    """Returns the value of rank 0 on all ranks, like `World.from_main`."""
 
     def __init__(self) -> None:
         self._value: Future[Any] = Future()
@@ -33,14 +33,14 @@ class Shared:
 
 
 def all_at_once(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """Call ``work(rank)`` for each rank in a thread of its own. Returns the results in rank order."""
+    """Call `work(rank)` for each rank in a thread of its own. Returns the results in rank order."""
     with ThreadPoolExecutor(size) as pool:
         return [future.result(PATIENCE) for future in [pool.submit(work, rank) for rank in range(size)]]
 
 
 @contextmanager
 def star(size: int, **options: Any) -> Iterator[list[Channel]]:
-    """The channels of ``size`` ranks. Afterwards none of their threads may be left."""
+    """The channels of `size` ranks. Afterwards none of their threads may be left."""
     shared = Shared()
     channels = all_at_once(size, lambda rank: Channel.open(rank, size, "127.0.0.1", shared.of(rank), **options))
     try:

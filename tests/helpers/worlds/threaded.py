@@ -1,6 +1,6 @@
-"""Ranks that are threads of this process, for code that talks to other ranks only through its ``World`` or ``Team``.
+"""Ranks that are threads of this process, for code that talks to other ranks only through its `World` or `Team`.
 
-``run_threads(3, function, *args)`` calls ``function(world, *args)`` in three threads, each with the ``World`` of a rank.
+`run_threads(3, function, *args)` calls `function(world, *args)` in three threads, each with the `World` of a rank.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Channel:
 
 
 class FakeWorld(World):
-    """The ``World`` of a rank that is a thread.
+    """The `World` of a rank that is a thread.
 
     Attributes:
         exchanges: number of exchanges so far, those of teams not counted.
@@ -114,7 +114,7 @@ class FakeWorld(World):
 
 
 class ThreadStrategy(Strategy):
-    """A strategy on the CPU whose ranks are the threads of a :class:`FakeWorld`."""
+    """A strategy on the CPU whose ranks are the threads of a `FakeWorld`."""
 
     def __init__(self, world: World) -> None:
         super().__init__("cpu")
@@ -125,7 +125,7 @@ class ThreadStrategy(Strategy):
 
 
 def try_threads(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call ``function(world, *args)`` in ``size`` threads; for each rank what it returned, or the exception that it raised."""
+    """Call `function(world, *args)` in `size` threads; for each rank what it returned, or the exception that it raised."""
     hub = _Hub(size)
     results: list[Any] = [None] * size
 
@@ -147,7 +147,7 @@ def try_threads(size: int, function: Callable[..., Any], *args: Any) -> list[Any
 
 
 def run_threads(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """:func:`try_threads`, but raises if a rank did: the exception of the first that did not only miss another rank."""
+    """`try_threads`, but raises if a rank did: the exception of the first that did not only miss another rank."""
     results = try_threads(size, function, *args)
     for error in sorted((r for r in results if isinstance(r, BaseException)), key=lambda r: isinstance(r, GoneError)):
         raise error
@@ -155,10 +155,10 @@ def run_threads(size: int, function: Callable[..., Any], *args: Any) -> list[Any
 
 
 def try_teams(size: int, function: Callable[[Team], Any]) -> list[Any]:
-    """:func:`try_threads` with the same ``Team`` of each rank instead of its ``World``."""
+    """`try_threads` with the same `Team` of each rank instead of its `World`."""
     return try_threads(size, lambda world: function(world.team("team")))
 
 
 def run_teams(size: int, function: Callable[[Team], Any]) -> list[Any]:
-    """:func:`run_threads` with the same ``Team`` of each rank instead of its ``World``."""
+    """`run_threads` with the same `Team` of each rank instead of its `World`."""
     return run_threads(size, lambda world: function(world.team("team")))

@@ -1,7 +1,7 @@
 """Tests on several real processes.
 
-``@pytest.mark.world_size(n)`` runs the body of a test in ``n`` new processes with the variables that torchrun sets, so that
-``Trainer(strategy="ddp")`` in it is one of ``n``. :func:`run_world` does the same for a function, and returns the result of
+`@pytest.mark.world_size(n)` runs the body of a test in `n` new processes with the variables that torchrun sets, so that
+`Trainer(strategy="ddp")` in it is one of `n`. `run_world` does the same for a function, and returns the result of
 each process. The processes are forked from a server that has only imported torch and trainkit: about 30 ms each.
 """
 
@@ -59,7 +59,7 @@ class World:
 
     Args:
         size: number of processes.
-        where: the function, as returned by :func:`where_is`.
+        where: the function, as returned by `where_is`.
         args: the arguments of the function.
         env: environment variables of the processes.
         launched: also set the variables that torchrun sets.
@@ -115,7 +115,7 @@ class World:
         return [value for _, value in ends]
 
     def ends(self, patience: float = PATIENCE) -> list[tuple[bool, Any]]:
-        """For each process whether the function returned, and its result; else the traceback or ``"ended with -9"``."""
+        """For each process whether the function returned, and its result; else the traceback or `"ended with -9"`."""
         deadline = monotonic() + patience
         found: dict[int, tuple[bool, Any]] = {}
         while len(found) < len(self._pipes):
@@ -171,12 +171,12 @@ class World:
 
 
 def start_world(size: int, function: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> World:
-    """Start ``function(*args)`` in ``size`` processes. It must be defined in a module; arguments and results are pickled."""
+    """Start `function(*args)` in `size` processes. It must be defined in a module; arguments and results are pickled."""
     return World(size, where_is(function), args, env or {})
 
 
 def run_world(size: int, function: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> list[Any]:
-    """The results of ``function(*args)`` in ``size`` processes; see :class:`World`."""
+    """The results of `function(*args)` in `size` processes; see `World`."""
     return start_world(size, function, *args, env=env).results()
 
 
@@ -269,7 +269,7 @@ def find(file: str, module: str, name: str) -> Any:
 
 
 def run_test(function: Callable[..., Any], size: int, arguments: dict[str, Any]) -> None:
-    """The body of a test in ``size`` processes; its fixtures are made here and must be picklable."""
+    """The body of a test in `size` processes; its fixtures are made here and must be picklable."""
     start_world(size, _call, where_is(function), arguments).results()
 
 

@@ -1,7 +1,7 @@
-"""What tests of XLA have done in the main environment, with its torch: ``from helpers.xla.main_runs import run_main``.
+"""What tests of XLA have done in the main environment, with its torch: `from helpers.xla.main_runs import run_main`.
 
 A checkpoint that was written under XLA goes on there, on any number of processes, and the other way round. One process of the
-other environment serves all tests of this one; it is started by the first, and starts worlds (``worlds.py``) when asked.
+other environment serves all tests of this one; it is started by the first, and starts worlds (`worlds.py`) when asked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VARIABLE = "TRAINKIT_MAIN_PYTHON"
 
 
 def run_main(function: Callable[..., Any], *args: Any, size: int | None = None, env: dict[str, str] | None = None) -> Any:
-    """What ``function(*args)`` returned under the Python of the main environment, in the working directory of this process.
+    """What `function(*args)` returned under the Python of the main environment, in the working directory of this process.
 
     Args:
         function: one of a module's, which imports without torch_xla.
@@ -39,7 +39,7 @@ def run_main(function: Callable[..., Any], *args: Any, size: int | None = None, 
         env: more variables.
 
     Returns:
-        With a ``size`` the list of what each process returned, else the one value.
+        With a `size` the list of what each process returned, else the one value.
 
     Raises:
         WorldError: it raised; with the traceback and what it has printed.

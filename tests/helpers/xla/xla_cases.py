@@ -77,7 +77,7 @@ def devices(kind: str) -> int:
 
 
 def strategy(kind: str, **options: Any) -> Any:
-    """A strategy by a name of :data:`KINDS`, or of ``zero_cases.py``."""
+    """A strategy by a name of `KINDS`, or of `zero_cases.py`."""
     if kind not in KINDS:
         return other_strategy(kind, **options)
     from trainkit.strategies import XLAStrategy
@@ -90,10 +90,10 @@ def strategy(kind: str, **options: Any) -> Any:
 
 
 def under(kind: str, function: Callable[..., Any], *args: Any, optimized: bool = False, flags: str = "") -> Any:
-    """``function(kind, *args)`` in a process of its own, with the devices of the configuration.
+    """`function(kind, *args)` in a process of its own, with the devices of the configuration.
 
     Args:
-        kind: of :data:`KINDS`.
+        kind: of `KINDS`.
         function: of a module.
         args: of it, after the configuration.
         optimized: compiled as a user's, which takes ten times as long.
@@ -150,7 +150,7 @@ class Text(Dataset[Any]):
 
 
 def loader(kind: str, data: Any, size: int = SIZE, **options: Any) -> DataLoader[Any]:
-    """Its micro-batches are such that those of all devices are ``size`` samples."""
+    """Its micro-batches are such that those of all devices are `size` samples."""
     return DataLoader(data, size // (devices(kind) if kind in KINDS else 1), **options)
 
 
@@ -158,7 +158,7 @@ class Net(TrainModule):
     """A small network.
 
     Args:
-        optimizer: ``"adamw"`` or ``"sgd"``.
+        optimizer: `"adamw"` or `"sgd"`.
         factor: learning rate by update, relative to the first.
         dropout: a share.
     """
@@ -200,7 +200,7 @@ class Net(TrainModule):
 
 
 class Masked(Net):
-    """Its loss leaves out what ``sample_mask`` says."""
+    """Its loss leaves out what `sample_mask` says."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         mask = self.sample_mask
@@ -264,7 +264,7 @@ class Trained:
 
 
 class Notes(Callback):
-    """Fills a :class:`Trained`. It reads what there is between two steps, which makes no graph of its own."""
+    """Fills a `Trained`. It reads what there is between two steps, which makes no graph of its own."""
 
     def __init__(self) -> None:
         self.trained = Trained()
@@ -317,7 +317,7 @@ def by_hand(
     """The training by a plain loop on the CPU: of a copy of the module, whose parameters are where they begin.
 
     Args:
-        module: a :class:`Net`; its ``loss`` and its optimizer are used, and nothing of trainkit's.
+        module: a `Net`; its `loss` and its optimizer are used, and nothing of trainkit's.
         data: the dataset, in its order.
         epochs: how many.
         window: micro-batches in an update.

@@ -1,7 +1,7 @@
-"""Make the environment of ``make test-xla``, or bring it up to date: ``python tests/helpers/xla/xla_environment.py FOLDER``.
+"""Make the environment of `make test-xla`, or bring it up to date: `python tests/helpers/xla/xla_environment.py FOLDER`.
 
 torch_xla loads with the torch of its own version only, so its tests have an environment of their own: the versions of
-``constraints.txt``, but for those in ``constraints-xla.txt``. It lies outside of the tree, since it is large and serves every
+`constraints.txt`, but for those in `constraints-xla.txt`. It lies outside of the tree, since it is large and serves every
 checkout; so trainkit itself is not installed there. Checkouts have files of all ages, so what was installed is written down in
 the environment, and compared.
 """
@@ -28,7 +28,7 @@ DONE, BEGUN = "made-of.txt", "being-made-of.txt"
 
 
 def requirements() -> list[str]:
-    """What ``setup.py`` asks for."""
+    """What `setup.py` asks for."""
     with mock.patch("setuptools.setup") as setup:
         runpy.run_path(str(ROOT / "setup.py"))
     given = setup.call_args.kwargs
@@ -36,7 +36,7 @@ def requirements() -> list[str]:
 
 
 def constraints() -> list[str]:
-    """The lines of both files; of what both name, that of ``constraints-xla.txt``."""
+    """The lines of both files; of what both name, that of `constraints-xla.txt`."""
     own = _lines("constraints-xla.txt")
     names = {_name(line) for line in own}
     return [*own, *(line for line in _lines("constraints.txt") if _name(line) not in names)]

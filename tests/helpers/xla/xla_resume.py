@@ -1,4 +1,4 @@
-"""Trainings under XLA that are killed from outside and go on: ``from helpers.xla.xla_resume import Life, journal, lived``."""
+"""Trainings under XLA that are killed from outside and go on: `from helpers.xla.xla_resume import Life, journal, lived`."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def start(kind: str, life: Life, attempt: int, count: int | None = None) -> Any:
 
 
 def lived(kind: str, life: Life, attempt: int = 0, count: int | None = None) -> list[Any]:
-    """To the end; the journal. ``count`` as in :func:`start`; for DDP the processes."""
+    """To the end; the journal. `count` as in `start`; for DDP the processes."""
     life.folder.mkdir(exist_ok=True)
     if kind in KINDS:
         with start(kind, life, attempt, count) as run:
@@ -143,7 +143,7 @@ def parameters(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def by_update(lines: list[Any], what: int) -> dict[int, list[Any]]:
-    """For each update what its rows had of ``ids`` (2) or ``seen`` (3), in order."""
+    """For each update what its rows had of `ids` (2) or `seen` (3), in order."""
     found: dict[int, list[Any]] = {}
     for line in lines:
         found.setdefault(line[1], []).extend(line[what])

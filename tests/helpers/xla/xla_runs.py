@@ -1,12 +1,12 @@
-"""Tests of XLA: ``from helpers.xla.xla_runs import run_xla``.
+"""Tests of XLA: `from helpers.xla.xla_runs import run_xla`.
 
 torch_xla makes its runtime once for a process, with the devices that the environment names at that moment, and its threads do
-not survive a fork. So what uses it runs in a fresh process: forked from the server of ``worlds.py``, which has imported
-torch_xla in the environment of ``make test-xla`` and made no runtime, it takes a few hundredths of a second. The tests' own
+not survive a fork. So what uses it runs in a fresh process: forked from the server of `worlds.py`, which has imported
+torch_xla in the environment of `make test-xla` and made no runtime, it takes a few hundredths of a second. The tests' own
 process never makes a runtime: it imports torch_xla nowhere, so that these tests can be collected where there is none.
 
-Wherever these tests run, ``devices`` is what they ask for: of the CPU it makes as many; of a TPU, whose number is given, a
-test that asks for another number is skipped. A TPU belongs to one process at a time: ``PJRT_DEVICE=TPU make test-xla JOBS=0``.
+Wherever these tests run, `devices` is what they ask for: of the CPU it makes as many; of a TPU, whose number is given, a
+test that asks for another number is skipped. A TPU belongs to one process at a time: `PJRT_DEVICE=TPU make test-xla JOBS=0`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FLAGS = "--xla_cpu_enable_fast_math=false"  # torch_xla sets it when it is impo
 
 
 class XLARun:
-    """A process with torch_xla that runs one function: ``with start_xla(function) as run``; at the end it is killed.
+    """A process with torch_xla that runs one function: `with start_xla(function) as run`; at the end it is killed.
 
     Args:
         function: one of a module's.
@@ -64,7 +64,7 @@ class XLARun:
         return self._end is not None or not self._world.processes[0].is_alive()
 
     def end(self, patience: float = PATIENCE) -> tuple[bool, Any]:
-        """Wait for its end: whether it returned, and what; else the traceback, or its exit code as ``"ended with -9"``."""
+        """Wait for its end: whether it returned, and what; else the traceback, or its exit code as `"ended with -9"`."""
         if self._end is None:
             try:
                 [self._end] = self._world.ends(patience)
@@ -117,13 +117,13 @@ class XLARun:
 
 
 def start_xla(function: Callable[..., Any], *args: Any, devices: int = 1, env: dict[str, str] | None = None) -> XLARun:
-    """Start ``function(*args)`` in a fresh process with torch_xla and so many devices, as a script that nobody launched.
+    """Start `function(*args)` in a fresh process with torch_xla and so many devices, as a script that nobody launched.
 
     Args:
-        function: one of a module's; see :class:`XLARun`.
+        function: one of a module's; see `XLARun`.
         args: of it.
         devices: of the runtime.
-        env: more variables; ``XLA_FLAGS`` come behind those that torch_xla sets itself.
+        env: more variables; `XLA_FLAGS` come behind those that torch_xla sets itself.
     """
     variables = {"PJRT_DEVICE": os.environ.get("PJRT_DEVICE", "CPU"), "TF_CPP_MIN_LOG_LEVEL": "2", **(env or {})}
     kind = variables["PJRT_DEVICE"]
@@ -137,7 +137,7 @@ def start_xla(function: Callable[..., Any], *args: Any, devices: int = 1, env: d
 
 
 def run_xla(function: Callable[..., Any], *args: Any, devices: int = 1, env: dict[str, str] | None = None) -> Any:
-    """What ``function(*args)`` returned in a fresh process with torch_xla; see :func:`start_xla`.
+    """What `function(*args)` returned in a fresh process with torch_xla; see `start_xla`.
 
     Raises:
         WorldError: it raised; with the traceback and what it has printed.

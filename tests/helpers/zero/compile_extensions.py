@@ -1,4 +1,4 @@
-"""Compile what ``make test-zero`` needs, or name what is missing."""
+"""Compile what `make test-zero` needs, or name what is missing."""
 
 from __future__ import annotations
 

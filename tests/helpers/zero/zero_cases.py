@@ -33,7 +33,7 @@ NVME: dict[str, tuple[int, str | None, str | None]] = {
 
 
 def strategy(kind: str, **options: Any) -> Any:
-    """A strategy by a name of :data:`STAGES` or :data:`NVME`, ``"ddp"`` or ``"auto"``."""
+    """A strategy by a name of `STAGES` or `NVME`, `"ddp"` or `"auto"`."""
     if kind == "auto":
         return kind
     if kind == "ddp":

@@ -46,7 +46,7 @@ def assert_parity(
     """Losses, gradient norms and parameters are those of DDP on the same global batches.
 
     Args:
-        kind: of :func:`zero_cases.strategy`.
+        kind: of `zero_cases.strategy`.
         size: processes.
         window: micro-batches of a process in an update.
         clip: the largest norm.

@@ -77,11 +77,11 @@ def undisturbed(precision: str, make: type) -> dict[Any, float]:
 def assert_portable(
     source: Path, kind: str, size: int, precision: str = "32-true", make: type = RegressionModule, exact: bool = True
 ) -> None:
-    """Go on from a checkpoint of :func:`save` under another configuration.
+    """Go on from a checkpoint of `save` under another configuration.
 
     Args:
         source: the checkpoint.
-        kind: of :func:`zero_cases.strategy`.
+        kind: of `zero_cases.strategy`.
         size: processes.
         precision: of the trainer, here and there.
         make: the module's class.

@@ -36,7 +36,7 @@ class Saving(Callback):
 
 
 def train(setting: Setting, way: Way, folder: Path, like: Setting, stop: bool = False, resume: Path | None = None) -> Result:
-    """Train, and save to ``folder`` after three optimizer steps, or what has been loaded at once."""
+    """Train, and save to `folder` after three optimizer steps, or what has been loaded at once."""
     return by_trainer(setting, way, Saving(folder, SAVED, stop), like=like, resume=resume)
 
 

@@ -1,4 +1,4 @@
-"""Under each strategy an own loop over ``Accelerator`` does what ``Trainer`` does, bit for bit."""
+"""Under each strategy an own loop over `Accelerator` does what `Trainer` does, bit for bit."""
 
 from __future__ import annotations
 

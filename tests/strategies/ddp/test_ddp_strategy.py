@@ -1,4 +1,4 @@
-"""``DDPStrategy``: its arguments, and that training on several processes is training."""
+"""`DDPStrategy`: its arguments, and that training on several processes is training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``FixedDDP``: the first step after a start is reduced as all others are, so that a resume is exact on three processes."""
+"""`FixedDDP`: the first step after a start is reduced as all others are, so that a resume is exact on three processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def plain(module: nn.Module, **options: Any) -> nn.Module:
 
 
 def train(make: Callable[..., nn.Module], options: dict[str, Any], stop: int | None) -> list[float]:
-    """Six steps; before step ``stop`` DDP is made anew, as in a new process."""
+    """Six steps; before step `stop` DDP is made anew, as in a new process."""
     rank = joined().rank
     module = network()
     ddp = make(module, **options)

@@ -1,4 +1,4 @@
-"""``Rate``: a learning rate of which no value is a constant of a compiled graph. Here on the CPU, where it is a number."""
+"""`Rate`: a learning rate of which no value is a constant of a compiled graph. Here on the CPU, where it is a number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ReplicaTurns`` and ``ThreadWorld``: replicas that are threads of one process run one at a time."""
+"""`ReplicaTurns` and `ThreadWorld`: replicas that are threads of one process run one at a time."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_waiting_for_one_that_has_ended_is_an_error() -> None:
 
 
 def test_between_runs_replicas_do_not_wait_for_their_turn() -> None:
-    """Unless ``XLAStrategy.launch`` has started them, which tells when they end."""
+    """Unless `XLAStrategy.launch` has started them, which tells when they end."""
     turns = ReplicaTurns(2)
     over = threading.Barrier(2)
     found: list[Any] = []

@@ -1,4 +1,4 @@
-"""``XLAStrategy(compilation_cache=)``: compiled graphs are kept from run to run."""
+"""`XLAStrategy(compilation_cache=)`: compiled graphs are kept from run to run."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Loop:
         self.trained, self.updates = Trained(), 0
 
     def epoch(self, save: tuple[int, Path] | None = None) -> None:
-        """``save``: after so many micro-batches, and where."""
+        """`save`: after so many micro-batches, and where."""
         for number, batch in enumerate(self.loader, 1):
             self.trained.ids.append(batch["id"].tolist())
             with self.accelerator.accumulate(self.model):

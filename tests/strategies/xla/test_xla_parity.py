@@ -74,7 +74,7 @@ def both(kind: str, name: str, epochs: int, precision: str = "32-true") -> tuple
 
 
 def assert_same(mine: Trained, theirs: Trained, allowed: float, parameters: bool, digit: float = 0.0) -> None:
-    """``digit``: the last that a norm has, relative to it."""
+    """`digit`: the last that a norm has, relative to it."""
     assert mine.ids == theirs.ids
     assert mine.rates == theirs.rates
     close(mine.losses, theirs.losses, allowed)

@@ -1,4 +1,4 @@
-"""``XLAStrategy(mode="replicas")``: on a TPU a process for each chip, on the CPU a thread for each device."""
+"""`XLAStrategy(mode="replicas")`: on a TPU a process for each chip, on the CPU a thread for each device."""
 
 from __future__ import annotations
 

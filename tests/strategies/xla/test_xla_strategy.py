@@ -1,4 +1,4 @@
-"""``XLAStrategy``: what is given to the devices, and what is refused."""
+"""`XLAStrategy`: what is given to the devices, and what is refused."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def case(make: type = RegressionModule, **arguments: Any) -> Case:
 
 
 def test_optimizer_and_scheduler_of_the_configuration() -> None:
-    """As if ``configure_optimizers`` had made them; and Adam without decay, as DeepSpeed has it."""
+    """As if `configure_optimizers` had made them; and Adam without decay, as DeepSpeed has it."""
     told = config(3, optimizer=ADAM, scheduler=WARMUP)
     mine = train(case(WithoutOptimizer), strategy=ZeROStrategy(config=told, device="cpu"))
     other = train(case(Same), strategy=ZeROStrategy(stage=3, device="cpu"))

@@ -1,4 +1,4 @@
-"""``--deepspeed_config`` on the command line of a script."""
+"""`--deepspeed_config` on the command line of a script."""
 
 from __future__ import annotations
 

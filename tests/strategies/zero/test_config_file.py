@@ -46,7 +46,7 @@ USUAL = {
 
 
 def changed(**sections: Any) -> dict[str, Any]:
-    """A small configuration with other sections, those of ``zero`` put into "zero_optimization"."""
+    """A small configuration with other sections, those of `zero` put into "zero_optimization"."""
     zero = {"stage": 3, **sections.pop("zero", {})}
     return {"zero_optimization": zero, **sections}
 

@@ -44,7 +44,7 @@ def test_exact_resume(kind: str, precision: str, run_dir: Path) -> None:
 @ZERO
 @pytest.mark.parametrize("kind, size", UNDER)
 def test_portability(kind: str, size: int, run_dir: Path) -> None:
-    """Saved under one configuration, resumed under another one; under all in ``test_zero_grid.py``."""
+    """Saved under one configuration, resumed under another one; under all in `test_zero_grid.py`."""
     together(size, {"save": (save, case(), kind, run_dir / "saved")})
     assert len(tensors(run_dir / "saved")) == 4 + 3 * 4
     here = UNDER.index((kind, size))
@@ -152,7 +152,7 @@ def lengthened(kind: str, source: Path, copy: Path) -> tuple[str, int]:
 
 @pytest.mark.parametrize("kind", ["zero2", pytest.param("zero3", marks=ZERO)])
 def test_what_fits_of_another_model(kind: str, run_dir: Path) -> None:
-    """``strict=False``: a parameter that was not there starts with moments of zero."""
+    """`strict=False`: a parameter that was not there starts with moments of zero."""
     together(2, {"save": (save, case(), kind, run_dir / "saved")})
     ends = together(2, {"go": (lengthened, kind, run_dir / "saved", run_dir / "copy")})["go"]
     assert all("missing in the checkpoint (2): more.weight, more.bias" in said for said, _ in ends)

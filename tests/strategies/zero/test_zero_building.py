@@ -1,4 +1,4 @@
-"""``configure_model`` in stage 3: each layer is divided as soon as it is made, and trains as any other."""
+"""`configure_model` in stage 3: each layer is divided as soon as it is made, and trains as any other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.zero  # they take long
 
 
 class Built(RegressionModule):
-    """Makes its layers in ``configure_model``; one initialises itself, one is initialised by ``apply``."""
+    """Makes its layers in `configure_model`; one initialises itself, one is initialised by `apply`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -46,7 +46,7 @@ def small(layer: nn.Module) -> None:
 
 
 class Sizes(Callback):
-    """How many elements of the module are in this process before training and when ``fit`` has set it up."""
+    """How many elements of the module are in this process before training and when `fit` has set it up."""
 
     def __init__(self) -> None:
         self.setup = -1

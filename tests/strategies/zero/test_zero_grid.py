@@ -1,4 +1,4 @@
-"""The full grids of ZeRO, NVMe among them; a part runs in ``test_zero.py`` and ``test_zero_state.py`` wherever others do."""
+"""The full grids of ZeRO, NVMe among them; a part runs in `test_zero.py` and `test_zero_state.py` wherever others do."""
 
 from __future__ import annotations
 

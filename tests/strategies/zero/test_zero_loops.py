@@ -50,7 +50,7 @@ def own_loop(kind: str, precision: str, clip: bool) -> list[float]:
 
 
 class Trained(RegressionModule):
-    """The same for a ``Trainer``."""
+    """The same for a `Trainer`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models as users have them under ZeRO: of ``transformers``, with tied weights, with frozen ones, with LoRA adapters."""
+"""Models as users have them under ZeRO: of `transformers`, with tied weights, with frozen ones, with LoRA adapters."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_checkpoints(make: type, kind: str, other: str, run_dir: Path) -> None:
 
 
 class BuiltLanguage(Language):
-    """The GPT-2, made by ``configure_model`` as ``transformers`` can make it layer by layer."""
+    """The GPT-2, made by `configure_model` as `transformers` can make it layer by layer."""
 
     def make(self) -> Any:
         return None
@@ -134,7 +134,7 @@ class Late(BuiltLanguage):
 
 
 def test_configure_model() -> None:
-    """The same on any number of processes; ``transformers`` itself draws first values in another order for stage 3."""
+    """The same on any number of processes; `transformers` itself draws first values in another order for stage 3."""
     which = Case(samples=24, make=BuiltLanguage, arguments={"precision": "32-true"})
     losses = trained(which, 2, strategy=strategy("zero3")).losses
     assert losses == pytest.approx(trained(which, 1, strategy=strategy("zero3-both-cpu")).losses, rel=2e-5)
@@ -149,7 +149,7 @@ def test_configure_model_with_a_class() -> None:
 
 
 class LateAdapted(Adapted):
-    """The GPT-2 and its adapters, made by ``configure_model``."""
+    """The GPT-2 and its adapters, made by `configure_model`."""
 
     def __init__(self, **options: Any) -> None:
         RegressionModule.__init__(self, **options)

@@ -106,7 +106,7 @@ def test_16_true(kind: str) -> None:
 
 
 def test_16_true_without_a_loss_scale() -> None:
-    """As of ``GradScalerKwargs(enabled=False)``: not even one that would overflow."""
+    """As of `GradScalerKwargs(enabled=False)`: not even one that would overflow."""
     (scaled, _), (plain, scale) = in_float16("zero2", 1024.0), in_float16("zero2", 2.0**24, enabled=False)
     assert scale == 1.0
     assert plain.losses == pytest.approx(scaled.losses, rel=5e-3)

@@ -1,6 +1,6 @@
-"""``trainkit checkpoint``: list, show, verify, compare and export checkpoints.
+"""`trainkit checkpoint`: list, show, verify, compare and export checkpoints.
 
-Each subcommand is a module with a function ``run(args) -> int``, imported when it is called: argument errors need no torch.
+Each subcommand is a module with a function `run(args) -> int`, imported when it is called: argument errors need no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _MODULES = {"ls": "listing", "show": "show", "verify": "verify", "diff": "compar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``trainkit checkpoint``."""
+    """The arguments of `trainkit checkpoint`."""
     commands = parser.add_subparsers(dest="command", required=True, metavar="{ls,show,verify,diff,export}")
 
     def add(name: str, purpose: str) -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""``trainkit checkpoint diff``: the differences between two checkpoints, bit for bit."""
+"""`trainkit checkpoint diff`: the differences between two checkpoints, bit for bit."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _with_aliases(checkpoint: Checkpoint, stem: str) -> dict[str, Tensor]:
 
 
 def compare_tensors(first: Tensor | None, second: Tensor | None) -> str | None:
-    """How two tensors differ, or ``None`` if dtype, shape and all bits are equal, including those of NaN and of zeros."""
+    """How two tensors differ, or `None` if dtype, shape and all bits are equal, including those of NaN and of zeros."""
     if first is None or second is None:
         return "only in the second" if first is None else "only in the first"
     kinds = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (first, second)]

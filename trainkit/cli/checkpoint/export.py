@@ -1,4 +1,4 @@
-"""``trainkit checkpoint export``: write the weights of a checkpoint in the formats of other programs."""
+"""`trainkit checkpoint export`: write the weights of a checkpoint in the formats of other programs."""
 
 from __future__ import annotations
 
@@ -65,18 +65,18 @@ def export(
     Args:
         path: The checkpoint.
         out: The folder to write to, created if needed. An earlier export in it is replaced.
-        attribute: Export only the module with this path, with names relative to it. ``None``: the whole model.
-        kind: "safetensors", "transformers" or "peft"; ``None``: the module's own.
-        dtype: "bf16", "fp16", "fp32" or "fp64", for floating-point tensors; ``None``: unchanged.
+        attribute: Export only the module with this path, with names relative to it. `None`: the whole model.
+        kind: "safetensors", "transformers" or "peft"; `None`: the module's own.
+        dtype: "bf16", "fp16", "fp32" or "fp64", for floating-point tensors; `None`: unchanged.
         max_shard_size: Larger models are written to several files with an index.
-        overwrite: Write to ``out`` even if it contains other files. A checkpoint is never overwritten.
+        overwrite: Write to `out` even if it contains other files. A checkpoint is never overwritten.
 
     Returns:
-        The format, and the written folders by their path in ``out``.
+        The format, and the written folders by their path in `out`.
 
     Raises:
-        ConfigurationError: An unknown attribute, a format that the module does not have, or an ``out`` with other files.
-        CheckpointError: The checkpoint is damaged or incomplete, or ``out`` cannot be written.
+        ConfigurationError: An unknown attribute, a format that the module does not have, or an `out` with other files.
+        CheckpointError: The checkpoint is damaged or incomplete, or `out` cannot be written.
     """
     size = shard_size(max_shard_size)
     target = Path(os.path.abspath(out))
@@ -117,7 +117,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
 
 
 def _write(target: Path, folders: Mapping[str, ExportFolder], mark: bytes, max_shard_size: int) -> None:
-    """Write everything next to ``target`` first, so that an error changes nothing there."""
+    """Write everything next to `target` first, so that an error changes nothing there."""
     made = [parent for parent in target.parents if not parent.exists()]
     temporary = target.with_name(f".{target.name}.tmp-{secrets.token_hex(8)}")
     try:

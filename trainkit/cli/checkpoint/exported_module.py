@@ -24,9 +24,9 @@ class ExportedModule:
 
     Attributes:
         tensors: The stored tensors.
-        aliases: Name of a tied tensor → the name in ``tensors`` under which it is stored.
+        aliases: Name of a tied tensor → the name in `tensors` under which it is stored.
         lacking: Parameters that the checkpoint does not contain because they were frozen.
-        configs: Configurations of the ``transformers`` and PEFT models inside, by path; ``""`` is the module itself.
+        configs: Configurations of the `transformers` and PEFT models inside, by path; `""` is the module itself.
         within: The PEFT model that contains this module, with adapters between its parameters; "" if there is none.
     """
 
@@ -50,8 +50,8 @@ def read_module(checkpoint: Checkpoint, attribute: str | None) -> ExportedModule
 
     Args:
         checkpoint: The checkpoint.
-        attribute: Path of a module, such as ``"net"`` or ``"net.encoder"``. If your own training loop saved several models:
-            ``"model_1"`` for the second, ``"model_1/encoder"`` for a module of it. ``None``: the whole (first) model.
+        attribute: Path of a module, such as `"net"` or `"net.encoder"`. If your own training loop saved several models:
+            `"model_1"` for the second, `"model_1/encoder"` for a module of it. `None`: the whole (first) model.
 
     Raises:
         UnknownNameError: The model has no such module; the message lists the modules.
@@ -73,7 +73,7 @@ def read_module(checkpoint: Checkpoint, attribute: str | None) -> ExportedModule
 
 
 def aliases_of(checkpoint: Checkpoint, stem: str, tensors: Container[str]) -> Mapping[str, str]:
-    """Name of a tied tensor → the name under which it is stored, which must be in ``tensors``."""
+    """Name of a tied tensor → the name under which it is stored, which must be in `tensors`."""
     aliases = checkpoint.manifest.aliases.get(stem, {})
     if missing := [stored for stored in aliases.values() if stored not in tensors]:
         raise CorruptCheckpointError(f"{checkpoint.path}: the manifest names the tensor {missing[0]!r}, which is missing")

@@ -1,4 +1,4 @@
-"""The files that other programs open: plain safetensors, a folder for ``transformers``, a folder for PEFT."""
+"""The files that other programs open: plain safetensors, a folder for `transformers`, a folder for PEFT."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ExportFolder:
 
 
 def lay_out(module: ExportedModule, kind: str, dtype: str | None) -> dict[str, ExportFolder]:
-    """The folders to write, by their path in the export; ``""`` is the export itself.
+    """The folders to write, by their path in the export; `""` is the export itself.
 
     Raises:
         ConfigurationError: The module does not have this format.
@@ -127,7 +127,7 @@ def _transformers(module: ExportedModule) -> dict[str, ExportFolder]:
 
 
 def _tied_by_class(config: Any) -> dict[str, int]:
-    """The parameters of a model of this configuration; those that ``transformers`` ties have the same number.
+    """The parameters of a model of this configuration; those that `transformers` ties have the same number.
 
     Empty if it is not installed or does not know the class. Tied tensors are then written under each name: a larger file.
     """

@@ -14,7 +14,7 @@ __all__ = ["TensorHeader", "tensor_headers"]
 
 
 class TensorHeader(NamedTuple):
-    """What the header of a safetensors file says of a tensor; ``dtype`` as the format writes it: ``F32``, ``BF16``, …"""
+    """What the header of a safetensors file says of a tensor; `dtype` as the format writes it: `F32`, `BF16`, …"""
 
     file: str
     dtype: str
@@ -27,7 +27,7 @@ class TensorHeader(NamedTuple):
 
 
 def tensor_headers(path: Path) -> dict[str, TensorHeader]:
-    """Name → header, in the order of the file. Raises a ``CorruptCheckpointError`` for a malformed header."""
+    """Name → header, in the order of the file. Raises a `CorruptCheckpointError` for a malformed header."""
     try:
         with safe_open(path, framework="np") as file:
             parts = {name: file.get_slice(name) for name in file.offset_keys()}

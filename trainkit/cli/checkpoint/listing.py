@@ -1,4 +1,4 @@
-"""``trainkit checkpoint ls``: the checkpoints of a folder, of a run, or of all runs."""
+"""`trainkit checkpoint ls`: the checkpoints of a folder, of a run, or of all runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``trainkit checkpoint show``: what is in one checkpoint."""
+"""`trainkit checkpoint show`: what is in one checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Headers = Mapping[str, Mapping[str, TensorHeader]]  # by stem and name
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the checkpoint. Reads only the headers of tensor files; ``verify`` reads the tensors."""
+    """Print the checkpoint. Reads only the headers of tensor files; `verify` reads the tensors."""
     checkpoint = open_checkpoint(args.path)
     headers = _headers(checkpoint)
     state = checkpoint.read({"state"}, unregistered=True).state

@@ -1,4 +1,4 @@
-"""The output of ``trainkit checkpoint``: lines, tables and JSON."""
+"""The output of `trainkit checkpoint`: lines, tables and JSON."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: str = "")
 
 
 def bytes_text(size: int) -> str:
-    """Such as ``1.2 GB``, in powers of 1000."""
+    """Such as `1.2 GB`, in powers of 1000."""
     value, units = float(size), ["B", "kB", "MB", "GB", "TB"]
     while value >= 999.5 and len(units) > 1:
         value /= 1000
@@ -75,7 +75,7 @@ def on_one_line(text: str, path: object) -> str:
 
 
 def holds(manifest: Manifest) -> str:
-    """What a checkpoint contains: ``all``, ``trainable``, ``weights`` or ``trainable weights``."""
+    """What a checkpoint contains: `all`, `trainable`, `weights` or `trainable weights`."""
     model = str(manifest.contents.get("model", "all"))
     if manifest.contents.get("resumable", False):
         return model
@@ -83,14 +83,14 @@ def holds(manifest: Manifest) -> str:
 
 
 def about_manifest(manifest: Manifest) -> dict[str, Any]:
-    """The manifest as plain values for :func:`as_json`, with the total bytes under ``size``."""
+    """The manifest as plain values for `as_json`, with the total bytes under `size`."""
     values = {field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)}
     values["files"] = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in manifest.files.items()}
     return {**values, "size": sum(entry.size for entry in manifest.files.values())}
 
 
 def as_json(value: Any) -> str:
-    """Any value as strict JSON: other types as text, numbers that are not finite as ``"nan"`` or ``"inf"``."""
+    """Any value as strict JSON: other types as text, numbers that are not finite as `"nan"` or `"inf"`."""
     return json.dumps(_plain(value), indent=2, allow_nan=False)
 
 

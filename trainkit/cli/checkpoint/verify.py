@@ -1,4 +1,4 @@
-"""``trainkit checkpoint verify``: compare every byte of every file with the manifest."""
+"""`trainkit checkpoint verify`: compare every byte of every file with the manifest."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def verify(path: Path) -> tuple[str | None, int]:
-    """The problem of a checkpoint, or ``None``, and the bytes of its files."""
+    """The problem of a checkpoint, or `None`, and the bytes of its files."""
     try:
         checkpoint = open_checkpoint(path)
         checkpoint.verify()

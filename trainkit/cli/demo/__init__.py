@@ -1,6 +1,6 @@
-"""``trainkit demo``: a byte-level GPT on the source code of Python's own standard library.
+"""`trainkit demo`: a byte-level GPT on the source code of Python's own standard library.
 
-Its parts are public, so that a script can train the same model: see ``examples/byte_gpt.py``.
+Its parts are public, so that a script can train the same model: see `examples/byte_gpt.py`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def bigram_bits(train: bytes, previous: Bytes, targets: Bytes, strength: float =
 
     Args:
         train: The training text.
-        previous: The byte before each target, same shape as ``targets``.
+        previous: The byte before each target, same shape as `targets`.
         targets: The bytes to predict.
         strength: The weight of the unigram model, in observations; above 0.
     """

@@ -1,4 +1,4 @@
-"""``trainkit demo``: train, validate, plot, sample, and print the results."""
+"""`trainkit demo`: train, validate, plot, sample, and print the results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Size:
     """The size of the model and of the run.
 
     Attributes:
-        width, depth, heads, context: See ``ByteGPT``.
+        width, depth, heads, context: See `ByteGPT`.
         batch_size: Windows per batch.
         max_steps: Number of optimizer steps.
         val_windows: Windows to validate on.
@@ -67,7 +67,7 @@ class Result:
     Attributes:
         val_loss: The loss of the model on the validation windows.
         bigram, unigram: The losses of the baselines on the same bytes.
-        sample: ``PROMPT`` and what the model generated after it.
+        sample: `PROMPT` and what the model generated after it.
         steps: Number of optimizer steps.
         stopped_early: Whether early stopping ended the run.
         log_dir: The folder of the run.
@@ -85,7 +85,7 @@ class Result:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``trainkit demo``."""
+    """The arguments of `trainkit demo`."""
     parser.add_argument("--max-steps", type=int, metavar="N", help=f"optimizer steps (default: {FULL.max_steps})")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the run (default: 0)")
     parser.add_argument(
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train(size: Size, seed: int, root: Path, max_steps: int | None = None) -> Result:
-    """Train a ``ByteGPT`` on the standard library.
+    """Train a `ByteGPT` on the standard library.
 
     An interrupted run resumes from its newest checkpoint if it is started with the same arguments. After a complete run
     the next one starts over, in another folder.
@@ -123,7 +123,7 @@ def train(size: Size, seed: int, root: Path, max_steps: int | None = None) -> Re
         size: The size of the model and the run.
         seed: The seed of the initial parameters, the order and the sample.
         root: The folder for all files.
-        max_steps: Number of optimizer steps; default: that of ``size``.
+        max_steps: Number of optimizer steps; default: that of `size`.
     """
     max_steps = max_steps or size.max_steps
     seed_everything(seed)
@@ -201,7 +201,7 @@ def _introduce(data: SourceCode, model: ByteGPT, max_steps: int) -> None:
 
 
 def report(result: Result, seconds: float) -> None:
-    """Print the sample, the losses, the files and what to do next; ``seconds`` is the duration of the run."""
+    """Print the sample, the losses, the files and what to do next; `seconds` is the duration of the run."""
     early = ", stopped early because the validation loss no longer fell" if result.stopped_early else ""
     difference = result.bigram - result.val_loss
     verdict = f"{abs(difference):.2f} bits {'better' if difference > 0 else 'worse'} than the bigram baseline"

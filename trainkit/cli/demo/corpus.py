@@ -43,7 +43,7 @@ class Corpus(NamedTuple):
 
 
 def source_files(library: Path) -> Iterator[str]:
-    """The relative paths of the ``.py`` files to use, in the same order on every system."""
+    """The relative paths of the `.py` files to use, in the same order on every system."""
     found = []
     for folder, folders, names in os.walk(library):
         folders[:] = [name for name in folders if name not in _SKIPPED and not name.startswith("config-")]
@@ -110,11 +110,11 @@ def _read(path: Path) -> bytes:
 class Windows(Dataset[Tensor]):
     """Fixed windows over a text in memory.
 
-    An item is a ``uint8`` tensor of ``length + 1`` bytes. Windows overlap by one byte, so that each byte except the first is
+    An item is a `uint8` tensor of `length + 1` bytes. Windows overlap by one byte, so that each byte except the first is
     predicted once.
 
     Args:
-        text: At least ``length + 1`` bytes.
+        text: At least `length + 1` bytes.
         length: The number of predicted bytes per window.
         limit: The largest number of windows, spread evenly over the text.
 
@@ -151,7 +151,7 @@ class Windows(Dataset[Tensor]):
 
 
 class SourceCode(DataModule):
-    """The standard library as batches of windows: ``uint8`` tensors of shape (batch, context + 1).
+    """The standard library as batches of windows: `uint8` tensors of shape (batch, context + 1).
 
     Args:
         context: The number of predicted bytes per window.
@@ -160,8 +160,8 @@ class SourceCode(DataModule):
         library: A folder of Python files (default: the standard library of this Python).
 
     Attributes:
-        corpus: The text and the names of the files, after ``setup``.
-        train, val: The windows, after ``setup``.
+        corpus: The text and the names of the files, after `setup`.
+        train, val: The windows, after `setup`.
     """
 
     corpus: Corpus

@@ -1,4 +1,4 @@
-"""A small GPT over bytes, as a ``TrainModule``."""
+"""A small GPT over bytes, as a `TrainModule`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class ByteGPT(TrainModule):
     2021), and one matrix for embedding and output. The default has about a million parameters.
 
     A batch is an integer tensor of shape (B, T + 1): T bytes and, for each, the one that follows. Logged are
-    ``train_loss`` and ``val_loss``, both in bits per byte.
+    `train_loss` and `val_loss`, both in bits per byte.
 
     Args:
         width: The size of the residual stream.
         depth: The number of blocks.
-        heads: The number of attention heads; ``width / heads`` must be an even number.
+        heads: The number of attention heads; `width / heads` must be an even number.
         context: The largest number of bytes that it attends to.
         learning_rate: The peak of the learning rate, after the warm-up.
         weight_decay: The weight decay of matrices; norms have none.
@@ -80,7 +80,7 @@ class ByteGPT(TrainModule):
         """The logits of the next byte after each byte.
 
         Args:
-            tokens: Bytes as integers, shape (B, T) with T ≤ ``context``.
+            tokens: Bytes as integers, shape (B, T) with T ≤ `context`.
 
         Returns:
             Shape (B, T, 256).
@@ -170,7 +170,7 @@ class Block(nn.Module):
         self.mlp_out = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """The residual stream after this block; ``x`` is (B, T, width)."""
+        """The residual stream after this block; `x` is (B, T, width)."""
         x = x + self.attention_out(self._attention(self.attention_norm(x), rotation))
         x = x + self.mlp_out(F.relu(self.mlp_in(self.mlp_norm(x))).square())
         return x
