@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-slow test-zero test-xla check format clean
+.PHONY: help demo test test-slow test-zero test-xla check docs docs-serve format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -41,17 +41,23 @@ test-xla: $(VENV)/.test ## the tests of XLA, in an environment of their own with
 	PJRT_DEVICE=$${PJRT_DEVICE:-CPU} TRAINKIT_MAIN_PYTHON="$(abspath $(RUN))" OMP_NUM_THREADS=1 "$(XLA_VENV)/bin/python" -m pytest \
 	  -n $(JOBS) --maxprocesses 4 -m "xla and not slow" tests/test_xla_*.py tests/strategies tests/callbacks $(ARGS)
 
-check: $(VENV)/.test ## ruff and mypy
+check: $(VENV)/.test docs ## ruff, mypy and the documentation
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+docs: $(VENV)/.test ## build the documentation into site/; a warning or a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
+docs-serve: $(VENV)/.test ## show the documentation on http://127.0.0.1:8000 and follow changes
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs serve --watch trainkit --watch callbacks --watch strategies
 
 format: $(VENV)/.test ## let ruff put the source in order
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
 clean: ## remove what builds, tests and tools leave behind (the environment stays)
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(RUN):
@@ -76,5 +82,5 @@ $(VENV)/.demo: $(INPUTS) | $(RUN)
 	@touch $@
 
 $(VENV)/.test: $(INPUTS) | $(RUN)
-	$(INSTALL) -e '.[dev,deepspeed,tensorboard,wandb,mlflow,comet,plot]'
+	$(INSTALL) -e '.[dev,docs,deepspeed,tensorboard,wandb,mlflow,comet,plot]'
 	@touch $@ $(VENV)/.demo

@@ -20,6 +20,9 @@ PLOT = ["matplotlib"]
 MLFLOW = ["mlflow-skinny", "sqlalchemy", "alembic", "pillow"]  # what a run in a database needs; `mlflow ui` needs all of mlflow
 COMET = ["comet_ml", "pillow"]
 
+# A placeholder until the project has a public home; mkdocs.yml has the same.
+REPOSITORY = "https://github.com/OWNER/trainkit"
+
 
 def version() -> str:
     """The version, read and not imported: building must not need torch."""
@@ -86,6 +89,7 @@ setup(
         "xla": ["torch==2.9.*", "torch_xla==2.9.*"],
         "plot": PLOT,
         "all": [*TENSORBOARD, *WANDB, *MLFLOW, *COMET, *DEEPSPEED, *PLOT],
+        "docs": ["mkdocs-htmlproofer-plugin", "mkdocs-material", "mkdocstrings[python]"],
         "dev": [
             "build",
             "hypothesis",

@@ -1,63 +1,87 @@
-"""The Python blocks of README and docs run, links lead somewhere, and the reference has every argument."""
+"""The documentation runs, links lead somewhere, and the reference names everything that is public."""
 
 from __future__ import annotations
 
 import inspect
+import os
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack
+import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
-from helpers.support import ROOT
+from helpers.docs.pages import blocks
+from helpers.support import ROOT, run_python
 
-from trainkit import Trainer, precision, registry
+from trainkit import Trainer
+from trainkit.cli.main import SUBCOMMANDS
 from trainkit.hooks.hook_names import HOOKS
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCKS = [
-    pytest.param(block, id=f"{page.name}-{number}")
-    for page in PAGES
-    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL))
-]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+RUN = [page for page in PAGES if any(block.language in ("python", "bash") for block in blocks(page.read_text("utf-8")))]
 
 
-@pytest.fixture
-def _registrations(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a block registers is gone after the test."""
-    monkeypatch.setattr(registry, "_registered", [])
-    with ExitStack() as stack:
-        for table in (precision.PRECISIONS, precision.MIXED, precision.OVER_MASTERS, precision._ALIASES):
-            stack.enter_context(patch.dict(table))
-        yield
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.usefixtures("_registrations")
-@pytest.mark.parametrize("block", BLOCKS)
-def test_a_block_of_the_docs_runs(block: str, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(block, "documentation", "exec"), {"__name__": "__main__"})
+@pytest.mark.parametrize("page", RUN, ids=name_of)
+def test_the_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # `python` and `trainkit` of this environment
+    done = run_python(str(ROOT / "tests/helpers/docs/pages.py"), str(page), "", cwd=tmp_path, env={"PATH": path}, timeout=400)
+    assert done.returncode == 0, f"{name_of(page)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-def test_there_are_blocks() -> None:
-    assert len(BLOCKS) >= 8
+def test_blocks_are_found() -> None:
+    page = (
+        "```python\na = 1\n```\n\n* item\n\n  ```bash\n  exit\n  ```\n\n<!-- not run: two hosts -->\n```bash\nssh\n```\n"
+        '```python title="train.py"\nb\n```\n```text\nout\n```\n'
+    )
+    found = [(block.language, block.title, block.text, block.line, block.reason) for block in blocks(page)]
+    assert found == [
+        ("python", "", "a = 1\n", 2, None),
+        ("bash", "", "exit\n", 8, None),
+        ("bash", "", "ssh\n", 13, "two hosts"),
+        ("python", "train.py", "b\n", 16, None),
+        ("text", "", "out\n", 19, None),
+    ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_most_pages_have_blocks_that_run() -> None:
+    assert len(RUN) >= 8
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text("utf-8")):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text("utf-8")):
+        if not target.startswith(("http", "mailto:")):
+            assert (page.parent / target).exists(), f"{name_of(page)} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_page_is_long(page: Path) -> None:
+    lines = page.read_text("utf-8").count("\n")
+    assert lines <= 300, f"{name_of(page)} has {lines} lines: divide it"
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "how-to").glob("[!i]*.md")), ids=name_of)
+def test_a_task_says_when_to_use_it(page: Path) -> None:
+    title, _, text = page.read_text("utf-8").partition("\n")
+    assert title.startswith("# ") and text.lstrip().startswith("Use this when "), name_of(page)
 
 
 def test_the_reference_has_every_argument_of_the_trainer() -> None:
-    text = (ROOT / "docs" / "trainer.md").read_text("utf-8")
+    documented = re.findall(r"^    (\w+): ", inspect.getdoc(Trainer) or "", re.MULTILINE)
     arguments = [name for name in inspect.signature(Trainer).parameters if name != "unknown"]
-    assert [name for name in arguments if f"| `{name}` |" not in text] == []
-    assert text.count("\n## ") == 7  # the five groups of arguments, counting, and explain
+    assert [name for name in arguments if name not in documented] == []
 
 
 def test_the_page_on_hooks_names_every_hook() -> None:
-    text = (ROOT / "docs" / "hooks.md").read_text("utf-8")
+    text = (DOCS / "reference" / "hooks.md").read_text("utf-8")
     shared = [name for name in HOOKS if not name.startswith(("on_test", "on_predict", "on_save", "on_load"))]
     assert [name for name in shared if name not in text] == []
+
+
+def test_the_page_on_the_command_line_has_every_command() -> None:
+    text = (DOCS / "reference" / "command-line.md").read_text("utf-8")
+    assert [command for command in SUBCOMMANDS if f"<!-- help: {command} -->" not in text] == []

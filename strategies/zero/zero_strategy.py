@@ -58,7 +58,8 @@ class ZeROStrategy(Strategy):
         config: a DeepSpeed configuration, as the path of a JSON file or as a dict, instead of `stage` and the options.
             `"auto"` takes the value of the `Trainer`; a value that differs from the `Trainer`'s is an error.
         process_group_backend: see `DDPStrategy`.
-        timeout, device: see `DDPStrategy`.
+        timeout: see `DDPStrategy`.
+        device: see `DDPStrategy`.
         precision: see `Strategy`.
         **options: see `ZeROOptions`.
 

@@ -16,7 +16,7 @@ from helpers.support import run_python
 
 from trainkit._version import __version__
 from trainkit.cli import main as command
-from trainkit.cli.main import _SUBCOMMANDS, _parser, _subparser, main
+from trainkit.cli.main import SUBCOMMANDS, _parser, _subparser, main
 from trainkit.errors import ConfigurationError
 
 
@@ -29,7 +29,7 @@ def subcommand(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[argparse.
         module.add_arguments = lambda parser: parser.add_argument("--number", type=int, default=1)
         module.run = run
         monkeypatch.setitem(sys.modules, "tried", module)
-        monkeypatch.setitem(command._SUBCOMMANDS, "try", ("tried", "try it"))
+        monkeypatch.setitem(command.SUBCOMMANDS, "try", ("tried", "try it"))
 
     return add
 
@@ -46,7 +46,7 @@ def options() -> dict[str, list[str]]:
                     add(f"{name} {inner}", subparser)
 
     add("", _parser())
-    for name in _SUBCOMMANDS:
+    for name in SUBCOMMANDS:
         add(name, _subparser(name))
     return found
 
@@ -93,15 +93,15 @@ def test_options_are_frozen() -> None:
     assert found["plot"] == ["--help", "--metrics", "--out", "--x", "-h", "RUN_DIR"]
 
 
-@pytest.mark.parametrize("name", _SUBCOMMANDS)
+@pytest.mark.parametrize("name", SUBCOMMANDS)
 def test_help_says_what_the_list_of_subcommands_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Letter for letter but the first: "a PNG file", "Python's own"."""
-    purpose = _SUBCOMMANDS[name][1]
+    purpose = SUBCOMMANDS[name][1]
     assert main([name, "--help"]) == 0
     assert f"{purpose[0].upper()}{purpose[1:]}." in " ".join(capsys.readouterr().out.split())
 
 
-HELPS = [[], *([name] for name in _SUBCOMMANDS), *(["checkpoint", name] for name in ("ls", "show", "verify", "diff", "export"))]
+HELPS = [[], *([name] for name in SUBCOMMANDS), *(["checkpoint", name] for name in ("ls", "show", "verify", "diff", "export"))]
 
 
 @pytest.mark.parametrize("arguments", HELPS, ids=" ".join)

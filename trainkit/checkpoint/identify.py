@@ -108,7 +108,7 @@ def why_no_checkpoint(path: Path) -> str:
 
 def _of_another_program(path: Path) -> str | None:
     """How to load the weights of another program's checkpoint; `None` if it does not look like one."""
-    only = "Optimizers, schedules and the position in the data are not converted: docs/from-lightning.md#checkpoints"
+    only = "Optimizers, schedules and the position in the data are not converted: docs/moving-over/lightning.md#checkpoints"
     load = f"module.load_state_dict(torch.load({str(path)!r}, map_location='cpu', weights_only=True)"
     if path.suffix == ".ckpt" and path.is_file():
         return (
@@ -123,7 +123,7 @@ def _of_another_program(path: Path) -> str | None:
     if path.suffix == ".ckpt" and path.is_dir():
         return (
             f"{path} is a sharded Lightning checkpoint (FSDP or DeepSpeed); expected a trainkit checkpoint. Let Lightning "
-            "make one file of it, and load its weights into the module: docs/from-lightning.md#checkpoints has both lines."
+            "make one file of it, and load its weights into the module: docs/moving-over/lightning.md#checkpoints has both lines."
         )
     return None
 

@@ -17,9 +17,9 @@ from typing import Any
 from trainkit.console import only_printable, printable
 from trainkit.errors import TrainkitError, UnknownNameError, nearest
 
-__all__ = ["main"]
+__all__ = ["SUBCOMMANDS", "main"]
 
-_SUBCOMMANDS = {
+SUBCOMMANDS = {
     "checkpoint": ("trainkit.cli.checkpoint", "list, show, verify, compare and export checkpoints"),
     "config": ("trainkit.cli.config", "write a configuration file for where and how scripts run"),
     "demo": ("trainkit.cli.demo", "train a small language model on Python's own source code"),
@@ -83,9 +83,9 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
 
 
 def _run(command: str, arguments: Sequence[str]) -> int:
-    if command not in _SUBCOMMANDS:
+    if command not in SUBCOMMANDS:
         raise UnknownNameError(
-            f"Unknown subcommand {command!r}.{nearest(command, _SUBCOMMANDS)} Subcommands: {', '.join(_SUBCOMMANDS)}"
+            f"Unknown subcommand {command!r}.{nearest(command, SUBCOMMANDS)} Subcommands: {', '.join(SUBCOMMANDS)}"
         )
     for name, value in _ENVIRONMENT.get(command, {}).items():
         if "torch" not in sys.modules:
@@ -96,8 +96,8 @@ def _run(command: str, arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    width = max(map(len, _SUBCOMMANDS))
-    listing = "\n".join(f"  {name:<{width}}  {purpose}" for name, (_, purpose) in _SUBCOMMANDS.items())
+    width = max(map(len, SUBCOMMANDS))
+    listing = "\n".join(f"  {name:<{width}}  {purpose}" for name, (_, purpose) in SUBCOMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="trainkit",
         usage="trainkit [-h] [--version] <subcommand> …",
@@ -124,11 +124,11 @@ class _Version(argparse.Action):
 
 
 def _module(command: str) -> Any:
-    return importlib.import_module(_SUBCOMMANDS[command][0])
+    return importlib.import_module(SUBCOMMANDS[command][0])
 
 
 def _subparser(command: str) -> argparse.ArgumentParser:
-    module, purpose = _module(command), _SUBCOMMANDS[command][1]
+    module, purpose = _module(command), SUBCOMMANDS[command][1]
     description = purpose[0].upper() + purpose[1:] + "."  # capitalize() would change "PNG"
     parser = argparse.ArgumentParser(prog=f"trainkit {command}", description=description, allow_abbrev=False)
     module.add_arguments(parser)

@@ -33,7 +33,10 @@ class CSVLogger(Logger):
     right: the file is rewritten and replaced in one step, so that a kill loses no row.
 
     Args:
-        save_dir, name, version, prefix: As for every `Logger`.
+        save_dir: See `Logger`.
+        name: See `Logger`.
+        version: See `Logger`.
+        prefix: See `Logger`.
         flush_logs_every_n_steps: Number of calls of `log_metrics` after which rows are flushed. They are also flushed by a
             call more than a second after the last time, `save` and `finalize`. With 1, a kill loses no row.
 

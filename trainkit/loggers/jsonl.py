@@ -25,7 +25,10 @@ class JSONLLogger(Logger):
     appends `{"step": 10, "key": "sample", "text": "…"}`. Each line is flushed, so that a kill loses none.
 
     Args:
-        save_dir, name, version, prefix: As for every `Logger`.
+        save_dir: See `Logger`.
+        name: See `Logger`.
+        version: See `Logger`.
+        prefix: See `Logger`.
 
     Raises:
         ConfigurationError: An argument is wrong.

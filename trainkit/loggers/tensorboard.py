@@ -26,7 +26,10 @@ class TensorBoardLogger(Logger):
     `experiment` is a `torch.utils.tensorboard.SummaryWriter`. `tensorboard --logdir <save_dir>` shows the runs.
 
     Args:
-        save_dir, name, version, prefix: As for every `Logger`.
+        save_dir: See `Logger`.
+        name: See `Logger`.
+        version: See `Logger`.
+        prefix: See `Logger`.
         default_hp_metric: Log the placeholder `hp_metric` = -1 with hyper-parameters that have no metrics, so that
             TensorBoard's HPARAMS page lists the run.
         sub_dir: Subfolder of the run for the event files.

@@ -66,9 +66,7 @@ _KNOWN = ("model", "dataloaders", "ckpt_path", "verbose", "datamodule", "strict"
 class Trainer:
     """Runs a `TrainModule`: `fit`, `validate`, `test`, `predict`. All arguments are keywords.
 
-    **Where it runs**
-
-    Args:
+    Args: Where it runs
         accelerator: `"auto"`, `"cpu"`, `"gpu"` (`"cuda"`), `"mps"` or `"tpu"`.
         devices: processes of a machine, one a device: a number, `-1` for all GPUs, or a list of GPUs. `"auto"`: all GPUs in
             a script, one in a notebook, one process on the CPU.
@@ -82,8 +80,7 @@ class Trainer:
         deterministic: `True`: torch raises on nondeterministic kernels; `"warn"`: it warns.
         benchmark: let cuDNN choose kernels by trying.
 
-    **How long**
-
+    Args: How long
         max_epochs: largest number of epochs; -1: no limit. Without it, `max_steps` and `max_time`: 1000.
         min_epochs: smallest number of epochs, also after a stop request.
         max_steps: largest number of optimizer steps; -1: no limit.
@@ -91,27 +88,26 @@ class Trainer:
         max_time: `"DD:HH:MM:SS"`, a `timedelta` or its arguments as a dict.
         fast_dev_run: try everything on one batch (or N), without loggers.
 
-    **Batches and optimizer steps**
-
+    Args: Batches and optimizer steps
         accumulate_grad_batches: micro-batches in an optimizer step (default: 1).
         global_batch_size: samples in an optimizer step; the accumulation follows from it.
         gradient_clip_val: largest norm, or absolute value, of the gradient.
         gradient_clip_algorithm: `"norm"` or `"value"`.
-        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches (int) or a
-            fraction (float).
+        limit_train_batches: a number of batches (int) or a fraction (float); all four default to `1.0`, everything.
+        limit_val_batches: the same for validation.
+        limit_test_batches: the same for `test`.
+        limit_predict_batches: the same for `predict`.
         overfit_batches: train on these few batches, unshuffled, and validate on the same ones, whatever the validation loader.
         reload_dataloaders_every_n_epochs: ask for the training and validation loaders again; 0: never.
 
-    **Validation**
-
+    Args: Validation
         val_check_interval: training batches between validations (int), or a fraction of an epoch (float).
         val_every_n_steps: optimizer steps between validations.
         check_val_every_n_epoch: only in every n-th epoch; `None`: an integer `val_check_interval` counts across epochs.
         num_sanity_val_steps: validation batches before training, to find errors early; -1: all.
         inference_mode: evaluate under `torch.inference_mode`, else `torch.no_grad`.
 
-    **What is shown and kept**
-
+    Args: What is shown and kept
         logger: `True` (TensorBoard if installed, else CSV), `False`, a logger, its name such as `"mlflow"`, or a list.
         callbacks: a callback or a list.
         default_root_dir: where logs and checkpoints go (default `./trainkit_runs`); each run has a folder of its own.

@@ -39,7 +39,7 @@ def test_every_registered_strategy_has_cases() -> None:
 def test_the_toy_is_short_and_is_what_the_docs_explain() -> None:
     text = Path(toy.__file__).read_text("utf-8")
     assert len(text.splitlines()) < 100
-    assert f"```python\n{text}```" in (ROOT / "docs" / "strategies.md").read_text("utf-8")
+    assert f"```python\n{text}```" in (ROOT / "docs" / "how-to" / "custom-strategy.md").read_text("utf-8")
 
 
 def test_a_module_that_registers_a_strategy(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,78 @@
+"""The code blocks of a page of the documentation, and how they run: in order, in one process for each page.
+
+| fence | what happens |
+|---|---|
+| `python` | runs, in the namespace of the blocks before it |
+| `python title="train.py"` (any title that ends as a file name) | is written to that file |
+| `bash` | runs in a shell, in the same folder |
+| `python title="Lightning"` (a name in `FOREIGN`) | is only compiled: that package is not installed here |
+| any other language | nothing: output, configuration |
+
+`<!-- not run: reason -->` on the line before a fence keeps a block from running.
+
+    python tests/helpers/docs/pages.py docs/get-started/tutorial.md
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["FOREIGN", "Block", "blocks", "run_page"]
+
+FOREIGN = ("Lightning", "Fabric", "Accelerate", "Hugging Face Trainer", "PyTorch")
+
+_FENCE = re.compile(
+    r"(?:<!-- not run: (?P<reason>[^\n]+?) -->\n+)?^(?P<indent> *)```(?P<language>\w+)(?P<info>[^\n]*)\n(?P<text>.*?)^(?P=indent)```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block."""
+
+    language: str
+    title: str
+    text: str
+    line: int  # of the first line of the text, from 1
+    reason: str | None  # why it does not run, as the page says
+
+
+def blocks(markdown: str) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    found = []
+    for match in _FENCE.finditer(markdown):
+        title = re.search(r'title="([^"]*)"', match["info"])
+        line = markdown.count("\n", 0, match.start("text")) + 1
+        found.append(Block(match["language"], title[1] if title else "", textwrap.dedent(match["text"]), line, match["reason"]))
+    return found
+
+
+def run_page(page: Path) -> None:
+    """Run the blocks of a page in the current folder, as `__main__`."""
+    namespace = vars(sys.modules["__main__"])
+    for block in blocks(page.read_text("utf-8")):
+        if block.reason is not None:
+            continue
+        if "." in block.title:
+            Path(block.title).write_text(block.text, "utf-8")
+        elif block.language == "python":
+            source = "\n" * (block.line - 1) + block.text
+            code = compile(source, str(page), "exec")
+            if block.title not in FOREIGN:
+                # So that tracebacks, and what reads the source of a class, show the page.
+                linecache.cache[str(page)] = (len(source), None, source.splitlines(keepends=True), str(page))
+                exec(code, namespace)
+        elif block.language == "bash":
+            sys.stdout.flush()
+            subprocess.run(["bash", "-euo", "pipefail", "-c", block.text], check=True)
+
+
+if __name__ == "__main__":
+    run_page(Path(sys.argv[1]))
