@@ -55,7 +55,7 @@ def evaluate(run: Run, plan: EvaluationPlan) -> list[dict[str, float]]:
         hooks.run(f"on_{name}_epoch_end")
         plan.finish()
         metrics.scope = Scope.NOWHERE  # the evaluation's metrics are complete
-        run.signals.follow_workers()
+        run.signals.ignore_worker_exits()
         if not run.progress.sanity_checking:
             run.progress.computed.update(dict.fromkeys(plan.results, run.progress.global_step))
         hooks.run(f"on_{name}_end")

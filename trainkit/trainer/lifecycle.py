@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from trainkit.accelerator import Accelerator
-from trainkit.console import counted, each_once, notice, users_frames
+from trainkit.console import counted, each_once, notice, user_frames
 from trainkit.distributed.failure_report import report_failure
 from trainkit.errors import (
     CheckpointWriteError,
@@ -103,7 +103,7 @@ class interruptible:  # noqa: N801 - used as a function, like contextlib's own
                 ending.args = (f"{step}; " + ("no checkpoint was saved." if newest is None else f"to continue: {fit}"),)
             if self._signals.received is not None and not self._signals.twice:
                 ending.__cause__, ending.__suppress_context__ = None, True
-                ending.__traceback__ = users_frames(ending.__traceback__)
+                ending.__traceback__ = user_frames(ending.__traceback__)
 
 
 @contextmanager
@@ -285,7 +285,7 @@ def _prepare_data(run: Run) -> None:
             continue
         if (world.local_rank if owner.prepare_data_per_node else world.rank) == 0:
             owner.prepare_data()
-    world.team("prepare_data").exchange(None)
+    world.thread_exchange("prepare_data").exchange(None)
 
 
 def build_hooks(trainer: Trainer, run: Run) -> None:

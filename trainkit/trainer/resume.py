@@ -93,13 +93,13 @@ def begin_resume(
     world, key = run.strategy.world, f"run/{next(_FITS)}"
     run.found = None
     _agree(run, ckpt_path, wanted, strict)
-    before = world.recall(key) if world.restarts else None
+    before = world.load_text(key) if world.restarts else None
     if ckpt_path is not None or before is not None:
         _find(run, saves, ckpt_path, before, wanted, chosen)
     if run.found is None:
-        world.remember(key, saves.run_id)
+        world.keep_text(key, saves.run_id)
     elif not run.found.restart:  # of a resumed run, what was there before is not what this job has saved
-        world.remember(key, f"{saves.run_id} {saves.last_counter()}")
+        world.keep_text(key, f"{saves.run_id} {saves.last_counter()}")
 
 
 def _find(

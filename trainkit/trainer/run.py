@@ -18,7 +18,7 @@ from trainkit.metrics.store import MetricStore
 from trainkit.registry import load_callback
 from trainkit.rng import resolve_seed, seed_was_given
 from trainkit.trainer.due import DueDates
-from trainkit.trainer.metric_notices import tell_shared_names
+from trainkit.trainer.metric_notices import warn_shared_names
 from trainkit.trainer.progress import RunProgress
 from trainkit.trainer.signals import Signals
 
@@ -239,4 +239,4 @@ class Run:
         ended = store.flush_epoch()
         own = [name for name in (*present, *ended) if name not in self.results.evaluated]
         self.progress.computed.update(dict.fromkeys(own, step))
-        tell_shared_names(self, trained.union(ended))
+        warn_shared_names(self, trained.union(ended))

@@ -174,7 +174,7 @@ class SafePoints:
         """
         run, step = self._run, self._run.progress.global_step
         run.progress.safe_point_due = False  # first, so that a request from here on is carried out next time
-        run.signals.follow_workers()
+        run.signals.ignore_worker_exits()
         if self._several:
             bits, self._bits = self._bits, 0
             if bits >> _SAVE_FAILED & 1:

@@ -34,7 +34,7 @@ from trainkit.trainer import train_loop as loop
 from trainkit.trainer.arguments import TrainerArguments, check_switches
 from trainkit.trainer.defaults import attach_callbacks, attach_loggers, start_loggers
 from trainkit.trainer.eval_loop import check_sanity, evaluate, gather_predictions
-from trainkit.trainer.explain import explain, results_table, where_it_is, why_it_ended
+from trainkit.trainer.explain import end_line, explain, folders_line, results_table
 from trainkit.trainer.from_config import attribute_errors, with_settings
 from trainkit.trainer.lifecycle import (
     agree_on_signals,
@@ -46,7 +46,7 @@ from trainkit.trainer.lifecycle import (
 )
 from trainkit.trainer.loaders import train_loader
 from trainkit.trainer.memory_plan import make_plan
-from trainkit.trainer.metric_notices import tell_rare_logs
+from trainkit.trainer.metric_notices import warn_rare_logs
 from trainkit.trainer.profiler import Profiler, make_profiler
 from trainkit.trainer.resume import begin_resume, check_restore, load_weights, restore_fit
 from trainkit.trainer.run import Run
@@ -252,7 +252,7 @@ class Trainer:
             if self._arguments.ends_by_default:
                 notice(f"neither max_epochs nor max_steps nor max_time was given: training for up to {self.max_epochs} epochs.")
             notice(f"fit on {self.strategy.where}, {self.precision.name}, seed {run.seed}.")
-            tell_rare_logs(run)
+            warn_rare_logs(run)
             run.hooks.run("on_fit_start")
             if not resumed:
                 check_sanity(run)
@@ -263,7 +263,7 @@ class Trainer:
             loop.end_training(run)
             run.hooks.run("on_fit_end")
             agree_on_signals(run)
-        notice(" ".join(filter(None, (why_it_ended(self), where_it_is(self)))))
+        notice(" ".join(filter(None, (end_line(self), folders_line(self)))))
 
     def validate(
         self,
