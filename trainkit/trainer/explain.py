@@ -119,7 +119,7 @@ def end_line(trainer: Trainer) -> str:
 def folders_line(trainer: Trainer) -> str:
     """Where the checkpoints and the logs of a fit are."""
     logs = list(dict.fromkeys(filter(None, (logger.log_dir for logger in trainer.loggers if opens_files(logger)))))
-    saved = trainer._checkpointing.folders if trainer.checkpoint_callbacks else []
+    saved = trainer._save_policy.folders if trainer.checkpoint_callbacks else []
     places = (("Checkpoints", [_from_here(folder) for folder in saved]), ("logs", [_from_here(log) for log in logs]))
     return "; ".join(f"{what} in {', '.join(where)}" for what, where in places if where)
 

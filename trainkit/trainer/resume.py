@@ -227,7 +227,7 @@ def _take_over(run: Run, saves: SavePolicy, found: FoundCheckpoint, wanted: set[
 def _take_seed(run: Run, manifest: Manifest) -> None:
     """Draw the random numbers of the checkpoint's run, or warn that they are others from here on."""
     if not run.seed_given:
-        run.seed = run.engine.seed = manifest.seed
+        run.seed = run.accelerator.seed = manifest.seed
     elif run.seed != manifest.seed:
         warn(
             f"seed={run.seed}, and the checkpoint's run had {manifest.seed}: from here on order, augmentation and dropout "

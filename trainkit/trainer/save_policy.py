@@ -305,7 +305,7 @@ class SavePolicy:
             return "an error on one of several processes leaves the others behind"
         if run.train_loader is None or run.progress.global_step == run.progress.first_step:
             return "no optimizer step was made yet"
-        engine = run.engine
+        engine = run.accelerator
         if engine.updating or (engine.updates != run.progress.steps_done and run.progress.phase is Phase.STEP):
             return "the step that failed had begun to change the parameters"
         return None

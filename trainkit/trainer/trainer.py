@@ -231,7 +231,7 @@ class Trainer:
         wanted = check_restore(ckpt_path, restore, overrides, strict)
         loaders = train_dataloaders, val_dataloaders
         with interruptible(self) as signals, running(self, "fit", model, datamodule, *loaders, signals=signals) as run:
-            saves = run.saves
+            saves = run.save_policy
             assert saves is not None  # each fit has them
             begin_resume(run, saves, ckpt_path, wanted, chosen=restore is not None, strict=strict)
             set_up(self, run)
@@ -241,7 +241,7 @@ class Trainer:
                 run.train_loader = None  # so that nothing can be saved that could not be resumed
                 notice("nothing to train: max_epochs, max_steps or limit_train_batches is 0.")
                 return
-            run.validation = evaluation_plan(run, "validation", val_dataloaders)
+            run.validation_plan = evaluation_plan(run, "validation", val_dataloaders)
             build_hooks(self, run)
             plan = fit_plan(run, loader, saves.safe_points)
             resumed = restore_fit(run, plan, wanted, overrides or {}, strict)
@@ -369,7 +369,7 @@ class Trainer:
         """
         path = local_path(filepath, "filepath")
         self.accelerator.collective_checks.wait("trainer.save_checkpoint")
-        self._saves_for(weights_only).save_to(path, weights_only=weights_only, blocking=blocking)
+        self._save_policy_for(weights_only).save_to(path, weights_only=weights_only, blocking=blocking)
 
     def explain(self, module: TrainModule | None = None) -> str:
         """Print, and return, who handles which hook, what runs when, and how the arguments were resolved."""
@@ -481,7 +481,7 @@ class Trainer:
     @property
     def accelerator(self) -> Accelerator:
         """The `Accelerator` of the run, whose verbs the loop calls."""
-        return self._run.engine
+        return self._run.accelerator
 
     @property
     def seed(self) -> int:
@@ -603,7 +603,7 @@ class Trainer:
             ModuleError: no batch is being worked on.
         """
         run = self._run
-        loader = run.train_loader if run.evaluation is None and self.stage == "fit" else None
+        loader = run.train_loader if run.evaluation_plan is None and self.stage == "fit" else None
         if loader is not None and loader.samples is not None:
             return loader.sample_mask
         batch = run.metrics.batch if self.stage is not None else None
@@ -784,12 +784,12 @@ class Trainer:
         return HookTable(self, module, self.callbacks).owners
 
     @property
-    def _checkpointing(self) -> SavePolicy:
+    def _save_policy(self) -> SavePolicy:
         """What saves the checkpoints of the fit; there is one from the start of a fit on."""
-        assert self._run.saves is not None
-        return self._run.saves
+        assert self._run.save_policy is not None
+        return self._run.save_policy
 
-    def _saves_for(self, weights_only: bool) -> SavePolicy:
+    def _save_policy_for(self, weights_only: bool) -> SavePolicy:
         """What saves a checkpoint of this moment.
 
         Raises:
@@ -802,9 +802,9 @@ class Trainer:
                 "save_checkpoint saves a run, and this Trainer has had no fit of this module. Call trainer.fit(module, ...) "
                 "first, or save the weights of a module that it has evaluated: save_checkpoint(path, weights_only=True)"
             )
-        if run.saves is None:
-            run.saves = SavePolicy(run)
-        return run.saves
+        if run.save_policy is None:
+            run.save_policy = SavePolicy(run)
+        return run.save_policy
 
 
 def _check_switch(name: str, value: Any) -> None:
