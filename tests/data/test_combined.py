@@ -259,7 +259,7 @@ def test_a_length_that_is_wrong_cuts_nothing_off() -> None:
 def test_an_empty_loader_cannot_be_cycled() -> None:
     with pytest.raises(EmptyLoaderError, match="has no batch. Remove it"):
         stream_of([[], [torch.zeros(1)]])
-    with pytest.raises(DataError, match="gave no batch. Remove it"):
+    with pytest.raises(DataError, match="yielded no batch. Remove it"):
         read(stream_of([DataLoader(DrawingStream(0)), [torch.zeros(1)]]))
 
 

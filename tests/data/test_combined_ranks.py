@@ -68,7 +68,7 @@ def test_nothing_of_others_is_fetched(mode: str) -> None:
 
 def test_a_stream_without_a_batch_cannot_be_cycled() -> None:
     stream = stream_of(["stream", "map"], [0, 4], "max_size_cycle", Alike(0, 2))
-    with pytest.raises(DataError, match="gave no batch. Remove it"):
+    with pytest.raises(DataError, match="yielded no batch. Remove it"):
         list(stream.batches(0, 0, None, 0, 2))
 
 

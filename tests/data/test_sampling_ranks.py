@@ -397,13 +397,13 @@ def unlike(kind: str) -> str:
             "rank 0: samples=14, batch_size=4, batches=4, order=.*; rank 1: samples=15, batch_size=3, batches=5, .*whole",
         ),
         ("seed", "rank 0: .*'seed': 0.*; rank 1: .*'seed': 1"),
-        ("part", "give every process the whole dataset"),
+        ("part", "pass the whole dataset instead"),
         ("split", r"random_split\(dataset, lengths, generator=torch.Generator\(\).manual_seed\(0\)\)"),
-        ("split of a split", "other samples of the dataset in its Subset"),
+        ("split of a split", "different samples in its Subset"),
         ("length of a sampler", "batches=3; rank 1: .*batches=4"),
         ("alike", "^$"),
         ("names", "^$"),
-        ("other names", "other samples of the dataset in its Subset"),
+        ("other names", "different samples in its Subset"),
     ],
 )
 def test_loaders_that_differ_are_refused_by_all(kind: str, text: str) -> None:

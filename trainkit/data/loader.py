@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.data.assembling import Filled, each_joined, joined, side_by_side
+from trainkit.data.assembling import BatchPadding, concatenated_groups, each_joined, joined
 from trainkit.data.combined import CombinedLoader, CombinedStream
 from trainkit.data.position import Positions, Reader
 from trainkit.data.prefetch import to_device
@@ -88,7 +88,7 @@ class PreparedLoader(Positions):
         sequential: bool = False,
         world: World = _ONE_PROCESS,
         ahead: Callable[..., Iterator[Any]] | None = None,
-        filled: Filled | None = None,
+        filled: BatchPadding | None = None,
         pads: bool = False,
         reader: Reader | None = None,
     ) -> None:
@@ -182,7 +182,7 @@ class PreparedLoader(Positions):
         if self._world.size > 1:
             return self._shared_by_processes(epoch, start, keys, taken)
         if self._world.devices > 1:
-            return self._watched(self._side_by_side(epoch, start, keys, taken))
+            return self._watched(self._concatenated(epoch, start, keys, taken))
         return self._watched(self._on_one_device(epoch, start, keys, taken))
 
     def _on_one_device(self, epoch: int, start: int, keys: KeyStream, taken: int) -> Iterator[MicroBatch]:
@@ -222,11 +222,11 @@ class PreparedLoader(Positions):
         filled = self._filled
         return micro_batches if filled is None or self.window is None else filled.watched(micro_batches)
 
-    def _side_by_side(self, epoch: int, start: int, keys: KeyStream, taken: int) -> Iterator[MicroBatch]:
+    def _concatenated(self, epoch: int, start: int, keys: KeyStream, taken: int) -> Iterator[MicroBatch]:
         """An epoch of which a process takes a micro-batch for each of its devices at a time."""
         self._begin_epoch(epoch, start)
         devices, begin, end = self._world.devices, self._micro_batch(epoch, start), self.micro_batches
-        raw = side_by_side(iter(self._stream.batches(epoch, begin, self._end)), devices, self._join)
+        raw = concatenated_groups(iter(self._stream.batches(epoch, begin, self._end)), devices, self._join)
         sizes = self._stream.sizes
         if sizes is not None and end is not None:
             last = sizes[1] if end == self._stream.length else sizes[0]
