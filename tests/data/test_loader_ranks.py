@@ -366,7 +366,7 @@ def test_fetching_ahead_does_not_disturb_what_processes_tell_one_another() -> No
 def test_a_process_without_any_batch_cannot_repeat_one() -> None:
     loader = prepared(CombinedLoader([shuffled(4), shuffled(4)]), Alike(1, 2), pads=True)
     loader._stream.spare = lambda epoch: None
-    with pytest.raises(DataError, match="process 1 has no batch at all"):
+    with pytest.raises(DataError, match="rank 1 has no batch at all"):
         list(read(loader))
 
 

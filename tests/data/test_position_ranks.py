@@ -315,7 +315,7 @@ def test_streams_of_their_own_go_on_on_as_many_processes(stateful: bool) -> None
 def test_streams_of_their_own_on_another_number_of_processes() -> None:
     place = run_world(2, go_on, True, True, None, 3)[0][1]
     found = run_world(3, go_on, True, True, place, None)
-    assert "is of 2 processes, each of which read a part of the data that it chose itself; for 3" in found[0][3]
+    assert "was saved by 2 processes, each with its own stream of data; on 3" in found[0][3]
     assert "is of 2 processes" not in found[1][3], "one speaks for all"
     assert found[0][0] == [[12, 15], [18, 21], [24, 27]], "two batches of each are left out, as 6 have been read in all"
 

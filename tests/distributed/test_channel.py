@@ -264,8 +264,8 @@ def test_who_says_goodbye_has_not_failed(leaving: int) -> None:
         channels[leaving].announce_end()
         channels[leaving].close()
         other = channels[1]
-        eventually(other, lambda: leaving in other.gone)
-        assert other.gone[leaving].kind == "left"
+        eventually(other, lambda: leaving in other.exited)
+        assert other.exited[leaving].kind == "left"
         assert other.failure is None
         with pytest.raises(ProcessFailedError, match=f"rank {leaving} has left"):
             other.exchange("a", 1)
@@ -284,7 +284,7 @@ def test_who_ends_in_a_loop_of_its_own_has_not_failed(leaving: int) -> None:
         channels[leaving].announce_end()
         channels[leaving].close()
         other = channels[1 - leaving]
-        eventually(other, lambda: leaving in other.gone)
+        eventually(other, lambda: leaving in other.exited)
         other.report_missing_rank()  # it waits for nobody
         other.collectives.depth += 1  # as if it were still in the one that both have begun
         other.report_missing_rank()

@@ -1,4 +1,4 @@
-"""`PreparedLoader`: a user's loader as the loop reads it, in keyed order, under keyed randomness, on the device."""
+"""`PreparedLoader`: reads a user's loader in keyed order, with keyed randomness, and moves the batches to the device."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class PreparedLoader(Positions):
         window: number of micro-batches in an accumulation window; `None` for evaluation.
         limit: largest number of micro-batches in an epoch, for each rank.
         weigh: the user's `batch_weight`.
-        transfer: `transfer(batch, m)` puts a batch on the device; the default moves every tensor in it.
-        finish: applied to a batch on the device after the generators are seeded for the work on it.
+        transfer: `transfer(batch, m)` moves a batch to the device; the default moves every tensor in it.
+        finish: applied to a batch on the device after the generators are seeded for its forward.
         sequential: do not shuffle.
-        world: the processes over which the epoch is sharded; all of them make and read the same loaders in the same order.
-        ahead: `ahead(items, load, start)` gives the items, each out of `load(item, number)`, and may load some ahead of
-            their time; `load` is `None` where it would but move the tensors. Default: what suits the device.
-        filled: fills short batches up to the size of the others.
+        world: the processes over which the epoch is sharded; all of them create and read the same loaders in the same order.
+        ahead: `ahead(items, load, start)` yields `load(item, number)` for each item, and may load some in advance; `load` is
+            `None` if it would only move tensors. Default: depends on the device.
+        filled: pads short batches to the size of the others.
         pads: where only other ranks have a micro-batch, yield a padding micro-batch (this rank's last one again, or the first
             of the epoch). Otherwise yield one of kind `NONE` if this rank has none in a whole window.
         reader: your own training loop, which iterates over this object.
@@ -64,7 +64,7 @@ class PreparedLoader(Positions):
         micro_limit: the number of micro-batches of all processes in an epoch at most.
         pads: as above; may be changed between epochs.
         window: as above; may be changed between epochs.
-        given_source: the user's object, if `source` was made of it.
+        given_source: the user's object, if `source` was created from it.
         given: micro-batches of the epoch yielded so far; at the last one of a window the same on all ranks.
 
     Raises:
@@ -122,9 +122,9 @@ class PreparedLoader(Positions):
         self._last: Any = NO_BATCH  # the last batch, where padding may need it
         for history in self._stream.histories():
             if window is None:
-                history.stop()  # an evaluation starts again each time
+                history.stop()  # an evaluation always starts from the beginning
             else:
-                history.keep((4 + 2 * window) * world.devices)  # a window that is worked on, and the next one fetched ahead
+                history.keep((4 + 2 * window) * world.devices)  # the current window, and the next one fetched in advance
 
     def __getattr__(self, name: str) -> Any:
         if name == "source":  # not set yet: an object that is being copied or unpickled
@@ -133,7 +133,7 @@ class PreparedLoader(Positions):
 
     @property
     def weighs(self) -> bool:
-        """Whether the user says how much a batch counts."""
+        """Whether the module defines `batch_weight`."""
         return self._weigh is not None
 
     def __len__(self) -> int:
@@ -144,15 +144,15 @@ class PreparedLoader(Positions):
 
     @property
     def samples(self) -> int | None:
-        """The samples of the batch that was given last that count, where it may have been filled up; else `None`."""
+        """Number of samples of the last batch without padding, if batches are padded; otherwise `None`."""
         return None if self._filled is None else self._filled.samples
 
     @property
     def sample_mask(self) -> Tensor:
-        """Which samples of the batch that was given last count, where short ones are filled up: bool, [batch]."""
+        """Which samples of the last batch count, if short batches are padded: bool, [batch]."""
         if self._filled is None:
             raise DataError(
-                "sample_mask: this loader's batches are not filled up. They are with XLAStrategy(pad_last_batch=True)."
+                "sample_mask: the batches of this loader are not padded. To pad them: XLAStrategy(pad_last_batch=True)."
             )
         return self._filled.mask()
 
@@ -162,7 +162,7 @@ class PreparedLoader(Positions):
         return self._reader.read(self, self.next_epoch(self._reader.open_window()))
 
     def next_epoch(self, taken: int = 0) -> Iterator[MicroBatch]:
-        """The micro-batches of the next epoch; `taken` as of `iterate`."""
+        """The micro-batches of the next epoch; `taken` as in `iterate`."""
         epoch, start = self._next_epoch, self._next_start
         self._epoch, self._next_epoch, self._next_start, self._begun = epoch, epoch + 1, 0, True
         self.exhausted, self.last_position = False, None
@@ -189,7 +189,7 @@ class PreparedLoader(Positions):
         raw = iter(self._stream.batches(epoch, start, self._end))
         sizes, length = self._stream.sizes, self.length
         if sizes is not None and length != self._stream.length:
-            sizes = (sizes[0], sizes[0])  # the limit leaves the short last micro-batch out
+            sizes = (sizes[0], sizes[0])  # the limit excludes the short last micro-batch
         return self._of_one_process(raw, keys, start, sizes, self._transfer, taken)
 
     def _of_one_process(
@@ -223,7 +223,7 @@ class PreparedLoader(Positions):
         return micro_batches if filled is None or self.window is None else filled.watched(micro_batches)
 
     def _concatenated(self, epoch: int, start: int, keys: KeyStream, taken: int) -> Iterator[MicroBatch]:
-        """An epoch of which a process takes a micro-batch for each of its devices at a time."""
+        """An epoch in which each batch concatenates one micro-batch for each device of the process."""
         self._begin_epoch(epoch, start)
         devices, begin, end = self._world.devices, self._micro_batch(epoch, start), self.micro_batches
         raw = concatenated_groups(iter(self._stream.batches(epoch, begin, self._end)), devices, self._join)
@@ -248,12 +248,12 @@ class PreparedLoader(Positions):
     def _one_by_one(
         self, raw: Iterator[Any], keys: Callable[[int], int], start: int, transfer: Callable[[Any, int], Any]
     ) -> Iterator[MicroBatch]:
-        """Each micro-batch is a window of its own."""
+        """Each micro-batch is one window."""
         device, generators, finish, moves = self._device, self._generators, self._finish, self._moves
         if self._ahead is not None:
-            raw, moves, transfer = self._ahead(raw, self._loads(transfer), start=start), False, _as_it_is
+            raw, moves, transfer = self._ahead(raw, self._loads(transfer), start=start), False, _unchanged_batch
         for m, batch in enumerate(raw, start):
-            # move itself where it is all that self._transfer does: at every step, a call counts
+            # move instead of self._transfer, if that does nothing else: one call less in each step
             batch = move(batch, device) if moves else transfer(batch, m)
             seed_generators(keys(m), generators)
             self.given = m + 1
@@ -277,7 +277,7 @@ class PreparedLoader(Positions):
             yield micro._replace(batch=batch if finish is None else finish(batch))
 
     def _note(self, last: bool, begin: int, given: int) -> None:
-        """Note the position for a checkpoint."""
+        """Record the position for a checkpoint."""
         self._window_start, self._inside_window, self.given = begin, not last, given
 
     def _shared_by_processes(self, epoch: int, start: int, keys: KeyStream, taken: int) -> Iterator[MicroBatch]:
@@ -295,7 +295,7 @@ class PreparedLoader(Positions):
         generators, finish, transfer, step = self._generators, self._finish, self._transfer, self._world.size
         if self._ahead is not None:
             raw = self._ahead(raw, self._loads(lambda batch, place: self._transfer(batch, first + place * step)), start=0)
-            transfer = _as_it_is
+            transfer = _unchanged_batch
         for index, (m, batch) in enumerate(zip(count(first, step), raw), start):
             batch = transfer(batch, m)
             seed_generators(keys(m), generators)
@@ -322,14 +322,14 @@ class PreparedLoader(Positions):
             if piece.first:
                 begun = index
             end = begun + shared.per_rank
-            # padded, all ranks have the same number: users gather at each of them, and so does a forward that is sharded
+            # with padding, all ranks have the same number: users gather at each micro-batch, and so does a sharded forward
             later = range(index + 1, end) if piece.last else range(0)
             last = piece.last and not (later and self.pads)
             kind = MicroBatchKind.DATA if not piece.absent else without_data
             self._note(last, begun, end if last else index + 1)
             batch = self._batch_of(piece, keys)
             yield shared.micro_batch(batch, kind, (begun, index), piece.weight, last, world.size)
-            # your own training loop decides if it takes part without padding: it may step after each micro-batch
+            # your own training loop may step after each micro-batch, so it decides whether to run those without data
             for index in later if self.pads or self._reader is not None else range(0):
                 place, final = (begun, index), index == end - 1
                 self._note(final, begun, index + 1)
@@ -338,7 +338,7 @@ class PreparedLoader(Positions):
                 yield shared.micro_batch(batch, without_data, place, 0.0, final, world.size)
 
     def _batch_of(self, piece: Piece, keys: KeyStream) -> Any:
-        """The batch of a piece on the device, with the generators seeded for the work on it."""
+        """The batch of a piece on the device, with the generators seeded for its forward."""
         batch = piece.batch if self._ahead is not None else self._transferred(piece).batch
         seed_generators(keys(piece.m), self._generators)
         if piece.absent:
@@ -357,7 +357,7 @@ class PreparedLoader(Positions):
         taken = left_open if self._reader is not None and (size > 1 or left_open) else None
         if self._weigh is None and sizes is not None and length is not None:
             if length != self._stream.length:
-                sizes = (sizes[0], sizes[0])  # the limit leaves the short last micro-batch out
+                sizes = (sizes[0], sizes[0])  # the limit excludes the short last micro-batch
             return planned(raw, world, size, begin, length, sizes, taken)
         length = self.length if self.exact else None
         left = None if length is None else max(0, length - start)
@@ -374,8 +374,8 @@ class PreparedLoader(Positions):
         batch = self._stream.spare(self._epoch)
         if batch is None:
             raise DataError(
-                f"process {self._world.rank} has no batch at all, and so nothing to take part with in a step of the others. "
-                "Give every process a part of the data."
+                f"rank {self._world.rank} has no batch at all, so it cannot take part in the steps of the other ranks. "
+                "Give every process some of the data."
             )
         batch = self._transfer(batch, 0)
         seed_generators(KeyStream(self._seed, self._stage, Purpose.FORWARD, self._epoch)(0), self._generators)
@@ -395,5 +395,5 @@ class PreparedLoader(Positions):
         return None if self._moves and self._moves_ahead else load
 
 
-def _as_it_is(batch: Any, m: int) -> Any:
+def _unchanged_batch(batch: Any, m: int) -> Any:
     return batch
