@@ -265,7 +265,7 @@ def test_an_empty_loader_cannot_be_cycled() -> None:
 
 def test_an_iterator_can_be_the_longest_and_not_a_shorter_one() -> None:
     assert len(read(stream_of([(torch.zeros(1) for _ in range(5)), shuffled(4)]))) == 5
-    with pytest.raises(EmptyLoaderError, match="only once, and is needed again .in epoch 0."):
+    with pytest.raises(EmptyLoaderError, match="only once, but is needed again in epoch 0"):
         read(stream_of([(torch.zeros(1) for _ in range(5)), shuffled(20)]))
 
 

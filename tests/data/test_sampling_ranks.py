@@ -359,7 +359,7 @@ def test_a_sampler_that_gives_each_process_its_part_is_not_sharded_again(kind: s
         assert sorted(seen[0] + seen[1]) == list(range(20))
     global_windows(own)
     assert [(length, exact) for _, length, exact, _ in results] == [(6 if kind == "of rank" else 5, False)] * 2
-    assert "gives each process indices of its own, which are used as they are" in results[0][3]
+    assert "yields different indices on each process, which are used unchanged" in results[0][3]
     rest = run_world(2, split, kind, 2)
     for rank in range(2):
         assert [one.batch for one in rest[rank][0]] == [one.batch for one in own[rank][2:]]

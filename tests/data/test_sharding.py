@@ -77,7 +77,7 @@ def all_streams(window: int | None, limit: int | None) -> dict[str, list[Given]]
                 found[kind] = [as_lists(one) for one in read(loader, epoch)]
             loader.close()
         if joined().is_main and kind == "dataset":
-            assert sum("DrawingStream gives every process the same stream" in text for text in texts) == 1, texts
+            assert sum("DrawingStream yields the same batches on every process" in text for text in texts) == 1, texts
     return found
 
 
@@ -147,7 +147,7 @@ def test_each_process_reads_its_own_stream_and_all_end_together(lengths: list[in
             samples = [len(one.batch) for one in group]
             assert [one.share / len(lengths) for one in group] == pytest.approx([n / sum(samples) for n in samples])
     assert [splits for *_, splits, _ in results] == [True] * len(lengths)
-    assert results[0][3].count("Part gives each process a stream of its own") == 1
+    assert results[0][3].count("Part yields different batches on each process") == 1
     assert "gives each process" not in results[1][3], "one speaks for all"
 
 

@@ -224,7 +224,7 @@ def test_batches_come_in_order_whatever_the_loader_says(caplog: pytest.LogCaptur
     """Otherwise the micro-batch that has the key m would not be the m-th, and the short one not the last."""
     loader = loader_of(Drawing(14), num_workers=2, in_order=False)
     assert same(read(stream_of(loader)), read(stream_of(loader_of(Drawing(14)))))
-    assert "in_order=False is not used" in caplog.text
+    assert "in_order=False is ignored" in caplog.text
     assert not loader.in_order
 
 

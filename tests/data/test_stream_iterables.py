@@ -231,7 +231,7 @@ def test_a_length_that_is_not_known() -> None:
     assert stream_of(Unknown(NotImplementedError())).length is None
     assert stream_of(Unknown(TypeError("no length"))).length is None
     with pytest.warns(
-        TrainkitWarning, match=r"len\(\) of Unknown failed \(KeyError\('cache'\)\); its length counts as unknown"
+        TrainkitWarning, match=r"len\(\) of Unknown failed \(KeyError\('cache'\)\); treating its length as unknown"
     ):
         assert stream_of(Unknown(KeyError("cache"))).length is None
 
