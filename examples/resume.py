@@ -1,8 +1,8 @@
-"""Kill a run, start it again, and get what the run would have got that nobody killed.
+"""Kill a run, start it again, and get the result of a run that was never killed.
 
-    python examples/resume.py --root runs/whole                 # a run that nobody interrupts
+    python examples/resume.py --root runs/whole                 # an uninterrupted run
     python examples/resume.py --root runs/killed --kill-at 70   # ends itself with SIGKILL at step 70
-    python examples/resume.py --root runs/killed                # goes on: the same digest as the first
+    python examples/resume.py --root runs/killed                # resumes: the same digest as the first
 
 Trains a small network with dropout on noisy, shuffled points of two spirals, and saves every 20 updates. Nothing in it
 is there for the resume but `ckpt_path="auto"` and the seed. Takes seconds on a CPU.

@@ -36,7 +36,7 @@ ELSEWHERE = {"idlelib", "lib2to3", "site-packages", "test", "tests"}
 
 
 def pairs(pattern: str, count: int) -> tuple[list[Pair], list[Pair]]:
-    """Documented functions of the standard library: so many for training, and a quarter as many, others, for validation."""
+    """Documented functions of the standard library: `count` for training, and a quarter as many others for validation."""
     library, found = Path(sysconfig.get_path("stdlib")), set()
     for path in library.glob(pattern):
         if not ELSEWHERE.intersection(path.relative_to(library).parts):
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float, list[str]]:
     parser.add_argument("--max-epochs", type=int, default=4, help="of the adapter")
     parser.add_argument("--base-epochs", type=int, default=8)
     parser.add_argument("--base", help="a folder with a model to be adapted, instead of training one first")
-    parser.add_argument("--pairs", type=int, default=1000, help="at most so many for training, and a quarter for validation")
+    parser.add_argument("--pairs", type=int, default=1000, help="maximum number for training; a quarter as many for validation")
     parser.add_argument("--batch-size", type=int, default=16, help="of each process")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--rank", type=int, default=8)

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float, list[str]]:
     parser = argparse.ArgumentParser(description="LoRA in a loop of its own: name a function by its docstring.")
     parser.add_argument("--max-epochs", type=int, default=4, help="of the adapter")
     parser.add_argument("--base-epochs", type=int, default=8)
-    parser.add_argument("--pairs", type=int, default=1000, help="at most so many for training, and a quarter for validation")
+    parser.add_argument("--pairs", type=int, default=1000, help="maximum number for training; a quarter as many for validation")
     parser.add_argument("--batch-size", type=int, default=16, help="of each process")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--rank", type=int, default=8)

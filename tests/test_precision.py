@@ -350,7 +350,7 @@ def test_reset_is_the_start_of_a_run() -> None:
 
 @pytest.fixture
 def halves() -> Iterator[PrecisionSpec]:
-    """A registered precision, which is gone after the test."""
+    """A registered precision, which is removed after the test."""
     tables = (PRECISIONS, OF_ACCELERATE, OVER_MASTERS, precisions._ALIASES)
     before = [dict(table) for table in tables]
 

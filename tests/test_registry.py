@@ -188,7 +188,7 @@ def of_command_line(argv: list[str]) -> dict[str, Any] | None:
 
 @pytest.fixture
 def mine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A registered strategy, which is gone after the test."""
+    """A registered strategy, which is removed after the test."""
     monkeypatch.setattr(registry, "_registered", [])
     register_strategy(MINE)
 

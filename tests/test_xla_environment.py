@@ -1,4 +1,4 @@
-"""The environment of `make test-xla` is made once, anew when something changes, and never taken for whole when it is not."""
+"""The environment of `make test-xla` is made once, and again when something changes, and an incomplete one is never used."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_a_loader_that_was_not_prepared_is_counted() -> None:
                 full.append(engine.sync_gradients)
                 optimizer.step()
                 optimizer.zero_grad()
-    assert full == [False, False, True, False, False, True, False, False]  # windows go on over the end of an epoch
+    assert full == [False, False, True, False, False, True, False, False]  # windows continue past the end of an epoch
     means = [0.5, 2.5, 4.5, 6.5]
     assert model.weight.item() == pytest.approx(-(sum(means[:3]) / 3 + (means[3] + means[0] + means[1]) / 3))
 

@@ -115,7 +115,7 @@ def test_beside_the_loop() -> None:
 def test_a_start_without_going_on() -> None:
     """What an earlier start has left is neither written over nor mixed with; the message has the fix."""
     save(loop(limit=1), 1.0, 2.0)
-    assert names() == ["checkpoint_1"], "checkpoint_0, which would be the next, is gone"
+    assert names() == ["checkpoint_1"], "checkpoint_0, which would be the next, is removed"
     accelerator = loop(limit=1)
     with pytest.raises(ConfigurationError) as caught:
         save(accelerator, 3.0)
@@ -242,7 +242,7 @@ def killed(survived: int) -> None:
 
 
 def test_a_kill_at_any_moment() -> None:
-    """Each start goes on from the newest that was complete, and two complete ones are always there."""
+    """Each start resumes from the newest complete checkpoint, and two complete ones exist at every moment."""
     save(loop(limit=2), 0.0, 1.0)
     known, survived, finished = 1.0, 0, False
     while not finished:

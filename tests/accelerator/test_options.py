@@ -281,7 +281,7 @@ SAYS_ZERO = "distributed_type: DEEPSPEED, use_cpu: true"
 def test_what_the_configuration_says_wrong_is_its_own(
     make: Any, sections: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not that of an argument that nobody has written."""
+    """The error does not name an argument that was not passed."""
     told(monkeypatch, **sections)
     with pytest.raises(ConfigurationError) as raised:
         make()

@@ -1,4 +1,4 @@
-"""Updates; and that torch's own calls, instead of the accelerator's, are told where they are wrong."""
+"""Optimizer steps; and errors that say so when torch's own calls are used where the accelerator's are needed."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_where_they_are_right_they_work() -> None:
     accelerator.gradient_accumulation_steps = 2
     del accelerator, prepared, optimizer
     gc.collect()
-    own.step()  # nobody holds the accelerator any more
+    own.step()  # no reference to the accelerator is left
     assert model.weight.item() == -8.0
 
 

@@ -267,7 +267,7 @@ def test_a_second_fit_starts_anew_and_says_everything_anew(trainer, module) -> N
 
 
 def resumed(state: dict[str, Any], trainer: Any, module: Any, **arguments: Any) -> EarlyStopping:
-    """Another process that goes on from a checkpoint."""
+    """Another process that resumes from a checkpoint."""
     callback = EarlyStopping(**{"monitor": "val_loss", **arguments})
     callback.setup(trainer, module, "fit")
     callback.load_state_dict(state)
@@ -351,7 +351,7 @@ def test_a_stop_for_another_reason_stays(trainer, module, arguments: dict[str, A
     assert validate(first, trainer, module, 0.25 if "stopping_threshold" in arguments else math.nan)
     resumed(first.state_dict(), trainer, module, patience=9, **arguments)
     assert trainer.should_stop
-    never = EarlyStopping("val_loss", patience=0).state_dict()  # somebody else's stop
+    never = EarlyStopping("val_loss", patience=0).state_dict()  # the state of a callback that did not stop this run
     resumed(never, trainer, module, patience=9)
     assert trainer.should_stop
 

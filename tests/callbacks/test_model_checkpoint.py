@@ -975,7 +975,7 @@ def test_a_resumed_run_goes_on_with_the_same_best(begin) -> None:
     run.trainer.global_step, run.trainer.current_epoch = 30, 3
     run.epoch({"val_loss": 1.5})
     assert list(names_of(second)) == ["step-00000010", "step-00000040"]
-    assert run.steps == [10, 30, 40]  # 20, of the rest of the first run's, is gone
+    assert run.steps == [10, 30, 40]  # step 20, which the rest of the first run saved, is removed
 
 
 def test_a_checkpoint_that_was_resumed_from_is_not_saved_again(begin) -> None:

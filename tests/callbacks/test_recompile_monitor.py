@@ -35,7 +35,7 @@ class Lazy:
 
 
 class Run:
-    """A fit of the callback, hook by hook: `step` is a micro-batch, with so many graphs compiled in it."""
+    """A fit of the callback, hook by hook: `step` is a micro-batch, in which this many graphs are compiled."""
 
     def __init__(self, trainer: Any, module: Any, **arguments: Any) -> None:
         self.trainer, self.module, self.strategy = trainer, module, Lazy()
@@ -89,7 +89,7 @@ class Run:
         assert self.step(compiled=1) == self.step(compiled=1) == self.step() == []
 
     def validate(self, *batches: tuple[tuple[int, ...], int], sanity: bool = False, index: int = 0) -> None:
-        """Batches of these sizes, with so many graphs compiled in each."""
+        """Batches of these sizes, with the number of graphs compiled in each."""
         self.trainer.sanity_checking = sanity
         self.callback.on_validation_start(self.trainer, self.module)
         for batch_idx, (sizes, compiled) in enumerate(batches):

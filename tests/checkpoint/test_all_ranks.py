@@ -1,4 +1,4 @@
-"""One verdict for all: the same class and the same text, whoever failed."""
+"""One verdict for all: the same class and the same text, no matter which rank failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A commit over several processes: tensors dealt out, digests collected, and one end for all of them."""
+"""A commit over several processes: tensors are distributed, digests are gathered, and all ranks end the same way."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def failing(team: Team, ranks: tuple[int, ...], error: BaseException | None = No
     return made
 
 
-# ------------------------------------------------------------------------------------------------------------ dealt out
+# -------------------------------------------------------------------------------------------------------- distributed
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -216,7 +216,7 @@ def test_a_process_that_dies_leaves_the_old_one(run_dir: Path) -> None:
         if team.rank == 1:
             team.exchange([["", drafted(team).layout], None])
             reached.set()
-            raise SystemExit  # without a word to the others
+            raise SystemExit  # and does not tell the other ranks
         return commit(drafted(team), Path("a"), replace=True, team=team)
 
     ends = try_teams(3, work)

@@ -1,4 +1,4 @@
-"""Dealing out by bytes: as much for each as can be, and the same result whoever asks."""
+"""Assigning tensors to ranks by bytes: as even as possible, and the same result on every rank."""
 
 from __future__ import annotations
 

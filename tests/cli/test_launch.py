@@ -261,7 +261,7 @@ def test_the_default_file(launch: Launch, caplog: pytest.LogCaptureFixture, tmp_
 
 
 def test_settings_of_others_are_not_taken(launch: Launch) -> None:
-    """A worker that launches something, and a machine that was told by another one."""
+    """A worker that launches something, and a node that another node started."""
     theirs = carry(Settings({"mixed_precision": "bf16"}, source="theirs.yaml"))
     assert VARIABLE not in launch("script.py", **theirs, LOCAL_RANK="0", TORCHELASTIC_RUN_ID="x").environment
     write(MULTI_CPU, "default.yaml")
@@ -359,7 +359,7 @@ def test_a_file_that_leaves_the_machines_to_slurm(launch: Launch) -> None:
 
 @pytest.fixture
 def hosts(launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
-    """`hosts("--ssh", "x", "script.py")`: what the machines of the file `hosts` are told, and by what; see `launch`."""
+    """`hosts("--ssh", "x", "script.py")`: what is sent to the nodes of the file `hosts`, and by which program; see `launch`."""
     found: list[Any] = []
     monkeypatch.setattr(remote, "run_hosts", lambda *given: found.append(given) or 7)  # type: ignore[func-returns-value]
     (tmp_path / "hosts").write_text("node1 slots=8\nme@node2 slots=4\n")

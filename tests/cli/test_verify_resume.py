@@ -90,7 +90,7 @@ def verify(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Verify:
         capfd.readouterr()
         code = main(["verify-resume", str(script), "--steps", str(steps), "--more", str(more), "--", *words])
         shown = capfd.readouterr()
-        # what the script writes beside itself goes elsewhere, and what comes after its fit is not run
+        # what the script writes next to itself goes elsewhere, and what follows its fit is not run
         assert sorted(os.listdir(tmp_path)) == ["train.py"]
         return code, shown.out.splitlines(), shown.err
 

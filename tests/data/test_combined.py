@@ -132,7 +132,7 @@ def test_loaders_of_a_combination_are_not_alike() -> None:
     assert ids([batch[0] for batch in batches]) != ids([batch[1] for batch in batches])
     assert not any(same(batch[0][:, 1:], batch[1][:, 1:]) for batch in batches)
     plain = [ids(alone(shuffled(20), index=index)) for index in range(4)]
-    assert ids([batch[1] for batch in batches]) not in plain, "nor like a loader beside the combination"
+    assert ids([batch[1] for batch in batches]) not in plain, "nor like a loader outside of the combination"
 
 
 def test_the_loaders_of_two_combinations_are_not_alike() -> None:

@@ -416,7 +416,7 @@ def test_the_sanity_check_does_not_eat_an_iterator(caplog: pytest.LogCaptureFixt
 
 
 def test_loaders_that_are_read_side_by_side_are_not_alike() -> None:
-    """Two loaders over as many samples must be paired at random, and anew in each epoch."""
+    """Two loaders over the same number of samples must be paired at random, and differently in each epoch."""
     first, second = Accelerator().prepare(shuffled(), shuffled())
     pairs = list(zip(first, second, strict=True))
     assert ids([a for a, _ in pairs]) != ids([b for _, b in pairs])

@@ -164,7 +164,7 @@ def test_a_limit_of_micro_batches_on_one_process() -> None:
     assert [one.full for one in read(loader)] == [False, True, True]
 
 
-# -------------------------------------------------------------------------------------------------------------- fillers
+# ------------------------------------------------------------------------------------------------ padding micro-batches
 
 
 @pytest.mark.parametrize("workers", [0, 1])

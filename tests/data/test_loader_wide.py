@@ -136,7 +136,7 @@ def test_batches_that_are_loaded_ahead_are_loaded_once_by_the_first_of_their_row
     loaded: list[Any] = []
 
     def ahead(items: Any, load: Any, start: int = 0) -> Any:
-        assert (load is None) is not own, "nothing but moving is left to whoever loads ahead"
+        assert (load is None) is not own, "the code that loads ahead only moves batches"
         waiting: list[Any] = []
         for number, item in enumerate(items, start):
             waiting.append(item if load is None else load(item, number))

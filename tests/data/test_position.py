@@ -1,4 +1,4 @@
-"""Where a loop is in its data, and going on there."""
+"""Where a loop is in its data, and resuming there."""
 
 from __future__ import annotations
 

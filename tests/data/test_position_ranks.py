@@ -1,4 +1,4 @@
-"""Positions on several processes: what was done by W processes is gone on with by any other number."""
+"""Positions on several processes: a run of W processes resumes on any other number."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ def test_streams_of_their_own_on_another_number_of_processes() -> None:
     found = run_world(3, go_on, True, True, place, None)
     assert "is of 2 processes, each of which read a part of the data that it chose itself; for 3" in found[0][3]
     assert "is of 2 processes" not in found[1][3], "one speaks for all"
-    assert found[0][0] == [[12, 15], [18, 21], [24, 27]], "two batches of each are left out, as 6 have been read in all"
+    assert found[0][0] == [[12, 15], [18, 21], [24, 27]], "two batches of each are skipped, as 6 have been read in all"
 
 
 def test_streams_of_their_own_begin_an_epoch_on_another_number_of_processes() -> None:

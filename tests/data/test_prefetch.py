@@ -160,7 +160,7 @@ def test_a_batch_is_handed_over_as_it_was_loaded(log: list[str]) -> None:
 
 
 class Graph:
-    """Holds tensors that nobody else can find."""
+    """Holds tensors that no other code can find."""
 
     def to(self, device: Any) -> Graph:
         return self

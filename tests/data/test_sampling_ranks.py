@@ -277,7 +277,7 @@ def test_comparing_does_not_move_a_sampler_on(kind: str) -> None:
 
 
 class FailsOnce(OwnGenerator):
-    """Shuffles, and fails then, until it is told not to."""
+    """Shuffles, and fails then, until `fails` is cleared."""
 
     fails = True
 

@@ -176,7 +176,7 @@ def test_a_worker_knows_its_dataset_and_the_epoch(persistent: bool) -> None:
     stream = stream_of(loader)
     found = [torch.cat(read(stream, epoch)) for epoch in (0, 5, 0, 5 + CYCLE)]
     stream.close()
-    assert [set(rows[:, 1].tolist()) for rows in found] == [{0}, {5}, {0}, {5}], "the epoch that the dataset is told"
+    assert [set(rows[:, 1].tolist()) for rows in found] == [{0}, {5}, {0}, {5}], "the epoch given to the dataset"
     assert all((rows[:, 2] == 0).all() for rows in found), "worker_init_fn reaches the user's own dataset"
     assert all((rows[:, 3] == 1).all() for rows in found)
     assert dataset.number == -1, "the one in this process is another"

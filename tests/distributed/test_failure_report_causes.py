@@ -80,4 +80,4 @@ def test_what_was_there_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
         other = monkeypatch.setattr(sys, "excepthook", print)
         assert other is None
         endings.close()
-        assert sys.excepthook is print  # somebody else's is left alone
+        assert sys.excepthook is print  # a hook that trainkit did not install is kept

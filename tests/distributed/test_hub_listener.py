@@ -1,4 +1,4 @@
-"""How processes find the main one, and what they say if they do not."""
+"""How processes find the main process, and what they say if they do not."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_strangers_are_not_let_in() -> None:
 
     channels = all_at_once(2, meet)
     assert all_at_once(2, lambda rank: channels[rank].exchange("a", rank)) == [[0, 1]] * 2
-    with pytest.raises(OSError, match="refused"):  # when all are there, nobody need listen any more
+    with pytest.raises(OSError, match="refused"):  # when all are connected, no listener is needed
         socket.create_connection(("127.0.0.1", shared.of(1)(None)["port"]), 10)
     for channel in channels:
         channel.close()

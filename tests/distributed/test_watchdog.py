@@ -91,7 +91,7 @@ def test_who_waits_for_one_that_has_failed(size: int, failing: int, grace: float
 
 
 def gone(pid: int) -> bool:
-    """Whether a process ends within a moment; nobody may have fetched its code yet."""
+    """Whether a process ends within a moment; its parent may not have waited for it yet."""
     path = Path(f"/proc/{pid}/stat")
     for _ in range(int(50 * within(2.0))):
         try:
@@ -335,7 +335,7 @@ def the_last_steps_take_long(how: str) -> None:
             now()
             if how != "fails":
                 assert member.channel.wait(lambda: 1 in member.channel.gone, LIMIT)  # it does not wait for this one
-            time.sleep(LONG)  # nobody is needed for what it still does
+            time.sleep(LONG)  # what it still does needs no other process
             print("done")
 
     member.run(work)

@@ -255,7 +255,7 @@ def test_restarts_and_memory() -> None:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(3 - rank)  # torchrun's agents of several machines count for themselves
     world = join(CPU, timeout=SHORT)
     assert world.restarts == 3
-    world.remember("run", "text")  # nobody can restart these processes, so there is nothing to keep it
+    world.remember("run", "text")  # no launcher can restart these processes, so there is no store that keeps it
     assert world.recall("run") is None
 
 

@@ -169,7 +169,7 @@ def test_a_run_that_the_user_names_goes_on_behind_what_it_has(database: str, mon
     first.finalize()
     monkeypatch.setenv("MLFLOW_RUN_ID", str(first.version))
     second = MLFlowLogger(tracking_uri=database)
-    train(second, 1, 2)  # another training in the same run: nothing of it is left out
+    train(second, 1, 2)  # another training in the same run: none of it is skipped
     state = second.state_dict()
     train(second, 3, 4)
     third = MLFlowLogger(tracking_uri=database)
@@ -260,7 +260,7 @@ def test_a_store_that_cannot_be_opened(tmp_path: Path) -> None:
 
 
 def test_a_store_that_fails_later_costs_the_rows_and_not_the_run(tmp_path: Path) -> None:
-    """An `OSError`, which a Trainer goes on without; the records count only once they are there."""
+    """An `OSError`, after which a Trainer continues; the records count only once they are stored."""
     logger = MLFlowLogger(save_dir=tmp_path)
     logger.log_metrics({"loss": 1.0}, 0)
     database = tmp_path / "mlflow.db"

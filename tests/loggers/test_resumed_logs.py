@@ -1,4 +1,4 @@
-"""Loggers that go on after a kill: each step once, none lost, and nobody else's files touched."""
+"""Loggers that resume after a kill: each step once, none lost, and no other run's files touched."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def train(logger: Logger, steps: range) -> None:
 
 
 def stopped(logger: Logger, step: int, last: int = 0) -> dict[str, Any]:
-    """The state of a logger after a step, up to which it has logged; it goes on to the `last` one, and is closed."""
+    """The state of a logger after a step, up to which it has logged; it continues to the `last` one, and is closed."""
     train(logger, range(1, step + 1))
     state = logger.state_dict()
     train(logger, range(step + 1, last + 1))
@@ -62,7 +62,7 @@ def without_epoch(folder: Path) -> dict[str, Any]:
     return {name: series for name, series in read_metrics(folder).items() if name != "epoch"}
 
 
-# ---------------------------------------------------------------------------------------------------------- going on
+# ------------------------------------------------------------------------------------------------------------- resume
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -115,7 +115,7 @@ def test_a_state_of_while_rows_are_left_out_leads_to_the_same(tmp_path: Path) ->
 
 
 def test_a_run_that_goes_on_with_other_steps_loses_none() -> None:
-    """Logged each step before, every tenth now: what is left out ends with the last step that the run has."""
+    """Logged each step before, every tenth now: what is skipped ends with the last step that the run has."""
     resumed = Online(whole(8))
     second = WandbLogger(experiment=resumed)
     second.load_state_dict({"last_step": 4, "id": "abc", "rows": 6})

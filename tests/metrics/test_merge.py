@@ -1,4 +1,4 @@
-"""An epoch of metrics that goes on with another number of processes: what it comes to is what one process would have had."""
+"""An epoch of metrics that continues on another number of processes: the result is that of one process."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_value_of_a_step_that_no_boundary_has_seen(before: int, after: int) ->
 
 
 def test_a_value_of_before_gives_way_to_a_newer_one() -> None:
-    """Rows are counted anew: their numbers were higher before."""
+    """Rows are counted from zero again: their numbers were higher before."""
 
     def step(run: Run, m: int) -> None:
         run.log("x", float(m), reduce_fx="max")

@@ -1,4 +1,4 @@
-"""What `Accelerator.prepare` takes and gives back, and how that is undone."""
+"""What `Accelerator.prepare` takes and returns, and how that is undone."""
 
 from __future__ import annotations
 

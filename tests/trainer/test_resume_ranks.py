@@ -55,7 +55,7 @@ class Checkpointed(Wide):
 
 
 class At(Callback):
-    """Does something in a hook, the first time that so many updates have been made."""
+    """Does something in a hook, the first time that `step` optimizer steps have been made."""
 
     def __init__(self, hook: str, step: int, act: Callable[..., Any]) -> None:
         self.step, self.act = step, act
@@ -302,7 +302,7 @@ def test_a_full_disk_of_one_process_is_tried_again(run_dir: Path) -> None:
 
 
 class Told(ModelCheckpoint):
-    """Notes the step at which it is told that a save has failed."""
+    """Notes the step at which a message says that a save has failed."""
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         super().setup(trainer, module, stage)

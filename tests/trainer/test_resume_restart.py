@@ -1,4 +1,4 @@
-"""When the launcher has started the processes anew: a fit goes on from the newest checkpoint of its run."""
+"""When the launcher has restarted the processes: a fit resumes from the newest checkpoint of its run."""
 
 from __future__ import annotations
 

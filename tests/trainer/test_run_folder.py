@@ -366,7 +366,7 @@ def test_all_processes_save_to_the_folder_of_the_main_one(run_dir: Path) -> None
 
 
 def test_what_a_run_killed_in_its_first_save_has_left_is_removed() -> None:
-    """Nobody resumes in its folder, so the next start removes it; not that of a live run, nor of one that can be resumed."""
+    """No run resumes in its folder, so the next start removes it; not that of a live run, nor of one that can be resumed."""
 
     def left(number: int) -> Path:
         partial = Path(f"runs/version_{number}/checkpoints/.step-00000004.tmp-0123456789abcdef")

@@ -1,4 +1,4 @@
-"""`Trainer.save_checkpoint(blocking=False)`: when it returns, and who is told when the checkpoint cannot be written."""
+"""`Trainer.save_checkpoint(blocking=False)`: when it returns, and who gets the error when the checkpoint cannot be written."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fit(callback: Callback, **arguments: Any) -> Trainer:
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_blocking_decides_when_it_returns(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `blocking=False` training goes on before the checkpoint is on the disk; without it, it does not."""
+    """With `blocking=False` training continues before the checkpoint is on the disk; without it, it does not."""
     training_went_on = threading.Event()
     commit, seen = saver.commit, []
 

@@ -270,7 +270,7 @@ class Choosy(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx in self.left_out:
-            return {"loss": None, "why": "left out"} if self.as_dict else None
+            return {"loss": None, "why": "skipped"} if self.as_dict else None
         return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
@@ -469,5 +469,5 @@ def no_steps_on_each_rank() -> list[list[str]]:
 
 
 def test_a_fit_without_an_optimizer_step_on_several_processes() -> None:
-    """Told by one of them; a loss on any rank makes a step on all."""
+    """One rank prints the message; a loss on any rank makes a step on all."""
     assert run_world(2, no_steps_on_each_rank) == [[[RETURN], [STEP], []], [[], [], []]]

@@ -79,7 +79,7 @@ def test_overfitting_leaves_validation_off_where_it_is() -> None:
 
 
 def test_overfitting_does_not_read_a_stream_of_training_that_keeps_its_place() -> None:
-    """Such a stream would go on where the validation has left it."""
+    """Such a stream would continue where the validation has left it."""
 
     class Stateful(IterableDataset):
         at = 0

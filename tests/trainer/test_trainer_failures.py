@@ -173,7 +173,7 @@ def test_an_error_is_told_once(again: str, caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_saves_that_fail_are_counted_alike(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each warning counts down to the error, which is told once: not again by the save that an error asks for."""
+    """Each warning counts down to the error, which is shown once: not again by the save that an error requests."""
 
     class Full(Callback):
         def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:

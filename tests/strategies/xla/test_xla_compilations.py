@@ -24,7 +24,7 @@ SAMPLES = 77  # ten rows, the last of five samples
 
 
 def after(trained: Trained, updates: int) -> int:
-    """The graphs that had been compiled when so many updates had been made."""
+    """The number of compiled graphs after a number of optimizer steps."""
     return next(count for made, count in zip(trained.updates, trained.compilations, strict=True) if made == updates)
 
 

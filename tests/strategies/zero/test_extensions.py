@@ -42,7 +42,7 @@ def test_no_lock_is_no_matter(tmp_path: Path) -> None:
 
 
 def test_the_lock_of_a_process_of_ours_that_was_killed(tmp_path: Path) -> None:
-    """Whoever looks has the lock of those that are alive."""
+    """The caller has the lock of the processes that are alive."""
     (tmp_path / "lock").touch()
     (tmp_path / _MARK).touch()
     _clear(tmp_path)

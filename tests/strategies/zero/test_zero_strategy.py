@@ -222,7 +222,7 @@ def test_elementwise_optimizers(optimizer: str, kind: str) -> None:
 
 
 def test_how_many_tensors_an_optimizer_keeps() -> None:
-    """Found by a step of a copy, of which nobody learns."""
+    """Found by a step of a copy, which has no effect outside."""
     parameter = nn.Parameter(torch.ones(4))
     plain, adam = torch.optim.SGD([parameter], lr=0.1), torch.optim.AdamW([parameter], amsgrad=True)
     adam.register_step_post_hook(lambda *_: pytest.fail("a hook was called"))
