@@ -77,7 +77,7 @@ def test_the_configuration_of_the_command_line(monkeypatch: pytest.MonkeyPatch) 
     assert make_strategy("zero1", device="cpu").name == "zero1"
 
 
-def test_a_name_that_nobody_knows() -> None:
+def test_an_unknown_name() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown strategy 'sngle'; known: auto, ddp, .*Did you mean 'single'\?"):
         load_strategy("sngle")
     with pytest.raises(UnknownNameError, match=r"unknown callback 'early_stoping'; known: .*Did you mean 'early_stopping'\?"):

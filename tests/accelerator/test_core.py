@@ -286,7 +286,7 @@ def test_one_skipped_step_of_several() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_an_optimizer_without_its_model_would_be_averaged_by_nobody() -> None:
+def test_gradients_of_an_optimizer_without_its_model_would_not_be_averaged() -> None:
     model, accelerator = nn.Linear(1, 1), Accelerator()
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
     with pytest.raises(ConfigurationError, match=r"backward: an optimizer has been prepared and no model has.*Give the"):
@@ -298,7 +298,7 @@ def test_an_optimizer_without_its_model_would_be_averaged_by_nobody() -> None:
     assert float(model.weight) == pytest.approx(before - 0.5)
 
 
-def test_a_second_training_begins_anew() -> None:
+def test_a_second_training_begins_again() -> None:
     engine = accelerator(precision=Precision("16-mixed", init_scale=1024.0), gradient_accumulation_steps=3)
     for _ in range(2):
         model = Slope()
@@ -363,7 +363,7 @@ def test_gradient_accumulation_steps(steps: Any) -> None:
         accelerator(gradient_accumulation_steps=steps)
 
 
-def test_an_argument_that_nobody_knows() -> None:
+def test_an_unknown_argument() -> None:
     with pytest.raises(UnknownNameError, match=r"Accelerator has no argument 'precison'\. Did you mean 'precision'\?"):
         accelerator(precison="bf16-mixed")
 

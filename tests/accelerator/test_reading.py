@@ -246,7 +246,7 @@ def test_join_uneven_inputs_says_so_for_a_while() -> None:
         pass
 
 
-def test_batches_that_are_read_ahead_are_told() -> None:
+def test_batches_that_are_read_ahead_are_reported() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, loader = accelerator.prepare(nn.Linear(2, 1), DataLoader(torch.ones(8, 2), batch_size=2))
     batches = iter(loader)

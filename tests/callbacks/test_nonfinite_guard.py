@@ -341,7 +341,7 @@ def test_a_fit_with_too_many_skips_ends(make_trainer) -> None:
 
 
 @pytest.mark.parametrize("action", ["raise", "skip"])
-def test_a_fit_in_which_only_the_loss_scale_overflows_goes_on(make_trainer, action: str) -> None:
+def test_a_fit_in_which_only_the_loss_scale_overflows_continues(make_trainer, action: str) -> None:
     guard, precision = NonFiniteGuard(action), Precision("16-mixed", init_scale=2.0**125)
     trainer = make_trainer(guard, precision=precision, max_epochs=3)
     trainer.fit(TinyModule(), tiny_loader())

@@ -477,7 +477,7 @@ def test_renames_that_fail_are_taken_back(run_dir: Path, monkeypatch: pytest.Mon
     assert verified(run_dir / "best") == 1
 
 
-def test_a_disk_that_fails_to_sync_is_told_of(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_to_sync_is_reported(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(descriptor: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(number, os.strerror(number))

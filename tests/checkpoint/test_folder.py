@@ -363,7 +363,7 @@ for action in (
 """
 
 
-def test_a_folder_of_somebody_else() -> None:
+def test_a_folder_of_another_user() -> None:
     # Not below pytest's own folders, which other users cannot enter.
     folder = Path(tempfile.mkdtemp())
     make(folder / "checkpoint")

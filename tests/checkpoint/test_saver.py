@@ -219,7 +219,7 @@ def test_a_failure_comes_with_the_next_poll(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["poll", "wait", "save", "close"])
-def test_a_failure_that_nobody_takes_is_raised(run_dir: Path, how: str) -> None:
+def test_a_failure_that_was_not_collected_is_raised(run_dir: Path, how: str) -> None:
     (run_dir / "file").touch()
     told = threading.Event()
     saver = Saver(notify=told.set)

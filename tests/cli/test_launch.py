@@ -203,7 +203,7 @@ def write(text: str, name: str = "conf.yaml") -> str:
     return name
 
 
-def test_the_processes_are_told_the_settings(launch: Launch) -> None:
+def test_the_processes_get_the_settings(launch: Launch) -> None:
     job = launch("--config_file", write(MULTI_CPU), "script.py", A="1")
     assert (job.per_node, job.most) == (2, 1)
     assert job.environment["A"] == "1"
@@ -379,7 +379,7 @@ def told(script: str) -> list[str]:
     return shlex.split(line)[5:]
 
 
-def test_each_machine_is_told_its_part(hosts: Any, tmp_path: Path) -> None:
+def test_each_node_gets_its_part(hosts: Any, tmp_path: Path) -> None:
     scripts, ssh, grace, join_timeout = hosts("script.py", "--hostfile", "x", TRAINKIT_GRACE="5")
     assert (ssh, grace, join_timeout) == (["ssh"], 5.0, 600.0)
     assert list(scripts) == ["node1", "me@node2"]
@@ -437,7 +437,7 @@ def test_the_file_of_machines_may_be_named_by_the_configuration(hosts: Any, laun
     assert launch("--config_file", write(standard), "script.py").most == 1
 
 
-def test_what_each_machine_is_told_it_takes(hosts: Any, launch: Launch) -> None:
+def test_each_node_accepts_what_it_gets(hosts: Any, launch: Launch) -> None:
     job = launch(*told(hosts("--max-restarts", "3", "script.py", "x")[0]["me@node2"]))
     assert (job.per_node, job.least, job.most, job.node_rank, job.master_addr, job.max_restarts) == (4, 2, 2, 1, "node1", 3)
     assert launch(*told(hosts("script.py", file="one")[0]["node1"])).per_node == 2
@@ -463,7 +463,7 @@ def test_what_each_machine_is_told_it_takes(hosts: Any, launch: Launch) -> None:
     (["--ssh", "x", "script.py"], "--ssh is for nodes that are started by ssh"),
     (["--hostfiel", "hosts", "script.py"], "Did you mean '--hostfile'?"),
 ])  # fmt: skip
-def test_what_is_refused_beside_a_file(
+def test_what_is_refused_together_with_a_file(
     hosts: Any, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["launch", *arguments]) == 2

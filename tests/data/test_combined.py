@@ -103,7 +103,7 @@ def test_the_shortest_ends_an_epoch() -> None:
     assert same(batches, [list(pair) for pair in zip(alone(a, 3, 0)[:2], alone(b, 3, 1), strict=True)])
 
 
-def test_the_longest_ends_an_epoch_and_others_start_anew() -> None:
+def test_the_longest_ends_an_epoch_and_others_start_again() -> None:
     a, b = shuffled(9), shuffled(4)
     stream = stream_of([b, a])
     batches = read(stream, 3)
@@ -213,7 +213,7 @@ class Restarts:
         return iter([torch.zeros(1)] * self.length)
 
 
-def test_a_loader_is_started_anew_only_when_it_is_needed() -> None:
+def test_a_loader_is_restarted_only_when_it_is_needed() -> None:
     """Starting one may start worker processes."""
     short, long, equal = Restarts(2), Restarts(4), Restarts(4)
     assert len(read(stream_of([short, long, equal]))) == 4

@@ -295,7 +295,7 @@ def test_a_limit_that_leaves_the_short_batch_out() -> None:
     assert states(prepare(shuffled(length=13), window=window, limit=4))[2:] == [(True, False, 0.8), (False, True, 0.2)]
 
 
-def test_a_generator_of_the_users_has_no_effect_and_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_generator_of_the_users_has_no_effect_and_a_notice_says_so(caplog: pytest.LogCaptureFixture) -> None:
     def order(**options: Any) -> list[Any]:
         return [micro.batch.tolist() for micro in prepare(DataLoader(Drawing(13), batch_size=4, **options)).iterate(0)]
 

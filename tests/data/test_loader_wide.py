@@ -91,7 +91,7 @@ def test_positions_are_those_of_as_many_processes() -> None:
 
 
 @pytest.mark.parametrize("devices, after", [(2, 6), (4, 6), (3, 5)])
-def test_goes_on_wherever_another_number_of_devices_has_left_off(devices: int, after: int) -> None:
+def test_resumes_wherever_another_number_of_devices_has_left_off(devices: int, after: int) -> None:
     before = made(40, 1)
     position = before.position(0, after)
     expected = [id for row in epoch(made(40, 1))[after:] for id in row["ids"]]

@@ -60,7 +60,7 @@ def test_samples_and_augmentation_are_the_same_wherever_they_are_fetched(kind: s
     lasting.close()
 
 
-def test_each_sample_is_drawn_for_anew() -> None:
+def test_each_sample_has_its_own_random_numbers() -> None:
     rows = torch.cat([batch["samples"][:, 1:] for epoch in (0, 1) for batch in read(stream_of(loader_of(Drawing(14))), epoch)])
     batches = torch.stack([batch["batch"] for batch in read(stream_of(loader_of(Drawing(14))))])
     numbers = torch.cat([rows.flatten(), batches.flatten()])

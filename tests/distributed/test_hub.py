@@ -103,7 +103,7 @@ def test_the_first_failure_counts_and_ends_exchanges() -> None:
     assert star.hub.waiting == 0
 
 
-def test_who_asks_is_told_that_it_was_heard() -> None:
+def test_a_rank_that_asks_gets_an_acknowledgment() -> None:
     star = Star(2)
     star.fail(1, number=7)
     star.hub.heard(0, {"take back": "a", "number": 3})
@@ -136,7 +136,7 @@ def test_a_run_inside_another_that_fails_leaves_the_outer_one_alone() -> None:
     assert star.failed()[0] == [1]
 
 
-def test_a_failure_in_a_run_that_the_others_have_left_is_nobodys_business() -> None:
+def test_a_failure_in_a_run_that_the_others_have_left_concerns_no_other_rank() -> None:
     star = Star()
     star.begin(0, 1, 2)
     star.end(0, 2)

@@ -72,7 +72,7 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
             assert re.match(r"the main process cannot listen for other ranks: .*[Aa]ddress already in use", text)
 
 
-def test_nobody_listens() -> None:
+def test_no_process_listens() -> None:
     port = free_port()
     with pytest.raises(ProcessFailedError) as caught:
         connect(3, shared_of(["127.0.0.1", "localhost"], port), 2.0, 30.0)
@@ -89,7 +89,7 @@ def test_nobody_listens() -> None:
 
 
 @pytest.mark.parametrize("answer", [b"", b"SSH-2.0\n", b"[]\n", encode({"welcome": "wrong"}), b"x" * 5000, None])
-def test_somebody_else_listens(answer: bytes | None) -> None:
+def test_another_program_listens(answer: bytes | None) -> None:
     """The next address is tried."""
     with socket.create_server(("127.0.0.1", 0)) as wrong:
         shared = shared_of(["127.0.0.1"], wrong.getsockname()[1])

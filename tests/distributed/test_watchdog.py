@@ -240,7 +240,7 @@ def one_is_told_to_end() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_who_waits_for_one_that_was_told_to_end(size: int) -> None:
+def test_a_rank_that_waits_for_one_that_was_asked_to_end(size: int) -> None:
     ended = end(size, "one_is_told_to_end")
     assert ended.codes == [143] * size
     assert ended.output == ""
@@ -288,7 +288,7 @@ def test_an_error_that_all_catch_at_their_ends() -> None:
 
 
 @pytest.mark.parametrize("late", [0.0, 0.3])
-def test_an_error_that_all_catch_alike_ends_nobody(late: float) -> None:
+def test_an_error_that_all_ranks_catch_ends_no_process(late: float) -> None:
     ended = end(3, "all_fail_alike", late)
     assert ended.codes == [0, 0, 0]
     assert sorted(ended.output.splitlines()) == ["turn 0: 3.0"] * 3 + ["turn 1: boom"] * 3 + ["turn 2: 3.0"] * 3
@@ -397,7 +397,7 @@ def all_are_told_to_end() -> None:
     member.run(work, tear_down)
 
 
-def test_who_was_told_to_end_may_take_its_time() -> None:
+def test_a_rank_that_was_asked_to_end_may_take_its_time() -> None:
     ended = end(3, "all_are_told_to_end")
     assert ended.codes == [143, 143, 143]
     assert ended.output == "tidy\n"

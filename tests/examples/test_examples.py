@@ -133,7 +133,7 @@ def test_the_byte_gpt_learns(example: ModuleType, run_dir: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("example", ["resume"], indirect=True)
-def test_a_killed_run_goes_on_to_the_same_result(example: ModuleType, run_dir: Path) -> None:
+def test_a_killed_run_resumes_to_the_same_result(example: ModuleType, run_dir: Path) -> None:
     expected = example.main(["--root", "whole"])
     for step in (30, 110):
         done = run_python(str(EXAMPLES / "resume.py"), "--root", "killed", "--kill-at", str(step), cwd=run_dir)

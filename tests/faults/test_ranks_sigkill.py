@@ -139,7 +139,7 @@ def test_the_newest_counts_and_not_the_one_that_was_named(plain: Path, kills: in
     killed(plain, kills, 2, ckpt_path=str(older), since=4)
 
 
-def test_killed_and_gone_on_with_on_another_number_of_processes(run_dir: Path) -> None:
+def test_killed_and_resumed_on_another_number_of_processes(run_dir: Path) -> None:
     """Without restarts the job ends with the kill; three processes resume with the same global batches."""
     draw = random.Random(3)
     whole, broken = Training("whole", window=12), Training("broken", window=12)

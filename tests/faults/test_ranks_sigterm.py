@@ -154,7 +154,7 @@ def test_other_signals_at_random_moments(plain: Path, number: int, to: str) -> N
 
 
 @pytest.mark.parametrize("hook, rank", [("setup", 1), ("on_sanity_check_start", 0), ("on_train_start", 1)])
-def test_one_is_told_before_the_first_step(hook: str, rank: int) -> None:
+def test_one_rank_gets_a_signal_before_the_first_step(hook: str, rank: int) -> None:
     """There is nothing to save, and no process waits for the one that has exited."""
     with started(Training("runs"), more=[Signal(hook, rank, SIGTERM)]) as running:
         assert running.codes(LIMIT) == [143, 143], running.output
@@ -197,7 +197,7 @@ class WhileChecked(Callback):
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_is_told_before_anything(rank: int, late: bool) -> None:
+def test_one_rank_gets_a_signal_before_anything(rank: int, late: bool) -> None:
     with started(Training("runs"), more=[WhileChecked(rank, late)]) as world:
         assert world.codes(LIMIT) == [143, 143], world.output
         assert "Traceback" not in world.output
@@ -205,7 +205,7 @@ def test_one_is_told_before_anything(rank: int, late: bool) -> None:
 
 
 @pytest.mark.parametrize("hook", ["on_train_end", pytest.param("on_fit_end", marks=SLOW)])
-def test_one_is_told_when_the_last_step_is_done(plain: Path, hook: str) -> None:
+def test_one_rank_gets_a_signal_after_the_last_step(plain: Path, hook: str) -> None:
     """All is saved; all processes end all the same, as one was told to."""
     training = Training("runs")
     with started(training, more=[Signal(hook, 1, SIGTERM)]) as running:
@@ -215,7 +215,7 @@ def test_one_is_told_when_the_last_step_is_done(plain: Path, hook: str) -> None:
 
 
 @pytest.mark.parametrize("late", ["on_exception", pytest.param("on_save_checkpoint", marks=SLOW)])
-def test_one_is_told_when_all_are_about_to_save(plain: Path, late: str) -> None:
+def test_one_rank_gets_a_signal_when_all_are_about_to_save(plain: Path, late: str) -> None:
     """A batch system tells all, but not all at the same moment: what comes later is no second signal."""
     training = Training("runs")
     with started(training, more=[Signal("on_before_backward", 0, SIGTERM), Signal(late, 1, SIGTERM, received=True)]) as running:

@@ -283,7 +283,7 @@ def interrupted(run_dir: Path, hook: str) -> list[str]:
     return done.stderr.splitlines()
 
 
-def test_the_last_line_after_ctrl_c_says_how_to_go_on(run_dir: Path) -> None:
+def test_the_last_line_after_ctrl_c_says_how_to_continue(run_dir: Path) -> None:
     """It is where one looks, and above it no frame of the loop, whose place says nothing."""
     lines = interrupted(run_dir, "on_train_batch_end(self, *_)")
     path = run_dir.resolve() / "trainkit_runs/version_0/checkpoints/step-00000002"

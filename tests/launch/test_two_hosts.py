@@ -191,7 +191,7 @@ def test_a_cable_that_stays_cut(hosts: Hosts, tmp_path: Path, told: bool, expect
 
 
 @pytest.mark.slow
-def test_a_short_interruption_harms_nobody(hosts: Hosts, tmp_path: Path, expected: dict[tuple[int, int], str]) -> None:
+def test_a_short_interruption_does_no_harm(hosts: Hosts, tmp_path: Path, expected: dict[tuple[int, int], str]) -> None:
     """Of twelve seconds, with the limits that users have."""
     job = Job(hosts, tmp_path / "run", patient=True, gate=3, patience=SILENCE).start_both()
     job.at_the_gate()

@@ -163,7 +163,7 @@ def test_records_that_the_run_has_already_are_not_logged_again(at: int, killed: 
         logger.finalize()
 
 
-def test_a_run_that_the_user_names_goes_on_behind_what_it_has(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_the_user_names_continues_after_what_it_has(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first = MLFlowLogger("named", tracking_uri=database)
     train(first, 1, 4)
     first.finalize()
@@ -216,7 +216,7 @@ raise ValueError("on purpose")
     assert run_of_id(database, ended.stdout.strip()).info.status == "FAILED"
 
 
-def test_the_environment_names_what_nobody_else_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_environment_names_what_no_argument_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert MLFlowLogger().name == "trainkit"
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "from_environment")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://nowhere:1")

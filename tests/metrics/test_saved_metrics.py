@@ -200,7 +200,7 @@ def test_options_that_may_change_across_a_resume(before: dict[str, Any], after: 
         ({"on_epoch": True, "reduce_fx": lambda v: v.sum()}, {"on_epoch": True}),
     ],
 )
-def test_other_options_in_the_epoch_that_goes_on_are_an_error(before: dict[str, Any], after: dict[str, Any]) -> None:
+def test_other_options_in_the_epoch_that_continues_are_an_error(before: dict[str, Any], after: dict[str, Any]) -> None:
     first = Run()
     first.batch(0, one(**before))
     second = resumed(first)

@@ -52,7 +52,7 @@ def test_an_epoch_takes_one_exchange_and_one_more_for_functions() -> None:
     assert run_threads(2, job, torch.median) == [2, 2]
 
 
-def test_one_process_asks_nobody() -> None:
+def test_one_process_asks_no_other() -> None:
     class Alone(World):
         def _gathered(self, data: bytes) -> list[bytes]:
             raise AssertionError

@@ -252,7 +252,7 @@ def test_a_value_that_is_no_number_is_an_error_everywhere() -> None:
     assert second == f"rank 0: MetricError: {first}"  # it had no batch and no object
 
 
-def test_an_object_goes_on_with_what_it_had() -> None:
+def test_an_object_continues_with_what_it_had() -> None:
     mine, other = torchmetrics.MeanSquaredError(), torchmetrics.MeanSquaredError()
     mine.update(torch.ones(2), torch.zeros(2))
     other.update(torch.full((2,), 3.0), torch.zeros(2))

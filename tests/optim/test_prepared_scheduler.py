@@ -186,7 +186,7 @@ def warned_of_each() -> list[dict[str, list[str]]]:
     ]
 
 
-def test_one_made_for_the_prepared_length_is_told_once() -> None:
+def test_one_made_for_the_prepared_length_warns_once() -> None:
     main, other = run_world(2, warned_of_each)
     for said in main:
         (text,) = said["prepared"]

@@ -177,7 +177,7 @@ def test_no_skipped_sample_is_fetched() -> None:
     assert len(second.dataset.fetched) == 4000 - 990 * 4
 
 
-def test_an_iterable_with_a_state_goes_on_from_it() -> None:
+def test_an_iterable_with_a_state_continues_from_it() -> None:
     class Stream(IterableDataset):
         def __init__(self) -> None:
             self.at, self.read = 0, 0
@@ -264,7 +264,7 @@ def test_only_the_model(caplog: pytest.LogCaptureFixture) -> None:
     assert "restored: model. Not restored: optimizer, scheduler, scaler, loop, callbacks, loggers." in said
 
 
-def test_parts_that_nobody_knows() -> None:
+def test_unknown_parts() -> None:
     saved()
     with pytest.raises(UnknownNameError, match="unknown part 'optimiser'.*Did you mean 'optimizer'"):
         saving().fit(Adam(), tiny_loader(), ckpt_path="auto", restore={"model", "optimiser"})
@@ -307,7 +307,7 @@ def test_what_does_not_fit_is_listed_whole() -> None:
     assert same(parameters_of(module), before)
 
 
-def test_weights_only_cannot_be_gone_on_from() -> None:
+def test_weights_only_cannot_be_resumed() -> None:
     trainer = saved()
     trainer.save_checkpoint("weights", weights_only=True)
     assert not (Path("weights") / "optimizer.safetensors").exists()
@@ -414,7 +414,7 @@ class Average:
         return {"value": self.value}
 
 
-def test_what_a_hook_adds_and_nobody_can_store_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_hook_adds_and_cannot_be_stored_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """With three ways out, each of which works."""
 
     class Adding(Adam):
@@ -460,7 +460,7 @@ def test_what_a_hook_adds_and_nobody_can_store_is_one_error(monkeypatch: pytest.
             assert "average" not in kept
 
 
-def test_a_run_that_early_stopping_ended_goes_on_with_more_patience() -> None:
+def test_a_run_that_early_stopping_ended_resumes_with_more_patience() -> None:
     class Flat(Adam):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val_loss", 1.0)

@@ -50,7 +50,7 @@ class Signal(Callback):
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
 @pytest.mark.parametrize("every", [None, 1, 1000])
-def test_a_run_that_was_told_to_stop_goes_on(every: int | None, hook: str) -> None:
+def test_a_run_that_was_asked_to_stop_resumes(every: int | None, hook: str) -> None:
     """The stop request was served: a resumed run continues where it was, with nothing repeated and nothing skipped."""
     step = 5 if hook == "on_train_batch_end" else 4
     callback = ModelCheckpoint() if every is None else ModelCheckpoint(every_n_train_steps=every)
@@ -214,7 +214,7 @@ class Read(Adam):
 
 
 @pytest.mark.parametrize("limit", [3, 12])
-def test_a_stream_goes_on_over_the_ends_of_epochs(limit: int) -> None:
+def test_a_stream_continues_past_the_ends_of_epochs(limit: int) -> None:
     arguments = {"limit_train_batches": limit, "max_epochs": 3}
     whole, rest = Read(), Read()
     make_trainer(**arguments).fit(whole, DataLoader(Endless(), batch_size=1))

@@ -275,7 +275,7 @@ def test_the_best_is_that_of_the_newest_run_of_the_module() -> None:
     assert folder(trainer) == "runs/version_1/checkpoints"
 
 
-def test_damage_in_an_older_run_is_not_told() -> None:
+def test_damage_in_an_older_run_is_not_reported() -> None:
     """Of a folder that has a newer checkpoint than the damaged one's folder, nothing is said: warnings are errors here."""
     fit(max_epochs=2)
     fit()

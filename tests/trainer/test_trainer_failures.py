@@ -155,7 +155,7 @@ def test_an_error_of_a_callback_does_not_hide_the_first() -> None:
 
 
 @pytest.mark.parametrize("again", ["the same object", "the same", "another"])
-def test_an_error_is_told_once(again: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_is_shown_once(again: str, caplog: pytest.LogCaptureFixture) -> None:
     """A callback that comes to the same error as the run, in `on_exception` or `teardown`, tells nothing new."""
 
     class Asking(Callback):

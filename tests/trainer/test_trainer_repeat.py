@@ -126,7 +126,7 @@ def draws() -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_users_generators_go_on_where_they_were(fails: bool) -> None:
+def test_the_users_generators_continue_where_they_were(fails: bool) -> None:
     def fit() -> None:
         module = Drawing()
         if fails:

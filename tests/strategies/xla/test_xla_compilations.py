@@ -171,7 +171,7 @@ def gone_on(kind: str, folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_going_on(kind: str, run_dir: Path) -> None:
+def test_resuming(kind: str, run_dir: Path) -> None:
     """There is state already, so one graph does on one device; on several what has been loaded is divided by a graph of its
     own, or the first step says how it is to be divided from the second on."""
     under(kind, saved, run_dir / "checkpoints")

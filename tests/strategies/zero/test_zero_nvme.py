@@ -143,7 +143,7 @@ def test_parameters_are_gathered_all_at_once() -> None:
 
 
 @pytest.mark.parametrize("kind", ["zero3-nvme", "zero3-both-nvme"])
-def test_a_file_that_is_removed_while_training_goes_on(kind: str) -> None:
+def test_a_file_that_is_removed_during_training(kind: str) -> None:
     """It is said, and the folder goes."""
 
     class Remove(Callback):
