@@ -20,7 +20,8 @@ PLOT = ["matplotlib"]
 MLFLOW = ["mlflow-skinny", "sqlalchemy", "alembic", "pillow"]  # what a run in a database needs; `mlflow ui` needs all of mlflow
 COMET = ["comet_ml", "pillow"]
 
-# A placeholder until the project has a public home; mkdocs.yml has the same.
+# A placeholder until the project has a public home. To change it, search the tree for OWNER: a test holds that mkdocs.yml,
+# CITATION.cff, SECURITY.md and the issue forms name the same one.
 REPOSITORY = "https://github.com/OWNER/trainkit"
 
 
@@ -55,14 +56,23 @@ setup(
     long_description_content_type="text/markdown",
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
-    keywords=["pytorch", "training", "deep learning", "trainer"],
+    project_urls={
+        "Homepage": REPOSITORY,
+        "Documentation": f"{REPOSITORY}/blob/main/docs/index.md",
+        "Source": REPOSITORY,
+        "Issues": f"{REPOSITORY}/issues",
+        "Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md",
+    },
+    keywords=[
+        *("pytorch", "training", "trainer", "training loop", "deep learning", "machine learning"),
+        *("checkpoint", "resume", "reproducibility", "distributed training", "ddp", "deepspeed", "zero", "tpu", "xla"),
+        *("mixed precision", "gradient accumulation", "fault tolerance", "safetensors", "callbacks"),
+    ],
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
-        "Operating System :: MacOS",
-        "Operating System :: Microsoft :: Windows",
-        "Operating System :: POSIX :: Linux",
+        "Operating System :: POSIX :: Linux",  # macOS and Windows are untested
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.10",
@@ -92,6 +102,7 @@ setup(
         "docs": ["mkdocs-htmlproofer-plugin", "mkdocs-material", "mkdocstrings[python]"],
         "dev": [
             "build",
+            "check-wheel-contents",
             "hypothesis",
             "ipykernel",
             "ipywidgets",
@@ -107,6 +118,7 @@ setup(
             "setuptools>=77",
             "torchmetrics",
             "transformers",
+            "twine",
             "types-PyYAML",
             "types-tqdm",
         ],

@@ -249,7 +249,7 @@ CUSTOM: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("kind", CUSTOM)
-def test_a_users_sampler_is_dealt_out_by_position(kind: str, size: int) -> None:
+def test_a_users_sampler_is_sharded_by_position(kind: str, size: int) -> None:
     loader = DataLoader(Drawing(20), **CUSTOM[kind]())
     for epoch, start, limit in ((0, 0, None), (3, 0, None), (1, 2, None), (1, 1, 4)):
         alone = indices(loader, World(), epoch)[start:limit]
@@ -277,7 +277,7 @@ def test_comparing_does_not_move_a_sampler_on(kind: str) -> None:
 
 
 class FailsOnce(OwnGenerator):
-    """Shuffles, and fails then, until it is told not to."""
+    """Shuffles, and fails then, until `fails` is cleared."""
 
     fails = True
 

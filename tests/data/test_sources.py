@@ -1,4 +1,4 @@
-"""Which loaders a run uses, and how a list of loaders is told from a list of batches."""
+"""Which loaders a run uses, and how a list of loaders is distinguished from a list of batches."""
 
 from __future__ import annotations
 
