@@ -59,7 +59,7 @@ def test_options_are_frozen() -> None:
     """A new option is a decision: add it here and to the documentation."""
     found = options()
     subcommands = [f"checkpoint {name}" for name in ("ls", "show", "verify", "diff", "export")]
-    names = ["demo", "env", "launch", "plan", "plot", "test", "verify-resume"]
+    names = ["demo", "env", "launch", "plan", "plot", "report", "test", "verify-resume"]
     assert list(found) == ["", "checkpoint", *subcommands, "config", *names]
     assert found[""] == ["--help", "--version", "-h"]
     assert found["checkpoint ls"] == ["--help", "--json", "-h", "FOLDER"]
@@ -91,6 +91,7 @@ def test_options_are_frozen() -> None:
     assert found["launch"] == sorted([*settings, *launching])
     assert found["test"] == ["--backend", "--config_file", "--help", "--nproc-per-node", "--strategy", "-h"]
     assert found["plot"] == ["--help", "--metrics", "--out", "--x", "-h", "RUN_DIR"]
+    assert found["report"] == ["--help", "--out", "-h", "RUN_DIR"]
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)

@@ -13,7 +13,17 @@ from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 from trainkit.loggers.metrics_reader import Series, find_run
 from trainkit.paths import local_path
 
-__all__ = ["MOST_RUNS", "check_folder", "find_runs", "group_of", "labels_of", "metrics_folder", "over_epochs", "select"]
+__all__ = [
+    "MOST_RUNS",
+    "check_folder",
+    "find_runs",
+    "group_of",
+    "labels_of",
+    "metrics_folder",
+    "over_epochs",
+    "select",
+    "unique",
+]
 
 MOST_RUNS = 10  # as many as there are colors
 
@@ -36,10 +46,10 @@ def find_runs(run_dirs: Sequence[str], command: str) -> list[Path]:
         ConfigurationError: Too many runs, or a folder without metrics. If it has a run of W&B, MLflow or Comet, the message
             says where its metrics are.
     """
-    return _unique([metrics_folder(one, command) for one in run_dirs])
+    return unique([metrics_folder(one, command) for one in run_dirs])
 
 
-def _unique(folders: Sequence[Path]) -> list[Path]:
+def unique(folders: Sequence[Path]) -> list[Path]:
     """The folders without repetitions; raises if there are more than `MOST_RUNS`."""
     found = list({folder.resolve(): folder for folder in folders}.values())
     if len(found) > MOST_RUNS:
