@@ -161,9 +161,8 @@ def _mark_gaps(chart: Any, run: RunData) -> None:
     from bokeh.models import DatetimeTickFormatter
     from bokeh.models.annotations import BoxAnnotation
 
-    clock: dict[str, Any] = dict.fromkeys(("milliseconds", "seconds", "minsec"), "%H:%M:%S") | dict.fromkeys(
-        ("minutes", "hourmin"), "%H:%M"
-    )
+    clock: dict[str, Any] = dict.fromkeys(("milliseconds", "seconds", "minsec"), "%H:%M:%S")
+    clock |= dict.fromkeys(("minutes", "hourmin"), "%H:%M")
     chart.xaxis.formatter = DatetimeTickFormatter(**clock, hours="%d %b, %H:%M", days="%d %b")
     for earlier, later in itertools.pairwise(run.sessions):
         left, right = earlier.end * 1e3, later.start * 1e3
@@ -204,4 +203,4 @@ def bokeh_script() -> str:
     """Bokeh itself, so that the page needs no network."""
     from bokeh.resources import Resources
 
-    return str(Resources(mode="inline", components=["bokeh"]).render_js())
+    return str(Resources(mode="inline", components=["bokeh"], log_level="warn").render_js())

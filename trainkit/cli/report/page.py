@@ -22,6 +22,7 @@ from trainkit.cli.report.tables import (
     runs_table,
     starts_tables,
 )
+from trainkit.console import counted
 from trainkit.loggers.metrics_reader import Series
 
 __all__ = ["page"]
@@ -143,10 +144,9 @@ def _notes(runs: Sequence[RunData], most: int) -> str:
         notes += [f"{before}{note}" for note in run.notes]
         long = [points for name, points in run.metrics.items() if name != "epoch" and len(points) > most]
         if long:
-            which = f"{number(max(map(len, long)))} points" if len(long) == 1 else f"up to {number(max(map(len, long)))} points"
             notes.append(
-                f"{before}{len(long)} of the metrics have {which}. Their charts are drawn with at most {number(most)} points "
-                "each, the lowest and the highest of each interval; the tables use all points."
+                f"{before}The charts of {counted(len(long), 'metric')} with up to {number(max(map(len, long)))} points show at "
+                f"most {number(most)} of them, the lowest and the highest of each interval. The tables use all points."
             )
         for name, points in run.metrics.items():
             missing = sum(not math.isfinite(value) for _, value in points)
