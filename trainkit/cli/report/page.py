@@ -91,7 +91,7 @@ def _by_kind(runs: Sequence[RunData]) -> dict[str, Panels]:
 def _header(runs: Sequence[RunData]) -> str:
     heading = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
     now = datetime.now(timezone.utc).timestamp()
-    where = f"<p class='soft'><code>{safe(runs[0].folder.resolve())}</code></p>" if len(runs) == 1 else ""
+    where = f"<p class='soft'><code>{safe(runs[0].folder)}</code></p>" if len(runs) == 1 else ""
     written = f"<p class='soft'>Written by trainkit {safe(__version__)} on {time_text(now)}.</p>"
     return f"<header><h1>{safe(heading)}</h1>{where}{written}</header>\n"
 

@@ -44,7 +44,7 @@ def facts(run: RunData) -> dict[str, str]:
 
 def runs_table(runs: Sequence[RunData], colors: Mapping[str, str]) -> str:
     """One row for each run."""
-    known = {run.label: {**facts(run), "folder": f"<code>{safe(run.folder.resolve())}</code>"} for run in runs}
+    known = {run.label: {**facts(run), "folder": f"<code>{safe(run.folder)}</code>"} for run in runs}
     names = list(dict.fromkeys(name for values in known.values() for name in values))
     names.append(names.pop(names.index("folder")))
     rows = []
