@@ -150,24 +150,29 @@ def _draw_panel(axes: Axes, series: Mapping[tuple[str, str], Series], runs: list
     anything = False
     names = list(dict.fromkeys(name for _, name in series))
     for (run, name), points in series.items():
-        finite = [abs(value) < _LARGEST for _, value in points]  # False for nan
-        missing = len(points) - sum(finite)
-        label = f"{name}, {run}" if len(runs) > 1 else name
-        label = f"{label} ({missing} of {len(points)} not finite)" if missing else label
-        values = [value if kept else math.nan for (_, value), kept in zip(points, finite, strict=True)]
-        # A line does not show a point between two gaps, but a marker does.
-        marker = "." if len(points) <= _FEW or missing else None
-        style: dict[str, Any] = {"label": _literal(label), "marker": marker, "linewidth": 1.2}
+        label, style = name, {}
         if len(runs) > 1:
-            style |= {"color": f"C{runs.index(run)}", "linestyle": _DASHES[names.index(name) % len(_DASHES)]}
-        axes.plot([step for step, _ in points], values, **style)
-        anything = anything or any(finite)
+            label = f"{name}, {run}"
+            style = {"color": f"C{runs.index(run)}", "linestyle": _DASHES[names.index(name) % len(_DASHES)]}
+        anything = _draw_line(axes, points, label, style) or anything
     if not anything:
         axes.text(0.5, 0.5, "no finite value", transform=axes.transAxes, ha="center", va="center")
     many = sum(map(len, series.values())) > _MANY
     size = "small" if len(series) <= _FEW_LINES else "xx-small"
     axes.legend(fontsize=size, loc="upper right" if many else "best")
     axes.grid(visible=True, alpha=0.3)
+
+
+def _draw_line(axes: Axes, points: Series, label: str, style: dict[str, Any]) -> bool:
+    """Draw one line; returns whether any of its values is finite."""
+    finite = [abs(value) < _LARGEST for _, value in points]  # False for nan
+    missing = len(points) - sum(finite)
+    label = f"{label} ({missing} of {len(points)} not finite)" if missing else label
+    values = [value if kept else math.nan for (_, value), kept in zip(points, finite, strict=True)]
+    # A line does not show a point between two gaps, but a marker does.
+    marker = "." if len(points) <= _FEW or missing else None
+    axes.plot([step for step, _ in points], values, label=_literal(label), marker=marker, linewidth=1.2, **style)
+    return any(finite)
 
 
 def _literal(text: str) -> str:

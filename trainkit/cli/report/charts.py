@@ -122,7 +122,7 @@ def _figure(x_range: Any, x_label: str, tooltips: list[tuple[str, str]], formatt
 
 def timed(runs: Sequence[RunData]) -> list[RunData]:
     """The runs to draw over time: those whose start is known, or a single one that has saved at least twice."""
-    return [run for run in runs if run.sessions or (len(runs) == 1 and len(_checkpoint_times(run)) > 1)]
+    return [run for run in runs if run.starts or (len(runs) == 1 and len(_checkpoint_times(run)) > 1)]
 
 
 def time_chart(runs: Sequence[RunData], colors: Mapping[str, str]) -> Any:
@@ -139,11 +139,11 @@ def time_chart(runs: Sequence[RunData], colors: Mapping[str, str]) -> Any:
         chart = _figure(shared_range(), f"{unit} since the start", _tips(f"@x{{0.00}} {unit}"), {})
     for run in known:
         origin = 0.0 if one else min(_times(run))
-        for session in run.sessions:
-            points = _thinned_times(session.points)
+        for start in run.starts:
+            points = _thinned_times(start.points)
             x = [(time - origin) / scale for time, _ in points]
             chart.line(x, [step for _, step in points], name=run.label, line_color=colors[run.label], line_width=1.8)
-        resumed = [session.points[0] for session in run.sessions[1:]]
+        resumed = [start.points[0] for start in run.starts[1:]]
         for marker, found in (("triangle", resumed), ("diamond", _checkpoint_times(run))):
             x = [(time - origin) / scale for time, _ in found]
             chart.scatter(x, [step for _, step in found], name=run.label, marker=marker, size=9, color=colors[run.label])
@@ -164,15 +164,13 @@ def _mark_gaps(chart: Any, run: RunData) -> None:
     clock: dict[str, Any] = dict.fromkeys(("milliseconds", "seconds", "minsec"), "%H:%M:%S")
     clock |= dict.fromkeys(("minutes", "hourmin"), "%H:%M")
     chart.xaxis.formatter = DatetimeTickFormatter(**clock, hours="%d %b, %H:%M", days="%d %b")
-    for earlier, later in itertools.pairwise(run.sessions):
-        left, right = earlier.end * 1e3, later.start * 1e3
+    for earlier, later in itertools.pairwise(run.starts):
+        left, right = earlier.end * 1e3, later.opened * 1e3
         chart.add_layout(BoxAnnotation(left=left, right=right, fill_color="#8a8f98", fill_alpha=0.2, line_color=None))
 
 
 def _times(run: RunData) -> list[float]:
-    return [time for session in run.sessions for time in (session.start, session.end)] + [
-        time for time, _ in _checkpoint_times(run)
-    ]
+    return [time for start in run.starts for time in (start.opened, start.end)] + [time for time, _ in _checkpoint_times(run)]
 
 
 def _checkpoint_times(run: RunData) -> list[tuple[float, int]]:

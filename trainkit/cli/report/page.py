@@ -125,9 +125,9 @@ def _time(runs: Sequence[RunData], colors: dict[str, str], elements: dict[str, s
     if "time" not in elements:
         return ""
     keys = []
-    if any(run.sessions for run in runs):
+    if any(run.starts for run in runs):
         keys.append("<span>line: the step</span>")
-    if any(len(run.sessions) > 1 for run in runs):
+    if any(len(run.starts) > 1 for run in runs):
         keys.append("<span>▲ resumed</span>")
         if len(runs) == 1:
             keys.append("<span>gray: no events in the log</span>")

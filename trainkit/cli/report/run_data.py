@@ -18,7 +18,7 @@ from trainkit.loggers.event_files import event_files, event_times
 from trainkit.loggers.logged_values import flatten
 from trainkit.loggers.metrics_reader import Series, read_metrics
 
-__all__ = ["KINDS", "RunData", "Session", "kind_of", "read_run", "report_folders", "saved_time"]
+__all__ = ["KINDS", "LoggedStart", "RunData", "kind_of", "read_run", "report_folders", "saved_time"]
 
 KINDS = ("Metrics", "Learning rates", "Throughput", "Memory")
 """The kinds of metrics, in the order of the page."""
@@ -26,16 +26,16 @@ KINDS = ("Metrics", "Learning rates", "Throughput", "Memory")
 _LATEST = 32503680000.0  # the year 3000: a later time is not one
 
 
-class Session(NamedTuple):
+class LoggedStart(NamedTuple):
     """One start of a run, as its event file shows it.
 
     Attributes:
-        start: When the file was opened, in seconds since 1970.
+        opened: When the file was opened, in seconds since 1970.
         end: When the last event that was kept was written.
         points: (time, highest step so far) of its events.
     """
 
-    start: float
+    opened: float
     end: float
     points: list[tuple[float, int]]
 
@@ -50,7 +50,7 @@ class RunData:
         metrics: Name → points.
         hparams: Flat hyper-parameters.
         checkpoints: Valid ones, newest first, then damaged ones.
-        sessions: Its starts, in order.
+        starts: Its starts, in order.
         notes: What could not be read.
     """
 
@@ -59,7 +59,7 @@ class RunData:
     metrics: dict[str, Series] = field(default_factory=dict)
     hparams: dict[str, Any] = field(default_factory=dict)
     checkpoints: list[ListedCheckpoint] = field(default_factory=list)
-    sessions: list[Session] = field(default_factory=list)
+    starts: list[LoggedStart] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -126,7 +126,7 @@ def read_run(folder: Path, label: str) -> RunData:
         run.checkpoints = list_checkpoints(home / CHECKPOINTS)
     except CheckpointError as error:
         run.notes.append(f"The checkpoints could not be read: {error}")
-    run.sessions = _sessions(folder)
+    run.starts = _starts(folder)
     return run
 
 
@@ -155,23 +155,23 @@ def _hparams(run: RunData, folder: Path, home: Path) -> dict[str, Any]:
     return {}
 
 
-def _sessions(folder: Path) -> list[Session]:
-    sessions = []
+def _starts(folder: Path) -> list[LoggedStart]:
+    starts = []
     for name in event_files(folder):
         if "/" in name:  # of add_scalars
             continue
         times = [(time, step) for time, step in event_times(folder / name) if 0 < time < _LATEST]
         if times:
-            sessions.append(Session(times[0][0], max(time for time, _ in times), times))
-    sessions.sort()
+            starts.append(LoggedStart(times[0][0], max(time for time, _ in times), times))
+    starts.sort()
     highest = 0
-    for number, session in enumerate(sessions):
+    for number, start in enumerate(starts):
         points = []
-        for time, step in session.points:  # a metric of an evaluation may be logged by the number of its batch
+        for time, step in start.points:  # a metric of an evaluation may be logged by the number of its batch
             highest = max(highest, step)
             points.append((time, highest))
-        sessions[number] = session._replace(points=points)
-    return sessions
+        starts[number] = start._replace(points=points)
+    return starts
 
 
 def saved_time(manifest: Manifest) -> float:

@@ -32,11 +32,11 @@ def facts(run: RunData) -> dict[str, str]:
     epochs = [int(value) for _, value in run.metrics.get("epoch", []) if math.isfinite(value)]
     if epochs:
         found["last epoch (from 0)"] = number(max(epochs))
-    if run.sessions:
-        first, last = run.sessions[0].start, max(session.end for session in run.sessions)
+    if run.starts:
+        first, last = run.starts[0].opened, max(start.end for start in run.starts)
         found |= {"first logged": time_text(first), "last logged": time_text(last), "in between": duration(last - first)}
-    if len(run.sessions) > 1:
-        found["resumed"] = "once" if len(run.sessions) == 2 else f"{len(run.sessions) - 1} times"
+    if len(run.starts) > 1:
+        found["resumed"] = "once" if len(run.starts) == 2 else f"{len(run.starts) - 1} times"
     if run.checkpoints:
         found["checkpoints"] = f"{len(run.checkpoints)}, {bytes_text(sum(map(_size, run.checkpoints)))}"
     return found
@@ -98,16 +98,16 @@ def _value(point: tuple[int, float]) -> float:
 def starts_tables(runs: Sequence[RunData], colors: Mapping[str, str]) -> str:
     """The starts of runs that were resumed."""
     rows = []
-    resumed = [run for run in runs if len(run.sessions) > 1]
+    resumed = [run for run in runs if len(run.starts) > 1]
     for run in resumed:
         before = None
-        for session in run.sessions:
+        for start in run.starts:
             first = f"<th class='nowrap'>{_dot(run, colors)}</th>" if len(runs) > 1 else ""
-            pause = "" if before is None else duration(max(0.0, session.start - before))
-            steps = f"{number(session.points[0][1])} to {number(session.points[-1][1])}"
-            cells = [_cell(time_text(session.start), True), _cell(time_text(session.end), True), _number_cell(steps)]
+            pause = "" if before is None else duration(max(0.0, start.opened - before))
+            steps = f"{number(start.points[0][1])} to {number(start.points[-1][1])}"
+            cells = [_cell(time_text(start.opened), True), _cell(time_text(start.end), True), _number_cell(steps)]
             rows.append(f"<tr>{first}{''.join(cells)}{_number_cell(pause)}</tr>")
-            before = session.end
+            before = start.end
     header = [*(["run"] if len(runs) > 1 else []), "started", "last kept event", "steps", "gap before"]
     return table(header, rows, right=["steps", "gap before"]) if rows else ""
 
