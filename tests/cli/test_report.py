@@ -278,6 +278,9 @@ def test_a_run_that_logged_nothing_but_saved() -> None:
     page = report("trainkit_runs")
     assert "Checkpoints" in page.sections
     assert "Results" not in page.sections
+    assert "No metrics in" in page.words
+    Path("trainkit_runs/logs/wandb/offline-run-20261125_101112-ab12cd34").mkdir(parents=True)
+    assert "wandb sync trainkit_runs/logs/wandb/offline-run-20261125_101112-ab12cd34" in report("trainkit_runs").words
 
 
 def test_a_damaged_checkpoint_and_unreadable_hyper_parameters() -> None:

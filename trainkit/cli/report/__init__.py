@@ -34,13 +34,13 @@ def run(args: argparse.Namespace) -> int:
     from trainkit.cli.report.run_data import read_run, report_folders
 
     folders = report_folders(args.run_dir)
-    out = Path(args.out or ("report.html" if len(folders) > 1 else folders[0] / "report.html"))
+    out = Path(args.out or ("report.html" if len(folders) > 1 else next(iter(folders)) / "report.html"))
     if out.suffix.lower() not in (".html", ".htm"):
         raise ConfigurationError(f"Expected a file ending in .html, got {str(out)!r}. Fix: --out {out.with_suffix('.html')}")
     runs = []
-    for folder, label in zip(folders, labels_of(folders), strict=True):
+    for (folder, notes), label in zip(folders.items(), labels_of(list(folders)), strict=True):
         print(f"Reading {folder}")
-        runs.append(read_run(folder, label))
+        runs.append(read_run(folder, label, notes))
     text = page(runs)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -90,34 +90,37 @@ def kind_of(name: str) -> str:
     return next((kind for kind in KINDS[2:] if name.startswith(f"{kind.lower()}/")), "Metrics")
 
 
-def report_folders(run_dirs: Sequence[str]) -> list[Path]:
-    """The folders of the runs, each once; a run without metrics that has checkpoints is one too.
+def report_folders(run_dirs: Sequence[str]) -> dict[Path, list[str]]:
+    """The folders of the runs, each once, with what to note about them.
+
+    A run without metrics is one too if it has checkpoints; the note says where its metrics may be.
 
     Raises:
         ConfigurationError: Too many runs, or a folder without metrics and checkpoints.
     """
-    return unique([_report_folder(one) for one in run_dirs])
+    found = dict(map(_report_folder, run_dirs))
+    return {folder: found[folder] for folder in unique(list(found))}
 
 
-def _report_folder(run_dir: str) -> Path:
+def _report_folder(run_dir: str) -> tuple[Path, list[str]]:
     try:
-        return metrics_folder(run_dir, "report")
-    except ConfigurationError:
+        return metrics_folder(run_dir, "report"), []
+    except ConfigurationError as error:
         root = check_folder(run_dir, "report")
         found = candidates(*folders_below(root))
         if not found:
             raise
-        return found[0].path.parent.parent
+        return found[0].path.parent.parent, [str(error)]
 
 
-def read_run(folder: Path, label: str) -> RunData:
-    """Read a run.
+def read_run(folder: Path, label: str, notes: Sequence[str] = ()) -> RunData:
+    """Read a run; `notes` are the first notes about it.
 
     Raises:
         MissingPackageError: The run has only event files, and tensorboard is not installed.
         TrainkitError: A file of metrics does not have the format of its name.
     """
-    run = RunData(label, folder)
+    run = RunData(label, folder, notes=list(notes))
     home = _home(folder)
     if not _only_checkpoints(folder):
         run.metrics = read_metrics(folder)
