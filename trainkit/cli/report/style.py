@@ -51,7 +51,7 @@ figure, .card { margin: 0; background: var(--card); border: 1px solid var(--rule
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; padding: 6px 18px 6px 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
 tr:last-child > * { border-bottom: 0; }
-.group th { padding-top: 14px; }
+.group th { padding-top: 14px; font-weight: 600; }
 thead th { color: var(--soft); font-weight: 500; font-size: 13px; white-space: nowrap; }
 tbody th { font-weight: 500; }
 td, tbody th { overflow-wrap: break-word; }
