@@ -17,6 +17,7 @@ TENSORBOARD = ["tensorboard"]
 WANDB = ["wandb", "pillow"]  # wandb.Image needs pillow and wandb does not bring it
 DEEPSPEED = ["deepspeed>=0.19; platform_system == 'Linux'"]
 PLOT = ["matplotlib"]
+REPORT = ["bokeh>=3.8"]  # charts that read the variables of a style sheet, for dark mode
 MLFLOW = ["mlflow-skinny", "sqlalchemy", "alembic", "pillow"]  # what a run in a database needs; `mlflow ui` needs all of mlflow
 COMET = ["comet_ml", "pillow"]
 
@@ -98,7 +99,8 @@ setup(
         # torch_xla loads with the torch of its own version only, so this one is not part of `all`.
         "xla": ["torch==2.9.*", "torch_xla==2.9.*"],
         "plot": PLOT,
-        "all": [*TENSORBOARD, *WANDB, *MLFLOW, *COMET, *DEEPSPEED, *PLOT],
+        "report": REPORT,
+        "all": [*TENSORBOARD, *WANDB, *MLFLOW, *COMET, *DEEPSPEED, *PLOT, *REPORT],
         "docs": ["mkdocs-htmlproofer-plugin", "mkdocs-material", "mkdocstrings[python]"],
         "dev": [
             "build",

@@ -169,6 +169,7 @@ def test_the_metadata_says_what_it_is(source: Path, from_checkout: Path) -> None
         "deepspeed",
         "xla",
         "plot",
+        "report",
         "all",
         "docs",
         "dev",
@@ -238,7 +239,7 @@ def test_constraints_fix_versions_and_nothing_else() -> None:
     fixed = {line.partition("==")[0].lower() for line in lines}
     setup = (house.ROOT / "setup.py").read_text("utf-8")
     direct = ["torch", "numpy", "tqdm", "safetensors", "PyYAML", "cloudpickle", "tensorboard", "wandb", "pillow", "matplotlib"]
-    direct += ["mlflow-skinny", "sqlalchemy", "alembic", "comet_ml"]
+    direct += ["bokeh", "mlflow-skinny", "sqlalchemy", "alembic", "comet_ml"]
     direct += re.findall(r'"([\w-]+)', setup.partition('"dev": [')[2].partition("]")[0])
     assert {name.lower() for name in direct} - fixed == set()
 
