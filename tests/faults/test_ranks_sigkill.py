@@ -16,6 +16,7 @@ import pytest
 from helpers.launch.launched import Launched
 from helpers.resume.disturbed import MICRO_BATCHES, Training, drawn_moments, end_of, logged, newest, started
 from helpers.resume.elastic import journal
+from helpers.support import run_python
 
 ROWS = -(-MICRO_BATCHES // 2)  # of an epoch, on two processes
 LAUNCH = ("-m", "trainkit", "launch", "--nproc-per-node", "2")
@@ -118,6 +119,43 @@ def killed(
 
 def test_killed_at_random_moments(plain: Path) -> None:
     killed(plain, 1, 1)
+
+
+SINGLE = """
+import os, pathlib, signal, torch
+from trainkit import Callback, Trainer, TrainModule
+
+class Kill(Callback):
+    def on_train_start(self, trainer, module):
+        with open("starts", "a") as file:
+            print(trainer.global_step, file=file)
+
+    def on_train_batch_end(self, trainer, module, *given):
+        if trainer.global_step == 6 and len(pathlib.Path("starts").read_text().split()) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+class Module(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+Trainer(max_epochs=3, callbacks=Kill(), logger=False, enable_progress_bar=False).fit(Module(), [torch.ones(1, 2)] * 4)
+"""
+
+
+@pytest.mark.parametrize("launcher", [LAUNCH, TORCHRUN], ids=["trainkit", "torchrun"])
+def test_a_single_process_resumes_after_a_restart(launcher: tuple[str, ...], run_dir: Path) -> None:
+    (run_dir / "script.py").write_text(SINGLE)
+    one = tuple("1" if argument == "2" else argument for argument in launcher)
+    done = run_python(*one, "--max-restarts", "1", "script.py", cwd=run_dir)
+    assert done.returncode == 0, done.stderr
+    assert (run_dir / "starts").read_text().split() == ["0", "4"]
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from trainkit.launch.process_group import default_group, make_default_group
 from trainkit.launch.script_options import placed
 from trainkit.launch.self_start import become_agent, command_again
 
-__all__ = ["device_of", "join", "joined", "note_single_process", "processes"]
+__all__ = ["device_of", "join", "joined", "note_single_process", "processes", "single_world"]
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,14 @@ def joined() -> World:
     return World()
 
 
+def single_world() -> World:
+    """The world of a run on one process. If a launcher restarts that process, the run resumes as on several."""
+    place = _place()
+    if place is None or place.size > 1:
+        return World()
+    return World(launcher=place.launcher, restarts=restarts(os.environ), memory=RestartStore.of(os.environ))
+
+
 def _place() -> RankInfo | None:
     """What a launcher says about this process, in environment variables and on the command line."""
     return placed(read_place(os.environ), sys.argv[1:])
@@ -186,9 +194,7 @@ def _mention_earlier_runs(each: int) -> None:
 
 def _enter(wanted: RequestedDevices, place: RankInfo | None, backend: str | None, timeout: timedelta) -> _Joined:
     if place is not None and place.size == 1:
-        return _Joined(
-            World(launcher=place.launcher, restarts=restarts(os.environ), memory=RestartStore.of(os.environ)), None, ours=False
-        )
+        return _Joined(single_world(), None, ours=False)
     ours = place is not None
     if place is not None:
         make_default_group(place, backend or _backend(wanted), timeout)
