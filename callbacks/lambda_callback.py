@@ -17,12 +17,12 @@ class LambdaCallback(Callback):
     """Calls the given functions as hooks.
 
     Args:
-        **hooks: hook name = function; called with the arguments of the hook, `(trainer, module, ...)`.
+        **hooks: Hook name = function; called with the arguments of the hook, `(trainer, module, ...)`.
 
     Raises:
-        UnknownNameError: no hook has that name.
-        HookError: a function cannot be called with its hook's arguments.
-        ConfigurationError: an argument is not a function.
+        UnknownNameError: No hook has that name.
+        HookError: A function cannot be called with its hook's arguments.
+        ConfigurationError: An argument is not a function.
 
     Example:
         ```python

@@ -22,8 +22,8 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     `main_process_only` has no effect then. Of several processes each says which it is: `[RANK 1] …`.
 
     Args:
-        logger: of `logging`.
-        extra: of `logging.LoggerAdapter`.
+        logger: Of `logging`.
+        extra: Of `logging.LoggerAdapter`.
     """
 
     def __init__(self, logger: logging.Logger, extra: Any = None) -> None:
@@ -67,9 +67,9 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
         """Log a message, if this process is to.
 
         Args:
-            level: of `logging`.
-            msg: with places for `args`.
-            *args: for these places.
+            level: Of `logging`.
+            msg: With places for `args`.
+            *args: For these places.
             **kwargs: `main_process_only`, `in_order`, and those of `Logger.log`.
 
         Raises:
@@ -122,7 +122,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     program says, as with any logger: `logging.basicConfig(...)`.
 
     Args:
-        name: as a rule `__name__`.
+        name: As a rule `__name__`.
         log_level: `"INFO"`, say, for this logger and the root logger. Default: `TRAINKIT_LOG_LEVEL`, else
             `ACCELERATE_LOG_LEVEL`; if neither is set nothing is changed.
     """

@@ -29,14 +29,14 @@ class PrecisionSpec:
     """What a precision is; `register_precision` makes it known by its name.
 
     Attributes:
-        name: its name in `precision=`, which is Lightning's where Lightning has it.
-        parameter_dtype: dtype of parameters and floating-point inputs.
-        autocast_dtype: dtype of the forward under `torch.autocast`; `None`: no autocast.
-        scaler: makes the loss scaler from the options of `torch.amp.GradScaler`; `None`: the loss is not scaled.
-        aliases: other names in `precision=`.
+        name: Its name in `precision=`, which is Lightning's where Lightning has it.
+        parameter_dtype: Dtype of parameters and floating-point inputs.
+        autocast_dtype: Dtype of the forward under `torch.autocast`; `None`: no autocast.
+        scaler: Makes the loss scaler from the options of `torch.amp.GradScaler`; `None`: the loss is not scaled.
+        aliases: Other names in `precision=`.
         mixed_precision: Accelerate's name in `mixed_precision=`; `None`: it has none.
         over_masters: Accelerate's name where the backend keeps float32 copies of 16-bit parameters, as DeepSpeed does.
-        refused: types of devices that cannot compute in it, each with the reason.
+        refused: Types of devices that cannot compute in it, each with the reason.
     """
 
     name: str
@@ -65,7 +65,7 @@ def register_precision(spec: PrecisionSpec) -> None:
     """Make a precision known by its names.
 
     Raises:
-        ConfigurationError: a name is taken.
+        ConfigurationError: A name is taken.
     """
     taken = [name for name in (spec.name, *spec.aliases) if name in PRECISIONS or name in _ALIASES]
     taken += [name for name, table in _of_accelerate(spec) if name in table]
@@ -113,14 +113,14 @@ class Precision:
     Args:
         name: `"32-true"`, `"64-true"`, `"bf16-mixed"`, `"16-mixed"`, `"bf16-true"` or `"16-true"`; the short
             forms `32`, `64`, `16` (16-mixed) and `"bf16"` (bf16-mixed) work too.
-        init_scale: first loss scale of `16-mixed` (a power of two).
-        growth_interval: updates without an overflow before the scale grows.
-        growth_factor: by which it is multiplied then.
-        backoff_factor: by which it is multiplied after an overflow.
-        enabled: scale the loss in `16-mixed`, and in `16-true` under ZeRO, at all.
+        init_scale: First loss scale of `16-mixed` (a power of two).
+        growth_interval: Updates without an overflow before the scale grows.
+        growth_factor: By which it is multiplied then.
+        backoff_factor: By which it is multiplied after an overflow.
+        enabled: Scale the loss in `16-mixed`, and in `16-true` under ZeRO, at all.
 
     Raises:
-        UnknownNameError: the name is none of these.
+        UnknownNameError: The name is none of these.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Precision:
         """Make what depends on the device.
 
         Raises:
-            ConfigurationError: the device cannot compute in this precision.
+            ConfigurationError: The device cannot compute in this precision.
         """
         if device.type in self.spec.refused:
             raise ConfigurationError(
@@ -218,7 +218,7 @@ class Precision:
         """Within it the forward runs: autocast for mixed precisions, the default dtype for the others but float32.
 
         Args:
-            **autocast: options of `torch.autocast`: `enabled`, `cache_enabled`.
+            **autocast: Options of `torch.autocast`: `enabled`, `cache_enabled`.
         """
         self.entered = True
         if self.autocast_dtype is not None:
@@ -271,7 +271,7 @@ class Precision:
             Whether the update happened. A skipped one changed neither parameters nor optimizer state.
 
         Raises:
-            ConfigurationError: a closure under `16-mixed`, whose scaler has to see the gradients before the update.
+            ConfigurationError: A closure under `16-mixed`, whose scaler has to see the gradients before the update.
         """
         if self.scaler is None:
             optimizer.step(closure)

@@ -35,32 +35,32 @@ class Strategy:
     """Everything that depends on where the computation happens; a subclass says only what differs.
 
     Args:
-        device: a torch device, or `"auto"`: the current CUDA device, else MPS, else the CPU.
-        precision: a `Precision` or its name; `None` leaves the choice to the `Trainer` or `Accelerator`
+        device: A torch device, or `"auto"`: the current CUDA device, else MPS, else the CPU.
+        precision: A `Precision` or its name; `None` leaves the choice to the `Trainer` or `Accelerator`
             and means `"32-true"` alone.
 
     Attributes:
-        info: what is known of the strategy before it is imported; one with short names of its own declares its own.
-        accumulates_in_engine: the backend sums the gradients of an accumulation window; `parameter.grad` does not show them.
-        averages_in_step: no backward pass averages gradients over the processes; each optimizer step does.
-        can_sync_batchnorm: the strategy has an option `sync_batchnorm`.
-        compiles: it works with modules from `torch.compile`.
-        lazy_tensors: operations are recorded, and values exist only after a sync.
-        owns_masters: with parameters in 16 bits the backend keeps float32 copies of them, which the optimizer updates.
-        reads_checkpoint_parts: each process reads only its part of a checkpoint's tensors, whose files are therefore mapped.
-        shards_optimizer_state: no process holds the whole optimizer state.
-        shards_parameters: no process holds whole parameters, and a forward is a collective.
-        supported_precisions: names of the precisions that work.
-        plugin: the options as Accelerate's plugin for this backend, for `accelerator.state`; `None`: it has no plugin.
+        info: What is known of the strategy before it is imported; one with short names of its own declares its own.
+        accumulates_in_engine: The backend sums the gradients of an accumulation window; `parameter.grad` does not show them.
+        averages_in_step: No backward pass averages gradients over the processes; each optimizer step does.
+        can_sync_batchnorm: The strategy has an option `sync_batchnorm`.
+        compiles: It works with modules from `torch.compile`.
+        lazy_tensors: Operations are recorded, and values exist only after a sync.
+        owns_masters: With parameters in 16 bits the backend keeps float32 copies of them, which the optimizer updates.
+        reads_checkpoint_parts: Each process reads only its part of a checkpoint's tensors, whose files are therefore mapped.
+        shards_optimizer_state: No process holds the whole optimizer state.
+        shards_parameters: No process holds whole parameters, and a forward is a collective.
+        supported_precisions: Names of the precisions that work.
+        plugin: The options as Accelerate's plugin for this backend, for `accelerator.state`; `None`: it has no plugin.
         sync_batchnorm: BatchNorm takes its statistics over all processes.
-        world: the processes of the run.
-        pad_last_batch: short batches are filled up in training.
+        world: The processes of the run.
+        pad_last_batch: Short batches are filled up in training.
         joined: `join` has been called.
-        micro_batch: the current one, of `begin_micro_batch`.
-        broken: a run has failed on several processes, and the others do not come to a collective at its end.
+        micro_batch: The current one, of `begin_micro_batch`.
+        broken: A run has failed on several processes, and the others do not come to a collective at its end.
 
     Raises:
-        ConfigurationError: the device is not there, or the precision does not work on it.
+        ConfigurationError: The device is not there, or the precision does not work on it.
     """
 
     name: ClassVar[str] = "single"
@@ -130,7 +130,7 @@ class Strategy:
         Called by the `Trainer` or `Accelerator` that gets the strategy, once: `joined` says so.
 
         Raises:
-            ConfigurationError: what is wanted cannot be had here.
+            ConfigurationError: What is wanted cannot be had here.
         """
         self.joined = True
         asked = {"devices": wanted.per_node or 1, "num_nodes": wanted.nodes or 1}
@@ -143,7 +143,7 @@ class Strategy:
         """The device that the argument names.
 
         Raises:
-            ConfigurationError: it is not there, or nothing for this strategy.
+            ConfigurationError: It is not there, or nothing for this strategy.
         """
         return find_device(device)
 
@@ -155,14 +155,14 @@ class Strategy:
         """Refuse arguments of the `Trainer` that ask for what cannot be done here, before any process is started.
 
         Raises:
-            ConfigurationError: one does.
+            ConfigurationError: One does.
         """
 
     def check_batches(self, micro_batch: int | None, window: int) -> None:
         """Refuse `micro_batch` samples of a process, or `window` micro-batches, where the options have other numbers.
 
         Raises:
-            ConfigurationError: they do.
+            ConfigurationError: They do.
         """
 
     def configured_by(self, source: str) -> None:
@@ -181,7 +181,7 @@ class Strategy:
         """The precision of a name, or the object.
 
         Raises:
-            ConfigurationError: it does not work here.
+            ConfigurationError: It does not work here.
         """
         chosen = precision if isinstance(precision, Precision) else Precision(precision)
         if chosen.name not in self.supported_precisions:
@@ -195,7 +195,7 @@ class Strategy:
         """Take a precision.
 
         Raises:
-            ConfigurationError: the strategy was made with another one, or it does not work here.
+            ConfigurationError: The strategy was made with another one, or it does not work here.
         """
         chosen = self.check_precision(precision)
         current = getattr(self, "precision", None)
@@ -221,7 +221,7 @@ class Strategy:
         """The module on the device, in the precision's dtype, wrapped if the strategy wraps.
 
         Raises:
-            ConfigurationError: parameters are divided over processes, as DeepSpeed leaves them.
+            ConfigurationError: Parameters are divided over processes, as DeepSpeed leaves them.
         """
         refuse_sharded(module)
         self.precision.convert_module(module)
@@ -248,10 +248,10 @@ class Strategy:
         """The method `name` of the user's module, to be called with a batch, under this precision.
 
         Args:
-            wrapped: what `prepare_module` returned.
-            module: the user's module.
+            wrapped: What `prepare_module` returned.
+            module: The user's module.
             name: `"training_step"`, `"validation_step"`, …
-            compiler: compiles the step, if the user gave a module out of `torch.compile`.
+            compiler: Compiles the step, if the user gave a module out of `torch.compile`.
         """
 
         def step(*given: Any) -> Any:
@@ -301,7 +301,7 @@ class Strategy:
         """Average gradients over the ranks that no backward pass has averaged, at the end of a window: after `micro`.
 
         Args:
-            parameters: on all processes the same ones, in the same order. One whose gradient is missing on some processes
+            parameters: On all processes the same ones, in the same order. One whose gradient is missing on some processes
                 counts as zeros there; one whose gradient is missing on all keeps having none.
         """
 
@@ -331,8 +331,8 @@ class Strategy:
         """Within it the module's parameters are whole on every process, where they are divided otherwise. Collective.
 
         Args:
-            module: the user's, or a part of it.
-            modified: keep what rank 0 makes of the parameters; else changes are lost.
+            module: The user's, or a part of it.
+            modified: Keep what rank 0 makes of the parameters; else changes are lost.
         """
         return _NULL
 
@@ -374,11 +374,11 @@ class Strategy:
         """What one process holds, in bytes: for `trainkit.Trainer.plan`. Activations are not in it.
 
         Args:
-            contents: parameters without their values, and what the optimizer keeps for them.
-            processes: their number, not that of this run.
+            contents: Parameters without their values, and what the optimizer keeps for them.
+            processes: Their number, not that of this run.
 
         Raises:
-            TrainkitError: this strategy cannot train that.
+            TrainkitError: This strategy cannot train that.
         """
         return undivided(self.name, contents)
 
@@ -386,9 +386,9 @@ class Strategy:
         """Tensors of all processes, stacked in front; with one process as they are.
 
         Args:
-            data: a tensor, or tensors in containers; on all processes of the same shapes.
-            sync_grads: gradients flow back, to each process the sum of what all have for its tensors.
-            alike: their shapes have been compared already.
+            data: A tensor, or tensors in containers; on all processes of the same shapes.
+            sync_grads: Gradients flow back, to each process the sum of what all have for its tensors.
+            alike: Their shapes have been compared already.
         """
         return data
 

@@ -55,18 +55,18 @@ class ZeROStrategy(Strategy):
 
     Args:
         stage: 1, 2 or 3; default: 2.
-        config: a DeepSpeed configuration, as the path of a JSON file or as a dict, instead of `stage` and the options.
+        config: A DeepSpeed configuration, as the path of a JSON file or as a dict, instead of `stage` and the options.
             `"auto"` takes the value of the `Trainer`; a value that differs from the `Trainer`'s is an error.
-        process_group_backend: see `DDPStrategy`.
-        timeout: see `DDPStrategy`.
-        device: see `DDPStrategy`.
-        precision: see `Strategy`.
-        **options: see `ZeROOptions`.
+        process_group_backend: See `DDPStrategy`.
+        timeout: See `DDPStrategy`.
+        device: See `DDPStrategy`.
+        precision: See `Strategy`.
+        **options: See `ZeROOptions`.
 
     If a parameter has no gradient in an optimizer step, its gradient is zero: weight decay and momentum still apply.
 
     Raises:
-        ConfigurationError: an argument is wrong, contradicts another one, or is not supported here.
+        ConfigurationError: An argument is wrong, contradicts another one, or is not supported here.
         MissingPackageError: DeepSpeed is not installed.
     """
 
@@ -301,7 +301,7 @@ class ZeROStrategy(Strategy):
         """Run the optimizer step, then broadcast rank 0's buffers. Skips the step if no process had a loss.
 
         Raises:
-            ConfigurationError: a closure is given.
+            ConfigurationError: A closure is given.
         """
         if closure is not None:
             raise ConfigurationError(
@@ -339,7 +339,7 @@ class ZeROStrategy(Strategy):
         """Not supported under ZeRO.
 
         Raises:
-            ConfigurationError: always.
+            ConfigurationError: Always.
         """
         raise ConfigurationError(NO_VALUES)
 
@@ -378,7 +378,7 @@ class ZeROStrategy(Strategy):
         """See `trainkit.Strategy.all_gather`.
 
         Raises:
-            ConfigurationError: the processes pass different containers, shapes or dtypes.
+            ConfigurationError: The processes pass different containers, shapes or dtypes.
         """
         return data if self.world.size == 1 else gathered(data, self.world, self.device, sync_grads, alike)
 

@@ -26,8 +26,8 @@ class CheckpointVerbs:
     The class that has these verbs is the `Loop` that is saved.
 
     Args:
-        options: of the accelerator: the strategy, the project, whether loaders continue.
-        prepared: what `prepare` was given.
+        options: Of the accelerator: the strategy, the project, whether loaders continue.
+        prepared: What `prepare` was given.
     """
 
     def __init__(self, options: Options, prepared: Prepared) -> None:
@@ -82,13 +82,13 @@ class CheckpointVerbs:
         It can be the `save_function` of `save_pretrained`.
 
         Args:
-            obj: numbers, text, tensors, arrays, lists, dicts, …; of other objects their `state_dict()`.
-            f: the file; it may have any name. Missing folders are created.
-            safe_serialization: only `True`: a pickle can run code when it is loaded.
+            obj: Numbers, text, tensors, arrays, lists, dicts, …; of other objects their `state_dict()`.
+            f: The file; it may have any name. Missing folders are created.
+            safe_serialization: Only `True`: a pickle can run code when it is loaded.
 
         Raises:
-            UnsavableError: a value cannot be stored; the message names the path to it.
-            CheckpointWriteError: the file cannot be written; what was there is untouched.
+            UnsavableError: A value cannot be stored; the message names the path to it.
+            CheckpointWriteError: The file cannot be written; what was there is untouched.
             ConfigurationError: `safe_serialization=False`; `f` is not a path; or a state dict of a model that ZeRO-3 has
                 sharded (`get_state_dict` has the values).
         """
@@ -102,8 +102,8 @@ class CheckpointVerbs:
         `save_pretrained(state_dict=accelerator.get_state_dict(model))`.
 
         Args:
-            model: prepared or not.
-            unwrap: no effect: names have no `module.` in front.
+            model: Prepared or not.
+            unwrap: No effect: names have no `module.` in front.
         """
         return self._saving.state_dict(model)
 
@@ -120,15 +120,15 @@ class CheckpointVerbs:
         All processes call it, and the main process writes; when it returns, the files are there for all.
 
         Args:
-            model: prepared or not; with a `Trainer` any module within its module, in `fit` or after it:
+            model: Prepared or not; with a `Trainer` any module within its module, in `fit` or after it:
                 `trainer.accelerator.save_model(module.model, folder)`.
-            save_directory: the folder to write to.
-            max_shard_size: larger models are written to several files, with an index; adapters never are.
-            safe_serialization: only `True`: a pickle can run code when it is loaded.
+            save_directory: The folder to write to.
+            max_shard_size: Larger models are written to several files, with an index; adapters never are.
+            safe_serialization: Only `True`: a pickle can run code when it is loaded.
 
         Raises:
-            CheckpointWriteError: the folder cannot be written.
-            ConfigurationError: an adapter of a method whose parameters only PEFT can tell; `safe_serialization=False`.
+            CheckpointWriteError: The folder cannot be written.
+            ConfigurationError: An adapter of a method whose parameters only PEFT can tell; `safe_serialization=False`.
         """
         self._saving.save_model(model, save_directory, max_shard_size, safe_serialization)
 
@@ -154,18 +154,18 @@ class CheckpointVerbs:
         from them (`load_state()`). When the new one is complete, the oldest of the run beyond `total_limit` are removed.
 
         Args:
-            output_dir: the folder that the checkpoint becomes.
-            safe_serialization: only `True`.
-            blocking: return when it is complete on the disk; `False`: when it is copied, and a thread writes it. The next
+            output_dir: The folder that the checkpoint becomes.
+            safe_serialization: Only `True`.
+            blocking: Return when it is complete on the disk; `False`: when it is copied, and a thread writes it. The next
                 `save_state`, and `free_memory`, wait for it and raise what went wrong; the end of the program waits too.
 
         Returns:
             The folder.
 
         Raises:
-            CheckpointError: it cannot be written, or the folder holds something else; or the last save has failed.
-            UnsavableError: a value cannot be stored; the message names the path to it.
-            ConfigurationError: no folder is named; or checkpoints of an earlier start are in the way.
+            CheckpointError: It cannot be written, or the folder holds something else; or the last save has failed.
+            UnsavableError: A value cannot be stored; the message names the path to it.
+            ConfigurationError: No folder is named; or checkpoints of an earlier start are in the way.
         """
         refuse_unknown("Accelerator.save_state", unknown, ("output_dir", "safe_serialization", "blocking"))
         refuse_pickle("save_state", safe_serialization)
@@ -190,19 +190,19 @@ class CheckpointVerbs:
         `for epoch in range(loader.epoch, n)`. All processes call it; their number may differ from when it was saved.
 
         Args:
-            input_dir: the folder of the checkpoint; also one that a `Trainer` has written, for the parts that it has. With
+            input_dir: The folder of the checkpoint; also one that a `Trainer` has written, for the parts that it has. With
                 `ProjectConfiguration(automatic_checkpoint_naming=True)` the default is the complete one with the highest
                 number; damaged ones are named in a warning and skipped.
-            load_kwargs: of Accelerate's `torch.load`; only `None`.
-            restore: only these parts, of "model", "optimizer", "scheduler", "scaler", "loaders", "registered".
-            strict: missing and unexpected names in a model are errors.
-            resume_loaders: continue each prepared loader where it was, as `resume_loaders` does. For loops that do not
+            load_kwargs: Of Accelerate's `torch.load`; only `None`.
+            restore: Only these parts, of "model", "optimizer", "scheduler", "scaler", "loaders", "registered".
+            strict: Missing and unexpected names in a model are errors.
+            resume_loaders: Continue each prepared loader where it was, as `resume_loaders` does. For loops that do not
                 skip batches themselves. Default: only with `DataLoaderConfiguration(use_stateful_dataloader=True)`.
 
         Raises:
-            CheckpointError: missing, damaged, or it does not fit; the message lists all that does not.
-            ConfigurationError: no folder is named.
-            UnsupportedArgumentError: an argument of Accelerate's; the message names the replacement.
+            CheckpointError: Missing, damaged, or it does not fit; the message lists all that does not.
+            ConfigurationError: No folder is named.
+            UnsupportedArgumentError: An argument of Accelerate's; the message names the replacement.
         """
         given = unknown if load_kwargs is None else {"load_kwargs": load_kwargs, **unknown}
         refuse_unknown("Accelerator.load_state", given, ("input_dir", "restore", "strict", "resume_loaders"))
@@ -214,7 +214,7 @@ class CheckpointVerbs:
         """After `load_state`: let the next iteration over each prepared loader continue where the loop was, once.
 
         Raises:
-            ConfigurationError: no positions were loaded, or the loaders have been read since.
-            CheckpointError: a position lies inside a micro-batch of the loader.
+            ConfigurationError: No positions were loaded, or the loaders have been read since.
+            CheckpointError: A position lies inside a micro-batch of the loader.
         """
         self._checkpointing.resume_loaders()

@@ -23,7 +23,7 @@ class ContextVerbs(PrepareVerbs):
         """Within it the forward is computed in the accelerator's precision.
 
         Args:
-            autocast_handler: instead of the one in `kwargs_handlers`; with `enabled=False` it is float32 within.
+            autocast_handler: Instead of the one in `kwargs_handlers`; with `enabled=False` it is float32 within.
         """
         handler = autocast_handler or self.options.autocast
         return self.strategy.forward_context() if handler is None else self.strategy.precision.forward_context(**vars(handler))
@@ -35,7 +35,7 @@ class ContextVerbs(PrepareVerbs):
         `accumulate` does so by itself, and scales the losses.
 
         Args:
-            model: as `prepare` returned it.
+            model: As `prepare` returned it.
         """
         if model is not None:
             self._check_prepared("no_sync", model)
@@ -47,7 +47,7 @@ class ContextVerbs(PrepareVerbs):
         """Within it torch's profiler records, and what it gives is `torch.profiler.profile`.
 
         Args:
-            profile_handler: instead of the one in `kwargs_handlers`.
+            profile_handler: Instead of the one in `kwargs_handlers`.
         """
         handler = profile_handler or self.options.profile or ProfileKwargs()
         folder = handler.output_trace_dir

@@ -41,36 +41,36 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
     `trainkit launch --config_file` says, if the process was started so.
 
     Args:
-        device_placement: put models, optimizers and batches on the device.
-        split_batches: a loader's `batch_size` is that of all processes together.
+        device_placement: Put models, optimizers and batches on the device.
+        split_batches: A loader's `batch_size` is that of all processes together.
         mixed_precision: `"no"`, `"fp16"` or `"bf16"`: float32 parameters, and a forward under autocast. Under DeepSpeed's
             ZeRO, as there, parameters in 16 bits with float32 masters.
-        gradient_accumulation_steps: micro-batches in an update.
-        cpu: run on the CPU though there is a GPU.
-        dataloader_config: a `DataLoaderConfiguration`.
-        deepspeed_plugin: a `DeepSpeedPlugin`: ZeRO.
-        fsdp_plugin: unsupported; use ZeRO-3.
-        megatron_lm_plugin: unsupported; use ZeRO-3.
-        rng_types: no effect: all generators are seeded, for each micro-batch by a key, on all processes.
-        log_with: trackers for `init_trackers`.
-        project_dir: folder of the project.
-        project_config: a `ProjectConfiguration`.
-        gradient_accumulation_plugin: a `GradientAccumulationPlugin`.
-        dispatch_batches: only `False`: each process reads what it works on.
-        even_batches: a rank without data at the end of an epoch gets padding micro-batches. `False`:
+        gradient_accumulation_steps: Micro-batches in an update.
+        cpu: Run on the CPU though there is a GPU.
+        dataloader_config: A `DataLoaderConfiguration`.
+        deepspeed_plugin: A `DeepSpeedPlugin`: ZeRO.
+        fsdp_plugin: Unsupported; use ZeRO-3.
+        megatron_lm_plugin: Unsupported; use ZeRO-3.
+        rng_types: No effect: all generators are seeded, for each micro-batch by a key, on all processes.
+        log_with: Trackers for `init_trackers`.
+        project_dir: Folder of the project.
+        project_config: A `ProjectConfiguration`.
+        gradient_accumulation_plugin: A `GradientAccumulationPlugin`.
+        dispatch_batches: Only `False`: each process reads what it works on.
+        even_batches: A rank without data at the end of an epoch gets padding micro-batches. `False`:
             only where a whole window has none for it, and in an evaluation never.
-        use_seedable_sampler: no effect: the order of an epoch always is a function of the seed and its number.
-        step_scheduler_with_optimizer: a prepared scheduler advances with updates, once for each process (with `split_batches`
+        use_seedable_sampler: No effect: the order of an epoch always is a function of the seed and its number.
+        step_scheduler_with_optimizer: A prepared scheduler advances with updates, once for each process (with `split_batches`
             once); `False`: by one with each call.
-        kwargs_handlers: options of `trainkit.utils`, such as `GradScalerKwargs`.
-        dynamo_backend: compile models by `torch.compile` with this backend.
+        kwargs_handlers: Options of `trainkit.utils`, such as `GradScalerKwargs`.
+        dynamo_backend: Compile models by `torch.compile` with this backend.
         strategy: `"auto"` (DDP if a launcher has started several processes, else one device), `"ddp"`, `"zero1"`, … or a
             `Strategy`.
-        precision: one of the names of `Precision` or an object, instead of `mixed_precision`.
+        precision: One of the names of `Precision` or an object, instead of `mixed_precision`.
 
     Raises:
-        ConfigurationError: an argument that is wrong or contradicts another.
-        UnsupportedArgumentError: an unsupported argument; the message says what to use.
+        ConfigurationError: An argument that is wrong or contradicts another.
+        UnsupportedArgumentError: An unsupported argument; the message says what to use.
 
     Example:
         ```python
@@ -220,10 +220,10 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         """Work on one micro-batch within it. With a loader that was not prepared, it counts the micro-batches itself.
 
         Args:
-            *models: those that are called within, as `prepare` returned them.
+            *models: Those that are called within, as `prepare` returned them.
 
         Raises:
-            ConfigurationError: one that was not prepared.
+            ConfigurationError: One that was not prepared.
         """
         for model in models:
             if id(model) not in self._given and self._own:
@@ -246,9 +246,9 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         """Start a run with all trackers of `log_with`. The main process logs; others may call it or not.
 
         Args:
-            project_name: the project or experiment; trackers that write files do so in `<logging_dir>/<name>/version_N`.
-            config: hyper-parameters, logged at once: a dict, an `argparse.Namespace` or a dataclass.
-            init_kwargs: arguments of loggers, `{"wandb": {"tags": ["a"]}}`; those of trackers not in use have no effect.
+            project_name: The project or experiment; trackers that write files do so in `<logging_dir>/<name>/version_N`.
+            config: Hyper-parameters, logged at once: a dict, an `argparse.Namespace` or a dataclass.
+            init_kwargs: Arguments of loggers, `{"wandb": {"tags": ["a"]}}`; those of trackers not in use have no effect.
         """
         self._trackers.start(project_name, config, init_kwargs)
 
@@ -256,9 +256,9 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         """Log the values of a step with all trackers. The main process's values count; other processes do nothing.
 
         Args:
-            values: number, tensor of one element, text, or a dict of such; wandb also takes images. `None` is skipped.
-            step: such as the number of optimizer steps so far. None: one more than the last one logged.
-            log_kwargs: by the tracker's name, arguments of its `log`.
+            values: Number, tensor of one element, text, or a dict of such; wandb also takes images. `None` is skipped.
+            step: Such as the number of optimizer steps so far. None: one more than the last one logged.
+            log_kwargs: By the tracker's name, arguments of its `log`.
         """
         self._trackers.log(values, step, log_kwargs)
 

@@ -23,8 +23,8 @@ class GradientVerbs(PrepareVerbs):
     """The verbs of `trainkit.Accelerator` that work on gradients.
 
     Attributes:
-        skip_asked: the optimizer step of the current window is to be skipped.
-        unspent: gradients of a whole window wait for a step.
+        skip_asked: The optimizer step of the current window is to be skipped.
+        unspent: Gradients of a whole window wait for a step.
     """
 
     averages_in_step: bool
@@ -44,13 +44,13 @@ class GradientVerbs(PrepareVerbs):
         A micro-batch of weight 0 adds nothing; its loss may be NaN, as a mean over nothing is.
 
         Args:
-            loss: a scalar; `None`: this micro-batch has nothing to learn from, its gradient counts as zero.
-            weight: how much it counts among the micro-batches of its window, on all processes: a number ≥ 0, such as that of
+            loss: A scalar; `None`: this micro-batch has nothing to learn from, its gradient counts as zero.
+            weight: How much it counts among the micro-batches of its window, on all processes: a number ≥ 0, such as that of
                 the tokens that `loss` is the mean of. Default: the number of its samples, or what `batch_weight` says.
-            **kwargs: for `Tensor.backward`.
+            **kwargs: For `Tensor.backward`.
 
         Raises:
-            ConfigurationError: nothing has been prepared; or a weight is no number, or given for a part of a window only.
+            ConfigurationError: Nothing has been prepared; or a weight is no number, or given for a part of a window only.
         """
         if self._averaged:
             self._averaged.clear()  # of gradients that were not used
@@ -76,7 +76,7 @@ class GradientVerbs(PrepareVerbs):
         """Take the loss scale of `16-mixed` out of the gradients, before they are looked at; clipping does it by itself.
 
         Args:
-            optimizer: of these optimizers, prepared or torch's own; default: all.
+            optimizer: Of these optimizers, prepared or torch's own; default: all.
         """
         self._check_begun("unscale_gradients")
         if not self.accumulation.current.last:

@@ -97,13 +97,13 @@ class PrepareVerbs:
         is moved in place, so that an optimizer made before stays valid.
 
         Args:
-            *objects: in any order; each once. `None` stays `None`.
-            device_placement: for each object whether it is put on the device; default: as `Accelerator(device_placement=)`.
-            batch_weight: how much a batch of the first loader here counts in its window, such as the tokens in it that count;
+            *objects: In any order; each once. `None` stays `None`.
+            device_placement: For each object whether it is put on the device; default: as `Accelerator(device_placement=)`.
+            batch_weight: How much a batch of the first loader here counts in its window, such as the tokens in it that count;
                 a float ≥ 0, of the batch on the CPU. Default: the number of its samples.
 
         Raises:
-            ConfigurationError: an object that is none of these, or prepared already.
+            ConfigurationError: An object that is none of these, or prepared already.
         """
         return self._prepared(objects, device_placement, batch_weight)
 
@@ -143,7 +143,7 @@ class PrepareVerbs:
         """Refuse objects that have been prepared, or a model on another device that is not moved.
 
         Raises:
-            ConfigurationError: one of them.
+            ConfigurationError: One of them.
         """
         for place, item in enumerate(objects):
             if self._is_prepared(item) or any(item is other for other in objects[:place]):
@@ -159,13 +159,13 @@ class PrepareVerbs:
         """`prepare` for a model.
 
         Args:
-            model: not prepared yet.
-            device_placement: as of `prepare`.
-            evaluation_mode: it is not trained: it is put on the device, computes in the precision and is compiled, but nothing
+            model: Not prepared yet.
+            device_placement: As of `prepare`.
+            evaluation_mode: It is not trained: it is put on the device, computes in the precision and is compiled, but nothing
                 is put around it that exchanges gradients. `model.eval()` is yours to call.
 
         Raises:
-            ConfigurationError: no model, or prepared already.
+            ConfigurationError: No model, or prepared already.
             UnsupportedArgumentError: `evaluation_mode` where parameters or optimizer states are divided.
         """
         strategy = self.strategy
@@ -181,11 +181,11 @@ class PrepareVerbs:
         """`prepare` for an optimizer.
 
         Args:
-            optimizer: not prepared yet.
-            device_placement: no effect: an optimizer keeps its state where its parameters are.
+            optimizer: Not prepared yet.
+            device_placement: No effect: an optimizer keeps its state where its parameters are.
 
         Raises:
-            ConfigurationError: no optimizer, or prepared already.
+            ConfigurationError: No optimizer, or prepared already.
         """
         return self._prepared_as(Optimizer, optimizer, device_placement)
 
@@ -227,9 +227,9 @@ class PrepareVerbs:
         """The user's model, without what `prepare` and `torch.compile` wrapped around it.
 
         Args:
-            model: prepared or not.
-            keep_fp32_wrapper: no effect: nothing is put on the user's own model.
-            keep_torch_compile: of a model that was compiled, what `torch.compile` made of it. The names in its state begin
+            model: Prepared or not.
+            keep_fp32_wrapper: No effect: nothing is put on the user's own model.
+            keep_torch_compile: Of a model that was compiled, what `torch.compile` made of it. The names in its state begin
                 with `_orig_mod.`, which is why the default is not Accelerate's. A compilation of what `prepare` returned
                 goes with that.
         """
@@ -305,9 +305,9 @@ class PrepareVerbs:
         """One loader, with options of `trainkit.data.PreparedLoader`.
 
         Args:
-            loader: a `DataLoader`, a `CombinedLoader` or an iterable of batches.
-            window: its batches make up accumulation windows (a training loader).
-            **options: such as `stage`, `index`, `limit`, `weigh`.
+            loader: A `DataLoader`, a `CombinedLoader` or an iterable of batches.
+            window: Its batches make up accumulation windows (a training loader).
+            **options: Such as `stage`, `index`, `limit`, `weigh`.
         """
         filled, strategy = None, self.strategy
         if strategy.pad_last_batch and window and not options.get("index"):  # the first one is what is trained on
@@ -340,11 +340,11 @@ class PrepareVerbs:
         """Within it processes may have different numbers of batches; of prepared loaders they may anyway.
 
         Args:
-            joinables: the models that are trained, as `prepare` returned them.
-            even_batches: instead of `Accelerator(even_batches=)`, for loaders that are begun within.
+            joinables: The models that are trained, as `prepare` returned them.
+            even_batches: Instead of `Accelerator(even_batches=)`, for loaders that are begun within.
 
         Raises:
-            ConfigurationError: something that has not been prepared.
+            ConfigurationError: Something that has not been prepared.
         """
         for model in joinables:
             self._check_prepared("join_uneven_inputs", model)
@@ -373,7 +373,7 @@ def _is_loader(item: Any, place: int) -> bool:
     """Whether it is a loader, and not a model, an optimizer, a scheduler or `None`.
 
     Raises:
-        ConfigurationError: it is none of these.
+        ConfigurationError: It is none of these.
     """
     if item is None or isinstance(item, nn.Module | Optimizer) or (hasattr(item, "step") and hasattr(item, "state_dict")):
         return False

@@ -33,13 +33,13 @@ class ProcessVerbs:
     The base of `trainkit.Accelerator`, which also works without the rest of it.
 
     Args:
-        strategy: of the run.
-        batch: the batch that the loop has read last; default: none.
-        plugin: the DeepSpeed plugin that was given.
+        strategy: Of the run.
+        batch: The batch that the loop has read last; default: none.
+        plugin: The DeepSpeed plugin that was given.
 
     Attributes:
-        strategy: of the run.
-        meeting: compares what the processes call.
+        strategy: Of the run.
+        meeting: Compares what the processes call.
     """
 
     def __init__(self, strategy: Strategy, batch: CurrentBatch | None = None, plugin: Plugin | None = None) -> None:
@@ -131,7 +131,7 @@ class ProcessVerbs:
         """Wait until all processes have called it. There is no timeout: the main process may evaluate or write meanwhile.
 
         Raises:
-            CollectiveError: another process called another verb, waits for this one, or has ended; names the lines.
+            CollectiveError: Another process called another verb, waits for this one, or has ended; names the lines.
         """
         self.collective_checks.wait("wait_for_everyone")
 
@@ -140,7 +140,7 @@ class ProcessVerbs:
         """Run the block on the main process, then on the others: it downloads, and they find the files in the cache.
 
         Raises:
-            CollectiveError: as `wait_for_everyone`.
+            CollectiveError: As `wait_for_everyone`.
         """
         with self._processes.first("main_process_first", self.is_main_process):
             yield
@@ -150,7 +150,7 @@ class ProcessVerbs:
         """Run the block on the first process of each node, then on the others.
 
         Raises:
-            CollectiveError: as `wait_for_everyone`.
+            CollectiveError: As `wait_for_everyone`.
         """
         with self._processes.first("local_main_process_first", self.is_local_main_process):
             yield
@@ -217,9 +217,9 @@ class ProcessVerbs:
         ```
 
         Args:
-            inputs: a list, tuple, tensor, array, `datasets.Dataset`, or a dict of these with values of one length; the same
+            inputs: A list, tuple, tensor, array, `datasets.Dataset`, or a dict of these with values of one length; the same
                 on all processes.
-            apply_padding: repeat the last element of `inputs` in parts that are shorter, so that results can be gathered;
+            apply_padding: Repeat the last element of `inputs` in parts that are shorter, so that results can be gathered;
                 drop it then. Tensors are moved to the device.
 
         Raises:
@@ -236,7 +236,7 @@ class ProcessVerbs:
         """Whether any process has set the flag since the last check; the same on all. All processes call it.
 
         Raises:
-            CollectiveError: as `wait_for_everyone`.
+            CollectiveError: As `wait_for_everyone`.
         """
         return self._processes.check_trigger()
 
@@ -249,11 +249,11 @@ class ProcessVerbs:
         an epoch may be short. With one process the tensors are returned unchanged.
 
         Args:
-            tensor: a tensor, or tensors in lists, tuples and dicts; the same containers on all processes.
+            tensor: A tensor, or tensors in lists, tuples and dicts; the same containers on all processes.
 
         Raises:
-            CollectiveError: containers, shapes or dtypes differ between processes; the message names them.
-            ConfigurationError: there is something other than a tensor in it.
+            CollectiveError: Containers, shapes or dtypes differ between processes; the message names them.
+            ConfigurationError: There is something other than a tensor in it.
         """
         return self._gathering.gather(tensor)
 
@@ -261,11 +261,11 @@ class ProcessVerbs:
         """Like `gather`, without padding: each sample of an epoch is there once, in the order of the data.
 
         Args:
-            input_data: tensors in containers; or lists of objects that can be pickled, which are concatenated.
-            use_gather_object: treat tensors as objects too: they may have any shape, and are returned on the CPU.
+            input_data: Tensors in containers; or lists of objects that can be pickled, which are concatenated.
+            use_gather_object: Treat tensors as objects too: they may have any shape, and are returned on the CPU.
 
         Raises:
-            CollectiveError, ConfigurationError: as `gather`.
+            CollectiveError, ConfigurationError: As `gather`.
         """
         return self._gathering.gather_for_metrics(input_data, use_gather_object)
 
@@ -273,13 +273,13 @@ class ProcessVerbs:
         """The sum, mean or maximum over the processes; the same bits on all, and never the tensor that was given.
 
         Args:
-            tensor: a tensor, or tensors in lists, tuples and dicts; of the same shapes on all processes.
+            tensor: A tensor, or tensors in lists, tuples and dicts; of the same shapes on all processes.
             reduction: `"sum"`, `"mean"`, `"max"`, or `"none"`, which only scales.
-            scale: factor of the result.
+            scale: Factor of the result.
 
         Raises:
-            CollectiveError: shapes or dtypes differ between processes.
-            ConfigurationError: unknown `reduction`.
+            CollectiveError: Shapes or dtypes differ between processes.
+            ConfigurationError: Unknown `reduction`.
         """
         return self._gathering.reduce(tensor, reduction, scale)
 
@@ -287,12 +287,12 @@ class ProcessVerbs:
         """Tensors padded in one dimension to the longest of all processes, so that they can be gathered.
 
         Args:
-            tensor: a tensor, or tensors in lists, tuples and dicts. Tensors without dimension `dim` are unchanged.
-            dim: the dimension to pad.
-            pad_index: the value to pad with.
-            pad_first: pad at the start instead of the end.
+            tensor: A tensor, or tensors in lists, tuples and dicts. Tensors without dimension `dim` are unchanged.
+            dim: The dimension to pad.
+            pad_index: The value to pad with.
+            pad_first: Pad at the start instead of the end.
 
         Raises:
-            CollectiveError: containers or numbers of dimensions differ between processes.
+            CollectiveError: Containers or numbers of dimensions differ between processes.
         """
         return self._gathering.pad_across_processes(tensor, dim, pad_index, pad_first)

@@ -19,11 +19,11 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     count the batches from the start of the checkpoint's epoch. `load_state(folder, resume_loaders=True)` needs no skipping.
 
     Args:
-        dataloader: prepared or not.
-        num_batches: number of batches of this process to skip.
+        dataloader: Prepared or not.
+        num_batches: Number of batches of this process to skip.
 
     Raises:
-        ConfigurationError: the number is not an integer ≥ 0.
+        ConfigurationError: The number is not an integer ≥ 0.
     """
     return SkippedLoader(dataloader, num_batches)
 
@@ -32,11 +32,11 @@ class SkippedLoader:
     """A loader without the first batches of its epochs; other attributes are those of the loader.
 
     Attributes:
-        loader: prepared or not.
-        skipped: number of batches of an epoch to skip.
+        loader: Prepared or not.
+        skipped: Number of batches of an epoch to skip.
 
     Raises:
-        ConfigurationError: the number is not an integer ≥ 0.
+        ConfigurationError: The number is not an integer ≥ 0.
     """
 
     def __init__(self, loader: Any, skipped: int) -> None:

@@ -22,10 +22,10 @@ class StepVerbs(GradientVerbs):
     """The verbs of `trainkit.Accelerator` that update parameters.
 
     Attributes:
-        before_step: called with the optimizer before an update.
-        optimizer_step_was_skipped: whether the last step of any optimizer was no update, though the window was full.
-        updates: number of optimizer steps so far.
-        updating: one is being made.
+        before_step: Called with the optimizer before an update.
+        optimizer_step_was_skipped: Whether the last step of any optimizer was no update, though the window was full.
+        updates: Number of optimizer steps so far.
+        updating: One is being made.
     """
 
     before_step: Callable[[Optimizer], None] | None
@@ -46,15 +46,15 @@ class StepVerbs(GradientVerbs):
         """Update the parameters if the window is full.
 
         Args:
-            optimizer: a prepared one, or torch's own of it.
-            closure: computes the loss and its gradients again (LBFGS).
+            optimizer: A prepared one, or torch's own of it.
+            closure: Computes the loss and its gradients again (LBFGS).
 
         Returns:
             Whether the update happened: not inside a window, nor if it was skipped because a scaled gradient overflowed,
             `skip_update` was called, or the window's weight is 0.
 
         Raises:
-            ConfigurationError: the gradients are those of `loss.backward()`, where they are not what an update is made of.
+            ConfigurationError: The gradients are those of `loss.backward()`, where they are not what an update is made of.
         """
         micro = self.accumulation.current
         if not micro.last:

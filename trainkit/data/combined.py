@@ -29,15 +29,15 @@ class CombinedLoader:
     """Several training loaders as one.
 
     Args:
-        loaders: a dict, list or tuple of loaders. A batch has the same form.
+        loaders: A dict, list or tuple of loaders. A batch has the same form.
         mode: `"max_size_cycle"` goes on until the longest loader ends and starts shorter ones anew, reshuffled;
             `"min_size"` stops with the shortest; `"sequential"` gives the batches of one loader after the other, each
             as it is.
 
     Raises:
-        UnknownNameError: an unknown mode.
+        UnknownNameError: An unknown mode.
         UnsupportedArgumentError: Lightning's mode `"max_size"`.
-        DataError: no loaders, not a dict or sequence of them, or one of them is a collection of loaders itself.
+        DataError: No loaders, not a dict or sequence of them, or one of them is a collection of loaders itself.
 
     Example:
         ```python

@@ -39,36 +39,36 @@ class PreparedLoader(Positions):
     positions in checkpoints count the micro-batches of all ranks.
 
     Args:
-        source: a `DataLoader`, a `CombinedLoader`, or any iterable of batches.
-        seed: of the run.
-        device: where the batches go.
-        stage: which keys are used.
-        index: the loader's number in its stage.
-        generators: the device's generators, seeded with the CPU's.
-        window: number of micro-batches in an accumulation window; `None` for evaluation.
-        limit: largest number of micro-batches in an epoch, for each rank.
-        weigh: the user's `batch_weight`.
+        source: A `DataLoader`, a `CombinedLoader`, or any iterable of batches.
+        seed: Of the run.
+        device: Where the batches go.
+        stage: Which keys are used.
+        index: The loader's number in its stage.
+        generators: The device's generators, seeded with the CPU's.
+        window: Number of micro-batches in an accumulation window; `None` for evaluation.
+        limit: Largest number of micro-batches in an epoch, for each rank.
+        weigh: The user's `batch_weight`.
         transfer: `transfer(batch, m)` puts a batch on the device; the default moves every tensor in it.
-        finish: applied to a batch on the device after the generators are seeded for the work on it.
-        sequential: do not shuffle.
-        world: the processes over which the epoch is sharded; all of them make and read the same loaders in the same order.
+        finish: Applied to a batch on the device after the generators are seeded for the work on it.
+        sequential: Do not shuffle.
+        world: The processes over which the epoch is sharded; all of them make and read the same loaders in the same order.
         ahead: `ahead(items, load, start)` gives the items, each out of `load(item, number)`, and may load some ahead of
             their time; `load` is `None` where it would but move the tensors. Default: what suits the device.
-        filled: fills short batches up to the size of the others.
-        pads: where only other ranks have a micro-batch, yield a padding micro-batch (this rank's last one again, or the first
+        filled: Fills short batches up to the size of the others.
+        pads: Where only other ranks have a micro-batch, yield a padding micro-batch (this rank's last one again, or the first
             of the epoch). Otherwise yield one of kind `NONE` if this rank has none in a whole window.
-        reader: your own training loop, which iterates over this object.
+        reader: Your own training loop, which iterates over this object.
 
     Attributes:
-        limit: as above; may be changed between epochs.
-        micro_limit: the number of micro-batches of all processes in an epoch at most.
-        pads: as above; may be changed between epochs.
-        window: as above; may be changed between epochs.
-        given_source: the user's object, if `source` was made of it.
-        given: micro-batches of the epoch yielded so far; at the last one of a window the same on all ranks.
+        limit: As above; may be changed between epochs.
+        micro_limit: The number of micro-batches of all processes in an epoch at most.
+        pads: As above; may be changed between epochs.
+        window: As above; may be changed between epochs.
+        given_source: The user's object, if `source` was made of it.
+        given: Micro-batches of the epoch yielded so far; at the last one of a window the same on all ranks.
 
     Raises:
-        DataError: the source cannot be read, or differs from process to process.
+        DataError: The source cannot be read, or differs from process to process.
     """
 
     def __init__(
@@ -172,9 +172,9 @@ class PreparedLoader(Positions):
         """The micro-batches of an epoch; nothing before `start` is fetched from a map-style dataset.
 
         Args:
-            epoch: its number.
-            start: index of the first micro-batch to yield.
-            taken: in your own training loop, micro-batches in a window that was left open and that this epoch completes.
+            epoch: Its number.
+            start: Index of the first micro-batch to yield.
+            taken: In your own training loop, micro-batches in a window that was left open and that this epoch completes.
         """
         self.given = self._window_start = start
         self._inside_window = False
@@ -367,7 +367,7 @@ class PreparedLoader(Positions):
         """A batch for a padding micro-batch: this rank's last one again, or the first of the epoch.
 
         Raises:
-            DataError: this process has no batch at all.
+            DataError: This process has no batch at all.
         """
         if self._last is not NO_BATCH:
             return copied(self._last)

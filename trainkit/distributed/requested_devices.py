@@ -13,10 +13,10 @@ class RequestedDevices:
 
     Attributes:
         accelerator: "auto", "cpu", "cuda", "mps" or "xla".
-        per_node: number of processes per node; -1: one per GPU.
+        per_node: Number of processes per node; -1: one per GPU.
         indices: GPU indices on each node, one per process.
-        nodes: number of nodes.
-        as_started: use the existing processes; start no others.
+        nodes: Number of nodes.
+        as_started: Use the existing processes; start no others.
     """
 
     accelerator: str = "auto"

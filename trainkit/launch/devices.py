@@ -83,11 +83,11 @@ def device_of(wanted: RequestedDevices, world: World) -> torch.device:
     """The device of this process; collective.
 
     Args:
-        wanted: what the user requested.
-        world: the processes of the run.
+        wanted: What the user requested.
+        world: The processes of the run.
 
     Raises:
-        ConfigurationError: a process has no device; raised on all ranks.
+        ConfigurationError: A process has no device; raised on all ranks.
     """
     cuda = wanted.accelerator == "cuda" or (wanted.accelerator == "auto" and torch.cuda.is_available())
     if not cuda:

@@ -43,7 +43,7 @@ class CometLogger(Logger):
         **kwargs: Further arguments of `comet_ml.ExperimentConfig`: `name`, `tags`, `log_code`, …
 
     Raises:
-        MissingPackageError: comet_ml is not installed.
+        MissingPackageError: The package comet_ml is not installed.
         UnknownNameError: An argument that `comet_ml.ExperimentConfig` does not have.
         ConfigurationError: An argument is wrong; or there is no API key, and `online=False` was not given.
     """

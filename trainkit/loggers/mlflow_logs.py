@@ -53,7 +53,7 @@ class MLFlowLogger(Logger):
         synchronous: Only True.
 
     Raises:
-        MissingPackageError: mlflow is not installed, or the packages that it needs for a database.
+        MissingPackageError: The package mlflow is not installed, or one of those that it needs for a database.
         ConfigurationError: An argument is wrong; when the run is opened, the server or database does not work.
         UnsupportedArgumentError: `log_model`, `checkpoint_path_prefix` or `synchronous=False`.
     """
@@ -244,7 +244,7 @@ class MLFlowLogger(Logger):
         """Write a record of each metric, unless the run has it from before a resume.
 
         Raises:
-            OSError: the server or database fails.
+            OSError: The server or database fails.
         """
         from mlflow.entities import Metric
 

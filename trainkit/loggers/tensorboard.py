@@ -40,7 +40,7 @@ class TensorBoardLogger(Logger):
         log_graph: Not supported; the error names the call to use.
 
     Raises:
-        MissingPackageError: tensorboard is not installed.
+        MissingPackageError: The package tensorboard is not installed.
         ConfigurationError: An argument is wrong.
     """
 

@@ -71,7 +71,7 @@ class WandbLogger(Logger):
         **kwargs: Further arguments of `wandb.init`: `entity`, `group`, `tags`, `notes`, …
 
     Raises:
-        MissingPackageError: wandb is not installed.
+        MissingPackageError: The package wandb is not installed.
         UnknownNameError: An argument that `wandb.init` does not have.
         ConfigurationError: Arguments that contradict each other.
     """

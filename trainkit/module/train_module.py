@@ -291,7 +291,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         """Undo `toggle_optimizer`.
 
         Args:
-            optimizer: no effect: only one is toggled at a time.
+            optimizer: No effect: only one is toggled at a time.
         """
         untoggle(self.__dict__.pop("_toggled", {}))
 

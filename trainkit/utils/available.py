@@ -69,7 +69,7 @@ def is_mps_available(min_version: str = "1.12") -> bool:
     """Whether torch can use Apple's GPU.
 
     Args:
-        min_version: no effect: each supported version of torch is newer.
+        min_version: No effect: each supported version of torch is newer.
     """
     return torch.backends.mps.is_available()
 
@@ -78,7 +78,7 @@ def is_npu_available(check_device: bool = False) -> bool:
     """`False`: trainkit does not run on Ascend's devices.
 
     Args:
-        check_device: no effect: the answer is the same.
+        check_device: No effect: the answer is the same.
     """
     return False
 
@@ -87,7 +87,7 @@ def is_xpu_available(check_device: bool = False) -> bool:
     """`False`: trainkit does not run on Intel's GPUs.
 
     Args:
-        check_device: no effect: the answer is the same.
+        check_device: No effect: the answer is the same.
     """
     return False
 
