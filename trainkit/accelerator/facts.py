@@ -21,13 +21,16 @@ __all__ = ["AcceleratorState", "no_attribute", "plugin_of", "refuse_precision", 
 
 @dataclass(frozen=True)
 class AcceleratorState:
-    """`accelerator.state`.
+    """The device, the processes and the precision of a run: `accelerator.state`.
 
     Attributes:
         distributed_type: How the run is distributed.
-        num_processes: As `accelerator.num_processes`; the same way for the other names.
+        num_processes: As `Accelerator.num_processes`.
+        process_index: The rank of this process.
+        local_process_index: The rank of this process on its node.
+        device: The device of this process.
         mixed_precision: `"no"`, `"fp16"` or `"bf16"`.
-        deepspeed_plugin: With `zero_stage` and `deepspeed_config`; `None` without ZeRO.
+        deepspeed_plugin: The options of ZeRO, with `zero_stage` and `deepspeed_config`; `None` without ZeRO.
     """
 
     distributed_type: DistributedType

@@ -47,7 +47,10 @@ class DataHooks:
         """
 
     def setup(self, stage: str) -> None:
-        """Called first, in every process: open and split the data. `stage` is `"fit"`, `"validate"`, `"test"` or `"predict"`."""
+        """Called first, in every process: open and split the data.
+
+        `stage` is `"fit"`, `"validate"`, `"test"` or `"predict"`.
+        """
 
     def teardown(self, stage: str) -> None:
         """Called last, also after an error."""
@@ -230,7 +233,10 @@ class ModuleHooks(DataHooks):
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        """Advance a scheduler; override it for a scheduler with other arguments. `metric` is its monitored metric, or `None`."""
+        """Advance a scheduler; override it for a scheduler with other arguments.
+
+        `metric` is the value of the scheduler's monitored metric, or `None`.
+        """
         if metric is None:
             scheduler.step()
         else:
