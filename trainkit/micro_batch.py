@@ -53,20 +53,20 @@ class WindowEntry(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """One batch of an accumulation window. A value: nothing changes it.
+    """One batch of an accumulation window, with its place in the window. It is never changed.
 
     Attributes:
         batch: The batch, on the device; `NO_BATCH` if the kind is `NONE`.
         index: Its number in the epoch, counted for each rank; the same on all ranks.
         first: It is the first of its accumulation window.
         last: It is the last of its window: the optimizer step follows its backward.
-        share: The factor for its mean loss. With it the sum of the losses of a window, averaged over the ranks, is the mean
-            over the global batch: its weight × number of ranks ÷ total weight of the window.
+        share: The factor for its mean loss: its weight × number of ranks ÷ total weight of the window. With it the sum of
+            the losses of a window, averaged over the ranks, is the mean over the global batch.
         kind: Whether this rank has data in it.
         uneven: Ranks have different numbers of micro-batches in this window, so no backward averages gradients.
         alike: It is certain that all ranks have the same number of micro-batches in this window, all of one size.
         empty: The total weight of the window, over all ranks, is 0, so it makes no optimizer step.
-        entry: For your own training loop; else `None`.
+        entry: For your own training loop; otherwise `None`.
     """
 
     batch: Any

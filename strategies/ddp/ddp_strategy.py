@@ -36,28 +36,36 @@ _NULL = nullcontext()
 
 
 class DDPStrategy(Strategy):
-    """Data parallel training with torch's `DistributedDataParallel`, on any number of processes.
+    """Data parallel training with torch's `DistributedDataParallel`, on any number of processes. What `strategy="ddp"` makes.
 
     Each rank has the whole model and processes its shard of each global batch. Gradients are averaged in buckets during the
-    backward pass of the last micro-batch of an accumulation window. With one process, this is the same as the base class.
+    backward pass of the last micro-batch of an accumulation window. With one process, this is the same as `Strategy`.
 
     Args:
         process_group_backend: `"gloo"`, `"nccl"`, … Default: nccl for CUDA, gloo for the CPU.
         timeout: Timeout of collectives: a timedelta, or a number of seconds.
-        static_graph: Every step uses the same parameters, the same number of times and in the same order. Supports reentrant
-            activation checkpointing, and searches for unused parameters only once. Every `training_step` must return a loss.
-        find_unused_parameters: Allow parameters without a gradient in some steps. Traverses the autograd graph in every step.
+        static_graph: Every step uses the same parameters, the same number of times and in the same order. Supports
+            reentrant activation checkpointing, and searches for unused parameters only once. Every `training_step` must
+            return a loss.
+        find_unused_parameters: Allow parameters without a gradient in some steps. Traverses the autograd graph in every
+            step.
         gradient_as_bucket_view: Make gradients views of the buckets, which saves memory of the size of the gradients.
         bucket_cap_mb: Bucket size in MB. Default: 25, as in torch, with a first bucket of 1 MB.
-        comm_hook: Send gradients in fewer bytes: `"fp16"`, `"bf16"`, `"powersgd"` (Vogels et al., NeurIPS 2019), or a
-            function `(state, bucket)` as in `torch.distributed.algorithms.ddp_comm_hooks`.
-        comm_state: The first argument of that function. For "powersgd": a dict of options of torch's `PowerSGDState`.
+        comm_hook: Send gradients in fewer bytes: `"fp16"`, `"bf16"`, `"powersgd"` (Vogels et al., "PowerSGD", NeurIPS
+            2019), or a function `(state, bucket)` as in `torch.distributed.algorithms.ddp_comm_hooks`.
+        comm_state: The first argument of that function. For `"powersgd"`: a dict of options of torch's `PowerSGDState`.
         sync_batchnorm: Compute BatchNorm statistics over the micro-batches of all ranks. Not supported on the CPU.
-        device: A torch device, or `"auto"`: one GPU for each process, else MPS or the CPU.
-        precision: See `trainkit.Strategy`.
+        device: A torch device, or `"auto"`: one GPU for each process, otherwise MPS or the CPU.
+        precision: As in `Strategy`.
 
     Raises:
         ConfigurationError: An argument is wrong, or contradicts another.
+
+    Example:
+        ```python
+        strategy = DDPStrategy(gradient_as_bucket_view=True, comm_hook="bf16")
+        trainer = Trainer(strategy=strategy, accelerator="gpu", devices=8)
+        ```
     """
 
     name: ClassVar[str] = "ddp"

@@ -277,7 +277,10 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         return self._trackers.get(name, unwrap)
 
     def end_training(self) -> None:
-        """End the runs of all trackers. It may be called again. An error of one tracker is raised after the others have ended."""
+        """End the runs of all trackers. It may be called again.
+
+        An error of one tracker is raised after the others have ended.
+        """
         self._trackers.end()
 
     def clear(self, *objects: Any) -> Any:

@@ -198,13 +198,7 @@ class PrepareVerbs:
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: None = None
     ) -> PreparedLoader:
-        """Prepare a loader, as `prepare` does.
-
-        Args:
-            data_loader: The loader, not prepared yet.
-            device_placement: Whether to move its batches to the device. Default: as in `Accelerator`.
-            slice_fn_for_dispatch: Only `None`.
-        """
+        """Prepare a loader, as `prepare` does. `slice_fn_for_dispatch` can only be `None`."""
         if slice_fn_for_dispatch is not None:
             raise UnsupportedArgumentError(
                 "prepare_data_loader(slice_fn_for_dispatch=...): batches are not dispatched. Leave it out: each process reads "

@@ -13,13 +13,14 @@ __all__ = ["SkippedLoader", "skip_first_batches"]
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """A loader that skips the first batches of its epochs, to resume in the middle of an epoch.
+    """Return a loader that skips the first batches of its epochs, to resume in the middle of an epoch.
 
-    A prepared loader does not fetch the samples of a map-style dataset that it skips. After `accelerator.load_state(folder)`
-    count the batches from the start of the checkpoint's epoch. `load_state(folder, resume_loaders=True)` needs no skipping.
+    A prepared loader does not fetch the samples of a map-style dataset that it skips. After
+    `accelerator.load_state(folder)` count the batches from the start of the checkpoint's epoch. `load_state(folder,
+    resume_loaders=True)` needs no skipping.
 
     Args:
-        dataloader: Prepared or not.
+        dataloader: The loader, prepared or not.
         num_batches: Number of batches of this process to skip.
 
     Raises:

@@ -65,11 +65,18 @@ class ListedCheckpoint:
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[ListedCheckpoint]:
-    """The checkpoints in `folder`: valid ones newest first, then damaged ones with their problems.
+    """List the checkpoints in `folder`: valid ones newest first, then damaged ones with their problems.
 
     Runs are ordered by the time of their latest checkpoint, checkpoints of a run by their save counter. Only manifests are
     read, and the sizes of the files compared; `Checkpoint.verify` reads everything. A checkpoint is a folder that has a
     file of a checkpoint and whose name does not start with `.`. If `folder` does not exist, the list is empty.
+
+    Args:
+        folder: The folder that contains the checkpoints, such as `ModelCheckpoint.dirpath`.
+
+    Returns:
+        For each checkpoint its `path`, its `manifest` (`None` if it is damaged) and its `problem` (`None` if there is
+        none).
 
     Raises:
         CheckpointError: `folder` cannot be read.

@@ -9,10 +9,10 @@ __all__ = ["RequestedDevices"]
 
 @dataclass(frozen=True)
 class RequestedDevices:
-    """The arguments of `Trainer` for devices and processes; `None` where the user gave none.
+    """The devices and processes that the user requested; `None` where the user gave no argument.
 
     Attributes:
-        accelerator: "auto", "cpu", "cuda", "mps" or "xla".
+        accelerator: `"auto"`, `"cpu"`, `"cuda"`, `"mps"` or `"xla"`.
         per_node: Number of processes per node; -1: one per GPU.
         indices: GPU indices on each node, one per process.
         nodes: Number of nodes.

@@ -80,7 +80,7 @@ def _contradict(each: int | None, machines: int | None, size: int, local_size: i
 
 
 def device_of(wanted: RequestedDevices, world: World) -> torch.device:
-    """The device of this process; collective.
+    """Return the device of this process. Collective.
 
     Args:
         wanted: What the user requested.

@@ -76,20 +76,21 @@ def note_alone(devices: int | None) -> None:
 
 
 def join(wanted: RequestedDevices, *, backend: str | None = None, timeout: timedelta, place: RankInfo | None = None) -> World:
-    """Join the processes of the run; the first call makes their process groups.
+    """Join the processes of the run. The first call makes their process groups.
 
-    A process group that the user has initialized is used, and not destroyed. Else the processes are those that a launcher has
-    started. Else, if several are requested, this process becomes their launcher, and this call does not return.
+    A process group that the user has initialized is used, and not destroyed. Otherwise the processes are those that a
+    launcher has started. Otherwise, if several are requested, this process becomes their launcher, and this call does not
+    return.
 
     Args:
-        wanted: What the user asked for.
-        backend: Of the group for tensors; default: nccl for CUDA, gloo for the CPU.
-        timeout: Of collectives.
-        place: Rank, world size and so on, where the caller knows more than the launcher says.
+        wanted: What the user requested.
+        backend: Backend of the group for tensors. Default: nccl for CUDA, gloo for the CPU.
+        timeout: Timeout of collectives.
+        place: Rank, world size and so on, if the caller knows more than the launcher says.
 
     Raises:
-        ConfigurationError: The request contradicts the processes that are there, or they cannot be started here; or they do
-            not find each other.
+        ConfigurationError: The request contradicts the existing processes, they cannot be started here, or they do not find
+            each other.
     """
     global _joined
     if _joined is not None and _joined.group is not default_group():  # the user has destroyed the group

@@ -52,8 +52,8 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     """Whether torch_xla is installed.
 
     Args:
-        check_is_tpu: And a TPU is available and not disabled by the environment.
-        check_is_gpu: And it runs on a GPU, which trainkit does not support: always `False`.
+        check_is_tpu: Also require a TPU that the environment has not disabled.
+        check_is_gpu: Also require a GPU for XLA, which trainkit does not support: always `False`.
     """
     if check_is_gpu or not is_installed("torch_xla"):
         return False
@@ -61,7 +61,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_cuda_available() -> bool:
-    """`torch.cuda.is_available()`."""
+    """Whether torch can use a GPU of NVIDIA or AMD: `torch.cuda.is_available()`."""
     return torch.cuda.is_available()
 
 
@@ -75,25 +75,29 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 
 def is_npu_available(check_device: bool = False) -> bool:
-    """`False`: trainkit does not run on Ascend's devices.
+    """Always `False`: trainkit does not run on Ascend's devices.
 
     Args:
-        check_device: No effect: the answer is the same.
+        check_device: No effect.
     """
     return False
 
 
 def is_xpu_available(check_device: bool = False) -> bool:
-    """`False`: trainkit does not run on Intel's GPUs.
+    """Always `False`: trainkit does not run on Intel's GPUs.
 
     Args:
-        check_device: No effect: the answer is the same.
+        check_device: No effect.
     """
     return False
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether `mixed_precision="bf16"` works on the default device; with `ignore_tpu`, `False` on a TPU."""
+    """Whether `mixed_precision="bf16"` works on the default device.
+
+    Args:
+        ignore_tpu: Return `False` on a TPU.
+    """
     if is_torch_xla_available(check_is_tpu=True):
         return not ignore_tpu
     return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
