@@ -1,6 +1,33 @@
-"""The errors that trainkit raises. All but `Preempted` are a `TrainkitError`.
+"""The exceptions of trainkit. Every message says what is wrong, what was expected, and the fix.
 
-Every message says what is wrong, what was expected, and the fix.
+```text
+TrainkitError
+├── ConfigurationError (ValueError)      an argument is wrong, or contradicts another
+│   ├── UnknownNameError                 an unknown name; the message has the nearest known one
+│   └── UnsupportedArgumentError         an argument of Lightning's or Accelerate's; names the replacement
+├── ModuleError                          the user's TrainModule, DataModule or Callback
+│   ├── MissingMethodError               a method that the run needs is missing
+│   ├── HookError                        a hook that is misspelled, removed, or cannot be called
+│   ├── LossError                        what training_step returned cannot be trained on
+│   └── OptimizerError                   what configure_optimizers returned cannot be used
+├── DataError                            a loader or a batch
+│   └── EmptyLoaderError
+├── MetricError (ValueError)             a value passed to `log` that is not a metric
+│   └── MissingMetricError               a monitored metric that was never logged
+├── NonFiniteError (ArithmeticError)     a loss or gradient that is not finite
+├── CheckpointError                      a checkpoint that cannot be written, read or used
+│   ├── CheckpointNotFoundError          a checkpoint that does not exist
+│   ├── CorruptCheckpointError           its bytes were changed, or are malformed
+│   ├── StateMismatchError               it does not fit the model, optimizer or data
+│   ├── UnsavableError                   a value that cannot be stored; names the path to it
+│   ├── CheckpointWriteError             a full disk, a folder that cannot be written
+│   └── CheckpointLockedError            another live run writes to the same folder
+├── OffloadError (OSError)               the disk for offloaded tensors is full, or fails
+├── CollectiveError (RuntimeError)       ranks made different calls, and would wait for each other
+├── ProcessFailedError (RuntimeError)    another process failed, died, or cannot be reached
+└── MissingPackageError (ImportError)    an optional package is not installed
+Preempted (SystemExit)                   not one of them: a signal stopped the run, which saved; exit code 143
+```
 """
 
 from __future__ import annotations
