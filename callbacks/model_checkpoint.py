@@ -196,9 +196,9 @@ class ModelCheckpoint(CheckpointHistory):
         if trainer.fast_dev_run:
             return
         if self.dirpath is None:
-            trainer._checkpointing.places.use_of_run(self._use_folder)
+            trainer._save_policy.places.use_of_run(self._use_folder)
         else:
-            trainer._checkpointing.use_folder(Path(self.dirpath))
+            trainer._save_policy.use_folder(Path(self.dirpath))
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._epoch = trainer.current_epoch
@@ -214,7 +214,7 @@ class ModelCheckpoint(CheckpointHistory):
                 "ModelCheckpoint: the model has PEFT adapters, so it saves only trained parameters, with a fingerprint of the "
                 "others. To save all of them: ModelCheckpoint(save='all')"
             )
-        checkpointing = trainer._checkpointing
+        checkpointing = trainer._save_policy
         self._begun, self._saved = True, checkpointing.position  # nothing has changed yet
         if self.every_n_train_steps:
             checkpointing.safe_points.every_n_steps(self.every_n_train_steps, partial(self._due, trainer, "steps"))
@@ -231,7 +231,7 @@ class ModelCheckpoint(CheckpointHistory):
         if trainer.fast_dev_run or self._at_train_epoch_end:
             return
         if not self._decided and self.monitor is not None:
-            values = trainer._checkpointing.metrics()
+            values = trainer._save_policy.metrics()
             if not values.get(self.monitor, _NEVER)[1]:
                 self._notice_once(
                     f"ModelCheckpoint: {self.monitor!r} was not logged before the end of validation, so it is looked for "
@@ -252,27 +252,27 @@ class ModelCheckpoint(CheckpointHistory):
         if self._at_train_epoch_end and self._counts(trainer):
             why = "epoch"
         if why is not None:
-            trainer._checkpointing.safe_points.request(partial(self._save, trainer, why))
+            trainer._save_policy.safe_points.request(partial(self._save, trainer, why))
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.fast_dev_run:
-            trainer._checkpointing.wait()  # a save in flight may still fail
+            trainer._save_policy.wait()  # a save in flight may still fail
             self._save(trainer, "end")
         if self.monitor is not None and self._all_logged:
-            values = trainer._checkpointing.metrics()
+            values = trainer._save_policy.metrics()
             if self.monitor not in values:
                 raise missing(trainer, self.monitor, values)  # training ended before a check
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         if trainer.stage != "fit" or not self._begun or not self._saves_at(trainer, exception):
             return
-        reason = trainer._checkpointing.why_not_savable(exception)
+        reason = trainer._save_policy.why_not_savable(exception)
         if reason is None or trainer.strategy.world.size == 1:
-            trainer._checkpointing.wait()
+            trainer._save_policy.wait()
         if reason is None:
             self._save(trainer, "exception")
         # with several processes, a checkpoint being written may never be complete
-        path = self.last_model_path if reason is None else trainer._checkpointing.newest
+        path = self.last_model_path if reason is None else trainer._save_policy.newest
         newest = f"the newest checkpoint is {path}" if path else "there is no checkpoint"
         why = "" if reason is None else f"nothing is saved, because {reason}; "
         notice(f"ModelCheckpoint, after {type(exception).__name__}: {why}{newest}")
@@ -295,7 +295,7 @@ class ModelCheckpoint(CheckpointHistory):
         if trainer.is_last_batch:
             self._postponed = why
         else:
-            trainer._checkpointing.safe_points.request(partial(self._save, trainer, why))
+            trainer._save_policy.safe_points.request(partial(self._save, trainer, why))
 
     def _counts(self, trainer: Trainer) -> bool:
         """Whether the epoch is one of every `every_n_epochs`."""
@@ -304,7 +304,7 @@ class ModelCheckpoint(CheckpointHistory):
     # -------------------------------------------------------------------------------------------------------- saving
 
     def _save(self, trainer: Trainer, why: str) -> None:
-        checkpointing, from_main = trainer._checkpointing, trainer.strategy.world.from_main
+        checkpointing, from_main = trainer._save_policy, trainer.strategy.world.from_main
         save = Save(checkpointing.position, None)
         if save.position == self._saved:
             return

@@ -9,7 +9,7 @@ from trainkit.distributed.world import World
 from trainkit.errors import ModuleError
 from trainkit.strategies._reduction import broadcast
 
-__all__ = ["Buffers", "refuse_unlike"]
+__all__ = ["Buffers", "check_same_copies"]
 
 
 class Buffers:
@@ -40,7 +40,7 @@ class Buffers:
                 broadcast(present)
 
 
-def refuse_unlike(module: nn.Module, world: World, backend: str) -> None:
+def check_same_copies(module: nn.Module, world: World, backend: str) -> None:
     """Raise an error unless all ranks have the same parameters and buffers. Collective.
 
     Args:

@@ -16,7 +16,7 @@ from helpers.runs.trainers import make_trainer
 from helpers.support import run_python
 
 from trainkit import TrainModule
-from trainkit.console import TrainkitWarning, counted, notice, only_printable, printable, speak, warn, with_article
+from trainkit.console import TrainkitWarning, counted, notice, only_printable, printable, set_printing, warn, with_article
 
 # In a process of its own: what logging is configured to do is one thing for the whole process.
 BEGIN = "import logging, sys\nfrom trainkit.console import notice\n"
@@ -95,21 +95,21 @@ def test_of_several_processes_one_speaks_for_all(caplog: pytest.LogCaptureFixtur
         warn("beware", everywhere=True)
 
     try:
-        speak(False, 2)
+        set_printing(False, 2)
         notice("one")
         notice("two", everywhere=True)
         warn("nobody hears it")
         with pytest.warns(TrainkitWarning, match=r"^\[rank 2\] beware$") as caught:
             of_ours()
         assert caught[0].filename == __file__
-        speak(True, 0)
+        set_printing(True, 0)
         notice("three")
         with pytest.warns(TrainkitWarning, match="^of all$"):
             warn("of all")
         with pytest.warns(TrainkitWarning, match=r"^\[rank 0\] of one$"):
             warn("of one", everywhere=True)
     finally:
-        speak()
+        set_printing()
     notice("four", everywhere=True)  # alone again: there are no ranks
     assert [text for _, _, text in caplog.record_tuples] == ["[rank 2] two", "three", "four"]
 

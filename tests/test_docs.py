@@ -27,7 +27,9 @@ def name_of(page: Path) -> str:
 
 @pytest.mark.parametrize("page", RUN, ids=name_of)
 def test_the_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # `python` and `trainkit` of this environment
+    path = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ["PATH"]]
+    )  # `python` and `trainkit` of this environment
     done = run_python(str(ROOT / "tests/helpers/docs/pages.py"), str(page), "", cwd=tmp_path, env={"PATH": path}, timeout=400)
     assert done.returncode == 0, f"{name_of(page)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
@@ -67,7 +69,8 @@ def test_no_page_is_long(page: Path) -> None:
 @pytest.mark.parametrize("page", sorted((DOCS / "how-to").glob("[!i]*.md")), ids=name_of)
 def test_a_task_says_when_to_use_it(page: Path) -> None:
     title, _, text = page.read_text("utf-8").partition("\n")
-    assert title.startswith("# ") and text.lstrip().startswith("Use this when "), name_of(page)
+    assert title.startswith("# "), name_of(page)
+    assert text.lstrip().startswith("Use this when "), name_of(page)
 
 
 def test_the_reference_has_every_argument_of_the_trainer() -> None:

@@ -71,7 +71,7 @@ def test_home_is_expanded_for_a_trainer(home: Path) -> None:
     saved_to = "~/mine"
     trainer.save_checkpoint(saved_to)
     assert open_checkpoint(saved_to).path == home / "mine"
-    assert fit(saved_to, default_root_dir="~/others")._checkpointing.resumed_from == home / "mine"
+    assert fit(saved_to, default_root_dir="~/others")._save_policy.resumed_from == home / "mine"
     assert isinstance(TinyModule.load_from_checkpoint(saved_to), TinyModule)
     trainer.validate(TinyModule(), tiny_loader(8), ckpt_path=saved_to, verbose=False)
     assert not Path("~").exists()

@@ -24,9 +24,9 @@ __all__ = [
     "notice",
     "only_printable",
     "printable",
-    "speak",
-    "speaks",
-    "users_frames",
+    "prints_here",
+    "set_printing",
+    "user_frames",
     "warn",
     "with_article",
 ]
@@ -68,7 +68,7 @@ _HANDLER = _StandardError()
 _HANDLER.setFormatter(logging.Formatter("trainkit: %(message)s"))
 
 
-def speak(main: bool = True, rank: int | None = None, *, thread: bool = False) -> None:
+def set_printing(main: bool = True, rank: int | None = None, *, thread: bool = False) -> None:
     """Set whether this process prints; called when it has joined other processes, or is single again.
 
     Args:
@@ -84,7 +84,7 @@ def speak(main: bool = True, rank: int | None = None, *, thread: bool = False) -
         _main, _prefix = main, prefix
 
 
-def speaks() -> bool:
+def prints_here() -> bool:
     """Whether this process prints for all."""
     return _main if _voice.main is None else _voice.main
 
@@ -98,7 +98,7 @@ def notice(text: str, everywhere: bool = False) -> None:
     """
     if everywhere:
         text = (_voice.prefix or _prefix) + text
-    elif not speaks():
+    elif not prints_here():
         return
     if _voice.told is not None:
         if text in _voice.told:
@@ -132,7 +132,7 @@ def warn(text: str, everywhere: bool = False) -> None:
     """
     if everywhere:
         text = (_voice.prefix or _prefix) + text
-    elif not speaks():
+    elif not prints_here():
         return
     warnings.warn(printable(text, sys.stderr), TrainkitWarning, stacklevel=_outside())
 
@@ -154,11 +154,11 @@ def _is_inside(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _LIBRARIES
 
 
-def users_frames(trace: TracebackType | None) -> TracebackType | None:
+def user_frames(trace: TracebackType | None) -> TracebackType | None:
     """A traceback without the frames of trainkit, torch and the like."""
     if trace is None:
         return None
-    rest = users_frames(trace.tb_next)
+    rest = user_frames(trace.tb_next)
     return rest if _is_inside(trace.tb_frame) else TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 

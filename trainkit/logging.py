@@ -6,7 +6,7 @@ import logging
 import os
 from typing import Any
 
-from trainkit.console import speaks
+from trainkit.console import prints_here
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
 
@@ -89,7 +89,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
             from trainkit.accelerator.current import place
 
             rank, size = place()
-            if not alone or (rank == 0 and speaks()):
+            if not alone or (rank == 0 and prints_here()):
                 self.logger.log(level, _marked(text, rank, size), *args, **options)
             return
         from trainkit.accelerator.current import gathering

@@ -19,7 +19,7 @@ from trainkit.footprint import Contents, Footprint, Moment
 from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch, MicroBatchKind
 from trainkit.nested import leaves
 from trainkit.precision import Precision
-from trainkit.strategies._copies import Buffers, refuse_unlike
+from trainkit.strategies._copies import Buffers, check_same_copies
 from trainkit.strategies._gather import barrier, gathered
 from trainkit.strategies._membership import Membership
 from trainkit.strategies._reduction import average_gradients, broadcast, mean, sparse_parameters
@@ -129,7 +129,7 @@ class DDPStrategy(Strategy):
             return module
         if self.sync_batchnorm:
             self._norms.convert(module, self.world)
-        refuse_unlike(module, self.world, "DDP")
+        check_same_copies(module, self.world, "DDP")
         self._buffers.add(module, self.world)
         self._sparse |= sparse_parameters(module)
         broadcast([p.data for p in module.parameters()])
@@ -264,9 +264,9 @@ class DDPStrategy(Strategy):
 
     def any_loss(self, had_loss: bool) -> bool:
         """See `trainkit.Strategy.any_loss`. Call it after the gradients have been averaged."""
-        if had_loss or self._step is None or self._step.witness.grad is None:
+        if had_loss or self._step is None or self._step.probe_parameter.grad is None:
             return had_loss
-        return bool(self._step.witness.grad.abs() > 0.0)
+        return bool(self._step.probe_parameter.grad.abs() > 0.0)
 
     def reduce_gradients(self, parameters: Iterable[Tensor], micro: MicroBatch = WHOLE_WINDOW) -> None:
         """See `trainkit.Strategy.reduce_gradients`.
@@ -275,7 +275,7 @@ class DDPStrategy(Strategy):
         """
         if self._alone:
             return
-        own = [] if self._step is None else [self._step.witness]
+        own = [] if self._step is None else [self._step.probe_parameter]
         with self.world.collectives:
             average_gradients([*parameters, *own], self.bucket_cap_mb, wire=self._compression.wire, sparse=self._sparse)
         for replica in self._replicas():

@@ -153,11 +153,11 @@ class Replica:
         self.close()
         self._parameters = list(self._module.parameters())
         self._flags = list(map(_REQUIRES_GRAD, self._parameters))
-        self._refuse_unlike()
+        self._check_same_copies()
         if self.trained and not self.late:
             self.ddp = self._make(self._target, self.due)
 
-    def _refuse_unlike(self) -> None:
+    def _check_same_copies(self) -> None:
         said = self._world.exchange([len(self._flags), sum(self._flags), hash(tuple(self._flags))])
         odd = [f"{rank} ({trained} of {count})" for rank, (count, trained, _) in enumerate(said) if said[rank] != said[0]]
         if odd:
@@ -193,10 +193,12 @@ class _Dispatch(nn.Module):
         self.module = module
         self._run = run
         kind = next((p for p in module.parameters() if p.requires_grad), None)  # to share its bucket
-        self.witness = nn.Parameter(torch.zeros(1) if kind is None else torch.zeros(1, dtype=kind.dtype, device=kind.device))
+        self.probe_parameter = nn.Parameter(
+            torch.zeros(1) if kind is None else torch.zeros(1, dtype=kind.dtype, device=kind.device)
+        )
 
     def forward(self, *args: Any) -> Any:
-        return self._run(*args), self.witness.view(1)
+        return self._run(*args), self.probe_parameter.view(1)
 
 
 class TrainingStep:
@@ -218,19 +220,19 @@ class TrainingStep:
     def __init__(self, module: nn.Module, run: Callable[..., Any], *, static_graph: bool, **options: Any) -> None:
         self._dispatch, self._static = _Dispatch(module, run), static_graph
         self.replica = Replica(module, target=self._dispatch, late=static_graph, **options)
-        self._one = torch.ones_like(self.witness)
+        self._one = torch.ones_like(self.probe_parameter)
         self._root: Tensor
 
     @property
-    def witness(self) -> Tensor:
+    def probe_parameter(self) -> Tensor:
         """A parameter whose gradient counts the losses of the window."""
-        return self._dispatch.witness
+        return self._dispatch.probe_parameter
 
     def begin_window(self, uneven: bool) -> None:
         """Start a window: called before its first forward, or instead if there is none."""
         if not uneven:
             self.replica.follow()
-        self.witness.grad = None
+        self.probe_parameter.grad = None
 
     def __call__(self, *args: Any) -> Any:
         outputs, self._root = self.replica(*args)
@@ -250,14 +252,16 @@ class TrainingStep:
         """
         if not due or not self.replica.trained:
             if had_loss:
-                self.witness.grad = self._one.clone() if self.witness.grad is None else self.witness.grad + 1
+                self.probe_parameter.grad = (
+                    self._one.clone() if self.probe_parameter.grad is None else self.probe_parameter.grad + 1
+                )
             return
         if self._static:
             raise LossError(
                 "training_step returned no loss, or its batch has weight 0, but with static_graph=True all steps must be like "
                 "the first. Remove static_graph=True, or return a loss in every step."
             )
-        self.replica.backward_zeros((self.witness.view(1), self._one * had_loss))
+        self.replica.backward_zeros((self.probe_parameter.view(1), self._one * had_loss))
 
 
 class PreparedModel(Wrapped):

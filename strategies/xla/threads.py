@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from trainkit.console import speak
-from trainkit.distributed.world import Pending, Team, World
+from trainkit.console import set_printing
+from trainkit.distributed.world import Pending, ThreadExchange, World
 from trainkit.errors import ConfigurationError, ProcessFailedError
 
-__all__ = ["ReplicaTurns", "ThreadWorld", "turns_of_this_process"]
+__all__ = ["ReplicaTurns", "ThreadWorld", "replica_turns"]
 
 _Key = tuple[str, int]
 
@@ -124,7 +124,7 @@ _turns: ReplicaTurns | None = None
 _made = threading.Lock()
 
 
-def turns_of_this_process(size: int) -> ReplicaTurns:
+def replica_turns(size: int) -> ReplicaTurns:
     """Return the object that all replicas of this process share.
 
     Raises:
@@ -151,7 +151,7 @@ class ThreadWorld(World):
     def __init__(self, rank: int, size: int, turns: ReplicaTurns) -> None:
         super().__init__(rank, size, local_rank=rank, local_size=size, launcher="torch_xla.launch")
         self.turns = turns
-        speak(main=rank == 0, rank=rank, thread=True)
+        set_printing(main=rank == 0, rank=rank, thread=True)
 
     def rest(self) -> None:
         """Leave the run at its end, unless `trainkit.strategies.XLAStrategy.launch` does so."""
@@ -178,9 +178,9 @@ class ThreadWorld(World):
         """See `trainkit.distributed.world.World.begin_largest`."""
         return _Largest(self, self.turns.give(self.rank, "largest", [int(value) for value in values]))
 
-    def team(self, name: str) -> Team:
-        """See `trainkit.distributed.world.World.team`."""
-        return _ThreadTeam(name, self)
+    def thread_exchange(self, name: str) -> ThreadExchange:
+        """See `trainkit.distributed.world.World.thread_exchange`."""
+        return _ReplicaExchange(name, self)
 
     def gather(self, name: str, value: Any = None) -> list[Any]:
         """Return the values of all replicas. The other replicas run until they give theirs."""
@@ -198,7 +198,7 @@ class _Largest(Pending):
         return [max(column) for column in zip(*rows, strict=True)]
 
 
-class _ThreadTeam(Team):
+class _ReplicaExchange(ThreadExchange):
     """A team of replicas that run one at a time. Do not use it from other threads."""
 
     concurrent = False

@@ -18,7 +18,7 @@ from trainkit.launch.joining import join
 from trainkit.launch.tpu import REPLICA, place_in_slice
 from trainkit.nested import leaves, map_tensors
 from trainkit.strategies.xla.runtime import choose_runtime, imported
-from trainkit.strategies.xla.threads import ThreadWorld, turns_of_this_process
+from trainkit.strategies.xla.threads import ThreadWorld, replica_turns
 
 __all__ = ["Replicas", "host_world", "launch", "replica_world", "resolve_mode"]
 
@@ -55,7 +55,7 @@ def replica_world(wanted: RequestedDevices, xr: Any, timeout: timedelta) -> Worl
         return host_world(wanted, xr, timeout)
     rank, threads = int(xr.global_ordinal()), int(xr.addressable_device_count())
     if threads == size and int(xr.process_count()) == 1:
-        turns = turns_of_this_process(size)
+        turns = replica_turns(size)
         if wanted.as_started and rank not in turns.launched:
             raise ConfigurationError(
                 "replicas on XLA's CPU runtime are threads that run one at a time, but the end of your own training loop is "
@@ -188,7 +188,7 @@ class _Replica:
             )
         if size == 1 or int(xr.addressable_device_count()) != size or int(xr.process_count()) != 1:
             return self._function(index, *args)
-        turns, rank = turns_of_this_process(size), int(xr.global_ordinal())
+        turns, rank = replica_turns(size), int(xr.global_ordinal())
         turns.launched.add(rank)
         turns.enter(rank)
         error: BaseException | None = None

@@ -22,7 +22,7 @@ from trainkit.footprint import Contents, Footprint
 from trainkit.metrics.values import TO_HOST
 from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.precision import Precision
-from trainkit.strategies._copies import Buffers, refuse_unlike
+from trainkit.strategies._copies import Buffers, check_same_copies
 from trainkit.strategies._membership import duration
 from trainkit.strategies.xla.info import INFO
 from trainkit.strategies.xla.rates import steady_rates
@@ -241,7 +241,7 @@ class XLAStrategy(Strategy):
         if self.fsdp:
             self._models[id(module)] = SPMDModel(module, self.mesh)
         if self._replicas is not None:
-            refuse_unlike(module, self.world, "XLA")
+            check_same_copies(module, self.world, "XLA")
             self._buffers.add(module, self.world)
             self._replicas.from_main(module.parameters())
         self._sync_together()

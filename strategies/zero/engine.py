@@ -354,7 +354,7 @@ class Engine:
             self.discard()
             return False
         self.zero.custom_loss_scaler, self.zero.external_loss_scale = True, scale  # DeepSpeed unscales by it
-        self.shadow.take_options()
+        self.shadow.copy_options()
         self.zero.clip_grad = self.clip or 0.0
         with self._collectives:
             self._engine.set_gradient_accumulation_boundary(True)

@@ -150,7 +150,7 @@ class Shadow:
                 "configure_model or configure_optimizers, or use strategy='ddp'."
             )
 
-    def take_options(self) -> None:
+    def copy_options(self) -> None:
         """Copy the options of the user's groups, such as the learning rate, and run the user's pre-step hooks."""
         for ours, theirs in self._pairs:
             for key, value in ours.items():

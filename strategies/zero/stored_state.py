@@ -208,7 +208,7 @@ def load_optimizer(engine: Engine, stored: StoredOptimizer) -> None:
     Raises:
         StateMismatchError: parameters in the same shard have different step counters.
     """
-    stored.take_options()
+    stored.copy_options()
     flats, state = engine.flats, engine.shadow.inner.state
     members: dict[int, list[tuple[dict[str, Any], Ranges, int, int]]] = {}
     for parameter, number, ranges, first, last in _positions(engine):

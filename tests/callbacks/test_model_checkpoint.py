@@ -1,4 +1,4 @@
-"""`ModelCheckpoint` hook by hook, against a placeholder for `trainer._checkpointing` that writes real, small checkpoints.
+"""`ModelCheckpoint` hook by hook, against a placeholder for `trainer._save_policy` that writes real, small checkpoints.
 
 Whole runs are in `test_model_checkpoint_runs.py`.
 """
@@ -155,7 +155,7 @@ class Run:
         self, trainer: Any, module: Any, *callbacks: ModelCheckpoint, run_id: str = "a" * 16, start: bool = True
     ) -> None:
         self.trainer, self.module, self.callbacks = trainer, module, callbacks
-        self.checkpointing = trainer._checkpointing = Checkpointing(trainer, run_id)
+        self.checkpointing = trainer._save_policy = Checkpointing(trainer, run_id)
         trainer.callbacks, trainer.callback_metrics = list(callbacks), {}
         trainer.default_root_dir, trainer.is_last_batch = "runs", False
         trainer.global_step = trainer.current_epoch = 0

@@ -166,7 +166,7 @@ def test_by_time() -> None:
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             end = time.monotonic() + 60
-            while not trainer._checkpointing.safe_points._alerts and time.monotonic() < end:
+            while not trainer._save_policy.safe_points._alerts and time.monotonic() < end:
                 time.sleep(0.001)
 
     fit(ModelCheckpoint(train_time_interval=timedelta(microseconds=1), keep_last=-1), Waiting())

@@ -9,14 +9,14 @@ import pytest
 from helpers.worlds.threaded import run_teams, try_teams
 
 from trainkit.checkpoint.all_ranks import run_on_all_ranks
-from trainkit.distributed.world import Team
+from trainkit.distributed.world import ThreadExchange
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError, MissingMetricError
 
 
 def failing(errors: dict[int, BaseException], **options: Any) -> list[Any]:
     """What three processes get, of which some fail."""
 
-    def work(team: Team) -> Any:
+    def work(team: ThreadExchange) -> Any:
         def act() -> int:
             if team.rank in errors:
                 raise errors[team.rank]
@@ -32,14 +32,14 @@ def test_what_each_returned_is_known_to_all() -> None:
 
 
 def test_one_process_does_it_and_nothing_else() -> None:
-    assert run_on_all_ranks(Team(), lambda: object) == [object]  # not even JSON
+    assert run_on_all_ranks(ThreadExchange(), lambda: object) == [object]  # not even JSON
     error = ValueError("x")
 
     def act() -> None:
         raise error
 
     with pytest.raises(ValueError, match="x") as raised:
-        run_on_all_ranks(Team(), act)
+        run_on_all_ranks(ThreadExchange(), act)
     assert raised.value is error
 
 
@@ -74,7 +74,7 @@ def test_an_interrupt_stays_one_where_it_came() -> None:
 
 
 def test_it_is_one_exchange() -> None:
-    def work(team: Team) -> int:
+    def work(team: ThreadExchange) -> int:
         run_on_all_ranks(team, lambda: None)
         return team.completed
 

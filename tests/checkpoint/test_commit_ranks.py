@@ -21,7 +21,7 @@ from trainkit.checkpoint import draft as drafts
 from trainkit.checkpoint.commit import commit
 from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.reader import open_checkpoint
-from trainkit.distributed.world import Team
+from trainkit.distributed.world import ThreadExchange
 from trainkit.errors import CheckpointError, CheckpointWriteError
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -36,7 +36,7 @@ def _divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts, "SPLIT_ABOVE", 8000)
 
 
-def drafted(team: Team, **changes: Any) -> Draft:
+def drafted(team: ThreadExchange, **changes: Any) -> Draft:
     """The same tensors on every process; what is no tensor is another one on each."""
     made = content(2, **{"tensors": TENSORS, "state": {"rank": team.rank}, **changes})
     return Draft(made, rank=team.rank, ranks=team.size)
@@ -56,7 +56,7 @@ class Failing(Draft):
         raise self.error
 
 
-def failing(team: Team, ranks: tuple[int, ...], error: BaseException | None = None) -> Draft:
+def failing(team: ThreadExchange, ranks: tuple[int, ...], error: BaseException | None = None) -> Draft:
     """A draft that fails on some ranks, a full disk by default."""
     made = drafted(team)
     if team.rank in ranks:
@@ -89,7 +89,7 @@ def test_the_content_is_the_same_whoever_writes_it(run_dir: Path, size: int) -> 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_each_process_writes_about_as_much_and_no_two_the_same(size: int) -> None:
-    made = [drafted(Team("", None, rank, size)) for rank in range(size)]
+    made = [drafted(ThreadExchange("", None, rank, size)) for rank in range(size)]
     own = [written_by(draft) for draft in made]
     assert sorted(name for names in own for name in names if name.endswith(".safetensors")) == sorted(
         name for name in made[0].sizes if name.endswith(".safetensors")
@@ -102,27 +102,29 @@ def test_each_process_writes_about_as_much_and_no_two_the_same(size: int) -> Non
 
 def test_small_stems_are_not_divided_but_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts, "SPLIT_ABOVE", 10**6)
-    first, second = (drafted(Team("", None, rank, 2)) for rank in range(2))
+    first, second = (drafted(ThreadExchange("", None, rank, 2)) for rank in range(2))
     assert "model.safetensors" in written_by(first)
     assert written_by(second) == ["optimizer.safetensors"]
 
 
 def test_files_are_no_larger_than_asked_for_on_any_number_of_processes() -> None:
-    draft = drafted(Team("", None, 0, 2), max_shard_size=6000)
+    draft = drafted(ThreadExchange("", None, 0, 2), max_shard_size=6000)
     files = {name: size for name, size in draft.sizes.items() if name.startswith("model") and name.endswith("s")}
     assert len(files) == 4
     assert max(files.values()) <= 6000
 
 
 def test_a_stem_without_tensors_is_written_once() -> None:
-    made = [drafted(Team("", None, rank, 3), tensors={"model": TENSORS["model"], "optimizer": {}}) for rank in range(3)]
+    made = [
+        drafted(ThreadExchange("", None, rank, 3), tensors={"model": TENSORS["model"], "optimizer": {}}) for rank in range(3)
+    ]
     assert [name for draft in made for name in written_by(draft)].count("optimizer.safetensors") == 1
 
 
 def test_the_order_of_the_tensors_makes_no_difference() -> None:
     turned = {stem: dict(reversed(tensors.items())) for stem, tensors in TENSORS.items()}
     for rank in range(3):
-        first, second = drafted(Team("", None, rank, 3)), drafted(Team("", None, rank, 3), tensors=turned)
+        first, second = drafted(ThreadExchange("", None, rank, 3)), drafted(ThreadExchange("", None, rank, 3), tensors=turned)
         assert written_by(first) == written_by(second)
         assert first.layout == second.layout
 
@@ -137,7 +139,7 @@ def test_the_order_of_the_tensors_makes_no_difference() -> None:
     ],
 )
 def test_other_tensors_on_one_process_are_an_error_on_all(run_dir: Path, other: dict[str, torch.Tensor]) -> None:
-    def work(team: Team) -> Any:
+    def work(team: ThreadExchange) -> Any:
         tensors = {**TENSORS, "optimizer": other} if team.rank == 1 else TENSORS
         return commit(drafted(team, tensors=tensors), Path("a"), team=team)
 
@@ -154,7 +156,7 @@ def test_other_tensors_on_one_process_are_an_error_on_all(run_dir: Path, other: 
 @pytest.mark.parametrize("replace", [False, True])
 def test_a_disk_that_fails_is_the_same_error_on_all(run_dir: Path, ranks: tuple[int, ...], replace: bool) -> None:
     if replace:
-        commit(drafted(Team(), state={"old": 1}), Path("a"))
+        commit(drafted(ThreadExchange(), state={"old": 1}), Path("a"))
     ends = try_teams(3, lambda team: commit(failing(team, ranks), Path("a"), replace=True, team=team))
     assert {type(end) for end in ends} == {CheckpointWriteError}
     assert len({str(end) for end in ends}) == 1
@@ -190,7 +192,7 @@ def test_what_is_there_already_is_an_error_on_all(run_dir: Path) -> None:
 
 
 def test_too_little_space_for_all_together(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = drafted(Team("", None, 0, 2)).size
+    whole = drafted(ThreadExchange("", None, 0, 2)).size
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: (10**9, 0, whole // 2))
     ends = try_teams(2, lambda team: commit(drafted(team), Path("a"), team=team))
     assert all(isinstance(end, CheckpointWriteError) and "too little space" in str(end) for end in ends)
@@ -209,10 +211,10 @@ def test_the_main_process_fails_when_the_others_are_done(run_dir: Path, monkeypa
 
 
 def test_a_process_that_dies_leaves_the_old_one(run_dir: Path) -> None:
-    commit(drafted(Team(), state={"old": 1}), Path("a"))
+    commit(drafted(ThreadExchange(), state={"old": 1}), Path("a"))
     reached = threading.Event()
 
-    def work(team: Team) -> Any:
+    def work(team: ThreadExchange) -> Any:
         if team.rank == 1:
             team.exchange([["", drafted(team).layout], None])
             reached.set()

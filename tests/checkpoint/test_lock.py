@@ -220,7 +220,7 @@ def test_another_host_with_a_heartbeat_is_refused(run_dir: Path, same: dict[str,
 
 def test_the_heart_beats(run_dir: Path) -> None:
     with taken(run_dir, beat=0.01) as lock:
-        until(lambda: lock._heart is not None and lock._heart.beats > 3)
+        until(lambda: lock._heartbeat is not None and lock._heartbeat.beats > 3)
         assert content(run_dir)["beat"] >= 1
         assert not lock.lost
         lock.check()
@@ -229,10 +229,10 @@ def test_the_heart_beats(run_dir: Path) -> None:
 def test_a_lock_is_lost_to_who_took_it(run_dir: Path) -> None:
     other = elsewhere(run_dir)
     with taken(run_dir, beat=0.01) as lock:
-        assert lock._heart is not None
+        assert lock._heartbeat is not None
         (run_dir / LOCK).write_bytes(other)
         assert lock.lost
-        until(lambda: not lock._heart.is_alive())
+        until(lambda: not lock._heartbeat.is_alive())
         with pytest.raises(CheckpointLockedError, match="far-run"):
             lock.check()
     assert (run_dir / LOCK).read_bytes() == other

@@ -18,7 +18,7 @@ from trainkit.checkpoint import draft as drafts
 from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.saver import Saver
-from trainkit.distributed.world import Team
+from trainkit.distributed.world import ThreadExchange
 from trainkit.errors import CheckpointWriteError, UnsavableError
 
 TENSORS = {"model": {f"w{n}": torch.arange(1000.0) + n for n in range(12)}}
@@ -29,7 +29,7 @@ def _divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts, "SPLIT_ABOVE", 8000)
 
 
-def drafted(team: Team, counter: int = 1) -> Draft:
+def drafted(team: ThreadExchange, counter: int = 1) -> Draft:
     made = content(counter, tensors={stem: {k: t.clone() for k, t in tensors.items()} for stem, tensors in TENSORS.items()})
     return Draft(made, rank=team.rank, ranks=team.size)
 
@@ -37,7 +37,7 @@ def drafted(team: Team, counter: int = 1) -> Draft:
 class Saving:
     """A saver of one process, and what it has said."""
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team: ThreadExchange) -> None:
         self.failures: list[str] = []
         self.committed = 0
         self.alerts = threading.Event()
@@ -59,7 +59,7 @@ class Saving:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_saves_one_after_the_other(run_dir: Path, size: int) -> None:
-    def work(team: Team) -> Any:
+    def work(team: ThreadExchange) -> Any:
         own = Saving(team)
         for counter in (1, 2, 3):
             draft = drafted(team, counter)
@@ -78,7 +78,7 @@ def test_saves_one_after_the_other(run_dir: Path, size: int) -> None:
 def test_each_copies_its_own_part_only(run_dir: Path, size: int) -> None:
     """Host memory of a save: the state divided by the number of processes."""
 
-    def work(team: Team) -> Any:
+    def work(team: ThreadExchange) -> Any:
         own = Saving(team)
         own.save(drafted(team))
         held = own.saver._buffers.nbytes
@@ -96,7 +96,7 @@ def test_what_changes_after_the_copy_is_not_saved(run_dir: Path, monkeypatch: py
     plain = commits._Commit.write
     monkeypatch.setattr(commits._Commit, "write", lambda self: (go.wait(30), plain(self))[1])
 
-    def work(team: Team) -> Any:
+    def work(team: ThreadExchange) -> Any:
         own = Saving(team)
         tensors = {"model": {key: tensor.clone() for key, tensor in TENSORS["model"].items()}}
         made = content(tensors=tensors)
@@ -113,7 +113,7 @@ def test_what_changes_after_the_copy_is_not_saved(run_dir: Path, monkeypatch: py
 
 
 def test_a_full_disk_of_one_is_everybodys(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(team: Team) -> Any:
+    def work(team: ThreadExchange) -> Any:
         own = Saving(team)
         bad, good = drafted(team), drafted(team, 2)
         if team.rank == 1:
@@ -139,7 +139,7 @@ def test_a_full_disk_of_one_is_everybodys(run_dir: Path, monkeypatch: pytest.Mon
 def test_a_copy_that_fails_is_an_error_of_the_call_on_all(run_dir: Path) -> None:
     """A tensor that is no longer what it was when the checkpoint was laid out."""
 
-    def work(team: Team) -> Any:
+    def work(team: ThreadExchange) -> Any:
         own = Saving(team)
         tensors = {"model": {key: tensor.clone() for key, tensor in TENSORS["model"].items()}}
         made = content(tensors=tensors)
@@ -170,7 +170,7 @@ def test_a_thread_that_cannot_start_on_one(run_dir: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
 
-    def work(team: Team) -> Any:
+    def work(team: ThreadExchange) -> Any:
         mine.rank = team.rank
         own = Saving(team)
         own.save(drafted(team))
@@ -185,7 +185,7 @@ def test_a_thread_that_cannot_start_on_one(run_dir: Path, monkeypatch: pytest.Mo
 def test_one_that_dies_in_the_middle(run_dir: Path, monkeypatch: pytest.MonkeyPatch, dead: int) -> None:
     """Its thread never gives its part; the others' end, and report it."""
 
-    def work(team: Team) -> Any:
+    def work(team: ThreadExchange) -> Any:
         own = Saving(team)
         if team.rank == dead:
             team.exchange([None, None])  # of the copies
@@ -202,7 +202,7 @@ def test_one_that_dies_in_the_middle(run_dir: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_blocking_save_that_fails(run_dir: Path) -> None:
-    def work(team: Team) -> Any:
+    def work(team: ThreadExchange) -> Any:
         own = Saving(team)
         draft = drafted(team)
         if team.rank == 0:

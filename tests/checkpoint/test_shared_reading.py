@@ -16,7 +16,7 @@ from helpers.worlds.threaded import GoneError, run_teams, try_teams
 from trainkit.checkpoint import reader, shared_reading
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.shared_reading import read_on_all_ranks
-from trainkit.distributed.world import Team
+from trainkit.distributed.world import ThreadExchange
 from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 
 TENSORS = {
@@ -154,7 +154,7 @@ def blind(monkeypatch: pytest.MonkeyPatch, instead: str) -> Any:
     """What reads "a" on a machine of which rank 1 finds something else there."""
     plain, ranks = shared_reading.open_checkpoint, threading.local()
 
-    def work(team: Team) -> Any:
+    def work(team: ThreadExchange) -> Any:
         ranks.own = team.rank
         return read_on_all_ranks("a", team)
 
@@ -166,7 +166,7 @@ def blind(monkeypatch: pytest.MonkeyPatch, instead: str) -> Any:
 
 
 def test_one_that_has_died(checkpoint: Path) -> None:
-    def work(team: Team) -> Any:
+    def work(team: ThreadExchange) -> Any:
         if team.rank == 2:
             raise SystemExit
         return read_on_all_ranks(checkpoint, team)

@@ -19,7 +19,7 @@ from helpers.worlds.worlds import start_world
 
 from trainkit.distributed.channel import Channel
 from trainkit.distributed.failure import Failure
-from trainkit.distributed.world import Team
+from trainkit.distributed.world import ThreadExchange
 from trainkit.errors import ProcessFailedError
 
 pytestmark = pytest.mark.prompt
@@ -56,7 +56,7 @@ def test_many_threads_at_once() -> None:
 
     def work(number: int) -> None:
         rank, name = number % size, number // size
-        team = Team(f"team {name}", channels[rank], rank, size)
+        team = ThreadExchange(f"team {name}", channels[rank], rank, size)
         for turn in range(turns):
             assert team.exchange([rank, name, turn]) == [[other, name, turn] for other in range(size)]
 
@@ -151,7 +151,7 @@ def test_who_breaks_off_stays_in_step(complete: bool, monkeypatch: pytest.Monkey
     monkeypatch.setattr("trainkit.distributed.channel._LOOK", 0.01)
 
     with star(2) as channels, ThreadPoolExecutor(1) as pool:
-        teams = [Team("team", channels[rank], rank, 2) for rank in range(2)]
+        teams = [ThreadExchange("team", channels[rank], rank, 2) for rank in range(2)]
         others: list[Any] = []
 
         def look() -> None:
@@ -176,7 +176,7 @@ def test_what_all_are_doing() -> None:
             found = all_at_once(2, lambda rank: channels[rank].ask())
         assert found == [[nothing, {**nothing, "checks": 4}, {"begun": 1, "where": ["step", "train.py:3"], "checks": 0}]] * 2
         channels[2].announce_end()
-        eventually(channels[1], lambda: 2 in channels[1].gone)
+        eventually(channels[1], lambda: 2 in channels[1].exited)
         assert channels[1].ask() == [nothing, {**nothing, "checks": 4}, None]
         assert not any(channel._waiters for channel in channels)
     assert channels[1].ask() is None
@@ -314,7 +314,7 @@ def test_who_leaves_in_the_middle_of_a_run_has_failed(leaving: int) -> None:
 def test_who_is_blamed_is_known_to_all() -> None:
     with star(3) as channels:
         channels[2].announce_end()
-        eventually(channels[1], lambda: 2 in channels[1].gone)
+        eventually(channels[1], lambda: 2 in channels[1].exited)
         cause = channels[1].cause
         assert cause is not None
         channels[1].report_cause(cause)

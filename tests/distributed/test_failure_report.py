@@ -192,7 +192,7 @@ def first_in_the_run_last_at_its_end(catches: bool, leaves: bool) -> None:
         if not catches:
             raise
         if not leaves:
-            assert member.channel.wait(lambda: len(member.channel.gone) == 2, LIMIT)
+            assert member.channel.wait(lambda: len(member.channel.exited) == 2, LIMIT)
 
 
 def test_the_same_error_everywhere_when_the_first_is_the_slowest() -> None:

@@ -18,18 +18,18 @@ class Star:
         self.hub = Hub(size, lambda rank, message: self.received[rank].append(message))
 
     def give(self, rank: int, key: str, value: Any = None) -> None:
-        self.hub.heard(rank, {"give": key, "value": value})
+        self.hub.receive(rank, {"give": key, "value": value})
 
     def begin(self, *ranks: int) -> None:
         for rank in ranks:
-            self.hub.heard(rank, {"begin": 0})
+            self.hub.receive(rank, {"begin": 0})
 
     def end(self, *ranks: int, fine: bool = True) -> None:
         for rank in ranks:
-            self.hub.heard(rank, {"end": fine})
+            self.hub.receive(rank, {"end": fine})
 
     def fail(self, rank: int, run: int | None = 1, number: int = 1) -> None:
-        self.hub.heard(rank, {"fail": Failure(rank, "error", f"of {rank}", run=run).record(), "number": number})
+        self.hub.receive(rank, {"fail": Failure(rank, "error", f"of {rank}", run=run).record(), "number": number})
 
     def take(self, *kinds: str) -> list[list[Any]]:
         """What each was told of these kinds; it is forgotten."""
@@ -66,9 +66,9 @@ def test_exchanges_do_not_mix() -> None:
 def test_what_was_taken_back_does_not_count() -> None:
     star = Star(2)
     star.give(0, "a", "old")
-    star.hub.heard(0, {"take back": "a"})
+    star.hub.receive(0, {"take back": "a"})
     assert star.hub.waiting == 0
-    star.hub.heard(0, {"take back": "a"})
+    star.hub.receive(0, {"take back": "a"})
     star.give(1, "a", 1)
     star.give(0, "a", "new")
     assert star.take() == [[{"result": "a", "values": ["new", 1]}]] * 2
@@ -79,7 +79,7 @@ def test_a_process_that_is_gone_ends_exchanges_that_need_it() -> None:
     star.give(0, "given", 0)
     star.give(1, "given", 1)
     star.give(0, "not given", 0)
-    star.hub.gone(1, "died")
+    star.hub.on_exit(1, "died")
     received = star.take("void")
     assert [[m["void"] for m in messages] for messages in received] == [["not given"], [], []]
     assert received[0][0]["why"]["kind"] == "died"
@@ -106,8 +106,8 @@ def test_the_first_failure_counts_and_ends_exchanges() -> None:
 def test_who_asks_is_told_that_it_was_heard() -> None:
     star = Star(2)
     star.fail(1, number=7)
-    star.hub.heard(0, {"take back": "a", "number": 3})
-    assert star.take("heard") == [[{"heard": 3}], [{"heard": 7}]]
+    star.hub.receive(0, {"take back": "a", "number": 3})
+    assert star.take("acknowledged") == [[{"acknowledged": 3}], [{"acknowledged": 7}]]
 
 
 def test_a_failure_is_over_when_all_are_out_of_the_run() -> None:
@@ -132,7 +132,7 @@ def test_a_run_inside_another_that_fails_leaves_the_outer_one_alone() -> None:
     star.fail(0, run=2)
     star.end(0, 1, fine=False)
     assert star.take("cleared") == [[{"cleared": 2}]] * 2
-    star.hub.gone(1, "died")
+    star.hub.on_exit(1, "died")
     assert star.failed()[0] == [1]
 
 
@@ -155,9 +155,9 @@ def test_an_error_that_ends_processes_stays_that_of_the_first_in_the_run() -> No
     star.fail(0)
     star.end(0, 1, 2, fine=False)
     assert star.failed() == [[1]] * 3
-    star.hub.heard(2, {"fail": Failure(2, "error", "of 2").record(), "of": 1})
+    star.hub.receive(2, {"fail": Failure(2, "error", "of 2").record(), "of": 1})
     assert star.take("fallen") == [[{"fallen": 2}]] * 3
-    star.hub.heard(1, {"fail": Failure(1, "error", "of 1").record(), "of": 1})
+    star.hub.receive(1, {"fail": Failure(1, "error", "of 1").record(), "of": 1})
     assert star.take() == [[{"fallen": 1}]] * 3
     assert star.hub._failures[None].rank == 1
 
@@ -170,7 +170,7 @@ def test_an_error_that_is_not_of_the_last_run_that_failed(of: int | None) -> Non
         star.fail(1, run=run)
         star.end(0, 1, fine=False)
     star.take()
-    star.hub.heard(0, {"fail": Failure(0, "error", "another").record(), "of": of})
+    star.hub.receive(0, {"fail": Failure(0, "error", "another").record(), "of": of})
     assert star.failed() == [[0], [0]]
 
 
@@ -191,7 +191,7 @@ def test_who_is_gone_from_a_run_fails(kind: str) -> None:
     star = Star()
     star.begin(0, 1, 2)
     star.end(2)
-    star.hub.gone(1, kind)
+    star.hub.on_exit(1, kind)
     assert star.failed() == [[1], [], [1]]
 
 
@@ -199,16 +199,16 @@ def test_who_is_gone_after_the_run_does_not() -> None:
     star = Star()
     star.begin(0, 1, 2)
     star.end(1, 2)
-    star.hub.gone(1, "died")
-    star.hub.gone(2, "left")
+    star.hub.on_exit(1, "died")
+    star.hub.on_exit(2, "left")
     received = star.take()
-    assert [m["gone"]["rank"] for m in received[0] if "gone" in m] == [1, 2]
+    assert [m["exited"]["rank"] for m in received[0] if "exited" in m] == [1, 2]
     assert not [m for m in received[0] if "failed" in m]
 
 
 def test_who_is_gone_before_a_run_fails_when_another_begins_it() -> None:
     star = Star(2)
-    star.hub.gone(1, "left")
+    star.hub.on_exit(1, "left")
     assert star.failed() == [[], []]
     star.begin(0)
     assert star.failed()[0] == [1]
@@ -218,7 +218,7 @@ def test_who_has_left_a_run_by_the_way_out_is_missing_in_it() -> None:
     star = Star(2)
     star.begin(0, 1)
     star.end(1, fine=False)
-    star.hub.heard(1, {"bye": ["exit", "sys.exit(3)"]})
+    star.hub.receive(1, {"bye": ["exit", "sys.exit(3)"]})
     [failed] = star.take("failed")[0]
     assert (failed["failed"]["kind"], failed["failed"]["summary"], failed["failed"]["run"]) == ("exit", "sys.exit(3)", None)
 
@@ -229,17 +229,17 @@ def test_who_has_failed_and_is_gone_has_not_died() -> None:
     star.fail(1)
     star.end(1, fine=False)
     star.take()
-    star.hub.gone(1, "died")
+    star.hub.on_exit(1, "died")
     received = star.take()[0]
-    assert [m["gone"]["summary"] for m in received if "gone" in m] == ["of 1"]
+    assert [m["exited"]["summary"] for m in received if "exited" in m] == ["of 1"]
 
 
 def test_nothing_is_heard_of_who_is_gone() -> None:
     star = Star(2)
-    star.hub.gone(1, "died")
+    star.hub.on_exit(1, "died")
     star.take()
     star.give(1, "a")
-    star.hub.gone(1, "left")
+    star.hub.on_exit(1, "left")
     assert star.take() == [[], []]
     assert star.hub.waiting == 0
 
@@ -259,12 +259,12 @@ def test_all_know_the_runs_of_the_main_process() -> None:
 
 def ask(star: Star, *ranks: int) -> None:
     for rank in ranks:
-        star.hub.heard(rank, {"ask": f"of {rank}"})
+        star.hub.receive(rank, {"ask": f"of {rank}"})
 
 
 def answer(star: Star, *ranks: int) -> None:
     for rank in ranks:
-        star.hub.heard(rank, {"answer": rank * 10})
+        star.hub.receive(rank, {"answer": rank * 10})
 
 
 def test_all_are_asked_once_however_many_want_to_know() -> None:
@@ -287,11 +287,11 @@ def test_all_are_asked_once_however_many_want_to_know() -> None:
 def test_of_one_that_is_gone_nothing_is_known(before: bool) -> None:
     star = Star()
     if before:
-        star.hub.gone(2, "left")
+        star.hub.on_exit(2, "left")
     ask(star, 1)
     answer(star, 0, 1)
     if not before:
-        star.hub.gone(2, "died")
+        star.hub.on_exit(2, "died")
     assert star.take("result") == [[], [{"result": "of 1", "values": [0, 10, None]}], []]
 
 
@@ -299,7 +299,7 @@ def test_one_that_has_asked_may_go() -> None:
     star = Star()
     ask(star, 2)
     answer(star, 0)
-    star.hub.gone(2, "died")
+    star.hub.on_exit(2, "died")
     ask(star, 1)
     answer(star, 1)
     assert star.take("result") == [[], [], []]
@@ -309,6 +309,6 @@ def test_one_that_has_asked_may_go() -> None:
 
 def test_who_says_goodbye_says_how_many_collectives_it_has_begun() -> None:
     star = Star()
-    star.hub.heard(2, {"bye": ["left", ""], "begun": 7})
-    star.hub.gone(1, "died")
-    assert [m["begun"] for m in star.take("gone")[0]] == [7, None]
+    star.hub.receive(2, {"bye": ["left", ""], "begun": 7})
+    star.hub.on_exit(1, "died")
+    assert [m["begun"] for m in star.take("exited")[0]] == [7, None]

@@ -19,7 +19,7 @@ AT = {"MASTER_ADDR": "h", "MASTER_PORT": "2"}
     ({"TORCHELASTIC_USE_AGENT_STORE": "False", **AT}, None),
     ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TRAINKIT_RESTART_STORE": "a:1", **AT}, "RestartStore('a', 1, '')"),
 ])  # fmt: skip
-def test_where_it_is(env: dict[str, str], expected: str | None) -> None:
+def test_folders_line(env: dict[str, str], expected: str | None) -> None:
     memory = RestartStore.of(env)
     assert (None if memory is None else repr(memory)) == expected
 

@@ -27,14 +27,14 @@ def connect(port: int) -> TCPStore:
 def test_the_connection_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else ends it when the cable is cut: the store waits for an answer for ever."""
     watched: list[tuple[int, float]] = []
-    keep_watch = stores.keep_watch
+    enable_keepalive = stores.enable_keepalive
 
     def watch(connection: socket.socket, patience: float) -> None:
-        keep_watch(connection, patience)
+        enable_keepalive(connection, patience)
         limit = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
         watched.append((connection.getpeername()[1], limit / 1000))
 
-    monkeypatch.setattr(stores, "keep_watch", watch)
+    monkeypatch.setattr(stores, "enable_keepalive", watch)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     files = len(os.listdir("/dev/fd"))
     store = connected(lambda: connect(server.port), server.port, 10.0)

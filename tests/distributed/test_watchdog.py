@@ -334,7 +334,7 @@ def the_last_steps_take_long(how: str) -> None:
         if member.rank == 0:
             now()
             if how != "fails":
-                assert member.channel.wait(lambda: 1 in member.channel.gone, LIMIT)  # it does not wait for this one
+                assert member.channel.wait(lambda: 1 in member.channel.exited, LIMIT)  # it does not wait for this one
             time.sleep(LONG)  # nobody is needed for what it still does
             print("done")
 
@@ -366,7 +366,7 @@ def it_cleans_up_for_long() -> None:
 
     def tear_down() -> None:
         if member.rank == 1:
-            assert member.channel.wait(lambda: 0 in member.channel.gone, LIMIT)  # which is not let do so
+            assert member.channel.wait(lambda: 0 in member.channel.exited, LIMIT)  # which is not let do so
             time.sleep(LONG)
             print("torn down")
 
@@ -390,7 +390,7 @@ def all_are_told_to_end() -> None:
 
     def tear_down() -> None:
         if member.rank == 0:
-            assert member.channel.wait(lambda: len(member.channel.gone) == 2, LIMIT)
+            assert member.channel.wait(lambda: len(member.channel.exited) == 2, LIMIT)
             time.sleep(LONG)  # it has more to tidy up than the others
             print("tidy")
 

@@ -19,7 +19,7 @@ def test_a_run_that_cannot_be() -> None:
     with star(2) as channels:
         watchdogs = [Watchdog(channel) for channel in channels]
         channels[1].announce_end()
-        channels[0].wait(lambda: 1 in channels[0].gone, PATIENCE)
+        channels[0].wait(lambda: 1 in channels[0].exited, PATIENCE)
         with pytest.raises(ProcessFailedError, match="a run needs all 2 processes, but rank 1 has left"):
             watchdogs[0].entered()
         for watchdog in watchdogs:
@@ -51,7 +51,7 @@ def test_the_grace_begins_with_the_failure_and_not_with_the_run(monkeypatch: pyt
         watchdog._known -= 3600.0  # that long ago
         channels[1].post_failure("error", "boom")
         channels[1].close()  # so all has been heard
-        assert channels[0].wait(lambda: 1 in channels[0].gone, PATIENCE)
+        assert channels[0].wait(lambda: 1 in channels[0].exited, PATIENCE)
         time.sleep(0.2)
         watchdog.close()
     assert ends == []
@@ -67,7 +67,7 @@ def test_it_looks_whether_the_main_thread_waits_for_one_that_has_ended(monkeypat
         watchdog.entered()
         channels[1].enter_run()
         channels[1].announce_end()
-        assert channels[0].wait(lambda: 1 in channels[0].gone, PATIENCE)
+        assert channels[0].wait(lambda: 1 in channels[0].exited, PATIENCE)
         time.sleep(0.2)
         assert ends == []
         with channels[0].collectives:

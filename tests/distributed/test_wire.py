@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from helpers.patience import PATIENCE
 
-from trainkit.distributed.wire import ConnectionLoop, JsonConnection, encode, keep_watch
+from trainkit.distributed.wire import ConnectionLoop, JsonConnection, enable_keepalive, encode
 
 
 class End:
@@ -146,7 +146,7 @@ def test_a_child_does_not_hold_the_connection() -> None:
 
 def test_the_system_watches_the_other_side() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as connection:
-        keep_watch(connection, 30.0)
+        enable_keepalive(connection, 30.0)
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000

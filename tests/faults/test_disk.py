@@ -51,7 +51,7 @@ class Events(Callback):
         self.folder, self.acts = folder, acts
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        trainer._checkpointing.wait()
+        trainer._save_policy.wait()
         tell({"step": trainer.global_step, "names": sorted(checkpoints(self.folder)), "left": left_over(self.folder)})
         self.acts.get(trainer.global_step, lambda: None)()
 

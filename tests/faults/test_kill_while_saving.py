@@ -56,8 +56,8 @@ class Blocking(Callback):
     """Makes saves return when they are complete."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        save = trainer._checkpointing.save
-        trainer._checkpointing.save = lambda *given, **options: save(*given, **{**options, "blocking": True})
+        save = trainer._save_policy.save
+        trainer._save_policy.save = lambda *given, **options: save(*given, **{**options, "blocking": True})
 
 
 class Saving(Callback):

@@ -182,7 +182,7 @@ class WhileChecked(Callback):
                 os.kill(os.getpid(), SIGTERM)
             elif self.late:
                 [channel] = entered
-                assert channel.wait(lambda: self.rank in channel.gone, LIMIT)
+                assert channel.wait(lambda: self.rank in channel.exited, LIMIT)
             plain(*given)
 
         running.refuse_incomplete = refuse_incomplete

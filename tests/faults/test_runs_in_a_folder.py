@@ -33,7 +33,7 @@ class At(Callback):
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == self.step:
-            trainer._checkpointing.wait()
+            trainer._save_policy.wait()
             self.act()
 
 
@@ -58,11 +58,11 @@ def runs() -> dict[str, list[int]]:
 
 
 def test_two_runs_do_not_prune_each_others_checkpoints() -> None:
-    first = fit(6)._checkpointing.run_id
-    second = fit(8)._checkpointing.run_id
+    first = fit(6)._save_policy.run_id
+    second = fit(8)._save_policy.run_id
     assert first != second
     assert runs() == {second: [8, 6], first: [6, 4]}
-    third = fit(10, ckpt_path="auto")._checkpointing.run_id
+    third = fit(10, ckpt_path="auto")._save_policy.run_id
     assert third == second, "what goes on from a checkpoint of the folder is the same run"
     assert runs() == {second: [10, 8], first: [6, 4]}
     fit(3, keep=1)
@@ -72,11 +72,11 @@ def test_two_runs_do_not_prune_each_others_checkpoints() -> None:
 
 def test_auto_takes_the_run_that_was_saved_last() -> None:
     fit(10)
-    second = fit(4)._checkpointing.run_id
+    second = fit(4)._save_policy.run_id
     assert next(iter(runs().items())) == (second, [4, 2])
     trainer = fit(6, ckpt_path="auto")
-    assert trainer._checkpointing.resumed_from == FOLDER.absolute() / "step-00000004"
-    assert trainer._checkpointing.run_id == second
+    assert trainer._save_policy.resumed_from == FOLDER.absolute() / "step-00000004"
+    assert trainer._save_policy.run_id == second
 
 
 def test_auto_finds_the_newest_in_all_folders_of_a_run() -> None:
@@ -87,7 +87,7 @@ def test_auto_finds_the_newest_in_all_folders_of_a_run() -> None:
 
     assert train(3).global_step == 3
     shutil.rmtree("seldom/step-00000003")  # saved at the end of training by both
-    assert train(5)._checkpointing.resumed_from == Path("often/step-00000003").absolute()
+    assert train(5)._save_policy.resumed_from == Path("often/step-00000003").absolute()
 
 
 # ------------------------------------------------------------------------------------------------------- at the same time
@@ -103,7 +103,7 @@ def test_a_second_live_run_is_refused() -> None:
                 os.sched_yield()
 
         trainer = fit(8, At(4, hold))
-        return trainer._checkpointing.run_id
+        return trainer._save_policy.run_id
 
     def second() -> Any:
         try:
@@ -134,7 +134,7 @@ def test_the_lock_of_a_killed_run_is_taken_over_at_once(reaped: bool) -> None:
         else:  # a zombie that nobody has waited for
             os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         [run_id] = runs()
-        with Child(lambda: fit(8, ckpt_path="auto")._checkpointing.run_id, "next") as following:
+        with Child(lambda: fit(8, ckpt_path="auto")._save_policy.run_id, "next") as following:
             assert following.answer == run_id
         assert "locked" not in following.output
     assert runs() == {run_id: [8, 6]}
@@ -211,8 +211,8 @@ def test_a_damaged_checkpoint_is_named_and_the_next_older_is_used(
     damage(saved / name)
     with pytest.warns(TrainkitWarning, match="damaged and skipped") as caught:
         trainer = fit(8, ckpt_path=word)
-    assert trainer._checkpointing.resumed_from is not None
-    assert trainer._checkpointing.resumed_from.name == "step-00000004"
+    assert trainer._save_policy.resumed_from is not None
+    assert trainer._save_policy.resumed_from.name == "step-00000004"
     [text] = [str(warning.message) for warning in caught]
     assert str(saved) in text
     assert trainer.global_step == 8
@@ -256,6 +256,6 @@ def test_there_is_none() -> None:
     with pytest.raises(CheckpointNotFoundError, match="'auto' starts from the beginning"):
         fit(2, ckpt_path="last")
     trainer = fit(2, ckpt_path="auto")
-    assert (trainer.global_step, trainer._checkpointing.resumed_from) == (2, None)
+    assert (trainer.global_step, trainer._save_policy.resumed_from) == (2, None)
     with pytest.raises(CheckpointNotFoundError, match="nowhere"):
         fit(2, ckpt_path="nowhere/step-1")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainkit.launch import interface
-from trainkit.launch.interface import GLOO, lead_gloo_out
+from trainkit.launch.interface import GLOO, set_gloo_interface
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def led(**env: str) -> str | None:
-    lead_gloo_out(env, "master")
+    set_gloo_interface(env, "master")
     return env.get(GLOO)
 
 

@@ -149,7 +149,7 @@ def test_a_launcher() -> None:
     assert processes(CPU) == 3
     assert lines == (["3 processes, started by a launcher (RANK and WORLD_SIZE are set)."] if rank == 0 else [])
     assert world.channel is not None
-    assert world.team("x").exchange(rank) == [0, 1, 2]
+    assert world.thread_exchange("x").exchange(rank) == [0, 1, 2]
 
 
 @pytest.mark.world_size(2)
@@ -255,8 +255,8 @@ def test_restarts_and_memory() -> None:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(3 - rank)  # torchrun's agents of several machines count for themselves
     world = join(CPU, timeout=SHORT)
     assert world.restarts == 3
-    world.remember("run", "text")  # nobody can restart these processes, so there is nothing to keep it
-    assert world.recall("run") is None
+    world.keep_text("run", "text")  # nobody can restart these processes, so there is nothing to keep it
+    assert world.load_text("run") is None
 
 
 def test_torchruns_store_is_the_memory() -> None:
@@ -306,10 +306,10 @@ def joins_again_and_again() -> list[float]:
 
 def remembers() -> tuple[str | None, str | None]:
     world = join(CPU, timeout=SHORT)
-    before = world.recall("run")
-    world.remember("run", "text")
+    before = world.load_text("run")
+    world.keep_text("run", "text")
     world.barrier()
-    return before, world.recall("run")
+    return before, world.load_text("run")
 
 
 def test_a_port_that_is_in_use() -> None:

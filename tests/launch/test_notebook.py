@@ -102,12 +102,12 @@ def captured(tasks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Ca
     """`captured(num_processes=2)`: the job that would be run; it succeeds."""
     jobs: list[Job] = []
 
-    def conduct(job: Job) -> Verdict:
+    def run_to_end(job: Job) -> Verdict:
         jobs.append(job)
         tasks.append(json.loads(Path(job.environment[FOLDER], TASK).read_text()))
         return Verdict(0, True, None, None)
 
-    monkeypatch.setattr(agent, "conduct", conduct)
+    monkeypatch.setattr(agent, "run_to_end", run_to_end)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def run(**options: Any) -> Job:
@@ -304,12 +304,12 @@ def test_only_this_user_can_read_what_is_sent(captured: Captured, monkeypatch: p
     """The folder is removed at the end."""
     modes: list[tuple[Path, int]] = []
 
-    def conduct(job: Job) -> Verdict:
+    def run_to_end(job: Job) -> Verdict:
         folder = Path(job.environment[FOLDER])
         modes.append((folder, folder.stat().st_mode & 0o777))
         return Verdict(0, True, None, None)
 
-    monkeypatch.setattr(agent, "conduct", conduct)
+    monkeypatch.setattr(agent, "run_to_end", run_to_end)
     notebook_launcher(nothing, num_processes=2)
     ((folder, mode),) = modes
     assert mode == 0o700 or os.name != "posix"

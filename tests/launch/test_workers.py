@@ -67,7 +67,7 @@ def ends(workers: Workers) -> list[tuple[int, int]]:
         workers.check()
         assert time.monotonic() < last
         time.sleep(0.01)
-    workers.sweep()
+    workers.kill_leftovers()
     return [(end.rank, end.code) for end in workers.ended]
 
 

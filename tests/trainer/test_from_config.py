@@ -214,7 +214,7 @@ def test_real_processes(tmp_path: Path) -> None:
     said = (
         "by the command line and default.yaml: accumulate_grad_batches=2, gradient_clip_val=1.0, strategy='zero2', precision="
     )
-    assert done.stderr.count(said) == 1, "one process speaks"
+    assert done.stderr.count(said) == 1, "one process prints_here"
     found = [json.loads(Path(f"rank-{rank}.json").read_text()) for rank in range(2)]
     for rank, one in enumerate(found):
         assert one["place"] == {"RANK": str(rank), "WORLD_SIZE": "2", "TRAINKIT_DEBUG_MODE": "1"}

@@ -55,9 +55,9 @@ def test_a_fit_has_a_new_run_and_an_evaluation_the_progress_of_the_fit_before() 
         fit.progress.global_step = 7
     with running(trainer, "validate", module, None) as evaluation:
         assert evaluation is not fit
-        assert (trainer.global_step, evaluation.saves) == (7, fit.saves)
+        assert (trainer.global_step, evaluation.save_policy) == (7, fit.save_policy)
     with running(trainer, "fit", module, None) as second:
-        assert (trainer.global_step, second.saves is fit.saves) == (0, False)
+        assert (trainer.global_step, second.save_policy is fit.save_policy) == (0, False)
 
 
 def test_a_trainer_runs_one_thing_at_a_time() -> None:

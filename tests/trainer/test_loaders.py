@@ -51,7 +51,7 @@ def test_a_limit(limit: float, expected: int) -> None:
 def test_a_global_batch_size_is_an_accumulation() -> None:
     run = make_run(global_batch_size=12)
     assert train_loader(run, tiny_loader()).window == 3
-    assert run.accumulation == run.engine.gradient_accumulation_steps == 3
+    assert run.accumulation == run.accelerator.gradient_accumulation_steps == 3
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_a_damaged_one_is_passed_over_and_named() -> None:
     trainer = saving(max_epochs=2)
     with pytest.warns(UserWarning, match="damaged and skipped: .*step-00000008.*model.safetensors"):
         trainer.fit(Adam(), tiny_loader(), ckpt_path="auto")
-    assert trainer._checkpointing.resumed_from.name == "step-00000004"
+    assert trainer._save_policy.resumed_from.name == "step-00000004"
     with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors"):
         saving().fit(Adam(), tiny_loader(), ckpt_path="runs/version_0/checkpoints/step-00000008")
 
@@ -254,12 +254,12 @@ def test_the_seed_comes_from_the_checkpoint() -> None:
 
 def test_only_the_model(caplog: pytest.LogCaptureFixture) -> None:
     trainer = saved(max_epochs=2)
-    before = trainer._checkpointing.run_id
+    before = trainer._save_policy.run_id
     module, recorder = Adam(), Recorder()
     again = saving(recorder)
     again.fit(module, tiny_loader(), ckpt_path="auto", restore={"model"})
     assert recorder.batches == [(0, m) for m in range(4)], "a run of its own"
-    assert again._checkpointing.run_id != before
+    assert again._save_policy.run_id != before
     said = caplog.text
     assert "restored: model. Not restored: optimizer, scheduler, scaler, loop, callbacks, loggers." in said
 
@@ -531,7 +531,7 @@ def test_another_run_leaves_the_log_of_the_first_alone() -> None:
     other = make_trainer(logger=JSONLLogger("logs"), max_epochs=2)
     other.fit(Adam(), tiny_loader(), tiny_loader(8), ckpt_path="logs/default/version_0/checkpoints/step-00000004")
     assert log.read_text() == before
-    assert other._checkpointing.run_id != first._checkpointing.run_id
+    assert other._save_policy.run_id != first._save_policy.run_id
     assert Path("logs/default/version_1/metrics.jsonl").exists()
 
 

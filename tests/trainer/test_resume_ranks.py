@@ -272,7 +272,7 @@ class Limited(Callback):
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if self.collectives and trainer.global_step in (self.first, self.last):
-            trainer._checkpointing.wait()  # the save before is done
+            trainer._save_policy.wait()  # the save before is done
         if trainer.global_rank == self.rank:
             full = self.first <= trainer.global_step < self.last
             resource.setrlimit(resource.RLIMIT_FSIZE, (500 if full else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -310,7 +310,7 @@ class Told(ModelCheckpoint):
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         end = time.monotonic() + 30
-        while trainer.global_step == 3 and trainer.is_global_zero and not trainer._checkpointing.safe_points._alerts:
+        while trainer.global_step == 3 and trainer.is_global_zero and not trainer._save_policy.safe_points._alerts:
             assert time.monotonic() < end
             time.sleep(0.01)
 

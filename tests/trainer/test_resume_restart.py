@@ -78,7 +78,7 @@ def test_a_fresh_start_goes_on(job: Job, caplog: pytest.LogCaptureFixture) -> No
     caplog.clear()
     again = job.fit(5)
     assert again.began == 3
-    assert runs() == {first._checkpointing.run_id: [1, 2, 3, 4, 5]}
+    assert runs() == {first._save_policy.run_id: [1, 2, 3, 4, 5]}
     assert "the processes were restarted: the run continues from its newest checkpoint" in caplog.text
 
 
@@ -108,7 +108,7 @@ def test_all_of_it_comes_back(job: Job) -> None:
     job.fit(1)  # the script's first fit, which has nothing left to do
     again = job.fit(4, **options)
     assert again.began == 2
-    assert again._checkpointing.run_id == first._checkpointing.run_id
+    assert again._save_policy.run_id == first._save_policy.run_id
 
 
 def test_overrides_are_of_the_first_start(job: Job, caplog: pytest.LogCaptureFixture) -> None:
@@ -131,7 +131,7 @@ def test_a_run_that_was_taken_over_is_remembered(job: Job) -> None:
     second = job.fit(4, ckpt_path="auto")  # the same run
     job.start()
     third = job.fit(6)
-    assert first._checkpointing.run_id == second._checkpointing.run_id == third._checkpointing.run_id
+    assert first._save_policy.run_id == second._save_policy.run_id == third._save_policy.run_id
     assert third.began == 4
 
 
@@ -141,7 +141,7 @@ def test_each_fit_of_a_script_goes_on_by_itself(job: Job) -> None:
     job.start()
     assert job.fit(3).began == 3
     again = job.fit(4)
-    assert (again.began, again._checkpointing.run_id) == (2, second._checkpointing.run_id)
+    assert (again.began, again._save_policy.run_id) == (2, second._save_policy.run_id)
 
 
 def test_a_damaged_one_is_named_and_the_one_before_it_is_used(job: Job) -> None:

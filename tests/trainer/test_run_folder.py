@@ -39,7 +39,7 @@ def folder(trainer: Trainer) -> str:
 
 
 def resumed(trainer: Trainer) -> str | None:
-    path = trainer._checkpointing.resumed_from
+    path = trainer._save_policy.resumed_from
     return None if path is None else os.path.relpath(path)
 
 
@@ -160,7 +160,7 @@ def test_auto_finds_the_newest_run_and_continues_in_its_folder() -> None:
     assert resumed(trainer) == "runs/logs/default/version_1/checkpoints/step-00000004"
     assert folder(trainer) == "runs/logs/default/version_1/checkpoints"
     assert trainer.log_dir == "runs/logs/default/version_1"
-    assert trainer._checkpointing.run_id == newest._checkpointing.run_id
+    assert trainer._save_policy.run_id == newest._save_policy.run_id
     assert not Path("runs/logs/default/version_2").exists()
     assert len(list_checkpoints("runs/logs/default/version_0/checkpoints")) == 2
 
@@ -236,14 +236,14 @@ def test_a_path_in_the_folder_of_a_run_continues_that_run() -> None:
     fit()
     trainer = fit(ckpt_path="runs/version_0/checkpoints/step-00000004", max_epochs=3)
     assert folder(trainer) == "runs/version_0/checkpoints"
-    assert trainer._checkpointing.run_id == first._checkpointing.run_id
+    assert trainer._save_policy.run_id == first._save_policy.run_id
 
 
 def test_weights_of_a_run_begin_another_one() -> None:
     first = fit()
     trainer = fit(ckpt_path="auto", restore={"model"})
     assert folder(trainer) == "runs/version_1/checkpoints"
-    assert trainer._checkpointing.run_id != first._checkpointing.run_id
+    assert trainer._save_policy.run_id != first._save_policy.run_id
 
 
 def test_a_run_that_saves_to_two_folders_continues_in_both() -> None:
@@ -271,7 +271,7 @@ def test_the_best_is_that_of_the_newest_run_of_the_module() -> None:
     best(Another())
     trainer = saving(ModelCheckpoint(monitor="val_loss", keep_last=1), max_epochs=3)
     trainer.fit(TinyModule(), tiny_loader(), tiny_loader(8), ckpt_path="best")
-    assert str(trainer._checkpointing.resumed_from) == expected.best_model_path  # type: ignore[union-attr]
+    assert str(trainer._save_policy.resumed_from) == expected.best_model_path  # type: ignore[union-attr]
     assert folder(trainer) == "runs/version_1/checkpoints"
 
 
@@ -352,7 +352,7 @@ def test_a_path_in_the_folder_of_a_live_run_begins_another_one() -> None:
 def over_processes(word: str | None, epochs: int) -> list[Any]:
     trainer = saving(logger=CSVLogger() if word != "none" else False, max_epochs=epochs, devices=2)
     trainer.fit(TinyModule(), tiny_loader(), ckpt_path=word if word in ("auto", "last") else None)
-    return [folder(trainer), resumed(trainer), trainer._checkpointing.run_id]
+    return [folder(trainer), resumed(trainer), trainer._save_policy.run_id]
 
 
 def test_all_processes_save_to_the_folder_of_the_main_one(run_dir: Path) -> None:

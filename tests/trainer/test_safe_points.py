@@ -210,7 +210,7 @@ def test_a_stop_that_one_rank_requests_acts_on_both_after_the_same_step() -> Non
 def test_at_once_both_ranks_know_of_a_stop_request() -> None:
     def work(points: SafePoints, run: Run, reports: list[bool]) -> bool:
         run.progress.should_stop = run.strategy.rank == 0
-        points.agree_at_once()
+        points.agree_now()
         return run.progress.should_stop
 
     assert ranks(work) == [True, True]
@@ -239,9 +239,9 @@ def test_a_save_that_failed_on_the_main_process_is_waited_for_on_the_other() -> 
 
 def test_ranks_with_different_numbers_of_optimizer_steps_are_an_error() -> None:
     def work(points: SafePoints, run: Run, reports: list[bool]) -> str:
-        run.engine.updates = 3 + run.strategy.rank
+        run.accelerator.updates = 3 + run.strategy.rank
         with pytest.raises(ConfigurationError, match="skip_update") as raised:
-            points.agree_at_once()
+            points.agree_now()
         return str(raised.value)
 
     first, second = ranks(work)

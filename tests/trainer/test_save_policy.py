@@ -25,7 +25,7 @@ from trainkit.trainer.setup import fit_plan
 def fitting(**arguments: Any) -> tuple[Run, SavePolicy]:
     """A fit that is set up, at step 4 in its second epoch."""
     run = make_run(**arguments)
-    saves = run.saves = SavePolicy(run)
+    saves = run.save_policy = SavePolicy(run)
     fit_plan(run, train_loader(run, tiny_loader()), saves.safe_points)
     run.progress.global_step, run.progress.current_epoch = 4, 1
     return run, saves
@@ -140,10 +140,10 @@ def test_why_a_save_after_an_error_would_be_of_no_use() -> None:
     run, saves = fitting()
     error = RuntimeError()
     assert saves.why_not_savable(error) is None
-    run.engine.updating = True
+    run.accelerator.updating = True
     assert saves.why_not_savable(error) == "the step that failed had begun to change the parameters"
-    run.engine.updating = False
-    run.engine.updates = run.progress.steps_done + 1
+    run.accelerator.updating = False
+    run.accelerator.updates = run.progress.steps_done + 1
     assert saves.why_not_savable(error) == "the step that failed had begun to change the parameters"
     run.progress.phase = Phase.UPDATED
     assert saves.why_not_savable(error) is None, "the step itself is complete"

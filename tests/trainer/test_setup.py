@@ -88,8 +88,8 @@ def test_manual_optimization() -> None:
     made = plan(run)
     assert (made.automatic, made.without_optimizer, made.optimizer, made.pad) == (False, False, None, pad_manual_step)
     assert (len(run.optimizers), list(made.schedulers)) == (1, [])
-    assert run.engine.before_step is not None
-    run.engine.before_step(run.torch_optimizers[0])
+    assert run.accelerator.before_step is not None
+    run.accelerator.before_step(run.torch_optimizers[0])
     assert run.progress.tried_to_learn
 
 
@@ -148,20 +148,20 @@ def test_the_validation_interval(interval: float, every: int) -> None:
     run = make_run(val_check_interval=interval)
     loader = train_loader(run, tiny_loader())
     assert validate_every(run, loader) is None, "nothing is validated"
-    run.validation = evaluation_plan(run, "validation", tiny_loader())
+    run.validation_plan = evaluation_plan(run, "validation", tiny_loader())
     assert validate_every(run, loader) == every
 
 
 def test_an_interval_that_an_epoch_never_reaches() -> None:
     run = make_run(val_check_interval=5)
-    run.validation = evaluation_plan(run, "validation", tiny_loader())
+    run.validation_plan = evaluation_plan(run, "validation", tiny_loader())
     with pytest.raises(ConfigurationError, match="val_check_interval=5 is more than the 4 training batches"):
         validate_every(run, train_loader(run, tiny_loader()))
 
 
 def test_optimizer_steps_are_counted_elsewhere() -> None:
     run = make_run(val_every_n_steps=2)
-    run.validation = evaluation_plan(run, "validation", tiny_loader())
+    run.validation_plan = evaluation_plan(run, "validation", tiny_loader())
     assert validate_every(run, train_loader(run, tiny_loader())) is None
 
 
@@ -218,7 +218,7 @@ def test_loaders_are_asked_for_again_every_n_epochs() -> None:
 
     run = make_run(Own(), reload_dataloaders_every_n_epochs=2)
     made = fit_plan(run, train_loader(run, None), SafePoints(run, lambda wait: None))
-    run.validation = evaluation_plan(run, "validation", None)
+    run.validation_plan = evaluation_plan(run, "validation", None)
     for epoch, expected in ((0, []), (1, []), (2, ["train", "val"])):
         asked.clear()
         run.progress.current_epoch = epoch

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainkit.console import speak
+from trainkit.console import set_printing
 from trainkit.trainer import signals as module
 from trainkit.trainer.signals import Signals
 
@@ -74,9 +74,9 @@ def test_ctrl_c_twice_is_twice_under_a_launcher_too(
 
 @pytest.mark.parametrize("main", [True, False])
 def test_the_main_process_answers_ctrl_c(signals: Signals, main: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    speak(main)
+    set_printing(main)
     try:
         send(signal.SIGINT)
     finally:
-        speak()
+        set_printing()
     assert capfd.readouterr().err.count("finishing the step") == main

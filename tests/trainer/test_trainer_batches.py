@@ -71,7 +71,7 @@ def test_overfitting_reads_a_loader_with_workers_in_both_at_a_time() -> None:
     assert (module.training_inputs, module.validation_inputs) == (first, first * 2)
 
 
-def test_overfitting_leaves_validation_off_where_it_is() -> None:
+def test_overfitting_leaves_validation_off_folders_line() -> None:
     module = Seen()
     make_trainer(overfit_batches=2).fit(module, tiny_loader(32))
     make_trainer(overfit_batches=2, limit_val_batches=0).fit(module, tiny_loader(32), tiny_loader(8))

@@ -136,7 +136,7 @@ class Checkpointing:
         VerbGroup(world, "save_state").wait()
         if world.size > 1 and saver.team.size == 1:
             self.run_id = world.from_main(self.run_id)
-            saver.team = world.team(f"save_state/{self.run_id}")
+            saver.team = world.thread_exchange(f"save_state/{self.run_id}")
         saver.wait()
         if not numbered:
             assert folder is not None
@@ -191,14 +191,14 @@ class Checkpointing:
             ConfigurationError: no positions were loaded, or the loaders have been read since.
             CheckpointError: a position lies inside a micro-batch of the loader.
         """
-        left = [(loader, *loader.left_off) for loader in self._prepared.loaders if loader.left_off is not None]
+        left = [(loader, *loader.last_position) for loader in self._prepared.loaders if loader.last_position is not None]
         if not left:
             raise ConfigurationError(
                 "resume_loaders: no prepared loader has a position of a checkpoint that it has not been read since. Call it "
                 "after load_state and before the loop: accelerator.load_state(folder, resume_loaders=True)"
             )
         for loader, position, _ in left:
-            loader.go_on(position, loader.start_of(position))
+            loader.resume_at(position, loader.start_of(position))
 
     # ------------------------------------------------------------------------------------------------------------ where
 
@@ -337,9 +337,9 @@ class Checkpointing:
         self._close_window(loop.accumulation)
         for (loader, position), start in zip(loaders, starts, strict=True):
             if start is None:
-                loader.begin_again(position)
+                loader.restart_epoch(position)
             else:
-                loader.go_on(position, start)
+                loader.resume_at(position, start)
         loop.accumulation.restore_count(counted)
 
     def _check_fits(self, path: Path, loaded: Loaded, wanted: Collection[str]) -> None:
@@ -375,10 +375,10 @@ def _tell_what_is_restored(path: Path, step: int, wanted: Collection[str]) -> No
 
 def _say_where_loaders_begin(loaders: Sequence[PreparedLoader]) -> None:
     """A notice, for the training loader, that it does not continue by itself where the checkpoint was saved."""
-    loader = next((one for one in loaders if one.left_off is not None), None)
-    if loader is None or loader.left_off is None:
+    loader = next((one for one in loaders if one.last_position is not None), None)
+    if loader is None or loader.last_position is None:
         return
-    epoch, batches = loader.epoch, loader.left_off[1]
+    epoch, batches = loader.epoch, loader.last_position[1]
     place = f"batch {batches} of" if batches is not None else "in the middle of"
     skip = f"accelerator.skip_first_batches(loader, {'n' if batches is None else batches})"
     notice(

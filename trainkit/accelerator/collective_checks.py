@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.distributed.collective_tracker import find_call
-from trainkit.distributed.world import Team, World
+from trainkit.distributed.world import ThreadExchange, World
 from trainkit.errors import CollectiveError, ProcessFailedError
 
 __all__ = ["CollectiveChecks", "described"]
@@ -51,7 +51,7 @@ class CollectiveChecks:
 
     def __init__(self, world: World) -> None:
         self._world, self._collectives = world, world.collectives
-        self._team: Team | None = None
+        self._team: ThreadExchange | None = None
         self._mine = ("", "")
         self._ahead: dict[int, int] = {}  # collectives of ranks that have begun more than this one, at the last look
         self.debug = False
@@ -138,7 +138,7 @@ class CollectiveChecks:
     def _said(self, verb: str, value: Any, place: str | None = None) -> list[Any]:
         """The verb, its place, the number of collectives and the value of each process."""
         if self._team is None:
-            self._team = self._world.team(_SUBJECT)
+            self._team = self._world.thread_exchange(_SUBJECT)
         self._mine = verb, place or find_call(sys._getframe())[1]
         self._ahead = {}
         self._get_over()
@@ -238,7 +238,7 @@ class CollectiveChecks:
         channel = self._world.channel
         if channel is not None and not channel.runs.open:
             channel.wait(
-                lambda: getattr(channel.failure, "run", None) is None or channel.closed or bool(channel.gone), _CLEARED
+                lambda: getattr(channel.failure, "run", None) is None or channel.closed or bool(channel.exited), _CLEARED
             )
 
     def _refuse(self, error: ProcessFailedError) -> NoReturn:

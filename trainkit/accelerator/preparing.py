@@ -304,7 +304,7 @@ class PrepareVerbs:
         )
         prepared.micro_limit, prepared.given_source = end, given
         if skipped:
-            prepared.begin_at(skipped)
+            prepared.start_at(skipped)
         return prepared
 
     def prepare_loader(self, loader: Any, *, window: bool, **options: Any) -> PreparedLoader:

@@ -54,6 +54,6 @@ class SkippedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self.loader, PreparedLoader):
-            self.loader.begin_at(self.skipped)
+            self.loader.start_at(self.skipped)
             return iter(self.loader)
         return islice(iter(self.loader), self.skipped, None)

@@ -24,7 +24,7 @@ _PATIENCE = 5.0  # seconds until one node sees what another has written
 
 
 class Group(Protocol):
-    """Ranks that can exchange values: a `World` or a `Team`."""
+    """Ranks that can exchange values: a `World` or a `ThreadExchange`."""
 
     rank: int
     size: int

@@ -21,13 +21,13 @@ from trainkit.checkpoint.identify import hidden_path
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.checkpoint.tensor_file import write_file
-from trainkit.distributed.world import Team
+from trainkit.distributed.world import ThreadExchange
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 from trainkit.tagged_json.strict_json import MAX_JSON_BYTES
 
 __all__ = ["check_target", "commit", "sync_folder"]
 
-_ALONE = Team()
+_ALONE = ThreadExchange()
 _ABANDONED = 3600.0  # seconds without a change, after which an unfinished save is removed
 _FOLDER_BYTES = 2 * 4096  # what a folder and its entry in the parent may need in addition to its files
 _DIGEST_LINE = re.compile(rb"[0-9a-f]{64}  manifest\.json\n")

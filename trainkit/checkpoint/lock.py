@@ -80,7 +80,7 @@ class FolderLock:
         self.run_id = run_id
         self.beat = beat
         self.stale_after = stale_after
-        self._heart: _Heart | None = None
+        self._heartbeat: _Heartbeat | None = None
         self._end: weakref.finalize[Any, Any] | None = None
 
     def acquire(self) -> None:
@@ -93,7 +93,7 @@ class FolderLock:
             CheckpointLockedError: another live run holds the lock; the message names host, process and run.
             CheckpointWriteError: the lock file cannot be written.
         """
-        if self._heart is not None and not self._heart.lost:
+        if self._heartbeat is not None and not self._heartbeat.lost:
             return
         self.release()
         path = self.folder / LOCK
@@ -104,15 +104,15 @@ class FolderLock:
         except BaseException:
             _HELD.discard(mine.token)
             raise
-        self._heart = _Heart(path, mine, self.beat)
-        self._end = weakref.finalize(self, self._heart.end)
-        self._heart.start()
+        self._heartbeat = _Heartbeat(path, mine, self.beat)
+        self._end = weakref.finalize(self, self._heartbeat.end)
+        self._heartbeat.start()
 
     def release(self) -> None:
         """Release the lock and end the heartbeat. May be called again; does nothing in a forked process."""
         if self._end is not None:
             self._end()
-        self._heart = self._end = None
+        self._heartbeat = self._end = None
 
     @property
     def lost(self) -> bool:
@@ -121,14 +121,14 @@ class FolderLock:
         This happens if the process was suspended, or cut off from the file system, for longer than `stale_after`. The file is
         read each time, since a process that resumes may ask before its heartbeat does.
         """
-        return self._heart is not None and self._heart.check()
+        return self._heartbeat is not None and self._heartbeat.check()
 
     def check(self) -> None:
         """Raise `CheckpointLockedError`, which names the other run, if the lock is `lost`."""
         if self.lost:
-            assert self._heart is not None
+            assert self._heartbeat is not None
             raise CheckpointLockedError(
-                f"The folder {self.folder} was taken over by {self._heart.taken_by}, because this run sent no heartbeat "
+                f"The folder {self.folder} was taken over by {self._heartbeat.taken_by}, because this run sent no heartbeat "
                 f"for {self.stale_after:g} s (was it suspended?). It must not write there any more. Fix: resume it in "
                 "another folder once that run has ended."
             )
@@ -291,7 +291,7 @@ def _flock(descriptor: int, path: Path) -> bool:
 # ---------------------------------------------------------------------------------------------------------- keeping it
 
 
-class _Heart(threading.Thread):
+class _Heartbeat(threading.Thread):
     """The heartbeat. It has no reference to its `FolderLock`, which ends it when it is deleted."""
 
     def __init__(self, path: Path, mine: _Holder, beat: float) -> None:
@@ -300,10 +300,10 @@ class _Heart(threading.Thread):
         self.beats = 0
         self.lost = False
         self.taken_by = "another run"
-        self._stop_beating = threading.Event()
+        self._stop_event = threading.Event()
 
     def run(self) -> None:
-        while not self._stop_beating.wait(self.beat) and not self.lost:
+        while not self._stop_event.wait(self.beat) and not self.lost:
             self.check(beat=True)
 
     def check(self, beat: bool = False) -> bool:
@@ -337,7 +337,7 @@ class _Heart(threading.Thread):
         """Stop, and empty the lock file unless another run holds the lock by now."""
         if self.mine.process.pid != os.getpid():  # a forked process, which does not have the lock
             return
-        self._stop_beating.set()
+        self._stop_event.set()
         if self.is_alive() and self is not threading.current_thread():
             self.join()
         _HELD.discard(self.mine.token)

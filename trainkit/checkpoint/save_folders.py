@@ -37,7 +37,7 @@ class SaveFolders:
         self._may_leave = False  # of_run was not passed to use()
         self._name = name
         self._world = world
-        self._team = world.team(f"folders/{name}")  # for waiting for a lock
+        self._team = world.thread_exchange(f"folders/{name}")  # for waiting for a lock
         self._locks: dict[Path, FolderLock] = {}  # on the main process
         self._entered: set[Path] = set()
 

@@ -17,12 +17,12 @@ from trainkit.checkpoint.commit import commit
 from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.host_copy import HostBuffers
 from trainkit.checkpoint.manifest import Manifest
-from trainkit.distributed.world import Team
+from trainkit.distributed.world import ThreadExchange
 from trainkit.errors import CheckpointWriteError
 
 __all__ = ["Saver"]
 
-_SINGLE_RANK = Team()
+_SINGLE_RANK = ThreadExchange()
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Saver:
         team: the ranks that save together; used only by this object.
     """
 
-    def __init__(self, notify: Callable[[], None], team: Team = _SINGLE_RANK) -> None:
+    def __init__(self, notify: Callable[[], None], team: ThreadExchange = _SINGLE_RANK) -> None:
         self.notify = notify
         self.team = team
         self._buffers = HostBuffers()

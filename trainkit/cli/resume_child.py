@@ -74,7 +74,7 @@ class _Recorder(Callback):
             return
         self._file = os.open(Path(self.task.folder) / RECORDS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self.redirect(trainer)  # the callbacks of the module too
-        trainer._checkpointing.use_folder(Path(self.task.root) / SAVES)
+        trainer._save_policy.use_folder(Path(self.task.root) / SAVES)
 
     def redirect(self, trainer: Trainer) -> None:
         """Let the user's `ModelCheckpoint` save below the root of the task."""
@@ -85,12 +85,12 @@ class _Recorder(Callback):
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         if self.task.save_at:
-            trainer._checkpointing.safe_points.every_n_steps(self.task.save_at, functools.partial(self._save, trainer))
+            trainer._save_policy.safe_points.every_n_steps(self.task.save_at, functools.partial(self._save, trainer))
 
     def _save(self, trainer: Trainer) -> None:
         if trainer.global_step == self.task.save_at:
             folder = Path(self.task.root) / SAVES
-            trainer._checkpointing.save(folder, f"step-{trainer.global_step:08d}", saved_by="verify-resume")
+            trainer._save_policy.save(folder, f"step-{trainer.global_step:08d}", saved_by="verify-resume")
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -110,7 +110,7 @@ class _Recorder(Callback):
         assert self._file is not None
         os.write(self._file, line.encode())
         if self.task.kill_at and trainer.global_step >= self.task.kill_at:
-            trainer._checkpointing.wait()  # let the save in the background finish
+            trainer._save_policy.wait()  # let the save in the background finish
             os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
 
     def teardown(self, trainer: Trainer, module: Any, stage: str) -> None:

@@ -270,5 +270,7 @@ def _settings(context: CheckContext) -> str:
     return f"{done} with {trainer.strategy!r}{more}"
 
 
-SETTINGS = Check("settings", _settings, "Compare the configuration file with docs/concepts/processes.md, or rewrite it: trainkit config")
+SETTINGS = Check(
+    "settings", _settings, "Compare the configuration file with docs/concepts/processes.md, or rewrite it: trainkit config"
+)
 """The last check, if there is a configuration file."""

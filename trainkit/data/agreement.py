@@ -15,7 +15,7 @@ from trainkit.data.digest import digest
 from trainkit.distributed.world import World
 from trainkit.errors import DataError
 
-__all__ = ["lengths_of_parts", "put_back"]
+__all__ = ["lengths_of_parts", "unchanged"]
 
 _ENDS = 64  # indices of each end of a subset that are compared
 
@@ -72,7 +72,7 @@ def _subset(dataset: Any) -> str | None:
 
 
 @contextmanager
-def put_back(sampler: Any) -> Iterator[None]:
+def unchanged(sampler: Any) -> Iterator[None]:
     """Afterwards the sampler, one inside it, and the random generators that are attributes of theirs are as they were before.
 
     One that continues where it is, or shuffles by a generator of its own, then gives the same on any number of processes.

@@ -165,7 +165,7 @@ class PreparedLoader(Positions):
         """Return the micro-batches of the next epoch; `taken` as in `iterate`."""
         epoch, start = self._next_epoch, self._next_start
         self._epoch, self._next_epoch, self._next_start, self._begun = epoch, epoch + 1, 0, True
-        self.exhausted, self.left_off = False, None
+        self.exhausted, self.last_position = False, None
         return self.iterate(epoch, start, taken)
 
     def iterate(self, epoch: int, start: int = 0, taken: int = 0) -> Iterator[MicroBatch]:

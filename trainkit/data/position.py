@@ -37,8 +37,8 @@ class Positions:
 
     Attributes:
         exhausted: an own loop has read the epoch to its end.
-        left_off: the position in a checkpoint that was loaded, and its `start_of` (`None`: inside a micro-batch), until
-            this loader is read: it begins the epoch at its beginning, unless `go_on` is called.
+        last_position: the position in a checkpoint that was loaded, and its `start_of` (`None`: inside a micro-batch), until
+            this loader is read: it begins the epoch at its beginning, unless `resume_at` is called.
     """
 
     source: Any
@@ -56,7 +56,7 @@ class Positions:
     _begun: bool
     _resumed: tuple[int, int, int]
     exhausted: bool = False
-    left_off: tuple[Mapping[str, Any], int | None] | None = None
+    last_position: tuple[Mapping[str, Any], int | None] | None = None
 
     @property
     def micro_batches(self) -> int | None:
@@ -125,7 +125,7 @@ class Positions:
             self._next_start = 0
         self._next_epoch, self._begun = epoch, False
 
-    def begin_at(self, index: int) -> None:
+    def start_at(self, index: int) -> None:
         """The next iteration yields its epoch from index `index` on."""
         self._next_start, self._begun = index, False
 
@@ -135,7 +135,7 @@ class Positions:
         What has been fetched ahead does not count, nor does a window that is being worked on: it is repeated whole.
         """
         if not self._begun:
-            left = None if self.left_off is None else self.left_off[0]
+            left = None if self.last_position is None else self.last_position[0]
             if left is not None and left["iterable"] is None and (left["epoch"], 0) == (self._next_epoch, self._next_start):
                 return dict(left)  # nothing has been read since it was loaded
             return self.position(self._next_epoch, self._next_start)
@@ -157,21 +157,21 @@ class Positions:
         Raises:
             StateMismatchError: the position is not the start of a micro-batch of this loader.
         """
-        self.go_on(state_dict, self.start_of(state_dict))
+        self.resume_at(state_dict, self.start_of(state_dict))
 
-    def go_on(self, position: Mapping[str, Any], start: int) -> None:
+    def resume_at(self, position: Mapping[str, Any], start: int) -> None:
         """The next iteration begins at a position, whose `start_of` is `start`."""
         self._next_epoch = self._epoch = int(position["epoch"])
-        self._next_start, self._begun, self.left_off = start, False, None
+        self._next_start, self._begun, self.last_position = start, False, None
         self.resume(position, start)
 
-    def begin_again(self, position: Mapping[str, Any]) -> None:
+    def restart_epoch(self, position: Mapping[str, Any]) -> None:
         """The next iteration gives the epoch of a position from its beginning, or the next one where it was complete.
 
-        `left_off` is what `go_on` needs to continue in the middle of the epoch after all.
+        `last_position` is what `resume_at` needs to continue in the middle of the epoch after all.
         """
         if not position["batches"]:
-            self.go_on(position, 0)
+            self.resume_at(position, 0)
             return
         index = None
         with suppress(StateMismatchError):
@@ -179,7 +179,7 @@ class Positions:
         if position["complete"]:
             self.resume(position, index or 0)  # an iterable may have a state that its next epoch begins with
         else:
-            self.left_off = position, index
+            self.last_position = position, index
         self._next_epoch = self._epoch = int(position["epoch"]) + bool(position["complete"])
         self._next_start, self._begun, self._resumed = 0, False, (-1, 0, 0)
 

@@ -25,10 +25,10 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from trainkit.console import notice, warn
-from trainkit.data.agreement import lengths_of_parts, put_back
+from trainkit.data.agreement import lengths_of_parts, unchanged
 from trainkit.data.digest import digest
 from trainkit.data.order import Permutation
-from trainkit.data.worker_signals import outlast_the_step
+from trainkit.data.worker_signals import ignore_group_signals
 from trainkit.distributed.world import World
 from trainkit.rng import KeyStream, Purpose, RandomState, mix, seed_generators
 
@@ -158,7 +158,7 @@ class UserWorkerInit:
     def __call__(self, worker_id: int) -> None:
         info = get_worker_info()
         if info is not None:
-            outlast_the_step()
+            ignore_group_signals()
         if info is not None and isinstance(info.dataset, KeyedDataset):
             # WorkerInfo refuses assignment, to protect it from its readers; this is one of its makers
             object.__setattr__(info, "dataset", info.dataset.dataset)
@@ -229,7 +229,7 @@ def _agreed(batches: KeyedBatches, world: World, sampler: Any, loader: DataLoade
     """
     first = None
     if world.size > 1 and order is None and not isinstance(sampler, Iterator):  # an iterator cannot be started twice
-        with put_back(sampler):
+        with unchanged(sampler):
             drawn = batches._draw(0, 0, 1)
             first = digest(next(drawn, None))
             drawn.close()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["HANDLED", "outlast_the_step", "signals_held_back"]
+__all__ = ["HANDLED", "ignore_group_signals", "signals_held_back"]
 
 HANDLED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 """The signals that ask a fit to stop."""
@@ -16,7 +16,7 @@ HANDLED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT
 _GRACE_PERIOD = 30  # seconds that a worker continues after SIGTERM
 
 
-def outlast_the_step() -> None:
+def ignore_group_signals() -> None:
     """In a loader's worker process: leave a signal to the whole process group to the main process.
 
     That one still needs the worker's batches to finish its step, and ends its workers itself. For the case that it does not,

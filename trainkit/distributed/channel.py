@@ -18,11 +18,11 @@ from trainkit.distributed.links import HubConnection, LocalHubConnection
 from trainkit.distributed.wire import LIMIT, encode, inherited
 from trainkit.errors import ProcessFailedError
 
-__all__ = ["PATIENCE", "Channel"]
+__all__ = ["SILENCE_LIMIT", "Channel"]
 
-PATIENCE = 30.0  # seconds of silence after which a node counts as lost
-_MEETING = 10.0  # seconds in which all must have connected
-_HEARD = 1.0  # seconds to wait for the hub to acknowledge a message
+SILENCE_LIMIT = 30.0  # seconds of silence after which a node counts as lost
+_CONNECT_LIMIT = 10.0  # seconds in which all must have connected
+_ACKNOWLEDGE_LIMIT = 1.0  # seconds to wait for the hub to acknowledge a message
 _CLEARED = 60.0  # seconds that a run waits until all ranks have left an earlier run that failed
 _LOOK = 1.0  # seconds until a waiting rank first asks what the other ranks are doing; the pause doubles each time
 _SELDOM = 8.0  # longest pause
@@ -48,12 +48,12 @@ class Channel:
     Attributes:
         rank: of this process.
         size: the number of processes.
-        changed: notified whenever `failure`, `gone`, `failed_ranks` or `runs` has changed.
-        gone: the ranks that have exited, with the reason.
+        changed: notified whenever `failure`, `exited`, `failed_ranks` or `runs` has changed.
+        exited: the ranks that have exited, with the reason.
         failed_ranks: the ranks that exit with an error, or have done so.
         runs: the runs of this process.
         collectives: the collectives of this process.
-        alone: the main process has exited, so that nothing is known of the other ranks any more.
+        hub_lost: the main process has exited, so that nothing is known of the other ranks any more.
         closed: no message is sent or received any more.
         traceback: of the error that ends a run on this process; empty while there is none.
     """
@@ -61,17 +61,17 @@ class Channel:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.changed = threading.Condition()
-        self.gone: dict[int, Failure] = {}
+        self.exited: dict[int, Failure] = {}
         self.failed_ranks: frozenset[int] = frozenset()
         self.runs, self.collectives = Runs(), CollectiveTracker()
-        self.alone = self.closed = False
+        self.hub_lost = self.closed = False
         self.traceback = ""
-        self._failures: dict[int | None, Failure] = {}  # replaced, never changed, like `gone`: read without the lock
+        self._failures: dict[int | None, Failure] = {}  # replaced, never changed, like `exited`: read without the lock
         self._waiters: dict[str, _Waiter] = {}
         self._listeners: list[Callable[[Failure | None], None]] = []
         self._last_begun: dict[int, int] = {}  # for ranks that have exited: number of collectives that had begun
-        self._unwell: set[int] = set()  # runs that fail on this process
-        self._farewell: tuple[str, str] | None = None
+        self._failing_runs: set[int] = set()  # runs that fail on this process
+        self._announced: tuple[str, str] | None = None
         self._posted: Failure | None = None
         self._sent = self._acknowledged = 0
         self._main = Runs()  # those of the main process
@@ -86,8 +86,8 @@ class Channel:
         master_addr: str | None,
         share: Callable[[Any], Any],
         *,
-        limit: float = _MEETING,
-        patience: float = PATIENCE,
+        limit: float = _CONNECT_LIMIT,
+        silence_limit: float = SILENCE_LIMIT,
     ) -> Channel:
         """Connect all processes; collective.
 
@@ -97,14 +97,14 @@ class Channel:
             master_addr: the address of the node of rank 0, from the launcher; `None` if unknown.
             share: returns the value of rank 0 on all ranks, like `trainkit.distributed.world.World.from_main`.
             limit: seconds in which all ranks must connect.
-            patience: seconds of silence after which a node counts as lost.
+            silence_limit: seconds of silence after which a node counts as lost.
 
         Raises:
             ProcessFailedError: a rank cannot connect; raised on all ranks.
         """
         channel = cls(rank, size)
         try:
-            channel._link.open(master_addr, share, limit, patience)
+            channel._link.open(master_addr, share, limit, silence_limit)
         except BaseException:
             channel.close()
             raise
@@ -132,19 +132,19 @@ class Channel:
         waiter = _Waiter(complete)
         try:
             with self.changed:
-                if self.closed or self.alone:
-                    raise ProcessFailedError(f"exchange {key!r} cannot be: {self.gone.get(0, 'the channel is closed')}.")
+                if self.closed or self.hub_lost:
+                    raise ProcessFailedError(f"exchange {key!r} cannot be: {self.exited.get(0, 'the channel is closed')}.")
                 if key in self._waiters:
                     raise ValueError(f"exchange {key!r} is under way in another thread of this process.")
                 self._waiters[key] = waiter
-            self._link.say(line)
+            self._link.send(line)
             pause = _LOOK
             while not waiter.done.wait(None if looking is None else pause):
                 looking()  # type: ignore[misc]
                 pause = min(2 * pause, _SELDOM)
         except BaseException:  # such as a signal: the value must not count for a later exchange with this key
             if self._waiters.get(key) is waiter:
-                self._say_and_wait({"take back": key})  # if the result was sent before that, it is here by then
+                self._send_and_wait({"take back": key})  # if the result was sent before that, it is here by then
             raise
         finally:
             if self._waiters.get(key) is waiter:
@@ -161,10 +161,10 @@ class Channel:
         """
         waiter = _Waiter()
         with self.changed:
-            if self.closed or self.alone:
+            if self.closed or self.hub_lost:
                 return None
             self._waiters[_QUESTION] = waiter
-        self._link.say(encode({"ask": _QUESTION}))
+        self._link.send(encode({"ask": _QUESTION}))
         waiter.done.wait(_ANSWER)
         self._waiters.pop(_QUESTION, None)
         return waiter.values if waiter.done.is_set() and waiter.why is None else None
@@ -185,15 +185,15 @@ class Channel:
     @property
     def cause(self) -> Failure | None:
         """Why a collective with the other ranks cannot complete, if known."""
-        ends = sorted(self.gone.values(), key=lambda end: end.kind == "left")
+        ends = sorted(self.exited.values(), key=lambda end: end.kind == "left")
         return self.failure or next(iter(ends), None)
 
     @property
     def ending(self) -> str:
         """How this process is leaving its current run: a kind of `announce_exit`, "error", or "" if it is not leaving."""
-        if not self._unwell.intersection(self.runs.open[-1:]):
+        if not self._failing_runs.intersection(self.runs.open[-1:]):
             return ""
-        return self._farewell[0] if self._farewell is not None else "error"
+        return self._announced[0] if self._announced is not None else "error"
 
     def post_failure(self, kind: str, summary: str, *, fatal: bool = False) -> Failure:
         """Report to all ranks that this one has failed, with `traceback`. The first failure counts.
@@ -219,20 +219,20 @@ class Channel:
     def report_missing_rank(self) -> None:
         """Report it to all ranks if this one waits in a collective for a rank that exited before it called that collective."""
         begun, inside = self.collectives.begun, self.collectives.depth > 0
-        end = next((end for end in self.gone.values() if inside and self._last_begun.get(end.rank, begun) < begun), None)
+        end = next((end for end in self.exited.values() if inside and self._last_begun.get(end.rank, begun) < begun), None)
         if end is not None:
             self._post(replace(end, run=None))
 
     def mark_failed(self) -> None:
         """Note that the current run fails on this process."""
         with self.changed:
-            self._unwell.update(self.runs.open[-1:])
+            self._failing_runs.update(self.runs.open[-1:])
             self.changed.notify_all()
 
     def announce_exit(self, kind: str, text: str = "") -> None:
         """Announce how this process will exit: "exit", "preempted" or "interrupt". It is no failure if all ranks do so."""
         self.mark_failed()
-        self._farewell = (kind, text)
+        self._announced = (kind, text)
 
     def on_failure(self, listener: Callable[[Failure | None], None]) -> None:
         """Call a function with `failure` whenever that changes, in a thread of the channel."""
@@ -254,25 +254,25 @@ class Channel:
         number = self.runs.begun + 1
 
         def cannot_begin() -> bool:
-            return self.closed or bool(self.gone) or None in self._failures
+            return self.closed or bool(self.exited) or None in self._failures
 
         self.wait(lambda: self._earlier(number) is None or cannot_begin(), _CLEARED)
         with self.changed:
             cause = self._earlier(number) or self.cause if cannot_begin() else self._earlier(number)
             if self.closed or cause is not None:
                 raise ProcessFailedError(f"a run needs all {self.size} processes, but {cause or 'the channel is closed'}.")
-            self._farewell, self.traceback = None, ""
+            self._announced, self.traceback = None, ""
             self.runs.begin()
-            self._link.say(encode({"begin": number}))
+            self._link.send(encode({"begin": number}))
             self.changed.notify_all()
 
     def leave_run(self) -> None:
         """End the innermost run on this process."""
         with self.changed:
-            fine = self.runs.open[-1] not in self._unwell
-            self._unwell.discard(self.runs.end(fine))
+            fine = self.runs.open[-1] not in self._failing_runs
+            self._failing_runs.discard(self.runs.end(fine))
             self.changed.notify_all()
-        self._say_and_wait({"end": fine})  # heard by the hub, an exit from now on is no failure of this run
+        self._send_and_wait({"end": fine})  # heard by the hub, an exit from now on is no failure of this run
 
     def _earlier(self, number: int) -> Failure | None:
         """A failure that prevents the run with this number."""
@@ -284,7 +284,7 @@ class Channel:
         """Announce a normal exit, so that the end of the connection is no failure."""
         while self.runs.open:  # the runs of your own training loop end with the script; other ranks may continue
             self.leave_run()
-        self._link.say(encode({"bye": self._farewell or ("left", ""), "begun": self.collectives.begun}))
+        self._link.send(encode({"bye": self._announced or ("left", ""), "begun": self.collectives.begun}))
 
     def close(self) -> None:
         """Close the connections; may be called again."""
@@ -296,19 +296,19 @@ class Channel:
 
     # ---------------------------------------------------------------------------------------------------- the hub
 
-    def _say_and_wait(self, message: dict[str, Any]) -> bool:
+    def _send_and_wait(self, message: dict[str, Any]) -> bool:
         """Send a message to the hub and wait for a short time until it is acknowledged. Returns whether it was."""
         with self.changed:
             self._sent += 1
             number = self._sent
-        self._link.say(encode({**message, "number": number}))
-        self.wait(lambda: self._acknowledged >= number or self.alone or self.closed, _HEARD)
+        self._link.send(encode({**message, "number": number}))
+        self.wait(lambda: self._acknowledged >= number or self.hub_lost or self.closed, _ACKNOWLEDGE_LIMIT)
         return self._acknowledged >= number
 
     def _post(self, failure: Failure, of: int | None = None) -> None:
-        heard = self._say_and_wait({"fail": failure.record(), "of": of})
+        heard = self._send_and_wait({"fail": failure.record(), "of": of})
         # without a hub, or with one that hangs with all its threads, the stacks must be written all the same
-        if self.alone or self.closed or (failure.kind == "timeout" and not heard):
+        if self.hub_lost or self.closed or (failure.kind == "timeout" and not heard):
             self._note(failure)
 
     def _on_message(self, message: dict[str, Any]) -> None:
@@ -318,7 +318,7 @@ class Channel:
         elif "void" in message:
             self._end_exchange(message["void"], [], Failure(**message["why"]))
         elif "asked" in message:
-            self._link.say(encode({"answer": self.collectives.record()}))
+            self._link.send(encode({"answer": self.collectives.record()}))
         elif "failed" in message:  # sent once for each run
             failure = Failure(**message["failed"])
             self._change({**self._failures, failure.run: failure})
@@ -342,23 +342,23 @@ class Channel:
         """A message that only changes what the channel knows; called with the lock."""
         if "fallen" in message:
             self.failed_ranks |= {message["fallen"]}
-        elif "gone" in message:
-            end = Failure(**message["gone"])
+        elif "exited" in message:
+            end = Failure(**message["exited"])
             if message["begun"] is not None:
                 self._last_begun[end.rank] = message["begun"]
-            self.gone = {**self.gone, end.rank: end}
+            self.exited = {**self.exited, end.rank: end}
         elif "main" in message:
             self._main = Runs(**message["main"])
-        elif "heard" in message:
-            self._acknowledged = message["heard"]
+        elif "acknowledged" in message:
+            self._acknowledged = message["acknowledged"]
 
     def _on_lost(self, kind: str) -> None:
         """The main process, and with it the hub, has exited."""
         failure = next((one for one in self._failures.values() if one.rank == 0), None)
         with self.changed:
-            self.alone = True
-            end = self.gone.get(0) or failure or Failure(0, kind)
-            self.gone = {**self.gone, 0: end}
+            self.hub_lost = True
+            end = self.exited.get(0) or failure or Failure(0, kind)
+            self.exited = {**self.exited, 0: end}
             self._release(end)
             self.changed.notify_all()
         if any(self._main.missing(number) for number in self.runs.open):

@@ -139,7 +139,7 @@ class FailureReport:
     def _prints_its_error(self, rank: int) -> bool:
         """Whether another rank exits with its error, and so prints it. It may have caught the error and exited normally."""
         channel = self._channel
-        channel.wait(lambda: rank in {*channel.failed_ranks, *channel.gone}, _CAUSE)
+        channel.wait(lambda: rank in {*channel.failed_ranks, *channel.exited}, _CAUSE)
         return rank in channel.failed_ranks
 
     def _exit(self) -> None:
@@ -177,7 +177,7 @@ class FailureReport:
 
     def _others_have_ended(self) -> bool:
         """The main process exits after all other ranks but the first failed one: see `end_after_others`."""
-        return self._channel.alone or len(self._channel.gone) == self._channel.size - 1
+        return self._channel.hub_lost or len(self._channel.exited) == self._channel.size - 1
 
 
 @contextmanager

@@ -38,7 +38,7 @@ class Hub:
         """Number of exchanges that are not complete."""
         return len(self._given)
 
-    def heard(self, rank: int, message: dict[str, Any]) -> None:
+    def receive(self, rank: int, message: dict[str, Any]) -> None:
         """Receive a message of a rank."""
         if rank in self._gone:
             return
@@ -62,18 +62,18 @@ class Hub:
             self._answer(rank, message["answer"])
         elif "bye" in message:
             kind, text = message["bye"]
-            self.gone(rank, kind, text, message.get("begun"))
+            self.on_exit(rank, kind, text, message.get("begun"))
         if "number" in message:
-            self._send(rank, {"heard": message["number"]})
+            self._send(rank, {"acknowledged": message["number"]})
 
-    def gone(self, rank: int, kind: str, text: str = "", begun: int | None = None) -> None:
+    def on_exit(self, rank: int, kind: str, text: str = "", begun: int | None = None) -> None:
         """A rank has exited. `kind`: see `Failure`; `begun`: number of its collectives, if known."""
         if rank in self._gone:
             return
         mine = next((one for one in self._failures.values() if one.rank == rank), None)
         end = mine if kind == "died" and mine is not None else Failure(rank, kind, text)
         self._gone[rank] = end
-        self._tell({"gone": end.record(), "begun": begun})
+        self._tell({"exited": end.record(), "begun": begun})
         self._asking.pop(rank, None)
         self._settle_questions()
         self._find_missing()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from trainkit.distributed.wire import LIMIT, ConnectionLoop, JsonConnection, encode, keep_watch
+from trainkit.distributed.wire import LIMIT, ConnectionLoop, JsonConnection, enable_keepalive, encode
 from trainkit.errors import ProcessFailedError
 
 __all__ = ["PORT_VARIABLE", "HubListener", "connect", "open_listener"]
@@ -67,7 +67,7 @@ class HubListener:
         listener: the listening socket.
         shared: the second result of `open_listener`.
         size: the number of processes.
-        patience: see `keep_watch`.
+        silence_limit: see `enable_keepalive`.
         enter: `enter(rank, connection)` is called for each rank; sets the handlers of the connection.
 
     Attributes:
@@ -80,11 +80,11 @@ class HubListener:
         listener: socket.socket,
         shared: dict[str, Any],
         size: int,
-        patience: float,
+        silence_limit: float,
         enter: Callable[[int, JsonConnection], None],
     ) -> None:
         self._loop, self._listener, self._shared, self._size = loop, listener, shared, size
-        self._patience, self._on_connect = patience, enter
+        self._silence_limit, self._on_connect = silence_limit, enter
         self._unauthenticated: set[JsonConnection] = set()
         self.missing = set(range(1, size))
 
@@ -106,7 +106,7 @@ class HubListener:
         if len(self._unauthenticated) > 64 + self._size:
             connection.close()
             return
-        keep_watch(connection, self._patience)
+        enable_keepalive(connection, self._silence_limit)
         wire = JsonConnection(
             connection,
             lambda message: self._authenticate(wire, message),
@@ -128,7 +128,7 @@ class HubListener:
         self._on_connect(message["rank"], wire)
 
 
-def connect(rank: int, shared: dict[str, Any], limit: float, patience: float) -> socket.socket:
+def connect(rank: int, shared: dict[str, Any], limit: float, silence_limit: float) -> socket.socket:
     """An authenticated connection to the main process.
 
     Raises:
@@ -148,7 +148,7 @@ def connect(rank: int, shared: dict[str, Any], limit: float, patience: float) ->
             connection.sendall(encode({"word": shared["word"], "rank": rank}))
             answer = _first_line(connection)
             if hmac.compare_digest(str(answer.get("welcome")), str(shared["answer"])):
-                keep_watch(connection, patience)
+                enable_keepalive(connection, silence_limit)
                 return connection
             failures.append(f"{address}: another program answered")
         except (OSError, ValueError, AttributeError) as error:

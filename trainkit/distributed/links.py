@@ -38,12 +38,12 @@ class HubConnection:
         self._ready = threading.Event()
         self._refused = ""
 
-    def open(self, master_addr: str | None, share: Callable[[Any], Any], limit: float, patience: float) -> None:
+    def open(self, master_addr: str | None, share: Callable[[Any], Any], limit: float, silence_limit: float) -> None:
         """Connect; see `trainkit.distributed.channel.Channel.open`."""
         shared = share(None)
         if "error" in shared:
             raise ProcessFailedError(shared["error"])
-        connection = connect(self.rank, shared, limit, patience)
+        connection = connect(self.rank, shared, limit, silence_limit)
         # One message of the hub may hold those of all ranks.
         self._wire = JsonConnection(connection, self._hear, self._end, LIMIT * self.size)
         self._loop.add(self._wire)
@@ -53,7 +53,7 @@ class HubConnection:
                 self._refused or f"rank {self.rank}: the main process does not answer within {2 * limit:g} s."
             )
 
-    def say(self, line: bytes) -> None:
+    def send(self, line: bytes) -> None:
         """Send a line; from any thread."""
         if self._wire is not None:
             self._loop.call(partial(self._loop.send, self._wire, line))
@@ -87,7 +87,7 @@ class LocalHubConnection:
         self._all_there = threading.Event()
         self.hub = Hub(size, self._send)
 
-    def open(self, master_addr: str | None, share: Callable[[Any], Any], limit: float, patience: float) -> None:
+    def open(self, master_addr: str | None, share: Callable[[Any], Any], limit: float, silence_limit: float) -> None:
         """Accept the connections of all ranks; see `trainkit.distributed.channel.Channel.open`."""
         try:
             listener, shared = open_listener(master_addr)
@@ -95,7 +95,7 @@ class LocalHubConnection:
             text = f"the main process cannot listen for other ranks: {error}"
             share({"error": text})
             raise ProcessFailedError(text) from error
-        hub_listener = HubListener(self._loop, listener, shared, self.size, patience, self._on_connect)
+        hub_listener = HubListener(self._loop, listener, shared, self.size, silence_limit, self._on_connect)
         hub_listener.open()
         self._loop.start()
         try:
@@ -109,9 +109,9 @@ class LocalHubConnection:
             raise ProcessFailedError(text)
         self._loop.call(lambda: self._send_all({"ready": ""}))
 
-    def say(self, line: bytes) -> None:
+    def send(self, line: bytes) -> None:
         """Send a message to the hub; from any thread."""
-        self._loop.call(lambda: self.hub.heard(0, json.loads(line)))
+        self._loop.call(lambda: self.hub.receive(0, json.loads(line)))
 
     def close(self) -> None:
         """Send what is pending, and close."""
@@ -119,13 +119,13 @@ class LocalHubConnection:
 
     def _on_connect(self, rank: int, wire: JsonConnection) -> None:
         self._wires[rank] = wire
-        wire.heard = partial(self.hub.heard, rank)
-        wire.ended = partial(self._end, rank)
+        wire.on_message = partial(self.hub.receive, rank)
+        wire.on_end = partial(self._end, rank)
         if len(self._wires) == self.size - 1:
             self._all_there.set()
 
     def _end(self, rank: int, why: Exception) -> None:
-        self.hub.gone(rank, _kind(why))
+        self.hub.on_exit(rank, _kind(why))
 
     def _send(self, rank: int, message: Any) -> None:
         if rank == 0:

@@ -15,7 +15,15 @@ from typing import Any
 from trainkit.distributed.channel import Channel
 from trainkit.distributed.failure import Failure
 
-__all__ = ["end_after_others", "end_process", "release_groups", "remove_error_file", "say", "stacks", "write_error_file"]
+__all__ = [
+    "end_after_others",
+    "end_process",
+    "release_groups",
+    "remove_error_file",
+    "stacks",
+    "write_error_file",
+    "write_stderr",
+]
 
 _HUB_LINGER = 2.5  # seconds that the main process, which is the hub, waits for other ranks to end
 _FLUSH = 1.0  # seconds to flush output
@@ -60,7 +68,7 @@ def remove_error_file() -> None:
             os.unlink(path)
 
 
-def say(text: str) -> None:
+def write_stderr(text: str) -> None:
     """Write to standard error from any thread, even while another thread writes to it."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="replace"))
@@ -75,9 +83,9 @@ def end_after_others(channel: Channel, failure: Failure) -> None:
     """
     others = set(range(channel.size)) - {channel.rank, failure.rank}
     if multiprocessing.parent_process() is not None:
-        channel.wait(lambda: failure.rank in channel.gone, 2 * _HUB_LINGER)
+        channel.wait(lambda: failure.rank in channel.exited, 2 * _HUB_LINGER)
     elif channel.rank == 0:
-        channel.wait(lambda: others <= set(channel.gone), _HUB_LINGER)
+        channel.wait(lambda: others <= set(channel.exited), _HUB_LINGER)
 
 
 def release_groups(groups: list[Any]) -> None:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from trainkit.distributed.wire import keep_watch
+from trainkit.distributed.wire import enable_keepalive
 
 __all__ = ["connected"]
 
@@ -51,5 +51,5 @@ def connected(connect: Callable[[], _T], port: int, limit: float) -> _T:
             if stat.S_ISSOCK(os.fstat(number).st_mode):
                 with socket.socket(fileno=os.dup(number)) as link:
                     if link.family in (socket.AF_INET, socket.AF_INET6) and link.getpeername()[1] == port:
-                        keep_watch(link, _SILENCE)  # else an operation waits without limit if there is no answer
+                        enable_keepalive(link, _SILENCE)  # else an operation waits without limit if there is no answer
     return results[0]

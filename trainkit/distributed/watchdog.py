@@ -9,7 +9,14 @@ from pathlib import Path
 
 from trainkit.distributed.channel import Channel
 from trainkit.distributed.failure import Failure
-from trainkit.distributed.process_exit import end_after_others, end_process, remove_error_file, say, stacks, write_error_file
+from trainkit.distributed.process_exit import (
+    end_after_others,
+    end_process,
+    remove_error_file,
+    stacks,
+    write_error_file,
+    write_stderr,
+)
 from trainkit.errors import Preempted, ProcessFailedError
 
 __all__ = ["Watchdog"]
@@ -83,7 +90,9 @@ class Watchdog:
         if failure is not None and failure.kind == "timeout" and self._channel.runs.open:
             where = self._write(failure)
             if failure.rank == self._channel.rank:
-                say(f"trainkit: rank {failure.rank} waited too long for another one; the stacks of each are next to {where}\n")
+                write_stderr(
+                    f"trainkit: rank {failure.rank} waited too long for another one; the stacks of each are next to {where}\n"
+                )
 
     def _watch(self) -> None:
         known: Failure | None = None
@@ -99,8 +108,8 @@ class Watchdog:
 
     def _wait(self) -> None:
         """Wait for something to do. Whether the main thread waits for a rank that has exited is checked regularly."""
-        channel, looks = self._channel, bool(self._channel.gone)
-        channel.wait(lambda: self._done or self._limit() is not None or bool(channel.gone) != looks, _LOOK if looks else None)
+        channel, looks = self._channel, bool(self._channel.exited)
+        channel.wait(lambda: self._done or self._limit() is not None or bool(channel.exited) != looks, _LOOK if looks else None)
         if channel.failure is None and channel.runs.open:
             channel.report_missing_rank()
 
@@ -150,7 +159,7 @@ class Watchdog:
         rank = self._channel.rank
         reason = "was ended in the middle of a run" if failure.rank == rank else f"was ended because {str(failure).rstrip('.')}"
         where = "" if failure.kind in _CODES else f". Its stacks are in {self._write(failure)}"
-        say(f"trainkit: rank {rank} {reason}{where}\n")
+        write_stderr(f"trainkit: rank {rank} {reason}{where}\n")
         write_error_file(failure, rank)
         end_after_others(self._channel, failure)
         end_process(_CODES.get(failure.kind, 1))
@@ -170,5 +179,5 @@ def _save(folder: str | Path | None, rank: int, text: str, *, more: bool = False
             return str(path)
         except (OSError, ValueError) as error:  # the process must be ended in any case
             problem = f"\ntrainkit: {path} cannot be written: {error}"
-    say(f"{text}{problem}\n")
+    write_stderr(f"{text}{problem}\n")
     return _ABOVE

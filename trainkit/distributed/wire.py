@@ -14,7 +14,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-__all__ = ["LIMIT", "ConnectionLoop", "JsonConnection", "encode", "inherited", "keep_watch"]
+__all__ = ["LIMIT", "ConnectionLoop", "JsonConnection", "enable_keepalive", "encode", "inherited"]
 
 LIMIT = 16 << 20  # bytes of a line that one process may send
 _CHUNK = 1 << 18
@@ -29,22 +29,22 @@ def encode(message: Any) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
-def keep_watch(connection: socket.socket, patience: float) -> None:
+def enable_keepalive(connection: socket.socket, silence_limit: float) -> None:
     """Let the operating system detect that the other side is lost: a cut cable, a host without power.
 
     Args:
         connection: a TCP connection.
-        patience: seconds of silence after which the other side counts as lost.
+        silence_limit: seconds of silence after which the other side counts as lost.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    pause = max(1, round(patience / 6))
+    pause = max(1, round(silence_limit / 6))
     options = {
         "TCP_KEEPIDLE": 2 * pause,  # silence before the first probe
         "TCP_KEEPALIVE": 2 * pause,  # the same on macOS
         "TCP_KEEPINTVL": pause,
         "TCP_KEEPCNT": 4,
-        "TCP_USER_TIMEOUT": round(1000 * patience),  # milliseconds until sent data must be acknowledged
+        "TCP_USER_TIMEOUT": round(1000 * silence_limit),  # milliseconds until sent data must be acknowledged
     }
     for name, value in options.items():
         if hasattr(socket, name):
@@ -56,8 +56,8 @@ class JsonConnection:
 
     Args:
         connection: the socket.
-        heard: called with each message that is received.
-        ended: called once, with the reason, when no more messages will be received.
+        on_message: called with each message that is received.
+        on_end: called once, with the reason, when no more messages will be received.
         limit: maximum bytes of a received line.
 
     Attributes:
@@ -66,11 +66,15 @@ class JsonConnection:
     """
 
     def __init__(
-        self, connection: socket.socket, heard: Callable[[Any], None], ended: Callable[[Exception], None], limit: int = LIMIT
+        self,
+        connection: socket.socket,
+        on_message: Callable[[Any], None],
+        on_end: Callable[[Exception], None],
+        limit: int = LIMIT,
     ) -> None:
         connection.setblocking(False)
         self.connection = connection
-        self.heard, self.ended = heard, ended
+        self.on_message, self.on_end = on_message, on_end
         self.limit = limit
         self.full = False
         self.broken: OSError | None = None
@@ -235,7 +239,7 @@ class ConnectionLoop:
             try:
                 for message in wire.get():
                     if wire in self._wires and self._stop_at is None:  # not if a handler has dropped it
-                        wire.heard(message)
+                        wire.on_message(message)
             except BlockingIOError:
                 pass
             except (EOFError, OSError, ValueError, KeyError, TypeError) as why:
@@ -254,7 +258,7 @@ class ConnectionLoop:
         if wire in self._wires:
             self.drop(wire)
             if self._stop_at is None:
-                wire.ended(why)
+                wire.on_end(why)
 
 
 def _abandon_all() -> None:

@@ -2,7 +2,7 @@
 
 These collectives carry numbers, names and decisions. They use gloo on the CPU with a group of their own, so that they neither
 wait for a device nor mix with the collectives of the gradients. Every rank calls the same methods in the same order, from its
-main thread; for other threads there is `World.team`.
+main thread; for other threads there is `World.thread_exchange`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainkit.distributed.restart_store import RestartStore
     from trainkit.distributed.watchdog import Watchdog
 
-__all__ = ["Pending", "Team", "World"]
+__all__ = ["Pending", "ThreadExchange", "World"]
 
 _SLOT = 2048  # bytes of an exchange that takes one collective; longer ones take two
 _HEAD = 8
@@ -153,12 +153,12 @@ class World:
             work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
         return Pending(tensor, work, self.collectives)
 
-    def remember(self, key: str, text: str) -> None:
+    def keep_text(self, key: str, text: str) -> None:
         """Keep the text of the main process over a restart of the processes, if the launcher can."""
         if self._memory is not None and self.is_main:
             self._memory.set(key, text)
 
-    def recall(self, key: str) -> str | None:
+    def load_text(self, key: str) -> str | None:
         """The text that was kept under a key, before a restart or since. Collective."""
         remembered = self._memory.get(key) if self._memory is not None and self.is_main else None
         text: str | None = self.from_main(remembered)
@@ -169,11 +169,11 @@ class World:
         if self.size > 1:
             self.largest([0])
 
-    def team(self, name: str) -> Team:
+    def thread_exchange(self, name: str) -> ThreadExchange:
         """Exchanges for a thread other than the main thread, or for a wait that may be long."""
         if self.size > 1 and self.channel is None:
             raise ValueError(f"{self!r} has no channel, and a team of several processes needs one")
-        return Team(name, self.channel if self.size > 1 else None, self.rank, self.size)
+        return ThreadExchange(name, self.channel if self.size > 1 else None, self.rank, self.size)
 
     def _gathered(self, data: bytes) -> list[memoryview]:
         """The bytes of each rank, with one collective if all are short."""
@@ -215,7 +215,7 @@ class Pending:
         return values
 
 
-class Team:
+class ThreadExchange:
     """`World.exchange` without collectives: for one thread at a time, which may be any, and without a time limit.
 
     Args:

@@ -33,13 +33,13 @@ from trainkit.distributed.restart_store import RESTART_STORE
 from trainkit.errors import ConfigurationError
 from trainkit.launch import guard
 from trainkit.launch.environment import LAUNCHER
-from trainkit.launch.interface import lead_gloo_out
+from trainkit.launch.interface import set_gloo_interface
 from trainkit.launch.rank_info import is_local
 from trainkit.launch.rendezvous import BACKEND, NodesChanged, Rendezvous
 from trainkit.launch.verdict import FAILED, INTERRUPTED, PREEMPTED, Verdict, judge
 from trainkit.launch.workers import Workers
 
-__all__ = ["Job", "conduct", "run_job"]
+__all__ = ["Job", "run_job", "run_to_end"]
 
 _REPEAT = 1.0  # seconds within which a repeated signal counts once: a batch system signals the launcher and its process group
 _LEAVE = 2.0  # seconds for elastic's thread to end when the job is over
@@ -162,7 +162,7 @@ class _Run:
                 workers.check()
         finally:
             if workers is not None:  # none is left, whatever was raised
-                workers.sweep()
+                workers.kill_leftovers()
         if workers is not None:
             verdict = self._judge(workers)
         succeeded = verdict is not None and verdict.code == 0
@@ -203,7 +203,7 @@ class _Run:
         if job.per_node > 1:  # else each worker would use all cores
             shared.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // job.per_node)))
         if job.most > 1 and job.master_addr is not None and not is_local(job.master_addr):
-            lead_gloo_out(shared, job.master_addr)
+            set_gloo_interface(shared, job.master_addr)
         own = {LAUNCHER: job.launcher, RESTART_STORE: self._rendezvous.where}
         own["TORCHELASTIC_RESTART_COUNT"] = str(self._rendezvous.restarts)
         own["TORCHELASTIC_MAX_RESTARTS"] = str(job.max_restarts)
@@ -243,10 +243,10 @@ def run_job(job: Job) -> int:
     Raises:
         ConfigurationError: the nodes do not find each other.
     """
-    return conduct(job).code
+    return run_to_end(job).code
 
 
-def conduct(job: Job) -> Verdict:
+def run_to_end(job: Job) -> Verdict:
     """Run a job to its end; returns the verdict on it."""
     if job.most > 1 and job.master_addr is None:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""`lead_gloo_out`: set the network interface of gloo, where gloo would choose one that other nodes cannot reach.
+"""`set_gloo_interface`: set the network interface of gloo, where gloo would choose one that other nodes cannot reach.
 
 gloo uses the address of the host name. On many hosts that is a loopback address (`127.0.1.1` in `/etc/hosts`).
 """
@@ -12,14 +12,14 @@ import socket
 import struct
 from collections.abc import Iterator, MutableMapping
 
-__all__ = ["GLOO", "lead_gloo_out"]
+__all__ = ["GLOO", "set_gloo_interface"]
 
 GLOO = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
 _OUTSIDE = "192.0.2.1"  # an address for documentation: nothing is sent there
 
 
-def lead_gloo_out(env: MutableMapping[str, str], master_addr: str) -> None:
+def set_gloo_interface(env: MutableMapping[str, str], master_addr: str) -> None:
     """Set `GLOO_SOCKET_IFNAME` if it is not set and gloo would use the loopback interface; Linux only.
 
     Args:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainkit.console import counted, notice, speak
+from trainkit.console import counted, notice, set_printing
 from trainkit.distributed.channel import Channel
 from trainkit.distributed.failure_report import FailureReport
 from trainkit.distributed.process_exit import release_groups
@@ -30,7 +30,7 @@ from trainkit.launch.process_group import default_group, make_default_group
 from trainkit.launch.script_options import placed
 from trainkit.launch.self_start import become_agent, command_again
 
-__all__ = ["device_of", "join", "joined", "note_alone", "processes"]
+__all__ = ["device_of", "join", "joined", "note_single_process", "processes"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def processes(wanted: RequestedDevices) -> int:
     return processes_of_a_machine(wanted) * (wanted.nodes or 1) if place is None else place.size
 
 
-def note_alone(devices: int | None) -> None:
+def note_single_process(devices: int | None) -> None:
     """Remember that a run uses a single process, for the message if a later one needs several."""
     if _place() is None:
         _earlier.add(devices)
@@ -96,13 +96,13 @@ def join(wanted: RequestedDevices, *, backend: str | None = None, timeout: timed
     if _joined is not None and _joined.group is not default_group():  # the user has destroyed the group
         _joined.close()
         _joined = None
-        speak()
+        set_printing()
     if _joined is None:
         place = None if default_group() is not None else place or _place()
         if place is not None:
             check_wanted(wanted, place.size, place.local_size, place.nodes, place.launcher)
         elif default_group() is None and processes(wanted) == 1:
-            note_alone(wanted.per_node)
+            note_single_process(wanted.per_node)
             return World()
         elif default_group() is None:
             _start(wanted)
@@ -198,7 +198,7 @@ def _enter(wanted: RequestedDevices, place: RankInfo | None, backend: str | None
     control = dist.new_group(backend="gloo", timeout=timeout)
     world = _world(place or _place_in_group(), control)
     atexit.register(_leave, os.getpid())
-    speak(main=world.is_main, rank=world.rank)
+    set_printing(main=world.is_main, rank=world.rank)
     _write_whole_lines()
     nodes = f" on {world.nodes} nodes" if world.nodes > 1 else ""
     reason = "of the process group that you initialized"

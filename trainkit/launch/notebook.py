@@ -123,7 +123,7 @@ def notebook_launcher(
 def _launch(
     call: bytes, variables: Mapping[str, str], options: Mapping[str, Any], template: str | None, replicas: int | None
 ) -> Any:
-    from trainkit.launch.agent import Job, conduct
+    from trainkit.launch.agent import Job, run_to_end
     from trainkit.launch.worker_output import WorkerOutput, is_redirected, shows_progress
 
     progress, environment = shows_progress(), {**os.environ, **variables}
@@ -148,7 +148,7 @@ def _launch(
             **options,
         )
         try:
-            verdict = conduct(job)
+            verdict = run_to_end(job)
         except ConfigurationError as error:
             raise ConfigurationError(f"{error} (In {_NAME}: master_addr, use_port and node_rank.)") from error
         failures, result = read_reports(Path(folder))

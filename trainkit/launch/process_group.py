@@ -13,7 +13,7 @@ import torch.distributed as dist
 from trainkit.distributed.restart_store import restarts
 from trainkit.distributed.stores import connected
 from trainkit.errors import ConfigurationError
-from trainkit.launch.interface import lead_gloo_out
+from trainkit.launch.interface import set_gloo_interface
 from trainkit.launch.rank_info import RankInfo, is_local
 
 __all__ = ["alone", "default_group", "make_default_group"]
@@ -73,7 +73,7 @@ def make_default_group(place: RankInfo, backend: str, timeout: timedelta) -> Non
     if _launcher_hosts_store() and place.nodes == 1:  # torchrun may keep it over restarts, with addresses of dead processes
         store = PrefixStore(f"start{restarts(os.environ)}", store)
     if not is_local(place.master_addr):
-        lead_gloo_out(os.environ, place.master_addr)
+        set_gloo_interface(os.environ, place.master_addr)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
 
 

@@ -95,7 +95,7 @@ class _Host:
         return next((line.strip() for line in reversed(self.tail) if line.strip()), "")
 
     @property
-    def has_followed(self) -> bool:
+    def failed_after_another(self) -> bool:
         """Whether it failed because another host did."""
         return names_another_failure("\n".join(list(self.tail)[-8:]))
 
@@ -241,7 +241,7 @@ class _Launcher:
             return INTERRUPTED if any(codes) else 0
         if not self._failed:
             return PREEMPTED if PREEMPTED in codes else max(codes)
-        first = min(self._failed, key=lambda host: (host.has_followed, host.code in _UNSPECIFIC))
+        first = min(self._failed, key=lambda host: (host.failed_after_another, host.code in _UNSPECIFIC))
         _, trace, rest = "\n".join(first.tail).rpartition("Traceback (most recent call last)")
         if trace and self._last_error is not first:
             await self._show(2, f"{first.name} failed first, with:")

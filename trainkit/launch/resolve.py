@@ -10,7 +10,7 @@ from trainkit.checks import is_whole, whole_number
 from trainkit.console import notice
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
-from trainkit.launch.joining import note_alone, processes
+from trainkit.launch.joining import note_single_process, processes
 from trainkit.launch.tpu import DEVICE, tpu_is_chosen
 from trainkit.registry import automatic_strategy, find_info, make_strategy
 
@@ -92,11 +92,11 @@ def chosen_strategy(name: str, wanted: RequestedDevices) -> str:
     if name == "auto":
         on_tpu = wanted.accelerator == DEVICE or (wanted.accelerator == "auto" and tpu_is_chosen())
         if not on_tpu and processes(wanted) == 1:
-            note_alone(wanted.per_node)
+            note_single_process(wanted.per_node)
             return name
         return automatic_strategy(DEVICE if on_tpu else _type_of_device(wanted))
     if info is not None and info.one_device:
-        note_alone(1)
+        note_single_process(1)
     if wanted.accelerator == DEVICE and (info is None or DEVICE not in info.devices):
         raise ConfigurationError(
             f"accelerator='tpu' works with strategy='xla', not with {name!r}. Remove strategy, or set strategy='xla'."

@@ -105,7 +105,7 @@ class Workers:
                 if output is not None:
                     output(local_rank, rank, process)
         except BaseException:
-            self.sweep()
+            self.kill_leftovers()
             raise
 
     def _wait(self, rank: int, process: subprocess.Popen[bytes]) -> None:
@@ -136,7 +136,7 @@ class Workers:
         elif now > self._kill_at:
             self.signal_all(_KILL)
 
-    def sweep(self) -> None:
+    def kill_leftovers(self) -> None:
         """Kill the processes that run or that the workers have left behind, unless all have ended and all went well."""
         if self.is_over() and not self._signals and not self.terminated and not any(end.code for end in self.ended):
             return

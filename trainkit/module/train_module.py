@@ -348,7 +348,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
                 f"all_gather: expected group=None, got {group!r}: a run gathers over all its ranks. Leave it out: "
                 "self.all_gather(data)"
             )
-        plan = self.trainer._run.evaluation
+        plan = self.trainer._run.evaluation_plan
         if plan is not None and plan.uneven:
             raise ConfigurationError(
                 f"all_gather in a batch of {plan.name}: ranks may have different numbers of batches, so that some would wait. "

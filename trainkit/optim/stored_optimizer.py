@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from trainkit.errors import StateMismatchError
 from trainkit.optim.parameter_names import ParameterNames
 
-__all__ = ["StoredOptimizer", "placeholder_parameter", "twin"]
+__all__ = ["StoredOptimizer", "empty_copy", "placeholder_parameter"]
 
 
 def placeholder_parameter(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
@@ -20,7 +20,7 @@ def placeholder_parameter(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
-def twin(optimizer: Optimizer) -> Optimizer:
+def empty_copy(optimizer: Optimizer) -> Optimizer:
     """Another optimizer of the same kind with the same options and groups, and with no state; `__init__` is not called."""
     kind = type(optimizer)
     if hasattr(kind, "__del__"):  # which would take away what the two have in common
@@ -44,7 +44,7 @@ class StoredOptimizer:
 
     def __init__(self, original: Optimizer, placeholders: Mapping[int, nn.Parameter]) -> None:
         self._original, self.placeholders = original, placeholders
-        self.optimizer = twin(original)
+        self.optimizer = empty_copy(original)
         self.optimizer.param_groups = [
             {**group, "params": [placeholders[id(p)] for p in group["params"]]} for group in original.param_groups
         ]
@@ -78,7 +78,7 @@ class StoredOptimizer:
                 "Resume with another strategy."
             )
 
-    def take_options(self) -> None:
+    def copy_options(self) -> None:
         """Put the options that were loaded into the user's groups."""
         for ours, theirs in zip(self._original.param_groups, self.optimizer.param_groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})

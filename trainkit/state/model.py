@@ -300,7 +300,7 @@ def _load(
                 target.copy_(source)
     except Exception as error:
         if backup is not None:
-            _put_back(module, backup)
+            _restore_backup(module, backup)
         raise StateMismatchError(
             f"{what}: {type(module).__name__}.load_state_dict refused it: {error}\nThe model was restored."
         ) from error
@@ -318,7 +318,7 @@ def _can_fail(module: nn.Module) -> bool:
     return False
 
 
-def _put_back(module: nn.Module, backup: Mapping[str, tuple[Any, Any]]) -> None:
+def _restore_backup(module: nn.Module, backup: Mapping[str, tuple[Any, Any]]) -> None:
     with torch.no_grad():
         for value, copy in backup.values():
             if isinstance(value, Tensor) and copy is not None:

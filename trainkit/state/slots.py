@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.distributed.placement import whole_shape
-from trainkit.optim.stored_optimizer import twin
+from trainkit.optim.stored_optimizer import empty_copy
 from trainkit.registry import strategy_infos
 
 __all__ = ["bare_copy", "count_slots", "state_bytes"]
@@ -22,7 +22,7 @@ _PRIMES = (3, 5, 7, 11, 13, 17, 19)
 
 def bare_copy(optimizer: Optimizer) -> Optimizer:
     """Another optimizer of the same class with the same groups, without state and hooks."""
-    made = twin(optimizer)
+    made = empty_copy(optimizer)
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(made, name, OrderedDict())  # the user's hooks are called once per step, not for each part of it
     return made

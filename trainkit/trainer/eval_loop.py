@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_sanity", "evaluate", "gather_predictions"]
 
-_NO_DATA = MicroBatch(NO_BATCH, 0, True, True, 0.0, MicroBatchKind.NONE)
+_NO_MICRO_BATCH = MicroBatch(NO_BATCH, 0, True, True, 0.0, MicroBatchKind.NONE)
 
 
 def evaluate(run: Run, plan: EvaluationPlan) -> list[dict[str, float]]:
@@ -55,7 +55,7 @@ def evaluate(run: Run, plan: EvaluationPlan) -> list[dict[str, float]]:
         hooks.run(f"on_{name}_epoch_end")
         plan.finish()
         metrics.scope = Scope.NOWHERE  # the evaluation's metrics are complete
-        run.signals.follow_workers()
+        run.signals.ignore_worker_exits()
         if not run.progress.sanity_checking:
             run.progress.computed.update(dict.fromkeys(plan.results, run.progress.global_step))
         hooks.run(f"on_{name}_end")
@@ -115,7 +115,7 @@ def _together_of_length(
     world, metrics, signals = run.strategy.world, plan.metrics, run.signals
     pending, had = None, False
     for _ in range(length):
-        micro = next(micro_batches, _NO_DATA)
+        micro = next(micro_batches, _NO_MICRO_BATCH)
         if pending is not None:
             _end_exchange(run, plan, had, *pending.wait())
         yield micro
@@ -131,7 +131,7 @@ def _together_to_the_end(run: Run, plan: EvaluationPlan, micro_batches: Iterator
     world, metrics, signals = run.strategy.world, plan.metrics, run.signals
     had, count = False, 0
     while True:
-        micro = next(micro_batches, _NO_DATA)
+        micro = next(micro_batches, _NO_MICRO_BATCH)
         has = micro.kind is not MicroBatchKind.NONE
         there, numbers, waiting = zip(*world.rows([has, signals.received or 0, metrics.pending]), strict=True)
         _end_exchange(run, plan, had, count, int(max(numbers)), int(max(waiting)))
@@ -162,9 +162,9 @@ def _end_exchange(run: Run, plan: EvaluationPlan, had: bool, count: int, signal:
 
 def check_sanity(run: Run) -> None:
     """A few validation batches before training; what they log is dropped, the names are compared with monitors."""
-    if run.validation is None:
+    if run.validation_plan is None:
         check_monitors(run, None)
-    if run.validation is None or run.arguments.num_sanity_val_steps == 0:
+    if run.validation_plan is None or run.arguments.num_sanity_val_steps == 0:
         return
     plan = evaluation_plan(run, "validation", run.given_loaders[1], sanity=True)
     if plan is None:
@@ -223,13 +223,13 @@ def _to_send(tensor: Tensor) -> Tensor:
 @contextmanager
 def _active(run: Run, plan: EvaluationPlan) -> Iterator[None]:
     """What is logged goes to the evaluation's metrics."""
-    outer = run.metrics, run.evaluation
+    outer = run.metrics, run.evaluation_plan
     run.results.add(run.metrics.agreed_step_values())  # monitors see what training has logged by step
-    run.metrics, run.evaluation = plan.metrics, plan
+    run.metrics, run.evaluation_plan = plan.metrics, plan
     try:
         yield
     finally:
-        run.metrics, run.evaluation = outer
+        run.metrics, run.evaluation_plan = outer
 
 
 @contextmanager

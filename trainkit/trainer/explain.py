@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["explain", "results_table", "where_it_is", "why_it_ended"]
+__all__ = ["end_line", "explain", "folders_line", "results_table"]
 
 
 def explain(trainer: Trainer, module: TrainModule | None) -> str:
@@ -100,8 +100,8 @@ def _cell(value: Any) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
-def why_it_ended(trainer: Trainer) -> str:
-    """How far a fit has come and what ended it, in one line with `where_it_is`."""
+def end_line(trainer: Trainer) -> str:
+    """How far a fit has come and what ended it, in one line with `folders_line`."""
     reasons: list[str] = []
     if trainer.fast_dev_run:
         reasons.append("fast_dev_run, which writes nothing")
@@ -116,10 +116,10 @@ def why_it_ended(trainer: Trainer) -> str:
     return f"fit ended at step {trainer.global_step}, epoch {trainer.current_epoch}: {'; '.join(reasons) or 'it was left'}."
 
 
-def where_it_is(trainer: Trainer) -> str:
+def folders_line(trainer: Trainer) -> str:
     """Where the checkpoints and the logs of a fit are."""
     logs = list(dict.fromkeys(filter(None, (logger.log_dir for logger in trainer.loggers if opens_files(logger)))))
-    saved = trainer._checkpointing.folders if trainer.checkpoint_callbacks else []
+    saved = trainer._save_policy.folders if trainer.checkpoint_callbacks else []
     places = (("Checkpoints", [_from_here(folder) for folder in saved]), ("logs", [_from_here(log) for log in logs]))
     return "; ".join(f"{what} in {', '.join(where)}" for what, where in places if where)
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from trainkit.accelerator import Accelerator
-from trainkit.console import counted, each_once, notice, users_frames
+from trainkit.console import counted, each_once, notice, user_frames
 from trainkit.distributed.failure_report import report_failure
 from trainkit.errors import (
     CheckpointWriteError,
@@ -89,7 +89,7 @@ class interruptible:  # noqa: N801 - used as a function, like contextlib's own
 
     def _explain(self, ending: BaseException) -> None:
         trainer = self._trainer
-        saves = trainer._run.saves
+        saves = trainer._run.save_policy
         newest = None if saves is None else saves.newest
         fit = f"trainer.fit(..., ckpt_path={str(newest)!r}), or ckpt_path='auto' for the newest."
         if isinstance(ending, Preempted):
@@ -103,7 +103,7 @@ class interruptible:  # noqa: N801 - used as a function, like contextlib's own
                 ending.args = (f"{step}; " + ("no checkpoint was saved." if newest is None else f"to continue: {fit}"),)
             if self._signals.received is not None and not self._signals.twice:
                 ending.__cause__, ending.__suppress_context__ = None, True
-                ending.__traceback__ = users_frames(ending.__traceback__)
+                ending.__traceback__ = user_frames(ending.__traceback__)
 
 
 @contextmanager
@@ -158,7 +158,7 @@ def running(
         strategy.broken = strategy.world.size > 1
         ending = report_failure(strategy.world.channel, exception if run is None else _cause(run, exception))
         if run is not None:
-            _report(run, ending)
+            _report_exception(run, ending)
         if ending is exception:
             raise
         raise ending from exception
@@ -226,27 +226,27 @@ def _new_run(
     before = trainer._run
     run = replace(
         before,
-        engine=Accelerator.of_trainer(trainer.strategy),
+        accelerator=Accelerator.of_trainer(trainer.strategy),
         signals=signals,
         hooks=HookTable.nothing(),
         results=MetricResults(),
         given_module=module,
         datamodule=datamodule,
         compiler=compiler,
-        validation=None,
-        evaluation=None,
+        validation_plan=None,
+        evaluation_plan=None,
         plans={},
         found=None,
     )
-    run.engine.seed = run.seed
+    run.accelerator.seed = run.seed
     if stage == "fit":
         run = replace(run, progress=RunProgress(), fitted=module, optimizers=[], schedulers=[], train_loader=None)
-        if before.saves is not None:
+        if before.save_policy is not None:
             renew_loggers(trainer)
-        run.saves = SavePolicy(run)
+        run.save_policy = SavePolicy(run)
         trainer.precision.reset()
-    elif run.saves is not None:
-        run.saves.continue_in(run)
+    elif run.save_policy is not None:
+        run.save_policy.continue_in(run)
     run.progress.begin(stage)
     return run
 
@@ -285,7 +285,7 @@ def _prepare_data(run: Run) -> None:
             continue
         if (world.local_rank if owner.prepare_data_per_node else world.rank) == 0:
             owner.prepare_data()
-    world.team("prepare_data").exchange(None)
+    world.thread_exchange("prepare_data").exchange(None)
 
 
 def build_hooks(trainer: Trainer, run: Run) -> None:
@@ -316,7 +316,7 @@ def _cause(run: Run, exception: BaseException) -> BaseException:
     return run.signals.ending(f"at step {run.progress.global_step}") if workers and run.signals.soon() else exception
 
 
-def _report(run: Run, exception: BaseException) -> None:
+def _report_exception(run: Run, exception: BaseException) -> None:
     """Tell the callbacks; an error of theirs must not hide the first."""
     for hook in run.hooks.on_exception:
         try:
@@ -362,11 +362,11 @@ def _parts_to_release(trainer: Trainer, run: Run, stage: str, status: str) -> It
         yield partial(hook, stage)
     if run.datamodule is not None and is_overridden(run.datamodule, "teardown", DataModule):
         yield partial(run.datamodule.teardown, stage)
-    if stage == "fit" and run.saves is not None:
-        yield run.saves.close
+    if stage == "fit" and run.save_policy is not None:
+        yield run.save_policy.close
     for logger in run.loggers:
         yield partial(logger.finalize, status)
-    yield run.engine.free_memory
+    yield run.accelerator.free_memory
     yield run.strategy.teardown
     profiler = run.profiler
     if profiler is not None:

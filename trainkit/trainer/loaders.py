@@ -42,10 +42,10 @@ def train_loader(run: Run, given: Any) -> PreparedLoader:
         )
     source = run.train_source = training_source(source)
     run.accumulation = _accumulation(run, source)
-    run.engine.gradient_accumulation_steps = run.accumulation
+    run.accelerator.gradient_accumulation_steps = run.accumulation
     run.strategy.check_batches(batch_size_of(source), run.accumulation)
     weighed = is_overridden(module, "batch_weight", TrainModule)
-    loader = run.engine.prepare_loader(
+    loader = run.accelerator.prepare_loader(
         source,
         window=True,
         weigh=module.batch_weight if weighed else None,
@@ -112,7 +112,7 @@ def _evaluation_loader(run: Run, name: str, source: Any, index: int, sanity: boo
     """Prepare one loader of an evaluation, with its limit."""
     own, short, _ = _STAGES[name]
     stage = Stage.SANITY if sanity else own
-    loader = run.engine.prepare_loader(
+    loader = run.accelerator.prepare_loader(
         source,
         window=False,
         stage=stage,

@@ -13,7 +13,7 @@ from trainkit.module.monitors import of_validation, why_no_validation
 if TYPE_CHECKING:
     from trainkit.trainer.run import Run
 
-__all__ = ["check_monitors", "tell_rare_logs", "tell_shared_names"]
+__all__ = ["check_monitors", "warn_rare_logs", "warn_shared_names"]
 
 _LIKELY = 0.85  # similarity (difflib's ratio) of a misspelled name to the right one; val_los and val_loss: 0.93
 _DATALOADER = "/dataloader_idx_"
@@ -44,7 +44,7 @@ def check_monitors(run: Run, logged: Collection[str] | None) -> None:
             )
 
 
-def tell_shared_names(run: Run, trained: Collection[str]) -> None:
+def warn_shared_names(run: Run, trained: Collection[str]) -> None:
     """Tell once that a monitored metric is logged both in training and in validation.
 
     Args:
@@ -59,7 +59,7 @@ def tell_shared_names(run: Run, trained: Collection[str]) -> None:
             )
 
 
-def tell_rare_logs(run: Run) -> None:
+def warn_rare_logs(run: Run) -> None:
     """Tell that an epoch has fewer optimizer steps than there are from one log boundary to the next."""
     every, steps = run.arguments.log_every_n_steps, run.max_batches / run.accumulation
     if run.loggers and every is not None and steps < every:

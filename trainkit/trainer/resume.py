@@ -93,13 +93,13 @@ def begin_resume(
     world, key = run.strategy.world, f"run/{next(_FITS)}"
     run.found = None
     _agree(run, ckpt_path, wanted, strict)
-    before = world.recall(key) if world.restarts else None
+    before = world.load_text(key) if world.restarts else None
     if ckpt_path is not None or before is not None:
         _find(run, saves, ckpt_path, before, wanted, chosen)
     if run.found is None:
-        world.remember(key, saves.run_id)
+        world.keep_text(key, saves.run_id)
     elif not run.found.restart:  # of a resumed run, what was there before is not what this job has saved
-        world.remember(key, f"{saves.run_id} {saves.last_counter()}")
+        world.keep_text(key, f"{saves.run_id} {saves.last_counter()}")
 
 
 def _find(
@@ -227,7 +227,7 @@ def _take_over(run: Run, saves: SavePolicy, found: FoundCheckpoint, wanted: set[
 def _take_seed(run: Run, manifest: Manifest) -> None:
     """Draw the random numbers of the checkpoint's run, or warn that they are others from here on."""
     if not run.seed_given:
-        run.seed = run.engine.seed = manifest.seed
+        run.seed = run.accelerator.seed = manifest.seed
     elif run.seed != manifest.seed:
         warn(
             f"seed={run.seed}, and the checkpoint's run had {manifest.seed}: from here on order, augmentation and dropout "

@@ -18,7 +18,7 @@ from trainkit.metrics.store import MetricStore
 from trainkit.registry import load_callback
 from trainkit.rng import resolve_seed, seed_was_given
 from trainkit.trainer.due import DueDates
-from trainkit.trainer.metric_notices import tell_shared_names
+from trainkit.trainer.metric_notices import warn_shared_names
 from trainkit.trainer.progress import RunProgress
 from trainkit.trainer.signals import Signals
 
@@ -53,7 +53,7 @@ class Run:
     Attributes:
         arguments: of the Trainer.
         strategy: where it runs.
-        engine: the `Accelerator`, whose verbs the loops call.
+        accelerator: the `Accelerator`, whose verbs the loops call.
         seed: of order, augmentation and dropout.
         seed_given: the user chose the seed.
         inference_mode: evaluate under `torch.inference_mode`.
@@ -77,10 +77,10 @@ class Run:
         optimizers: of the fit.
         schedulers: of the fit.
         train_loader: the training batches; `None` before a fit is set up.
-        validation: the validation within a fit; `None`: there is none.
-        evaluation: the evaluation that is running.
+        validation_plan: the validation within a fit; `None`: there is none.
+        evaluation_plan: the evaluation that is running.
         plans: all evaluations of this run, by name.
-        saves: saves the checkpoints of the fit.
+        save_policy: saves the checkpoints of the fit.
         found: the checkpoint to resume from, until it is restored.
         wrapped_module: what the strategy made of the module.
         due: when the run logs, validates and ends.
@@ -90,7 +90,7 @@ class Run:
 
     arguments: TrainerArguments
     strategy: Strategy
-    engine: Accelerator
+    accelerator: Accelerator
     seed: int
     seed_given: bool = False
     inference_mode: bool = True
@@ -114,10 +114,10 @@ class Run:
     optimizers: list[PreparedOptimizer] = field(default_factory=list)
     schedulers: list[SchedulerConfig] = field(default_factory=list)
     train_loader: PreparedLoader | None = None
-    validation: EvaluationPlan | None = None
-    evaluation: EvaluationPlan | None = None
+    validation_plan: EvaluationPlan | None = None
+    evaluation_plan: EvaluationPlan | None = None
     plans: dict[str, EvaluationPlan | None] = field(default_factory=dict)
-    saves: SavePolicy | None = None
+    save_policy: SavePolicy | None = None
     found: FoundCheckpoint | None = None
     wrapped_module: nn.Module = field(init=False)
     due: DueDates = field(init=False)
@@ -132,9 +132,9 @@ class Run:
     def before_the_first(cls, arguments: TrainerArguments, strategy: Strategy, seed: int | None) -> Run:
         """What a Trainer has before its first run; the main process's seed is that of all."""
         chosen = int(strategy.world.from_main(resolve_seed(seed)))
-        engine = Accelerator.of_trainer(strategy)
+        accelerator = Accelerator.of_trainer(strategy)
         accumulation = arguments.accumulate_grad_batches
-        return cls(arguments, strategy, engine, chosen, seed_was_given(seed), accumulation=accumulation)
+        return cls(arguments, strategy, accelerator, chosen, seed_was_given(seed), accumulation=accumulation)
 
     def metric_store(self, results: MetricResults) -> MetricStore:
         """A store of metrics whose latest values go to `results`."""
@@ -171,7 +171,9 @@ class Run:
     def manual_backward(self, loss: Tensor, **kwargs: Any) -> None:
         """`trainkit.TrainModule.manual_backward`."""
         self.hooks.run("on_before_backward", loss)
-        backward = self.engine.backward if self.profiler is None else self.profiler.wrapped("backward", self.engine.backward)
+        backward = (
+            self.accelerator.backward if self.profiler is None else self.profiler.wrapped("backward", self.accelerator.backward)
+        )
         backward(loss, **kwargs)
         self.hooks.run("on_after_backward")
 
@@ -200,7 +202,7 @@ class Run:
     def callback_metrics(self) -> dict[str, Tensor]:
         """The latest value of each metric, as callbacks see them: see `Trainer.callback_metrics`."""
         values, evaluated = dict(self.results.callback), self.results.evaluated
-        if self.progress.stage is not None and self.evaluation is None:  # an evaluation has no value before its end
+        if self.progress.stage is not None and self.evaluation_plan is None:  # an evaluation has no value before its end
             values.update((name, value) for name, value in self.metrics.step_values().items() if name not in evaluated)
         return as_tensors(values)
 
@@ -212,7 +214,7 @@ class Run:
             for_step: they are of a step and not of an epoch.
             step: of this optimizer step; default: the current one, or in an evaluation its batch.
         """
-        progress, evaluating = self.progress, self.evaluation
+        progress, evaluating = self.progress, self.evaluation_plan
         if progress.sanity_checking:
             return
         if step is None:
@@ -226,10 +228,10 @@ class Run:
 
     def finish_metrics(self) -> None:
         """Reduce what was logged in the epoch that ends, before the callbacks that run last."""
-        if self.evaluation is None:
+        if self.evaluation_plan is None:
             self.end_metrics_of_epoch()
         else:
-            self.evaluation.finish()
+            self.evaluation_plan.finish()
 
     def end_metrics_of_epoch(self) -> None:
         """Reduce what was logged in the training epoch; note which values are of the current step."""
@@ -239,4 +241,4 @@ class Run:
         ended = store.flush_epoch()
         own = [name for name in (*present, *ended) if name not in self.results.evaluated]
         self.progress.computed.update(dict.fromkeys(own, step))
-        tell_shared_names(self, trained.union(ended))
+        warn_shared_names(self, trained.union(ended))

@@ -104,7 +104,7 @@ def shown_folders(run: Run) -> list[str]:
     """Where the checkpoints of a run go, in words; nothing is chosen or made."""
     callbacks: list[Any] = list(run.checkpoint_callbacks)
     own = [callback.given_dirpath for callback in callbacks]
-    running = None if run.saves is None else run.saves.places.of_run
+    running = None if run.save_policy is None else run.save_policy.places.of_run
     if running is None:
         logger = _logger_with_folder(run)
         place = run.root_dir if logger is None else logger.root_dir

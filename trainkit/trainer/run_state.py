@@ -52,7 +52,7 @@ def capture_run(run: Run, loader: PreparedLoader | None) -> dict[str, Any]:
 
 
 def _capture_loop(run: Run, loader: PreparedLoader) -> dict[str, Any]:
-    progress, validation = run.progress, run.validation
+    progress, validation = run.progress, run.validation_plan
     # also at the end of an epoch of unknown length, where a resumed run comes to its validation by itself
     validating = progress.validation_start is not None
     between = progress.phase is Phase.STEP and (progress.stop is Stop.STOPPING or progress.batches_done == 0)
@@ -106,8 +106,8 @@ def restore_loop(run: Run, plan: FitPlan, saved: Mapping[str, Any]) -> None:
         progress.begin_stopping()
     progress.should_stop = bool(saved["should_stop"])
     progress.computed = {str(name): int(step) for name, step in saved["computed"].items()}
-    if run.validation is not None:
-        run.validation.count = int(saved["validation_batches"])
+    if run.validation_plan is not None:
+        run.validation_plan.count = int(saved["validation_batches"])
 
 
 def restore_run(run: Run, state: Mapping[str, Any], wanted: set[str]) -> None:

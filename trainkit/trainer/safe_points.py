@@ -114,7 +114,7 @@ class SafePoints:
         if not several and (progress.should_stop or progress.stop is Stop.REQUESTED):
             progress.agree_on_stop(progress.should_stop)
 
-    def agree_at_once(self) -> None:
+    def agree_now(self) -> None:
         """At the end of a validation or an epoch: a stop that any rank requests counts on all ranks from here on.
 
         Raises:
@@ -137,8 +137,8 @@ class SafePoints:
                 self._take_alerts() if self._world.is_main else 0,
                 schema or _NO_OPINION,
                 -schema or _NO_OPINION,
-                run.engine.updates,
-                -run.engine.updates,
+                run.accelerator.updates,
+                -run.accelerator.updates,
             ]
         )
 
@@ -174,7 +174,7 @@ class SafePoints:
         """
         run, step = self._run, self._run.progress.global_step
         run.progress.safe_point_due = False  # first, so that a request from here on is carried out next time
-        run.signals.follow_workers()
+        run.signals.ignore_worker_exits()
         if self._several:
             bits, self._bits = self._bits, 0
             if bits >> _SAVE_FAILED & 1:

@@ -55,7 +55,7 @@ class SavePolicy:
         self.places = SaveFolders(self._world, self.run_id)
         self._counter = 0
         self.safe_points = SafePoints(run, self._report_failures)
-        self._saver = Saver(self.safe_points.save_failed, self._world.team(f"saves/{self.run_id}"))
+        self._saver = Saver(self.safe_points.save_failed, self._world.thread_exchange(f"saves/{self.run_id}"))
         self._failures = 0
         self._last_good: Path | None = None
         self._fingerprint: tuple[list[str], str] | None = None
@@ -305,7 +305,7 @@ class SavePolicy:
             return "an error on one of several processes leaves the others behind"
         if run.train_loader is None or run.progress.global_step == run.progress.first_step:
             return "no optimizer step was made yet"
-        engine = run.engine
+        engine = run.accelerator
         if engine.updating or (engine.updates != run.progress.steps_done and run.progress.phase is Phase.STEP):
             return "the step that failed had begun to change the parameters"
         return None

@@ -64,7 +64,7 @@ def refuse_incomplete(module: TrainModule, stage: str, has_optimizer: bool) -> N
 
 def fit_plan(run: Run, loader: PreparedLoader, safe_points: SafePoints) -> FitPlan:
     """Ask the module, which is on its device, for its optimizers; returns what the training loop calls."""
-    module, engine, profiler = run.module, run.engine, run.profiler
+    module, engine, profiler = run.module, run.accelerator, run.profiler
     interval = validate_every(run, loader)  # which may be refused, before the user's code is called
     automatic, several = module.automatic_optimization, run.strategy.data_world.size > 1
     # before the optimizers: an engine is made around the training step
@@ -108,7 +108,7 @@ def _optimizers(run: Run) -> tuple[list[PreparedOptimizer], list[SchedulerConfig
     """What `configure_optimizers` returns, prepared."""
     module = run.module
     optimizers, schedulers = read_optimizers(run.strategy.configure_optimizers(module), module, module.automatic_optimization)
-    prepared = run.engine.prepare(*optimizers) if optimizers else ()
+    prepared = run.accelerator.prepare(*optimizers) if optimizers else ()
     return list(prepared) if isinstance(prepared, tuple) else [prepared], schedulers
 
 
@@ -126,7 +126,7 @@ def _zero_grad(run: Run, optimizer: Optimizer) -> Callable[[], None]:
 def _before_manual_step(run: Run, optimizer: Optimizer) -> None:
     """Before each optimizer step under manual optimization."""
     run.progress.tried_to_learn = True
-    run.engine.unscale_gradients(optimizer)
+    run.accelerator.unscale_gradients(optimizer)
     run.hooks.run("on_before_optimizer_step", optimizer)
 
 
@@ -157,7 +157,7 @@ def validate_every(run: Run, loader: PreparedLoader) -> int | None:
     """
     arguments, length, exact = run.arguments, loader.length, loader.exact
     interval = arguments.val_check_interval
-    if run.validation is None or arguments.val_every_n_steps is not None:
+    if run.validation_plan is None or arguments.val_every_n_steps is not None:
         return None
     if isinstance(interval, int):
         if arguments.check_val_every_n_epoch is not None and length is not None and interval > length:
@@ -182,22 +182,22 @@ def refresh_train_loader(run: Run, plan: FitPlan) -> FitPlan:
     every, epoch = run.arguments.reload_dataloaders_every_n_epochs, run.progress.current_epoch
     if not every or epoch == run.loaded_in or epoch % every:
         return plan
-    run.engine.release_loader(plan.loader)
+    run.accelerator.release_loader(plan.loader)
     loader = train_loader(run, run.given_loaders[0])
     return replace(plan, loader=loader, validate_every=validate_every(run, loader))
 
 
 def refresh_validation(run: Run) -> None:
     """Ask for the validation loaders of a fit again if `reload_dataloaders_every_n_epochs` says so."""
-    every, plan, epoch = run.arguments.reload_dataloaders_every_n_epochs, run.validation, run.progress.current_epoch
+    every, plan, epoch = run.arguments.reload_dataloaders_every_n_epochs, run.validation_plan, run.progress.current_epoch
     if not every or plan is None or epoch // every == run.val_loaded_in // every:
         return
     run.val_loaded_in = epoch
     for loader in plan.loaders:
-        run.engine.release_loader(loader)
-    run.validation = evaluation_plan(run, "validation", run.given_loaders[1])
-    if run.validation is not None:
-        run.validation.count = plan.count
+        run.accelerator.release_loader(loader)
+    run.validation_plan = evaluation_plan(run, "validation", run.given_loaders[1])
+    if run.validation_plan is not None:
+        run.validation_plan.count = plan.count
 
 
 def evaluation_plan(run: Run, name: str, given: Any, *, sanity: bool = False, keeps: bool = True) -> EvaluationPlan | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from trainkit.console import notice, speaks, warn
+from trainkit.console import notice, prints_here, warn
 from trainkit.data.worker_signals import HANDLED
 from trainkit.errors import Preempted
 
@@ -61,7 +61,7 @@ class Signals:
             signal.signal(number, before)
         self._before = {}
 
-    def follow_workers(self) -> None:
+    def ignore_worker_exits(self) -> None:
         """Take care that loader workers that the same signal ended do not raise in the middle of a step.
 
         A signal to the whole process group ends the workers as well, and torch then raises from its handler of SIGCHLD,
@@ -102,7 +102,7 @@ class Signals:
         if self.received is None:
             self.received = number
             self._wake()
-        if number == signal.SIGINT and self.working and speaks():
+        if number == signal.SIGINT and self.working and prints_here():
             # not through logging or print: the signal may have come in the middle of one
             os.write(2, b"\ntrainkit: Ctrl-C: finishing the step and saving. Once more ends at once.\n")
         if callable(before) and before is not signal.default_int_handler:

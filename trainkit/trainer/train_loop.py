@@ -70,7 +70,7 @@ def begin_training(run: Run, plan: FitPlan) -> None:
     """What comes before the first epoch of a fit."""
     run.metrics.scope = Scope.TRAIN_EPOCH
     run.hooks.run("on_train_start")
-    plan.safe_points.agree_at_once()  # on a stop that one rank has requested in a hook before
+    plan.safe_points.agree_now()  # on a stop that one rank has requested in a hook before
     run.signals.working = True
     if not run.progress.epoch_start:
         run.metrics.stamp = -1
@@ -114,13 +114,13 @@ def train_epoch(run: Run, plan: FitPlan) -> None:
                 break
     else:
         complete = exhausted = True
-        run.engine.accumulation.end_loader()
+        run.accelerator.accumulation.end_loader()
     finish_epoch(run, plan, complete, exhausted)
 
 
 def run_micro_batch(run: Run, plan: FitPlan, micro: MicroBatch, window: OpenWindow) -> Any:
     """Run the hooks, the forward and the backward of one micro-batch; returns the outputs of `training_step`."""
-    engine, metrics, progress = run.engine, run.metrics, run.progress
+    engine, metrics, progress = run.accelerator, run.metrics, run.progress
     progress.batch_idx, metrics.batch = micro.index, micro.batch
     engine.accumulation.begin(micro)
     if micro.first:
@@ -170,7 +170,7 @@ def close_window(run: Run, plan: FitPlan, window: OpenWindow) -> bool:
 
     Under manual optimization `training_step` has stepped the optimizers already.
     """
-    engine, hooks = run.engine, run.hooks
+    engine, hooks = run.accelerator, run.hooks
     optimizer = plan.optimizer
     if optimizer is not None:
         had_loss = window.had_loss
@@ -230,16 +230,16 @@ def safe_point(run: Run, plan: FitPlan, batch_idx: int, updated: bool) -> bool:
     progress = run.progress
     if plan.profiler is not None:
         plan.profiler.step()
-    run.engine.skip_asked = False  # asked for in a window that had no loss
+    run.accelerator.skip_asked = False  # asked for in a window that had no loss
     if updated and progress.should_log:
         run.metrics.flush_step()
     elif not updated and batch_idx >= _LONG and progress.global_step == progress.first_step:
         warn_without_step(run)  # the epoch may be an endless one
     plan.safe_points.agree()
-    validated = run.validation is not None and run.due.validates(batch_idx, updated, plan.validate_every)
+    validated = run.validation_plan is not None and run.due.validates(batch_idx, updated, plan.validate_every)
     if validated:
         validate(run, plan)
-    elif updated and plan.schedulers and run.validation is None:
+    elif updated and plan.schedulers and run.validation_plan is None:
         advance_plateaus(run, plan)
     return end_step(run, plan, batch_idx, validated)
 
@@ -248,10 +248,10 @@ def end_step(run: Run, plan: FitPlan, batch_idx: int, validated: bool) -> bool:
     """The step is complete: save and obey signals if there is cause to; returns whether training ends here."""
     progress = run.progress
     if validated:
-        plan.safe_points.agree_at_once()
+        plan.safe_points.agree_now()
         if progress.should_stop and run.due.may_stop:
             progress.begin_stopping()
-    progress.end_window(batch_idx, run.engine.updates)
+    progress.end_window(batch_idx, run.accelerator.updates)
     ends = progress.stop is Stop.STOPPING or run.due.max_steps_reached
     if progress.safe_point_due or progress.global_step >= progress.next_save_step:
         if ends:
@@ -275,7 +275,7 @@ def finish_epoch(run: Run, plan: FitPlan, complete: bool, exhausted: bool) -> No
         plan.refuse_empty()
     if exhausted and progress.batch_idx >= progress.epoch_start and progress.global_step == progress.first_step:
         warn_without_step(run)
-    validates = run.validation is not None and run.due.validates_at_end(plan.validate_every)
+    validates = run.validation_plan is not None and run.due.validates_at_end(plan.validate_every)
     if validates and exhausted and not run.due.max_steps_reached:
         validate(run, plan, at_end=True)
     progress.phase, progress.epoch_complete = Phase.EPOCH_END, complete
@@ -291,7 +291,7 @@ def finish_epoch(run: Run, plan: FitPlan, complete: bool, exhausted: bool) -> No
         progress.epoch_start = progress.batches_done
     progress.batch_idx = -1
     progress.phase = Phase.STEP
-    plan.safe_points.agree_at_once()
+    plan.safe_points.agree_now()
     if progress.safe_point_due:
         plan.safe_points.carry_out()
 
@@ -323,7 +323,7 @@ def validate(run: Run, plan: FitPlan, at_end: bool = False) -> None:
         at_end: at the end of an epoch whose length was not known. A run that resumes in it comes here again by itself.
     """
     refresh_validation(run)
-    progress, validation = run.progress, run.validation
+    progress, validation = run.progress, run.validation_plan
     if validation is None:
         return
     progress.validating = True

@@ -34,7 +34,7 @@ from trainkit.trainer import train_loop as loop
 from trainkit.trainer.arguments import TrainerArguments, check_switches
 from trainkit.trainer.defaults import attach_callbacks, attach_loggers, start_loggers
 from trainkit.trainer.eval_loop import check_sanity, evaluate, gather_predictions
-from trainkit.trainer.explain import explain, results_table, where_it_is, why_it_ended
+from trainkit.trainer.explain import end_line, explain, folders_line, results_table
 from trainkit.trainer.from_config import attribute_errors, with_settings
 from trainkit.trainer.lifecycle import (
     agree_on_signals,
@@ -46,7 +46,7 @@ from trainkit.trainer.lifecycle import (
 )
 from trainkit.trainer.loaders import train_loader
 from trainkit.trainer.memory_plan import make_plan
-from trainkit.trainer.metric_notices import tell_rare_logs
+from trainkit.trainer.metric_notices import warn_rare_logs
 from trainkit.trainer.profiler import Profiler, make_profiler
 from trainkit.trainer.resume import begin_resume, check_restore, load_weights, restore_fit
 from trainkit.trainer.run import Run
@@ -254,7 +254,7 @@ class Trainer:
         wanted = check_restore(ckpt_path, restore, overrides, strict)
         loaders = train_dataloaders, val_dataloaders
         with interruptible(self) as signals, running(self, "fit", model, datamodule, *loaders, signals=signals) as run:
-            saves = run.saves
+            saves = run.save_policy
             assert saves is not None  # each fit has them
             begin_resume(run, saves, ckpt_path, wanted, chosen=restore is not None, strict=strict)
             set_up(self, run)
@@ -264,7 +264,7 @@ class Trainer:
                 run.train_loader = None  # so that nothing can be saved that could not be resumed
                 notice("nothing to train: max_epochs, max_steps or limit_train_batches is 0.")
                 return
-            run.validation = evaluation_plan(run, "validation", val_dataloaders)
+            run.validation_plan = evaluation_plan(run, "validation", val_dataloaders)
             build_hooks(self, run)
             plan = fit_plan(run, loader, saves.safe_points)
             resumed = restore_fit(run, plan, wanted, overrides or {}, strict)
@@ -275,7 +275,7 @@ class Trainer:
             if self._arguments.ends_by_default:
                 notice(f"neither max_epochs nor max_steps nor max_time was given: training for up to {self.max_epochs} epochs.")
             notice(f"fit on {self.strategy.where}, {self.precision.name}, seed {run.seed}.")
-            tell_rare_logs(run)
+            warn_rare_logs(run)
             run.hooks.run("on_fit_start")
             if not resumed:
                 check_sanity(run)
@@ -286,7 +286,7 @@ class Trainer:
             loop.end_training(run)
             run.hooks.run("on_fit_end")
             agree_on_signals(run)
-        notice(" ".join(filter(None, (why_it_ended(self), where_it_is(self)))))
+        notice(" ".join(filter(None, (end_line(self), folders_line(self)))))
 
     def validate(
         self,
@@ -410,7 +410,7 @@ class Trainer:
         """
         path = local_path(filepath, "filepath")
         self.accelerator.collective_checks.wait("trainer.save_checkpoint")
-        self._saves_for(weights_only).save_to(path, weights_only=weights_only, blocking=blocking)
+        self._save_policy_for(weights_only).save_to(path, weights_only=weights_only, blocking=blocking)
 
     def explain(self, module: TrainModule | None = None) -> str:
         """Print how the arguments were resolved, when the run logs, validates and saves, and which object handles which hook.
@@ -538,7 +538,7 @@ class Trainer:
     @property
     def accelerator(self) -> Accelerator:
         """The `Accelerator` of the run, whose methods the training loop calls."""
-        return self._run.engine
+        return self._run.accelerator
 
     @property
     def seed(self) -> int:
@@ -660,7 +660,7 @@ class Trainer:
             ModuleError: There is no current batch.
         """
         run = self._run
-        loader = run.train_loader if run.evaluation is None and self.stage == "fit" else None
+        loader = run.train_loader if run.evaluation_plan is None and self.stage == "fit" else None
         if loader is not None and loader.samples is not None:
             return loader.sample_mask
         batch = run.metrics.batch if self.stage is not None else None
@@ -843,12 +843,12 @@ class Trainer:
         return HookTable(self, module, self.callbacks).owners
 
     @property
-    def _checkpointing(self) -> SavePolicy:
+    def _save_policy(self) -> SavePolicy:
         """What saves the checkpoints of the fit; there is one from the start of a fit on."""
-        assert self._run.saves is not None
-        return self._run.saves
+        assert self._run.save_policy is not None
+        return self._run.save_policy
 
-    def _saves_for(self, weights_only: bool) -> SavePolicy:
+    def _save_policy_for(self, weights_only: bool) -> SavePolicy:
         """What saves a checkpoint of this moment.
 
         Raises:
@@ -861,9 +861,9 @@ class Trainer:
                 "save_checkpoint saves a run, and this Trainer has had no fit of this module. Call trainer.fit(module, ...) "
                 "first, or save the weights of a module that it has evaluated: save_checkpoint(path, weights_only=True)"
             )
-        if run.saves is None:
-            run.saves = SavePolicy(run)
-        return run.saves
+        if run.save_policy is None:
+            run.save_policy = SavePolicy(run)
+        return run.save_policy
 
 
 def _check_switch(name: str, value: Any) -> None:

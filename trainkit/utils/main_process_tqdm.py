@@ -6,7 +6,7 @@ from typing import Any
 
 from tqdm.auto import tqdm as _tqdm
 
-from trainkit.console import speaks
+from trainkit.console import prints_here
 from trainkit.errors import ConfigurationError
 
 __all__ = ["tqdm"]
@@ -25,5 +25,5 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """
     if args and isinstance(args[0], bool):
         raise ConfigurationError(f"tqdm({args[0]}, ...): write tqdm(..., main_process_only={args[0]}).")
-    hidden = main_process_only and not speaks()
+    hidden = main_process_only and not prints_here()
     return _tqdm(*args, **{**kwargs, "disable": True} if hidden else kwargs)

@@ -28,7 +28,8 @@ __all__ = ["FOREIGN", "Block", "blocks", "run_page"]
 FOREIGN = ("Lightning", "Fabric", "Accelerate", "Hugging Face Trainer", "PyTorch")
 
 _FENCE = re.compile(
-    r"(?:<!-- not run: (?P<reason>[^\n]+?) -->\n+)?^(?P<indent> *)```(?P<language>\w+)(?P<info>[^\n]*)\n(?P<text>.*?)^(?P=indent)```$",
+    r"(?:<!-- not run: (?P<reason>[^\n]+?) -->\n+)?"
+    r"^(?P<indent> *)```(?P<language>\w+)(?P<info>[^\n]*)\n(?P<text>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
 )
 

@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process, for code that talks to other ranks only through its `World` or `Team`.
+"""Ranks that are threads of this process, for code that talks to other ranks only through its `World` or `ThreadExchange`.
 
 `run_threads(3, function, *args)` calls `function(world, *args)` in three threads, each with the `World` of a rank.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainkit.distributed.collective_tracker import CollectiveTracker
 from trainkit.distributed.failure import Runs
-from trainkit.distributed.world import Team, World
+from trainkit.distributed.world import ThreadExchange, World
 from trainkit.strategy import Strategy
 from trainkit.tagged_json.message import from_bytes, to_bytes
 
@@ -154,11 +154,11 @@ def run_threads(size: int, function: Callable[..., Any], *args: Any) -> list[Any
     return results
 
 
-def try_teams(size: int, function: Callable[[Team], Any]) -> list[Any]:
-    """`try_threads` with the same `Team` of each rank instead of its `World`."""
-    return try_threads(size, lambda world: function(world.team("team")))
+def try_teams(size: int, function: Callable[[ThreadExchange], Any]) -> list[Any]:
+    """`try_threads` with the same `ThreadExchange` of each rank instead of its `World`."""
+    return try_threads(size, lambda world: function(world.thread_exchange("team")))
 
 
-def run_teams(size: int, function: Callable[[Team], Any]) -> list[Any]:
-    """`run_threads` with the same `Team` of each rank instead of its `World`."""
-    return run_threads(size, lambda world: function(world.team("team")))
+def run_teams(size: int, function: Callable[[ThreadExchange], Any]) -> list[Any]:
+    """`run_threads` with the same `ThreadExchange` of each rank instead of its `World`."""
+    return run_threads(size, lambda world: function(world.thread_exchange("team")))

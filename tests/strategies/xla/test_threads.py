@@ -11,7 +11,7 @@ from helpers.patience import PATIENCE
 
 from trainkit.errors import ConfigurationError, ProcessFailedError
 from trainkit.strategies.xla import threads as _xla_threads
-from trainkit.strategies.xla.threads import ReplicaTurns, ThreadWorld, turns_of_this_process
+from trainkit.strategies.xla.threads import ReplicaTurns, ThreadWorld, replica_turns
 
 
 def replicas(size: int, function: Callable[[ThreadWorld], Any]) -> list[Any]:
@@ -67,7 +67,7 @@ def test_what_they_tell_one_another() -> None:
             world.from_main(world.rank + 10),
             world.agree(ValueError("no") if world.rank == 1 else None),
             pending.wait(),
-            world.team("a").exchange(world.rank),
+            world.thread_exchange("a").exchange(world.rank),
         ]
 
     first, second = replicas(2, function)
@@ -133,6 +133,6 @@ def test_the_runtime_must_run_one_graph_after_the_other(monkeypatch: pytest.Monk
     monkeypatch.setattr(_xla_threads, "_turns", None)
     monkeypatch.delenv("PJRT_CPU_ASYNC_CLIENT", raising=False)
     with pytest.raises(ConfigurationError, match=r"export PJRT_CPU_ASYNC_CLIENT=0\. XLAStrategy\.launch\(main\) sets it"):
-        turns_of_this_process(2)
+        replica_turns(2)
     monkeypatch.setenv("PJRT_CPU_ASYNC_CLIENT", "0")
-    assert turns_of_this_process(2) is turns_of_this_process(2)
+    assert replica_turns(2) is replica_turns(2)
