@@ -39,13 +39,21 @@ def _installed(package: str) -> Callable[[], bool]:
 
 
 is_comet_ml_available = _installed("comet_ml")
+"""Whether comet_ml is installed."""
 is_datasets_available = _installed("datasets")
+"""Whether datasets is installed."""
 is_deepspeed_available = _installed("deepspeed")
+"""Whether deepspeed is installed."""
 is_mlflow_available = _installed("mlflow")
+"""Whether mlflow is installed."""
 is_peft_available = _installed("peft")
+"""Whether peft is installed."""
 is_tensorboard_available = _installed("tensorboard")
+"""Whether tensorboard is installed."""
 is_transformers_available = _installed("transformers")
+"""Whether transformers is installed."""
 is_wandb_available = _installed("wandb")
+"""Whether wandb is installed."""
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
