@@ -35,7 +35,13 @@ def _linked_names() -> dict[str, str]:
     names = {name: f"trainkit.{name}" for name in _FUNCTIONS}
     for module in _LINKED_MODULES:
         names |= {name: f"{module}.{name}" for name in _public(module) if name[0].isupper()}
-    return names | {"Callback": "trainkit.Callback", "ZeROOptions": "trainkit.strategies.zero.zero_options.ZeROOptions"}
+    return names | {
+        "Callback": "trainkit.Callback",
+        "GeneralTracker": "trainkit.tracking.GeneralTracker",
+        "PrecisionSpec": "trainkit.precision.PrecisionSpec",
+        "StrategyInfo": "trainkit.registry.StrategyInfo",
+        "ZeROOptions": "trainkit.strategies.zero.zero_options.ZeROOptions",
+    }
 
 
 def _public(module: str) -> list[str]:
