@@ -74,21 +74,28 @@ def command_help(arguments: list[str]) -> str:
 
 
 def table_of_names(module: str, names: list[str]) -> str:
-    """A table of public names, each with a link to its entry and the first sentence of its docstring."""
+    """A table of public names, each with a link to its entry and the beginning of its docstring."""
     rows = ["| name | what it is for |", "|---|---|"]
     for name in names or _public(module):
         value = getattr(import_module(module), name)
         if name in _CONSTANTS:
             rows.append(f"| `{name}` | {_CONSTANTS[name]} |")
         else:
-            rows.append(f"| [`{name}`][{module}.{name}] | {first_sentence(inspect.getdoc(value) or '')} |")
+            text = inspect.getdoc(value) or ""
+            whole = isinstance(value, type) and issubclass(value, BaseException)  # what is wrong, and what to do
+            shown = first_paragraph(text) if whole else first_sentence(text)
+            rows.append(f"| [`{name}`][{module}.{name}] | {shown} |")
     return "\n".join(rows)
 
 
 def first_sentence(text: str) -> str:
     """The first sentence of a docstring, for a cell of a table."""
-    paragraph = " ".join(text.partition("\n\n")[0].split())
-    return re.split(r"(?<=[.:])\s+(?=[A-Z`])", paragraph)[0].rstrip(":").replace("|", "\\|")
+    return re.split(r"(?<=[.:])\s+(?=[A-Z`])", first_paragraph(text))[0].rstrip(":")
+
+
+def first_paragraph(text: str) -> str:
+    """The first paragraph of a docstring, for a cell of a table."""
+    return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
 
 
 def on_page_content(content: str, **_: Any) -> str:
