@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.data.assembling import each_joined, joined, padded, side_by_side
+from trainkit.data.assembling import concatenated_groups, each_joined, joined, padded
 from trainkit.errors import DataError
 
 Pair = namedtuple("Pair", "x y")
@@ -41,7 +41,7 @@ def test_containers_keep_their_types() -> None:
 
 def test_rows_are_as_wide_as_there_are_devices_and_the_last_has_what_is_left() -> None:
     batches = [torch.tensor([n]) for n in range(7)]
-    rows = list(side_by_side(iter(batches), 3, joined))
+    rows = list(concatenated_groups(iter(batches), 3, joined))
     assert [row.tolist() for row in rows] == [[0, 1, 2], [3, 4, 5], [6]]
     assert rows[2] is batches[6]
 
@@ -49,7 +49,7 @@ def test_rows_are_as_wide_as_there_are_devices_and_the_last_has_what_is_left() -
 def test_batches_of_several_loaders_have_sizes_of_their_own() -> None:
     part = {"a": torch.zeros(3), "b": torch.zeros(2)}
     assert {name: len(value) for name, value in each_joined([part, part]).items()} == {"a": 6, "b": 4}
-    with pytest.raises(DataError, match="a batch of 3 samples holds a tensor of shape"):
+    with pytest.raises(DataError, match="a batch of 3 samples contains a tensor of shape"):
         joined([part, part])
 
 
@@ -57,14 +57,14 @@ def test_batches_of_several_loaders_have_sizes_of_their_own() -> None:
     "parts, message",
     [
         ([torch.zeros(2, 3), torch.zeros(2, 4)], "shapes \\(2, 3\\), \\(2, 4\\).*Pad all samples to one length"),
-        ([{"x": torch.zeros(2)}, {"y": torch.zeros(2)}], "only some have x, y"),
+        ([{"x": torch.zeros(2)}, {"y": torch.zeros(2)}], "only some have the keys x, y"),
         ([(torch.zeros(2), 1), (torch.zeros(2), 2)], "each has its own int \\(1\\)"),
         ([(torch.zeros(2), torch.tensor(1)), (torch.zeros(2), torch.tensor(2))], "each has its own Tensor"),
-        ([(torch.zeros(2), None), (torch.zeros(2), "a")], "they hold NoneType, str"),
+        ([(torch.zeros(2), None), (torch.zeros(2), "a")], "different types: NoneType, str"),
         ([[torch.zeros(2)], [torch.zeros(2), torch.zeros(2)]], "a list of 1 items, another of 2"),
         (
             [(torch.zeros(2), torch.zeros(3)), (torch.zeros(2), torch.zeros(3))],
-            "whose first dimension is not that of the samples",
+            "whose first dimension is not the batch dimension",
         ),
     ],
 )
@@ -85,5 +85,5 @@ def test_a_short_batch_is_filled_up_with_its_last_sample() -> None:
     assert found["name"] == ["a", "b", "b", "b"]
     assert (found["scale"], found["norm"].item()) == (2.0, 5.0)
     assert len(batch["x"]) == 2, "the user's batch is as it was"
-    with pytest.raises(DataError, match="first dimension is not that of the samples"):
+    with pytest.raises(DataError, match="first dimension is not the batch dimension"):
         padded((torch.zeros(2), torch.zeros(3)), 2, 4)

@@ -44,7 +44,7 @@ def stream_of(kinds: list[str], lengths: list[int], mode: str, world: World) -> 
     epoch=st.integers(0, 2),
     size=st.integers(2, 5),
 )
-def test_an_epoch_is_dealt_out_from_any_start(lengths: list[int], kinds: list[str], mode: str, epoch: int, size: int) -> None:
+def test_an_epoch_is_sharded_from_any_start(lengths: list[int], kinds: list[str], mode: str, epoch: int, size: int) -> None:
     alone = stream_of(kinds, lengths, mode, World())
     whole = list(alone.batches(epoch, 0, None))
     for rank in range(size):
@@ -68,7 +68,7 @@ def test_nothing_of_others_is_fetched(mode: str) -> None:
 
 def test_a_stream_without_a_batch_cannot_be_cycled() -> None:
     stream = stream_of(["stream", "map"], [0, 4], "max_size_cycle", Alike(0, 2))
-    with pytest.raises(DataError, match="gave no batch. Remove it"):
+    with pytest.raises(DataError, match="yielded no batch. Remove it"):
         list(stream.batches(0, 0, None, 0, 2))
 
 

@@ -1,4 +1,4 @@
-"""SIGKILL to one process of several, under `trainkit launch`: the group starts anew and does what it would have done."""
+"""SIGKILL to one process of several, under `trainkit launch`: the group restarts and does what it would have done."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EARLY = 0.2  # of the kills come while the processes start
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a training that nobody disturbs; all its checkpoints are there."""
+    """The folder of an undisturbed training; all its checkpoints are there."""
     folder = tmp_path_factory.mktemp("sigkill") / "plain"
     with started(Training(str(folder), keep=100)) as running:
         assert running.codes() == [0, 0], running.output
@@ -63,7 +63,7 @@ def kill(running: Launched, attempt: int, moment: tuple[int, float], draw: rando
 
 
 def assert_equal(folder: Path, plain: Path, since: int = 0) -> None:
-    """All is as in the training that nobody has disturbed, what was done twice too.
+    """All is as in the undisturbed training, including what was done twice.
 
     Args:
         folder: of the one that was killed.
@@ -99,7 +99,7 @@ def killed(
     since: int = 0,
     workers: int = 0,
 ) -> None:
-    """So many kills of a job that starts anew by itself."""
+    """`kills` kills of a job that restarts by itself."""
     draw = random.Random(seed)
     hits = jobs = 0
     while hits < kills:
@@ -134,13 +134,13 @@ def test_killed_under_torchrun(plain: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [1, 5])
 def test_the_newest_counts_and_not_the_one_that_was_named(plain: Path, kills: int) -> None:
-    """The script names an older checkpoint: the first start goes on from that one, each later one from the run's newest."""
+    """The script names an older checkpoint: the first start resumes from that one, each later one from the run's newest."""
     older = newest(plain).path.with_name("step-00000004")
     killed(plain, kills, 2, ckpt_path=str(older), since=4)
 
 
-def test_killed_and_gone_on_with_on_another_number_of_processes(run_dir: Path) -> None:
-    """Without restarts the job ends with the kill; three processes go on with the same global batches."""
+def test_killed_and_resumed_on_another_number_of_processes(run_dir: Path) -> None:
+    """Without restarts the job ends with the kill; three processes resume with the same global batches."""
     draw = random.Random(3)
     whole, broken = Training("whole", window=12), Training("broken", window=12)
     with started(whole) as running:

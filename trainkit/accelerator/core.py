@@ -23,7 +23,7 @@ from trainkit.accelerator.reading import Reading
 from trainkit.accelerator.stepping import StepVerbs
 from trainkit.accelerator.tracker_verbs import ByTracker, Trackers
 from trainkit.accelerator.weighing import Weighing
-from trainkit.data.assembling import Filled
+from trainkit.data.assembling import BatchPadding
 from trainkit.data.loader import PreparedLoader
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.optim.prepared_scheduler import PreparedScheduler
@@ -146,7 +146,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         self._trackers = Trackers(list(options.log_with), options.project, self.strategy)
         self.accumulation = AccumulationState(options.steps, self.strategy.begin_micro_batch)
         self.strategy.begin_micro_batch(self.accumulation.current)
-        self._filled: Filled | None = None
+        self._filled: BatchPadding | None = None
         self._seed: int | None = None
         self.averages_in_step = self.strategy.averages_in_step and self.world.size > 1
         self.before_step: Callable[[Optimizer], None] | None = None

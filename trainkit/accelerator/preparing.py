@@ -19,7 +19,7 @@ from trainkit.accelerator.options import Options
 from trainkit.accelerator.reading import Reading
 from trainkit.accelerator.skipping import SkippedLoader, skip_first_batches
 from trainkit.console import with_article
-from trainkit.data.assembling import Filled
+from trainkit.data.assembling import BatchPadding
 from trainkit.data.combined import CombinedLoader
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.sources import batch_size_of
@@ -44,7 +44,7 @@ class PrepareVerbs:
 
     strategy: Strategy
     accumulation: AccumulationState
-    _filled: Filled | None
+    _filled: BatchPadding | None
     options: Options
     collective_checks: CollectiveChecks
     reading: Reading
@@ -317,7 +317,7 @@ class PrepareVerbs:
         """
         filled, strategy = None, self.strategy
         if strategy.pad_last_batch and window and not options.get("index"):  # the first one is what is trained on
-            filled = Filled.of(loader, batch_size_of(loader), strategy.data_world.devices, strategy.move)
+            filled = BatchPadding.of(loader, batch_size_of(loader), strategy.data_world.devices, strategy.move)
             self._filled = filled
         prepared = PreparedLoader(
             loader,

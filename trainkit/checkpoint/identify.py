@@ -123,7 +123,7 @@ def _of_another_program(path: Path) -> str | None:
     if path.suffix == ".ckpt" and path.is_dir():
         return (
             f"{path} is a sharded Lightning checkpoint (FSDP or DeepSpeed); expected a trainkit checkpoint. Let Lightning "
-            "make one file of it and load its weights into the module: docs/moving-over/lightning.md#checkpoints"
+            "make one file of it, and load its weights into the module: docs/moving-over/lightning.md#checkpoints shows how."
         )
     return None
 

@@ -1,4 +1,4 @@
-"""What the processes of a run make sure of before they share a loader: that they have the same one."""
+"""Checks that all processes of a run have the same loader, before it is sharded over them."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from trainkit.errors import DataError
 
 __all__ = ["lengths_of_parts", "unchanged"]
 
-_ENDS = 64  # indices of each end of a subset that are compared
+_ENDS = 64  # indices at each end of a subset that are compared
 
 
 def lengths_of_parts(
     world: World, loader: DataLoader[Any], samples: int | None, length: int | None, order: Any, first: str | None
 ) -> list[int | None] | None:
-    """`None` if the processes have the same loader. Collective.
+    """The lengths of the loaders if each process reads its own part, else `None`. Collective.
 
     Args:
         world: the processes.
-        loader: the user's, over a map-style dataset.
-        samples: of the dataset, where it says so.
-        length: micro-batches of an epoch, where they are known.
-        order: what the order of an epoch depends on; `None`: on a sampler of the user's.
-        first: the digest of the first micro-batch that such a sampler gives.
+        loader: the user's loader, over a map-style dataset.
+        samples: number of samples of the dataset, if it has a length.
+        length: micro-batches of an epoch, if known.
+        order: what the order of an epoch depends on; `None` if a sampler of the user decides it.
+        first: the digest of the first micro-batch that such a sampler yields.
 
     Returns:
-        The lengths, by rank, if the user's sampler gives each process indices of its own.
+        The lengths, by rank, if the user's sampler yields different indices on each process. `None` if the loaders are equal.
 
     Raises:
         DataError: the loaders differ.
@@ -51,20 +51,20 @@ def lengths_of_parts(
             for rank, (_, its, _) in enumerate(said)
         )
         raise DataError(
-            f"the processes have loaders that differ ({shown}). Give every process the same DataLoader over the whole dataset: "
-            "it is sharded over them."
+            f"the processes have different loaders ({shown}). Create the same DataLoader over the whole dataset on every "
+            "process: it is sharded over them."
         )
     if any(other[2] != said[0][2] for other in said):
         raise DataError(
-            "each process has other samples of the dataset in its Subset. If random_split drew them, let all draw the same: "
-            "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)). If each was given a part, give every "
-            "process the whole dataset: it is sharded over them."
+            "each process has different samples in its Subset. If random_split drew them, use the same seed on all processes: "
+            "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)). If each process selects its own part, "
+            "pass the whole dataset instead: it is sharded over the processes."
         )
     return None
 
 
 def _subset(dataset: Any) -> str | None:
-    """A digest of what a `Subset` takes of its dataset; `None` for other datasets, which only fetching could compare."""
+    """A digest of the indices of a `Subset`; `None` for other datasets, which could only be compared by fetching samples."""
     if not isinstance(dataset, Subset):
         return None
     ends = [*dataset.indices[:_ENDS], *dataset.indices[-_ENDS:]]
@@ -73,9 +73,10 @@ def _subset(dataset: Any) -> str | None:
 
 @contextmanager
 def unchanged(sampler: Any) -> Iterator[None]:
-    """Afterwards the sampler, one inside it, and the random generators that are attributes of theirs are as they were before.
+    """Restore a sampler, the sampler inside it, and their random generators when the block ends.
 
-    One that continues where it is, or shuffles by a generator of its own, then gives the same on any number of processes.
+    A sampler that continues where it stopped, or that shuffles with its own generator, then yields the same indices on any
+    number of processes.
     """
     found = [holder for holder in (sampler, getattr(sampler, "sampler", None)) if hasattr(holder, "__dict__")]
     before = [(vars(holder), dict(vars(holder))) for holder in found]

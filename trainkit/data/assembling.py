@@ -1,7 +1,7 @@
-"""Micro-batches side by side as one batch, for a process that drives several devices; short batches filled up.
+"""Concatenates micro-batches for a process that drives several devices, and pads short batches.
 
-In a batch the first dimension of every tensor is that of the samples, and so are lists of strings and numbers as
-`default_collate` makes them. What is neither has to be the same in all micro-batches.
+The first dimension of every tensor in a batch is the batch dimension, and lists of strings and numbers, as `default_collate`
+returns them, have one item for each sample. Everything else must be equal in all micro-batches.
 """
 
 from __future__ import annotations
@@ -20,105 +20,105 @@ from trainkit.errors import DataError, ModuleError
 from trainkit.micro_batch import MicroBatch
 from trainkit.nested import batch_size, rebuild
 
-__all__ = ["Filled", "each_joined", "joined", "padded", "side_by_side"]
+__all__ = ["BatchPadding", "concatenated_groups", "each_joined", "joined", "padded"]
 
 
-class Filled:
-    """Fills batches up to one size, and knows how many samples were in those that have not been worked on yet.
+class BatchPadding:
+    """Pads batches to one size, and records how many samples each had before.
 
     Args:
         size: samples of a full batch.
-        bring: brings a mask to the device.
+        to_device: moves a mask to the device.
 
     Attributes:
-        samples: of the batch that is being worked on.
-        asked: its mask has been asked for.
-        trained: a loss of it has had a backward pass.
+        samples: number of samples of the current batch, without padding.
+        mask_used: its mask was read.
+        trained: a loss of it had a backward pass.
     """
 
-    def __init__(self, size: int, bring: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, size: int, to_device: Callable[[Tensor], Tensor]) -> None:
         self.size = self.samples = size
-        self.asked, self.trained = True, False
-        self._bring = bring
+        self.mask_used, self.trained = True, False
+        self._to_device = to_device
         self._masks: dict[int, Tensor] = {}
         self._counts: deque[int] = deque()
 
     @classmethod
-    def of(cls, source: Any, size: int | None, devices: int, bring: Callable[[Tensor], Tensor]) -> Filled:
-        """For the batches of a loader, of `size` samples each, put side by side for `devices` devices.
+    def of(cls, source: Any, size: int | None, devices: int, to_device: Callable[[Tensor], Tensor]) -> BatchPadding:
+        """For the batches of a loader, of `size` samples each, concatenated for `devices` devices.
 
         Raises:
-            DataError: it does not say how many samples they have.
+            DataError: the loader has no `batch_size`.
         """
         if size is None or isinstance(getattr(source, "loaders", None), Mapping | list | tuple):
             raise DataError(
-                f"pad_last_batch=True fills batches up to the loader's batch_size, and {type(source).__name__} has none, or "
-                "one for each of its loaders. Use a DataLoader with a batch_size, or leave pad_last_batch out."
+                f"pad_last_batch=True pads batches to the loader's batch_size, but {type(source).__name__} has none, or "
+                "a different one for each of its loaders. Use a DataLoader with a batch_size, or remove pad_last_batch."
             )
-        return cls(size * devices, bring)
+        return cls(size * devices, to_device)
 
     def fill(self, batch: Any) -> Any:
-        """A batch of full size."""
+        """The batch, padded to full size."""
         samples = batch_size(batch)
         self._counts.append(samples)
         return batch if samples >= self.size else padded(batch, samples, self.size)
 
     def note_backward(self) -> None:
-        """A loss of the current batch has a backward pass."""
+        """Record that a loss of the current batch had a backward pass."""
         self.trained = True
 
     def watched(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """The micro-batches as the loop trains on them, in the order in which they were filled.
+        """The micro-batches as the loop trains on them, in the order in which they were padded.
 
         Raises:
             ModuleError: a loss had a backward pass without using the mask.
         """
         self._counts.clear()
         for micro in micro_batches:
-            self.samples, self.asked, self.trained = self._counts.popleft(), False, False
+            self.samples, self.mask_used, self.trained = self._counts.popleft(), False, False
             yield micro
-            if self.trained and not self.asked:
+            if self.trained and not self.mask_used:
                 raise ModuleError(
-                    "pad_last_batch=True fills short batches up with samples that must not count, and the loss does not leave "
-                    "them out. In training_step: mask = self.sample_mask (bool, one for each sample), and "
-                    "loss = (F.cross_entropy(logits, y, reduction='none') * mask).sum() / mask.sum(); in a loop of your own: "
-                    "mask = loader.sample_mask. Or leave pad_last_batch out: a short batch costs one compilation more, once."
+                    "pad_last_batch=True pads short batches with samples that must not count, but the loss does not exclude "
+                    "them. In training_step: mask = self.sample_mask (bool, one for each sample), and "
+                    "loss = (F.cross_entropy(logits, y, reduction='none') * mask).sum() / mask.sum(); in your own training "
+                    "loop: mask = loader.sample_mask. Or remove pad_last_batch: a short batch costs one more compilation."
                 )
 
     def mask(self) -> Tensor:
-        """Which samples of the batch that is being worked on count: bool, [batch], on the device."""
-        self.asked = True
+        """Which samples of the current batch count: bool, [batch], on the device."""
+        self.mask_used = True
         if self.samples not in self._masks:
-            self._masks[self.samples] = self._bring(torch.arange(max(self.size, self.samples)) < self.samples)
+            self._masks[self.samples] = self._to_device(torch.arange(max(self.size, self.samples)) < self.samples)
         return self._masks[self.samples]
 
 
-def side_by_side(batches: Iterator[Any], devices: int, join: Callable[[Sequence[Any]], Any]) -> Iterator[Any]:
-    """Every `devices` batches as one; the last one may have fewer."""
+def concatenated_groups(batches: Iterator[Any], devices: int, join: Callable[[Sequence[Any]], Any]) -> Iterator[Any]:
+    """Concatenate every `devices` batches; the last group may have fewer."""
     while parts := list(islice(batches, devices)):
         yield parts[0] if len(parts) == 1 else join(parts)
 
 
 def each_joined(parts: Sequence[Any]) -> Any:
-    """`joined`, for batches of several loaders, each of which has a number of samples of its own."""
+    """`joined` for batches of several loaders, each with its own number of samples."""
     return _rebuilt(parts, joined)
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Batches of one form as a single one, their samples one after the other.
+    """Concatenate batches of the same structure.
 
     Raises:
-        DataError: they cannot be put together.
+        DataError: they cannot be concatenated.
     """
     sizes = [batch_size(part) for part in parts]
     return _joined(parts, sizes)
 
 
 def padded(batch: Any, samples: int, wanted: int) -> Any:
-    """A batch of `samples` filled up to `wanted` by its last sample.
+    """A batch of `samples` padded to `wanted` samples with its last sample.
 
     Raises:
-        DataError: something in it is neither by sample nor the same for all of them.
+        DataError: an item has another number of samples.
     """
     if isinstance(batch, Tensor):
         if batch.ndim == 0:
@@ -134,7 +134,10 @@ def _joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
         kinds = ", ".join(dict.fromkeys(type(part).__name__ for part in parts))
-        raise DataError(f"micro-batches of one epoch cannot be put side by side: in one place they hold {kinds}.")
+        raise DataError(
+            f"micro-batches of one epoch cannot be concatenated: at one position they have different types: {kinds}. "
+            "Return the same structure from every call of the collate_fn."
+        )
     if isinstance(first, Tensor) and first.ndim:
         for part, size in zip(parts, sizes, strict=True):
             _check_samples(part, size)
@@ -146,13 +149,13 @@ def _joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     if all(_equal(first, part) for part in parts[1:]):
         return first
     raise DataError(
-        f"micro-batches of one epoch cannot be put side by side: each has its own {_shown(first)}, and it is not known what it "
-        "would be for all. Give it for each sample, in a tensor or list as long as the batch, or work it out in the step."
+        f"micro-batches of one epoch cannot be concatenated: each has its own {_shown(first)}, which cannot be combined. "
+        "Return one value for each sample, in a tensor or list as long as the batch, or compute it in the step."
     )
 
 
 def _rebuilt(parts: Sequence[Any], join: Callable[[Sequence[Any]], Any]) -> Any:
-    """A container like the first, each item joined with those of the others in its place."""
+    """A container like the first, each item joined with the items at the same position in the others."""
     columns = zip(*(_items(part, parts[0]) for part in parts), strict=True)
     return rebuild(parts[0], lambda _: join(next(columns)))
 
@@ -161,14 +164,13 @@ def _items(part: Any, like: Any) -> list[Any]:
     if isinstance(like, Mapping):
         if part.keys() != like.keys():
             odd = sorted(map(str, set(part) ^ set(like)))
-            raise DataError(f"micro-batches of one epoch cannot be put side by side: only some have {', '.join(odd)}.")
+            raise DataError(f"micro-batches of one epoch cannot be concatenated: only some have the keys {', '.join(odd)}.")
         return [part[key] for key in like]
     if isinstance(like, list | tuple):
         if len(part) != len(like):
             raise DataError(
-                f"micro-batches of one epoch cannot be put side by side: one is {with_article(type(like).__name__)} "
-                f"of {len(like)} items, "
-                f"another of {len(part)}."
+                f"micro-batches of one epoch cannot be concatenated: one is {with_article(type(like).__name__)} "
+                f"of {len(like)} items, another of {len(part)}."
             )
         return list(part)
     names = [field.name for field in dataclasses.fields(like) if hasattr(like, field.name)]
@@ -181,16 +183,16 @@ def _concatenated(parts: Sequence[Any]) -> Tensor:
     except RuntimeError as error:
         shapes = ", ".join(dict.fromkeys(str(tuple(part.shape)) for part in parts))
         raise DataError(
-            f"micro-batches of one epoch cannot be put side by side: they hold tensors of the shapes {shapes}, which must be "
-            "the same but for the first number. Pad all samples to one length, in the dataset or the collate_fn."
+            f"micro-batches of one epoch cannot be concatenated: they contain tensors of the shapes {shapes}, which may differ "
+            "only in the first dimension. Pad all samples to one length, in the dataset or the collate_fn."
         ) from error
 
 
 def _check_samples(tensor: Tensor, size: int) -> None:
     if len(tensor) != size:
         raise DataError(
-            f"a batch of {size} samples holds a tensor of shape {tuple(tensor.shape)}, whose first dimension is not that of "
-            "the samples, so it is not known how to divide it. Give tensors of shape [batch, …], or work it out in the step."
+            f"a batch of {size} samples contains a tensor of shape {tuple(tensor.shape)}, whose first dimension is not the "
+            "batch dimension, so it cannot be split. Return tensors of shape [batch, …], or compute it in the step."
         )
 
 
@@ -206,7 +208,7 @@ def _equal(one: Any, other: Any) -> bool:
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
     try:
         return bool(one == other)
-    except (RuntimeError, TypeError, ValueError):  # arrays, which answer for each element
+    except (RuntimeError, TypeError, ValueError):  # arrays, which compare each element
         return one is other
 
 

@@ -1,4 +1,4 @@
-"""Several loaders as one: a batch is a dict, list or tuple of their batches, or theirs one after the other."""
+"""Combines several loaders: a batch is a dict, list or tuple of their batches, or the loaders are read one after another."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CombinedLoader:
     def __init__(self, loaders: Mapping[str, Any] | Sequence[Any], mode: str = "max_size_cycle") -> None:
         if mode == "max_size":
             raise UnsupportedArgumentError(
-                "mode='max_size', in which a loader that has ended gives None, is not supported. Use 'max_size_cycle', which "
+                "mode='max_size', in which a loader that has ended yields None, is not supported. Use 'max_size_cycle', which "
                 "restarts it, or 'min_size', which stops with the shortest."
             )
         if mode not in MODES:
@@ -69,9 +69,8 @@ class CombinedLoader:
             )
             if nested:
                 raise DataError(
-                    f"CombinedLoader: {with_article(type(part).__name__)} inside it is not supported; each of its "
-                    f"loaders must be a "
-                    "DataLoader or an iterable of batches. Give all of them at one level: CombinedLoader([a, b, c])"
+                    f"CombinedLoader: {with_article(type(part).__name__)} inside it is not supported; each of its loaders "
+                    "must be a DataLoader or an iterable of batches. Put all of them at one level: CombinedLoader([a, b, c])"
                 )
 
     def parts(self) -> list[Any]:
@@ -92,9 +91,9 @@ class CombinedLoader:
 
 
 class CombinedStream:
-    """The stream of a `CombinedLoader`; each loader is keyed by its number.
+    """The stream of a `CombinedLoader`. The number of a loader is part of its random keys.
 
-    Combined micro-batch m is made of the same batches on any number of processes.
+    Combined micro-batch m consists of the same batches on any number of processes.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class CombinedStream:
         world: World = _ONE_PROCESS,
     ) -> None:
         self._loader = loader
-        # the first loader has the keys that it would have alone; the others have keys that no loader of the stage has
+        # the first loader has the same keys as without the others; the others have keys that no loader of the stage has
         self._streams: list[Stream] = [
             open_stream(part, seed, stage.of_loader(index + (number << 20)), device, sequential, world)
             for number, part in enumerate(loader.parts())
@@ -133,7 +132,7 @@ class CombinedStream:
         """See `trainkit.data.stream.Stream`."""
 
     def histories(self) -> list[StateHistory]:
-        """None: batch m of the whole is not batch m of each, so what cannot start in the middle is skipped through."""
+        """None: batch m is not batch m of each loader, so a loader that cannot start in the middle is skipped through."""
         return []
 
     def _length(self) -> int | None:
@@ -147,7 +146,7 @@ class CombinedStream:
         return sum(lengths) if self._loader.mode == "sequential" else max(lengths)
 
     def _sizes(self) -> tuple[int, int] | None:
-        """Only if every micro-batch of every loader is full; else the batches are counted when they are there."""
+        """Only if every micro-batch of every loader is full; otherwise the samples are counted when a batch is fetched."""
         sizes = [stream.sizes for stream in self._streams]
         if any(size is None or size[0] != size[1] for size in sizes):
             return None
@@ -162,13 +161,17 @@ class CombinedStream:
         ends = [end for end in (limit, self.length if self.exact else None) if end is not None]
         batches: Iterator[Any]
         if step > 1:
-            for stream in self._streams:  # now: later each process would come to it at a moment of its own, or never
+            for stream in self._streams:  # now: later each process would reach it at a different moment, or never
                 stream.prime(epoch, 0 if self._loader.mode == "sequential" else start, step)
-            deal = {"min_size": self._min_size, "max_size_cycle": self._dealt_cycled, "sequential": self._dealt_sequential}
-            batches = deal[self._loader.mode](epoch, start, turn, step)
+            sharded = {
+                "min_size": self._min_size,
+                "max_size_cycle": self._sharded_cycle,
+                "sequential": self._sharded_sequential,
+            }
+            batches = sharded[self._loader.mode](epoch, start, turn, step)
             return islice(batches, len(range(start + turn, min(ends), step))) if ends else batches
-        give = {"min_size": self._min_size, "max_size_cycle": self._cycled, "sequential": self._sequential}
-        batches = give[self._loader.mode](epoch, start)
+        whole = {"min_size": self._min_size, "max_size_cycle": self._cycled, "sequential": self._sequential}
+        batches = whole[self._loader.mode](epoch, start)
         return islice(batches, max(0, min(ends) - start)) if ends else batches
 
     def spare(self, epoch: int) -> Any:
@@ -197,10 +200,10 @@ class CombinedStream:
                 yield from stream.batches(epoch, start, None)
                 start = 0
 
-    def _dealt_cycled(self, epoch: int, start: int, turn: int, step: int) -> Iterator[Any]:
-        yield from self._until_all_wrapped([_DealtCycle(stream, epoch, start + turn, step) for stream in self._streams])
+    def _sharded_cycle(self, epoch: int, start: int, turn: int, step: int) -> Iterator[Any]:
+        yield from self._until_all_wrapped([_ShardedCycle(stream, epoch, start + turn, step) for stream in self._streams])
 
-    def _until_all_wrapped(self, cycles: Sequence[_Cycle | _DealtCycle]) -> Iterator[Any]:
+    def _until_all_wrapped(self, cycles: Sequence[_Cycle | _ShardedCycle]) -> Iterator[Any]:
         while True:
             batches = [cycle.next() for cycle in cycles]
             if all(cycle.wrapped for cycle in cycles):
@@ -208,7 +211,7 @@ class CombinedStream:
             pairs = zip(batches, cycles, strict=True)
             yield self._loader.assemble([cycle.again() if batch is _END else batch for batch, cycle in pairs])
 
-    def _dealt_sequential(self, epoch: int, start: int, turn: int, step: int) -> Iterator[Any]:
+    def _sharded_sequential(self, epoch: int, start: int, turn: int, step: int) -> Iterator[Any]:
         m, before = start + turn, 0  # the next one that is this process's, and those of the loaders before
         for stream in self._streams:
             length = stream.length if stream.exact else None
@@ -232,7 +235,7 @@ class _Cycle:
         self._number, rest = divmod(start, stream.length) if stream.exact and stream.length else (0, 0)
         self.wrapped = self._number > 0
         self._batches = self._open(rest)
-        if not stream.exact:  # only reading it tells where its cycles end
+        if not stream.exact:  # the end of a cycle is only known after reading it
             for _ in range(start):
                 if self.next() is _END:
                     self.again()
@@ -252,11 +255,11 @@ class _Cycle:
         self._batches = self._open(0)
         batch = next(self._batches, _END)
         if batch is _END:
-            raise DataError("a loader inside a CombinedLoader gave no batch. Remove it, or fill its dataset.")
+            raise DataError("a loader inside a CombinedLoader yielded no batch. Remove it, or fill its dataset.")
         return batch
 
 
-class _DealtCycle:
+class _ShardedCycle:
     """The batches m, m + step, … of a stream that restarts when it ends."""
 
     def __init__(self, stream: Stream, epoch: int, m: int, step: int) -> None:
@@ -279,7 +282,7 @@ class _DealtCycle:
             self._number, self._batches, self.wrapped = self._number + cycles, None, True
 
     def next(self) -> Any:
-        """The next batch, or `_END` if `again` has to give it."""
+        """The next batch, or `_END` if `again` must return it."""
         if self._stream.exact and self._stream.length:
             self._wrap(self._stream.length)
             if self._batches is None and not self.wrapped:
@@ -294,9 +297,9 @@ class _DealtCycle:
     def again(self) -> Any:
         """The next batch, in a cycle that has not been opened yet."""
         while True:
-            if self._batches is not None:  # it has ended: only its end told where
+            if self._batches is not None:  # it has ended: only its end shows where
                 if self._stream.counted == 0:
-                    raise DataError("a loader inside a CombinedLoader gave no batch. Remove it, or fill its dataset.")
+                    raise DataError("a loader inside a CombinedLoader yielded no batch. Remove it, or fill its dataset.")
                 self._m, self._number = self._m - self._stream.counted, self._number + 1
             self._open()
             assert self._batches is not None

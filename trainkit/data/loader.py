@@ -1,4 +1,4 @@
-"""`PreparedLoader`: a user's loader as the loop reads it, in keyed order, under keyed randomness, on the device."""
+"""`PreparedLoader`: reads a user's loader in keyed order, with keyed randomness, and moves the batches to the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.data.assembling import Filled, each_joined, joined, side_by_side
+from trainkit.data.assembling import BatchPadding, concatenated_groups, each_joined, joined
 from trainkit.data.combined import CombinedLoader, CombinedStream
 from trainkit.data.position import Positions, Reader
 from trainkit.data.prefetch import to_device
@@ -88,7 +88,7 @@ class PreparedLoader(Positions):
         sequential: bool = False,
         world: World = _ONE_PROCESS,
         ahead: Callable[..., Iterator[Any]] | None = None,
-        filled: Filled | None = None,
+        filled: BatchPadding | None = None,
         pads: bool = False,
         reader: Reader | None = None,
     ) -> None:
@@ -122,9 +122,9 @@ class PreparedLoader(Positions):
         self._last: Any = NO_BATCH  # the last batch, where padding may need it
         for history in self._stream.histories():
             if window is None:
-                history.stop()  # an evaluation starts again each time
+                history.stop()  # an evaluation always starts from the beginning
             else:
-                history.keep((4 + 2 * window) * world.devices)  # a window that is worked on, and the next one fetched ahead
+                history.keep((4 + 2 * window) * world.devices)  # the current window, and the next one fetched in advance
 
     def __getattr__(self, name: str) -> Any:
         if name == "source":  # not set yet: an object that is being copied or unpickled
@@ -152,7 +152,7 @@ class PreparedLoader(Positions):
         """Which samples of the last batch are real, if short ones are padded: bool, [batch]."""
         if self._filled is None:
             raise DataError(
-                "sample_mask: this loader's batches are not filled up. They are with XLAStrategy(pad_last_batch=True)."
+                "sample_mask: the batches of this loader are not padded. To pad them: XLAStrategy(pad_last_batch=True)."
             )
         return self._filled.mask()
 
@@ -182,14 +182,14 @@ class PreparedLoader(Positions):
         if self._world.size > 1:
             return self._shared_by_processes(epoch, start, keys, taken)
         if self._world.devices > 1:
-            return self._watched(self._side_by_side(epoch, start, keys, taken))
+            return self._watched(self._concatenated(epoch, start, keys, taken))
         return self._watched(self._on_one_device(epoch, start, keys, taken))
 
     def _on_one_device(self, epoch: int, start: int, keys: KeyStream, taken: int) -> Iterator[MicroBatch]:
         raw = iter(self._stream.batches(epoch, start, self._end))
         sizes, length = self._stream.sizes, self.length
         if sizes is not None and length != self._stream.length:
-            sizes = (sizes[0], sizes[0])  # the limit leaves the short last micro-batch out
+            sizes = (sizes[0], sizes[0])  # the limit excludes the short last micro-batch
         return self._of_one_process(raw, keys, start, sizes, self._transfer, taken)
 
     def _of_one_process(
@@ -222,11 +222,11 @@ class PreparedLoader(Positions):
         filled = self._filled
         return micro_batches if filled is None or self.window is None else filled.watched(micro_batches)
 
-    def _side_by_side(self, epoch: int, start: int, keys: KeyStream, taken: int) -> Iterator[MicroBatch]:
-        """An epoch of which a process takes a micro-batch for each of its devices at a time."""
+    def _concatenated(self, epoch: int, start: int, keys: KeyStream, taken: int) -> Iterator[MicroBatch]:
+        """An epoch in which each batch concatenates one micro-batch for each device of the process."""
         self._begin_epoch(epoch, start)
         devices, begin, end = self._world.devices, self._micro_batch(epoch, start), self.micro_batches
-        raw = side_by_side(iter(self._stream.batches(epoch, begin, self._end)), devices, self._join)
+        raw = concatenated_groups(iter(self._stream.batches(epoch, begin, self._end)), devices, self._join)
         sizes = self._stream.sizes
         if sizes is not None and end is not None:
             last = sizes[1] if end == self._stream.length else sizes[0]
@@ -248,12 +248,12 @@ class PreparedLoader(Positions):
     def _one_by_one(
         self, raw: Iterator[Any], keys: Callable[[int], int], start: int, transfer: Callable[[Any, int], Any]
     ) -> Iterator[MicroBatch]:
-        """Each micro-batch is a window of its own."""
+        """Each micro-batch is one window."""
         device, generators, finish, moves = self._device, self._generators, self._finish, self._moves
         if self._ahead is not None:
-            raw, moves, transfer = self._ahead(raw, self._loads(transfer), start=start), False, _as_it_is
+            raw, moves, transfer = self._ahead(raw, self._loads(transfer), start=start), False, _unchanged_batch
         for m, batch in enumerate(raw, start):
-            # move itself where it is all that self._transfer does: at every step, a call counts
+            # move instead of self._transfer, if that does nothing else: one call less in each step
             batch = move(batch, device) if moves else transfer(batch, m)
             seed_generators(keys(m), generators)
             self.given = m + 1
@@ -277,7 +277,7 @@ class PreparedLoader(Positions):
             yield micro._replace(batch=batch if finish is None else finish(batch))
 
     def _note(self, last: bool, begin: int, given: int) -> None:
-        """Note the position for a checkpoint."""
+        """Record the position for a checkpoint."""
         self._window_start, self._inside_window, self.given = begin, not last, given
 
     def _shared_by_processes(self, epoch: int, start: int, keys: KeyStream, taken: int) -> Iterator[MicroBatch]:
@@ -295,7 +295,7 @@ class PreparedLoader(Positions):
         generators, finish, transfer, step = self._generators, self._finish, self._transfer, self._world.size
         if self._ahead is not None:
             raw = self._ahead(raw, self._loads(lambda batch, place: self._transfer(batch, first + place * step)), start=0)
-            transfer = _as_it_is
+            transfer = _unchanged_batch
         for index, (m, batch) in enumerate(zip(count(first, step), raw), start):
             batch = transfer(batch, m)
             seed_generators(keys(m), generators)
@@ -322,14 +322,14 @@ class PreparedLoader(Positions):
             if piece.first:
                 begun = index
             end = begun + shared.per_rank
-            # padded, all ranks have the same number: users gather at each of them, and so does a forward that is sharded
+            # with padding, all ranks have the same number: users gather at each micro-batch, and so does a sharded forward
             later = range(index + 1, end) if piece.last else range(0)
             last = piece.last and not (later and self.pads)
             kind = MicroBatchKind.DATA if not piece.absent else without_data
             self._note(last, begun, end if last else index + 1)
             batch = self._batch_of(piece, keys)
             yield shared.micro_batch(batch, kind, (begun, index), piece.weight, last, world.size)
-            # your own training loop decides if it takes part without padding: it may step after each micro-batch
+            # your own training loop may step after each micro-batch, so it decides whether to run those without data
             for index in later if self.pads or self._reader is not None else range(0):
                 place, final = (begun, index), index == end - 1
                 self._note(final, begun, index + 1)
@@ -338,7 +338,7 @@ class PreparedLoader(Positions):
                 yield shared.micro_batch(batch, without_data, place, 0.0, final, world.size)
 
     def _batch_of(self, piece: Piece, keys: KeyStream) -> Any:
-        """The batch of a piece on the device, with the generators seeded for the work on it."""
+        """The batch of a piece on the device, with the generators seeded for its forward."""
         batch = piece.batch if self._ahead is not None else self._transferred(piece).batch
         seed_generators(keys(piece.m), self._generators)
         if piece.absent:
@@ -357,7 +357,7 @@ class PreparedLoader(Positions):
         taken = left_open if self._reader is not None and (size > 1 or left_open) else None
         if self._weigh is None and sizes is not None and length is not None:
             if length != self._stream.length:
-                sizes = (sizes[0], sizes[0])  # the limit leaves the short last micro-batch out
+                sizes = (sizes[0], sizes[0])  # the limit excludes the short last micro-batch
             return planned(raw, world, size, begin, length, sizes, taken)
         length = self.length if self.exact else None
         left = None if length is None else max(0, length - start)
@@ -374,8 +374,8 @@ class PreparedLoader(Positions):
         batch = self._stream.spare(self._epoch)
         if batch is None:
             raise DataError(
-                f"process {self._world.rank} has no batch at all, and so nothing to take part with in a step of the others. "
-                "Give every process a part of the data."
+                f"rank {self._world.rank} has no batch at all, so it cannot take part in the steps of the other ranks. "
+                "Give every process some of the data."
             )
         batch = self._transfer(batch, 0)
         seed_generators(KeyStream(self._seed, self._stage, Purpose.FORWARD, self._epoch)(0), self._generators)
@@ -395,5 +395,5 @@ class PreparedLoader(Positions):
         return None if self._moves and self._moves_ahead else load
 
 
-def _as_it_is(batch: Any, m: int) -> Any:
+def _unchanged_batch(batch: Any, m: int) -> Any:
     return batch

@@ -1,4 +1,4 @@
-"""The worker processes of a `DataLoader`: their start, which is repeated where it hangs, and their end."""
+"""Starts the worker processes of a `DataLoader`, again if a start hangs, and ends them."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ if TYPE_CHECKING:
 
 __all__ = ["end_workers", "started"]
 
-_PATIENCE = 5.0  # seconds in which a forked process must have started; twice as long each time
+_START_TIMEOUT = 5.0  # seconds in which a forked process must start; doubled at each try
 _TRIES = 5
 
 
 def started(loader: DataLoader[Any]) -> Iterator[Any]:
-    """An iterator over a loader, with its workers at work.
+    """An iterator over a loader whose workers have started.
 
-    Workers that are forked, as they are on Linux by default, are forked again if they hang before
-    they have begun. A lock that another thread holds at the moment of the fork is held for ever in the new process. The
-    interpreter's own list of threads has such a lock: Python before 3.12 takes it in the new process before it makes it again,
-    and the threads of a process group take it for a moment after each collective, when they let go of its tensors.
+    Forked workers, the default on Linux, are forked again if they hang before their first line. A lock that another thread
+    holds at the moment of the fork stays locked forever in the new process. The interpreter's list of threads has such a lock:
+    Python before 3.12 acquires it in the new process before recreating it, and the threads of a process group hold it for a
+    moment after each collective, when they release its tensors.
 
     Args:
-        loader: a copy that is ours: its `multiprocessing_context` is replaced where it is the usual one.
+        loader: a copy that trainkit owns: its `multiprocessing_context` is replaced if it is the default one.
 
     Raises:
-        DataError: a worker has hung at every try.
+        DataError: a worker hung at every try.
     """
     if loader.num_workers > 0 and sys.platform != "win32":
         chosen = loader.multiprocessing_context or multiprocessing.get_context()
         if type(chosen) is multiprocessing.context.ForkContext:  # not the user's own
             loader.multiprocessing_context = _Context()
-    with signals_held_back():  # signals to the whole process group: workers take care of them once they are there
+    with signals_held_back():  # signals to the whole process group: workers handle them once they have started
         return iter(loader)
 
 
 def end_workers(iterator: Any) -> None:
-    """End the workers of an iterator over a loader now; a traceback can hold it for long, and its end then takes seconds."""
+    """End the workers of an iterator now. A traceback may keep the iterator alive, and its own clean-up then takes seconds."""
     end = getattr(iterator, "_shutdown_workers", None)
     if end is not None:
         end()
         for worker in getattr(iterator, "_workers", ()):
-            if worker.is_alive():  # so busy that it does not even notice that it is to end
+            if worker.is_alive():  # too busy to notice that it should end
                 worker.kill()
 
 
@@ -59,43 +59,43 @@ if sys.platform != "win32":
     from multiprocessing.popen_fork import Popen
 
     class _Worker(multiprocessing.context.ForkProcess):
-        """A process that is forked again if it does not get as far as `run`."""
+        """A process that is forked again if it does not reach `run`."""
 
         _pipe: tuple[int, int]
 
         @staticmethod
         def _Popen(process: _Worker) -> Popen:  # type: ignore[override]  # noqa: N802  # multiprocessing's name
             for attempt in range(_TRIES):
-                patience = _PATIENCE * 2**attempt
-                popen = _forked(process, patience)
+                timeout = _START_TIMEOUT * 2**attempt
+                popen = _forked(process, timeout)
                 if popen is not None:
                     return popen
-                notice(f"a loader worker has not started within {patience:g} s of its fork, and is forked again.")
+                notice(f"a DataLoader worker did not start within {timeout:g} s of its fork; forking it again.")
             raise DataError(
-                f"a loader worker could not be started: {_TRIES} times it was forked and hung before its first line. Something "
-                "that runs in a thread or at each fork holds a lock. Start workers in a new interpreter instead: "
+                f"a DataLoader worker could not be started: it was forked {_TRIES} times and hung before its first line. A "
+                "thread, or code that runs at each fork, holds a lock. Start workers in a new interpreter instead: "
                 'DataLoader(..., multiprocessing_context="forkserver")'
             )
 
         def run(self) -> None:
-            ear, mouth = self._pipe
-            os.write(mouth, b".")
-            os.close(mouth)
-            os.close(ear)
+            read_end, write_end = self._pipe
+            os.write(write_end, b".")
+            os.close(write_end)
+            os.close(read_end)
             super().run()
 
     class _Context(multiprocessing.context.ForkContext):
         Process = _Worker
 
-    def _forked(process: _Worker, patience: float) -> Popen | None:
-        """Fork; `None` if the new process hangs. One that has died is the loader's to report."""
-        ear, mouth = process._pipe = os.pipe()
+    def _forked(process: _Worker, timeout: float) -> Popen | None:
+        """Fork; `None` if the new process hangs. If it died, the DataLoader reports it."""
+        read_end, write_end = process._pipe = os.pipe()
         with contextlib.ExitStack() as stack:
-            stack.callback(os.close, ear)
+            stack.callback(os.close, read_end)
             with contextlib.ExitStack() as until_forked:
-                until_forked.callback(os.close, mouth)
+                until_forked.callback(os.close, write_end)
                 popen = Popen(process)
-            if wait([ear], patience):
+            if wait([read_end], timeout):
                 return popen
             popen.kill()
             popen.wait()

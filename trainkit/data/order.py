@@ -1,16 +1,16 @@
 """The order of an epoch, as a pure function of a 64-bit key.
 
-Nothing has to be carried to resume: whoever knows the key (mixed from seed and epoch by `trainkit.rng`) can ask for
-the indices at any positions. Two algorithms, chosen by the number of samples alone:
+No state has to be saved to resume: the key (mixed from seed and epoch by `trainkit.rng`) is enough to compute the indices
+at any positions. There are two algorithms, chosen by the number of samples:
 
 * below `HASH_SORT_LIMIT`: the indices sorted by a keyed 64-bit hash. Uniform for tiny datasets too.
-* from there on: a Feistel network over the next even power of two with cycle walking. It needs no list of indices, so
+* otherwise: a Feistel network over the next even power of two with cycle walking. It needs no list of indices, so
   an epoch over 10^12 samples starts as fast, and in as little memory, as one over 10^7. (For a handful of samples its
   rounds have too few bits to be uniform, which is why it is not used there.)
 
 All arithmetic is on unsigned 64-bit integers that wrap around, and the hash has no ties, so the order depends neither
-on the version of numpy nor on the machine. A change to it would silently change what a resumed run trains on:
-the tests freeze it, and `ORDER_VERSION`, kept in every checkpoint, has to be raised with it.
+on the version of numpy nor on the machine. A change of the order would silently change the data of a resumed run: the tests
+contain fixed values, and `ORDER_VERSION`, saved in every checkpoint, must be increased with it.
 
 Sources: the hash is the output function of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
 generators", 2014; constants of Stafford's variant 13); Feistel networks as permutations: Luby, Rackoff, 1988; cycle
@@ -30,14 +30,14 @@ from trainkit.errors import ConfigurationError
 __all__ = ["HASH_SORT_LIMIT", "ORDER_VERSION", "Permutation"]
 
 ORDER_VERSION = 1
-"""Raised whenever the same key would give another order."""
+"""Increased whenever the same key would give a different order."""
 
 HASH_SORT_LIMIT = 1 << 20
-"""Number of samples from which on the Feistel network gives the order. Part of what `ORDER_VERSION` stands for."""
+"""Number of samples from which the Feistel network is used. A change needs a new `ORDER_VERSION`."""
 
 _MAX_LENGTH = 1 << 62
-_BLOCK = 4096  # positions worked out at a time: enough to hide numpy's cost per call, few enough for the L1 cache
-_ROUNDS = 6  # at 2^20 samples four leave positions 2^10 apart correlated; five show nothing; one to spare
+_BLOCK = 4096  # positions computed at a time: enough to hide numpy's cost per call, few enough for the L1 cache
+_ROUNDS = 6  # at 2^20 samples, 4 rounds leave positions 2^10 apart correlated; 5 show no correlation; 1 more for safety
 
 _WORD = (1 << 64) - 1
 _INCREMENT = 0x9E3779B97F4A7C15
@@ -45,7 +45,7 @@ _MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 _MULTIPLIER_2 = 0x94D049BB133111EB
 
 # numpy scalars, not Python integers: a mix of the two had other types before numpy 2. Arrays of them wrap around
-# without a warning; arithmetic between two such scalars would warn, so keys are worked out with Python integers.
+# without a warning; arithmetic between two such scalars would warn, so keys are computed with Python integers.
 _M1, _M2 = np.uint64(_MULTIPLIER_1), np.uint64(_MULTIPLIER_2)
 _S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
 
@@ -55,14 +55,14 @@ class Permutation:
 
     Args:
         length: number of samples, from 0 to 2^62.
-        key: unsigned 64-bit number that alone decides the order. It is mixed before use, so keys that differ
+        key: unsigned 64-bit number that decides the order. It is mixed before use, so keys that differ
             little (0, 1, 2, …) give unrelated orders.
 
     Raises:
-        ConfigurationError: a length or key that is no integer or out of range.
+        ConfigurationError: a length or key is not an integer or is out of range.
 
-    Construction does no work. Below `HASH_SORT_LIMIT` the first `block` sorts, and 8 bytes per sample are held;
-    from there on only the 4,096 positions around the last one asked for are held.
+    The constructor computes nothing. Below `HASH_SORT_LIMIT` the first `block` sorts, and 8 bytes per sample are kept;
+    otherwise only the 4,096 positions around the last request are kept.
 
     Orders of different lengths under one key are related: give every dataset its own key.
     """
@@ -83,7 +83,7 @@ class Permutation:
         self._feistel = _Feistel(self._length, self._key) if self._length >= HASH_SORT_LIMIT else None
         # (first, last, indices at the positions [first, last)): replaced as one, so a reader on another thread never
         # sees the bounds of one block with the indices of another.
-        self._held: tuple[int, int, npt.NDArray[np.int64]] = (0, 0, np.empty(0, dtype=np.int64))
+        self._cached: tuple[int, int, npt.NDArray[np.int64]] = (0, 0, np.empty(0, dtype=np.int64))
 
     def __len__(self) -> int:
         return self._length
@@ -91,8 +91,8 @@ class Permutation:
     def block(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """The indices at the positions `[start, stop)` of the order.
 
-        Meant for many small requests, one after the other or at any distance; those within one aligned block of
-        4,096 positions are worked out once.
+        Intended for many small requests, in sequence or at any distance; an aligned block of 4,096 positions is computed
+        once.
 
         Returns:
             int64, shape `[stop - start]`; a copy that the caller may change.
@@ -101,7 +101,7 @@ class Permutation:
             ConfigurationError: unless `0 <= start <= stop <= len(self)`.
         """
         start, stop = _integer("start", start), _integer("stop", stop)
-        first, last, indices = self._held
+        first, last, indices = self._cached
         if first <= start <= stop <= last:
             copy: npt.NDArray[np.int64] = indices[start - first : stop - first].copy()
             return copy
@@ -120,7 +120,7 @@ class Permutation:
         return out
 
     def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The indices at any positions of the order; nothing is worked out for the positions between them.
+        """The indices at any positions of the order; positions between them are not computed.
 
         Args:
             positions: int64, each in `[0, len(self))`.
@@ -134,24 +134,24 @@ class Permutation:
         return indices
 
     def _block_around(self, position: int) -> tuple[int, int, npt.NDArray[np.int64]]:
-        held = self._held
-        if held[0] <= position < held[1]:
-            return held
+        cached = self._cached
+        if cached[0] <= position < cached[1]:
+            return cached
         if self._feistel is None:
-            held = (0, self._length, _hash_sort(self._length, self._key))
+            cached = (0, self._length, _hash_sort(self._length, self._key))
         else:
             first = position - position % _BLOCK
             last = min(first + _BLOCK, self._length)
-            held = (first, last, self._feistel.indices(first, last))
-        self._held = held
-        return held
+            cached = (first, last, self._feistel.indices(first, last))
+        self._cached = cached
+        return cached
 
 
 class _Feistel:
-    """A permutation of `[0, length)`, `1 <= length <= 2**62`, worked out position by position.
+    """A permutation of `[0, length)`, `1 <= length <= 2**62`, computed position by position.
 
-    The network permutes `[0, 4**half_bits)`, the smallest such range that holds `length`. Where it leads outside
-    `[0, length)` it is applied again until it leads back in, which it must, as every position lies on a cycle.
+    The network permutes `[0, 4**half_bits)`, the smallest such range that contains `length`. A result outside `[0, length)`
+    is permuted again until it is inside, which must happen, as every position is on a cycle.
     The range is less than four times `length`, so that takes fewer than four applications on average.
     """
 
@@ -226,7 +226,7 @@ def _mix_one(value: int) -> int:
 
 
 def _subkeys(key: int, count: int) -> list[int]:
-    """`count` numbers drawn from SplitMix64, started at the mixed key so that neighbouring keys share nothing."""
+    """`count` numbers drawn from SplitMix64, started at the mixed key so that neighboring keys share nothing."""
     state = _mix_one((key + _INCREMENT) & _WORD)
     return [_mix_one((state + draw * _INCREMENT) & _WORD) for draw in range(1, count + 1)]
 

@@ -1,4 +1,4 @@
-"""The position of a loader in its epoch: what a checkpoint keeps of it, and where it leads on any number of processes."""
+"""The position of a loader in its epoch: what a checkpoint contains of it, and where another number of processes resumes."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Reader(Protocol):
         """The batches of an epoch."""
 
     def completed(self, loader: Any) -> int:
-        """How many micro-batches of the epoch belong to windows that are complete."""
+        """Number of micro-batches of the epoch that belong to complete windows."""
 
 
 class Positions:
-    """The part of `trainkit.data.PreparedLoader` that knows where it is.
+    """The part of `trainkit.data.PreparedLoader` that records its position.
 
-    Rows are what this run counts: a micro-batch for each of its devices. A position is in samples and in micro-batches of
-    all, so that a run of another number of processes can resume from it.
+    An index counts the micro-batches of one rank. A position counts samples and the micro-batches of all ranks, so that a run
+    on another number of processes can resume from it.
 
     Attributes:
-        exhausted: an own loop has read the epoch to its end.
+        exhausted: your own training loop has read the epoch to its end.
         last_position: the position in a checkpoint that was loaded, and its `start_of` (`None`: inside a micro-batch), until
             this loader is read: it begins the epoch at its beginning, unless `resume_at` is called.
     """
@@ -48,7 +48,7 @@ class Positions:
     _world: World
     _stream: Stream
     _reader: Reader | None
-    _window_start: int  # of the micro-batch that was yielded last
+    _window_start: int  # index of the first micro-batch in the window of the last one yielded
     _inside_window: bool = False  # it is not the last of its window
     _epoch: int
     _next_epoch: int
@@ -60,13 +60,13 @@ class Positions:
 
     @property
     def micro_batches(self) -> int | None:
-        """Micro-batches of an epoch over all processes, `None` if only its end tells."""
+        """Micro-batches of an epoch over all processes; `None` if the length is unknown."""
         length, end = self._stream.length, self._end
         return length if length is None or end is None else min(length, end)
 
     @property
     def even(self) -> bool:
-        """Whether it is certain that each process has as many micro-batches of an epoch as the others."""
+        """Whether all processes certainly have the same number of micro-batches in an epoch."""
         if self._world.size == 1:
             return True
         return self._stream.exact and self.micro_batches is not None and self.micro_batches % self._world.size == 0
@@ -76,7 +76,7 @@ class Positions:
         """The samples of a batch of all ranks together, unless it is short.
 
         Raises:
-            AttributeError: the loader does not say how many a batch has.
+            AttributeError: the loader has no batch size.
         """
         from trainkit.data.sources import batch_size_of  # which needs this module
 
@@ -85,18 +85,18 @@ class Positions:
             return int(whole)
         size = batch_size_of(self.source)
         if size is None:
-            raise AttributeError(f"{type(self.source).__name__} does not say how many samples a batch has")
+            raise AttributeError(f"{type(self.source).__name__} has no batch_size")
         return size * self._world.width
 
     @property
     def total_dataset_length(self) -> int:
-        """The samples of the dataset, of all processes together: what it says of its `total_length`, or its length."""
+        """Number of samples of the dataset over all processes: its `total_length`, or its length."""
         dataset = self.source.dataset
         return int(getattr(dataset, "total_length", None) or len(dataset))
 
     @property
     def length(self) -> int | None:
-        """Rows of an epoch, `None` if only its end tells."""
+        """Micro-batches of this rank in an epoch; `None` if unknown."""
         length = self.micro_batches
         if length is None or self._world.width == 1:
             return length
@@ -111,16 +111,16 @@ class Positions:
 
     @property
     def exact(self) -> bool:
-        """The length is certain; else it is what a dataset or sampler of the user's says of itself."""
+        """Whether the length is certain; otherwise it is what the user's dataset or sampler returns."""
         return self._stream.exact
 
     @property
     def epoch(self) -> int:
-        """The epoch that is being iterated, or was last."""
+        """The current epoch, or the last one."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration gives this epoch, from its first batch unless it is the one that a checkpoint was taken in."""
+        """The next iteration yields this epoch, from its first batch unless a checkpoint was loaded in the middle of it."""
         if epoch != self._next_epoch:
             self._next_start = 0
         self._next_epoch, self._begun = epoch, False
@@ -132,7 +132,7 @@ class Positions:
     def state_dict(self) -> dict[str, Any]:
         """The position of a loop that reads this loader: the epoch, and the samples and micro-batches whose windows are full.
 
-        What has been fetched ahead does not count, nor does a window that is being worked on: it is repeated whole.
+        Batches fetched in advance do not count, nor does an incomplete window: a resumed run repeats the whole window.
         """
         if not self._begun:
             left = None if self.last_position is None else self.last_position[0]
@@ -148,11 +148,11 @@ class Positions:
             return self.position(self._epoch + 1, 0)
         found = self.position(self._epoch, done)
         if self.exhausted and done == self.given:
-            found["complete"] = True  # also where only the end of the epoch tells its length
+            found["complete"] = True  # also if the length is only known at the end of the epoch
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The next iteration continues where `state_dict` was.
+        """Let the next iteration continue at the position in `state_dict`.
 
         Raises:
             StateMismatchError: the position is not the start of a micro-batch of this loader.
@@ -160,15 +160,15 @@ class Positions:
         self.resume_at(state_dict, self.start_of(state_dict))
 
     def resume_at(self, position: Mapping[str, Any], start: int) -> None:
-        """The next iteration begins at a position, whose `start_of` is `start`."""
+        """Let the next iteration begin at a position, whose `start_of` is `start`."""
         self._next_epoch = self._epoch = int(position["epoch"])
         self._next_start, self._begun, self.last_position = start, False, None
         self.resume(position, start)
 
     def restart_epoch(self, position: Mapping[str, Any]) -> None:
-        """The next iteration gives the epoch of a position from its beginning, or the next one where it was complete.
+        """Let the next iteration yield the epoch of a position from its beginning, or the next one if it was complete.
 
-        `last_position` is what `resume_at` needs to continue in the middle of the epoch after all.
+        `last_position` then contains the arguments of `resume_at`, to continue in the middle of the epoch instead.
         """
         if not position["batches"]:
             self.resume_at(position, 0)
@@ -177,21 +177,20 @@ class Positions:
         with suppress(StateMismatchError):
             index = -(-self._start_in(position) // self._world.width)
         if position["complete"]:
-            self.resume(position, index or 0)  # an iterable may have a state that its next epoch begins with
+            self.resume(position, index or 0)  # an iterable may need its state to begin the next epoch
         else:
             self.last_position = position, index
         self._next_epoch = self._epoch = int(position["epoch"]) + bool(position["complete"])
         self._next_start, self._begun, self._resumed = 0, False, (-1, 0, 0)
 
     def position(self, epoch: int, index: int) -> dict[str, Any]:
-        """What a checkpoint keeps of a position: after `index` micro-batches of each rank in `epoch`.
+        """The position after `index` micro-batches of each rank in `epoch`, for a checkpoint.
 
         Returns:
-            `epoch`; `batches`: micro-batches of all processes; `samples` (`None` where only the batches themselves tell
-            their sizes); `complete`: those were all batches of the epoch; `dataset`: the number of samples there are;
-            `iterable`: the state of an iterable that has one. Of several devices also `processes` (the
-            number of micro-batches with the same index), `rank` (whose `iterable` it is) and `splits` (each has a stream
-            of its own); see `gathered`.
+            `epoch`; `batches`: micro-batches of all processes; `samples` (`None` if unknown); `complete`: whether
+            the epoch is complete; `dataset`: number of samples of the dataset; `iterable`: the state of an iterable that
+            has one. With several devices also `processes` (number of micro-batches with the same index), `rank` (of the
+            process whose `iterable` it is) and `splits` (each process has its own stream); see `gathered`.
         """
         sizes, length, world = self._stream.sizes, self._stream.length, self._world
         batches = whole = self._micro_batch(epoch, index)
@@ -220,12 +219,12 @@ class Positions:
         if self._world.size == 1 or not any(history.active for history in self._stream.histories()):
             return position
         states = self._world.exchange_state(position["iterable"])
-        # of one stream that all read, one state is enough
+        # if all processes read the same stream, one state is enough
         kept = states if self._stream.splits else next((state for state in states if state is not None), None)
         return {**position, "iterable": kept, "rank": None}
 
     def start_of(self, position: Mapping[str, Any]) -> int:
-        """The index at which a position continues, in micro-batches of the size that this loader's have.
+        """The index at which a position continues, in micro-batches of this loader's batch size.
 
         Raises:
             StateMismatchError: the position lies inside a micro-batch.
@@ -233,8 +232,8 @@ class Positions:
         there, here = position["dataset"], self._stream.samples
         if position["batches"] and there is not None and here is not None and there != here:
             warn(
-                f"the dataset has {here} samples, and had {there} when the checkpoint was written: the rest of the epoch comes "
-                "from another order, in which samples that were seen may come again. From the next epoch on all is regular."
+                f"the dataset has {here} samples, but had {there} when the checkpoint was saved: the rest of this epoch is in "
+                "a different order and may repeat samples. The next epoch is not affected."
             )
         return -(-self._start_in(position) // self._world.width)
 
@@ -247,14 +246,14 @@ class Positions:
             start, rest = divmod(samples, sizes[0])
             if rest:
                 raise StateMismatchError(
-                    f"the checkpoint was written after {samples} samples of the epoch, which lies inside a micro-batch of "
+                    f"the checkpoint was saved after {samples} samples of the epoch, which is inside a micro-batch of "
                     f"{sizes[0]}. Use a batch_size that divides {samples}, such as {gcd(samples, sizes[0])}, or a checkpoint "
                     "from the end of an epoch."
                 )
         return start
 
     def resume(self, position: Mapping[str, Any], start: int) -> None:
-        """Continue the epoch of a position there, and iterables from their state; its `start_of` is `start`."""
+        """Continue the epoch at a position, whose `start_of` is `start`, and iterables from their state."""
         micro_batch, self._epoch = self._start_in(position), int(position["epoch"])
         self._resumed = self._epoch, start, micro_batch
         state, splits = position["iterable"], bool(position.get("splits", False))
@@ -262,9 +261,9 @@ class Positions:
             state = None
             if position["batches"]:
                 notice(
-                    f"the checkpoint is of {counted(position['processes'], 'process')}, each of which read a part of the data "
-                    f"that it chose itself; for {self._world.size} they are others. The epoch continues after as many "
-                    "batches of them."
+                    f"the checkpoint was saved by {counted(position['processes'], 'process')}, each with its own stream of "
+                    f"data; on {counted(self._world.size, 'process')} the streams differ. The epoch continues after the same "
+                    "number of batches of the new streams."
                 )
         elif splits and state is not None:
             rank = position["rank"]
@@ -275,7 +274,7 @@ class Positions:
                 history.resume(micro_batch, state)
 
     def _micro_batch(self, epoch: int, index: int) -> int:
-        """The first rank's micro-batch at an index. The first index after a resume begins where that was."""
+        """The first rank's micro-batch at an index. After a resume, indices count from the position that was resumed."""
         resumed, first, begin = self._resumed
         if epoch == resumed and index >= first:
             return begin + (index - first) * self._world.width

@@ -1,4 +1,4 @@
-"""Batches to a CUDA device; large ones one ahead, so that the copy of the next overlaps with the work on the current."""
+"""Moves batches to a CUDA device: large ones one step in advance, so that the copy overlaps with computation."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["SMALL", "one_ahead", "to_device"]
 
 T = TypeVar("T")
 
-# Bytes of a batch below which its copy is asked for when it is needed: next to the work it would save a few microseconds, and
-# streams and events cost more (measured on an H200: about 0.1 ms a step).
+# Smaller batches (in bytes) are copied when they are needed: overlapping would save a few microseconds, and streams and
+# events cost more (measured on an H200: about 0.1 ms a step).
 SMALL = 1 << 20
 
 
 def to_device(items: Iterator[T], load: Callable[[T, int], T], start: int = 0, *, device: torch.device) -> Iterator[T]:
-    """The items loaded to a CUDA device: large ones, judged by the first, by `one_ahead`, small ones one by one."""
+    """The items loaded to a CUDA device: with `one_ahead` if the first one is large, otherwise when they are needed."""
     head = list(islice(items, 1))
     items = chain(head, items)
     if head and _bytes_of(head[0]) < SMALL:
@@ -31,7 +31,7 @@ def to_device(items: Iterator[T], load: Callable[[T, int], T], start: int = 0, *
 
 
 def _bytes_of(item: Any) -> float:
-    """What its tensors hold; infinity if objects of the user's may hold more."""
+    """Bytes of its tensors; infinity if other objects in it may contain tensors."""
     total = 0
     for leaf in leaves(item):
         if isinstance(leaf, Tensor):
@@ -42,12 +42,12 @@ def _bytes_of(item: Any) -> float:
 
 
 def one_ahead(items: Iterator[T], load: Callable[[T, int], T], device: torch.device, start: int = 0) -> Iterator[T]:
-    """The items loaded to a CUDA device, each while its predecessor is being worked on.
+    """The items loaded to a CUDA device, each during the computation of the item before it.
 
-    The copies run on a stream of their own, truly in parallel with the computation if the items lie in pinned memory.
+    The copies run on a separate stream, in parallel with the computation if the items are in pinned memory.
 
     Args:
-        items: batches, or tuples that hold one, on the CPU.
+        items: batches, or tuples that contain one, on the CPU.
         load: `load(item, number)` returns the item on the device.
         device: a CUDA device.
         start: the number of the first item.
@@ -70,11 +70,11 @@ def one_ahead(items: Iterator[T], load: Callable[[T, int], T], device: torch.dev
 
 
 def _hand_over(item: Any, copied: torch.cuda.Event, device: torch.device) -> bool:
-    """Let the stream that works use the item.
+    """Let the current stream use the item.
 
-    The allocator must not give the memory to a later copy while that stream still reads it, so each tensor is recorded on it.
-    Returns whether there may be tensors that it cannot be told of, inside objects of the user's: then a copy has to wait
-    until the work that was asked for before it is done.
+    The allocator must not reuse the memory for a later copy while that stream still reads it, so each tensor is recorded on
+    the stream. Returns whether there may be tensors inside other objects, which cannot be recorded: then a copy has to wait
+    until the computation before it is complete.
     """
     stream = torch.cuda.current_stream(device)
     stream.wait_event(copied)

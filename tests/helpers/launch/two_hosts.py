@@ -74,8 +74,8 @@ def main(task: Task) -> None:
     folder, attempt = Path(task.folder), task.start + restarts
     defaults = Channel.open.__kwdefaults__
     assert defaults is not None
-    assert "patience" in defaults
-    defaults["patience"] = task.patience
+    assert "silence_limit" in defaults
+    defaults["silence_limit"] = task.patience
     train(
         CASE,
         Journal(folder, attempt),

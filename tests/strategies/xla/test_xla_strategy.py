@@ -117,7 +117,7 @@ def test_a_mask_where_nothing_is_filled_up() -> None:
 
 @pytest.mark.parametrize("samples", [24, 27])
 def test_a_loss_that_does_not_leave_out_what_is_filled_up(samples: int) -> None:
-    with pytest.raises(WorldError, match="ModuleError: pad_last_batch=True fills short batches up .*mask = self.sample_mask"):
+    with pytest.raises(WorldError, match="ModuleError: pad_last_batch=True pads short batches .*mask = self.sample_mask"):
         under("spmd", last_batch, samples, Net, {"pad_last_batch": True})
 
 
