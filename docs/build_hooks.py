@@ -8,6 +8,7 @@ import os
 import re
 from contextlib import redirect_stdout
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -52,15 +53,20 @@ def _public(module: str) -> list[str]:
 LINKED = _linked_names()
 
 
-def on_page_markdown(markdown: str, *, config: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     """Replace the marks of a page by what the source says, and links out of docs/ by the repository's.
+
+    A search lists pages of the reference after those that explain.
 
     `<!-- help: plot -->` becomes what `trainkit plot --help` prints, `<!-- names: trainkit.data -->` a table of the public
     names of a module, and `<!-- names: trainkit.launch.joining join device_of -->` one of these names.
     """
+    if page.file.src_uri.startswith("reference/"):
+        page.meta.setdefault("search", {"boost": 0.3})
     markdown = re.sub(r"<!-- help: (.*?) -->", lambda match: f"```text\n{command_help(match[1].split())}```", markdown)
     markdown = re.sub(r"<!-- names: (\S+)(.*?) -->", lambda match: table_of_names(match[1], match[2].split()), markdown)
-    return re.sub(r"\]\((?:\.\./)+(?=(?:examples|benchmarks|tests|trainkit)/)", f"]({config.repo_url}/blob/main/", markdown)
+    home = config.extra["repository"]
+    return re.sub(r"\]\((?:\.\./)+(?=(?:examples|benchmarks|tests|trainkit)/)", f"]({home}/blob/main/", markdown)
 
 
 def command_help(arguments: list[str]) -> str:
@@ -108,3 +114,11 @@ def on_page_content(content: str, **_: Any) -> str:
         return f'<autoref identifier="{target}{match["member"] or ""}" optional>{match[0]}</autoref>'
 
     return _OPAQUE.sub(linked, content)
+
+
+def on_post_build(*, config: Any, **_: Any) -> None:
+    """Raise if a page loads something from elsewhere: the site works without a network."""
+    for page in Path(config.site_dir).rglob("*.html"):
+        found = re.search(r'<(?:script|link|img)\b[^>]*\b(?:src|href)="?https?://[^>]*>', page.read_text("utf-8"))
+        if found:
+            raise ValueError(f"{page} loads from elsewhere: {found[0]}. Fix: put the file into docs/assets")
