@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.worlds.threaded import run_teams, try_teams
+from helpers.worlds.threaded import run_groups, try_groups
 
 from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.distributed.world import ThreadExchange
@@ -16,15 +16,15 @@ from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckp
 def failing(errors: dict[int, BaseException], **options: Any) -> list[Any]:
     """What three processes get, of which some fail."""
 
-    def work(team: ThreadExchange) -> Any:
+    def work(group: ThreadExchange) -> Any:
         def act() -> int:
-            if team.rank in errors:
-                raise errors[team.rank]
-            return team.rank * 10
+            if group.rank in errors:
+                raise errors[group.rank]
+            return group.rank * 10
 
-        return run_on_all_ranks(team, act, **options)
+        return run_on_all_ranks(group, act, **options)
 
-    return try_teams(3, work)
+    return try_groups(3, work)
 
 
 def test_what_each_returned_is_known_to_all() -> None:
@@ -74,8 +74,8 @@ def test_an_interrupt_stays_one_where_it_came() -> None:
 
 
 def test_it_is_one_exchange() -> None:
-    def work(team: ThreadExchange) -> int:
-        run_on_all_ranks(team, lambda: None)
-        return team.completed
+    def work(group: ThreadExchange) -> int:
+        run_on_all_ranks(group, lambda: None)
+        return group.completed
 
-    assert run_teams(2, work) == [1, 1]
+    assert run_groups(2, work) == [1, 1]

@@ -69,7 +69,7 @@ def test_bad_ones_are_named(run_dir: Path) -> None:
     problems = {one.path.name: one.problem for one in found}
     assert problems.pop("good-1") is problems.pop("good-3") is None
     for name, part in {
-        "cut-2": "model.safetensors: 1 bytes",
+        "cut-2": "model.safetensors: expected 248 bytes, found 1",
         "lost-4": "state.json: missing",
         "no-digest": f"{DIGEST}: missing",
         "foreign": f"{DIGEST}: missing",
@@ -152,7 +152,7 @@ def test_the_pointer(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "/etc", "../x", "a\\b", "C:x", "a\nb", "a\0b", "x" * 256])
 def test_a_pointer_leads_nowhere_else(run_dir: Path, name: str) -> None:
-    with pytest.raises(CheckpointError, match="plain name"):
+    with pytest.raises(CheckpointError, match="without a path"):
         write_pointer(run_dir, name)
     assert read_pointer(run_dir) is None
     (run_dir / POINTER).write_bytes(name.encode() + b"\n")
@@ -207,7 +207,7 @@ def test_what_is_no_checkpoint_is_not_removed(run_dir: Path) -> None:
     (run_dir / "notes" / "model.txt").write_text("")
     (run_dir / "file").write_text("")
     for path in (run_dir, run_dir / "notes", run_dir / "file"):
-        with pytest.raises(CheckpointError, match="left alone"):
+        with pytest.raises(CheckpointError, match="it was not changed"):
             remove(path)
     assert (run_dir / "notes" / "model.txt").exists()
 

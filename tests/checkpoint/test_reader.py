@@ -91,7 +91,7 @@ def test_only_what_is_asked_for_is_read(run_dir: Path, stems: list[str]) -> None
 
 def test_what_it_has_not_is_named(run_dir: Path) -> None:
     checkpoint = open_checkpoint(make(run_dir / "checkpoint"))
-    with pytest.raises(StateMismatchError, match="model_1, this one has model, optimizer, state"):
+    with pytest.raises(StateMismatchError, match="model_1, but this one has model, optimizer, state"):
         checkpoint.read(["model", "model_1"])
 
 
@@ -123,11 +123,11 @@ def test_what_is_near_is_named(run_dir: Path) -> None:
     (run_dir / "model.txt").write_text("")
     for path, parts in {
         folder: ["folder of checkpoints", "'step-00000010', 'step-00000020'", f"Fix: '{folder / 'step-00000020'}'"],
-        folder / "step-00000011": ["there is nothing", "'step-00000010', 'step-00000020'", "Did you mean 'step-000000"],
-        folder / "notes": ["none of a checkpoint's files", "'step-00000010'"],
-        folder / ".step-00000030.tmp-run": ["not finished"],
+        folder / "step-00000011": ["this path does not exist", "'step-00000010', 'step-00000020'", "Did you mean 'step-000000"],
+        folder / "notes": ["contains no checkpoint files", "'step-00000010'"],
+        folder / ".step-00000030.tmp-run": ["incomplete or being removed"],
         folder / "step-00000010" / "model.safetensors": [f"Fix: '{folder / 'step-00000010'}'"],
-        run_dir / "nowhere" / "step": ["there is nothing", "none in"],
+        run_dir / "nowhere" / "step": ["this path does not exist", f"Checkpoints in {run_dir / 'nowhere'}: none"],
         run_dir / "model.ckpt": ["is a Lightning checkpoint"],
         run_dir / "model.txt": ["a checkpoint is a folder"],
     }.items():
@@ -223,7 +223,9 @@ def test_all_missing_files_are_named(run_dir: Path) -> None:
     path = make(run_dir / "checkpoint")
     (path / "model.safetensors").unlink()
     (path / "state.json").write_bytes(b"")
-    with pytest.raises(CorruptCheckpointError, match=r"(?s)state.json: 0 bytes, but \d+ were .*model.safetensors: missing"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"(?s)state.json: expected \d+ bytes, found 0.*model.safetensors: missing"
+    ):
         open_checkpoint(path)
 
 
@@ -280,5 +282,5 @@ def test_a_small_file(run_dir: Path) -> None:
     path = run_dir / "file"
     path.write_bytes(b"12345")
     assert read_small_file(path, 5) == b"12345"
-    with pytest.raises(CorruptCheckpointError, match="5 bytes, but at most 4 were expected"):
+    with pytest.raises(CorruptCheckpointError, match="expected at most 4 bytes, found 5"):
         read_small_file(path, 4)

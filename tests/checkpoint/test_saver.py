@@ -332,7 +332,7 @@ def test_the_interpreter_finishes_a_save_in_flight(run_dir: Path, end: str, code
 def test_a_failure_after_the_end_is_printed(run_dir: Path, end: str) -> None:
     done = run_python(f"{CHILD}\nPath('file').touch()\nsaver.save(held, Path('file/a'), blocking=False)\n{end}", env=IMPORTABLE)
     assert done.returncode == 0, done.stderr
-    line = f"trainkit: saving {run_dir / 'file' / 'a'} failed, and the training did not report it:"
+    line = f"trainkit: saving {run_dir / 'file' / 'a'} failed. The error was not reported during training:"
     assert done.stderr.count(f"{line}\nTraceback") == 1
     assert "CheckpointWriteError: " in done.stderr
 

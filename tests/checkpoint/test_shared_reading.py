@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.resume.checkpoints import make, seal
-from helpers.worlds.threaded import GoneError, run_teams, try_teams
+from helpers.worlds.threaded import GoneError, run_groups, try_groups
 
 from trainkit.checkpoint import reader, shared_reading
 from trainkit.checkpoint.reader import open_checkpoint
@@ -49,7 +49,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
 def test_everybody_has_everything(checkpoint: Path, size: int, mapped: bool) -> None:
     alone = open_checkpoint(checkpoint).read()
-    for loaded in run_teams(size, lambda team: read_on_all_ranks(checkpoint, team, mapped=mapped)):
+    for loaded in run_groups(size, lambda group: read_on_all_ranks(checkpoint, group, mapped=mapped)):
         assert loaded.manifest.to_bytes() == alone.manifest.to_bytes()
         for stem, tensors in TENSORS.items():
             assert all(loaded.tensors[stem][name].equal(tensor) for name, tensor in tensors.items())
@@ -58,7 +58,7 @@ def test_everybody_has_everything(checkpoint: Path, size: int, mapped: bool) -> 
 
 def test_each_file_is_hashed_once(checkpoint: Path, hashed: list[str]) -> None:
     files = open_checkpoint(checkpoint).manifest.files
-    run_teams(3, lambda team: read_on_all_ranks(checkpoint, team))
+    run_groups(3, lambda group: read_on_all_ranks(checkpoint, group))
     assert sorted(name for name in hashed if name.endswith("+")) == sorted(f"{name}+" for name in files)
     for name in files:
         attached = name == "config.json"  # nobody asks for its content
@@ -66,7 +66,7 @@ def test_each_file_is_hashed_once(checkpoint: Path, hashed: list[str]) -> None:
 
 
 def test_only_what_is_asked_for(checkpoint: Path, hashed: list[str]) -> None:
-    ends = run_teams(2, lambda team: read_on_all_ranks(checkpoint, team, lambda manifest: {"model"}))
+    ends = run_groups(2, lambda group: read_on_all_ranks(checkpoint, group, lambda manifest: {"model"}))
     assert all(loaded.tensors.keys() == {"model"} and loaded.state == {} for loaded in ends)
     assert all(name.startswith("model") for name in hashed)
 
@@ -77,7 +77,7 @@ def test_damage_is_everybodys(checkpoint: Path, name: str, mapped: bool) -> None
     data = bytearray((checkpoint / name).read_bytes())
     data[-2] ^= 1
     (checkpoint / name).write_bytes(data)
-    ends = try_teams(3, lambda team: read_on_all_ranks(checkpoint, team, mapped=mapped))
+    ends = try_groups(3, lambda group: read_on_all_ranks(checkpoint, group, mapped=mapped))
     assert {type(end) for end in ends} == {CorruptCheckpointError}
     assert len({str(end) for end in ends}) == 1
     assert name in str(ends[0])
@@ -89,7 +89,7 @@ def test_nothing_is_used_before_the_verdict(checkpoint: Path, monkeypatch: pytes
     monkeypatch.setattr(reader.Checkpoint, "_load", lambda *_: pytest.fail("used"))
     path = checkpoint / "model-00001-of-00003.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    ends = try_teams(3, lambda team: read_on_all_ranks(checkpoint, team))
+    ends = try_groups(3, lambda group: read_on_all_ranks(checkpoint, group))
     assert {type(end) for end in ends} == {CorruptCheckpointError}
 
 
@@ -97,7 +97,7 @@ def test_what_one_cannot_decode_is_everybodys(checkpoint: Path) -> None:
     """Whole by its digests, and malformed all the same: all see that, and say the same."""
     (checkpoint / "state.json").write_bytes(b"[]")
     seal(checkpoint)
-    ends = try_teams(2, lambda team: read_on_all_ranks(checkpoint, team))
+    ends = try_groups(2, lambda group: read_on_all_ranks(checkpoint, group))
     assert {type(end) for end in ends} == {CorruptCheckpointError}
     assert not str(ends[0]).startswith("rank")
 
@@ -106,18 +106,18 @@ def test_a_refusal_of_the_choice(checkpoint: Path) -> None:
     def refuse(manifest: Any) -> None:
         raise CheckpointError("weights only")
 
-    ends = try_teams(2, lambda team: read_on_all_ranks(checkpoint, team, refuse))
+    ends = try_groups(2, lambda group: read_on_all_ranks(checkpoint, group, refuse))
     assert [str(end) for end in ends] == ["weights only"] * 2
-    ends = try_teams(2, lambda team: read_on_all_ranks(checkpoint, team, lambda manifest: {"nonsense"}))
+    ends = try_groups(2, lambda group: read_on_all_ranks(checkpoint, group, lambda manifest: {"nonsense"}))
     assert {type(end) for end in ends} == {StateMismatchError}
 
 
 def test_the_main_processs_path_counts(checkpoint: Path) -> None:
-    run_teams(2, lambda team: read_on_all_ranks("a" if team.rank == 0 else "elsewhere", team))
+    run_groups(2, lambda group: read_on_all_ranks("a" if group.rank == 0 else "elsewhere", group))
 
 
 def test_a_process_that_does_not_see_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = try_teams(3, blind(monkeypatch, "nowhere"))
+    ends = try_groups(3, blind(monkeypatch, "nowhere"))
     assert {type(end) for end in ends} == {CheckpointNotFoundError}
     assert all(str(end).startswith("rank 1:") for end in ends)
 
@@ -126,9 +126,9 @@ def test_a_process_that_sees_another_one(checkpoint: Path, monkeypatch: pytest.M
     """A path that is there on each machine, and is not one folder."""
     shutil.copytree(checkpoint, checkpoint.parent / "b")
     seal(checkpoint.parent / "b", lambda manifest: manifest.update(step=99))
-    ends = try_teams(3, blind(monkeypatch, "b"))
+    ends = try_groups(3, blind(monkeypatch, "b"))
     assert {type(end) for end in ends} == {CheckpointError}
-    assert all("another checkpoint for rank 1" in str(end) for end in ends)
+    assert all("rank 1 sees a different checkpoint than rank 0" in str(end) for end in ends)
 
 
 def test_one_that_is_replaced_after_the_verdict(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_one_that_is_replaced_after_the_verdict(checkpoint: Path, monkeypatch: p
         return plain(self, *given)
 
     monkeypatch.setattr(reader.Checkpoint, "_load", load)
-    ends = try_teams(2, lambda team: read_on_all_ranks(checkpoint, team))
+    ends = try_groups(2, lambda group: read_on_all_ranks(checkpoint, group))
     assert {type(end) for end in ends} == {CheckpointError}
     assert all("was replaced by another checkpoint while it was read" in str(end) for end in ends)
 
@@ -154,9 +154,9 @@ def blind(monkeypatch: pytest.MonkeyPatch, instead: str) -> Any:
     """What reads "a" on a machine of which rank 1 finds something else there."""
     plain, ranks = shared_reading.open_checkpoint, threading.local()
 
-    def work(team: ThreadExchange) -> Any:
-        ranks.own = team.rank
-        return read_on_all_ranks("a", team)
+    def work(group: ThreadExchange) -> Any:
+        ranks.own = group.rank
+        return read_on_all_ranks("a", group)
 
     def opened(path: str) -> Any:
         return plain(path if ranks.own != 1 else os.path.join(os.path.dirname(path), instead))
@@ -166,9 +166,9 @@ def blind(monkeypatch: pytest.MonkeyPatch, instead: str) -> Any:
 
 
 def test_one_that_has_died(checkpoint: Path) -> None:
-    def work(team: ThreadExchange) -> Any:
-        if team.rank == 2:
+    def work(group: ThreadExchange) -> Any:
+        if group.rank == 2:
             raise SystemExit
-        return read_on_all_ranks(checkpoint, team)
+        return read_on_all_ranks(checkpoint, group)
 
-    assert [type(end) for end in try_teams(3, work)] == [GoneError, GoneError, SystemExit]
+    assert [type(end) for end in try_groups(3, work)] == [GoneError, GoneError, SystemExit]

@@ -142,7 +142,7 @@ def test_what_cannot_be_stored_leaves_what_was() -> None:
         ({"model": nn.Linear(1, 1)}, r'object\["model"\] cannot be stored: it is a module'),
         ({"f": [print]}, r'object\["f"\]\[0\] cannot be stored: it is code'),
         ({"x": torch.empty(2, device="meta")}, "the tensor 'x' cannot be stored: it is on the meta device"),
-        ({"__metadata__": torch.ones(1)}, "the format keeps that name"),
+        ({"__metadata__": torch.ones(1)}, "the name is reserved"),
     ):
         with pytest.raises(UnsavableError, match=said):
             write_object(FILE, value)
