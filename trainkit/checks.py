@@ -78,7 +78,7 @@ def whole_number(
             return number
     bounds = f"an integer ≥ {least}" if most is None else f"an integer from {least} to {most}"
     wanted = f"{expected or bounds}{' or None' if optional else ''}"
-    raise error(f"{name} must be {wanted}, not {value!r}. For example: {fix or _written(name, max(least, 1))}")
+    raise error(f"{name} must be {wanted}, not {value!r}. For example: {fix or _as_code(name, max(least, 1))}")
 
 
 def real_number(
@@ -111,7 +111,7 @@ def real_number(
         return value
     bound = f" ≥ {least:g}" if least > -math.inf else f" > {above:g}" if above > -math.inf else ""
     wanted = f"a number{bound}{' or None' if optional else ''}"
-    raise ConfigurationError(f"{name} must be {wanted}, not {value!r}. For example: {fix or _written(name, f'{example:g}')}")
+    raise ConfigurationError(f"{name} must be {wanted}, not {value!r}. For example: {fix or _as_code(name, f'{example:g}')}")
 
 
 def choice(value: Any, name: str, choices: Sequence[str], *, optional: bool = False) -> Any:
@@ -121,7 +121,7 @@ def choice(value: Any, name: str, choices: Sequence[str], *, optional: bool = Fa
     known = ", ".join(repr(one) for one in choices) + (" or None" if optional else "")
     hint = nearest(str(value), choices)
     raise ConfigurationError(
-        f"{name} must be one of {known}, not {value!r}.{hint} For example: {_written(name, repr(choices[0]))}"
+        f"{name} must be one of {known}, not {value!r}.{hint} For example: {_as_code(name, repr(choices[0]))}"
     )
 
 
@@ -129,8 +129,8 @@ def function(value: Any, name: str, example: str) -> Any:
     """`value`, a function or None; else a `ConfigurationError`."""
     if value is None or callable(value):
         return value
-    raise ConfigurationError(f"{name} must be a function or None, not {value!r}. For example: {_written(name, example)}")
+    raise ConfigurationError(f"{name} must be a function or None, not {value!r}. For example: {_as_code(name, example)}")
 
 
-def _written(name: str, value: Any) -> str:
+def _as_code(name: str, value: Any) -> str:
     return f"{name[:-1]}{value})" if name.endswith("=)") else f"{name}={value}"

@@ -166,7 +166,7 @@ class CheckpointWriteError(CheckpointError):
 
 
 class CheckpointLockedError(CheckpointError):
-    """Another running run writes its checkpoints to the same folder."""
+    """Another live run writes its checkpoints to the same folder."""
 
 
 class Preempted(SystemExit):

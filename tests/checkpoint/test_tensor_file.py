@@ -240,10 +240,10 @@ def test_what_a_file_cannot_hold_is_named() -> None:
         (torch.ones(1, device="meta"), "meta device"),
         (torch.eye(2).to_sparse(), "to_dense()"),
         (quantized, "quantized"),
-        (torch.ones(1, dtype=torch.complex128), "safetensors has no torch.complex128"),
+        (torch.ones(1, dtype=torch.complex128), "safetensors does not support torch.complex128"),
         (nn.UninitializedParameter(), "run one batch"),
         (nn.UninitializedBuffer(), "run one batch"),
-        (torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "stands for other tensors"),
+        (torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "wraps other tensors"),
     ]:
         with pytest.raises(UnsavableError, match=r"model: the tensor 'layer.w' cannot be stored") as caught:
             plan_files("model", {"fine": torch.ones(1), "layer.w": tensor}, LARGE)
@@ -349,7 +349,7 @@ def lies(data: bytes) -> str:
         (file_of([]), "expected a JSON object, got list"),
         (file_of(b"null"), "expected a JSON object, got NoneType"),
         (file_of(b"{}", b"\0"), "1 bytes belong to no tensor"),
-        (file_of(b"[" * 200 + b"]" * 200), "JSON nested 200 deep"),
+        (file_of(b"[" * 200 + b"]" * 200), "JSON nested 200 levels deep"),
         (file_of(b'{"w":{"dtype":"U8","shape":[],"data_offsets":[0,1]},"w":{}}', b"\0"), "'w' occurs more than once"),
         (file_of({"__metadata__": 1}), "__metadata__ must map strings to strings"),
         (file_of({"__metadata__": {"a": 1}}), "__metadata__ must map strings to strings"),
@@ -397,7 +397,7 @@ def test_headers_that_lie(data: bytes, says: str) -> None:
 
 
 def test_a_header_larger_than_any_of_ours_is_refused_unparsed() -> None:
-    assert "bytes of JSON; a checkpoint has at most" in lies(file_of(b" " * (64 * 2**20 + 1)))
+    assert "bytes of JSON, expected at most" in lies(file_of(b" " * (64 * 2**20 + 1)))
 
 
 def test_unusual_but_sound_headers_are_read() -> None:

@@ -98,7 +98,9 @@ def test_an_untied_model_gets_both_values() -> None:
     state = stored(gpt2())
     other = gpt2(1, tie_word_embeddings=False)
     notices = restore_model(other, state, what=WHAT)
-    assert notices == ["lm_head.weight was tied to transformer.wte.weight and is not here: both got the same values"]
+    assert notices == [
+        "lm_head.weight was tied to transformer.wte.weight when saved, but is not tied in this model: both got the same values"
+    ]
     assert torch.equal(other.lm_head.weight, state.tensors["transformer.wte.weight"])
 
 
@@ -152,10 +154,10 @@ def test_its_configuration_opens_with_peft(run_dir: Path) -> None:
 def test_another_base_is_refused() -> None:
     state = stored(lora(), "trainable")
     other = lora(base=1)
-    with unchanged(other), pytest.raises(StateMismatchError, match="on another base than this model's"):
+    with unchanged(other), pytest.raises(StateMismatchError, match="of a model with another base"):
         restore_model(other, state, what=WHAT)
     half = lora().to(torch.bfloat16)
-    with unchanged(half), pytest.raises(StateMismatchError, match=r"another base .*\(dtype bfloat16\).*in the same dtype"):
+    with unchanged(half), pytest.raises(StateMismatchError, match=r"another base: .*\(dtype bfloat16\).*in the same dtype"):
         restore_model(half, state, what=WHAT)
     assert restore_model(other, stored(lora(), "all"), what=WHAT) == []
 
@@ -247,8 +249,8 @@ def test_what_was_unfrozen_is_stored_and_unfrozen_again() -> None:
     assert "0.weight" in state.tensors
     assert "2.bias" not in state.tensors
     assert set(restore_model(other, state, what=WHAT)) == {
-        "2 parameters are trained again, as they were when the checkpoint was saved",
-        "1 parameter is frozen again, as it was when the checkpoint was saved",
+        "requires_grad of 2 parameters was set to True, as in the checkpoint",
+        "requires_grad of 1 parameter was set to False, as in the checkpoint",
     }
     assert [p.requires_grad for p in other.parameters()] == [p.requires_grad for p in module.parameters()]
     assert torch.equal(other[0].weight, module[0].weight)

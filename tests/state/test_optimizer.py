@@ -281,7 +281,7 @@ def test_a_group_that_was_added_during_training() -> None:
     other = Net()
     resumed = optim.AdamW([other.first.weight, other.first.bias], 0.01)
     notices = load(other, resumed, saved(net, optimizer))
-    assert notices == ["parameter group 1 was added to the optimizer, as it was during training: last.weight, scale"]
+    assert notices == ["parameter group 1 was added to the optimizer, as in the saved run: last.weight, scale"]
     assert resumed.param_groups[1]["betas"] == (0.7, 0.8)
     assert differences(whole(net, optimizer), whole(other, resumed)) == []
     assert differences(train(net, optimizer, range(4, 6)), train(other, resumed, range(4, 6))) == []
@@ -302,9 +302,9 @@ def test_a_group_added_to_an_optimizer_with_names() -> None:
     [
         (
             lambda n: [{"params": [n.last.weight]}],
-            ["in the checkpoint: first.weight, first.bias", "only here: last.weight"],
+            ["in the checkpoint: first.weight, first.bias", "only in this run: last.weight"],
         ),
-        (lambda n: [{"params": [n.first.bias, n.first.weight]}], ["in another order: first.weight, first.bias in the"]),
+        (lambda n: [{"params": [n.first.bias, n.first.weight]}], ["in a different order: first.weight, first.bias in the"]),
         (
             lambda n: [{"params": [n.first.weight, n.first.bias]}, {"params": [n.last.weight]}, {"params": [n.scale]}],
             ["group 2 is not in the checkpoint: scale"],
@@ -312,7 +312,7 @@ def test_a_group_added_to_an_optimizer_with_names() -> None:
         (lambda n: [{"params": [n.last.weight]}, {"params": [n.first.weight, n.first.bias]}], ["group 0: ", "group 1: "]),
         (
             lambda n: [{"params": [n.first.weight, n.first.bias, n.last.weight]}],
-            ["only here", "last.weight (in another"],
+            ["only in this run", "last.weight (in another"],
         ),
     ],
 )
@@ -336,15 +336,15 @@ def test_another_class_and_other_shapes() -> None:
     stored = saved(net, optimizer)
     other, resumed = build("SGD momentum", 1)
     train(other, resumed, range(1))
-    with unchanged(other, resumed), pytest.raises(StateMismatchError, match="it is of Adam, and this run has SGD"):
+    with unchanged(other, resumed), pytest.raises(StateMismatchError, match="it belongs to Adam, but this run has SGD"):
         load(other, resumed, stored)
     other, resumed = build("Adam", 1)
     other.first.weight.data = torch.ones(2, 2)
     other.last.weight.data = torch.ones(1)
     with unchanged(other, resumed), pytest.raises(StateMismatchError) as caught:
         load(other, resumed, stored)
-    assert "first.weight: exp_avg has shape (5, 4), the parameter has (2, 2) here" in str(caught.value)
-    assert "last.weight: exp_avg_sq has shape (3, 5), the parameter has (1,) here" in str(caught.value)
+    assert "first.weight: exp_avg has shape (5, 4), but the parameter has shape (2, 2)" in str(caught.value)
+    assert "last.weight: exp_avg_sq has shape (3, 5), but the parameter has shape (1,)" in str(caught.value)
 
 
 def test_a_plan_changes_nothing() -> None:
@@ -360,9 +360,9 @@ def test_a_plan_changes_nothing() -> None:
 
 def test_a_parameter_of_nobody_and_one_twice_are_refused() -> None:
     net = Net()
-    with pytest.raises(UnsavableError, match=r"optimizer 2 \(SGD\) holds a parameter of shape \(3,\)"):
+    with pytest.raises(UnsavableError, match=r"optimizer 2 \(SGD\) contains a parameter of shape \(3,\)"):
         capture_optimizer(optim.SGD([nn.Parameter(torch.ones(3))], 0.1), 2, parameter_names([net]))
     optimizer = optim.SGD([net.scale], 0.1)
     optimizer.param_groups[0]["params"].append(net.scale)
-    with pytest.raises(UnsavableError, match="holds scale more than once"):
+    with pytest.raises(UnsavableError, match="contains scale more than once"):
         capture_optimizer(optimizer, 0, parameter_names([net]))

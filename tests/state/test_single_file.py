@@ -92,7 +92,7 @@ def test_tensors_among_other_things() -> None:
     assert found["model"]["w"] is found["model"]["tied"]
     assert len(load_file(FILE)) == 3, "which any program reads"
     assert torch.equal(again(torch.ones(2)), torch.ones(2))
-    with pytest.raises(CorruptCheckpointError, match="no weights by name, but an object .*trainkit.utils.load"):
+    with pytest.raises(CorruptCheckpointError, match="expected tensors by name, found another object .*trainkit.utils.load"):
         read_tensors(FILE)
 
 
@@ -195,12 +195,12 @@ def test_a_kill_leaves_what_was() -> None:
 @pytest.mark.parametrize(
     "data, said",
     [
-        (b"", "not JSON"),
-        (b"hello, world", "not JSON"),
+        (b"", "not valid JSON"),
+        (b"hello, world", "not valid JSON"),
         (b"PK\x03\x04" + bytes(30), "looks like a pickle.*torch.load"),
         (b"\x80\x02}q\x00.", "looks like a pickle"),
         ((99).to_bytes(8, "little") + b"{}", "a header of 99 bytes in a file of 10 bytes"),
-        (b'{"$tensor": "#x"}', "refers to '#x', a tensor that is not there"),
+        (b'{"$tensor": "#x"}', "refers to the tensor '#x', which does not exist"),
         (b'{"$code": "x"}', "unknown tag"),
     ],
 )

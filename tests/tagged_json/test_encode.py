@@ -346,32 +346,32 @@ class HasCode:
         (Namespace(f=len), '["f"] cannot be stored'),
         (nn.Linear(1, 1), "state_dict()"),
         (torch.Generator(), "get_state()"),
-        (object(), "it is a builtins.object; store what it consists of"),
-        (deque([1]), "collections.deque; store list"),
-        (range(3), "builtins.range; store list"),
-        (iter([]), "store list"),
-        (memoryview(b"a"), "store list"),
+        (object(), "it is a builtins.object; store its content"),
+        (deque([1]), "collections.deque; store it as a list: list(…)"),
+        (range(3), "builtins.range; store it as a list: list(…)"),
+        (iter([]), "store it as a list"),
+        (memoryview(b"a"), "store it as a list"),
         (Plain.A, "it is a Plain; store its .value"),
         (sys, "it is a builtins.module"),
         (timezone.utc, "datetime.timezone"),
         (Ellipsis, "ellipsis"),
         (PureWindowsPath("a") if type(PurePath()) is PurePosixPath else PurePosixPath("a"), "pathlib"),
-        (np.longdouble(1), "store item()"),
-        (np.datetime64("2020"), "store item()"),
+        (np.longdouble(1), "store its item()"),
+        (np.datetime64("2020"), "store its item()"),
         (np.array([object()]), "torch has no dtype for a numpy array of object"),
         (np.array(["a"]), "<U1"),
         (np.array([("a", 1)], "O,i"), "torch has no dtype"),
         (np.array([1], "datetime64[s]"), "torch has no dtype"),
-        (np.array([1j]), "safetensors has no torch.complex128"),
+        (np.array([1j]), "safetensors does not support torch.complex128"),
         (np.ma.masked_array([1], [True]), "MaskedArray"),
         (torch.ones(1, dtype=torch.complex128), "complex128"),
         (torch.ones(1, device="meta"), "meta device"),
         (torch.eye(2).to_sparse(), "to_dense()"),
         (nn.UninitializedParameter(), "no values yet"),
-        ({torch.ones(1): 1}, "a Tensor as key"),
-        ({Frozen()}, "a Frozen as element of a set"),
-        ({(1, (Frozen(),)): 1}, "a Frozen as key"),
-        ({Plain.A: 1}, "a Plain as key"),
+        ({torch.ones(1): 1}, "a key is a Tensor"),
+        ({Frozen()}, "an element of a set is a Frozen"),
+        ({(1, (Frozen(),)): 1}, "a key is a Frozen"),
+        ({Plain.A: 1}, "a key is a Plain"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )
@@ -419,12 +419,12 @@ def test_whatever_is_encoded_is_not_too_deep_to_be_read(wrap: Any, levels: int, 
     there_and_back(value)
     for _ in range(3):
         value = wrap(value)
-    with pytest.raises(UnsavableError, match="nested more than 100 deep"):
+    with pytest.raises(UnsavableError, match="nested more than 100 levels deep"):
         dumps(value, {})
 
 
 def test_too_much_for_json_is_said() -> None:
-    with pytest.raises(UnsavableError, match=r"^state cannot be stored: 75,\d+,\d+ bytes of JSON.*into tensors"):
+    with pytest.raises(UnsavableError, match=r"^state cannot be stored: 75,\d+,\d+ bytes of JSON.*as tensors"):
         dumps(["x" * 1_000_000] * 75, {})
 
 
@@ -464,19 +464,19 @@ def refused(data: bytes, known: dict[str, Tensor] | None = None) -> str:
 @pytest.mark.parametrize(
     "text, says",
     [
-        ('{"$pickle": "gASVAAAA"}', "the unknown tag '$pickle'"),
-        ('{"$": 1}', "the unknown tag '$'"),
-        ('{"$tuple": [], "a": 1}', "the tag '$tuple' next to other keys"),
-        ('{"a": 1, "$tuple": []}', "the tag '$tuple' next to other keys"),
-        ('{"$$a": 1, "$tuple": []}', "next to other keys"),
+        ('{"$pickle": "gASVAAAA"}', "unknown tag '$pickle'"),
+        ('{"$": 1}', "unknown tag '$'"),
+        ('{"$tuple": [], "a": 1}', "the tag '$tuple' must be the only key"),
+        ('{"a": 1, "$tuple": []}', "the tag '$tuple' must be the only key"),
+        ('{"$$a": 1, "$tuple": []}', "must be the only key"),
         ('{"$tuple": {"a": 1}}', "malformed $tuple"),
         ('{"$tuple": "ab"}', "malformed $tuple"),
         ('{"$tuple": {"$tuple": []}}', "malformed $tuple"),
         ('{"$set": [[1]]}', "malformed $set"),
-        ('{"$set": [1, 1.0]}', "an element is there twice"),
+        ('{"$set": [1, 1.0]}', "an element occurs twice"),
         ('{"$set": [{"a": 1}]}', "malformed $set"),
         ('{"$frozenset": null}', "malformed $frozenset"),
-        ('{"$map": [[1, 2], [1, 3]]}', "a key is there twice"),
+        ('{"$map": [[1, 2], [1, 3]]}', "a key occurs twice"),
         ('{"$map": [[1, 2, 3]]}', "malformed $map"),
         ('{"$map": [{"$tuple": [1, 2]}]}', "malformed $map"),
         ('{"$map": ["ab"]}', "malformed $map"),
@@ -516,9 +516,9 @@ def refused(data: bytes, known: dict[str, Tensor] | None = None) -> str:
         ('{"$scalar": ["bool", 1]}', "malformed $scalar"),
         ('{"$scalar": [[], 1]}', "malformed $scalar"),
         ('{"$scalar": "float32"}', "malformed $scalar"),
-        ('{"$tensor": "state.safetensors#missing"}', "a tensor that is not there"),
-        ('{"$tensor": "/etc/passwd#k"}', "a tensor that is not there"),
-        ('{"$tensor": "k"}', "a tensor that is not there"),
+        ('{"$tensor": "state.safetensors#missing"}', "which does not exist"),
+        ('{"$tensor": "/etc/passwd#k"}', "which does not exist"),
+        ('{"$tensor": "k"}', "which does not exist"),
         ('{"$tensor": 1}', "malformed $tensor"),
         ('{"$array": "state.safetensors#half"}', "malformed $array"),
         ('{"$array": ["x"]}', "malformed $array"),

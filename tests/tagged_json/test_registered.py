@@ -104,9 +104,9 @@ def test_the_name_is_what_a_checkpoint_holds() -> None:
         (lambda: register("Vocabulary", str, str), "expected a class, got 'Vocabulary'. Fix: trainkit.checkpoint.register("),
         (lambda: register(Vocabulary, None, str), "expected a function for encode, got None"),
         (lambda: register(Vocabulary, str, 3), "expected a function for decode, got 3"),
-        (lambda: register(Vocabulary, str, str, name=5), "expected name to be a text, got 5"),
-        (lambda: register(dict, str, str), "dict is stored already, as it is. Fix: remove the call"),
-        (lambda: register(Tensor, str, str), "Tensor is stored already"),
+        (lambda: register(Vocabulary, str, str, name=5), "expected a string for name, got 5"),
+        (lambda: register(dict, str, str), "dict can be stored without registration. Fix: remove the call"),
+        (lambda: register(Tensor, str, str), "Tensor can be stored without registration"),
     ],
 )
 def test_wrong_arguments(call: Callable[[], Any], message: str) -> None:
@@ -197,7 +197,7 @@ def test_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
 
     registered._by_kind.clear()
     registered._by_name.clear()  # as in a program that has not called register
-    said = rf"holds a value of the type '{NAME}', which this program has not registered.*checkpoint\.register\("
+    said = rf"contains a value of the type '{NAME}', which this program has not registered.*checkpoint\.register\("
     with pytest.raises(CheckpointError, match=said) as caught:
         Reading.load_from_checkpoint(path)
     assert not isinstance(caught.value, CorruptCheckpointError)
