@@ -36,12 +36,12 @@ def whole_number(
     fix: str = "",
     error: type[Exception] = ...,
 ) -> int:
-    """Never None."""
+    """Never returns None."""
 
 
 @overload
 def whole_number(value: Any, name: str, least: int = 0, most: int | None = None, *, optional: Literal[True]) -> int | None:
-    """None where the user gave None."""
+    """Returns None if `value` is None."""
 
 
 def whole_number(
@@ -61,14 +61,14 @@ def whole_number(
         value: The value of the user.
         name: The argument.
         least: The smallest value.
-        most: The largest value; None: unlimited.
+        most: The largest value; None: no limit.
         optional: Accept and return None.
         expected: Replaces "an integer ≥ 1" in the message.
         fix: Code that works; default: the argument with the smallest number from 1 on.
         error: The class of the error.
 
     Raises:
-        ConfigurationError: Another value; or `error`.
+        ConfigurationError: An invalid value; `error` replaces the class.
     """
     if optional and value is None:
         return None
@@ -103,7 +103,7 @@ def real_number(
         fix: Code that works; default: the argument with `example`.
 
     Raises:
-        ConfigurationError: Another value.
+        ConfigurationError: An invalid value.
     """
     if optional and value is None:
         return None

@@ -91,8 +91,8 @@ def test_a_fit_with_other_parameters(caplog: pytest.LogCaptureFixture) -> None:
     for said in (
         "not in the checkpoint, so left unchanged: parts.new.weight, parts.new.bias",
         "not in the model, so not loaded: parts.old.weight, parts.old.bias",
-        "the optimizer starts without state for the parameters parts.new.weight, parts.new.bias",
-        "state of the optimizer was not loaded for parameters that it does not have here: parts.old.weight, parts.old.bias",
+        "the optimizer starts without state for these parameters: parts.new.weight, parts.new.bias",
+        "optimizer state was not loaded for parameters that this optimizer does not have: parts.old.weight, parts.old.bias",
     ):
         assert said in caplog.text
     here = moments(trainer)
@@ -156,7 +156,7 @@ def test_a_schedule_of_other_groups_is_refused_and_the_advice_works() -> None:
     half(schedule=schedule)
     module = Net("new", groups=[("trunk", "layer"), ("parts",)], schedule=schedule)
     before = parameters_of(module)
-    with pytest.raises(StateMismatchError, match="optimizer 0 has other parameter groups than the saved one") as caught:
+    with pytest.raises(StateMismatchError, match="the parameter groups of optimizer 0 differ from the saved ones") as caught:
         make_trainer(max_steps=2).fit(module, tiny_loader(), ckpt_path="there", strict=False)
     assert same(parameters_of(module), before)
     parts = pasted(caught.value)
@@ -202,7 +202,7 @@ def test_an_own_loop(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(StateMismatchError, match="strict=False"):
         accelerator.load_state("state")
     accelerator.load_state("state", strict=False)
-    assert "the optimizer starts without state for the parameters parts.new.weight" in caplog.text
+    assert "the optimizer starts without state for these parameters: parts.new.weight" in caplog.text
     accelerator.backward(model(torch.ones(2, 4)).sum())
     optimizer.step()
     accelerator.save_state("after")

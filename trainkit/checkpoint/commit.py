@@ -50,7 +50,7 @@ def commit(draft: Draft, target: Path, *, replace: bool = False, group: Group = 
     All files are written to `.<name>.tmp-<run_id>` next to `target` and synced, the manifest's digest last; then that
     folder is renamed. Parents of `target` are created. `target` may be an empty folder.
 
-    With several ranks each writes and syncs the files of its own `Draft`; the main process does the rest. Collective.
+    With several ranks, each writes and syncs the files of its `Draft`, and the main process does the rest. Collective.
 
     Args:
         draft: what to write.
@@ -321,7 +321,7 @@ def _link(source: str | Path, copy: str | Path) -> None:
 
 def _put_in_place(partial: Path, target: Path, *, exchange: bool) -> None:
     """Rename `partial` to `target`, and what was at `target`, if anything, to `partial`."""
-    if not exchange or not os.path.lexists(target):  # it may have been removed meanwhile
+    if not exchange or not os.path.lexists(target):  # it may have been removed in the meantime
         if os.name == "nt" and target.is_dir():  # a rename cannot replace a folder there, not even an empty one
             target.rmdir()
         os.rename(partial, target)

@@ -157,7 +157,7 @@ def _find(folder: Path) -> list[ListedCheckpoint]:
             continue  # a link to a checkpoint in this folder
         if is_checkpoint(path):
             one = ListedCheckpoint(path, *inspect_checkpoint(path))
-            if one.problem is None or is_checkpoint(path):  # else it was removed meanwhile
+            if one.problem is None or is_checkpoint(path):  # otherwise it was removed in the meantime
                 found.append(one)
     return found
 

@@ -251,7 +251,7 @@ class _LockFile:
             yield cls(descriptor, exclusive)
         finally:
             if exclusive:
-                # Explicitly, not by close(): a process forked meanwhile shares the open file.
+                # Explicitly, not by close(): a process that was forked in the meantime shares the open file.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 

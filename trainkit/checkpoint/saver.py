@@ -82,7 +82,7 @@ class Saver:
             CheckpointError: the save failed (`blocking`), or an earlier one failed that had no `failed`.
         """
         self.wait()
-        target = Path(os.path.abspath(target))  # the working directory may change meanwhile
+        target = Path(os.path.abspath(target))  # the working directory may change during the save
         if blocking:
             manifest = commit(draft, target, replace=replace, group=self.group)
             if committed is not None:

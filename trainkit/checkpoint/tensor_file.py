@@ -79,7 +79,7 @@ def plan_files(
         tensors: on any device, with any strides. Their values are not read.
         max_shard_size: maximum bytes of a file. A larger tensor gets its own file.
         groups: groups of names; tensors of different groups do not share a file. Default: a single group.
-        metadata: texts to store in each file, by name; see `metadata_in`.
+        metadata: strings to store in each file, by name; see `metadata_in`.
 
     Returns:
         The layouts of the files, and the content of `stem.safetensors.index.json` if there are several.
@@ -93,11 +93,13 @@ def plan_files(
         if problem := tensor_problem(tensor) or _name_problem(name):
             raise UnsavableError(f"{stem}: the tensor {name!r} cannot be stored: {problem}")
     shards = [shard for group in ([tensors] if groups is None else groups) for shard in _shards(tensors, group, max_shard_size)]
-    texts = _METADATA | dict(metadata or {})
+    strings = _METADATA | dict(metadata or {})
     if len(shards) == 1:
-        return [_layout(f"{stem}.safetensors", tensors, shards[0], texts)], None
+        return [_layout(f"{stem}.safetensors", tensors, shards[0], strings)], None
     count = len(shards)
-    files = [_layout(f"{stem}-{i:05d}-of-{count:05d}.safetensors", tensors, names, texts) for i, names in enumerate(shards, 1)]
+    files = [
+        _layout(f"{stem}-{i:05d}-of-{count:05d}.safetensors", tensors, names, strings) for i, names in enumerate(shards, 1)
+    ]
     places = {entry.name: file.name for file in files for entry in file.entries}
     index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": places}
     return files, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("ascii")
@@ -266,12 +268,12 @@ def tensors_in(buffer: bytes | bytearray | memoryview, what: str) -> dict[str, T
 
 
 def metadata_in(buffer: bytes | bytearray | memoryview, what: str) -> dict[str, str]:
-    """The texts in a file of tensors; raises like `tensors_in`."""
+    """The strings in the header of a file of tensors; raises like `tensors_in`."""
     return _header(memoryview(buffer).cast("B"), what)[1]
 
 
 def _header(view: memoryview, what: str) -> tuple[dict[str, Any], dict[str, str], int]:
-    """The header without its texts, the texts, and the length of the header."""
+    """The header without its metadata, the metadata, and the length of the header."""
     if len(view) < 8:
         raise CorruptCheckpointError(f"{what}: {len(view)} bytes; a file of tensors has at least 8")
     length = int.from_bytes(view[:8], "little")

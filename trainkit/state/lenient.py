@@ -52,9 +52,7 @@ def _notices(kept: Collection[str], saved: Collection[str]) -> list[str]:
     if fresh := [name for name in kept if name not in saved]:
         notices.append(f"the optimizer starts without state for these parameters: {', '.join(fresh)}")
     if gone := [name for name in saved if name not in kept]:
-        notices.append(
-            f"saved optimizer state was not loaded for parameters that this optimizer does not have: {', '.join(gone)}"
-        )
+        notices.append(f"optimizer state was not loaded for parameters that this optimizer does not have: {', '.join(gone)}")
     return notices
 
 

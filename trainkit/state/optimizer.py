@@ -356,22 +356,22 @@ def _groups(optimizer: Optimizer, saved: SavedOptimizer, numbers: Mapping[str, i
     return groups, kept
 
 
-def _undo_torch_casts(held: Any, wanted: Any) -> Any:
+def _undo_torch_casts(loaded: Any, wanted: Any) -> Any:
     """Undo the changes that torch's `load_state_dict` makes to a value.
 
     It casts all tensors to the parameter's dtype, and treats a string as a list of characters.
     """
-    if isinstance(wanted, Tensor) and isinstance(held, Tensor):
-        if wanted.dtype == held.dtype or wanted.shape != held.shape:
-            return held
-        return wanted.to(held.device)
+    if isinstance(wanted, Tensor) and isinstance(loaded, Tensor):
+        if wanted.dtype == loaded.dtype or wanted.shape != loaded.shape:
+            return loaded
+        return wanted.to(loaded.device)
     if isinstance(wanted, str):
         return wanted
-    if isinstance(wanted, dict) and isinstance(held, dict):
-        return {key: _undo_torch_casts(value, wanted.get(key)) for key, value in held.items()}
-    if type(wanted) in (list, tuple) and type(held) is type(wanted) and len(held) == len(wanted):
-        return type(wanted)(_undo_torch_casts(h, w) for h, w in zip(held, wanted, strict=True))
-    return held
+    if isinstance(wanted, dict) and isinstance(loaded, dict):
+        return {key: _undo_torch_casts(value, wanted.get(key)) for key, value in loaded.items()}
+    if type(wanted) in (list, tuple) and type(loaded) is type(wanted) and len(loaded) == len(wanted):
+        return type(wanted)(_undo_torch_casts(h, w) for h, w in zip(loaded, wanted, strict=True))
+    return loaded
 
 
 def _snapshot(optimizer: Optimizer) -> Callable[[], None]:

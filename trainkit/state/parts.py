@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 SaveMode = Literal["all", "trainable"]
-_PLAIN = Strategy(device="cpu")  # which has no state of its own
+_PLAIN = Strategy(device="cpu")  # has no state
 _ORDER = ("model", "optimizer", "scheduler", "scaler", "loop", "callbacks", "loggers", "loaders", "registered")
 # A scheduler needs its optimizer: many compute the next learning rate from the current one, which is in its groups.
 _WITH_OPTIMIZER = ("optimizer", "scheduler")
@@ -240,15 +240,15 @@ def restore(
     if "scheduler" in wanted:
         with _advised(wanted, "scheduler"):
             _check_schedulers(parts, state, what, regrouped)
-    said = [text for load in loads for text in load()]
+    notices = [text for load in loads for text in load()]
     parts.strategy.restored(parts.optimizers if "optimizer" in wanted else ())
     if "scheduler" in wanted:
         for scheduler, own in zip(parts.schedulers, state["schedulers"], strict=True):
             with _advised(wanted, "scheduler"):
                 restore_scheduler(scheduler, own, what)
     if "scaler" in wanted:
-        said += _restore_scaler(parts.precision, state.get("scaler"))
-    for text in said:
+        notices += _restore_scaler(parts.precision, state.get("scaler"))
+    for text in notices:
         notice(text)
 
 
@@ -341,9 +341,9 @@ def _load_advised(plan: Callable[[], list[str]], wanted: Collection[str]) -> lis
 
 
 def _load_stored(strategy: Strategy, optimizer: Optimizer, stored: StoredOptimizer, plan: Callable[[], list[str]]) -> list[str]:
-    said = plan()
+    notices = plan()
     strategy.load_optimizer(optimizer, stored)
-    return said
+    return notices
 
 
 def _same_number(kind: str, ours: Sequence[Any], theirs: Sequence[Any], what: str) -> None:

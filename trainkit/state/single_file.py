@@ -162,7 +162,7 @@ def _is_of_tensors(data: memoryview, what: str) -> bool:
 
 
 def _parts(data: memoryview, what: str) -> tuple[dict[str, Tensor], dict[str, str], dict[str, str]]:
-    """The tensors of a file, the names of tied tensors, and the texts in the header."""
+    """The tensors of a file, the names of tied tensors, and the strings in the header."""
     tensors, metadata = tensors_in(data, what), metadata_in(data, what)
     aliases: Any = strict_json(metadata[_ALIASES].encode(), f"{what}: {_ALIASES}") if _ALIASES in metadata else {}
     sound = isinstance(aliases, dict) and not aliases.keys() & tensors.keys()

@@ -81,7 +81,7 @@ class Decoder:
         except CheckpointError:
             raise
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            # torch and numpy refuse values with several kinds of errors
+            # torch and numpy raise different errors for invalid values
             raise CorruptCheckpointError(f"{self._what}: malformed {tag} ({type(error).__name__}: {error!s:.200})") from error
 
     def _registered(self, payload: Any) -> Any:

@@ -80,7 +80,7 @@ def unsavable(value: Any, where: str) -> tuple[str, type] | None:
     try:
         encoder.plain(value, 0)
     except UnsavableError as error:
-        return str(error), encoder.refused
+        return str(error), encoder.unsupported
     return None
 
 
@@ -108,7 +108,7 @@ class _Encoder:
 
     def __init__(self, tensors: dict[str, Tensor], file: str, where: str) -> None:
         self._tensors, self._file, self._where = tensors, file, where
-        self.refused: type = object  # the type that cannot be stored
+        self.unsupported: type = object  # the type that cannot be stored
         self._path: list[Any] = []
         self._parents: set[int] = set()  # ids of the containers that contain the value
         self._stored: dict[int, tuple[str, object]] = {}  # id → reference, and the object, so that its id is not used again
@@ -147,7 +147,7 @@ class _Encoder:
         try:
             encoded = own.encode(value)
         except Exception as error:
-            self.refused = own.kind
+            self.unsupported = own.kind
             self.refuse(f"encode, registered for {own.name}, raised {type(error).__name__}: {error}", error)
         result = self.tag("registered", [own.name, self.plain(encoded, depth + 2)], depth)
         self._parents.discard(id(value))
@@ -282,7 +282,7 @@ class _Encoder:
             return self.tag(*leaf, depth)
         if isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, (type, torch.nn.Module))):
             return self.container(value, depth)
-        self.refused = type(value)
+        self.unsupported = type(value)
         self.refuse(_advice(value))
 
 

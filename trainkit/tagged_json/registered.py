@@ -33,7 +33,7 @@ class Registration:
     Attributes:
         name: the name of the type in checkpoints.
         kind: the type.
-        encode: converts a value to something that a checkpoint can hold.
+        encode: converts a value to something that a checkpoint can store.
         decode: converts that back.
     """
 
@@ -70,7 +70,7 @@ def register(
     """Let checkpoints store values of your own type, in hyper-parameters, the state of callbacks or anywhere else.
 
     Call it where the type is defined, so that every program that saves or loads such a checkpoint has called it. No code is
-    stored: a checkpoint holds the name and what `encode` returned, and only a type that the running program has registered
+    stored: a checkpoint contains the name and what `encode` returned, and only a type that the running program has registered
     is decoded.
 
     >>> import fractions
@@ -78,7 +78,7 @@ def register(
 
     Args:
         type: the class. Its subclasses are not included: register them too.
-        encode: called with a value; returns what a checkpoint can hold: numbers, text, lists, dicts, tensors, numpy arrays,
+        encode: called with a value; returns what a checkpoint can store: numbers, strings, lists, dicts, tensors, numpy arrays,
             values of other registered types.
         decode: called with what `encode` returned; returns the value.
         name: the name of the type in checkpoints (default: its module and its name). Give one, and keep it, if the class may
