@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-slow test-zero test-xla check docs docs-serve format clean
+.PHONY: help demo test test-slow test-zero test-xla check docs docs-serve dist format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -52,6 +52,14 @@ docs: $(VENV)/.test ## build the documentation into site/; a warning or a broken
 docs-serve: $(VENV)/.test ## show the documentation on http://127.0.0.1:8000 and follow changes
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs serve --watch trainkit --watch callbacks --watch strategies
 
+# With the build tools of the environment, and not with those that pip would download for an isolated build.
+dist: $(VENV)/.test ## build the wheel and the source distribution into dist/, check them, and try the wheel in a fresh environment
+	rm -rf dist
+	$(RUN) -m build --no-isolation --outdir dist .
+	$(RUN) -m twine check --strict dist/*
+	$(RUN) -m check_wheel_contents dist/*.whl
+	$(RUN) tests/helpers/try_wheel.py dist/*.whl
+
 format: $(VENV)/.test ## let ruff put the source in order
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
@@ -82,5 +90,5 @@ $(VENV)/.demo: $(INPUTS) | $(RUN)
 	@touch $@
 
 $(VENV)/.test: $(INPUTS) | $(RUN)
-	$(INSTALL) -e '.[dev,docs,deepspeed,tensorboard,wandb,mlflow,comet,plot]'
+	$(INSTALL) -e '.[dev,docs,deepspeed,tensorboard,wandb,mlflow,comet,plot,report]'
 	@touch $@ $(VENV)/.demo

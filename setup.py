@@ -17,10 +17,12 @@ TENSORBOARD = ["tensorboard"]
 WANDB = ["wandb", "pillow"]  # wandb.Image needs pillow and wandb does not bring it
 DEEPSPEED = ["deepspeed>=0.19; platform_system == 'Linux'"]
 PLOT = ["matplotlib"]
+REPORT = ["bokeh>=3.8"]  # charts that read the variables of a style sheet, for dark mode
 MLFLOW = ["mlflow-skinny", "sqlalchemy", "alembic", "pillow"]  # what a run in a database needs; `mlflow ui` needs all of mlflow
 COMET = ["comet_ml", "pillow"]
 
-# A placeholder until the project has a public home; mkdocs.yml has the same.
+# A placeholder until the project has a public home. To change it, search the tree for OWNER: a test holds that mkdocs.yml,
+# CITATION.cff, SECURITY.md and the issue forms name the same one.
 REPOSITORY = "https://github.com/OWNER/trainkit"
 
 
@@ -55,14 +57,23 @@ setup(
     long_description_content_type="text/markdown",
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
-    keywords=["pytorch", "training", "deep learning", "trainer"],
+    project_urls={
+        "Homepage": REPOSITORY,
+        "Documentation": f"{REPOSITORY}/blob/main/docs/index.md",
+        "Source": REPOSITORY,
+        "Issues": f"{REPOSITORY}/issues",
+        "Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md",
+    },
+    keywords=[
+        *("pytorch", "training", "trainer", "training loop", "deep learning", "machine learning"),
+        *("checkpoint", "resume", "reproducibility", "distributed training", "ddp", "deepspeed", "zero", "tpu", "xla"),
+        *("mixed precision", "gradient accumulation", "fault tolerance", "safetensors", "callbacks"),
+    ],
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
-        "Operating System :: MacOS",
-        "Operating System :: Microsoft :: Windows",
-        "Operating System :: POSIX :: Linux",
+        "Operating System :: POSIX :: Linux",  # macOS and Windows are untested
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.10",
@@ -88,10 +99,12 @@ setup(
         # torch_xla loads with the torch of its own version only, so this one is not part of `all`.
         "xla": ["torch==2.9.*", "torch_xla==2.9.*"],
         "plot": PLOT,
-        "all": [*TENSORBOARD, *WANDB, *MLFLOW, *COMET, *DEEPSPEED, *PLOT],
+        "report": REPORT,
+        "all": [*TENSORBOARD, *WANDB, *MLFLOW, *COMET, *DEEPSPEED, *PLOT, *REPORT],
         "docs": ["mkdocs-htmlproofer-plugin", "mkdocs-material", "mkdocstrings[python]"],
         "dev": [
             "build",
+            "check-wheel-contents",
             "hypothesis",
             "ipykernel",
             "ipywidgets",
@@ -107,6 +120,7 @@ setup(
             "setuptools>=77",
             "torchmetrics",
             "transformers",
+            "twine",
             "types-PyYAML",
             "types-tqdm",
         ],

@@ -1,22 +1,22 @@
-"""What saving and loading a checkpoint cost beside plain copies, writes and reads of the same bytes.
+"""What saving and loading a checkpoint cost, compared with plain copies, writes and reads of the same bytes.
 
     python benchmarks/checkpoint.py [--only save load] [--folder DISK] [--repeats 7] [--threads N] [--json FILE]
 
 A transformer of 48 million parameters with AdamW, float32: 577 MB of state. Each case is a process of its own; the
 measurements are in `checkpoint_cases.py`. In each repeat the reference runs before and after what is measured, and the ratio
-is taken to the mean of the two; given are the median and the range over the repeats. The lines "… / itself" are the one
-reference beside the other: what they differ from 1 is noise.
+is taken to the mean of the two; the output shows the median and the range over the repeats. The lines "… / itself" are one
+run of the reference relative to the other: its distance from 1 is noise.
 
-- bytes: those of the files, and those handed to the system (Linux), beside those of the tensors.
-- save: `Accelerator.save_state` to a new folder, beside one loop that hashes the tensors with SHA-256 and writes them to one
-  file, 1 MiB at a time, and then syncs it.
-- stall: the time inside `Trainer.save_checkpoint(blocking=False)` at the end of a training step, no save being in flight,
-  beside copying the same tensors into memory that is used again and again. The first save, which gets that memory, is apart.
-- load: reading and verifying, and all of `Accelerator.load_state` into a model whose optimizer has no state yet, beside one
-  loop that reads the same files into new memory and hashes them, 1 MiB at a time. "cold" is after the files have been dropped
+- bytes: those of the files, and those handed to the system (Linux), relative to those of the tensors.
+- save: `Accelerator.save_state` to a new folder, compared with one loop that hashes the tensors with SHA-256 and writes them to
+  one file, 1 MiB at a time, and then syncs it.
+- stall: the time inside `Trainer.save_checkpoint(blocking=False)` at the end of a training step, while no save is in flight,
+  compared with copying the same tensors into memory that is reused. The first save, which allocates that memory, is separate.
+- load: reading and verifying, and all of `Accelerator.load_state` into a model whose optimizer has no state yet, compared with
+  one loop that reads the same files into new memory and hashes them, 1 MiB at a time. "cold" is after the files were dropped
   from the page cache, where the system can be asked to (not macOS, not Windows); what lies below, such as the host of a
   virtual disk, may still have them.
-- memory: how far `ru_maxrss` rises above what the process held, beside the bytes of the largest tensor or of the state
+- memory: how far `ru_maxrss` rises above what the process held, compared with the bytes of the largest tensor or of the state
   (not on Windows).
 
 It needs 2.5 GB of memory and 1.5 GB on a disk, which should be one that checkpoints are written to.

@@ -93,7 +93,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def between(ours: Callable[[], float], reference: Callable[[], float]) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Ours beside the mean of the reference before and after it, and the reference beside itself."""
+    """Ours relative to the mean of the reference before and after it, and the reference relative to itself."""
     before, own, after = reference(), ours(), reference()
     return (own, (before + after) / 2), (before, after)
 

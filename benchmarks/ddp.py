@@ -1,4 +1,4 @@
-"""What a training step on two processes costs beside a DDP loop written by hand, over gloo.
+"""What a training step on two processes costs, compared with a DDP loop written by hand, over gloo.
 
     python benchmarks/ddp.py [--only mlp gpt] [--repeats 5] [--chunks 16] [--json FILE]
 

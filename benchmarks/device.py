@@ -1,7 +1,7 @@
-"""A step on a CUDA device beside the loop by hand, in one process, turn by turn.
+"""A step on a CUDA device, compared with the loop written by hand, alternating in one process.
 
 The batches lie in pinned memory and are copied to the device by both: by the loop by hand at the start of its step, by
-trainkit one batch ahead, beside the work. Time is taken over whole epochs, each ended by waiting for the device.
+trainkit one batch ahead, during the work. Time is taken over whole epochs, each ended by waiting for the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trainkit import Callback, Trainer, TrainModule
 
-EPOCHS = 4  # the first is left out
+EPOCHS = 4  # the first is not counted
 
 
 class Layers(TrainModule):

@@ -1,4 +1,4 @@
-"""What `import trainkit` costs beside `import torch`.
+"""What `import trainkit` costs, compared with `import torch`.
 
     python benchmarks/import_time.py [--repeats 15] [--json FILE]
 

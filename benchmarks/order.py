@@ -1,4 +1,4 @@
-"""What the order of an epoch costs: the first index at any position, and indices in sequence, beside PyTorch's own.
+"""What the order of an epoch costs, compared with PyTorch's own: the first index at any position, and indices in sequence.
 
     python benchmarks/order.py [--lengths 1000000 1000000000 1000000000000] [--baseline 10000000] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What a training step costs beside the loop by hand: trainkit, and other frameworks where they are installed.
+"""What a training step costs, compared with the loop written by hand: trainkit, and other frameworks where they are installed.
 
     python benchmarks/overhead.py [--only trainer full] [--python OTHER/bin/python] [--repeats 5] [--json FILE]
 
@@ -38,7 +38,7 @@ CONTENDERS = Path(__file__).with_name("overhead_contenders.py")
 
 STEPS, CHUNKS = 500, 10  # of the small network: a chunk is about a tenth of a second, between two looks of a bar
 WIDE_STEPS = 100
-# glibc gives large blocks back to the system after use and takes them anew, in some processes at every step, in some never.
+# glibc returns large blocks to the system after use and requests them again, in some processes at every step, in some never.
 # That is worth a third of a step of the wide network and has nothing to do with who trains it.
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 
@@ -174,7 +174,7 @@ def line(row: dict[str, Any], clock: str) -> str:
 
 
 def find(python: str, package: str) -> str | None:
-    """The version of torch beside `package` in an environment, `None` if the package is not there."""
+    """The version of torch next to `package` in an environment, `None` if the package is not there."""
     program = f"import importlib.util as u, torch; print(torch.__version__ if u.find_spec({package!r}) else '')"
     done = subprocess.run([python, "-c", program], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() or None
@@ -194,7 +194,7 @@ def choose(arguments: argparse.Namespace) -> list[tuple[Case, str]]:
             interpreters[package] = python
             print(f"{package:<14} torch {torch}")
     if missing:
-        print(f"not installed, left out: {', '.join(sorted(missing))} (--python names an environment that has them)")
+        print(f"not installed, skipped: {', '.join(sorted(missing))} (--python names an environment that has them)")
     return [(case, interpreters[case.package]) for case in cases if case.package in interpreters]
 
 

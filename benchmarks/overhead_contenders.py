@@ -257,7 +257,7 @@ CONTENDERS: dict[str, Callable[[nn.Module, Batches], None]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("contender", choices=CONTENDERS)
-    parser.add_argument("--layers", type=int, default=0, help=f"so many layers of {WIDTH} instead of {SMALL}")
+    parser.add_argument("--layers", type=int, default=0, help=f"number of layers of {WIDTH} instead of {SMALL}")
     parser.add_argument("--steps", type=int, default=500, help="of a chunk (default: 500)")
     parser.add_argument("--chunks", type=int, default=10, help="chunks that are measured (default: 10)")
     parser.add_argument("--core", type=int, help="stay on this core, where the system can do that")

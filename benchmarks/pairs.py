@@ -57,7 +57,7 @@ WIDTHS = (1280, 2048, 2048, 1536)
 CONTEXT = 64
 BATCH = {"mlp": 32, "gpt": 16}
 STEPS = {"mlp": 8, "gpt": 5}  # of a chunk
-# So that glibc does not give large blocks back to the system and take them anew, in some processes at every step.
+# So that glibc does not return large blocks to the system and request them again, in some processes at every step.
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 
 

@@ -1,17 +1,17 @@
-"""What real runs hold in memory beside what `trainer.plan` says.
+"""What real runs hold in memory, compared with what `trainer.plan` says.
 
     python benchmarks/plan.py [--only zero1 …] [--processes 1 2] [--precisions 32-true …] [--nvme FOLDER] [--json FILE]
 
-A transformer's layers of some 13 million parameters, one sample a batch, AdamW(fused=True), trained for three updates by real
+A transformer's layers of some 13 million parameters, one sample a batch, AdamW(fused=True), trained for three steps by real
 processes over gloo on the CPU, where device and host are one memory. Measured on each process, the largest is taken:
 
-- tensors: the storages of all tensors that Python can see, in the middle of the second update, when the optimizer has stepped;
-  beside the plan's moment `"update"`. DDP's buckets are not tensors that Python sees, so they are left out of both.
-- RSS: how far the resident memory (`VmHWM`, set back before the second update) rises above what the process held when the
-  same had been trained with a tiny model; beside the largest moment of the plan. Large blocks are mapped one by one and given
-  back at once (`MALLOC_MMAP_THRESHOLD_`), so that it is what is in use.
+- tensors: the storages of all tensors that Python can see, in the middle of the second step, when the optimizer has stepped;
+  compared with the plan's moment `"update"`. DDP's buckets are not tensors that Python sees, so both sides omit them.
+- RSS: how far the resident memory (`VmHWM`, reset before the second step) rises above what the process held after the same
+  training with a tiny model; compared with the largest moment of the plan. Large blocks are mapped one by one and returned
+  at once (`MALLOC_MMAP_THRESHOLD_`), so that only memory in use counts.
 - NVMe: the bytes of the files there, of one process.
-- checkpoint: the bytes of the folder that `Trainer.save_checkpoint` writes, beside the plan's.
+- checkpoint: the bytes of the folder that `Trainer.save_checkpoint` writes, compared with the plan's.
 
 A row is bad beyond 10 %, a checkpoint beyond 1 %; then the program returns 1. Linux only.
 """
@@ -80,7 +80,7 @@ class Layers(TrainModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if self.trainer.global_step == 1:
-            Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
         if self.trainer.global_step == 2:
             seen_high[:] = [resident("VmHWM")]
         x = self.embedding(batch)

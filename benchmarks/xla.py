@@ -1,4 +1,4 @@
-"""What a training step on XLA devices costs beside a torch_xla loop written by hand.
+"""What a training step on XLA devices costs, compared with a torch_xla loop written by hand.
 
     python benchmarks/xla.py [--only mlp gpt] [--repeats 5] [--chunks 16] [--json FILE]
 
@@ -201,7 +201,7 @@ def main() -> int:
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     one = arguments.work.endswith("_one")
     os.environ["CPU_NUM_DEVICES"] = "1" if one else str(DEVICES)
-    if one:  # in arenas of its threads, glibc gives memory back and takes it anew at every step, 20 ms of 56, in some processes
+    if one:  # in some processes glibc returns its threads' arenas and requests them again at every step, 20 ms of 56
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     torch.set_num_threads(1)

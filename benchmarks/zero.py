@@ -1,4 +1,4 @@
-"""What a training step under ZeRO costs beside DeepSpeed's engine in a loop by hand, and the memory of a save and a load.
+"""What a training step under ZeRO costs, compared with DeepSpeed's engine by hand, and the memory of a save and a load.
 
     python benchmarks/zero.py [--only mlp gpt zero2 ... | memory] [--repeats 5] [--chunks 16] [--json FILE]
 
@@ -6,11 +6,11 @@ Steps: two processes over gloo on the CPU; a multilayer perceptron of 10 million
 `trainkit demo`; AdamW, float32. The loop by hand calls `deepspeed.initialize` with the same configuration that
 `ZeROStrategy(config=)` gets, and reads the same data. How it is measured is in `pairs.py`.
 
-Memory: an own loop's process, of two, with 36 million parameters and AdamW, 430 MB of state. Of `save_state` how far the
-process's largest resident memory rises above what it held, beside the largest tensor (written at once) or its share of the
-state (written in the background); to either comes one gathered tensor, since a CPU's memory is the device's too. Of
-`load_state` how far its private memory rises beyond what it holds afterwards, beside the largest tensor; files that are
-mapped are not in that, which the system takes back when it needs to.
+Memory: a process of your own training loop, of two, with 36 million parameters and AdamW, 430 MB of state. For `save_state`:
+how far the process's largest resident memory rises above what it held, compared with the largest tensor (written at once) or
+with its shard of the state (written in the background); one gathered tensor is added to either, since a CPU's memory is the
+device's too. For `load_state`: how far its private memory rises beyond what it holds afterwards, compared with the largest
+tensor; mapped files do not count, since the system takes them back when it needs to.
 
 Returns 1 if a ratio of the wall's clock is above 1.05, or one of memory above 1.10. Linux only.
 """
@@ -126,7 +126,7 @@ class Peak:
 
 
 def prepared(kind: str, updates: int = 1) -> Any:
-    """The accelerator of an own loop after so many updates."""
+    """The accelerator of your own training loop after a number of optimizer steps."""
     from trainkit import Accelerator
     from trainkit.strategies import ZeROStrategy
 

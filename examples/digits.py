@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> float:
     model, data = Classifier(), Digits(args.batch_size)
     trainer.fit(model, datamodule=data)
     [metrics] = trainer.test(model, datamodule=data)
-    print(f"test accuracy {metrics['test_accuracy']:.3f} after {trainer.global_step} updates; logs in {trainer.log_dir}")
+    print(f"test accuracy {metrics['test_accuracy']:.3f} after {trainer.global_step} steps; logs in {trainer.log_dir}")
     return metrics["test_accuracy"]
 
 

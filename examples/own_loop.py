@@ -1,9 +1,9 @@
-"""Keep your own loop: the Accelerator without the Trainer.
+"""Keep your own training loop: the Accelerator without the Trainer.
 
     python examples/own_loop.py --epochs 20
 
-The model is plain PyTorch, and so is the loop but for `prepare`, `accumulate`, `backward` and `clip_grad_norm_`.
-An update is made from two batches; optimizer and scheduler act only when both are there. Takes seconds on a CPU; needs
+The model is plain PyTorch, and so is the loop, except for `prepare`, `accumulate`, `backward` and `clip_grad_norm_`.
+An optimizer step uses two batches; the optimizer and the scheduler step only after the second. Takes seconds on a CPU; needs
 scikit-learn for its 1,797 handwritten digits.
 """
 
@@ -32,7 +32,7 @@ def loaders(batch_size: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Train and evaluate; returns the share of held-out digits that were classified correctly."""
-    parser = argparse.ArgumentParser(description="Your own loop, with the Accelerator.")
+    parser = argparse.ArgumentParser(description="Your own training loop, with the Accelerator.")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--precision", default="32-true")
@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> float:
     train_loader, val_loader = loaders(args.batch_size)
     model: nn.Module = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    updates = args.epochs * -(-len(train_loader) // accelerator.gradient_accumulation_steps)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=updates)
+    steps = args.epochs * -(-len(train_loader) // accelerator.gradient_accumulation_steps)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
     model, optimizer, train_loader, val_loader, scheduler = accelerator.prepare(
         model, optimizer, train_loader, val_loader, scheduler
     )

@@ -1,11 +1,11 @@
-"""Kill a run, start it again, and get what the run would have got that nobody killed.
+"""Kill a run, start it again, and get the result of a run that was never killed.
 
-    python examples/resume.py --root runs/whole                 # a run that nobody interrupts
+    python examples/resume.py --root runs/whole                 # an uninterrupted run
     python examples/resume.py --root runs/killed --kill-at 70   # ends itself with SIGKILL at step 70
-    python examples/resume.py --root runs/killed                # goes on: the same digest as the first
+    python examples/resume.py --root runs/killed                # resumes: the same digest as the first
 
-Trains a small network with dropout on noisy, shuffled points of two spirals, and saves every 20 updates. Nothing in it
-is there for the resume but `ckpt_path="auto"` and the seed. Takes seconds on a CPU.
+Trains a small network with dropout on noisy, shuffled points of two spirals, and saves every 20 optimizer steps. For the
+resume it needs only `ckpt_path="auto"` and the seed. Takes seconds on a CPU.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Classifier(TrainModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        updates = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=updates)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -93,8 +93,8 @@ def main(argv: Sequence[str] | None = None) -> str:
     """Train, from the newest checkpoint if there is one; returns the digest of the final parameters."""
     parser = argparse.ArgumentParser(description="Kill a run, start it again, and get the same result.")
     parser.add_argument("--max-epochs", type=int, default=20)
-    parser.add_argument("--kill-at", type=int, default=0, metavar="STEP", help="end the process with SIGKILL after this update")
-    parser.add_argument("--num-workers", type=int, default=0, help="may be another one after a resume")
+    parser.add_argument("--kill-at", type=int, default=0, metavar="STEP", help="end the process with SIGKILL after this step")
+    parser.add_argument("--num-workers", type=int, default=0, help="may change at a resume")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--root", default="trainkit_runs/resume", help="where logs and checkpoints go")
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> str:
     )
     trainer.fit(model, loader, ckpt_path="auto")
     result = digest(model)
-    print(f"digest {result} after {trainer.global_step} updates; the last checkpoint is {checkpoints.last_model_path}")
+    print(f"digest {result} after {trainer.global_step} optimizer steps; the last checkpoint is {checkpoints.last_model_path}")
     return result
 
 

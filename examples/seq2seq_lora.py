@@ -4,9 +4,10 @@
     trainkit launch --nproc-per-node 2 examples/seq2seq_lora.py
     python examples/seq2seq_lora.py --base FOLDER            # a model of your own, with the tokens of ByT5
 
-A small T5 learns to name a function by the first line of its docstring, byte by byte: all of it on the modules of the
-standard library that are single files; then, frozen, by an adapter (PEFT) on those that are packages. The adapter becomes a
-folder that `PeftModel.from_pretrained` opens. Names that are right take a larger model; what falls is the perplexity.
+A small T5 learns to predict a function's name from the first line of its docstring, byte by byte. First, all parameters train
+on the standard library's modules that are single files. Then they are frozen, and an adapter (PEFT) trains on those that are
+packages. The adapter is saved as a folder that `PeftModel.from_pretrained` opens. The perplexity falls; correct names need a
+larger model.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ ELSEWHERE = {"idlelib", "lib2to3", "site-packages", "test", "tests"}
 
 
 def pairs(pattern: str, count: int) -> tuple[list[Pair], list[Pair]]:
-    """Documented functions of the standard library: so many for training, and a quarter as many, others, for validation."""
+    """Documented functions of the standard library: `count` for training, and a quarter as many others for validation."""
     library, found = Path(sysconfig.get_path("stdlib")), set()
     for path in library.glob(pattern):
         if not ELSEWHERE.intersection(path.relative_to(library).parts):
@@ -118,11 +119,11 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float, list[str]]:
         The perplexity of the validation set before and after the adapter was trained, and the names generated for it.
     """
     parser = argparse.ArgumentParser(description="LoRA under ZeRO-3 with offload: name a function by its docstring.")
-    parser.add_argument("--max-epochs", type=int, default=4, help="of the adapter")
+    parser.add_argument("--max-epochs", type=int, default=4, help="epochs for the adapter")
     parser.add_argument("--base-epochs", type=int, default=8)
-    parser.add_argument("--base", help="a folder with a model to be adapted, instead of training one first")
-    parser.add_argument("--pairs", type=int, default=1000, help="at most so many for training, and a quarter for validation")
-    parser.add_argument("--batch-size", type=int, default=16, help="of each process")
+    parser.add_argument("--base", help="a folder with a model to adapt, instead of one that is trained first")
+    parser.add_argument("--pairs", type=int, default=1000, help="maximum number for training; a quarter as many for validation")
+    parser.add_argument("--batch-size", type=int, default=16, help="batch size of each process")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=2e-3)

@@ -1,11 +1,11 @@
-"""The training of `seq2seq_lora.py` in a loop of its own, under whatever a configuration file says.
+"""The training of `seq2seq_lora.py` with your own training loop, configured by a file.
 
     trainkit launch --config_file examples/zero3_offload.yaml examples/seq2seq_lora_loop.py
     python examples/seq2seq_lora_loop.py                     # one process, the whole model in memory
 
-Nothing in it is about ZeRO: the file says that parameters and the optimizer's state are divided over the processes and kept
-in the host's memory, and by which norm gradients are clipped. A script for Hugging Face Accelerate looks the same but for its
-imports.
+The script does not mention ZeRO. The file says that parameters and optimizer state are sharded over the processes and
+offloaded to host memory, and at which norm gradients are clipped. A script for Hugging Face Accelerate looks the same, except
+for its imports.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float, list[str]]:
         The perplexity of the validation set before and after the adapter was trained, and the names generated for it.
     """
     parser = argparse.ArgumentParser(description="LoRA in a loop of its own: name a function by its docstring.")
-    parser.add_argument("--max-epochs", type=int, default=4, help="of the adapter")
+    parser.add_argument("--max-epochs", type=int, default=4, help="epochs for the adapter")
     parser.add_argument("--base-epochs", type=int, default=8)
-    parser.add_argument("--pairs", type=int, default=1000, help="at most so many for training, and a quarter for validation")
-    parser.add_argument("--batch-size", type=int, default=16, help="of each process")
+    parser.add_argument("--pairs", type=int, default=1000, help="maximum number for training; a quarter as many for validation")
+    parser.add_argument("--batch-size", type=int, default=16, help="batch size of each process")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=2e-3)

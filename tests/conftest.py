@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported, here and in every process that a test starts
-os.environ["TRAINKIT_CONFIG_FILE"] = os.devnull  # whoever runs the tests may have a file of trainkit config
+os.environ["TRAINKIT_CONFIG_FILE"] = os.devnull  # the user who runs the tests may have a file of trainkit config
 
 import hypothesis
 import numpy

@@ -60,7 +60,7 @@ def test_notices_can_be_captured(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_notice_comes_once_a_run(caplog: pytest.LogCaptureFixture) -> None:
-    """The loaders of this one are made for training, the sanity check, each validation, and each epoch anew."""
+    """The loaders of this run are created for training, the sanity check, each validation, and again in each epoch."""
 
     class Batches:
         def __iter__(self) -> Any:
@@ -98,7 +98,7 @@ def test_of_several_processes_one_speaks_for_all(caplog: pytest.LogCaptureFixtur
         set_printing(False, 2)
         notice("one")
         notice("two", everywhere=True)
-        warn("nobody hears it")
+        warn("no one hears it")
         with pytest.warns(TrainkitWarning, match=r"^\[rank 2\] beware$") as caught:
             of_ours()
         assert caught[0].filename == __file__

@@ -85,7 +85,7 @@ def test_an_overflow_skips_the_update() -> None:
     assert all(torch.equal(a, b.detach().cpu()) for a, b in zip(before, module.parameters(), strict=True))
 
 
-def test_dropout_is_the_same_whoever_fetches_and_from_run_to_run() -> None:
+def test_dropout_is_the_same_for_any_worker_and_from_run_to_run() -> None:
     runs = [trained(dropout=0.5, loaded=loader(num_workers=workers)) for workers in (0, 0, 2)]
     assert torch.equal(losses(runs[0]), losses(runs[1]))
     assert torch.equal(losses(runs[0]), losses(runs[2]))

@@ -434,7 +434,7 @@ def test_public_torch_passes(name: str) -> None:
 # ------------------------------------------------------------------------------------------- strategies are not asked
 
 
-def test_nobody_asks_for_the_class_of_a_strategy() -> None:
+def test_no_code_asks_for_the_class_of_a_strategy() -> None:
     report([c for s in SOURCES if not s.path.startswith("strategies/") for c in house.branches_on_strategy(s)])
 
 

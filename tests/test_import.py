@@ -1,4 +1,4 @@
-"""Importing trainkit is cheap: it loads nothing that is optional and nothing heavy beside torch.
+"""Importing trainkit is cheap: it loads nothing that is optional and nothing heavy except torch.
 
 How much time it takes is measured by `benchmarks/import_time.py`; a test must not depend on the machine's speed.
 """

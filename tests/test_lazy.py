@@ -33,7 +33,7 @@ def test_a_typing_error(package: dict[str, Any]) -> None:
         get("JSONDecodr")
 
 
-def test_a_name_beside_the_package(package: dict[str, Any]) -> None:
+def test_a_name_next_to_the_package(package: dict[str, Any]) -> None:
     get, _ = lazily({"__name__": "json.decoder"}, {"JSONEncoder": ".encoder"})
     assert get("JSONEncoder") is json.JSONEncoder
 

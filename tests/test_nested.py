@@ -192,7 +192,7 @@ def test_a_dataclass_is_copied_with_all_its_fields() -> None:
     assert value.late.item() == 1
 
 
-def test_a_field_that_was_never_set_is_left_out() -> None:
+def test_a_field_that_was_never_set_is_omitted() -> None:
     assert not hasattr(doubled(Point(ones(1))), "late")
 
 

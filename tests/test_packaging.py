@@ -15,12 +15,21 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import yaml
 from helpers import house
 from helpers.support import run_python
+from helpers.try_wheel import try_wheel
 
 import trainkit
 
 LINKS = {"trainkit/callbacks": "../callbacks", "trainkit/strategies": "../strategies"}
+GITHUB = house.ROOT / ".github"
+NAMES_THE_HOME = {  # file → how it names the project's home
+    "mkdocs.yml": "repo_url: {home} ",
+    "CITATION.cff": "repository-code: {home}\n",
+    "SECURITY.md": "<{home}/security/advisories/new>",
+    ".github/ISSUE_TEMPLATE/config.yml": "url: {home}/security/advisories/new",
+}
 NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "trainkit_runs", "wandb")
 WHERE = """
 import json, trainkit, trainkit.callbacks, trainkit.errors, trainkit.loggers, trainkit.strategies
@@ -110,9 +119,8 @@ def test_the_source_distribution_holds_files_and_no_links(source: Path, distribu
     assert all(member.isfile() or member.isdir() for member in members.values())
     modules = [file for folder in house.PACKAGES for file in house.python_files(source / folder)]
     assert {file.relative_to(source).as_posix() for file in modules} <= set(members)
-    assert {"LICENSE", "README.md", "CHANGELOG.md", "constraints.txt", "constraints-xla.txt", "tests/conftest.py"} <= set(
-        members
-    )
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "SECURITY.md", "CITATION.cff"} <= set(members)
+    assert {"constraints.txt", "constraints-xla.txt", "tests/conftest.py"} <= set(members)
     assert [name for name in members if name.startswith(tuple(LINKS))] == []
 
 
@@ -161,7 +169,9 @@ def test_the_metadata_says_what_it_is(source: Path, from_checkout: Path) -> None
         "deepspeed",
         "xla",
         "plot",
+        "report",
         "all",
+        "docs",
         "dev",
     ]
     assert data.get_payload().strip() == (source / "README.md").read_text("utf-8").strip()
@@ -169,6 +179,50 @@ def test_the_metadata_says_what_it_is(source: Path, from_checkout: Path) -> None
     (entry_points,) = [text.decode() for name, text in files.items() if name.endswith("/entry_points.txt")]
     assert "trainkit = trainkit.cli.main:main" in entry_points
     assert any(name.endswith("/licenses/LICENSE") for name in files)
+
+
+def test_everything_names_the_same_home(source: Path, from_checkout: Path) -> None:
+    """One placeholder, `REPOSITORY` in setup.py, until the project has a public home."""
+    home = re.findall(r'^REPOSITORY = "(https://.+)"$', (source / "setup.py").read_text("utf-8"), re.MULTILINE)[0]
+    urls = dict(line.split(", ") for line in metadata(from_checkout).get_all("Project-URL", []))
+    assert set(urls) == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
+    assert all(url == home or url.startswith(f"{home}/") for url in urls.values()), urls
+    files = [path.removeprefix(f"{home}/blob/main/") for path in urls.values() if "/blob/main/" in path]
+    assert [file for file in files if not (source / file).is_file()] == []
+    for name, line in NAMES_THE_HOME.items():
+        if (house.ROOT / name).exists():  # not .github in a source distribution
+            assert line.format(home=home) in (house.ROOT / name).read_text("utf-8"), name
+
+
+def test_the_citation_names_this_version() -> None:
+    citation = yaml.safe_load((house.ROOT / "CITATION.cff").read_text("utf-8"))
+    assert (citation["version"], citation["license"]) == (trainkit.__version__, "Apache-2.0")
+
+
+@pytest.mark.skipif(not GITHUB.exists(), reason="a source distribution does not contain .github")
+def test_github_runs_the_same_commands() -> None:
+    """ci.yml gives every target of .ci/run to .ci/run, and no workflow names a target that the Makefile does not have."""
+    (targets,) = re.findall(r"^.* \|\| set -- (.+)$", (house.ROOT / ".ci" / "run").read_text("utf-8"), re.MULTILINE)
+    jobs = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text("utf-8"))["jobs"]
+    assert jobs["make"]["strategy"]["matrix"]["target"] == targets.split()
+    assert jobs["make"]["steps"][-1]["run"] == ".ci/run ${{ matrix.target }}"
+    known = set(re.findall(r"^([a-z-]+):", (house.ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    workflows = [path.read_text("utf-8") for path in (GITHUB / "workflows").glob("*.yml")]
+    named = {name for text in workflows for name in re.findall(r"run: make ([a-z-]+)", text)}
+    assert named == {"dist", "docs"}
+    assert named | set(targets.split()) <= known
+
+
+@pytest.mark.slow
+def test_what_is_uploaded(distribution: tuple[Path, Path], tmp_path: Path) -> None:
+    """What `make dist` does: the index would accept both files, and the wheel works in a fresh environment."""
+    archive, wheel = map(str, distribution)
+    for command in (["twine", "check", "--strict", archive, wheel], ["check_wheel_contents", wheel]):
+        done = run_python("-m", *command)
+        assert done.returncode == 0, done.stdout + done.stderr
+    printed = try_wheel(Path(wheel), tmp_path)
+    assert f"trainkit {trainkit.__version__}" in printed
+    assert "fit ended at step 6" in printed
 
 
 def test_the_command_of_the_entry_point_exists() -> None:
@@ -185,7 +239,7 @@ def test_constraints_fix_versions_and_nothing_else() -> None:
     fixed = {line.partition("==")[0].lower() for line in lines}
     setup = (house.ROOT / "setup.py").read_text("utf-8")
     direct = ["torch", "numpy", "tqdm", "safetensors", "PyYAML", "cloudpickle", "tensorboard", "wandb", "pillow", "matplotlib"]
-    direct += ["mlflow-skinny", "sqlalchemy", "alembic", "comet_ml"]
+    direct += ["bokeh", "mlflow-skinny", "sqlalchemy", "alembic", "comet_ml"]
     direct += re.findall(r'"([\w-]+)', setup.partition('"dev": [')[2].partition("]")[0])
     assert {name.lower() for name in direct} - fixed == set()
 

@@ -68,7 +68,7 @@ def test_short_names(short: Any, name: str) -> None:
         (32.0, None),
     ],
 )
-def test_a_name_that_nobody_knows(name: Any, nearest: str | None) -> None:
+def test_an_unknown_name(name: Any, nearest: str | None) -> None:
     with pytest.raises(UnknownNameError) as caught:
         Precision(name)
     assert f"unknown precision {name!r}; known: 32-true, 64-true, bf16-mixed, 16-mixed, bf16-true, 16-true." in str(
@@ -220,7 +220,7 @@ def test_an_overflow_skips_the_update_and_halves_the_scale() -> None:
     assert weights.scale == 4.0
 
 
-def test_the_scale_grows_after_so_many_updates_without_an_overflow() -> None:
+def test_the_scale_grows_after_growth_interval_steps_without_an_overflow() -> None:
     weights = scaled(growth_interval=2)
     scales = []
     for slope in (1.0, 1.0, 1.0, torch.inf, 1.0, 1.0):
@@ -350,7 +350,7 @@ def test_reset_is_the_start_of_a_run() -> None:
 
 @pytest.fixture
 def halves() -> Iterator[PrecisionSpec]:
-    """A registered precision, which is gone after the test."""
+    """A registered precision, which is removed after the test."""
     tables = (PRECISIONS, OF_ACCELERATE, OVER_MASTERS, precisions._ALIASES)
     before = [dict(table) for table in tables]
 

@@ -77,7 +77,7 @@ def test_the_configuration_of_the_command_line(monkeypatch: pytest.MonkeyPatch) 
     assert make_strategy("zero1", device="cpu").name == "zero1"
 
 
-def test_a_name_that_nobody_knows() -> None:
+def test_an_unknown_name() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown strategy 'sngle'; known: auto, ddp, .*Did you mean 'single'\?"):
         load_strategy("sngle")
     with pytest.raises(UnknownNameError, match=r"unknown callback 'early_stoping'; known: .*Did you mean 'early_stopping'\?"):
@@ -188,7 +188,7 @@ def of_command_line(argv: list[str]) -> dict[str, Any] | None:
 
 @pytest.fixture
 def mine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A registered strategy, which is gone after the test."""
+    """A registered strategy, which is removed after the test."""
     monkeypatch.setattr(registry, "_registered", [])
     register_strategy(MINE)
 

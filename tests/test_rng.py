@@ -211,7 +211,7 @@ def test_a_random_state_puts_everything_back() -> None:
     state.restore()
     assert everything_drawn(extra) == first
     state.restore()
-    assert everything_drawn(extra) == first, "a state can be put back more than once"
+    assert everything_drawn(extra) == first, "a state can be restored more than once"
 
 
 def test_drawing_under_a_key_leaves_no_trace() -> None:

@@ -38,7 +38,7 @@ def test_cpu() -> None:
 
 
 @pytest.mark.parametrize("device", ["gpuu", "cpu:x", 3.5, None, "cuda:-7"])
-def test_a_device_that_nobody_knows(device: Any) -> None:
+def test_an_unknown_device(device: Any) -> None:
     with pytest.raises(ConfigurationError, match="unknown device .* Use 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'"):
         Strategy(device)
 

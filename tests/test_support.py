@@ -46,7 +46,7 @@ def _set_handler() -> None:
         (_set_environment, "os.environ: LEFT_BEHIND: None → '1'"),
     ],
 )
-def test_a_setting_left_behind_is_named_and_put_back(change: Callable[[], object], name: str) -> None:
+def test_a_setting_left_behind_is_named_and_restored(change: Callable[[], object], name: str) -> None:
     state = ProcessState()
     change()
     left = state.restore()
@@ -105,7 +105,7 @@ def test_the_tiny_module_learns(tiny_module: TinyModule, tiny_loader: DataLoader
     assert trainer.callback_metrics["train_loss"] < 0.1
 
 
-def test_lines_of_gloo_are_left_out() -> None:
+def test_lines_of_gloo_are_skipped() -> None:
     """Also two that were written at the same time."""
     twice = "[Gloo] Rank [Gloo] Rank 01 is connected to  is connected to 22 peer ranks.  peer ranks. "
     twice += "Expected number of connected peer ranks is : Expected number of connected peer ranks is : 22\n\n"

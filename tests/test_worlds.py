@@ -1,4 +1,4 @@
-"""What a test is told of processes that hang."""
+"""What a test says of processes that hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment of `make test-xla` is made once, anew when something changes, and never taken for whole when it is not."""
+"""The environment of `make test-xla` is made once, and again when something changes, and an incomplete one is never used."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_without_its_python_it_is_made_again(folder: Path, commands: Commands) -
     assert commands.taken() == ["venv", "install"]
 
 
-def test_a_folder_of_somebody_else_is_left_alone(folder: Path, commands: Commands) -> None:
+def test_a_folder_that_is_not_ours_is_left_alone(folder: Path, commands: Commands) -> None:
     folder.mkdir(parents=True)
     (folder / "theirs").touch()
     with pytest.raises(SystemExit, match="was not made by `make test-xla`"):

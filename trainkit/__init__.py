@@ -101,13 +101,28 @@ _PLACES = {
     "write_basic_config": "trainkit.utils.basic_config",
 }
 
+# Found as attributes of `trainkit` without an import of their own, like `torch.nn`.
+_MODULES = {
+    "callbacks",
+    "checkpoint",
+    "errors",
+    "loggers",
+    "logging",
+    "precision",
+    "registry",
+    "strategies",
+    "strategy",
+    "tracking",
+    "utils",
+}
+
 if "TRAINKIT_DEBUG_MODE" in os.environ or "ACCELERATE_DEBUG_MODE" in os.environ:  # before the script's next line
     import_module("trainkit.launch.cuda_watch").watch_cuda()
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name when it is first used, so that importing trainkit costs next to nothing."""
-    if name in ("checkpoint", "errors"):
+    if name in _MODULES:
         return import_module(f"trainkit.{name}")
     if name in _PLACES:
         value = globals()[name] = getattr(import_module(_PLACES[name]), name)

@@ -109,7 +109,7 @@ _ACCELERATOR: dict[str, str] = {
 }
 
 _SEEDED = "nothing: all generators are seeded for each micro-batch, by a key that is equal on all ranks"
-_SHARDED_BY_ZERO = "ZeRO-3: Accelerator(strategy='zero3'), the only way to shard parameters; sequences are not sharded"
+_SHARDED_BY_ZERO = "ZeRO-3: Accelerator(strategy='zero3'), which shards parameters; sequences are not sharded"
 _USE_BF16 = "mixed_precision='bf16': FP8 is not supported"
 _ITS_OPTIONS = "accelerator.options, the arguments of the accelerator"
 _YOUR_HANDLER = "the object that you passed in kwargs_handlers"

@@ -9,7 +9,7 @@ from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch, MicroBatchKind, Windo
 
 
 def own(size: int) -> tuple[AccumulationState, list[MicroBatch]]:
-    """The state of your own training loop, and what a strategy is told."""
+    """The state of your own training loop, and the micro-batches that it passes to a strategy."""
     told: list[MicroBatch] = []
     state = AccumulationState(size, told.append)
     state.own_loop = True

@@ -36,7 +36,7 @@ def library(name: str) -> tuple[Any, Any]:
 
 
 def numbers(processes: int, batches: int, **options: Any) -> DataLoader[Any]:
-    """So many micro-batches of two numbers for each process."""
+    """`batches` micro-batches of two numbers for each process."""
     return DataLoader(torch.arange(2.0 * batches * processes)[:, None], batch_size=2, **options)
 
 

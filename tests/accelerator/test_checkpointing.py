@@ -33,7 +33,7 @@ from trainkit.errors import (
 
 
 class Loop:
-    """An own loop with dropout, accumulation and a schedule, which can save after a micro-batch and go on."""
+    """Your own training loop with dropout, accumulation and a schedule; it can save after a micro-batch and resume."""
 
     def __init__(self, accumulation: int = 1, precision: str = "32-true", seed: int = 3, configuration: Any = None) -> None:
         set_seed(seed)
@@ -68,8 +68,8 @@ class Loop:
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("accumulation, batch", [(1, 2), (1, 6), (2, 4), (2, 3), (4, 6)])
-def test_a_loop_goes_on_exactly(accumulation: int, batch: int, precision: str) -> None:
-    """Saved after any micro-batch; in the middle of a window it goes on at the window's start."""
+def test_a_loop_resumes_exactly(accumulation: int, batch: int, precision: str) -> None:
+    """Saved after any micro-batch; in the middle of an accumulation window it resumes at the window's start."""
     whole = Loop(accumulation, precision).run(2)
     Loop(accumulation, precision).run(1, save_after=(0, batch))
     resumed = Loop(accumulation, precision)
@@ -86,7 +86,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for text in map(logging.LogRecord.getMessage, caplog.records) if "resume_loaders" in text]
 
 
-def test_without_resume_loaders_the_epoch_begins_at_its_beginning_and_that_is_told_once(
+def test_without_resume_loaders_the_epoch_begins_at_its_beginning_and_a_notice_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     Loop().run(1, save_after=(0, 4))

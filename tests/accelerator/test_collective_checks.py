@@ -53,7 +53,7 @@ def test_verbs_give_their_values() -> None:
 
 
 def test_different_verbs() -> None:
-    """On all processes the same error; who catches it can go on."""
+    """All processes raise the same error, and can continue after they catch it."""
 
     def work(world: World) -> Any:
         collective_checks = CollectiveChecks.of(world)
@@ -244,7 +244,7 @@ def test_who_waits_for_one_that_waits_for_it(
 
 
 def reading_on() -> list[int]:
-    """The others come late: the main process has asked what they do, again and again, and then went on."""
+    """The other ranks arrive late: the main process asks what they are doing, several times, and then continues."""
     loop = Loop()
     asked: list[float] = []
     channel = loop.accelerator.world.channel
@@ -289,7 +289,7 @@ def ends_before_the_main_process(last: str) -> None:
         print("evaluated")
     elif last == "dies":
         loop.accelerator.wait_for_everyone()
-    elif last == "nccl":  # what a collective is whose library does not see that the other one is gone
+    elif last == "nccl":  # stands for a collective whose library does not notice that the other process has exited
         with world.collectives:
             time.sleep(PATIENCE)
     else:
@@ -421,7 +421,7 @@ def test_a_forward_that_breaks_off_is_over() -> None:
                 part(model(torch.ones(2)))
             seen.append([where, collectives.checks, collectives.begun, collectives.depth, collectives.location])
         part.fails = KeyboardInterrupt()
-        with pytest.raises(KeyboardInterrupt), collectives:  # computed anew in a backward pass
+        with pytest.raises(KeyboardInterrupt), collectives:  # recomputed in a backward pass
             model(torch.ones(2, requires_grad=True))
         with collectives:
             seen.append(collectives.depth)

@@ -69,7 +69,7 @@ def test_a_loader_that_was_not_prepared_is_counted() -> None:
                 full.append(engine.sync_gradients)
                 optimizer.step()
                 optimizer.zero_grad()
-    assert full == [False, False, True, False, False, True, False, False]  # windows go on over the end of an epoch
+    assert full == [False, False, True, False, False, True, False, False]  # windows continue past the end of an epoch
     means = [0.5, 2.5, 4.5, 6.5]
     assert model.weight.item() == pytest.approx(-(sum(means[:3]) / 3 + (means[3] + means[0] + means[1]) / 3))
 
@@ -286,7 +286,7 @@ def test_one_skipped_step_of_several() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_an_optimizer_without_its_model_would_be_averaged_by_nobody() -> None:
+def test_gradients_of_an_optimizer_without_its_model_would_not_be_averaged() -> None:
     model, accelerator = nn.Linear(1, 1), Accelerator()
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
     with pytest.raises(ConfigurationError, match=r"backward: an optimizer has been prepared and no model has.*Give the"):
@@ -298,7 +298,7 @@ def test_an_optimizer_without_its_model_would_be_averaged_by_nobody() -> None:
     assert float(model.weight) == pytest.approx(before - 0.5)
 
 
-def test_a_second_training_begins_anew() -> None:
+def test_a_second_training_begins_again() -> None:
     engine = accelerator(precision=Precision("16-mixed", init_scale=1024.0), gradient_accumulation_steps=3)
     for _ in range(2):
         model = Slope()
@@ -363,7 +363,7 @@ def test_gradient_accumulation_steps(steps: Any) -> None:
         accelerator(gradient_accumulation_steps=steps)
 
 
-def test_an_argument_that_nobody_knows() -> None:
+def test_an_unknown_argument() -> None:
     with pytest.raises(UnknownNameError, match=r"Accelerator has no argument 'precison'\. Did you mean 'precision'\?"):
         accelerator(precison="bf16-mixed")
 

@@ -145,7 +145,7 @@ def test_what_does_not_go_together_is_named() -> None:
     assert "rank 0: float32[1]; rank 1: float32[1], float32[1]" in text
     text = said(CollectiveError, lambda: accelerator.reduce(torch.zeros(2 + rank)))
     assert "Give tensors of the same shapes and dtypes" in text
-    assert accelerator.gather(torch.tensor([rank])).tolist() == [0, 1]  # and it goes on
+    assert accelerator.gather(torch.tensor([rank])).tolist() == [0, 1]  # and it continues
     assert "there is a str in it" in said(ConfigurationError, lambda: accelerator.gather(["a"]))
     assert "Give one object of each process as a list" in said(
         ConfigurationError, lambda: accelerator.gather_for_metrics("text")

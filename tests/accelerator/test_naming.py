@@ -101,7 +101,7 @@ def test_the_oldest_go_when_the_new_one_is_complete(monkeypatch: pytest.MonkeyPa
     assert names() == ["checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_7"], "a save that fails removes nothing"
 
 
-def test_beside_the_loop() -> None:
+def test_saves_in_the_background() -> None:
     accelerator = loop(limit=2)
     assert save(accelerator, 0.0, 1.0, 2.0, blocking=False)[-1] == "checkpoint_2"
     put(accelerator, 9.0)
@@ -112,10 +112,10 @@ def test_beside_the_loop() -> None:
     assert value(other) == 2.0
 
 
-def test_a_start_without_going_on() -> None:
+def test_a_start_without_resuming() -> None:
     """What an earlier start has left is neither written over nor mixed with; the message has the fix."""
     save(loop(limit=1), 1.0, 2.0)
-    assert names() == ["checkpoint_1"], "checkpoint_0, which would be the next, is gone"
+    assert names() == ["checkpoint_1"], "checkpoint_0, which would be the next, is removed"
     accelerator = loop(limit=1)
     with pytest.raises(ConfigurationError) as caught:
         save(accelerator, 3.0)
@@ -242,7 +242,7 @@ def killed(survived: int) -> None:
 
 
 def test_a_kill_at_any_moment() -> None:
-    """Each start goes on from the newest that was complete, and two complete ones are always there."""
+    """Each start resumes from the newest complete checkpoint, and two complete ones exist at every moment."""
     save(loop(limit=2), 0.0, 1.0)
     known, survived, finished = 1.0, 0, False
     while not finished:

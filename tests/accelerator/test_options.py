@@ -117,7 +117,7 @@ def test_options_of_ddp_count_for_nothing_on_one_process() -> None:
 # ------------------------------------------------------------------------------------------------------ loaders and windows
 
 
-def test_how_loaders_are_dealt_out() -> None:
+def test_how_loaders_are_sharded() -> None:
     accelerator = Accelerator(cpu=True)
     assert (accelerator.split_batches, accelerator.options.even_batches) == (False, True)
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True, even_batches=False))
@@ -197,7 +197,7 @@ def test_positions_are_accelerates() -> None:
     assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 4)
 
 
-def test_an_argument_that_nobody_knows() -> None:
+def test_an_unknown_argument() -> None:
     text = refused(UnknownNameError, mixed_precison="bf16")
     assert "Accelerator has no argument 'mixed_precison'. Did you mean 'mixed_precision'?" in text
 
@@ -281,7 +281,7 @@ SAYS_ZERO = "distributed_type: DEEPSPEED, use_cpu: true"
 def test_what_the_configuration_says_wrong_is_its_own(
     make: Any, sections: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not that of an argument that nobody has written."""
+    """The error does not name an argument that was not passed."""
     told(monkeypatch, **sections)
     with pytest.raises(ConfigurationError) as raised:
         make()
@@ -297,7 +297,7 @@ def test_what_arguments_say_wrong_is_theirs(monkeypatch: pytest.MonkeyPatch) -> 
     assert refused(ConfigurationError, strategy=Strategy("cpu"), precision="64-tru").startswith("unknown precision '64-tru'")
 
 
-def test_the_trainers_engine_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainers_engine_ignores_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     told(monkeypatch, values={"gradient_accumulation_steps": 3})
     assert Accelerator.of_trainer(Strategy("cpu")).gradient_accumulation_steps == 1
 

@@ -36,7 +36,7 @@ class Placed(Strategy):
 
 
 def everywhere(size: int, work: Any) -> list[Any]:
-    """What `work(accelerator)` returns on each of so many processes; two of them are on one machine."""
+    """What `work(accelerator)` returns on each process; two of the processes are on one machine."""
 
     def run(world: World) -> Any:
         world.local_rank = world.rank % 2

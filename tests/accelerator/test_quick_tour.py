@@ -1,4 +1,4 @@
-"""What Accelerate's quick tour and its guides show, typed anew with only the import changed, on one process and on two."""
+"""What Accelerate's quick tour and its guides show, retyped with only the import changed, on one process and on two."""
 
 from __future__ import annotations
 

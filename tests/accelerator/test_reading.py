@@ -38,7 +38,7 @@ def test_an_evaluation_in_the_middle_of_a_window_leaves_it_as_it_was() -> None:
 
 @pytest.mark.parametrize("lengths, ends", [((6, 6), True), ((6, 10), False), ((10, 6), True)])
 def test_loaders_that_are_zipped(lengths: tuple[int, int], ends: bool) -> None:
-    """The window is that of the loader that is read last, the second one, which may go on when the first is over."""
+    """The window is that of the loader that is read last, the second one, which may continue when the first ends."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, one, other = accelerator.prepare(nn.Linear(1, 1), *map(numbers, lengths))
     idle = accelerator.accumulation.snapshot()
@@ -246,7 +246,7 @@ def test_join_uneven_inputs_says_so_for_a_while() -> None:
         pass
 
 
-def test_batches_that_are_read_ahead_are_told() -> None:
+def test_batches_that_are_read_ahead_are_reported() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, loader = accelerator.prepare(nn.Linear(2, 1), DataLoader(torch.ones(8, 2), batch_size=2))
     batches = iter(loader)

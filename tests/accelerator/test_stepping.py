@@ -1,4 +1,4 @@
-"""Updates; and that torch's own calls, instead of the accelerator's, are told where they are wrong."""
+"""Optimizer steps; and errors that say so when torch's own calls are used where the accelerator's are needed."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ def test_where_they_are_right_they_work() -> None:
     accelerator.gradient_accumulation_steps = 2
     del accelerator, prepared, optimizer
     gc.collect()
-    own.step()  # nobody holds the accelerator any more
+    own.step()  # no reference to the accelerator is left
     assert model.weight.item() == -8.0
 
 
-def test_gradients_that_nobody_has_computed_are_no_reason_to_refuse_the_next() -> None:
+def test_gradients_that_were_not_computed_are_no_reason_to_refuse_the_next() -> None:
     accelerator, model, prepared, optimizer, _ = begun(gradient_accumulation_steps=2)
     for _ in range(2):
         with accelerator.accumulate(prepared):
@@ -144,7 +144,9 @@ def test_zero_grad_after_the_backward_pass_drops_a_window() -> None:
 
 
 @pytest.mark.parametrize("weight", [None, 3])
-def test_without_accumulate_each_step_is_an_update_and_it_is_told_once(weight: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_accumulate_each_step_is_an_optimizer_step_and_a_notice_says_so_once(
+    weight: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """With a loader that was not prepared, in windows that the loop counts itself."""
     accelerator, model, prepared, optimizer, _ = begun(gradient_accumulation_steps=2)
     caplog.clear()
@@ -172,7 +174,7 @@ def test_each_of_two_optimizers_has_its_step() -> None:
     assert first.weight.item() == second.weight.item() == -1.0
 
 
-def test_a_model_that_is_called_as_it_was_is_told_once() -> None:
+def test_a_model_that_is_called_unprepared_warns_once() -> None:
     accelerator, model, prepared, *_ = begun(mixed_precision="bf16")
     with pytest.warns(TrainkitWarning, match=r"not computed in bf16-mixed: no prepared model has been called"):
         accelerator.backward(once(model))
@@ -186,7 +188,7 @@ def test_a_model_that_is_called_as_it_was_is_told_once() -> None:
     accelerator.backward(once(model))  # parts of a loss may be computed in float32
 
 
-def test_gradients_that_zero_would_lose_are_told() -> None:
+def test_gradients_that_zero_would_lose_are_reported() -> None:
     pytest.importorskip("deepspeed")
     accelerator = Accelerator(cpu=True, strategy="zero1")
     model = nn.Linear(1, 1, bias=False)

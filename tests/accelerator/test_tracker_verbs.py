@@ -151,7 +151,7 @@ def test_texts_and_images_of_tensorboard(run_dir: Path) -> None:
     accelerator = make("tensorboard", project_dir="p", logging_dir="logs")
     accelerator.init_trackers("x")
     tracker = accelerator.get_tracker("tensorboard")
-    accelerator.log({"note": "hello", "loss": 1.0, "step": 7}, step=3)  # "step" is a metric beside the step
+    accelerator.log({"note": "hello", "loss": 1.0, "step": 7}, step=3)  # "step" is a metric here, in addition to the argument
     accelerator.log({"step": 4}, step=4)
     tracker.log_images({"pictures": np.zeros((2, 4, 4, 3))}, step=3)
     tracker.writer.add_images("raw", np.zeros((2, 4, 4, 3), dtype=np.uint8), 3, dataformats="NHWC")

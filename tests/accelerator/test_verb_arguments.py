@@ -88,7 +88,7 @@ def test_a_state_that_does_not_fit() -> None:
     assert prepared.weight.tolist() == [[3.0, 4.0]]
 
 
-def test_objects_that_are_forgotten_are_given_back_as_none() -> None:
+def test_objects_that_are_freed_are_returned_as_none() -> None:
     accelerator, model, optimizer = own_loop()
     assert accelerator.clear(model, optimizer) == (None, None)
     assert accelerator.free_memory(model) is None

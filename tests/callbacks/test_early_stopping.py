@@ -58,7 +58,7 @@ def test_stops_after_patience_checks_without_improvement(trainer, module, mode: 
     assert "has not improved for 2 checks" in str(callback.stopping_reason)
 
 
-def test_an_improvement_starts_the_count_anew(trainer, module) -> None:
+def test_an_improvement_restarts_the_count(trainer, module) -> None:
     callback = EarlyStopping("val_loss", patience=2)
     callback.on_train_start(trainer, module)
     assert not any(validate(callback, trainer, module, value) for value in [5, 6, 4, 6, 3, 6])
@@ -248,7 +248,7 @@ def test_state_comes_back(trainer, module) -> None:
     assert validate(second, trainer, module, 2.0)
 
 
-def test_a_second_fit_starts_anew_and_says_everything_anew(trainer, module) -> None:
+def test_a_second_fit_starts_again_and_says_everything_again(trainer, module) -> None:
     callback = EarlyStopping("val_loss", patience=1, strict=False)
     for _ in range(2):
         callback.setup(trainer, module, "fit")
@@ -267,7 +267,7 @@ def test_a_second_fit_starts_anew_and_says_everything_anew(trainer, module) -> N
 
 
 def resumed(state: dict[str, Any], trainer: Any, module: Any, **arguments: Any) -> EarlyStopping:
-    """Another process that goes on from a checkpoint."""
+    """Another process that resumes from a checkpoint."""
     callback = EarlyStopping(**{"monitor": "val_loss", **arguments})
     callback.setup(trainer, module, "fit")
     callback.load_state_dict(state)
@@ -322,7 +322,7 @@ def test_the_constructor_says_when_it_is_checked(trainer, module) -> None:
 
 
 @pytest.mark.parametrize("patience, goes_on", [(2, False), (1, False), (3, True)])
-def test_a_run_that_had_stopped_goes_on_with_more_patience(trainer, module, caplog, patience: int, goes_on: bool) -> None:
+def test_a_run_that_had_stopped_resumes_with_more_patience(trainer, module, caplog, patience: int, goes_on: bool) -> None:
     caplog.set_level("INFO", "trainkit")
     first = EarlyStopping("val_loss", patience=2)
     first.on_train_start(trainer, module)
@@ -351,7 +351,7 @@ def test_a_stop_for_another_reason_stays(trainer, module, arguments: dict[str, A
     assert validate(first, trainer, module, 0.25 if "stopping_threshold" in arguments else math.nan)
     resumed(first.state_dict(), trainer, module, patience=9, **arguments)
     assert trainer.should_stop
-    never = EarlyStopping("val_loss", patience=0).state_dict()  # somebody else's stop
+    never = EarlyStopping("val_loss", patience=0).state_dict()  # the state of a callback that did not stop this run
     resumed(never, trainer, module, patience=9)
     assert trainer.should_stop
 

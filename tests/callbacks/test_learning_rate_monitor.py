@@ -195,7 +195,7 @@ def test_a_fit_without_a_logger_is_refused(make_trainer) -> None:
         make_trainer(LearningRateMonitor(), logger=False).fit(TinyModule(), tiny_loader())
 
 
-def test_a_trial_run_has_no_logger_and_goes_on(make_trainer) -> None:
+def test_a_trial_run_has_no_logger_and_continues(make_trainer) -> None:
     make_trainer(LearningRateMonitor(), fast_dev_run=True).fit(Scheduled("step"), tiny_loader())
 
 

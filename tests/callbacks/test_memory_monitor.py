@@ -24,7 +24,7 @@ resets = pytest.mark.skipif(not _memory._reset_host(), reason="needs a Linux whe
 
 @contextmanager
 def taken(size: int) -> Iterator[None]:
-    """So many bytes more in use: from the kernel and back to it, where an allocator would use what it has kept."""
+    """Use `size` more bytes, taken from the kernel and returned to it; an allocator would reuse memory that it has kept."""
     with mmap.mmap(-1, size) as memory:
         for page in range(0, size, mmap.PAGESIZE):
             memory[page] = 1
@@ -172,7 +172,7 @@ def test_what_the_kernel_says_is_in_units_of_1024_bytes(monkeypatch: pytest.Monk
 
 
 def process(node: int, host: int, device: int | None = None) -> ProcessMemory:
-    """A process with so many MB at the start, twice as many at the end, and three times as many at most."""
+    """A process with this many MB at the start, twice as many at the end, and a peak of three times as many."""
     memories = [None if size is None else Memory(size * MB, 2 * size * MB, 3 * size * MB) for size in (host, device)]
     return ProcessMemory(node, *memories)
 
@@ -316,7 +316,7 @@ def test_what_is_not_measured_is_said_once(trainer, module, monkeypatch, caplog)
 
 
 class Hungry(TinyModule):
-    """Takes so many MB for a moment in each step of a stage."""
+    """Uses some MB more for a moment in each step of a stage."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__()

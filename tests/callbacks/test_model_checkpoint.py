@@ -961,7 +961,7 @@ def test_a_checkpoint_knows_of_itself(begin, run_dir) -> None:
     }
 
 
-def test_a_resumed_run_goes_on_with_the_same_best(begin) -> None:
+def test_a_resumed_run_continues_with_the_same_best(begin) -> None:
     first = three_epochs(begin)
     state = saved_state(first)
     second = ModelCheckpoint("c", monitor="val_loss", save_top_k=2, keep_last=1)
@@ -975,7 +975,7 @@ def test_a_resumed_run_goes_on_with_the_same_best(begin) -> None:
     run.trainer.global_step, run.trainer.current_epoch = 30, 3
     run.epoch({"val_loss": 1.5})
     assert list(names_of(second)) == ["step-00000010", "step-00000040"]
-    assert run.steps == [10, 30, 40]  # 20, of the rest of the first run's, is gone
+    assert run.steps == [10, 30, 40]  # step 20, which the rest of the first run saved, is removed
 
 
 def test_a_checkpoint_that_was_resumed_from_is_not_saved_again(begin) -> None:
@@ -1032,7 +1032,7 @@ def test_a_smaller_save_top_k_and_nan_and_none_come_back(begin) -> None:
     assert names_of(again) == {"step-00000030": 7.0}
 
 
-def test_each_fit_starts_anew(begin) -> None:
+def test_each_fit_starts_again(begin) -> None:
     callback = three_epochs(begin)
     run = begin(callback, run_id="b" * 16)
     assert (callback.best_k_models, callback.last_model_path, callback.current_score) == ({}, "", None)

@@ -255,7 +255,7 @@ def test_steps_without_a_validation_are_not_ranked() -> None:
 
 
 @pytest.mark.parametrize("validation", [True, False])
-def test_a_metric_that_nobody_logs_ends_the_run_which_is_saved(validation: bool) -> None:
+def test_a_metric_that_is_never_logged_ends_the_run_which_is_saved(validation: bool) -> None:
     told = "Did you mean 'val_loss'" if validation else "no validation loader was given"
     with (
         pytest.warns(TrainkitWarning, match=told),  # before training begins
@@ -265,7 +265,7 @@ def test_a_metric_that_nobody_logs_ends_the_run_which_is_saved(validation: bool)
     assert steps() == [4]
 
 
-def test_a_metric_that_nobody_logs_is_found_by_a_trial_run() -> None:
+def test_a_metric_that_is_never_logged_is_found_by_a_trial_run() -> None:
     with pytest.raises(MissingMetricError, match="Did you mean 'val_loss'"):
         fit(ModelCheckpoint(monitor="val_los"), fast_dev_run=True)
     assert not FOLDER.exists()

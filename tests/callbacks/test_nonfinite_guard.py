@@ -341,11 +341,11 @@ def test_a_fit_with_too_many_skips_ends(make_trainer) -> None:
 
 
 @pytest.mark.parametrize("action", ["raise", "skip"])
-def test_a_fit_in_which_only_the_loss_scale_overflows_goes_on(make_trainer, action: str) -> None:
+def test_a_fit_in_which_only_the_loss_scale_overflows_continues(make_trainer, action: str) -> None:
     guard, precision = NonFiniteGuard(action), Precision("16-mixed", init_scale=2.0**125)
     trainer = make_trainer(guard, precision=precision, max_epochs=3)
     trainer.fit(TinyModule(), tiny_loader())
-    assert trainer.global_step < 12  # the scaler left out some updates, or nothing is tested
+    assert trainer.global_step < 12  # the scaler skipped some optimizer steps, or nothing is tested
     assert guard.skipped_updates == 0
 
 

@@ -35,7 +35,7 @@ class Numbers:
 
 
 class Predicts(TinyModule):
-    """Returns what it is told to make of a batch."""
+    """Returns what `make` returns for a batch."""
 
     def __init__(self, make: Any) -> None:
         super().__init__()

@@ -66,7 +66,7 @@ def setting() -> tuple[Any, Any]:
 
 @pytest.mark.world_size(3)
 def test_early_stopping_decides_the_same_though_the_values_differ() -> None:
-    """A value of a step is each process's own; that of the main one counts."""
+    """Each process has its own value of a step; the main process's value counts."""
     trainer, module = setting()
     rank = trainer.strategy.world.rank
     callback = EarlyStopping("loss", patience=2)

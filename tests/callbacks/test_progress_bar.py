@@ -419,7 +419,7 @@ def test_the_other_stages_of_a_trainer(make_trainer, capsys) -> None:
 
 
 class Silent(TinyModule):
-    """Logs nothing, or what it is told to; each step takes a second."""
+    """Logs the values that it was created with, or nothing; each step takes a second."""
 
     clock: Any = None
     name, options = "", {}
@@ -594,7 +594,7 @@ def test_an_epoch_that_max_steps_will_cut_short(terminal: Any, trainer: Any, mod
     trainer.max_steps, trainer.global_step, trainer.accumulate_grad_batches = 12, 10, 3
     bar = TQDMProgressBar()
     bar.setup(trainer, module, "fit")
-    for start, total in ((0, 6), (3, 9)):  # of a run that goes on in the middle of the epoch
+    for start, total in ((0, 6), (3, 9)):  # of a run that resumes in the middle of the epoch
         trainer._run.progress = SimpleNamespace(epoch_start=start)
         bar.on_train_epoch_start(trainer, module)
         assert bar._train is not None

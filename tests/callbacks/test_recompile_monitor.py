@@ -35,7 +35,7 @@ class Lazy:
 
 
 class Run:
-    """A fit of the callback, hook by hook: `step` is a micro-batch, with so many graphs compiled in it."""
+    """A fit of the callback, hook by hook: `step` is a micro-batch, in which this many graphs are compiled."""
 
     def __init__(self, trainer: Any, module: Any, **arguments: Any) -> None:
         self.trainer, self.module, self.strategy = trainer, module, Lazy()
@@ -89,7 +89,7 @@ class Run:
         assert self.step(compiled=1) == self.step(compiled=1) == self.step() == []
 
     def validate(self, *batches: tuple[tuple[int, ...], int], sanity: bool = False, index: int = 0) -> None:
-        """Batches of these sizes, with so many graphs compiled in each."""
+        """Batches of these sizes, with the number of graphs compiled in each."""
         self.trainer.sanity_checking = sanity
         self.callback.on_validation_start(self.trainer, self.module)
         for batch_idx, (sizes, compiled) in enumerate(batches):
@@ -422,7 +422,7 @@ def test_between_steps_in_warm_up(run: Run) -> None:
 # ------------------------------------------------------------------------------------------------------- what is said
 
 
-def test_no_more_than_so_many_warnings(trainer: Any, module: Any) -> None:
+def test_no_more_than_max_warnings(trainer: Any, module: Any) -> None:
     run = Run(trainer, module, max_warnings=2)
     run.warm_up()
     texts = [run.step(tuple([8] * dimensions), compiled=1) for dimensions in (3, 4, 5, 6)]
@@ -451,7 +451,7 @@ def test_what_is_logged(run: Run) -> None:
     assert run.module.options == {"on_step": True, "on_epoch": False, "batch_size": 1}
 
 
-def test_a_second_fit_begins_anew(run: Run) -> None:
+def test_a_second_fit_begins_again(run: Run) -> None:
     run.warm_up()
     run.step((8, 20), compiled=1)
     run.compile(5)  # by something else

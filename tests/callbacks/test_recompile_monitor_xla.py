@@ -45,7 +45,7 @@ class Reading(TrainModule):
 
 
 class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """So many samples, those from `change` on of another length."""
+    """`samples` samples; those from `change` on have another length."""
 
     def __init__(self, samples: int, change: int) -> None:
         self.samples, self.change = samples, change

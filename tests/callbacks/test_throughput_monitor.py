@@ -145,7 +145,7 @@ def test_logs_at_log_boundaries_only(trainer, module, clock, start) -> None:
     assert step(callback, trainer, module, clock, [8])["throughput/samples_per_sec"] == 2.0
 
 
-def test_a_second_fit_starts_anew(trainer, module, clock, start) -> None:
+def test_a_second_fit_starts_again(trainer, module, clock, start) -> None:
     callback = start()
     step(callback, trainer, module, clock, [8])
     clock.now += 1000.0

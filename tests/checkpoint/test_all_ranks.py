@@ -1,4 +1,4 @@
-"""One verdict for all: the same class and the same text, whoever failed."""
+"""One verdict for all: the same class and the same text, no matter which rank failed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_first_of_several_speaks() -> None:
     assert [str(end) for end in ends] == ["rank 1 (and 1 more): this"] * 3
 
 
-def test_what_is_nobodys() -> None:
+def test_other_errors_become_write_errors() -> None:
     ends = failing({2: ValueError("odd")}, otherwise=CheckpointWriteError)
     assert [(type(end), str(end)) for end in ends] == [(CheckpointWriteError, "rank 2: ValueError: odd")] * 3
     assert [str(end) for end in failing({0: KeyError()})] == ["rank 0: KeyError: KeyError"] * 3

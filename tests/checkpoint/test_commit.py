@@ -172,7 +172,7 @@ def test_a_damaged_or_newer_checkpoint_is_replaced_too(run_dir: Path, damage: st
 
 
 def test_files_that_are_no_part_of_the_old_one_are_carried_over(run_dir: Path, way: str) -> None:
-    """Somebody saves a tokenizer beside the weights: a later save must not delete it."""
+    """A user saves a tokenizer next to the weights: a later save must not delete it."""
     best = run_dir / "best"
     commit(draft(1, attachments={"config.json": b"1", "old.json": b"1"}, max_shard_size=1000), best)
     (best / "tokenizer.json").write_bytes(b"words")
@@ -317,7 +317,7 @@ def test_a_disk_that_fills_up_in_the_middle_leaves_the_old_and_no_partial(
 
     def filling() -> Iterator[Any]:
         for name, pieces in files():
-            if name == "optimizer.safetensors":  # somebody else writes at the same time
+            if name == "optimizer.safetensors":  # another program writes at the same time
                 fill(small_disk / "filler")
             yield name, pieces
 
@@ -477,7 +477,7 @@ def test_renames_that_fail_are_taken_back(run_dir: Path, monkeypatch: pytest.Mon
     assert verified(run_dir / "best") == 1
 
 
-def test_a_disk_that_fails_to_sync_is_told_of(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_to_sync_is_reported(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(descriptor: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(number, os.strerror(number))

@@ -1,4 +1,4 @@
-"""A commit over several processes: tensors dealt out, digests collected, and one end for all of them."""
+"""A commit over several processes: tensors are distributed, digests are gathered, and all ranks end the same way."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def failing(group: ThreadExchange, ranks: tuple[int, ...], error: BaseException 
     return made
 
 
-# ------------------------------------------------------------------------------------------------------------ dealt out
+# -------------------------------------------------------------------------------------------------------- distributed
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_the_content_is_the_same_whoever_writes_it(run_dir: Path, size: int) -> None:
+def test_the_content_is_the_same_whichever_rank_writes_it(run_dir: Path, size: int) -> None:
     manifests = run_groups(size, lambda group: commit(drafted(group), Path("a"), group=group))
     assert manifests[0].to_bytes() == Path("a/manifest.json").read_bytes()
     assert manifests[1:] == [None] * (size - 1)
@@ -100,7 +100,7 @@ def test_each_process_writes_about_as_much_and_no_two_the_same(size: int) -> Non
     assert len({draft.layout for draft in made}) == 1
 
 
-def test_small_stems_are_not_divided_but_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_stems_are_distributed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts, "SPLIT_ABOVE", 10**6)
     first, second = (drafted(ThreadExchange("", None, rank, 2)) for rank in range(2))
     assert "model.safetensors" in written_by(first)
@@ -168,7 +168,7 @@ def test_a_disk_that_fails_is_the_same_error_on_all(run_dir: Path, ranks: tuple[
         assert open_checkpoint("a").read().state == {"old": 1}
 
 
-def test_an_error_that_is_nobodys_is_the_same_on_all_too(run_dir: Path) -> None:
+def test_an_error_of_another_class_is_the_same_on_all_too(run_dir: Path) -> None:
     ends = try_groups(2, lambda group: commit(failing(group, (1,), RuntimeError("odd")), Path("a"), group=group))
     assert {type(end) for end in ends} == {CheckpointWriteError}
     assert {str(end) for end in ends} == {"rank 1: RuntimeError: odd"}
@@ -218,7 +218,7 @@ def test_a_process_that_dies_leaves_the_old_one(run_dir: Path) -> None:
         if group.rank == 1:
             group.exchange([["", drafted(group).layout], None])
             reached.set()
-            raise SystemExit  # without a word to the others
+            raise SystemExit  # and does not tell the other ranks
         return commit(drafted(group), Path("a"), replace=True, group=group)
 
     ends = try_groups(3, work)

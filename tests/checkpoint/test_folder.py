@@ -104,7 +104,7 @@ def test_a_link_to_a_checkpoint_elsewhere_is_listed(run_dir: Path) -> None:
 
 
 def test_a_checkpoint_that_vanishes_is_not_reported(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pruned by its run while somebody else lists the folder."""
+    """A folder that its run prunes while another process lists it."""
     make(run_dir / "1", 1)
     make(run_dir / "2", 2)
     real = folder_module.inspect_checkpoint
@@ -363,8 +363,8 @@ for action in (
 """
 
 
-def test_a_folder_of_somebody_else() -> None:
-    # Not below pytest's own folders, which nobody else may enter.
+def test_a_folder_of_another_user() -> None:
+    # Not below pytest's own folders, which other users cannot enter.
     folder = Path(tempfile.mkdtemp())
     make(folder / "checkpoint")
     folder.chmod(0o555)

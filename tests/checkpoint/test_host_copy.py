@@ -105,14 +105,14 @@ def test_memory_follows_what_is_saved() -> None:
     files = lay_out("other", {f"t{i}": torch.ones(500) for i in range(4)}, limit=3000)
     assert len(files) == 4
     buffers.copy(files)
-    assert buffers.nbytes == 8000  # the memory for "model" is given back
+    assert buffers.nbytes == 8000  # the memory for "model" is released
     buffers.free()
     assert buffers.nbytes == 0
     assert {name: bytes(view) for name, view in buffers.copy(files).items()} == streamed(files)
 
 
 def test_a_tensor_of_another_shape_is_not_squeezed_in() -> None:
-    """copy_ would broadcast one value and convert another dtype without a word."""
+    """copy_ would broadcast one value and convert another dtype silently."""
     files = lay_out("model", {"a": torch.ones(4)})
     for other in (torch.ones(1), torch.ones(4, dtype=torch.float64), torch.ones(())):
         changed = {name: (file, {"a": other}) for name, (file, _) in files.items()}

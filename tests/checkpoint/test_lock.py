@@ -25,7 +25,7 @@ from trainkit.errors import CheckpointLockedError, CheckpointWriteError, Configu
 
 NEVER = 3600.0  # seconds without a heartbeat: what is taken over in a test was not taken for that
 
-# Takes the lock, says so, and does what it is told, a line at a time.
+# Takes the lock, says so, and executes commands, one a line.
 HOLDER = """
 import os, sys
 from pathlib import Path

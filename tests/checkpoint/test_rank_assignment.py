@@ -1,4 +1,4 @@
-"""Dealing out by bytes: as much for each as can be, and the same result whoever asks."""
+"""Assigning tensors to ranks by bytes: as even as possible, and the same result on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainkit.checkpoint.rank_assignment import assign_to_ranks
 
 
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 6), st.randoms())
-def test_all_is_dealt_out_evenly_in_whatever_order(sizes: list[int], ranks: int, chance: random.Random) -> None:
+def test_all_is_distributed_evenly_in_whatever_order(sizes: list[int], ranks: int, chance: random.Random) -> None:
     named = {f"n{i}": size for i, size in enumerate(sizes)}
     loads = [0] * ranks
     assigned = assign_to_ranks(named, loads, -1)
@@ -34,6 +34,6 @@ def test_what_is_small_goes_to_one_that_has_least() -> None:
     assert loads == [6, 6, 7]
 
 
-def test_nothing_is_somebodys_too() -> None:
+def test_no_tensors_to_assign() -> None:
     assert assign_to_ranks({}, [1, 0]) == {1: []}
     assert assign_to_ranks({"a": 5}, [0]) == {0: ["a"]}

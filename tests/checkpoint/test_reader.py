@@ -255,7 +255,7 @@ for step in range(int(sys.argv[2])):
 """
 
 
-def test_a_reader_beside_a_writer_never_sees_damage(run_dir: Path) -> None:
+def test_a_reader_next_to_a_writer_never_sees_damage(run_dir: Path) -> None:
     """One process replaces a checkpoint again and again, another lists, opens and reads it."""
     path = make(run_dir / "checkpoint")
     command = [sys.executable, "-c", WRITER, str(path), "50"]

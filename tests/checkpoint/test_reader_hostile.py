@@ -1,4 +1,4 @@
-"""Reading what somebody has made up: found out and named, nothing outside opened, and nothing ever run."""
+"""Reading a checkpoint that an attacker wrote: the error names it, nothing outside is opened, and no code runs."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def saver() -> Iterator[Saver]:
 
 
 class Gate:
-    """Holds a draft's writing back until it is opened, or opens by itself after `seconds` in case nobody does."""
+    """Blocks the writing of a draft until it is opened; opens by itself after `seconds`."""
 
     def __init__(self, held: Draft, monkeypatch: pytest.MonkeyPatch, seconds: float = 30.0) -> None:
         self.reached, self._open = threading.Event(), threading.Event()
@@ -219,7 +219,7 @@ def test_a_failure_comes_with_the_next_poll(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["poll", "wait", "save", "close"])
-def test_a_failure_that_nobody_takes_is_raised(run_dir: Path, how: str) -> None:
+def test_a_failure_that_was_not_collected_is_raised(run_dir: Path, how: str) -> None:
     (run_dir / "file").touch()
     told = threading.Event()
     saver = Saver(notify=told.set)
@@ -277,7 +277,7 @@ def test_a_thread_that_cannot_start_is_a_failed_save(run_dir: Path, saver: Saver
 
 
 def test_a_failure_holds_no_draft(run_dir: Path, saver: Saver) -> None:
-    """Whoever keeps the error must not keep the copies of a state of gigabytes with it."""
+    """A caller that keeps the error must not keep the copies of a state of gigabytes with it."""
     (run_dir / "file").touch()
     errors: list[Exception] = []
     made = draft()

@@ -61,7 +61,7 @@ def test_each_file_is_hashed_once(checkpoint: Path, hashed: list[str]) -> None:
     run_groups(3, lambda group: read_on_all_ranks(checkpoint, group))
     assert sorted(name for name in hashed if name.endswith("+")) == sorted(f"{name}+" for name in files)
     for name in files:
-        attached = name == "config.json"  # nobody asks for its content
+        attached = name == "config.json"  # its content is not requested
         assert hashed.count(name) == (0 if attached else 2)
 
 

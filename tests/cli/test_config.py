@@ -262,7 +262,7 @@ class Terminal:
 
     def end(self) -> int:
         """Read to the end; the exit code."""
-        with contextlib.suppress(OSError):  # how Linux says that nobody has the other side any more
+        with contextlib.suppress(OSError):  # Linux raises this when the other side is closed
             while part := os.read(self._ours, 1000):
                 self.shown += part
         os.close(self._ours)

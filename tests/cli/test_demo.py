@@ -63,7 +63,7 @@ def test_baselines_take_windows_of_any_shape() -> None:
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
-    """A small library with everything that is to be left out."""
+    """A small library with every kind of file that is skipped."""
     root = tmp_path / "lib"
     texts = {f"package/module_{n}.py": f"x = {n}\n" for n in range(200)}
     texts |= {
@@ -374,7 +374,7 @@ def test_optional_packages_are_not_loaded_with_the_command() -> None:
 
 
 def test_a_demo_that_was_killed_continues(finished: tuple[Path, str, str], run_dir: Path) -> None:
-    """SIGKILL at any moment: the same command goes on, with what it would have shown."""
+    """SIGKILL at any moment: the same command resumes, and shows what it would have shown."""
     arguments = ("demo", "--small", "--seed", "3")
     killing = (
         "import os, signal, sys\n"

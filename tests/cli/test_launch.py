@@ -203,7 +203,7 @@ def write(text: str, name: str = "conf.yaml") -> str:
     return name
 
 
-def test_the_processes_are_told_the_settings(launch: Launch) -> None:
+def test_the_processes_get_the_settings(launch: Launch) -> None:
     job = launch("--config_file", write(MULTI_CPU), "script.py", A="1")
     assert (job.per_node, job.most) == (2, 1)
     assert job.environment["A"] == "1"
@@ -261,7 +261,7 @@ def test_the_default_file(launch: Launch, caplog: pytest.LogCaptureFixture, tmp_
 
 
 def test_settings_of_others_are_not_taken(launch: Launch) -> None:
-    """A worker that launches something, and a machine that was told by another one."""
+    """A worker that launches something, and a node that another node started."""
     theirs = carry(Settings({"mixed_precision": "bf16"}, source="theirs.yaml"))
     assert VARIABLE not in launch("script.py", **theirs, LOCAL_RANK="0", TORCHELASTIC_RUN_ID="x").environment
     write(MULTI_CPU, "default.yaml")
@@ -359,7 +359,7 @@ def test_a_file_that_leaves_the_machines_to_slurm(launch: Launch) -> None:
 
 @pytest.fixture
 def hosts(launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
-    """`hosts("--ssh", "x", "script.py")`: what the machines of the file `hosts` are told, and by what; see `launch`."""
+    """`hosts("--ssh", "x", "script.py")`: what is sent to the nodes of the file `hosts`, and by which program; see `launch`."""
     found: list[Any] = []
     monkeypatch.setattr(remote, "run_hosts", lambda *given: found.append(given) or 7)  # type: ignore[func-returns-value]
     (tmp_path / "hosts").write_text("node1 slots=8\nme@node2 slots=4\n")
@@ -379,7 +379,7 @@ def told(script: str) -> list[str]:
     return shlex.split(line)[5:]
 
 
-def test_each_machine_is_told_its_part(hosts: Any, tmp_path: Path) -> None:
+def test_each_node_gets_its_part(hosts: Any, tmp_path: Path) -> None:
     scripts, ssh, grace, join_timeout = hosts("script.py", "--hostfile", "x", TRAINKIT_GRACE="5")
     assert (ssh, grace, join_timeout) == (["ssh"], 5.0, 600.0)
     assert list(scripts) == ["node1", "me@node2"]
@@ -437,7 +437,7 @@ def test_the_file_of_machines_may_be_named_by_the_configuration(hosts: Any, laun
     assert launch("--config_file", write(standard), "script.py").most == 1
 
 
-def test_what_each_machine_is_told_it_takes(hosts: Any, launch: Launch) -> None:
+def test_each_node_accepts_what_it_gets(hosts: Any, launch: Launch) -> None:
     job = launch(*told(hosts("--max-restarts", "3", "script.py", "x")[0]["me@node2"]))
     assert (job.per_node, job.least, job.most, job.node_rank, job.master_addr, job.max_restarts) == (4, 2, 2, 1, "node1", 3)
     assert launch(*told(hosts("script.py", file="one")[0]["node1"])).per_node == 2
@@ -463,7 +463,7 @@ def test_what_each_machine_is_told_it_takes(hosts: Any, launch: Launch) -> None:
     (["--ssh", "x", "script.py"], "--ssh is for nodes that are started by ssh"),
     (["--hostfiel", "hosts", "script.py"], "Did you mean '--hostfile'?"),
 ])  # fmt: skip
-def test_what_is_refused_beside_a_file(
+def test_what_is_refused_together_with_a_file(
     hosts: Any, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["launch", *arguments]) == 2

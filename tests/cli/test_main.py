@@ -59,7 +59,7 @@ def test_options_are_frozen() -> None:
     """A new option is a decision: add it here and to the documentation."""
     found = options()
     subcommands = [f"checkpoint {name}" for name in ("ls", "show", "verify", "diff", "export")]
-    names = ["demo", "env", "launch", "plan", "plot", "test", "verify-resume"]
+    names = ["demo", "env", "launch", "plan", "plot", "report", "test", "verify-resume"]
     assert list(found) == ["", "checkpoint", *subcommands, "config", *names]
     assert found[""] == ["--help", "--version", "-h"]
     assert found["checkpoint ls"] == ["--help", "--json", "-h", "FOLDER"]
@@ -91,6 +91,7 @@ def test_options_are_frozen() -> None:
     assert found["launch"] == sorted([*settings, *launching])
     assert found["test"] == ["--backend", "--config_file", "--help", "--nproc-per-node", "--strategy", "-h"]
     assert found["plot"] == ["--help", "--metrics", "--out", "--x", "-h", "RUN_DIR"]
+    assert found["report"] == ["--help", "--out", "-h", "RUN_DIR"]
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
@@ -196,7 +197,7 @@ def test_wrong_arguments(arguments: list[str], words: str, capsys: pytest.Captur
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert "  plot           draw the metrics of a run to a PNG file" in shown
+    assert "  plot           draw the metrics of runs to a PNG file" in shown
     for name in ("checkpoint", "demo", "verify-resume"):
         assert f"\n  {name} " in shown
     assert main(["plot", "--help"]) == 0
@@ -223,5 +224,5 @@ def test_as_a_module_without_loading_torch(arguments: list[str], words: str, tmp
 def test_python_m_trainkit_gives_the_exit_code() -> None:
     done = subprocess.run([sys.executable, "-m", "trainkit", "plot", "nowhere"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.startswith("trainkit: Expected the folder of a run, got 'nowhere', which is not there.")
+    assert done.stderr.startswith("trainkit: Expected the folder of a run, got 'nowhere', which does not exist.")
     assert done.stderr.count("\n") == 1

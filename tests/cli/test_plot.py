@@ -197,3 +197,38 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingPackageError, match=r"pip install matplotlib.*trainkit-torch\[plot\]"):
         draw({"loss": [(1, 0.0)]}, tmp_path / "x.png")
+
+
+def test_several_runs_over_each_other(tmp_path: Path, figures: list[Figure], capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [tmp_path / "logs" / "default" / f"version_{index}" for index in range(3)]
+    for index, kind in enumerate((CSVLogger, JSONLLogger, TensorBoardLogger)):
+        train(kind(tmp_path / "logs", version=index))
+    only = CSVLogger(tmp_path / "logs", version=3)
+    only.log_metrics({"other_loss": 1.0}, 1)
+    only.finalize()
+    arguments = [
+        "plot",
+        *map(str, folders),
+        str(folders[0]),
+        str(folders[0].with_name("version_3")),
+        "--metrics",
+        "loss,other_loss",
+    ]
+    assert main([*arguments, "--out", str(tmp_path / "x.png")]) == 0
+    assert capsys.readouterr().out.count("Reading") == 4  # the second version_0 is the same run
+    [figure] = figures
+    [axes, _] = figure.axes
+    lines = {str(line.get_label()).partition(" (")[0]: line for line in axes.get_lines()}
+    assert list(lines) == [f"{name}, default/version_{n}" for n in range(3) for name in ("train_loss", "val_loss")]
+    assert len({line.get_color() for line in lines.values()}) == 3
+    assert {line.get_linestyle() for label, line in lines.items() if label.startswith("val_loss")} == {"--"}
+    assert figure.get_suptitle() == ""
+
+
+def test_several_runs_are_drawn_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for index in range(2):
+        train(CSVLogger(tmp_path / "logs", version=index))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["plot", *(str(tmp_path / "logs" / "default" / f"version_{index}") for index in range(2))]) == 0
+    assert colored(tmp_path / "here" / "metrics.png") > 0.001

@@ -135,7 +135,7 @@ def test_the_first_difference_of_a_run() -> None:
     assert kind([run[0], {**record(2, 2, torch.ones(3), 3.0), "rates": [1.0]}]) == "batch 2"
 
 
-def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+def test_a_line_that_was_cut_off_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     assert read_records(path) == []
     path.write_text('{"step": 1}\n{"step": 2}\n{"step')

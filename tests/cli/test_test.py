@@ -172,7 +172,7 @@ def test_what_is_said_of_a_failure(processes: Any, capsys: Any, ended: Any, erro
 
 
 @pytest.mark.parametrize("code", [130, 143])
-def test_what_was_told_to_end_has_not_failed(processes: Any, capsys: Any, code: int) -> None:
+def test_what_was_asked_to_end_has_not_failed(processes: Any, capsys: Any, code: int) -> None:
     processes(NAMES[:2], {0: "rank 0: RuntimeError: Connection closed by peer"}, code)
     assert main(["test", "--nproc-per-node", "3", "--backend", "gloo"]) == code
     said = capsys.readouterr()

@@ -90,7 +90,7 @@ def verify(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Verify:
         capfd.readouterr()
         code = main(["verify-resume", str(script), "--steps", str(steps), "--more", str(more), "--", *words])
         shown = capfd.readouterr()
-        # what the script writes beside itself goes elsewhere, and what comes after its fit is not run
+        # what the script writes next to itself goes elsewhere, and what follows its fit is not run
         assert sorted(os.listdir(tmp_path)) == ["train.py"]
         return code, shown.out.splitlines(), shown.err
 
@@ -144,7 +144,7 @@ def test_an_unkeyed_generator_shows_in_the_batch(verify: Verify) -> None:
 
 
 @pytest.mark.slow
-def test_a_generator_that_begins_anew(verify: Verify) -> None:
+def test_a_generator_that_begins_again(verify: Verify) -> None:
     """Its seed makes two runs the same, and its position is lost all the same."""
     code, lines, _ = verify("unkeyed", "seeded")
     assert code == 1
@@ -171,7 +171,7 @@ def test_hidden_state_without_a_loss_shows_in_the_parameters(verify: Verify) -> 
 
 
 @pytest.mark.slow
-def test_data_that_is_drawn_anew_without_a_seed(verify: Verify) -> None:
+def test_data_that_is_drawn_again_without_a_seed(verify: Verify) -> None:
     code, lines, _ = verify(first="Data.shift = float(torch.rand(())); real = Data.__getitem__; "
                             "Data.__getitem__ = lambda self, i: {**real(self, i), 'y': torch.tensor(Data.shift)}")  # fmt: skip
     assert code == 1
@@ -201,7 +201,7 @@ def test_what_cannot_be_verified(verify: Verify, first: str, fit: str, words: st
 
 
 @pytest.mark.slow
-def test_auto_begins_anew_and_a_resume_that_fails_is_a_difference(verify: Verify) -> None:
+def test_auto_begins_again_and_a_resume_that_fails_is_a_difference(verify: Verify) -> None:
     code, lines, _ = verify(fit=", ckpt_path='auto'")
     assert (code, lines[-1]) == (0, SAME)
     code, lines, err = verify(first="Net.on_load_checkpoint = lambda self, checkpoint: checkpoint['gone']")

@@ -50,7 +50,7 @@ def test_options_of_ddp_are_those_of_the_strategy() -> None:
     assert DistributedDataParallelKwargs().strategy_options() == {}
 
 
-def test_that_buffers_are_the_same_on_all_ranks_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_notice_says_that_buffers_are_the_same_on_all_ranks(caplog: pytest.LogCaptureFixture) -> None:
     """A script that turns it off would have statistics of BatchNorm that differ from rank to rank; here it has not."""
     DistributedDataParallelKwargs()
     assert caplog.text == ""

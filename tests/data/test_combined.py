@@ -103,7 +103,7 @@ def test_the_shortest_ends_an_epoch() -> None:
     assert same(batches, [list(pair) for pair in zip(alone(a, 3, 0)[:2], alone(b, 3, 1), strict=True)])
 
 
-def test_the_longest_ends_an_epoch_and_others_start_anew() -> None:
+def test_the_longest_ends_an_epoch_and_others_start_again() -> None:
     a, b = shuffled(9), shuffled(4)
     stream = stream_of([b, a])
     batches = read(stream, 3)
@@ -132,7 +132,7 @@ def test_loaders_of_a_combination_are_not_alike() -> None:
     assert ids([batch[0] for batch in batches]) != ids([batch[1] for batch in batches])
     assert not any(same(batch[0][:, 1:], batch[1][:, 1:]) for batch in batches)
     plain = [ids(alone(shuffled(20), index=index)) for index in range(4)]
-    assert ids([batch[1] for batch in batches]) not in plain, "nor like a loader beside the combination"
+    assert ids([batch[1] for batch in batches]) not in plain, "nor like a loader outside of the combination"
 
 
 def test_the_loaders_of_two_combinations_are_not_alike() -> None:
@@ -213,7 +213,7 @@ class Restarts:
         return iter([torch.zeros(1)] * self.length)
 
 
-def test_a_loader_is_started_anew_only_when_it_is_needed() -> None:
+def test_a_loader_is_restarted_only_when_it_is_needed() -> None:
     """Starting one may start worker processes."""
     short, long, equal = Restarts(2), Restarts(4), Restarts(4)
     assert len(read(stream_of([short, long, equal]))) == 4
@@ -265,7 +265,7 @@ def test_an_empty_loader_cannot_be_cycled() -> None:
 
 def test_an_iterator_can_be_the_longest_and_not_a_shorter_one() -> None:
     assert len(read(stream_of([(torch.zeros(1) for _ in range(5)), shuffled(4)]))) == 5
-    with pytest.raises(EmptyLoaderError, match="only once, and is needed again .in epoch 0."):
+    with pytest.raises(EmptyLoaderError, match="only once, but is needed again in epoch 0"):
         read(stream_of([(torch.zeros(1) for _ in range(5)), shuffled(20)]))
 
 

@@ -44,7 +44,7 @@ def stream_of(kinds: list[str], lengths: list[int], mode: str, world: World) -> 
     epoch=st.integers(0, 2),
     size=st.integers(2, 5),
 )
-def test_an_epoch_is_dealt_out_from_any_start(lengths: list[int], kinds: list[str], mode: str, epoch: int, size: int) -> None:
+def test_an_epoch_is_sharded_from_any_start(lengths: list[int], kinds: list[str], mode: str, epoch: int, size: int) -> None:
     alone = stream_of(kinds, lengths, mode, World())
     whole = list(alone.batches(epoch, 0, None))
     for rank in range(size):

@@ -295,7 +295,7 @@ def test_a_limit_that_leaves_the_short_batch_out() -> None:
     assert states(prepare(shuffled(length=13), window=window, limit=4))[2:] == [(True, False, 0.8), (False, True, 0.2)]
 
 
-def test_a_generator_of_the_users_has_no_effect_and_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_generator_of_the_users_has_no_effect_and_a_notice_says_so(caplog: pytest.LogCaptureFixture) -> None:
     def order(**options: Any) -> list[Any]:
         return [micro.batch.tolist() for micro in prepare(DataLoader(Drawing(13), batch_size=4, **options)).iterate(0)]
 
@@ -416,7 +416,7 @@ def test_the_sanity_check_does_not_eat_an_iterator(caplog: pytest.LogCaptureFixt
 
 
 def test_loaders_that_are_read_side_by_side_are_not_alike() -> None:
-    """Two loaders over as many samples must be paired at random, and anew in each epoch."""
+    """Two loaders over the same number of samples must be paired at random, and differently in each epoch."""
     first, second = Accelerator().prepare(shuffled(), shuffled())
     pairs = list(zip(first, second, strict=True))
     assert ids([a for a, _ in pairs]) != ids([b for _, b in pairs])

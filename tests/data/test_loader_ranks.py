@@ -100,7 +100,7 @@ def test_fewer_samples_than_processes() -> None:
     assert dealt(lambda: shuffled(0, shuffle=False), 3) == [[], [], []]
 
 
-def test_a_short_last_batch_counts_less_than_that_beside_it() -> None:
+def test_a_short_last_batch_counts_less_than_the_one_next_to_it() -> None:
     """14 samples in batches of 4 on 2 processes, a window of one row: the last row is 4 and 2 samples."""
     rows = [[one.share for one in own] for own in dealt(shuffled, 2)]
     assert rows == [[1.0, 2 * 4 / 6], [1.0, 2 * 2 / 6]]
@@ -164,11 +164,11 @@ def test_a_limit_of_micro_batches_on_one_process() -> None:
     assert [one.full for one in read(loader)] == [False, True, True]
 
 
-# -------------------------------------------------------------------------------------------------------------- fillers
+# ------------------------------------------------------------------------------------------------ padding micro-batches
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_filler_may_be_the_last_batch_again(workers: int) -> None:
+def test_padding_may_be_the_last_batch_again(workers: int) -> None:
     make = lambda: shuffled(10, num_workers=workers)  # noqa: E731 - 3 micro-batches
     loader = prepared(make(), Alike(1, 2), pads=True)
     own = list(read(loader))
@@ -186,7 +186,7 @@ def assert_same_tensors(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("count", range(1, 8))
-def test_with_fillers_all_processes_have_as_many(count: int) -> None:
+def test_with_padding_all_processes_have_the_same_number(count: int) -> None:
     """So that a loop of the user's can gather at each of them. 3 processes, windows of 2 rows."""
     (alone,) = dealt(lambda: shuffled(count, batch_size=1), 1)
     by_rank = dealt(lambda: shuffled(count, batch_size=1), 3, 2, pads=True)
@@ -314,7 +314,7 @@ def filled() -> list[Any]:
     return found
 
 
-def test_fillers_of_other_loaders() -> None:
+def test_padding_of_other_loaders() -> None:
     first, second = run_world(2, filled)
     for theirs, ours in zip(first, second, strict=True):
         assert [(filler, share) for filler, share, _ in theirs] == [(False, 2.0)]

@@ -91,7 +91,7 @@ def test_positions_are_those_of_as_many_processes() -> None:
 
 
 @pytest.mark.parametrize("devices, after", [(2, 6), (4, 6), (3, 5)])
-def test_goes_on_wherever_another_number_of_devices_has_left_off(devices: int, after: int) -> None:
+def test_resumes_wherever_another_number_of_devices_has_left_off(devices: int, after: int) -> None:
     before = made(40, 1)
     position = before.position(0, after)
     expected = [id for row in epoch(made(40, 1))[after:] for id in row["ids"]]
@@ -136,7 +136,7 @@ def test_batches_that_are_loaded_ahead_are_loaded_once_by_the_first_of_their_row
     loaded: list[Any] = []
 
     def ahead(items: Any, load: Any, start: int = 0) -> Any:
-        assert (load is None) is not own, "nothing but moving is left to whoever loads ahead"
+        assert (load is None) is not own, "the code that loads ahead only moves batches"
         waiting: list[Any] = []
         for number, item in enumerate(items, start):
             waiting.append(item if load is None else load(item, number))

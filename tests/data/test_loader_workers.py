@@ -63,7 +63,7 @@ def open_files() -> int:
     return len(os.listdir("/dev/fd"))
 
 
-def test_a_worker_that_hangs_is_forked_anew() -> None:
+def test_a_worker_that_hangs_is_forked_again() -> None:
     ((expected, found, texts, hung, files),) = run_world(1, with_hanging_workers, 3)
     assert found == expected
     assert len(hung) == 3
@@ -96,7 +96,7 @@ def with_a_worker_that_dies() -> str:
     return str(caught.value)
 
 
-def test_a_worker_that_dies_is_not_forked_anew() -> None:
+def test_a_worker_that_dies_is_not_forked_again() -> None:
     (text,) = run_world(1, with_a_worker_that_dies)
     assert "exited unexpectedly" in text
 

@@ -172,7 +172,7 @@ def plausible(p: float) -> bool:
 def suspicions(orders: list[Order], lags: tuple[int, ...]) -> list[str]:
     """What sets these orders, of successive keys, apart from independent shuffles; empty when nothing does.
 
-    Looks at each position beside its value, at values some positions apart, and at the same position under the next
+    Looks at each position and its value, at values some positions apart, and at the same position under the next
     key: by their upper and by their lower bits, and by their difference.
     """
     length, bins, difference_bins = len(orders[0]), 64, 1024

@@ -1,4 +1,4 @@
-"""Where a loop is in its data, and going on there."""
+"""Where a loop is in its data, and resuming there."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_position_inside_a_batch_is_refused() -> None:
         prepare(shuffled(14, batch_size=3)).start_of(position)
 
 
-def test_loaders_read_together_go_on_together() -> None:
+def test_loaders_read_together_resume_together() -> None:
     def both() -> CombinedLoader:
         return CombinedLoader([shuffled(24), shuffled(8, batch_size=2)], mode="max_size_cycle")
 
@@ -112,7 +112,7 @@ def test_loaders_read_together_go_on_together() -> None:
     assert same(rest, whole[3:])
 
 
-def test_a_weighted_sampler_goes_on() -> None:
+def test_a_weighted_sampler_resumes() -> None:
     def weighted() -> DataLoader:
         sampler = WeightedRandomSampler([1.0] * 10 + [5.0] * 4, 14)
         return DataLoader(Drawing(14), batch_size=4, sampler=sampler, collate_fn=collate_and_draw)
@@ -174,7 +174,7 @@ def test_a_trail_of_rows() -> None:
     assert [history.at(number) for number in (6, 7, 9, 12)] == [{"left": 6}, None, {"left": 3}, {"left": 0}]
 
 
-def test_a_trail_goes_on_without_reading() -> None:
+def test_a_history_continues_without_reading() -> None:
     owner = Countdown()
     history = StateHistory(owner, readable=True)
     history.resume(4, {"left": 2})

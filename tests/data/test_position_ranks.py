@@ -1,4 +1,4 @@
-"""Positions on several processes: what was done by W processes is gone on with by any other number."""
+"""Positions on several processes: a run of W processes resumes on any other number."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ WORLDS = [(2, 1), (1, 2), (2, 3), (3, 2), (4, 1), (3, 4), (6, 2), (2, 2)]
 
 
 @pytest.mark.parametrize("source, workers", [*((source, 0) for source in SOURCES), ("shuffled", 2)])
-def test_another_number_of_processes_goes_on(source: str, workers: int) -> None:
+def test_another_number_of_processes_resumes(source: str, workers: int) -> None:
     """12 micro-batches an update, and 23 in the epoch: stopped after either window, also inside the second one."""
     make = SOURCES[source] if not workers else lambda: shuffled(num_workers=workers)
     whole = windows_of(loaders(SOURCES[source], 1, 12), 0)
@@ -108,7 +108,7 @@ def test_an_epoch_that_is_complete() -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("start", [1, 2, 5, 7, 22, 23])
 @pytest.mark.parametrize("length", [45, 46, 47])
-def test_dealing_begins_where_the_epoch_goes_on(start: int, size: int, length: int) -> None:
+def test_sharding_begins_where_the_epoch_resumes(start: int, size: int, length: int) -> None:
     make = lambda: shuffled(length)  # noqa: E731
     (alone,) = loaders(make, 1, 1)
     expected = [one for one in read(alone) if not one.padding][start:]
@@ -135,7 +135,7 @@ def test_dealing_begins_where_the_epoch_goes_on(start: int, size: int, length: i
     assert group[0].length == -(-alone.length // size)
 
 
-def test_an_epoch_that_is_begun_anew_after_a_resume() -> None:
+def test_an_epoch_that_is_begun_again_after_a_resume() -> None:
     first, second = loaders(shuffled, 2, 2)
     for loader in (first, second):
         loader.load_state_dict(loaders(shuffled, 1, 1)[0].position(0, 3))
@@ -230,7 +230,7 @@ WHOLE = [list(range(n, min(n + 2, 29))) for n in range(0, 29, 2)]
 
 @pytest.mark.parametrize("stateful", [True, False])
 @pytest.mark.parametrize("before, after", [(2, 3), (3, 2), (2, 2), (1, 2), (2, 1)])
-def test_one_stream_goes_on_on_any_number_of_processes(before: int, after: int, stateful: bool) -> None:
+def test_one_stream_resumes_on_any_number_of_processes(before: int, after: int, stateful: bool) -> None:
     rows = 2
     (whole,) = run_world(1, go_on, False, stateful, None, None)
     first = run_world(before, go_on, False, stateful, None, rows)
@@ -290,7 +290,7 @@ def test_the_epoch_after_one_that_was_read_to_its_end(epoch: int) -> None:
 
 
 @pytest.mark.parametrize("stateful", [True, False])
-def test_streams_of_their_own_go_on_on_as_many_processes(stateful: bool) -> None:
+def test_separate_streams_resume_on_as_many_processes(stateful: bool) -> None:
     whole = run_world(2, go_on, True, True, None, None)
     assert [found for found, *_ in whole] == [
         [[0, 2], [4, 6], [8, 10], [12, 14], [16, 18], [20, 22], [24, 26], [28]],
@@ -317,7 +317,7 @@ def test_streams_of_their_own_on_another_number_of_processes() -> None:
     found = run_world(3, go_on, True, True, place, None)
     assert "was saved by 2 processes, each with its own stream of data; on 3" in found[0][3]
     assert "is of 2 processes" not in found[1][3], "one speaks for all"
-    assert found[0][0] == [[12, 15], [18, 21], [24, 27]], "two batches of each are left out, as 6 have been read in all"
+    assert found[0][0] == [[12, 15], [18, 21], [24, 27]], "two batches of each are skipped, as 6 have been read in all"
 
 
 def test_streams_of_their_own_begin_an_epoch_on_another_number_of_processes() -> None:

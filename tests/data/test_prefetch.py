@@ -136,7 +136,7 @@ def test_nothing_is_loaded_before_the_first_is_asked_for(log: list[str]) -> None
     assert [entry for entry in log if entry.startswith("fetch")] == ["fetch 0", "fetch 1"]
 
 
-def test_every_tensor_of_a_batch_is_told_who_uses_it(log: list[str]) -> None:
+def test_every_tensor_of_a_batch_records_its_stream(log: list[str]) -> None:
     batch = {"a": [on_cuda(1), on_cuda(2)], "b": torch.zeros(1), "c": "text"}
     list(one_ahead(iter([batch]), lambda item, number: item, DEVICE))
     assert log.count("main: uses a tensor") == 2, "the one on the CPU is not asked"
@@ -160,13 +160,13 @@ def test_a_batch_is_handed_over_as_it_was_loaded(log: list[str]) -> None:
 
 
 class Graph:
-    """Holds tensors that nobody else can find."""
+    """Holds tensors that no other code can find."""
 
     def to(self, device: Any) -> Graph:
         return self
 
 
-def test_a_copy_waits_where_the_allocator_cannot_be_told(log: list[str]) -> None:
+def test_a_copy_waits_where_tensors_cannot_record_a_stream(log: list[str]) -> None:
     """The memory of such a batch goes back to the copies' pool while the work on it may still be running."""
     for _ in one_ahead(iter([Graph()] * 4), lambda item, number: log.append("load") or item, DEVICE):
         log.append("work")

@@ -348,7 +348,7 @@ def test_a_length_that_is_wrong_does_not_cut_what_comes() -> None:
     assert (batches.length, batches.sizes, batches.exact) == (1, None, False)
 
 
-def test_a_sampler_is_told_the_epoch() -> None:
+def test_a_sampler_gets_the_epoch() -> None:
     sampler = NumPySampler(20)
     for batches in (
         keyed(loader_of(sampler=sampler)),

@@ -249,7 +249,7 @@ CUSTOM: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("kind", CUSTOM)
-def test_a_users_sampler_is_dealt_out_by_position(kind: str, size: int) -> None:
+def test_a_users_sampler_is_sharded_by_position(kind: str, size: int) -> None:
     loader = DataLoader(Drawing(20), **CUSTOM[kind]())
     for epoch, start, limit in ((0, 0, None), (3, 0, None), (1, 2, None), (1, 1, 4)):
         alone = indices(loader, World(), epoch)[start:limit]
@@ -277,7 +277,7 @@ def test_comparing_does_not_move_a_sampler_on(kind: str) -> None:
 
 
 class FailsOnce(OwnGenerator):
-    """Shuffles, and fails then, until it is told not to."""
+    """Shuffles, and fails then, until `fails` is cleared."""
 
     fails = True
 
@@ -359,7 +359,7 @@ def test_a_sampler_that_gives_each_process_its_part_is_not_sharded_again(kind: s
         assert sorted(seen[0] + seen[1]) == list(range(20))
     global_windows(own)
     assert [(length, exact) for _, length, exact, _ in results] == [(6 if kind == "of rank" else 5, False)] * 2
-    assert "gives each process indices of its own, which are used as they are" in results[0][3]
+    assert "yields different indices on each process, which are used unchanged" in results[0][3]
     rest = run_world(2, split, kind, 2)
     for rank in range(2):
         assert [one.batch for one in rest[rank][0]] == [one.batch for one in own[rank][2:]]

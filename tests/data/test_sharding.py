@@ -77,14 +77,14 @@ def all_streams(window: int | None, limit: int | None) -> dict[str, list[Given]]
                 found[kind] = [as_lists(one) for one in read(loader, epoch)]
             loader.close()
         if joined().is_main and kind == "dataset":
-            assert sum("DrawingStream gives every process the same stream" in text for text in texts) == 1, texts
+            assert sum("DrawingStream yields the same batches on every process" in text for text in texts) == 1, texts
     return found
 
 
 @pytest.mark.parametrize(
     "size, window, limit", [(2, 1, None), (3, 2, None), (4, 1, None), (2, None, None), (3, 1, 1), (2, 2, 2)]
 )
-def test_one_stream_is_dealt_out(size: int, window: int | None, limit: int | None) -> None:
+def test_one_stream_is_sharded(size: int, window: int | None, limit: int | None) -> None:
     """As one process would read it: samples, augmentation, what is drawn at work, windows and shares."""
     by_rank = run_world(size, all_streams, window, limit)
     for kind, make in ONE_STREAM.items():
@@ -147,7 +147,7 @@ def test_each_process_reads_its_own_stream_and_all_end_together(lengths: list[in
             samples = [len(one.batch) for one in group]
             assert [one.share / len(lengths) for one in group] == pytest.approx([n / sum(samples) for n in samples])
     assert [splits for *_, splits, _ in results] == [True] * len(lengths)
-    assert results[0][3].count("Part gives each process a stream of its own") == 1
+    assert results[0][3].count("Part yields different batches on each process") == 1
     assert "gives each process" not in results[1][3], "one speaks for all"
 
 
@@ -230,7 +230,7 @@ def combined_parts(mode: str) -> Any:
         ),
     ],
 )
-def test_streams_of_their_own_beside_a_dataset(mode: str, expected: Any) -> None:
+def test_separate_streams_next_to_a_dataset(mode: str, expected: Any) -> None:
     assert run_world(2, combined_parts, mode) == expected
 
 
@@ -250,7 +250,7 @@ def sampled_parts(mode: str) -> Any:
     return [one.ids for one in read(loader)]
 
 
-def test_a_sampler_that_gives_parts_beside_datasets() -> None:
+def test_a_sampler_that_yields_parts_next_to_datasets() -> None:
     first, second = run_world(2, sampled_parts, "sequential")
     assert (first[0], second[0]) == ([0, 1], [2, 3])
     assert sorted([*first[1], *first[2]]) == [0, 2, 4]

@@ -1,4 +1,4 @@
-"""Which loaders a run uses, and how a list of loaders is told from a list of batches."""
+"""Which loaders a run uses, and how a list of loaders is distinguished from a list of batches."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_an_iterable_is_one_loader() -> None:
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size_cycle"])
 def test_an_evaluation_reads_its_loaders_one_after_the_other(mode: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"not in mode '{mode}'. Pass a list of loaders"):
+    with pytest.raises(ConfigurationError, match=rf"not with mode='{mode}'. Pass a list of loaders"):
         evaluation_sources(CombinedLoader([A, B], mode))
 
 

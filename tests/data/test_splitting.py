@@ -56,11 +56,11 @@ def test_dropping_a_short_batch_drops_all_of_it() -> None:
 @pytest.mark.parametrize(
     "make, fix",
     [
-        (lambda: numbers(8, batch_size=7), "a batch_size of 7 cannot be divided by 2 processes. Use 6, say"),
-        (lambda: numbers(8, batch_size=1), "a batch_size of 1 cannot be divided by 2 processes. Use 2, say"),
+        (lambda: numbers(8, batch_size=7), "a batch_size of 7 cannot be divided by 2 processes. Use 6, or remove"),
+        (lambda: numbers(8, batch_size=1), "a batch_size of 1 cannot be divided by 2 processes. Use 2, or remove"),
         (lambda: numbers(8, batch_size=None), "this is one with batch_size=None"),
         (lambda: [torch.zeros(2)], "this is a list"),
-        (lambda: DataLoader(Counting(), 4, drop_last=True), "of a stream it is not known where its last batch begins"),
+        (lambda: DataLoader(Counting(), 4, drop_last=True), "the last batch of a stream is not known in advance"),
     ],
 )
 def test_what_cannot_be_split(make: Any, fix: str) -> None:
@@ -72,7 +72,7 @@ def test_a_batch_samplers_batches_are_divided_evenly() -> None:
     split, _ = split_batches(DataLoader(list(range(12)), batch_sampler=Buckets(5, 6, 1)), 2)
     assert [x.tolist() for x in split] == [[0, 1, 2], [3, 4], [5, 6, 7], [8, 9, 10], [11]]
     split, _ = split_batches(DataLoader(list(range(12)), batch_sampler=Buckets(1, 6)), 2)
-    with pytest.raises(DataError, match="Buckets gave 1 samples for 2 processes"):
+    with pytest.raises(DataError, match="Buckets yielded 1 samples for 2 processes"):
         list(split)
 
 

@@ -60,7 +60,7 @@ def test_samples_and_augmentation_are_the_same_wherever_they_are_fetched(kind: s
     lasting.close()
 
 
-def test_each_sample_is_drawn_for_anew() -> None:
+def test_each_sample_has_its_own_random_numbers() -> None:
     rows = torch.cat([batch["samples"][:, 1:] for epoch in (0, 1) for batch in read(stream_of(loader_of(Drawing(14))), epoch)])
     batches = torch.stack([batch["batch"] for batch in read(stream_of(loader_of(Drawing(14))))])
     numbers = torch.cat([rows.flatten(), batches.flatten()])
@@ -176,7 +176,7 @@ def test_a_worker_knows_its_dataset_and_the_epoch(persistent: bool) -> None:
     stream = stream_of(loader)
     found = [torch.cat(read(stream, epoch)) for epoch in (0, 5, 0, 5 + CYCLE)]
     stream.close()
-    assert [set(rows[:, 1].tolist()) for rows in found] == [{0}, {5}, {0}, {5}], "the epoch that the dataset is told"
+    assert [set(rows[:, 1].tolist()) for rows in found] == [{0}, {5}, {0}, {5}], "the epoch given to the dataset"
     assert all((rows[:, 2] == 0).all() for rows in found), "worker_init_fn reaches the user's own dataset"
     assert all((rows[:, 3] == 1).all() for rows in found)
     assert dataset.number == -1, "the one in this process is another"
@@ -224,7 +224,7 @@ def test_batches_come_in_order_whatever_the_loader_says(caplog: pytest.LogCaptur
     """Otherwise the micro-batch that has the key m would not be the m-th, and the short one not the last."""
     loader = loader_of(Drawing(14), num_workers=2, in_order=False)
     assert same(read(stream_of(loader)), read(stream_of(loader_of(Drawing(14)))))
-    assert "in_order=False is not used" in caplog.text
+    assert "in_order=False is ignored" in caplog.text
     assert not loader.in_order
 
 

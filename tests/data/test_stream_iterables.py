@@ -79,7 +79,7 @@ class Eager(IterableDataset):
 
 
 class EagerAndTold(Eager):
-    """The same, and it is told the epoch."""
+    """The same, with a `set_epoch`."""
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -204,7 +204,7 @@ def test_the_batches_of_a_sequence_that_is_no_list_may_be_drawn_when_asked_for()
 
 @pytest.mark.parametrize("epoch", [0, 3])
 def test_an_iterator_is_read_once_in_whatever_epoch(epoch: int) -> None:
-    """A run that is resumed, or asks for its loader anew, brings a fresh one into a later epoch."""
+    """A run that is resumed, or that asks for its loader again, brings a fresh iterator into a later epoch."""
     stream = stream_of(batch for batch in READY)
     assert len(read(stream, epoch)) == 6
     for again in (epoch, epoch + 1):
@@ -231,7 +231,7 @@ def test_a_length_that_is_not_known() -> None:
     assert stream_of(Unknown(NotImplementedError())).length is None
     assert stream_of(Unknown(TypeError("no length"))).length is None
     with pytest.warns(
-        TrainkitWarning, match=r"len\(\) of Unknown failed \(KeyError\('cache'\)\); its length counts as unknown"
+        TrainkitWarning, match=r"len\(\) of Unknown failed \(KeyError\('cache'\)\); treating its length as unknown"
     ):
         assert stream_of(Unknown(KeyError("cache"))).length is None
 

@@ -275,7 +275,7 @@ def test_who_says_goodbye_has_not_failed(leaving: int) -> None:
 
 @pytest.mark.parametrize("leaving", [0, 1])
 def test_who_ends_in_a_loop_of_its_own_has_not_failed(leaving: int) -> None:
-    """Nobody leaves that run before the script ends. It is missed by who is in a collective that it has not come to."""
+    """No process leaves that run before the script ends. A rank in a collective that it has not entered reports it missing."""
     with star(2) as channels:
         for channel in channels:
             channel.enter_run()
@@ -285,7 +285,7 @@ def test_who_ends_in_a_loop_of_its_own_has_not_failed(leaving: int) -> None:
         channels[leaving].close()
         other = channels[1 - leaving]
         eventually(other, lambda: leaving in other.exited)
-        other.report_missing_rank()  # it waits for nobody
+        other.report_missing_rank()  # it waits for no process
         other.collectives.depth += 1  # as if it were still in the one that both have begun
         other.report_missing_rank()
         assert other.failure is None

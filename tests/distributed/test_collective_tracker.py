@@ -39,7 +39,7 @@ def test_the_line_of_a_script() -> None:
     assert within() == ("verb", "torchmetrics.x.py:1")
 
 
-def test_a_frame_that_nobody_of_ours_is_in() -> None:
+def test_a_frame_outside_of_the_package() -> None:
     assert find_call(None) == ("", "an unknown place")
     assert find_call(sys._getframe()) == ("", "an unknown place")
 

@@ -1,4 +1,4 @@
-"""What is said of a failure, and how a consequence is told from a cause."""
+"""What is said of a failure, and how a consequence is distinguished from a cause."""
 
 from __future__ import annotations
 

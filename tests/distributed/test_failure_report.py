@@ -40,7 +40,7 @@ def assert_last_traceback(ended: Ended, rank: int, error: str) -> None:
     lines = [line.removeprefix(f"[rank{rank}]: ") for line in ended.output.rstrip().splitlines()]
     assert lines[-1] == error
     start = max(number for number, line in enumerate(lines) if line.startswith("Traceback"))
-    assert all(line.startswith("  ") for line in lines[start + 1 : -1]), "somebody has printed into it"
+    assert all(line.startswith("  ") for line in lines[start + 1 : -1]), "another process has printed into it"
 
 
 # --------------------------------------------------------------------------------------------------- one of them fails

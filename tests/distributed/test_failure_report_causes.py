@@ -13,7 +13,7 @@ from trainkit.errors import Preempted, ProcessFailedError
 CLOSED = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:18343."
 
 
-def test_one_process_reports_to_nobody() -> None:
+def test_one_process_reports_to_no_other() -> None:
     error = ValueError("boom")
     assert report_failure(None, error) is error
 
@@ -51,7 +51,7 @@ def test_a_broken_connection_without_a_cause_is_an_error_like_any_other() -> Non
         assert (channels[0].failure.rank, channels[0].failure.kind) == (0, "error")
 
 
-def test_who_was_left_by_one_that_was_told_to_end_is_told_to_end_too() -> None:
+def test_a_rank_left_by_one_that_was_asked_to_end_is_asked_to_end_too() -> None:
     with star(2) as channels:
         for channel in channels:
             channel.enter_run()
@@ -80,4 +80,4 @@ def test_what_was_there_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
         other = monkeypatch.setattr(sys, "excepthook", print)
         assert other is None
         endings.close()
-        assert sys.excepthook is print  # somebody else's is left alone
+        assert sys.excepthook is print  # a hook that trainkit did not install is kept

@@ -103,7 +103,7 @@ def test_the_first_failure_counts_and_ends_exchanges() -> None:
     assert star.hub.waiting == 0
 
 
-def test_who_asks_is_told_that_it_was_heard() -> None:
+def test_a_rank_that_asks_gets_an_acknowledgment() -> None:
     star = Star(2)
     star.fail(1, number=7)
     star.hub.receive(0, {"take back": "a", "number": 3})
@@ -115,7 +115,7 @@ def test_a_failure_is_over_when_all_are_out_of_the_run() -> None:
     star.begin(0, 1, 2)
     star.fail(1)
     star.end(1, fine=False)
-    star.begin(1)  # it has caught the error, and goes on
+    star.begin(1)  # it has caught the error, and continues
     star.end(0, fine=False)
     assert star.take("cleared") == [[], [], []]
     star.end(2, fine=False)
@@ -136,13 +136,13 @@ def test_a_run_inside_another_that_fails_leaves_the_outer_one_alone() -> None:
     assert star.failed()[0] == [1]
 
 
-def test_a_failure_in_a_run_that_the_others_have_left_is_nobodys_business() -> None:
+def test_a_failure_in_a_run_that_the_others_have_left_concerns_no_other_rank() -> None:
     star = Star()
     star.begin(0, 1, 2)
     star.end(0, 2)
     star.fail(1)
     assert star.failed() == [[], [], []]
-    star.fail(1, run=None)  # nobody has caught it
+    star.fail(1, run=None)  # no code has caught it
     assert star.failed() == [[1], [1], [1]]
 
 
@@ -275,7 +275,7 @@ def test_all_are_asked_once_however_many_want_to_know() -> None:
     assert star.take() == [[], [], []]
     answer(star, 2)
     assert star.take() == [[], [{"result": "of 1", "values": [0, 10, 20]}], [{"result": "of 2", "values": [0, 10, 20]}]]
-    answer(star, 1)  # nobody has asked
+    answer(star, 1)  # nothing was asked
     ask(star, 0)
     answer(star, 0, 2)
     assert star.take("result") == [[], [], []]

@@ -1,4 +1,4 @@
-"""How processes find the main one, and what they say if they do not."""
+"""How processes find the main process, and what they say if they do not."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
             assert re.match(r"the main process cannot listen for other ranks: .*[Aa]ddress already in use", text)
 
 
-def test_nobody_listens() -> None:
+def test_no_process_listens() -> None:
     port = free_port()
     with pytest.raises(ProcessFailedError) as caught:
         connect(3, shared_of(["127.0.0.1", "localhost"], port), 2.0, 30.0)
@@ -89,7 +89,7 @@ def test_nobody_listens() -> None:
 
 
 @pytest.mark.parametrize("answer", [b"", b"SSH-2.0\n", b"[]\n", encode({"welcome": "wrong"}), b"x" * 5000, None])
-def test_somebody_else_listens(answer: bytes | None) -> None:
+def test_another_program_listens(answer: bytes | None) -> None:
     """The next address is tried."""
     with socket.create_server(("127.0.0.1", 0)) as wrong:
         shared = shared_of(["127.0.0.1"], wrong.getsockname()[1])
@@ -156,7 +156,7 @@ def test_strangers_are_not_let_in() -> None:
 
     channels = all_at_once(2, meet)
     assert all_at_once(2, lambda rank: channels[rank].exchange("a", rank)) == [[0, 1]] * 2
-    with pytest.raises(OSError, match="refused"):  # when all are there, nobody need listen any more
+    with pytest.raises(OSError, match="refused"):  # when all are connected, no listener is needed
         socket.create_connection(("127.0.0.1", shared.of(1)(None)["port"]), 10)
     for channel in channels:
         channel.close()

@@ -43,8 +43,8 @@ def test_the_connection_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(os.listdir("/dev/fd")) == files + 2  # the two ends of one connection
 
 
-def test_somebody_who_says_nothing() -> None:
-    """As torch does with whoever takes the connection and is no store; with one, it is tried in test_joining.py."""
+def test_a_peer_that_says_nothing() -> None:
+    """Like torch with a peer that accepts the connection but is no store; test_joining.py tries it with a real store."""
     released = threading.Event()
 
     def waits() -> Any:

@@ -91,7 +91,7 @@ def test_who_waits_for_one_that_has_failed(size: int, failing: int, grace: float
 
 
 def gone(pid: int) -> bool:
-    """Whether a process ends within a moment; nobody may have fetched its code yet."""
+    """Whether a process ends within a moment; its parent may not have waited for it yet."""
     path = Path(f"/proc/{pid}/stat")
     for _ in range(int(50 * within(2.0))):
         try:
@@ -240,7 +240,7 @@ def one_is_told_to_end() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_who_waits_for_one_that_was_told_to_end(size: int) -> None:
+def test_a_rank_that_waits_for_one_that_was_asked_to_end(size: int) -> None:
     ended = end(size, "one_is_told_to_end")
     assert ended.codes == [143] * size
     assert ended.output == ""
@@ -288,7 +288,7 @@ def test_an_error_that_all_catch_at_their_ends() -> None:
 
 
 @pytest.mark.parametrize("late", [0.0, 0.3])
-def test_an_error_that_all_catch_alike_ends_nobody(late: float) -> None:
+def test_an_error_that_all_ranks_catch_ends_no_process(late: float) -> None:
     ended = end(3, "all_fail_alike", late)
     assert ended.codes == [0, 0, 0]
     assert sorted(ended.output.splitlines()) == ["turn 0: 3.0"] * 3 + ["turn 1: boom"] * 3 + ["turn 2: 3.0"] * 3
@@ -335,7 +335,7 @@ def the_last_steps_take_long(how: str) -> None:
             now()
             if how != "fails":
                 assert member.channel.wait(lambda: 1 in member.channel.exited, LIMIT)  # it does not wait for this one
-            time.sleep(LONG)  # nobody is needed for what it still does
+            time.sleep(LONG)  # what it still does needs no other process
             print("done")
 
     member.run(work)
@@ -397,7 +397,7 @@ def all_are_told_to_end() -> None:
     member.run(work, tear_down)
 
 
-def test_who_was_told_to_end_may_take_its_time() -> None:
+def test_a_rank_that_was_asked_to_end_may_take_its_time() -> None:
     ended = end(3, "all_are_told_to_end")
     assert ended.codes == [143, 143, 143]
     assert ended.output == "tidy\n"

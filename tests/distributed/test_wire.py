@@ -76,7 +76,7 @@ def test_a_connection_ends(said: bytes, why: type[Exception]) -> None:
         assert end.heard.empty()
 
 
-def test_who_does_not_listen_keeps_nobody_waiting() -> None:
+def test_a_peer_that_does_not_listen_keeps_no_process_waiting() -> None:
     line = encode("x" * 1_000_000)
     with served() as (loop, end, theirs):
         loop.call(lambda: [loop.send(end.wire, line) for _ in range(8)])  # more than the connection takes

@@ -133,13 +133,13 @@ def test_the_byte_gpt_learns(example: ModuleType, run_dir: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("example", ["resume"], indirect=True)
-def test_a_killed_run_goes_on_to_the_same_result(example: ModuleType, run_dir: Path) -> None:
+def test_a_killed_run_resumes_to_the_same_result(example: ModuleType, run_dir: Path) -> None:
     expected = example.main(["--root", "whole"])
     for step in (30, 110):
         done = run_python(str(EXAMPLES / "resume.py"), "--root", "killed", "--kill-at", str(step), cwd=run_dir)
         assert done.returncode == (-signal.SIGKILL if os.name == "posix" else signal.SIGTERM), done.stderr
     assert example.main(["--root", "killed", "--num-workers", "2"]) == expected
-    # the newest log: a process that is killed before its first checkpoint is complete leaves one that nobody goes on with
+    # the newest log: a process that is killed before its first checkpoint is complete leaves one that is never resumed
     logs = [max(Path(root, "logs/default").iterdir()) for root in ("whole", "killed")]
     tables = [(log / "metrics.csv").read_text("utf-8") for log in logs]
     assert tables[0] == tables[1]
@@ -175,7 +175,7 @@ def reopened(pairs: int) -> tuple[float, list[str]]:
 @pytest.mark.zero
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_adapter_learns_and_opens_elsewhere(size: int, run_dir: Path) -> None:
-    """Under ZeRO-3 with offload, which each of these processes is told by the example itself."""
+    """Under ZeRO-3 with offload, which the example itself sets in each of these processes."""
     results = run_world(size, adapt, 48)
     assert all(result == results[0] for result in results)
     before, after, said = results[0]

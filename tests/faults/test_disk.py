@@ -1,4 +1,4 @@
-"""A disk that fills up or becomes read-only in the middle of a run: training goes on, and says so."""
+"""A disk that fills up or becomes read-only in the middle of a run: training continues, and a warning says so."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def train(
 
 
 def mount(size: str | None, flags: int = 0) -> None:
-    """A file system of a process's own at `disk`: it is gone when the process is."""
+    """A file system at `disk` that belongs to this process: it disappears when the process exits."""
     options = b"" if size is None else f"size={size}".encode()
     source = None if flags & REMOUNT else b"tmpfs"
     if ctypes.CDLL(None, use_errno=True).mount(source, bytes(MOUNT.absolute()), source, flags, options):
@@ -105,7 +105,7 @@ def on_a_disk(work: Callable[[], Any]) -> Any:
 
 
 def fill(left: int) -> None:
-    """Leave so many bytes free on the disk."""
+    """Leave `left` bytes free on the disk."""
     room = os.statvfs(MOUNT)
     (MOUNT / "filler").write_bytes(bytes(max(0, room.f_bavail * room.f_frsize - left)))
 
@@ -143,7 +143,7 @@ def _numbers(text: str) -> list[str]:
 
 
 class FillingUp(Callback):
-    """Somebody else takes the space when the files of a save are being written: at the first that is as large as the disk."""
+    """Another program takes the space while the files of a save are written: at the first file that is as large as the disk."""
 
     def __init__(self, step: int) -> None:
         self.name = f".step-{step:08d}.tmp-"
@@ -157,7 +157,7 @@ class FillingUp(Callback):
 
 
 def test_the_disk_fills_up_in_mid_save() -> None:
-    """What was written is removed, training goes on, and the next save works when there is space."""
+    """What was written is removed, training continues, and the next save works when there is space."""
     answer, output = on_a_disk(lambda: train({3: free}, FillingUp(3)))
     assert answer == {"error": None, "step": 6, "names": ["step-00000005", "step-00000006"], "left": []}
     after = {event["step"]: event for event in told()}
@@ -282,7 +282,7 @@ def test_a_limit_on_the_size_of_files() -> None:
 
 
 def test_tensorboard_on_a_full_disk() -> None:
-    """One warning, no traceback of a thread, and training goes on; what fits is there, and more once there is space."""
+    """One warning, no traceback of a thread, and training continues; what fits is written, and more once there is space."""
 
     class Logged(Steady):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""SIGKILL while a checkpoint of 60 MB is being written: the next start goes on, at most one save is lost, nothing is left.
+"""SIGKILL while a checkpoint of 60 MB is being written: the next start resumes, at most one save is lost, nothing is left.
 
 Half of the kills come from the process itself, right before one of the changes that a save makes to the disk; the others
 from outside, when a drawn share of the bytes has been written.
@@ -27,7 +27,7 @@ from trainkit.checkpoint.reader import open_checkpoint
 
 NUMBERS = 7_500_000  # in the parameter; as many in the optimizer's state: 60 MB
 FOLDER = Path("runs") / "checkpoints"  # one for all starts, as the first may be killed before it has saved
-# What a save does to the disk beside writing into open files, and how often, the removal of an old one included.
+# What a save does to the disk in addition to writing into open files, and how often; it includes the removal of an old one.
 CHANGES = {"os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "shutil.rmtree"}
 OPERATIONS = 18
 
@@ -159,7 +159,7 @@ def kill_while_writing(child: Child, step: int, share: float) -> None:
 
 
 def check_start(start: dict[str, Any], asked: int, keep: int) -> None:
-    """What must hold when a run goes on after a kill; `asked`: the step of the last save that was asked for."""
+    """What must hold when a run resumes after a kill; `asked`: the step of the last save that was requested."""
     assert asked - 1 <= start["start"] <= asked, f"at most one save may be lost: {asked} was asked for; {start}"
     assert start["right"], "the state is that of one step"
     assert start["left"] == []
@@ -167,7 +167,7 @@ def check_start(start: dict[str, Any], asked: int, keep: int) -> None:
 
 
 def kill_again_and_again(kills: int, keep: int, blocking: bool, seed: int) -> None:
-    """Kill a run while it saves, `kills` times, each time in a process that goes on where the last one was killed."""
+    """Kill a run while it saves, `kills` times, each time in a process that resumes where the last one was killed."""
     draw = random.Random(seed)
     asked = 0
     for number in range(kills):

@@ -1,4 +1,4 @@
-"""SIGKILL to one process of several, under `trainkit launch`: the group starts anew and does what it would have done."""
+"""SIGKILL to one process of several, under `trainkit launch`: the group restarts and does what it would have done."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 from helpers.launch.launched import Launched
 from helpers.resume.disturbed import MICRO_BATCHES, Training, drawn_moments, end_of, logged, newest, started
 from helpers.resume.elastic import journal
+from helpers.support import run_python
 
 ROWS = -(-MICRO_BATCHES // 2)  # of an epoch, on two processes
 LAUNCH = ("-m", "trainkit", "launch", "--nproc-per-node", "2")
@@ -25,7 +26,7 @@ EARLY = 0.2  # of the kills come while the processes start
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a training that nobody disturbs; all its checkpoints are there."""
+    """The folder of an undisturbed training; all its checkpoints are there."""
     folder = tmp_path_factory.mktemp("sigkill") / "plain"
     with started(Training(str(folder), keep=100)) as running:
         assert running.codes() == [0, 0], running.output
@@ -63,7 +64,7 @@ def kill(running: Launched, attempt: int, moment: tuple[int, float], draw: rando
 
 
 def assert_equal(folder: Path, plain: Path, since: int = 0) -> None:
-    """All is as in the training that nobody has disturbed, what was done twice too.
+    """All is as in the undisturbed training, including what was done twice.
 
     Args:
         folder: of the one that was killed.
@@ -99,7 +100,7 @@ def killed(
     since: int = 0,
     workers: int = 0,
 ) -> None:
-    """So many kills of a job that starts anew by itself."""
+    """`kills` kills of a job that restarts by itself."""
     draw = random.Random(seed)
     hits = jobs = 0
     while hits < kills:
@@ -120,6 +121,45 @@ def test_killed_at_random_moments(plain: Path) -> None:
     killed(plain, 1, 1)
 
 
+SINGLE = """
+import os, pathlib, signal, time, torch
+from trainkit import Callback, Trainer, TrainModule
+
+class Kill(Callback):
+    def on_train_start(self, trainer, module):
+        with open("starts", "a") as file:
+            print(trainer.global_step, file=file)
+
+    def on_train_batch_end(self, trainer, module, *given):
+        if trainer.global_step == 6 and len(pathlib.Path("starts").read_text().split()) == 1:
+            while not list(pathlib.Path("trainkit_runs").rglob("manifest.sha256")):  # the save in the background
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+class Module(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+Trainer(max_epochs=3, callbacks=Kill(), logger=False, enable_progress_bar=False).fit(Module(), [torch.ones(1, 2)] * 4)
+"""
+
+
+@pytest.mark.parametrize("launcher", [LAUNCH, TORCHRUN], ids=["trainkit", "torchrun"])
+def test_a_single_process_resumes_after_a_restart(launcher: tuple[str, ...], run_dir: Path) -> None:
+    (run_dir / "script.py").write_text(SINGLE)
+    one = tuple("1" if argument == "2" else argument for argument in launcher)
+    done = run_python(*one, "--max-restarts", "1", "script.py", cwd=run_dir)
+    assert done.returncode == 0, done.stderr
+    assert (run_dir / "starts").read_text().split() == ["0", "4"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_at_twenty_random_moments(plain: Path, seed: int) -> None:
@@ -134,13 +174,13 @@ def test_killed_under_torchrun(plain: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [1, 5])
 def test_the_newest_counts_and_not_the_one_that_was_named(plain: Path, kills: int) -> None:
-    """The script names an older checkpoint: the first start goes on from that one, each later one from the run's newest."""
+    """The script names an older checkpoint: the first start resumes from that one, each later one from the run's newest."""
     older = newest(plain).path.with_name("step-00000004")
     killed(plain, kills, 2, ckpt_path=str(older), since=4)
 
 
-def test_killed_and_gone_on_with_on_another_number_of_processes(run_dir: Path) -> None:
-    """Without restarts the job ends with the kill; three processes go on with the same global batches."""
+def test_killed_and_resumed_on_another_number_of_processes(run_dir: Path) -> None:
+    """Without restarts the job ends with the kill; three processes resume with the same global batches."""
     draw = random.Random(3)
     whole, broken = Training("whole", window=12), Training("broken", window=12)
     with started(whole) as running:

@@ -44,7 +44,7 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a training that nobody disturbs."""
+    """The folder of an undisturbed training."""
     folder = tmp_path_factory.mktemp("sigterm") / "plain"
     with started(Training(str(folder))) as running:
         assert running.codes() == [0, 0], running.output
@@ -60,7 +60,7 @@ def assert_stopped_well(folder: str | Path, output: str) -> None:
 
 
 def assert_nothing_lost(training: Training, plain: Path) -> None:
-    """Let it go on to its end: all is as in the undisturbed one, and no micro-batch was done twice."""
+    """Let it continue to its end: all is as in the undisturbed training, and no micro-batch was done twice."""
     with started(training, attempt=99) as running:
         assert running.codes() == [0, 0], running.output
     folder = Path(training.folder)
@@ -91,7 +91,7 @@ def send(running: Started, number: int, to: str, draw: random.Random) -> int:
 
 
 def chain(training: Training, drawn: list[tuple[int, float]], draw: random.Random, kinds: list[tuple[int, str]]) -> list[float]:
-    """Signals one after the other to a run that goes on each time; for each that came before its end the seconds it took."""
+    """Signals one after the other to a run that resumes each time; returns the seconds until it ended, for each signal."""
     seconds = []
     for attempt, (rows, delay) in enumerate(drawn):
         number, to = kinds[attempt % len(kinds)]
@@ -116,7 +116,7 @@ def chain(training: Training, drawn: list[tuple[int, float]], draw: random.Rando
 
 
 def signalled(plain: Path, number: int, in_a_chain: int, seed: int, kinds: list[tuple[int, str]], workers: int = 0) -> None:
-    """So many signals at moments drawn uniformly after the first update."""
+    """`number` signals at moments drawn uniformly after the first optimizer step."""
     draw = random.Random(seed)
     seconds: list[float] = []
     chains = 0
@@ -154,8 +154,8 @@ def test_other_signals_at_random_moments(plain: Path, number: int, to: str) -> N
 
 
 @pytest.mark.parametrize("hook, rank", [("setup", 1), ("on_sanity_check_start", 0), ("on_train_start", 1)])
-def test_one_is_told_before_the_first_step(hook: str, rank: int) -> None:
-    """There is nothing to save, and nobody waits for the one that has gone."""
+def test_one_rank_gets_a_signal_before_the_first_step(hook: str, rank: int) -> None:
+    """There is nothing to save, and no process waits for the one that has exited."""
     with started(Training("runs"), more=[Signal(hook, rank, SIGTERM)]) as running:
         assert running.codes(LIMIT) == [143, 143], running.output
         assert "Traceback" not in running.output
@@ -167,7 +167,7 @@ class WhileChecked(Callback):
 
     Args:
         rank: of that process.
-        late: the others look at theirs when it is gone.
+        late: the other ranks look at theirs after it has exited.
     """
 
     def __init__(self, rank: int, late: bool = False) -> None:
@@ -197,7 +197,7 @@ class WhileChecked(Callback):
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_is_told_before_anything(rank: int, late: bool) -> None:
+def test_one_rank_gets_a_signal_before_anything(rank: int, late: bool) -> None:
     with started(Training("runs"), more=[WhileChecked(rank, late)]) as world:
         assert world.codes(LIMIT) == [143, 143], world.output
         assert "Traceback" not in world.output
@@ -205,7 +205,7 @@ def test_one_is_told_before_anything(rank: int, late: bool) -> None:
 
 
 @pytest.mark.parametrize("hook", ["on_train_end", pytest.param("on_fit_end", marks=SLOW)])
-def test_one_is_told_when_the_last_step_is_done(plain: Path, hook: str) -> None:
+def test_one_rank_gets_a_signal_after_the_last_step(plain: Path, hook: str) -> None:
     """All is saved; all processes end all the same, as one was told to."""
     training = Training("runs")
     with started(training, more=[Signal(hook, 1, SIGTERM)]) as running:
@@ -215,7 +215,7 @@ def test_one_is_told_when_the_last_step_is_done(plain: Path, hook: str) -> None:
 
 
 @pytest.mark.parametrize("late", ["on_exception", pytest.param("on_save_checkpoint", marks=SLOW)])
-def test_one_is_told_when_all_are_about_to_save(plain: Path, late: str) -> None:
+def test_one_rank_gets_a_signal_when_all_are_about_to_save(plain: Path, late: str) -> None:
     """A batch system tells all, but not all at the same moment: what comes later is no second signal."""
     training = Training("runs")
     with started(training, more=[Signal("on_before_backward", 0, SIGTERM), Signal(late, 1, SIGTERM, received=True)]) as running:
@@ -262,7 +262,7 @@ def test_launched(plain: Path, launcher: tuple[str, ...], number: int, to: str) 
         print(f"{signal.Signals(number).name} to {to}: {time.monotonic() - then:.2f} s to the end of all")
         output = running.output
     assert code == exit_code(number), output
-    assert not running.pids(1), "a run that was told to end is not started anew"
+    assert not running.pids(1), "a run that was asked to stop is not restarted"
     assert_stopped_well("runs", output)
     assert output.count("to continue: trainer.fit(") == 1, output
     assert f"to continue: trainer.fit(..., ckpt_path='{newest('runs').path.absolute()}')" in output

@@ -26,7 +26,7 @@ FOLDER = Path("runs") / "checkpoints"
 
 
 class At(Callback):
-    """Does something in front of the micro-batch after so many updates."""
+    """Does something before the micro-batch that follows `step` optimizer steps."""
 
     def __init__(self, step: int, act: Callable[[], Any]) -> None:
         self.step, self.act = step, act
@@ -63,7 +63,7 @@ def test_two_runs_do_not_prune_each_others_checkpoints() -> None:
     assert first != second
     assert runs() == {second: [8, 6], first: [6, 4]}
     third = fit(10, ckpt_path="auto")._save_policy.run_id
-    assert third == second, "what goes on from a checkpoint of the folder is the same run"
+    assert third == second, "what resumes from a checkpoint of the folder is the same run"
     assert runs() == {second: [10, 8], first: [6, 4]}
     fit(3, keep=1)
     assert runs()[second] == [10, 8]
@@ -94,7 +94,7 @@ def test_auto_finds_the_newest_in_all_folders_of_a_run() -> None:
 
 
 def test_a_second_live_run_is_refused() -> None:
-    """The first goes on unharmed, and its folder is free when it has ended."""
+    """The first run continues undisturbed, and its folder is free when it has ended."""
 
     def first() -> Any:
         def hold() -> None:
@@ -131,7 +131,7 @@ def test_the_lock_of_a_killed_run_is_taken_over_at_once(reaped: bool) -> None:
     with Child(lambda: fit(8, At(4, lambda: os.kill(os.getpid(), signal.SIGKILL)))) as child:
         if reaped:
             assert child.code == -signal.SIGKILL
-        else:  # a zombie that nobody has waited for
+        else:  # a zombie that no process has waited for
             os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         [run_id] = runs()
         with Child(lambda: fit(8, ckpt_path="auto")._save_policy.run_id, "next") as following:

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C at any moment: the step is finished and saved, and a run that goes on does what it would have."""
+"""SIGTERM, SIGUSR1 and Ctrl-C at any moment: the step is finished and saved, and the run resumes as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def newest(folder: str) -> Checkpoint:
 
 
 def reached(trace: str, number: int, child: Child) -> bool:
-    """Whether a trace has so many micro-batches, or the process has ended."""
+    """Whether a trace has at least `number` micro-batches, or the process has ended."""
     return lines(trace) >= number or child.ended
 
 
 def plain(**options: Any) -> Any:
-    """The answer of the run that nobody disturbs; its trace is plain.jsonl, its folder plain."""
+    """The answer of the undisturbed run; its trace is plain.jsonl, its folder plain."""
     with Child(Watched(trace="plain.jsonl", folder="plain", **options).go, "plain") as child:
         return child.answer
 
 
 def assert_nothing_lost(expected: Any, run: Run, name: str = "last") -> None:
-    """Let the run go on to its end: all is as in the undisturbed one, and no micro-batch was done twice."""
+    """Let the run continue to its end: all is as in the undisturbed one, and no micro-batch was done twice."""
     with Child(run.go, name, group=run.workers > 0) as child:
         assert child.answer == expected
     assert read_trace(run.trace) == read_trace("plain.jsonl")
@@ -78,7 +78,7 @@ def moments(draw: random.Random, number: int) -> list[tuple[int, float]]:
 
 
 def chain(run: Run, drawn: list[tuple[int, float]], signals: list[int]) -> int:
-    """Signals one after the other to a run that goes on each time; returns how many came before its end."""
+    """Signals one after the other to a run that resumes each time; returns how many arrived before its end."""
     hits = 0
     for number, (batches, delay) in enumerate(drawn):
         until = max(batches, lines(run.trace) + WINDOW)
@@ -283,7 +283,7 @@ def interrupted(run_dir: Path, hook: str) -> list[str]:
     return done.stderr.splitlines()
 
 
-def test_the_last_line_after_ctrl_c_says_how_to_go_on(run_dir: Path) -> None:
+def test_the_last_line_after_ctrl_c_says_how_to_continue(run_dir: Path) -> None:
     """It is where one looks, and above it no frame of the loop, whose place says nothing."""
     lines = interrupted(run_dir, "on_train_batch_end(self, *_)")
     path = run_dir.resolve() / "trainkit_runs/version_0/checkpoints/step-00000002"
@@ -306,7 +306,7 @@ def test_ctrl_c_in_a_hook_before_the_first_step_names_the_users_line(run_dir: Pa
 
 
 def test_ctrl_c_to_the_whole_process_group() -> None:
-    """As a terminal sends it: the workers go on until the step is finished, and say nothing."""
+    """As a terminal sends it: the workers continue until the step is finished, and print nothing."""
     expected = plain(workers=2)
     stop = At("on_before_backward", lambda: os.killpg(0, signal.SIGINT), 4)
     with Child(Watched(more=[stop], workers=2).go, group=True) as child:

@@ -266,7 +266,7 @@ def wrong_layers(source: Source, modules: Collection[str]) -> list[str]:
 
 
 def _wrong_package(module: str, item: Import) -> str:
-    """What is wrong with importing a package of somebody else's, or an empty string."""
+    """What is wrong with importing a third-party package, or an empty string."""
     root = next((name for part, name in LOADS_OPTIONAL.items() if under(item.full, part)), item.module.split(".")[0])
     if root == "trainkit" or root in REQUIRED or root in sys.stdlib_module_names:
         return ""
@@ -423,7 +423,7 @@ def strategy_names(infos: Iterable[Any]) -> frozenset[str]:
 def names_of_strategies(source: Source, names: Collection[str]) -> dict[str, str]:
     """Names, attributes, arguments, imports and one-word strings that contain the name of a strategy, with complaints.
 
-    Texts for people are exempt: docstrings, f-strings, and every string with a space in it.
+    Human-readable texts are exempt: docstrings, f-strings, and every string with a space in it.
     """
     # "set_xlabel" does not contain "xla", nor "shards_state" the beginning "ds_"
     parts = [rf"(?i:{re.escape(name)})(?![a-z])" for name in names] + [f"(?<![a-z]){prefix}" for prefix in PREFIXES]

@@ -1,9 +1,9 @@
 """How long tests wait: `from helpers.patience import PATIENCE, within`.
 
 What must come is waited for with `PATIENCE`. That ends a test that hangs; it says nothing of how long things take, and
-is far longer than the slowest machine needs. That something comes within so many seconds is shown by `within`, which gives
+is far longer than the slowest machine needs. That something comes within a number of seconds is shown by `within`, which gives
 exactly these where the test has the machine to itself: in `make test-slow`, which runs all tests marked `prompt`, or by
-`pytest` without `-n`. Beside other tests it gives what such a machine may take when it stalls, and what would come in vain
+`pytest` without `-n`. While other tests run it gives what such a machine may take when it stalls, and what would come in vain
 must be made to take still longer there.
 """
 

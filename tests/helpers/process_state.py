@@ -68,7 +68,7 @@ def _set_signals(value: dict[int, Any]) -> None:
             signal.signal(number, handler)
 
 
-# Name → how it is read and how it is put back.
+# Name → how it is read and how it is restored.
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
     "torch.get_default_device()": (torch.get_default_device, _set_default_device),

@@ -81,7 +81,7 @@ class Script:
 
 
 def _details(name: str, arguments: tuple[Any, ...]) -> list[Any]:
-    """Stage and numbers among a hook's arguments; tensors, batches and optimizers are left out."""
+    """Stage and numbers among a hook's arguments; tensors, batches and optimizers are skipped."""
     return [value for value in arguments if isinstance(value, str | int)]
 
 

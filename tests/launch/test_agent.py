@@ -114,7 +114,7 @@ def test_a_signal_to_the_agent_goes_to_the_workers(tmp_path: Path, number: signa
     assert not list(tmp_path.glob("ready-1-*"))  # a preempted group is not restarted
 
 
-def test_one_worker_that_was_told_to_end_ends_all(tmp_path: Path) -> None:
+def test_one_worker_that_was_asked_to_end_ends_all(tmp_path: Path) -> None:
     """As trainkit's workers do: they agree, and all leave with 143."""
     script = SAVING + "ready()\nwhile not os.path.exists(f'{folder}/agreed'):\n    time.sleep(0.01)\n"
     script += "time.sleep(0.5 * int(rank))\nsys.exit(143)\n"
@@ -434,7 +434,7 @@ def test_machines_that_do_not_meet(options: dict[str, object], words: list[str],
     assert time.monotonic() - start < within(15)
 
 
-def test_somebody_else_who_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_program_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainkit.launch.rendezvous._ANSWER", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

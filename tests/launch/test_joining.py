@@ -255,7 +255,7 @@ def test_restarts_and_memory() -> None:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(3 - rank)  # torchrun's agents of several machines count for themselves
     world = join(CPU, timeout=SHORT)
     assert world.restarts == 3
-    world.keep_text("run", "text")  # nobody can restart these processes, so there is nothing to keep it
+    world.keep_text("run", "text")  # no launcher can restart these processes, so there is no store that keeps it
     assert world.load_text("run") is None
 
 
@@ -285,7 +285,7 @@ def joins_late() -> int:
 
 
 @pytest.mark.parametrize("hosted", [True, False], ids=["the agent's store", "rank 0's store"])
-def test_a_group_of_ours_that_the_user_has_destroyed_is_made_anew(hosted: bool) -> None:
+def test_a_group_of_ours_that_the_user_has_destroyed_is_created_again(hosted: bool) -> None:
     """As scripts for torchrun do at their end; one that is early would find the other one's address of the last time."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
@@ -325,7 +325,7 @@ def test_processes_that_do_not_come() -> None:
         run_world(1, joins, 1.0, env=env)
 
 
-def test_somebody_else_who_answers() -> None:
+def test_another_program_that_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port}

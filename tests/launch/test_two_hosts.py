@@ -1,4 +1,4 @@
-"""Jobs on two hosts with a network between them: they train, and end or go on when a cable is cut or a host is killed."""
+"""Jobs on two hosts with a network between them: they train, and end or resume when a cable is cut or a host is killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.prompt
 
 TESTS = Path(__file__).parents[1]
 LIMIT = within(10)  # seconds in which all processes must have ended
-SILENCE = 30.0  # seconds of it after which users learn that a host is gone
+SILENCE = 30.0  # seconds without a sign of a host after which a message says that it is lost
 
 # `trainkit launch`, less patient with a host that does not answer; it misses three signs of life.
 HEARTBEAT = 1 if ALONE else 4
@@ -79,7 +79,7 @@ class Job:
         self.wait_for(lambda: all((self.folder / f"gate-{self._task.start}-{rank}").exists() for rank in (0, 1)))
 
     def open_the_gate(self) -> None:
-        """Let them go on."""
+        """Let them continue."""
         (self.folder / "open").touch()
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> float:
@@ -119,7 +119,7 @@ def losses(folder: Path) -> dict[tuple[int, int], str]:
 
 
 def went_on(job: Job) -> bool:
-    """Whether the second attempt went on from a checkpoint of the first: of update 3, if that was complete."""
+    """Whether the second attempt resumed from a checkpoint of the first: of step 3, if that was complete."""
     first, second = job.worlds(1)
     return first["restarts"] == second["restarts"] == 1 and 0 < first["step"] == second["step"] <= 3
 
@@ -153,7 +153,7 @@ def lost(job: Job) -> bool:
 
 @pytest.mark.slow
 def test_a_cut_and_mended_cable(hosts: Hosts, tmp_path: Path, expected: dict[tuple[int, int], str]) -> None:
-    """Nobody is told of the cut. Both sides notice it, and go on from the newest checkpoint when they find each other again."""
+    """The cut is silent. Both sides notice it, and resume from the newest checkpoint when they find each other again."""
     job = Job(hosts, tmp_path / "run", restarts=1, gate=3).start_both()
     job.at_the_gate()
     hosts.cut()
@@ -168,7 +168,7 @@ def test_a_cut_and_mended_cable(hosts: Hosts, tmp_path: Path, expected: dict[tup
 @pytest.mark.slow
 @pytest.mark.parametrize("told", [False, True])
 def test_a_cable_that_stays_cut(hosts: Hosts, tmp_path: Path, told: bool, expected: dict[tuple[int, int], str]) -> None:
-    """With the limits that users have: nobody waits for ever, and a start by hand goes on."""
+    """With the limits that users have: no process waits forever, and a start by hand resumes."""
     job = Job(hosts, tmp_path / "run", patient=True, gate=3, patience=SILENCE).start_both()
     job.at_the_gate()
     begin = time.monotonic()
@@ -191,7 +191,7 @@ def test_a_cable_that_stays_cut(hosts: Hosts, tmp_path: Path, told: bool, expect
 
 
 @pytest.mark.slow
-def test_a_short_interruption_harms_nobody(hosts: Hosts, tmp_path: Path, expected: dict[tuple[int, int], str]) -> None:
+def test_a_short_interruption_does_no_harm(hosts: Hosts, tmp_path: Path, expected: dict[tuple[int, int], str]) -> None:
     """Of twelve seconds, with the limits that users have."""
     job = Job(hosts, tmp_path / "run", patient=True, gate=3, patience=SILENCE).start_both()
     job.at_the_gate()

@@ -115,7 +115,7 @@ def test_a_template_is_before_each_line_of_each_process(cells: Cells) -> None:
     end(streams, processes)
 
 
-def test_output_is_taken_where_nobody_wants_it(cells: Cells) -> None:
+def test_output_is_read_where_it_is_not_wanted(cells: Cells) -> None:
     """A process that writes must not wait for room, nor fail."""
     out, _ = cells()
     streams = WorkerOutput()

@@ -193,7 +193,7 @@ def test_the_null_experiment_takes_anything(tmp_path: Path) -> None:
     assert null is not logger
 
 
-def test_the_environment_tells_the_rank_where_nobody_else_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_tells_the_rank_where_nothing_else_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     logger = Memory()
     logger.log_metrics({"a": 1}, 0)
@@ -239,7 +239,7 @@ def test_what_a_logger_cannot_hold(kind: type[Logger], call: str, words: str, ra
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, JSONLLogger, TensorBoardLogger])
-def test_a_logger_goes_on_after_its_end_and_leaks_nothing(kind: type[Logger], tmp_path: Path) -> None:
+def test_a_logger_continues_after_its_end_and_leaks_nothing(kind: type[Logger], tmp_path: Path) -> None:
     def held() -> tuple[int, int]:
         descriptors = len(list(Path("/proc/self/fd").iterdir())) if sys.platform == "linux" else 0
         return descriptors, threading.active_count()

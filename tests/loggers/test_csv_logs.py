@@ -71,7 +71,7 @@ def test_rows_may_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [step for step, _ in read_metrics(tmp_path)["loss"]] == list(range(8))
 
 
-def test_a_new_process_goes_on_in_the_same_file(tmp_path: Path) -> None:
+def test_a_new_process_continues_in_the_same_file(tmp_path: Path) -> None:
     for start in (0, 2):
         logger = CSVLogger(tmp_path, version=0)
         logger.log_metrics({"loss": 1.5}, start)

@@ -163,13 +163,13 @@ def test_records_that_the_run_has_already_are_not_logged_again(at: int, killed: 
         logger.finalize()
 
 
-def test_a_run_that_the_user_names_goes_on_behind_what_it_has(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_the_user_names_continues_after_what_it_has(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first = MLFlowLogger("named", tracking_uri=database)
     train(first, 1, 4)
     first.finalize()
     monkeypatch.setenv("MLFLOW_RUN_ID", str(first.version))
     second = MLFlowLogger(tracking_uri=database)
-    train(second, 1, 2)  # another training in the same run: nothing of it is left out
+    train(second, 1, 2)  # another training in the same run: none of it is skipped
     state = second.state_dict()
     train(second, 3, 4)
     third = MLFlowLogger(tracking_uri=database)
@@ -216,7 +216,7 @@ raise ValueError("on purpose")
     assert run_of_id(database, ended.stdout.strip()).info.status == "FAILED"
 
 
-def test_the_environment_names_what_nobody_else_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_environment_names_what_no_argument_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert MLFlowLogger().name == "trainkit"
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "from_environment")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://nowhere:1")
@@ -260,7 +260,7 @@ def test_a_store_that_cannot_be_opened(tmp_path: Path) -> None:
 
 
 def test_a_store_that_fails_later_costs_the_rows_and_not_the_run(tmp_path: Path) -> None:
-    """An `OSError`, which a Trainer goes on without; the records count only once they are there."""
+    """An `OSError`, after which a Trainer continues; the records count only once they are stored."""
     logger = MLFlowLogger(save_dir=tmp_path)
     logger.log_metrics({"loss": 1.0}, 0)
     database = tmp_path / "mlflow.db"

@@ -99,7 +99,7 @@ def another_runs_log(saved: list[dict[str, Any]]) -> Any:
 
 
 def test_what_the_main_process_finds_counts(run_dir: Path) -> None:
-    """Another process sees a folder of the right name; only the main one sees that it is another run's."""
+    """Another process sees a folder of the right name; only the main process sees that it belongs to another run."""
     state = {"last_step": 1, "folder": "logs/default/version_0", "version": 0, "name": "default"}
     mark = {"rows": 1, "columns": 2, "first": "x", "last": "x"}
     (run_dir / "root/logs/default/version_0").mkdir(parents=True)

@@ -35,7 +35,7 @@ def script(first: int, last: int) -> list[tuple[str, int]]:
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9), st.integers(0, 3)), max_size=5))
 def test_a_run_killed_anywhere_and_often_is_that_of_one_that_was_not(kills: list[tuple[int, int, int]]) -> None:
-    """Each: from which checkpoint, how many records until the kill, and so many of the last that never arrived."""
+    """Each: from which checkpoint, how many records until the kill, and how many of the last ones never arrived."""
     store, states = Store(), {0: dict[str, int]()}
     at = 0
     for start, length, lost in [*kills, (12, 0, 0)]:

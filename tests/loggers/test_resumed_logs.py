@@ -1,4 +1,4 @@
-"""Loggers that go on after a kill: each step once, none lost, and nobody else's files touched."""
+"""Loggers that resume after a kill: each step once, none lost, and no other run's files touched."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def train(logger: Logger, steps: range) -> None:
 
 
 def stopped(logger: Logger, step: int, last: int = 0) -> dict[str, Any]:
-    """The state of a logger after a step, up to which it has logged; it goes on to the `last` one, and is closed."""
+    """The state of a logger after a step, up to which it has logged; it continues to the `last` one, and is closed."""
     train(logger, range(1, step + 1))
     state = logger.state_dict()
     train(logger, range(step + 1, last + 1))
@@ -62,7 +62,7 @@ def without_epoch(folder: Path) -> dict[str, Any]:
     return {name: series for name, series in read_metrics(folder).items() if name != "epoch"}
 
 
-# ---------------------------------------------------------------------------------------------------------- going on
+# ------------------------------------------------------------------------------------------------------------- resume
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,7 +119,7 @@ def test_a_logger_that_is_still_open_goes_back_too(kind: Any, tmp_path: Path) ->
     assert without_epoch(tmp_path)["loss"] == [(1, 0.125), (2, 0.25), (3, 0.375), (4, 0.5)]
 
 
-def test_text_goes_on_too(tmp_path: Path) -> None:
+def test_text_continues_too(tmp_path: Path) -> None:
     first = JSONLLogger(tmp_path)
     first.log_text("note", "a", 1)
     state = through_json(first.state_dict())
@@ -224,7 +224,7 @@ def test_the_default_folder_may_be_another_now(kind: Any, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("copied", [False, True])
-def test_a_run_that_was_moved_goes_on_where_it_is_now(kind: Any, copied: bool, tmp_path: Path) -> None:
+def test_a_run_that_was_moved_continues_where_it_is_now(kind: Any, copied: bool, tmp_path: Path) -> None:
     first = kind()
     first.set_default_root(tmp_path / "a")
     state = stopped(first, 3, 5)
@@ -331,7 +331,7 @@ def test_what_the_user_says_goes_before(kind: Any, arguments: dict[str, Any], tm
     assert [step for step, _ in without_epoch(Path(str(second.log_dir)))["loss"]] == [4, 5, 6]
 
 
-def test_loggers_that_share_a_folder_go_on_sharing_it(tmp_path: Path) -> None:
+def test_loggers_that_share_a_folder_continue_to_share_it(tmp_path: Path) -> None:
     first = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path), JSONLLogger(tmp_path)]
     attach(first, tmp_path)
     for logger in first:

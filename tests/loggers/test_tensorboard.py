@@ -137,7 +137,7 @@ def test_options_of_the_queue_are_those_of_torchs_writer(tmp_path: Path, monkeyp
 
 
 def test_options_of_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # TensorBoard reads files of the same second by name, the tenth writer's of a process before the ninth's: count anew
+    # TensorBoard reads files of the same second by name, a process's tenth writer before its ninth: restart the count
     from tensorboard.summary.writer import event_file_writer
 
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))

@@ -24,7 +24,7 @@ pytestmark = [needs("mlflow"), needs("comet_ml"), pytest.mark.usefixtures("local
 
 
 class Mortal(TinyModule):
-    """Is killed in the middle of a step, if it is told so."""
+    """Kills itself in the middle of a step, if `killed` is set."""
 
     killed = False
 
@@ -40,7 +40,7 @@ class Mortal(TinyModule):
 
 
 def train(root: Path, loggers: list[Logger], killed: bool = False) -> None:
-    """Twelve updates in three epochs, with validations and a checkpoint every two updates; goes on with one that is there."""
+    """Twelve optimizer steps in three epochs; validates and saves every two. Resumes if there is a checkpoint."""
     torch.manual_seed(0)
     module = Mortal()
     module.killed = killed

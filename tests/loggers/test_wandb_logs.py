@@ -256,7 +256,7 @@ def test_project_and_the_way_it_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     assert repr(WandbLogger(dir="d", version="v")) == "WandbLogger(save_dir='d', project='trainkit', id='v')"
 
 
-def test_beside_other_loggers_it_keeps_its_own_layout(tmp_path: Path) -> None:
+def test_next_to_other_loggers_it_keeps_its_own_layout(tmp_path: Path) -> None:
     table, run = CSVLogger(), WandbLogger()
     attach([run, table], tmp_path)
     assert (run.root_dir, run.log_dir) == (str(tmp_path / "logs"), str(tmp_path / "logs"))

@@ -101,7 +101,7 @@ def test_rows_that_the_run_has_already_are_not_logged_again(killed: int, lost: i
     assert resumed.rows == whole(12)
 
 
-def test_a_state_of_while_rows_are_left_out_leads_to_the_same(tmp_path: Path) -> None:
+def test_a_state_from_while_rows_are_skipped_leads_to_the_same(tmp_path: Path) -> None:
     resumed = Online(whole(8))
     second = WandbLogger(experiment=resumed)
     second.load_state_dict({"last_step": 4, "id": "abc", "rows": 6})
@@ -114,8 +114,8 @@ def test_a_state_of_while_rows_are_left_out_leads_to_the_same(tmp_path: Path) ->
     assert resumed.rows == whole(10)
 
 
-def test_a_run_that_goes_on_with_other_steps_loses_none() -> None:
-    """Logged each step before, every tenth now: what is left out ends with the last step that the run has."""
+def test_a_run_that_continues_with_other_steps_loses_none() -> None:
+    """Logged each step before, every tenth now: what is skipped ends with the last step that the run has."""
     resumed = Online(whole(8))
     second = WandbLogger(experiment=resumed)
     second.load_state_dict({"last_step": 4, "id": "abc", "rows": 6})
@@ -124,7 +124,7 @@ def test_a_run_that_goes_on_with_other_steps_loses_none() -> None:
     assert [row[STEP] for row in resumed.rows[12:]] == [10, 20, 30]
 
 
-def test_a_run_that_is_still_open_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_is_still_open_continues(tmp_path: Path) -> None:
     logger = WandbLogger(save_dir=tmp_path)
     train(logger, 1, 4)
     state = logger.state_dict()
@@ -156,7 +156,7 @@ def test_a_run_that_the_user_chose_goes_before(how: str, tmp_path: Path, caplog:
     assert logger.state_dict() == {"last_step": 5, "id": "mine", "rows": 1}
 
 
-def test_a_run_of_the_user_that_is_the_same_goes_on(tmp_path: Path) -> None:
+def test_a_run_of_the_user_that_is_the_same_continues(tmp_path: Path) -> None:
     import wandb
 
     mine = wandb.init(project="x", dir=tmp_path, id="mine")

@@ -1,4 +1,4 @@
-"""An epoch of metrics that goes on with another number of processes: what it comes to is what one process would have had."""
+"""An epoch of metrics that continues on another number of processes: the result is that of one process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CHANGES = [(2, 1), (1, 2), (2, 3), (3, 2), (4, 1), (4, 2), (1, 4), (2, 2), (3, 3
 
 @pytest.mark.parametrize("before, after", CHANGES)
 @pytest.mark.parametrize("at", [12, 156])
-def test_an_epoch_goes_on_with_another_number_of_processes(before: int, after: int, at: int) -> None:
+def test_an_epoch_continues_on_another_number_of_processes(before: int, after: int, at: int) -> None:
     states = run_threads(before, started, many, at, 5)[0][0]
     whole = Run()
     epoch(whole, many, at + 17)
@@ -72,7 +72,7 @@ def test_an_epoch_goes_on_with_another_number_of_processes(before: int, after: i
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_same_number_goes_on_to_the_bit(size: int) -> None:
+def test_the_same_number_continues_bit_for_bit(size: int) -> None:
     def whole(world: World) -> str:
         run = Run(world)
         epoch(run, many, 100, every=7)
@@ -146,7 +146,7 @@ def test_a_value_of_a_step_that_no_boundary_has_seen(before: int, after: int) ->
 
 
 def test_a_value_of_before_gives_way_to_a_newer_one() -> None:
-    """Rows are counted anew: their numbers were higher before."""
+    """Rows are counted from zero again: their numbers were higher before."""
 
     def step(run: Run, m: int) -> None:
         run.log("x", float(m), reduce_fx="max")
@@ -254,7 +254,7 @@ def with_objects(world: World, states: Any, first: int, batches: int, end: bool)
 
 
 @pytest.mark.parametrize("before, after", CHANGES)
-def test_objects_go_on_with_another_number_of_processes(before: int, after: int) -> None:
+def test_objects_continue_on_another_number_of_processes(before: int, after: int) -> None:
     states = run_threads(before, with_objects, None, 0, 12, False)[0]
     expected, every, updates = with_objects(World(), None, 0, 24, True)
     outcomes = run_threads(after, with_objects, states, 12, 24, True)

@@ -310,7 +310,7 @@ def test_without_boundaries_only_epochs_are_logged() -> None:
     assert [set(row) for _, row in logger.rows] == [{"x_epoch", "epoch"}]
 
 
-def test_each_epoch_starts_anew() -> None:
+def test_each_epoch_starts_again() -> None:
     _, logger = fitted(module(training_step=lambda self, n: self.log("x", float(n), on_epoch=True)), max_epochs=3)
     assert logger.of("x_epoch") == {4: 1.5, 8: 5.5, 12: 9.5}
 

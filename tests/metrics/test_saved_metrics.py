@@ -48,7 +48,7 @@ class Run(metric_runs.Run):
 
 
 def resumed(run: Run, **objects: Any) -> Run:
-    """Another process that goes on from a checkpoint of this moment."""
+    """Another process that resumes from a checkpoint of this moment."""
     other = Run()
     module = objects.pop("module", None)
     state = run.store.state_dict(module) if module is not None else run.store.state_dict()
@@ -100,7 +100,7 @@ def test_an_epoch_comes_out_bit_for_bit(at: int) -> None:
     assert len(first.rows) == before
     assert bits(second.results.callback.keys()) == bits(whole.results.callback.keys())
     assert bits(second.results) == bits(whole.results)
-    for run in (second, whole):  # a value of a step that no log boundary has seen goes on into the next epoch
+    for run in (second, whole):  # a step's value that no log boundary has seen carries over into the next epoch
         run.batch(0, many, every=1)
     assert bits(second.rows[-1]) == bits(whole.rows[-1])
 
@@ -200,7 +200,7 @@ def test_options_that_may_change_across_a_resume(before: dict[str, Any], after: 
         ({"on_epoch": True, "reduce_fx": lambda v: v.sum()}, {"on_epoch": True}),
     ],
 )
-def test_other_options_in_the_epoch_that_goes_on_are_an_error(before: dict[str, Any], after: dict[str, Any]) -> None:
+def test_other_options_in_the_epoch_that_continues_are_an_error(before: dict[str, Any], after: dict[str, Any]) -> None:
     first = Run()
     first.batch(0, one(**before))
     second = resumed(first)

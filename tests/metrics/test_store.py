@@ -165,7 +165,7 @@ def test_a_function_written_in_the_call_is_the_same_each_time() -> None:
         (None, "not None"),
     ],
 )
-def test_a_reduction_that_nobody_knows(reduction: Any, words: str) -> None:
+def test_an_unknown_reduction(reduction: Any, words: str) -> None:
     kind = UnknownNameError if isinstance(reduction, str) else MetricError
     with pytest.raises(kind) as caught:
         validated(lambda m, i: m.log("x", 1.0, reduce_fx=reduction), [1])

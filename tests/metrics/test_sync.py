@@ -52,7 +52,7 @@ def test_an_epoch_takes_one_exchange_and_one_more_for_functions() -> None:
     assert run_threads(2, job, torch.median) == [2, 2]
 
 
-def test_one_process_asks_nobody() -> None:
+def test_one_process_asks_no_other() -> None:
     class Alone(World):
         def _gathered(self, data: bytes) -> list[bytes]:
             raise AssertionError
@@ -325,7 +325,7 @@ def test_rank_zero_only() -> None:
         if run.world.rank == 0:
             run.log("alone", float(m), rank_zero_only=True, on_epoch=True, on_step=False, reduce_fx=lambda values: values[-1])
         else:
-            run.log(3, "no number", rank_zero_only=True)  # type: ignore[arg-type]  # nobody looks at it here
+            run.log(3, "no number", rank_zero_only=True)  # type: ignore[arg-type]  # type: ignore[arg-type]  # not checked here
 
     def job(world: FakeWorld) -> Any:
         run = Run(world)

@@ -102,7 +102,7 @@ def evaluated(world: World | None, batches: int) -> dict[str, float]:
     run, metrics = Run(world), Metrics()
     with torch.inference_mode():
         results = [evaluation(run, metrics.step, batches) for _ in range(2)]
-    assert repr(results[0]) == repr(results[1])  # they start anew
+    assert repr(results[0]) == repr(results[1])  # they start from zero again
     assert all(metric.update_count == 0 for metric in (metrics.mse, metrics.order, *metrics.several.values()))
     assert metrics.order.value == metrics.auroc.preds == metrics.kinds.own_list == []
     return results[0]
@@ -132,7 +132,7 @@ def test_their_values_of_a_step_are_reduced_as_numbers_are() -> None:
         epoch(run, step, 4, every=1)
         assert metrics[world.rank].update_count == 2
         run.end()
-        assert metrics[world.rank].update_count == 0  # though nobody asked for its value of the epoch
+        assert metrics[world.rank].update_count == 0  # though its value of the epoch was not requested
         return run.rows
 
     sizes = [m % 5 + 1 for m in range(4)]
@@ -252,7 +252,7 @@ def test_a_value_that_is_no_number_is_an_error_everywhere() -> None:
     assert second == f"rank 0: MetricError: {first}"  # it had no batch and no object
 
 
-def test_an_object_goes_on_with_what_it_had() -> None:
+def test_an_object_continues_with_what_it_had() -> None:
     mine, other = torchmetrics.MeanSquaredError(), torchmetrics.MeanSquaredError()
     mine.update(torch.ones(2), torch.zeros(2))
     other.update(torch.full((2,), 3.0), torch.zeros(2))

@@ -78,7 +78,7 @@ def test_hyper_parameters_in_one_argument(kind: Any) -> None:
     assert type(again.hparams.betas) is tuple
 
 
-def test_classes_among_the_hyper_parameters_are_left_out() -> None:
+def test_classes_among_the_hyper_parameters_are_omitted() -> None:
     class Activated(TinyModule):
         def __init__(self, activation: type = nn.ReLU, options: Any = None) -> None:
             super().__init__()

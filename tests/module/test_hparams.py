@@ -109,7 +109,7 @@ def test_one_object_that_holds_them(holder: Any, expected: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("ignore", ["lr", ["lr"], ("lr", "no such"), {"lr"}])
-def test_some_are_left_out(ignore: Any) -> None:
+def test_some_are_omitted(ignore: Any) -> None:
     assert Given({"lr": 1.0, "width": 2}, ignore=ignore).hparams == {"width": 2}
 
 

@@ -149,7 +149,7 @@ def test_a_plateau_scheduler_needs_no_monitor_under_manual_optimization() -> Non
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05)  # after two steps that were no better
 
 
-def test_the_monitor_beside_the_scheduler() -> None:
+def test_the_monitor_next_to_the_scheduler() -> None:
     configure = with_scheduler(lambda o, s: {"optimizer": o, "lr_scheduler": s, "monitor": "val_loss"}, plateau)
     trainer = make_trainer()
     trainer.fit(Returning(configure), tiny_loader(8), tiny_loader(4))

@@ -26,7 +26,7 @@ def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
 def trace(
     make: Any, prepared_length: bool = False, accumulate: int = 1, epochs: int = EPOCHS, updates: int = 1000, **options: Any
 ) -> list[float]:
-    """The learning rate that each update was made with, and the last one; so many updates at most."""
+    """The learning rate of each optimizer step, and the last one; at most `updates` steps."""
     accelerator = Accelerator(gradient_accumulation_steps=accumulate, **options)
     model, optimizer, loader = parts()
     whole = len(loader)
@@ -186,7 +186,7 @@ def warned_of_each() -> list[dict[str, list[str]]]:
     ]
 
 
-def test_one_made_for_the_prepared_length_is_told_once() -> None:
+def test_one_made_for_the_prepared_length_warns_once() -> None:
     main, other = run_world(2, warned_of_each)
     for said in main:
         (text,) = said["prepared"]
@@ -194,7 +194,7 @@ def test_one_made_for_the_prepared_length_is_told_once() -> None:
         assert "18 fits the 6 batches of the prepared loader, so it ends too early" in text
         assert "it must fit the 12 of the loader as it was before prepare" in text
         assert said["first"] == [text]  # before a rate was wrong
-        # two epochs of six batches are one of twelve: it is told when it goes on beyond its end
+        # two epochs of six batches are one of twelve: a message says when it continues past its end
         (text,) = said["both"]
         assert "is over after 12 steps" in text
         assert "12 fits the 6 batches" in text

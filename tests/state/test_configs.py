@@ -1,4 +1,4 @@
-"""transformers and PEFT models: what is written beside their weights, and adapters without their base."""
+"""transformers and PEFT models: what is written next to their weights, and adapters without their base."""
 
 from __future__ import annotations
 

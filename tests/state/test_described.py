@@ -1,4 +1,4 @@
-"""Optimizers with a state of their own kind, and descriptions that somebody has tampered with."""
+"""Optimizers with a state of their own kind, and descriptions that were tampered with."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Odd(SGD):
 
 
 def odd_state(module: nn.Linear) -> dict[str, Any]:
-    """The last tensor is a list beside a slot that has the name of its second."""
+    """The last tensor is in a list, next to a slot that has the name of its second."""
     return {
         "pair": (torch.ones(2, 3), None, 4),
         "empty": [],
@@ -175,7 +175,7 @@ def _tampered() -> dict[str, Callable[[dict[str, Any], dict[str, Tensor]], objec
         "negative list": lambda d, t: d["state"].update(weight={"lists": {"x": {"tuple": False, "length": -1, "values": {}}}}),
         "irregular numbers": lambda d, t: d["state"].update(weight={"irregular": [1]}),
         "entry with a number": lambda d, t: d.update(entries={0: {}}),
-        "tensor of nobody": lambda d, t: t.update({"0/stranger/exp_avg": torch.ones(1)}),
+        "tensor of no parameter": lambda d, t: t.update({"0/stranger/exp_avg": torch.ones(1)}),
         "tensor without a slot": lambda d, t: t.update({"0/exp_avg": torch.ones(1)}),
     }
 

@@ -192,7 +192,7 @@ class Picky(nn.Module):
         raise ValueError("not this one")
 
 
-def test_a_module_whose_own_load_fails_is_put_back() -> None:
+def test_a_module_whose_own_load_fails_is_restored() -> None:
     for module, other in ((nn.Sequential(nn.Linear(2, 2), Extra("bad")), nn.Sequential(nn.Linear(2, 2), Extra())),):
         with unchanged(other), pytest.raises(StateMismatchError, match="load_state_dict failed: not mine"):
             restore_model(other, stored(module), what=WHAT)

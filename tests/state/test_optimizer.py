@@ -358,7 +358,7 @@ def test_a_plan_changes_nothing() -> None:
     assert differences(whole(net, optimizer)["state"], whole(other, resumed)["state"]) == []
 
 
-def test_a_parameter_of_nobody_and_one_twice_are_refused() -> None:
+def test_an_unknown_parameter_and_one_twice_are_refused() -> None:
     net = Net()
     with pytest.raises(UnsavableError, match=r"optimizer 2 \(SGD\) contains a parameter of shape \(3,\)"):
         capture_optimizer(optim.SGD([nn.Parameter(torch.ones(3))], 0.1), 2, parameter_names([net]))

@@ -1,4 +1,4 @@
-"""Every scheduler of torch: the learning rates after a resume are those of the run that went on."""
+"""Every scheduler of torch: the learning rates after a resume are those of an uninterrupted run."""
 
 from __future__ import annotations
 

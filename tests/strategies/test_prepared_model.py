@@ -244,7 +244,7 @@ def test_nothing_to_learn_from_under_a_static_graph() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_parameters_whose_gradients_nobody_averages() -> None:
+def test_parameters_whose_gradients_are_not_averaged() -> None:
     strategy, module, other = joined(), Net(), nn.Linear(1, 3)
     model = strategy.wrap(strategy.prepare_module(module))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

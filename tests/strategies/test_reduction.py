@@ -74,7 +74,7 @@ def test_sparse_gradients() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_a_sparse_gradient_that_nobody_expects() -> None:
+def test_a_sparse_gradient_that_is_not_expected() -> None:
     joined()
     parameter = nn.Parameter(torch.zeros(3, 2))
     parameter.grad = torch.zeros(3, 2).to_sparse(1)

@@ -23,7 +23,7 @@ class Schema:
     sizes: list[int] = field(default_factory=lambda: [1, 2])
 
 
-def test_nobody_loads_it() -> None:
+def test_it_is_not_loaded() -> None:
     done = run_python(
         "import sys; from trainkit.tagged_json.encode import dumps; from trainkit.loggers.logged_values import plain; "
         "dumps({'a': [1]}, {}); plain({'a': [1]}); print('omegaconf' in sys.modules)"

@@ -163,7 +163,7 @@ def test_a_replacement_that_is_named_exists(name: str) -> None:
             assert word in (*OURS, *known), f"{word} in: {ADVICE['Trainer'][name]}"
 
 
-def test_an_argument_that_nobody_knows() -> None:
+def test_an_unknown_argument() -> None:
     with pytest.raises(UnknownNameError, match=r"Trainer has no argument 'max_epoch'\. Did you mean 'max_epochs'\?"):
         make_trainer(max_epoch=3)
     with pytest.raises(
@@ -392,7 +392,7 @@ def test_how_long_without_an_end() -> None:
     assert make_trainer(max_epochs=None, fast_dev_run=True).max_epochs == 1
 
 
-def test_a_fit_without_an_end_says_how_long_it_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fit_without_an_end_says_how_long_it_continues(caplog: pytest.LogCaptureFixture) -> None:
     class OneStep(TinyModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.trainer.should_stop = True

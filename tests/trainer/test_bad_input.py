@@ -68,7 +68,7 @@ def refused(kind: type[TrainkitError], run: Callable[[Trainer], Any], **argument
     assert witness.seen.count("teardown") == witness.seen.count("setup") or witness.seen == ["teardown"]
     seen = list(witness.seen)
     assert "train" not in seen
-    good = TinyModule()  # the trainer can go on with what is right
+    good = TinyModule()  # the trainer can continue with valid input
     before = parameters_of(good)
     trainer.fit(good, tiny_loader(), tiny_loader())
     assert trainer.global_step == max(1, 4 // trainer.accumulate_grad_batches)

@@ -1,4 +1,4 @@
-"""What goes wrong while a run is going: the right error, everything given back, and the next run works."""
+"""What goes wrong during a run: the right error, everything restored, and the next run works."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_a_trial_run(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages[-1] == "fit ended at step 1, epoch 1: fast_dev_run, which writes nothing."
 
 
-def test_a_stop_that_somebody_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stop_that_was_requested(caplog: pytest.LogCaptureFixture) -> None:
     fit(Stopping())
     assert caplog.messages[-1] == f"fit ended at step 2, epoch 0: trainer.should_stop was set. {PLACE}"
 

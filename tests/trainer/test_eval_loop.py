@@ -206,7 +206,7 @@ def test_ways_of_giving_several(loaders: Any) -> None:
 
 
 def test_other_modes_than_one_after_the_other_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="one after the other, not in mode 'min_size'"):
+    with pytest.raises(ConfigurationError, match="one after another, not with mode='min_size'"):
         make_trainer().test(Measuring(), CombinedLoader([tiny_loader(), tiny_loader()], mode="min_size"))
 
 

@@ -93,7 +93,7 @@ def test_results_are_printed_unless_told_otherwise(verb: str, capsys: pytest.Cap
     assert "loss" in capsys.readouterr().out
 
 
-def test_predictions_are_given_back_unless_told_otherwise() -> None:
+def test_predictions_are_returned_unless_told_otherwise() -> None:
     assert make_trainer().predict(Constant(1.0), tiny_loader(2, 2), return_predictions=False) is None
     (prediction,) = make_trainer().predict(Constant(1.0), tiny_loader(2, 2))
     assert prediction.tolist() == [[1.0], [1.0]]

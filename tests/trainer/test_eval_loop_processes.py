@@ -153,7 +153,7 @@ def test_a_metric_of_one_process_in_a_hook_after_such_a_loader() -> None:
 
 
 class Stream(IterableDataset[Any]):
-    """The inputs of `tiny_loader`; split by itself where it is told how many for each rank."""
+    """The inputs of `tiny_loader`; splits itself if `counts` says how many each rank gets."""
 
     def __init__(self, counts: list[int] | None, samples: int = 11) -> None:
         self.counts, self.samples = counts, samples
@@ -221,7 +221,7 @@ def test_predictions_come_in_the_order_of_the_data(size: int) -> None:
             assert rows == expected
             assert numbers == [(m // size, 0) for m, _ in ms]
         assert nothing is None
-        assert kept == [[]]  # nothing is gathered that nobody wants
+        assert kept == [[]]  # nothing is gathered that is not needed
 
 
 def memory_of_views() -> list[int]:

@@ -1,4 +1,4 @@
-"""A `Trainer` that is told nothing has what the configuration says; its arguments beat that."""
+"""A `Trainer` without arguments takes those of the configuration; its own arguments override them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def bare(**arguments: Any) -> Trainer:
-    """A Trainer that is told nothing else of where and how it runs."""
+    """A Trainer without any other argument that says where and how it runs."""
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     return Trainer(**{**quiet, "num_sanity_val_steps": 0, "max_epochs": 1, "seed": 1, **arguments})
 
@@ -132,7 +132,7 @@ def test_gpus_that_are_not_there(configured: Any) -> None:
 
 
 def test_a_deepspeed_configuration(configured: Any) -> None:
-    """A bare Trainer takes what it says of an update; one that is told otherwise goes its way."""
+    """A Trainer without arguments takes the options of an optimizer step from it; arguments override them."""
     zero = {"stage": 1, "reduce_bucket_size": 1000}
     Path("ds.json").write_text(
         json.dumps({"zero_optimization": zero, "gradient_clipping": 0.3, "gradient_accumulation_steps": 2})

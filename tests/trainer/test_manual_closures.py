@@ -139,12 +139,12 @@ def test_schedulers_are_the_modules_business() -> None:
         ({"gradient_clip_val": 1.0}, r"self.clip_gradients\(optimizer"),
     ],
 )
-def test_arguments_that_nobody_would_carry_out(arguments: dict[str, Any], words: str) -> None:
+def test_arguments_without_effect_are_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         make_trainer(**arguments).fit(Manual(), tiny_loader())
 
 
-def test_overrides_that_nobody_would_call() -> None:
+def test_overrides_that_are_never_called() -> None:
     class Weighing(Manual):
         def batch_weight(self, batch: Any) -> float:
             return 1.0

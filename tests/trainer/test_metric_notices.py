@@ -82,7 +82,7 @@ def test_a_metric_of_training_needs_no_validation() -> None:
 
 @pytest.mark.parametrize("monitor", ["val_los", "Val_Loss", "val-loss", "valid_loss", "vla_loss"])
 @pytest.mark.parametrize("kind", ["EarlyStopping", "ModelCheckpoint", "ReduceLROnPlateau"])
-def test_a_misspelled_monitor_is_told_after_the_sanity_check(monitor: str, kind: str) -> None:
+def test_a_misspelled_monitor_is_reported_after_the_sanity_check(monitor: str, kind: str) -> None:
     callback = {"EarlyStopping": EarlyStopping(monitor), "ModelCheckpoint": ModelCheckpoint(monitor=monitor)}.get(kind)
     module = TinyModule() if callback else Plateau(monitor)
     steps: list[int] = []
@@ -168,7 +168,7 @@ class SameName(TinyModule):
         self.log("loss", float(self.trainer.current_epoch))
 
 
-def test_a_name_that_training_and_validation_share_is_told_once(caplog: Any) -> None:
+def test_a_name_that_training_and_validation_share_is_reported_once(caplog: Any) -> None:
     caplog.set_level("INFO", "trainkit")
     stopping = EarlyStopping("loss", patience=9)
     make_trainer(stopping, max_epochs=3).fit(SameName(), tiny_loader(), tiny_loader())
@@ -180,7 +180,7 @@ def test_a_name_that_training_and_validation_share_is_told_once(caplog: Any) -> 
     assert stopping.best_score.item() == 0.0
 
 
-def test_a_shared_name_that_nobody_monitors_is_not_told(caplog: Any) -> None:
+def test_a_shared_name_that_is_not_monitored_is_not_reported(caplog: Any) -> None:
     caplog.set_level("INFO", "trainkit")
     make_trainer(max_epochs=2).fit(SameName(), tiny_loader(), tiny_loader())
     assert not any("is logged in training and in validation" in message for message in caplog.messages)
@@ -201,7 +201,7 @@ def rare(caplog: Any, **arguments: Any) -> list[str]:
     return [message for message in caplog.messages if "log_every_n_steps" in message]
 
 
-def test_an_epoch_shorter_than_the_log_interval_is_told_once(caplog: Any) -> None:
+def test_an_epoch_shorter_than_the_log_interval_is_reported_once(caplog: Any) -> None:
     assert rare(caplog, accumulate_grad_batches=2) == [
         "an epoch has 2 optimizer steps, fewer than log_every_n_steps=50: what is logged by step reaches the loggers at every "
         "50th step only. To log more often: Trainer(log_every_n_steps=1)"

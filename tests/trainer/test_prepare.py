@@ -1,4 +1,4 @@
-"""What `Accelerator.prepare` takes and gives back, and how that is undone."""
+"""What `Accelerator.prepare` takes and returns, and how that is undone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def loader() -> DataLoader:
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
-def test_any_order_is_given_back(order: tuple[int, ...]) -> None:
+def test_any_order_is_returned(order: tuple[int, ...]) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     objects = [model, optimizer, loader(), torch.optim.lr_scheduler.StepLR(optimizer, 1)]
@@ -45,7 +45,7 @@ def test_any_order_is_given_back(order: tuple[int, ...]) -> None:
     assert prepared[order.index(1)].optimizer is optimizer
 
 
-def test_one_object_is_given_back_as_it_is_and_none_as_none() -> None:
+def test_one_object_is_returned_as_it_is_and_none_as_none() -> None:
     engine = accelerator()
     assert isinstance(engine.prepare(loader()), PreparedLoader)
     assert engine.prepare() == ()

@@ -217,7 +217,7 @@ def test_streams_of_unequal_length_end_together(lengths: list[int], accumulate: 
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_stream_that_does_not_split_itself_is_dealt_out(size: int) -> None:
+def test_a_stream_that_does_not_split_itself_is_sharded(size: int) -> None:
     ranks = run_world(size, streamed, [17], False, 1)
     assert sorted(i for rank in ranks for i in rank[1]) == list(range(17))
     assert {rank[0] for rank in ranks} == {-(-9 // size)}

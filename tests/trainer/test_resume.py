@@ -117,7 +117,7 @@ def test_a_damaged_one_is_passed_over_and_named() -> None:
 )
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_checkpoint_of_any_hook_resumes_exactly(hook: str, number: int, accumulate: int) -> None:
-    """Wherever a user saves, the run that goes on from there ends with the same numbers and logs no row twice."""
+    """Wherever a user saves, the run that resumes from there ends with the same numbers and logs no row twice."""
     arguments: dict[str, Any] = {"max_epochs": 3, "accumulate_grad_batches": accumulate, "val_check_interval": 2}
     arguments |= {"log_every_n_steps": 1}
 
@@ -177,7 +177,7 @@ def test_no_skipped_sample_is_fetched() -> None:
     assert len(second.dataset.fetched) == 4000 - 990 * 4
 
 
-def test_an_iterable_with_a_state_goes_on_from_it() -> None:
+def test_an_iterable_with_a_state_continues_from_it() -> None:
     class Stream(IterableDataset):
         def __init__(self) -> None:
             self.at, self.read = 0, 0
@@ -223,7 +223,7 @@ def test_an_iterable_without_a_state_is_skipped_through(caplog: pytest.LogCaptur
 
 
 def test_another_batch_size() -> None:
-    """The position counts samples, so a batch size that divides them goes on at the right sample."""
+    """The position counts samples, so a batch size that divides them resumes at the right sample."""
     make_trainer(SaveIn("on_train_batch_end", 4)).fit(Adam(), tiny_loader(24, batch_size=3))
     recorder = Recorder()
     make_trainer(recorder).fit(Adam(), tiny_loader(24, batch_size=6), ckpt_path="there")
@@ -264,7 +264,7 @@ def test_only_the_model(caplog: pytest.LogCaptureFixture) -> None:
     assert "restored: model. Not restored: optimizer, scheduler, scaler, loop, callbacks, loggers." in said
 
 
-def test_parts_that_nobody_knows() -> None:
+def test_unknown_parts() -> None:
     saved()
     with pytest.raises(UnknownNameError, match="unknown part 'optimiser'.*Did you mean 'optimizer'"):
         saving().fit(Adam(), tiny_loader(), ckpt_path="auto", restore={"model", "optimiser"})
@@ -307,7 +307,7 @@ def test_what_does_not_fit_is_listed_whole() -> None:
     assert same(parameters_of(module), before)
 
 
-def test_weights_only_cannot_be_gone_on_from() -> None:
+def test_weights_only_cannot_be_resumed() -> None:
     trainer = saved()
     trainer.save_checkpoint("weights", weights_only=True)
     assert not (Path("weights") / "optimizer.safetensors").exists()
@@ -414,7 +414,7 @@ class Average:
         return {"value": self.value}
 
 
-def test_what_a_hook_adds_and_nobody_can_store_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_hook_adds_and_cannot_be_stored_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its message has three fixes, each of which works."""
 
     class Adding(Adam):
@@ -460,7 +460,7 @@ def test_what_a_hook_adds_and_nobody_can_store_is_one_error(monkeypatch: pytest.
             assert "average" not in kept
 
 
-def test_a_run_that_early_stopping_ended_goes_on_with_more_patience() -> None:
+def test_a_run_that_early_stopping_ended_resumes_with_more_patience() -> None:
     class Flat(Adam):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val_loss", 1.0)
@@ -524,7 +524,7 @@ def test_state_json_is_json() -> None:
 
 
 def test_another_run_leaves_the_log_of_the_first_alone() -> None:
-    """Going on from somebody's checkpoint in a folder of one's own is a run of one's own, with a log of its own."""
+    """Resuming from another run's checkpoint in a new folder is a new run, with its own log."""
     first = saved(logger=JSONLLogger("logs"), max_epochs=2)
     log = Path("logs/default/version_0/metrics.jsonl")
     before = log.read_text()
@@ -536,7 +536,7 @@ def test_another_run_leaves_the_log_of_the_first_alone() -> None:
 
 
 def test_what_becomes_unsavable_on_the_way_does_not_end_the_run_at_once() -> None:
-    """A warning, and training goes on; after three failures in a row it ends, as for a full disk."""
+    """A warning, and training continues; after three failures in a row it ends, as for a full disk."""
 
     class Turning(Callback):
         def state_dict(self) -> dict[str, Any]:
@@ -590,7 +590,7 @@ def test_an_evaluation_without_a_checkpoint_says_so(caplog: pytest.LogCaptureFix
 
 
 def test_a_step_that_a_scheduler_has_ended_is_not_saved(caplog: pytest.LogCaptureFixture) -> None:
-    """The parameters are those after it, the schedule is not: nobody could go on from that."""
+    """The parameters are those after it, the schedule is not: no run could resume from that."""
 
     class Short(Adam):
         def configure_optimizers(self) -> Any:

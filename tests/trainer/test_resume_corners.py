@@ -1,4 +1,4 @@
-"""Corners of a resume: runs that were told to end, ends of epochs, loaders asked for anew, states of iterables."""
+"""Corners of a resume: runs that were asked to stop, ends of epochs, loaders requested again, states of iterables."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Signal(Callback):
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
 @pytest.mark.parametrize("every", [None, 1, 1000])
-def test_a_run_that_was_told_to_stop_goes_on(every: int | None, hook: str) -> None:
-    """The stop was obeyed: who asks to go on goes on, from where it was, with nothing repeated and nothing left out."""
+def test_a_run_that_was_asked_to_stop_resumes(every: int | None, hook: str) -> None:
+    """The stop request was served: a resumed run continues where it was, with nothing repeated and nothing skipped."""
     step = 5 if hook == "on_train_batch_end" else 4
     callback = ModelCheckpoint() if every is None else ModelCheckpoint(every_n_train_steps=every)
     first, second = Recorder(), Recorder()
@@ -184,7 +184,7 @@ def test_loaders_that_are_asked_for_by_epoch() -> None:
 
 
 class Endless(IterableDataset):
-    """A stream that goes on from epoch to epoch, and can be asked where it is."""
+    """A stream that continues from epoch to epoch, and can be asked where it is."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -214,7 +214,7 @@ class Read(Adam):
 
 
 @pytest.mark.parametrize("limit", [3, 12])
-def test_a_stream_goes_on_over_the_ends_of_epochs(limit: int) -> None:
+def test_a_stream_continues_past_the_ends_of_epochs(limit: int) -> None:
     arguments = {"limit_train_batches": limit, "max_epochs": 3}
     whole, rest = Read(), Read()
     make_trainer(**arguments).fit(whole, DataLoader(Endless(), batch_size=1))

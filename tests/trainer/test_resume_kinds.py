@@ -18,7 +18,7 @@ from trainkit.checkpoint import open_checkpoint
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-true", "64-true"])
 def test_other_precisions(precision: str) -> None:
-    """The loss scale of 16-mixed goes on where it was, also when an update was skipped for it."""
+    """The loss scale of 16-mixed continues where it was, also when an optimizer step was skipped for it."""
 
     class Overflowing(Adam):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -54,7 +54,7 @@ class Checkpointed(Wide):
 
 
 class At(Callback):
-    """Does something in a hook, the first time that so many updates have been made."""
+    """Does something in a hook, the first time that `step` optimizer steps have been made."""
 
     def __init__(self, hook: str, step: int, act: Callable[..., Any]) -> None:
         self.step, self.act = step, act
@@ -301,7 +301,7 @@ def test_a_full_disk_of_one_process_is_tried_again(run_dir: Path) -> None:
 
 
 class Told(ModelCheckpoint):
-    """Notes the step at which it is told that a save has failed."""
+    """Notes the step at which a message says that a save has failed."""
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         super().setup(trainer, module, stage)
@@ -327,7 +327,7 @@ def told(rank: int) -> list[int]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_failure_is_told_to_all_at_the_same_step(run_dir: Path, rank: int) -> None:
+def test_a_failure_reaches_all_ranks_at_the_same_step(run_dir: Path, rank: int) -> None:
     """And before the next save, which would find it out."""
     assert run_world(2, told, rank) == [[5], [5]]
 
@@ -465,7 +465,7 @@ def otherwise(what: str) -> tuple[str, str]:
         ("checkpointing", "rank 1 callbacks=[]"),
     ],
 )
-def test_who_asks_for_something_else_is_told_and_nobody_waits(run_dir: Path, what: str, said: str) -> None:
+def test_a_rank_that_asks_for_something_else_gets_an_error_and_no_rank_waits(run_dir: Path, what: str, said: str) -> None:
     run_world(2, fit_and_keep)
     ends = run_world(2, otherwise, what)
     assert ends[0] == ends[1]

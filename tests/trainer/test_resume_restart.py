@@ -1,4 +1,4 @@
-"""When the launcher has started the processes anew: a fit goes on from the newest checkpoint of its run."""
+"""When the launcher has restarted the processes: a fit resumes from the newest checkpoint of its run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def runs() -> dict[str, list[int]]:
     return {run: sorted(steps) for run, steps in found.items()}
 
 
-def test_a_fresh_start_goes_on(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fresh_start_resumes(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     first = job.fit(3)
     job.start()
     caplog.clear()
@@ -88,7 +88,7 @@ def test_without_a_restart_it_is_a_fresh_start(job: Job) -> None:
 
 
 @pytest.mark.parametrize("ckpt_path", ["auto", "last", "runs/version_0/checkpoints/step-00000001"])
-def test_whatever_it_is_told(job: Job, ckpt_path: str) -> None:
+def test_whatever_ckpt_path_says(job: Job, ckpt_path: str) -> None:
     job.fit(3)
     job.restarts = -1
     job.memory.texts.clear()
@@ -135,7 +135,7 @@ def test_a_run_that_was_taken_over_is_remembered(job: Job) -> None:
     assert third.began == 4
 
 
-def test_each_fit_of_a_script_goes_on_by_itself(job: Job) -> None:
+def test_each_fit_of_a_script_resumes_by_itself(job: Job) -> None:
     job.fit(3)
     second = job.fit(2)
     job.start()
@@ -203,7 +203,7 @@ def test_a_restart_before_the_first_checkpoint(job: Job, caplog: pytest.LogCaptu
     assert job.fit(4, ckpt_path="runs/version_0/checkpoints/step-00000002").began == 2
 
 
-def test_a_trial_run_goes_on_from_nothing(job: Job) -> None:
+def test_a_trial_run_resumes_from_nothing(job: Job) -> None:
     job.fit(3)
     job.start()
     assert job.fit(3, fast_dev_run=True).began == 0

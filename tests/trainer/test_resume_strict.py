@@ -245,7 +245,7 @@ def test_what_the_message_says_can_be_pasted(change: str) -> None:
     trainer = make_trainer(max_steps=4)
     trainer.fit(module, tiny_loader(), ckpt_path="there", restore=parts)
     assert trainer.global_step == 4
-    with pytest.raises(StateMismatchError) as caught:  # what the user has left out already stays out
+    with pytest.raises(StateMismatchError) as caught:  # what the user has excluded already stays excluded
         make_trainer(max_steps=4).fit(
             Net(**options), tiny_loader(), ckpt_path="there", restore=expected | {"scheduler", "optimizer"} - {"scaler"}
         )

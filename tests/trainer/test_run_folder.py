@@ -275,7 +275,7 @@ def test_the_best_is_that_of_the_newest_run_of_the_module() -> None:
     assert folder(trainer) == "runs/version_1/checkpoints"
 
 
-def test_damage_in_an_older_run_is_not_told() -> None:
+def test_damage_in_an_older_run_is_not_reported() -> None:
     """Of a folder that has a newer checkpoint than the damaged one's folder, nothing is said: warnings are errors here."""
     fit(max_epochs=2)
     fit()
@@ -366,7 +366,7 @@ def test_all_processes_save_to_the_folder_of_the_main_one(run_dir: Path) -> None
 
 
 def test_what_a_run_killed_in_its_first_save_has_left_is_removed() -> None:
-    """Nobody resumes in its folder, so the next start removes it; not that of a live run, nor of one that can be resumed."""
+    """No run resumes in its folder, so the next start removes it; not that of a live run, nor of one that can be resumed."""
 
     def left(number: int) -> Path:
         partial = Path(f"runs/version_{number}/checkpoints/.step-00000004.tmp-0123456789abcdef")

@@ -26,7 +26,7 @@ def safe_points(run: Run) -> tuple[SafePoints, list[bool]]:
 
 
 def steps(points: SafePoints, run: Run, number: int) -> None:
-    """So many optimizer steps, each with its safe point where the loop would come to it."""
+    """A number of optimizer steps, each with its safe point where the loop would reach it."""
     for _ in range(number):
         run.progress.global_step += 1
         points.agree()

@@ -1,4 +1,4 @@
-"""`Trainer.save_checkpoint(blocking=False)`: when it returns, and who is told when the checkpoint cannot be written."""
+"""`Trainer.save_checkpoint(blocking=False)`: when it returns, and who gets the error when the checkpoint cannot be written."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fit(callback: Callback, **arguments: Any) -> Trainer:
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_blocking_decides_when_it_returns(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `blocking=False` training goes on before the checkpoint is on the disk; without it, it does not."""
+    """With `blocking=False` training continues before the checkpoint is on the disk; without it, it does not."""
     training_went_on = threading.Event()
     commit, seen = saver.commit, []
 
@@ -110,7 +110,7 @@ def _broken(monkeypatch: pytest.MonkeyPatch, *failing: int) -> None:
     monkeypatch.setattr(saver, "commit", sometimes)
 
 
-def test_what_cannot_be_written_is_a_warning_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written_is_a_warning_and_training_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     _broken(monkeypatch, 0)
     callback = Saves(lambda trainer: trainer.save_checkpoint("there", blocking=False), 0)
     with pytest.warns(UserWarning, match="a checkpoint could not be saved: the disk is full. Training continues"):
@@ -138,7 +138,7 @@ def test_saves_that_succeed_end_a_row_of_failures(monkeypatch: pytest.MonkeyPatc
     assert Path("and_one").exists()
 
 
-def test_after_the_fit_a_failure_is_told_at_the_end_of_the_program(run_dir: Path) -> None:
+def test_after_the_fit_a_failure_is_reported_at_the_end_of_the_program(run_dir: Path) -> None:
     """There is no step left to tell it at; it is never lost."""
     done = run_python(
         "from pathlib import Path; from helpers.runs.tiny import TinyModule, tiny_loader; from trainkit import Trainer\n"

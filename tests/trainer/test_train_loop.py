@@ -270,7 +270,7 @@ class Choosy(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx in self.left_out:
-            return {"loss": None, "why": "left out"} if self.as_dict else None
+            return {"loss": None, "why": "skipped"} if self.as_dict else None
         return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
@@ -392,7 +392,7 @@ def test_a_fit_without_an_optimizer_step_says_why(module: Any, told: str, argume
     assert no_steps(module, **arguments) == [told]
 
 
-def test_the_first_epoch_without_a_step_is_told_when_it_ends() -> None:
+def test_the_first_epoch_without_a_step_is_reported_when_it_ends() -> None:
     class Ending(Callback):
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             raise AssertionError("too late")
@@ -401,7 +401,7 @@ def test_the_first_epoch_without_a_step_is_told_when_it_ends() -> None:
         make_trainer(Ending(), max_epochs=3).fit(Forgetful(), tiny_loader())
 
 
-def test_an_epoch_that_never_ends_is_told_of_too(monkeypatch: Any) -> None:
+def test_an_epoch_that_never_ends_is_reported_too(monkeypatch: Any) -> None:
     class Endless(IterableDataset):
         def __iter__(self) -> Any:
             while True:
@@ -469,5 +469,5 @@ def no_steps_on_each_rank() -> list[list[str]]:
 
 
 def test_a_fit_without_an_optimizer_step_on_several_processes() -> None:
-    """Told by one of them; a loss on any rank makes a step on all."""
+    """One rank prints the message; a loss on any rank makes a step on all."""
     assert run_world(2, no_steps_on_each_rank) == [[[RETURN], [STEP], []], [[], [], []]]

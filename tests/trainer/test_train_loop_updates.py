@@ -152,7 +152,7 @@ def test_nothing_of_an_error_in_the_middle_of_an_update_is_left() -> None:
     assert same(parameters_of(again), parameters_of(fresh))
 
 
-def test_the_loss_scale_starts_anew_with_every_fit() -> None:
+def test_the_loss_scale_starts_again_with_every_fit() -> None:
     trainer = make_trainer(precision=Precision("16-mixed", init_scale=8.0))
     for _ in range(2):
         trainer.fit(Exploding(0), tiny_loader(16))

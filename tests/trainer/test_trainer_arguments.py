@@ -56,7 +56,7 @@ def test_a_callback_of_the_module_takes_the_place_of_one_of_its_class() -> None:
     assert trainer.callbacks == [other, brought]
     trainer.fit(Bringing([brought]), tiny_loader())
     assert trainer.callbacks == [other, brought]
-    trainer.fit(TinyModule(), tiny_loader())  # and is gone with it
+    trainer.fit(TinyModule(), tiny_loader())  # and is removed with it
     assert set(trainer.callbacks) == {own, other}
 
 

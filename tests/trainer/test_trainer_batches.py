@@ -79,7 +79,7 @@ def test_overfitting_leaves_validation_off_folders_line() -> None:
 
 
 def test_overfitting_does_not_read_a_stream_of_training_that_keeps_its_place() -> None:
-    """Such a stream would go on where the validation has left it."""
+    """Such a stream would continue where the validation has left it."""
 
     class Stateful(IterableDataset):
         at = 0
@@ -203,7 +203,7 @@ def test_validation_loaders_are_asked_for_in_epochs_that_validate(arguments: dic
     assert epochs["train"] == list(range(0, 5, arguments.get("reload_dataloaders_every_n_epochs", 1)))
 
 
-def test_steps_of_validation_go_on_after_reloading() -> None:
+def test_steps_of_validation_continue_after_reloading() -> None:
     class Logging(Growing):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("by_batch", float(batch_idx), on_step=True, on_epoch=False)

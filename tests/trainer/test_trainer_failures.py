@@ -155,7 +155,7 @@ def test_an_error_of_a_callback_does_not_hide_the_first() -> None:
 
 
 @pytest.mark.parametrize("again", ["the same object", "the same", "another"])
-def test_an_error_is_told_once(again: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_is_shown_once(again: str, caplog: pytest.LogCaptureFixture) -> None:
     """A callback that comes to the same error as the run, in `on_exception` or `teardown`, tells nothing new."""
 
     class Asking(Callback):
@@ -173,7 +173,7 @@ def test_an_error_is_told_once(again: str, caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_saves_that_fail_are_counted_alike(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each warning counts down to the error, which is told once: not again by the save that an error asks for."""
+    """Each warning counts down to the error, which is shown once: not again by the save that an error requests."""
 
     class Full(Callback):
         def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:

@@ -92,7 +92,7 @@ def hasten(trainer: Trainer) -> None:
 
 
 def one_rank(hook: str, verb: str, rank: int, strategy: str) -> None:
-    as_it_is = (hook, strategy) == ("on_train_epoch_end", "ddp")  # in the others nobody waits long
+    as_it_is = (hook, strategy) == ("on_train_epoch_end", "ddp")  # in the others no rank waits long
     module = Module()
     module.gathers = hook == "training_step"
     trainer = make_trainer(OneRank(hook, VERBS[verb], rank), max_epochs=3, strategy=strategy, devices=2)
@@ -177,7 +177,7 @@ class Late(Callback):
 
 
 def caught(kind: str) -> list[str]:
-    """Errors that all ranks raise by themselves, and after which they go on."""
+    """Errors that all ranks raise by themselves, and after which they continue."""
     trainkit.distributed.channel._LOOK = 0.05
     texts = []
     log = OneRank("on_train_batch_end", lambda trainer, module: module.log("mine", 1.0), 0)
@@ -198,7 +198,7 @@ def caught(kind: str) -> list[str]:
 
 
 def test_different_verbs_on_each_rank(run_dir: Path) -> None:
-    """All ranks are told before anything is exchanged, and a run after that is as if nothing had been."""
+    """All ranks get the error before anything is exchanged, and a run after that is unaffected."""
     (first, value), (second, other) = run_world(2, caught, "verbs")
     assert first == second
     assert value == other
@@ -239,7 +239,7 @@ def script_that_fails() -> None:
 
 
 def test_what_needs_all_ranks_after_an_error_of_one(run_dir: Path) -> None:
-    """It cannot be; the error itself is told once by each rank, as one line where it is another's."""
+    """It is impossible; each rank shows the error itself once, as one line if it is another rank's."""
     ended = end_of(2, script_that_fails)
     assert ended.codes == [1, 1], ended.output
     assert "[rank 0] on_exception was not completed: it needs all ranks, and the run has failed." in ended.output

@@ -126,7 +126,7 @@ def draws() -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_users_generators_go_on_where_they_were(fails: bool) -> None:
+def test_the_users_generators_continue_where_they_were(fails: bool) -> None:
     def fit() -> None:
         module = Drawing()
         if fails:
@@ -238,7 +238,7 @@ def test_a_module_outside_a_run() -> None:
     assert isinstance(module.layer, nn.Linear)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="spawn starts Python anew")
+@pytest.mark.skipif(sys.platform == "win32", reason="spawn starts a new Python")
 def test_a_module_as_a_dataset_of_workers_does_not_take_the_run_along() -> None:
     """A dataset that holds the module is sent to workers; the trainer is not."""
     module = TinyModule()

@@ -93,7 +93,7 @@ def on_two(folder: str) -> dict[str, Any]:
     logger.logger.addHandler(ordered)
     for turn in range(3):
         logger.info("turn %d", turn, in_order=True)
-    logger.setLevel("WARNING" if rank else "INFO")  # a process that is silent keeps nobody waiting
+    logger.setLevel("WARNING" if rank else "INFO")  # no process waits for one that is silent
     logger.info("one alone", in_order=True)
     logger.logger.removeHandler(ordered)
     with pytest.raises(CollectiveError, match=r"rank 0: in_order=True \(test_operations.py:\d+\); rank 1: wait_for_everyone"):

@@ -54,9 +54,9 @@ class ListedCheckpoint:
     """A checkpoint in a folder.
 
     Attributes:
-        path: the checkpoint.
-        manifest: its manifest; `None` if that cannot be trusted.
-        problem: what is wrong with it; `None` if nothing was found. Files are not read for this, only their sizes compared.
+        path: The checkpoint.
+        manifest: Its manifest; `None` if that cannot be trusted.
+        problem: What is wrong with it; `None` if nothing was found. Files are not read for this, only their sizes compared.
     """
 
     path: Path
@@ -65,11 +65,18 @@ class ListedCheckpoint:
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[ListedCheckpoint]:
-    """The checkpoints in `folder`: valid ones newest first, then damaged ones with their problems.
+    """List the checkpoints in `folder`: valid ones newest first, then damaged ones with their problems.
 
     Runs are ordered by the time of their latest checkpoint, checkpoints of a run by their save counter. Only manifests are
     read, and the sizes of the files compared; `Checkpoint.verify` reads everything. A checkpoint is a folder that has a
     file of a checkpoint and whose name does not start with `.`. If `folder` does not exist, the list is empty.
+
+    Args:
+        folder: The folder that contains the checkpoints, such as `ModelCheckpoint.dirpath`.
+
+    Returns:
+        For each checkpoint its `path`, its `manifest` (`None` if it is damaged) and its `problem` (`None` if there is
+        none).
 
     Raises:
         CheckpointError: `folder` cannot be read.
@@ -85,7 +92,7 @@ def candidates(*folders: str | os.PathLike[str]) -> list[ListedCheckpoint]:
     manifest is valid, otherwise before the newest of their folder, or first if there is none.
 
     Raises:
-        CheckpointError: a folder cannot be read.
+        CheckpointError: A folder cannot be read.
     """
     found = [one for folder in folders for one in _find(Path(folder))]
     latest: dict[str, str] = {}
@@ -111,8 +118,8 @@ def folders_below(root: str | os.PathLike[str], *, deep: bool = True) -> list[Pa
     """The folders `checkpoints` of the runs below `root`, which need not exist.
 
     Args:
-        root: a `default_root_dir`, the folder of an experiment or of a run.
-        deep: search to the depth at which loggers create runs: `<root>/<name>/<run>` and `<root>/logs/<name>/<run>`.
+        root: A `default_root_dir`, the folder of an experiment or of a run.
+        deep: Search to the depth at which loggers create runs: `<root>/<name>/<run>` and `<root>/logs/<name>/<run>`.
             False: search `<root>` and `<root>/<run>` only.
     """
     level, places = [Path(root)], [Path(root)]
@@ -169,9 +176,9 @@ def free_name(folder: Path, name: str, taken: Collection[str] = ()) -> str:
     """`name` if it is free in `folder`, else the first free one of `name-v1`, `name-v2`, …
 
     Args:
-        folder: the folder for the checkpoint; need not exist.
-        name: the preferred name.
-        taken: names that are reserved although they do not exist yet, such as that of a save in progress.
+        folder: The folder for the checkpoint; need not exist.
+        name: The preferred name.
+        taken: Names that are reserved although they do not exist yet, such as that of a save in progress.
     """
     number, free = 0, name
     while free == POINTER or free in taken or os.path.lexists(folder / free):
@@ -184,7 +191,7 @@ def write_pointer(folder: Path, name: str) -> None:
     """Replace the content of the file `last` in `folder` atomically by `name`, the name of a checkpoint in it.
 
     Raises:
-        CheckpointWriteError: it cannot be written.
+        CheckpointWriteError: It cannot be written.
         CheckpointError: `name` is not a plain name.
     """
     if not _is_plain(name):
@@ -210,7 +217,7 @@ def read_pointer(folder: Path) -> str | None:
     """The name that `write_pointer` wrote; `None` if there is no such file. The checkpoint need not exist.
 
     Raises:
-        CorruptCheckpointError: the file `last` does not contain a plain name.
+        CorruptCheckpointError: The file `last` does not contain a plain name.
     """
     path = folder / POINTER
     if not os.path.lexists(path) or is_checkpoint(path):  # a checkpoint may have any name
@@ -243,7 +250,7 @@ def remove(path: Path) -> None:
 
     Raises:
         CheckpointError: `path` is not a checkpoint; nothing was removed.
-        CheckpointWriteError: it cannot be removed completely; what is left is removed at the next start.
+        CheckpointWriteError: It cannot be removed completely; what is left is removed at the next start.
     """
     if not os.path.lexists(path):
         return
@@ -320,7 +327,7 @@ def check_writable(folder: Path) -> None:
     """Create `folder` with its parents, and write and remove a small file in it.
 
     Raises:
-        CheckpointWriteError: one of these fails.
+        CheckpointWriteError: One of these fails.
     """
     probe = folder / f".probe.tmp-{secrets.token_hex(8)}"
     try:

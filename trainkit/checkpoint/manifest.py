@@ -44,26 +44,26 @@ class Manifest:
     """The content of `manifest.json`.
 
     Attributes:
-        run_id: the run that saved the checkpoint; letters, digits, `-` and `_`.
-        save_counter: number of this save in the run; later saves have higher numbers.
-        step: number of optimizer steps so far.
-        epoch: the current epoch, from 0.
-        position: the position in the data; plain JSON.
-        seed: the seed of the run.
-        order_version: version of the algorithm for the order of the samples.
-        key_version: version of the algorithm for the keys of randomness.
-        world_size: the world size of the run.
-        strategy: the name of the strategy.
-        precision: the name of the precision.
-        contents: what is stored, such as `{"model": "all", "optimizer": True, "resumable": True}`; plain JSON.
-        aliases: stem of the file → name of a tied tensor → the name that it is stored under.
-        irregular: keys of optimizer tensors that do not have the shape of their parameter.
-        metrics: the values of metrics at the save, by name; any float.
-        saved_by: what requested the save; `None` for the user.
-        saved_at: time in UTC, as `2026-11-20T15:07:48.123456Z`, so that the strings sort by time.
-        trainkit_version: the version of trainkit that saved it.
-        format_version: the version of the format.
-        files: all other files, by name.
+        run_id: The run that saved the checkpoint; letters, digits, `-` and `_`.
+        save_counter: Number of this save in the run; later saves have higher numbers.
+        step: Number of optimizer steps so far.
+        epoch: The current epoch, from 0.
+        position: The position in the data; plain JSON.
+        seed: The seed of the run.
+        order_version: Version of the algorithm for the order of the samples.
+        key_version: Version of the algorithm for the keys of randomness.
+        world_size: The world size of the run.
+        strategy: The name of the strategy.
+        precision: The name of the precision.
+        contents: What is stored, such as `{"model": "all", "optimizer": True, "resumable": True}`; plain JSON.
+        aliases: Stem of the file → name of a tied tensor → the name that it is stored under.
+        irregular: Keys of optimizer tensors that do not have the shape of their parameter.
+        metrics: The values of metrics at the save, by name; any float.
+        saved_by: What requested the save; `None` for the user.
+        saved_at: Time in UTC, as `2026-11-20T15:07:48.123456Z`, so that the strings sort by time.
+        trainkit_version: The version of trainkit that saved it.
+        format_version: The version of the format.
+        files: All other files, by name.
     """
 
     run_id: str
@@ -113,12 +113,12 @@ class Manifest:
         """Decode a manifest and check every field; unknown fields are ignored.
 
         Args:
-            data: the content of `manifest.json`. The caller compares it with its digest.
-            what: the name of the file in messages.
+            data: The content of `manifest.json`. The caller compares it with its digest.
+            what: The name of the file in messages.
 
         Raises:
-            CorruptCheckpointError: it is not strict JSON, or a field is missing or invalid.
-            CheckpointError: a later version of trainkit wrote it, in a format that this version cannot read.
+            CorruptCheckpointError: It is not strict JSON, or a field is missing or invalid.
+            CheckpointError: A later version of trainkit wrote it, in a format that this version cannot read.
         """
         values = strict_json(data, what)
         if not isinstance(values, dict):

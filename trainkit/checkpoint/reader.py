@@ -35,12 +35,25 @@ _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})", re.DOTALL)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open the checkpoint at `path`: verify its manifest, and check that the other files exist and have the right sizes.
+    """Open a checkpoint: verify its manifest, and check that the other files exist and have the right sizes.
+
+    Args:
+        path: The folder of the checkpoint.
+
+    Returns:
+        The checkpoint; its content is read by `read`.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint; the message names similar paths.
-        CorruptCheckpointError: it is damaged; the message names the files.
-        CheckpointError: it cannot be read, or a newer trainkit wrote it.
+        CheckpointNotFoundError: There is no checkpoint; the message names similar paths.
+        CorruptCheckpointError: It is damaged; the message names the files.
+        CheckpointError: It cannot be read, or a newer trainkit wrote it.
+
+    Example:
+        ```python
+        checkpoint = open_checkpoint("trainkit_runs/logs/default/version_0/checkpoints/last")
+        print(checkpoint.manifest.step, checkpoint.stems)
+        weights = checkpoint.read({"model"}).tensors["model"]
+        ```
     """
     path = Path(os.path.abspath(local_path(path, "path")))
     if not is_checkpoint(path):
@@ -64,8 +77,8 @@ class Checkpoint:
     """A checkpoint with a verified manifest, whose files exist with the right sizes; created by `open_checkpoint`.
 
     Attributes:
-        path: the folder.
-        manifest: its manifest.
+        path: The folder.
+        manifest: Its manifest.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -78,25 +91,28 @@ class Checkpoint:
 
     @property
     def stems(self) -> list[str]:
-        """The parts of the checkpoint, for `read`: `"model"`, `"optimizer"`, `"state"`, …"""
+        """The names of the parts of the checkpoint, for `read`: `"model"`, `"optimizer"`, `"state"`, …"""
         return sorted({*self._stems(), "state"})
 
     def read(self, stems: Collection[str] | None = None, *, mapped: bool = False, unregistered: bool = False) -> Loaded:
-        """The content. Each file is read once; all files are verified before anything is returned.
+        """Read the content. Each file is read once; all files are verified before anything is returned.
 
-        Memory: that of the tensors, and up to 40 times the size of `state.json` while it is decoded.
+        It needs memory for the tensors, and up to 40 times the size of `state.json` while that is decoded.
 
         Args:
-            stems: the parts to read; `None`: all of `stems`, and verify the attachments, too.
-            mapped: read the values of models and optimizers from the disk when they are used, which needs no memory for them.
-                Do not keep these tensors: their files must not change while they are used.
-            unregistered: return a value of a registered type as a tuple of the type's name and what `encode` returned, so
+            stems: The parts to read; `None`: all of `stems`, and verify the attachments, too.
+            mapped: Leave the values of models and optimizers on the disk until they are used, which needs no memory for
+                them. Do not keep these tensors: their files must not change while they are used.
+            unregistered: Return a value of a registered type as a tuple of the type's name and what `encode` returned, so
                 that this program need not have registered the type.
 
+        Returns:
+            An object with `tensors` (part → name → tensor, on the CPU), `state` (everything else) and `manifest`.
+
         Raises:
-            StateMismatchError: the checkpoint does not have one of the stems.
-            CorruptCheckpointError: a file is damaged; the message names it.
-            CheckpointError: the checkpoint was replaced or removed while it was read, or has a value of a type that is not
+            StateMismatchError: The checkpoint does not have one of the stems.
+            CorruptCheckpointError: A file is damaged; the message names it.
+            CheckpointError: The checkpoint was replaced or removed while it was read, or has a value of a type that is not
                 registered.
         """
         requested = self._requested(stems)
@@ -110,19 +126,19 @@ class Checkpoint:
         """Check that `read` would succeed, with little memory: files are hashed in pieces, and mapped instead of loaded.
 
         Raises:
-            CorruptCheckpointError: a file is damaged; the message names it.
-            CheckpointError: the checkpoint was replaced or removed while it was read.
+            CorruptCheckpointError: A file is damaged; the message names it.
+            CheckpointError: The checkpoint was replaced or removed while it was read.
         """
         with self._unchanged():
             self._load({*self._stems(), "state"}, partial(self._content, mapped=True), unregistered=True)
             self._check_attachments()
 
     def attachment(self, name: str) -> bytes:
-        """The verified content of a file that is neither tensors nor state, such as `config.json`.
+        """Return the verified content of a file that is neither tensors nor state, such as `config.json`.
 
         Raises:
-            CheckpointNotFoundError: the checkpoint has no such file.
-            CorruptCheckpointError: the file is damaged.
+            CheckpointNotFoundError: The checkpoint has no such file.
+            CorruptCheckpointError: The file is damaged.
         """
         if name not in self.manifest.files:
             raise CheckpointNotFoundError(
@@ -219,10 +235,10 @@ class Loaded:
     """The content of a checkpoint.
 
     Attributes:
-        manifest: its manifest.
-        tensors: stem → name → tensor, on the CPU; they share the memory of the files' content, and may be changed.
-        state: everything else, with its types; empty if it was not requested.
-        checkpoint: the checkpoint that it was read from.
+        manifest: Its manifest.
+        tensors: Stem → name → tensor, on the CPU; they share the memory of the files' content, and may be changed.
+        state: Everything else, with its types; empty if it was not requested.
+        checkpoint: The checkpoint that it was read from.
     """
 
     manifest: Manifest

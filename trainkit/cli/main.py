@@ -26,7 +26,8 @@ SUBCOMMANDS = {
     "env": ("trainkit.cli.env", "print versions and hardware for a bug report"),
     "launch": ("trainkit.cli.launch", "run a script in several processes, on one or several machines"),
     "plan": ("trainkit.cli.plan", "print the memory that a script's training needs under each strategy, and what fits"),
-    "plot": ("trainkit.cli.plot", "draw the metrics of a run to a PNG file"),
+    "plot": ("trainkit.cli.plot", "draw the metrics of runs to a PNG file"),
+    "report": ("trainkit.cli.report", "write one HTML page about runs: metrics, hyper-parameters, checkpoints and resumes"),
     "test": ("trainkit.cli.test", "test a setup on several processes from end to end"),
     "verify-resume": ("trainkit.cli.verify_resume", "kill a script's training, resume it, and check that it continues exactly"),
 }

@@ -271,6 +271,8 @@ def _settings(context: CheckContext) -> str:
 
 
 SETTINGS = Check(
-    "settings", _settings, "Compare the configuration file with docs/concepts/processes.md, or rewrite it: trainkit config"
+    "settings",
+    _settings,
+    "Compare the configuration file with docs/how-to/many-gpus-and-nodes.md#a-configuration-file, or rewrite it: trainkit config",
 )
 """The last check, if there is a configuration file."""

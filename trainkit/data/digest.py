@@ -1,4 +1,4 @@
-"""A digest of a batch, by which processes tell whether they have read the same one."""
+"""A digest of a batch, to compare the batches of several processes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from torch import Tensor
 
 __all__ = ["digest"]
 
-_PART = 1 << 20  # bytes of each end of an array that are looked at: enough to tell batches apart, and soon done
-_DEEP = 20  # objects within objects; deeper ones count by their type
+_PART = 1 << 20  # bytes at each end of an array that are hashed: enough to distinguish batches, and fast
+_DEEP = 20  # largest nesting depth; deeper objects count by their type
 
 
 def digest(batch: Any) -> str:
-    """The same for equal batches in every process; for others, as good as always another.
+    """A digest that is equal for equal batches in every process, and almost certainly different for different ones.
 
-    Tensors, arrays, numbers and strings count by their values, containers and objects by what is in them, and what cannot be
-    looked into by its type.
+    Tensors, arrays, numbers and strings count by value, containers and objects by their contents, and everything else by type.
     """
     hasher = hashlib.blake2b(digest_size=16)
     _add(hasher, batch, 0)

@@ -1,8 +1,8 @@
-"""Which samples make up which micro-batch, and the key under which each is fetched.
+"""Which samples are in which micro-batch, and the key with which each is fetched.
 
-A `DataLoader` asks its batch sampler in the main process and fetches wherever its workers are. So the batch sampler that
-we put into a copy of the user's loader yields `(fetch key, indices)`, and a thin wrapper around the dataset seeds the
-generators of the fetching process from that key before it fetches. Which process that is no longer matters.
+A `DataLoader` iterates its batch sampler in the main process and fetches in its workers. The batch sampler in trainkit's copy
+of the user's loader therefore yields `(fetch key, indices)`, and a thin wrapper around the dataset seeds the generators of
+the fetching process from that key before it fetches. So it does not matter which process fetches.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from trainkit.rng import KeyStream, Purpose, RandomState, mix, seed_generators
 __all__ = ["KeyedBatches", "KeyedDataset", "KeyedSlots", "UserWorkerInit", "is_distributed", "keyed_batches", "user_epoch"]
 
 Draw = Callable[[int, int, int], Generator[Any, None, int]]
-"""(epoch, first, step) → the indices of the micro-batches first, first + step, …; returns how many the epoch had in all."""
+"""(epoch, first, step) → the indices of the micro-batches first, first + step, …; returns the number in the whole epoch."""
 
-_AT_A_TIME = 4096  # positions of the order that are worked out together
+_AT_A_TIME = 4096  # positions of the order that are computed together
 _ONE_PROCESS = World()
 
 CYCLE = 1 << 32
-"""Cycle c of a loader within epoch e is its epoch e + c·CYCLE: another order, the same in every run."""
+"""Cycle c of a loader within epoch e is its epoch e + c·CYCLE: a different order, but the same one in every run."""
 
 
 def user_epoch(epoch: int) -> int:
-    """The epoch to tell the user's samplers and datasets: they know nothing of cycles."""
+    """The epoch to pass to the user's samplers and datasets, without the cycle."""
     return epoch % CYCLE
 
 
 class KeyedBatches:
-    """What takes the place of a loader's batch sampler: `(fetch key, indices)` of each micro-batch.
+    """Replaces the batch sampler of a loader: yields `(fetch key, indices)` of each micro-batch.
 
     `epoch`, `start` (the first micro-batch), `limit` (the number of micro-batches of an epoch), `turn` and `step`
     (those of this process: start + turn, start + turn + step, …) are set before each iteration.
 
     Attributes:
         length: micro-batches of an epoch.
-        exact: the length is certain; else it is what a user's sampler says it is.
+        exact: the length is certain; otherwise it is what the user's sampler returns.
         sizes: samples of every micro-batch but the last, and of the last.
-        splits: the sampler gives each process a part of its own, which is read whole.
-        counted: micro-batches that an epoch had that was read to its end.
+        splits: the sampler yields different indices on each process, and each process reads all of its own.
+        counted: number of micro-batches in the last epoch that was read to its end.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class KeyedBatches:
 
 
 class KeyedDataset(Dataset[Any]):
-    """A map-style dataset that is asked for `(key, index or indices)` and seeds the generators from the key first."""
+    """A map-style dataset indexed with `(key, index or indices)`; it seeds the generators from the key first."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset" or name.startswith("__"):  # pickle asks before the dataset is there, and asks for this class
+        if name == "dataset" or name.startswith("__"):  # pickle looks these up on this class, before the dataset is set
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -132,7 +132,7 @@ class KeyedDataset(Dataset[Any]):
 
 
 class KeyedSlots(list[None]):
-    """The places of one micro-batch of an iterable dataset: going through them seeds the generators from the key first."""
+    """The slots of one micro-batch of an iterable dataset; iterating over them seeds the generators from the key first."""
 
     def __init__(self, key: int, size: int) -> None:
         super().__init__([None] * size)
@@ -147,9 +147,9 @@ class KeyedSlots(list[None]):
 
 
 class UserWorkerInit:
-    """The user's `worker_init_fn`; in the worker `get_worker_info().dataset` is the user's dataset, not our wrapper.
+    """The user's `worker_init_fn`; in the worker `get_worker_info().dataset` is the user's dataset, not the wrapper.
 
-    Signals to the whole process group are left to the main process, unless the user's function sets handlers of its own.
+    Signals to the whole process group are handled by the main process only, unless the user's function sets handlers.
     """
 
     def __init__(self, function: Callable[[int], None] | None) -> None:
@@ -160,7 +160,7 @@ class UserWorkerInit:
         if info is not None:
             ignore_group_signals()
         if info is not None and isinstance(info.dataset, KeyedDataset):
-            # WorkerInfo refuses assignment, to protect it from its readers; this is one of its makers
+            # WorkerInfo refuses plain assignment
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._function is not None:
             self._function(worker_id)
@@ -174,7 +174,7 @@ def keyed_batches(
     Args:
         loader: The user's loader. `shuffle=True`, `shuffle=False` and `DistributedSampler` are recognized. Other samplers
             and batch samplers are iterated in the main process, with generators seeded by key.
-        seed: Seed of the run; a `DistributedSampler` has its own. A warning says if that is for another world size.
+        seed: Seed of the run; a `DistributedSampler` has its own seed. Warns if its `num_replicas` is not the world size.
         stage: The stage part of the keys.
         sequential: Do not shuffle; the user's own sampler yields the order of epoch 0 (`overfit_batches`).
         world: The processes that the micro-batches are distributed over.
@@ -191,17 +191,17 @@ def keyed_batches(
     size = None if batch_sampler is None else batch_sampler.batch_size
     drop_last = batch_sampler is not None and batch_sampler.drop_last
     samples, shuffle = _length(sampler), _shuffles(sampler)
-    left_out = 0
+    dropped = 0
     seed_of_order = seed
     if is_distributed(sampler):
         seed_of_order, samples = sampler.seed, len(sampler.dataset)
-        left_out = _dropped_samples(sampler, samples, world.size)
+        dropped = _dropped_samples(sampler, samples, world.size)
     if shuffle is None:
-        draw = _drawn(sampler, seed, stage, lambda iterator: _take(iterator, size, drop_last), sequential)
+        draw = _drawn(sampler, seed, stage, lambda iterator: _next_indices(iterator, size, drop_last), sequential)
     else:
         samples = len(loader.dataset) if samples is None else samples  # type: ignore[arg-type]
-        draw = _ordered(samples, left_out, size, drop_last, bool(shuffle) and not sequential, seed_of_order, stage)
-    length, sizes = _arithmetic(None if samples is None else samples - left_out, 1 if size is None else size, drop_last)
+        draw = _ordered(samples, dropped, size, drop_last, bool(shuffle) and not sequential, seed_of_order, stage)
+    length, sizes = _arithmetic(None if samples is None else samples - dropped, 1 if size is None else size, drop_last)
     exact = shuffle is not None or type(sampler) in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
     batches = KeyedBatches(draw, length, sizes if size is not None else None, seed, stage, exact)
     return _agreed(batches, world, sampler, loader, None if shuffle is None else {"shuffle": shuffle, "seed": seed_of_order})
@@ -215,14 +215,14 @@ def is_distributed(sampler: Any) -> bool:
 
 
 def _agreed(batches: KeyedBatches, world: World, sampler: Any, loader: DataLoader[Any], order: Any) -> KeyedBatches:
-    """The batches, if all processes have the same; a sampler that gives each process a part of its own is noted as such.
+    """The batches, after comparing the loaders of all processes. Sets `splits` if the sampler differs between processes.
 
     Args:
-        batches: of this process.
+        batches: the batches of this process.
         world: the processes.
-        sampler: the user's.
-        loader: the user's.
-        order: what the order depends on; `None`: on the sampler, which is asked for the first micro-batch.
+        sampler: the user's sampler.
+        loader: the user's loader.
+        order: what the order depends on; `None` if the sampler decides it: then its first micro-batch is compared.
 
     Raises:
         DataError: the loaders differ.
@@ -240,15 +240,15 @@ def _agreed(batches: KeyedBatches, world: World, sampler: Any, loader: DataLoade
         batches.length = world.size * max(known) if len(known) == len(lengths) else None
         name = type(sampler).__name__
         notice(
-            f"{name} gives each process indices of its own, which are used as they are: the order of the data is another on "
-            "another number of processes. To keep it the same there, let the sampler draw from all of the dataset in every "
-            f"process: {name} without rank and num_replicas, over a RandomSampler instead of a DistributedSampler."
+            f"{name} yields different indices on each process, which are used unchanged: the order of the data depends on the "
+            "number of processes. To avoid that, let the sampler draw from the whole dataset on every process: "
+            f"{name} without rank and num_replicas, over a RandomSampler instead of a DistributedSampler."
         )
     return batches
 
 
 def _dropped_samples(sampler: DistributedSampler[Any], samples: int, processes: int) -> int:
-    """The samples that `drop_last=True` drops so that all ranks get the same number; warns of other `num_replicas`."""
+    """Number of samples that `drop_last=True` drops so that all ranks get the same number; warns of other `num_replicas`."""
     if sampler.num_replicas != processes:
         _warn_of_replicas(sampler, samples, processes)
         return 0
@@ -264,13 +264,13 @@ def _warn_of_replicas(sampler: DistributedSampler[Any], samples: int, processes:
         return
     warn(
         f"DistributedSampler(num_replicas={sampler.num_replicas}) in a run of {processes} {text}, not {sampler.num_samples}. "
-        f"Fix: leave the sampler out, DataLoader(dataset, shuffle={bool(sampler.shuffle)}); for a part of the data, "
+        f"Fix: remove the sampler, DataLoader(dataset, shuffle={bool(sampler.shuffle)}); to use a part of the data: "
         "torch.utils.data.Subset(dataset, indices)"
     )
 
 
 def _shuffles(sampler: Any) -> bool | None:
-    """Whether a sampler shuffles all samples; `None` for one that does something of its own."""
+    """Whether a sampler shuffles all samples; `None` for a custom sampler."""
     kind = type(sampler)
     if kind is SequentialSampler:
         return False
@@ -298,10 +298,10 @@ def _arithmetic(samples: int | None, size: int, drop_last: bool) -> tuple[int | 
     return length + 1, (size, rest)
 
 
-def _ordered(samples: int, left_out: int, size: int | None, drop_last: bool, shuffle: bool, seed: int, stage: int) -> Draw:
+def _ordered(samples: int, dropped: int, size: int | None, drop_last: bool, shuffle: bool, seed: int, stage: int) -> Draw:
     """Micro-batch m is positions [m·size, (m+1)·size) of the order of the epoch, which is a function of (seed, epoch)."""
     width = 1 if size is None else size
-    end = samples - left_out
+    end = samples - dropped
     if drop_last:
         end -= end % width
 
@@ -321,7 +321,7 @@ def _ordered(samples: int, left_out: int, size: int | None, drop_last: bool, shu
 
 
 def _picked(order: Permutation, begins: range, width: int, end: int) -> Iterator[list[int]]:
-    """The indices of the micro-batches that begin at these positions: many at a time, and none of what lies between them."""
+    """The indices of the micro-batches that begin at these positions, many at a time; positions between are not computed."""
     many = max(1, _AT_A_TIME // width)
     for at in range(0, len(begins), many):
         group = begins[at : at + many]
@@ -333,10 +333,9 @@ def _picked(order: Permutation, begins: range, width: int, end: int) -> Iterator
 
 
 def _drawn(sampler: Any, seed: int, stage: int, take: Callable[[Iterator[Any]], Any], same_each_epoch: bool) -> Draw:
-    """Micro-batches drawn from a user's sampler, each under generators of its own key.
+    """Micro-batches drawn from a user's sampler, each with generators seeded by its own key.
 
-    They are drawn one by one and the generators restored after each, so that a sampler that draws as it goes is not
-    disturbed by what else is seeded meanwhile.
+    The generators are restored after each draw, so that seeding in between does not affect a sampler that draws lazily.
     """
 
     def draw(epoch: int, first: int, step: int) -> Generator[Any, None, int]:
@@ -364,7 +363,7 @@ def _drawn(sampler: Any, seed: int, stage: int, take: Callable[[Iterator[Any]], 
     return draw
 
 
-def _take(iterator: Iterator[Any], size: int | None, drop_last: bool) -> Any:
+def _next_indices(iterator: Iterator[Any], size: int | None, drop_last: bool) -> Any:
     """The next index, or the next `size` indices; StopIteration at the end."""
     if size is None:
         return next(iterator)

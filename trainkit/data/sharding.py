@@ -1,7 +1,7 @@
-"""One stream that several processes read: the same for all, of which each takes its batches, or for each its own part.
+"""Shards the batches of a stream over processes: all processes read the same stream, or each one has its own part.
 
-It cannot be seen from outside whether an iterable takes its part by rank. So at the start of an epoch the processes compare
-what they have read first: the keys that seed generators do not contain the rank, so a stream that takes no part is the same.
+It cannot be known from outside whether an iterable selects its part by rank. So at the start of an epoch the processes compare
+their first batches. The keys that seed the generators do not contain the rank, so a stream without parts is the same on all.
 """
 
 from __future__ import annotations
@@ -27,98 +27,98 @@ class StreamSharder:
         name: of the stream, for messages.
 
     Attributes:
-        splits: each process has a stream of its own, whose batch i is number i·W + rank of all; it is read whole.
-        counted: the batches that an epoch had that was read to its end.
-        spare: the first batch that was read, as long as none of this process has come.
-        ended: the end of a common stream has been read, in a row that is not full.
+        splits: each process has its own stream, whose batch i is number i·W + rank of all; the process reads all of it.
+        counted: number of batches in the last epoch that was read to its end.
+        spare: the first batch that was read, until this process has one of its own.
+        ended: the end of a common stream has been read, in an incomplete row.
     """
 
     def __init__(self, world: World, name: str) -> None:
         self._world, self._name = world, name
-        self._said: bool | None = None
+        self._reported: bool | None = None
         self.splits = False
         self.counted = 0
         self.spare: Any = None
         self.ended = False
 
-    def length(self, said: int | None) -> int | None:
-        """The number of batches of an epoch over all processes, if this process's stream reports `said`."""
-        return said * self._world.size if said is not None and self.splits else said
+    def length(self, own: int | None) -> int | None:
+        """Number of batches of an epoch over all processes, if this process's stream has the length `own`."""
+        return own * self._world.size if own is not None and self.splits else own
 
-    def agreed(self, said: int | None) -> int | None:
-        """What the processes can count on where each stream says its length: the longest, if all do. Collective."""
+    def agreed(self, own: int | None) -> int | None:
+        """The largest length over all processes; `None` if one of them has no length. Collective."""
         if self._world.size == 1:
-            return said
-        lengths: list[int | None] = self._world.exchange(said)
+            return own
+        lengths: list[int | None] = self._world.exchange(own)
         known = [length for length in lengths if length is not None]
         return max(known) if len(known) == len(lengths) else None
 
     def place(self, start: int, step: int) -> int:
-        """The number, in the stream as this process reads it, of batch `start` of all processes."""
+        """The number of batch `start` of all processes, in the stream that this process reads."""
         return start // step if self.splits else start
 
     def ready(self, batches: Sequence[Any]) -> int:
-        """Compare lists of ready batches; returns the batches of the longest. Collective."""
-        said = self._world.exchange([digest(batches[0]) if batches else None, len(batches)])
-        if any(other != said[0] for other in said):
-            self._settle(True)
-        longest: int = max(length for _, length in said)
+        """Compare lists of batches; returns the length of the longest. Collective."""
+        found = self._world.exchange([digest(batches[0]) if batches else None, len(batches)])
+        if any(other != found[0] for other in found):
+            self._set_splits(True)
+        longest: int = max(length for _, length in found)
         return longest
 
     def begin(
         self, batches: Iterator[Any], history: StateHistory, epoch: int, first: int, start: int, step: int
     ) -> Iterator[Any]:
-        """The batches of an epoch, when the processes have compared the first of them. Collective.
+        """The batches of an epoch, after the processes have compared the first ones. Collective.
 
         Args:
-            batches: of the stream.
-            history: of its states.
-            epoch: with the number of the cycle in it; a later cycle is what the first one was.
-            first: the number of the first batch, in the stream as this process reads it.
-            start: the number, among those of all processes, of the batch that is wanted first.
-            step: batches in a row.
+            batches: the batches of the stream.
+            history: the history of its states.
+            epoch: the epoch with its cycle; later cycles are sharded like the first one.
+            first: the number of the first batch, in the stream that this process reads.
+            start: the number of the first batch to yield, counted over all processes.
+            step: batches in a row, one for each process.
         """
         if first == self.place(start, step):
             history.mark(start)
         if epoch >= CYCLE:
             return batches
         head = list(islice(batches, 1))
-        said = self._world.exchange(digest(head[0]) if head else None)
-        if any(other is not None for other in said):  # else it has ended, and does not tell
-            self._settle(any(other != said[0] for other in said))
+        found = self._world.exchange(digest(head[0]) if head else None)
+        if any(other is not None for other in found):  # otherwise the stream has ended, and there is nothing to compare
+            self._set_splits(any(other != found[0] for other in found))
         return chain(head, batches)
 
-    def _settle(self, splits: bool) -> None:
-        """Whether each process has a stream of its own; said once."""
+    def _set_splits(self, splits: bool) -> None:
+        """Set whether each process has its own stream; prints a notice when that changes."""
         self.splits = splits
-        if splits == self._said:
+        if splits == self._reported:
             return
-        self._said = splits
+        self._reported = splits
         if splits:
             notice(
-                f"{self._name} gives each process a stream of its own. Each is read whole, and every sample in it counts once. "
-                f"A run resumes exactly on {self._world.size} processes only."
+                f"{self._name} yields different batches on each process: each process reads its own stream to the end, and "
+                f"every sample counts once. A run resumes exactly only on {self._world.size} processes."
             )
         else:
             notice(
-                f"{self._name} gives every process the same stream: each reads all of it and works on one in "
-                f"{self._world.size} batches, so that each batch counts once. A dataset that gives only the part of its rank "
-                "(torch.distributed.get_rank()) saves that reading; nothing else has to be changed."
+                f"{self._name} yields the same batches on every process: each process reads all of them and uses one in "
+                f"{self._world.size}, so that each batch counts once. To save the extra reading, let the dataset yield only "
+                "the part of its rank (torch.distributed.get_rank()); nothing else has to change."
             )
 
     def rows(self, batches: Iterator[Any], first: int, start: int, limit: int | None, turn: int, step: int) -> Iterator[Any]:
-        """This process's batches, from `start` on one of each row of `step`.
+        """This process's batches, from `start` on: one of each row of `step` batches.
 
-        A row of a common stream is read to its end before its batch is given, so that the state of what is read belongs to the
-        end of the row in every process.
+        A row of a common stream is read to its end before its batch is yielded, so that the state of the stream is that at the
+        end of the row on every process.
 
         Args:
-            batches: of the stream.
-            first: the number of the first of them, counted in the stream as this process reads it.
-            start: the number, among those of all processes, of the one that the first row begins with.
-            limit: the number of batches of all processes in the epoch, at most.
-            turn: the place in a row.
-            step: batches in a row.
+            batches: the batches of the stream.
+            first: the number of the first of them, in the stream that this process reads.
+            start: the number of the batch that the first row begins with, counted over all processes.
+            limit: largest number of batches in the epoch, over all processes.
+            turn: the position of this process in a row.
+            step: batches in a row, one for each process.
         """
         self.ended = False
         begin = self.place(start, step)

@@ -1,7 +1,7 @@
 """Accumulation windows over several ranks: which micro-batches of a window each rank has, and their weights.
 
 Rank r of W has the micro-batches start + r, start + r + W, … of an epoch. `index` numbers them for each rank. If the number
-and the sizes of the micro-batches are known, each rank computes the windows alone (`planned`). If not, it fetches
+and the sizes of the micro-batches are known, each rank computes the windows by itself (`planned`). If not, it fetches
 its micro-batches of a window first, and the ranks exchange their weights (`collected` and `SharedWindow.agree`).
 """
 
@@ -26,9 +26,9 @@ class SharedWindow:
 
     Attributes:
         per_rank: micro-batches of the rank that has most of them; 0: the epoch has ended.
-        total: the weight of all micro-batches of the window.
+        total: sum of the weights of all micro-batches of the window.
         uneven: the ranks have different numbers of micro-batches.
-        alike: it is certain that they have the same number, all of one size.
+        alike: all ranks certainly have the same number of micro-batches, all of one size.
         weights: in your own training loop, the weight of the micro-batches of all ranks at each index; before `agree`
             that of this rank's.
     """
@@ -48,7 +48,7 @@ class SharedWindow:
         self.weights = weights
 
     def agree(self, world: World) -> None:
-        """Exchange what each rank has. Collective, unless it is known already.
+        """Exchange the weights and numbers of all ranks. Collective, unless they are known already.
 
         Called when a window begins and not when it is fetched: ranks may fetch at different times.
         """
@@ -91,7 +91,7 @@ class SharedWindow:
 
 
 class Piece(NamedTuple):
-    """A micro-batch with its place in this process's part of a window."""
+    """A micro-batch with its position in this process's part of a window."""
 
     batch: Any
     m: int  # its number in the epoch
@@ -147,7 +147,10 @@ def planned(
         for m in range(begin + world.rank, end, world.size):
             batch = next(batches, _END)
             if batch is _END:
-                raise DataError(f"the loader ended before micro-batch {m} of {length}, which the other processes count on.")
+                raise DataError(
+                    f"the loader ended before micro-batch {m} of {length}, which the other ranks expect. "
+                    "Check the length of the dataset."
+                )
             final = m + world.size >= end
             yield Piece(batch, m, index, m < begin + world.size, final, last if m == length - 1 else common, shared)
             index += 1
@@ -173,17 +176,17 @@ def collected(
     weigh: Callable[[Any], float] | None,
     taken: int | None = None,
 ) -> Iterator[Piece]:
-    """The pieces of an epoch of which only fetching tells what there is; without an end if `per_rank` is not known.
+    """The pieces of an epoch whose micro-batches are only known after fetching; endless if `per_rank` is `None`.
 
     Args:
         batches: this process's micro-batches from `start` on.
         world: the processes; nothing is exchanged here.
         size: micro-batches of a rank in a window.
         start: the micro-batch of the epoch that rank 0 begins with.
-        per_rank: number of a rank's micro-batches from `start` on.
+        per_rank: number of a rank's micro-batches from `start` on; `None` if unknown.
         count: the number of samples of a batch.
         weigh: the user's `batch_weight`; without it a micro-batch counts by the number of its samples.
-        taken: as of `planned`.
+        taken: as in `planned`.
     """
     index = 0
     for wanted in _window_sizes(size, taken):

@@ -40,7 +40,7 @@ def evaluation_sources(source: Any) -> list[Any]:
     if isinstance(source, CombinedLoader):
         if source.mode != "sequential":
             raise ConfigurationError(
-                f"an evaluation reads its loaders one after the other, not in mode {source.mode!r}. Pass a list of loaders."
+                f"an evaluation reads its loaders one after another, not with mode={source.mode!r}. Pass a list of loaders."
             )
         return source.parts()
     if isinstance(source, Mapping):
@@ -52,9 +52,9 @@ def evaluation_sources(source: Any) -> list[Any]:
 
 
 def _flattened(source: Any) -> list[Any] | None:
-    """The loaders in nested lists and dicts of loaders, or `None` where one of the items is no loader.
+    """The loaders in nested lists and dicts of loaders, or `None` if one of the items is not a loader.
 
-    As in Lightning a list that holds only numbers and strings is a loader.
+    As in Lightning, a list that contains only numbers and strings is a loader.
     """
     if not isinstance(source, list | tuple | Mapping):
         return [source] if _is_loader(source) else None
@@ -69,13 +69,13 @@ def _is_loader(item: Any) -> bool:
     """Whether an item of a list is a loader, not a batch."""
     if isinstance(item, DataLoader | CombinedLoader):
         return True
-    if callable(getattr(item, "to", None)):  # a batch of a class of its own, which may well be iterable
+    if callable(getattr(item, "to", None)):  # a batch of a custom class, which may be iterable
         return False
     return isinstance(item, Iterable) and not isinstance(item, Tensor | np.ndarray | list | tuple | Mapping | str | bytes)
 
 
 def batch_size_of(source: Any) -> int | None:
-    """The samples of a micro-batch of a loader, where it says so."""
+    """Number of samples of a micro-batch of a loader; `None` if it has no batch size."""
     if isinstance(source, CombinedLoader):
         sizes = [batch_size_of(part) for part in source.parts()]
         known = [size for size in sizes if size is not None]

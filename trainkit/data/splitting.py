@@ -1,4 +1,4 @@
-"""`split_batches`: a loader whose `batch_size` is that of all processes together → one of micro-batches."""
+"""`split_batches`: splits each batch of a loader over the processes."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ __all__ = ["split_batches"]
 
 
 def split_batches(loader: Any, parts: int) -> tuple[DataLoader[Any], int | None]:
-    """A loader like this one, each of whose batches is made of as many micro-batches as there are parts.
+    """A loader like this one that yields each batch in `parts` micro-batches.
 
     Args:
-        loader: the user's, which is not changed.
+        loader: the user's loader, which is not changed.
         parts: micro-batches of a batch, one for each process.
 
     Returns:
-        The loader of micro-batches, and how many of them an epoch has where `drop_last` drops some of a last batch that is
-        short; else `None`.
+        The loader of micro-batches, and their number in an epoch if `drop_last` drops micro-batches of a short last batch;
+        otherwise `None`.
 
     Raises:
-        ConfigurationError: it cannot be split so.
+        ConfigurationError: the loader cannot be split.
     """
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         raise ConfigurationError(
-            f"split_batches=True divides the batch_size of a DataLoader, and this is {_described(loader)}. Let it give "
-            "micro-batches, one for each process, and leave split_batches out."
+            f"split_batches=True divides the batch_size of a DataLoader, but this is {_described(loader)}. Let it yield one "
+            "micro-batch for each process, and remove split_batches."
         )
     changes: dict[str, Any] = {"_iterator": None}
     sampler, end = loader.batch_sampler, None
     if isinstance(loader.dataset, IterableDataset):
         if loader.drop_last:
             raise ConfigurationError(
-                "split_batches=True with drop_last=True: of a stream it is not known where its last batch begins. Leave "
-                "drop_last out: a short last batch counts by its samples."
+                "split_batches=True with drop_last=True: the last batch of a stream is not known in advance. Remove "
+                "drop_last: a short last batch counts by its samples."
             )
         changes["batch_size"] = _size(loader.batch_size, parts)
     elif type(sampler) is BatchSampler:
@@ -51,9 +51,9 @@ def split_batches(loader: Any, parts: int) -> tuple[DataLoader[Any], int | None]
         end = _whole(sampler, parts) if sampler.drop_last else None
     else:
         changes["batch_sampler"] = _Parts(sampler, parts)
-    twin = copy.copy(loader)
-    twin.__dict__.update(changes)  # DataLoader refuses to have them assigned
-    return twin, end
+    split = copy.copy(loader)
+    split.__dict__.update(changes)  # DataLoader refuses to assign them
+    return split, end
 
 
 def _size(batch_size: Any, parts: int) -> int:
@@ -61,8 +61,8 @@ def _size(batch_size: Any, parts: int) -> int:
     if batch_size % parts:
         nearest = max(1, batch_size // parts) * parts
         raise ConfigurationError(
-            f"split_batches=True: a batch_size of {batch_size} cannot be divided by {parts} processes. Use {nearest}, say, or "
-            "leave split_batches out, where batch_size is that of one process."
+            f"split_batches=True: a batch_size of {batch_size} cannot be divided by {parts} processes. Use {nearest}, or "
+            "remove split_batches: batch_size is then that of one process."
         )
     return int(batch_size // parts)
 
@@ -74,8 +74,8 @@ def _whole(sampler: BatchSampler, parts: int) -> int:
         samples = len(inner.dataset) if is_distributed(inner) else len(inner)
     except TypeError:
         raise ConfigurationError(
-            f"split_batches=True with drop_last=True: {type(inner).__name__} does not say how many samples it gives. Define "
-            "__len__, or leave drop_last out."
+            f"split_batches=True with drop_last=True: {type(inner).__name__} has no length. Define __len__, or remove "
+            "drop_last."
         ) from None
     return samples // sampler.batch_size * parts
 
@@ -85,7 +85,7 @@ def _described(loader: Any) -> str:
 
 
 class _Parts:
-    """The batches of a user's batch sampler, each divided into `parts`, whose sizes differ by one at most."""
+    """The batches of a user's batch sampler, each divided into `parts` parts whose sizes differ by at most 1."""
 
     def __init__(self, sampler: Any, parts: int) -> None:
         self.sampler, self._parts = sampler, parts
@@ -97,7 +97,7 @@ class _Parts:
 
     @property
     def size_of_all(self) -> Any:
-        """Samples of a batch of the user's; `None`: the batch sampler does not tell."""
+        """Samples of a whole batch; `None` if the batch sampler has no `batch_size`."""
         return getattr(self.sampler, "batch_size", None)
 
     def __len__(self) -> int:
@@ -108,8 +108,8 @@ class _Parts:
         for batch in self.sampler:
             if short:
                 raise DataError(
-                    f"split_batches=True: {type(self.sampler).__name__} gave {short} samples for {self._parts} processes, and "
-                    "that only the last batch of an epoch may be. Give each batch a sample for each process at least."
+                    f"split_batches=True: {type(self.sampler).__name__} yielded {short} samples for {self._parts} processes, "
+                    "which only the last batch of an epoch may do. Yield at least one sample for each process in each batch."
                 )
             indices = list(batch)
             short = len(indices) if len(indices) < self._parts else 0

@@ -17,18 +17,18 @@ _AFTER_END = "state after the end of the epoch"
 class StateHistory:
     """The states of an iterable with `state_dict` and `load_state_dict`, by the number of the batches read.
 
-    Batches are fetched before they are worked on (a window at a time, one ahead for CUDA), so the state of the moment is not
-    the one to save: the states of the last few batches are kept, and the one that fits is asked for by number.
+    Batches are fetched before they are used (a whole window, and one in advance for CUDA), so the current state is not the one
+    to save. The states after the last few batches are kept, and a checkpoint asks for one by number.
 
-    The last batch may have been read together with the end of the epoch: a short one, or one that only some ranks have. The
-    state is then where the next epoch begins, and is kept as such.
+    The last batch may be read together with the end of the epoch: a short one, or one that only some ranks have. The state is
+    then that at the beginning of the next epoch, and is marked as such.
 
     Args:
-        owner: what is iterated.
-        readable: its state in this process is that of the iteration (not so with worker processes).
+        owner: the iterable.
+        readable: its state in this process is that of the iteration; False if workers iterate it.
 
     Attributes:
-        at_end: the iteration continues from a state after the end of its epoch: there is nothing left to read.
+        at_end: the iteration continues from a state after the end of its epoch, so there is nothing left to read.
     """
 
     def __init__(self, owner: Any, readable: bool) -> None:
@@ -47,11 +47,11 @@ class StateHistory:
             self._states = deque(self._states, maxlen=batches)
 
     def stop(self) -> None:
-        """Keep no states: they will not be asked for."""
+        """Keep no states, because none will be saved."""
         self.active = False
 
     def at(self, batches: int) -> Any | None:
-        """The state after `batches` batches of the epoch, `None` if it is not known."""
+        """The state after `batches` batches of the epoch; `None` if it was not kept."""
         if not self.active:
             return None
         if self._resumed is not None and self._resumed[0] == batches:
@@ -61,7 +61,7 @@ class StateHistory:
         return next((state for number, state in self._states if number == batches), None)
 
     def resume(self, batches: int, state: Any) -> None:
-        """The next iteration continues from this state, which is that after `batches` batches."""
+        """Let the next iteration continue from this state, which is that after `batches` batches."""
         if self.active:
             self._resumed = batches, state
 

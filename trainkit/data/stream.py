@@ -1,7 +1,7 @@
-"""One source of batches for one rank: a `DataLoader` taken under control, or any iterable as it is.
+"""A source of batches for one rank: a `DataLoader` with keyed samplers, or any iterable, unchanged.
 
-A stream knows how many micro-batches an epoch has and how many samples each holds, where that can be known without fetching,
-and starts at any micro-batch of any epoch. It gives one process its part of them: all, or every W-th.
+A stream knows the number of micro-batches in an epoch and the samples in each, if that is possible without fetching, and can
+start at any micro-batch of any epoch. It yields the part of one process: all micro-batches, or every W-th.
 """
 
 from __future__ import annotations
@@ -34,42 +34,42 @@ class Stream(Protocol):
 
     @property
     def length(self) -> int | None:
-        """Micro-batches of an epoch, over all processes; `None` if only the end tells."""
+        """Micro-batches of an epoch, over all processes; `None` if unknown."""
 
     @property
     def sizes(self) -> tuple[int, int] | None:
-        """Samples of each micro-batch but the last, and of the last; `None` if only the batches tell."""
+        """Samples of each micro-batch but the last, and of the last; `None` if unknown before fetching."""
 
     @property
     def exact(self) -> bool:
-        """The length is certain; else it is what a dataset or sampler of the user's says of itself."""
+        """Whether the length is certain; otherwise it is what the user's dataset or sampler returns."""
 
     @property
     def samples(self) -> int | None:
-        """Samples of the dataset, where it has a length; the order depends on it."""
+        """Number of samples of the dataset, if it has a length; the order depends on it."""
 
     @property
     def splits(self) -> bool:
-        """The user's data gives each process a part of its own, which is read whole."""
+        """Whether each process has its own part of the data and reads all of it."""
 
     @property
     def counted(self) -> int:
-        """The micro-batches of an epoch that several processes have read to its end."""
+        """Number of micro-batches in the last epoch that several processes read to its end."""
 
     def histories(self) -> list[StateHistory]:
-        """Where the iterables in it were, for those that can be resumed by a state of their own."""
+        """The state histories of the iterables in it."""
 
     def resume(self, splits: bool) -> None:
-        """The next iteration continues where a checkpoint was taken, in which the data was split as it says."""
+        """Prepare to continue from a checkpoint; `splits` is as it was when that was saved."""
 
     def prime(self, epoch: int, start: int, step: int) -> None:
-        """Do now what the processes have to do together before they read an epoch from `start` on."""
+        """Run now the collectives that come before reading an epoch from `start` on."""
 
     def batches(self, epoch: int, start: int, limit: int | None, turn: int = 0, step: int = 1) -> Iterator[Any]:
         """The micro-batches `start + turn`, `start + turn + step`, … (before `limit`) of an epoch, on the CPU."""
 
     def spare(self, epoch: int) -> Any:
-        """A batch of the epoch for a process that has none of its own: the first one; `None` if there is none."""
+        """A batch of the epoch for a process that has no data: the first one; `None` if the epoch is empty."""
 
     def close(self) -> None:
         """End the worker processes."""
@@ -84,12 +84,12 @@ def open_stream(
         source: a `DataLoader` or any iterable of batches.
         seed: the seed of the run.
         stage: the stage part of the keys, see `trainkit.rng.Stage.of_loader`.
-        device: where the batches will go: for CUDA, what workers fetch is read into pinned memory.
+        device: where the batches will go; for CUDA, workers fetch into pinned memory.
         sequential: do not shuffle (`overfit_batches`).
         world: the processes over which it is sharded. Collective.
 
     Raises:
-        DataError: the object cannot be iterated, or the processes have objects that differ.
+        DataError: the object cannot be iterated, or differs between processes.
     """
     if isinstance(source, DataLoader):
         return LoaderStream(source, seed, stage, device, sequential, world)
@@ -102,7 +102,7 @@ def open_stream(
 
 
 class LoaderStream:
-    """A `DataLoader` whose samplers are replaced, on a shallow copy, by keyed ones; everything else of it is kept."""
+    """A shallow copy of a `DataLoader` with keyed samplers; everything else of it is kept."""
 
     def __init__(
         self,
@@ -118,7 +118,9 @@ class LoaderStream:
         self._iterable = isinstance(loader.dataset, IterableDataset)
         self._sharder = StreamSharder(world, type(loader.dataset).__name__)
         changes: dict[str, Any] = {"_iterator": None, "worker_init_fn": UserWorkerInit(loader.worker_init_fn)}
-        if device.type == "cuda" and loader.num_workers > 0:  # without workers there may be tensors on CUDA: not to be pinned
+        if (
+            device.type == "cuda" and loader.num_workers > 0
+        ):  # without workers, tensors may be on CUDA already and cannot be pinned
             changes["pin_memory"] = True
         if self._iterable:
             self._batches: KeyedBatches | None = None
@@ -131,32 +133,32 @@ class LoaderStream:
             changes["dataset"] = KeyedDataset(loader.dataset)
         if loader.num_workers > 1 and not loader.in_order:
             changes["in_order"] = True
-            notice("in_order=False is not used: which batch came first would be a matter of time, in each run another.")
+            notice("in_order=False is ignored: the order of batches would depend on timing and differ from run to run.")
         if self._batches is not None and isinstance(getattr(loader.sampler, "generator", None), torch.Generator):
             notice(
-                "the generator of this DataLoader has no effect on its order: that is a function of the seed and the epoch, so "
-                "that a run can resume anywhere. To choose another order: trainkit.set_seed(n), or Trainer(seed=n)."
+                "the generator of this DataLoader has no effect on its order, which is a function of the seed and the epoch, "
+                "so that a run can resume anywhere. To choose another order: trainkit.set_seed(n), or Trainer(seed=n)."
             )
         self.sizes: tuple[int, int] | None = None if self._batches is None else self._batches.sizes
         self.exact: bool = self._batches is not None and self._batches.exact
         self.samples: int | None = None if self._iterable else _length_of(loader.dataset)
         self._history = StateHistory(loader.dataset, readable=loader.num_workers == 0) if self._iterable else None
-        # What a worker has seen of earlier epochs must not matter: one that reads a stream, or whose dataset gets the
-        # epoch (here, in the main process), starts again in each.
+        # The state of a worker must not depend on earlier epochs: workers of a stream, or of a dataset with set_epoch
+        # (called here, in the main process), are restarted in each epoch.
         self._fresh_workers = self._iterable or hasattr(loader.dataset, "set_epoch")
-        # DataLoader refuses to have these assigned, and building it again would need its constructor's arguments, which a
-        # subclass may have changed. A shallow copy keeps whatever the user or their subclass has set.
+        # DataLoader refuses to assign these, and creating a new one would need its constructor's arguments, which a subclass
+        # may have changed. A shallow copy keeps whatever the user or their subclass has set.
         self._loader: DataLoader[Any] | None = copy.copy(loader)
         self._loader.__dict__.update(changes)
-        self._running: Any = None  # the iterator of the epoch that is being read, or was last
+        self._running: Any = None  # the iterator of the current epoch, or of the last one
         self._primed: tuple[Any, Iterator[Any], int] | None = None
 
     def _changes_for_iterable(self, loader: DataLoader[Any]) -> dict[str, Any]:
         """The attributes to set on a copy of a loader over an iterable dataset, so that its micro-batches have keys."""
         if loader.num_workers > 1:
             notice(
-                f"an IterableDataset with num_workers={loader.num_workers}: each worker iterates the whole dataset unless "
-                "its __iter__ takes its part by torch.utils.data.get_worker_info()."
+                f"an IterableDataset with num_workers={loader.num_workers}: each worker iterates over the whole dataset unless "
+                "its __iter__ selects the part of the worker with torch.utils.data.get_worker_info()."
             )
         changes: dict[str, Any] = {"_IterableDataset_len_called": None}  # reading the length here must not make torch warn
         if loader.batch_size is not None:
@@ -203,7 +205,7 @@ class LoaderStream:
         iterator, batches, first = self._begin(epoch, start, step) if begun is None else begun
         try:
             if self._history is None:
-                yield from batches  # starts where it should
+                yield from batches  # the keyed sampler starts at the right place
             elif step == 1:
                 batches = islice(batches, start - first, None if limit is None else max(limit - first, 0))
                 yield from self._history.follow(batches, start, skipped=start > first, ended=partial(self._ended, iterator))
@@ -215,7 +217,7 @@ class LoaderStream:
                 end_workers(iterator)
 
     def _ended(self, iterator: Any) -> bool:
-        """Whether the end of the stream has been read, with a short last batch or in a row that is not full."""
+        """Whether the end of the stream has been read, with a short last batch or in an incomplete row."""
         return self._sharder.ended or bool(getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False))
 
     def spare(self, epoch: int) -> Any:
@@ -253,13 +255,13 @@ class LoaderStream:
         return iterator, batches, first
 
     def close(self) -> None:
-        """End the workers, persistent ones and those of an epoch that an error has left."""
+        """End the workers: persistent ones, and those of an epoch that an error interrupted."""
         end_workers(self._running)
         self._loader = self._running = self._primed = None
 
 
 class _Slots:
-    """An endless batch sampler for an iterable dataset, which only needs to know how many samples to take."""
+    """An endless batch sampler for an iterable dataset, which only needs the number of samples in each batch."""
 
     def __init__(self, size: int, seed: int, stage: int) -> None:
         self._size, self._seed, self._stage = size, seed, stage
@@ -274,7 +276,7 @@ class _Slots:
 
 
 class IterableStream:
-    """Any iterable of batches, used as it is."""
+    """Any iterable of batches, unchanged."""
 
     sizes: tuple[int, int] | None = None
     samples: int | None = None
@@ -293,9 +295,9 @@ class IterableStream:
         else:
             self._length = self._sharder.agreed(_length_of(source))
             notice(
-                f"{type(source).__name__} is iterated as it is: its order is its own (no keyed shuffling)"
-                + ("." if self._history.active else " and a resumed run has to skip through it.")
-                + " Wrap the data in a Dataset and a DataLoader to get both."
+                f"{type(source).__name__} is iterated as it is, without keyed shuffling"
+                + ("." if self._history.active else ", and a resumed run has to skip through it.")
+                + " To get shuffling and exact resume, wrap the data in a Dataset and a DataLoader."
             )
 
     @property
@@ -340,7 +342,7 @@ class IterableStream:
     def _open(self, epoch: int) -> None:
         if self._one_shot and self._read:
             raise EmptyLoaderError(
-                f"{type(self._source).__name__} can be iterated only once, and is needed again (in epoch {user_epoch(epoch)}). "
+                f"{type(self._source).__name__} can be iterated only once, but is needed again in epoch {user_epoch(epoch)}. "
                 "Pass an object whose __iter__ starts again (a list, a DataLoader, a class with __iter__), or set max_epochs=1."
             )
         self._read = True
@@ -367,11 +369,11 @@ class IterableStream:
         return [self._history]
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there are no workers."""
 
 
 def _seeded(batches: Iterator[Any], keys: KeyStream, m: int) -> Iterator[Any]:
-    """The batches of an iterator, of which `m` is the first, the generators seeded by key before each is fetched."""
+    """The batches of an iterator, beginning with number `m`; the generators are seeded by key before each is fetched."""
     while True:
         seed_generators(keys(m))
         try:
@@ -387,6 +389,6 @@ def _length_of(source: Any) -> int | None:
         return len(source)
     except (TypeError, NotImplementedError):
         return None
-    except Exception as error:  # a user's __len__ that fails must not pass for a stream of unknown length
-        warn(f"len() of {type(source).__name__} failed ({error!r}); its length counts as unknown.")
+    except Exception as error:  # a __len__ that raises must not look like a stream without a length
+        warn(f"len() of {type(source).__name__} failed ({error!r}); treating its length as unknown.")
         return None

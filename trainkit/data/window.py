@@ -33,9 +33,9 @@ def windows(
         count: returns the number of samples of a batch.
         start: number of the first batch in its epoch.
         length: micro-batches of the epoch, if known together with `sizes`.
-        sizes: samples in each micro-batch but the last, and in the last. If they are known, nothing is fetched ahead.
+        sizes: samples in each micro-batch but the last, and in the last. If they are known, nothing is fetched in advance.
         weigh: the user's `batch_weight`; without it the weight of a micro-batch is the number of its samples.
-        taken: micro-batches that the first window already has, as it completes one that was left open.
+        taken: micro-batches that the first window already has: it completes an open one.
 
     Raises:
         DataError: `weigh` did not return a finite number ≥ 0.
@@ -93,10 +93,10 @@ def _collected(
 
 
 def weight_of(weigh: Callable[[Any], float], batch: Any) -> float:
-    """What the user's `batch_weight` says of a batch.
+    """What the user's `batch_weight` returns for a batch.
 
     Raises:
-        DataError: something else than a finite number ≥ 0.
+        DataError: it did not return a finite number ≥ 0.
     """
     return checked_weight(weigh(batch), "batch_weight must return", "return ")
 
@@ -105,7 +105,7 @@ def checked_weight(value: Any, what: str, example: str) -> float:
     """A weight as a number.
 
     Raises:
-        DataError: something else than a finite number ≥ 0; `what` and `example` begin what the message says.
+        DataError: not a finite number ≥ 0. The message begins with `what`, and its example with `example`.
     """
     try:
         weight = float(value)

@@ -1,4 +1,4 @@
-"""Signals and the worker processes of a `DataLoader`: a stop request must not end a worker before the step is finished."""
+"""Signals in the worker processes of a `DataLoader`: a stop request must not end a worker before the step is finished."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from types import FrameType
 __all__ = ["HANDLED", "ignore_group_signals", "signals_held_back"]
 
 HANDLED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
-"""The signals that ask a fit to stop."""
+"""The signals that request a fit to stop."""
 
 _GRACE_PERIOD = 30  # seconds that a worker continues after SIGTERM
 
 
 def ignore_group_signals() -> None:
-    """In a loader's worker process: leave a signal to the whole process group to the main process.
+    """In a worker process of a loader: ignore a signal to the whole process group, which the main process handles.
 
-    That one still needs the worker's batches to finish its step, and ends its workers itself. For the case that it does not,
-    SIGTERM ends the worker after 30 seconds, and at once when it comes again.
+    The main process still needs the worker's batches to finish its step, and then ends its workers. If it does not, SIGTERM
+    ends the worker after 30 seconds, and a second SIGTERM ends it immediately.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -30,14 +30,14 @@ def ignore_group_signals() -> None:
     if hasattr(signal, "SIGALRM"):
         signal.signal(signal.SIGTERM, _end_later)
     if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # what `signals_held_back` has held back
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # blocked by `signals_held_back`
 
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Within it these signals wait. Workers that are started in it inherit that, until they have handlers of their own.
+    """Block these signals. Workers that are started inside inherit that until they install handlers.
 
-    Else a signal to the whole process group would end a worker that has only just been forked.
+    Otherwise a signal to the whole process group would end a worker that was forked a moment ago.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield

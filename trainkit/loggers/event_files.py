@@ -1,4 +1,4 @@
-"""TensorBoard's event files: find those of a logger, cut them, and find the last step.
+"""TensorBoard's event files: find those of a logger, cut them, and read the times and steps of their events.
 
 An event file is a sequence of records: the length (8 bytes, little-endian), a checksum (4), an `Event` in protobuf's
 encoding, a checksum (4). tensorboard's own reader computes each checksum in Python, too slowly for large files.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trainkit.loggers.resumed_logs import cut_file
 
-__all__ = ["cut_event_files", "event_files", "last_step_in", "quiet_writers"]
+__all__ = ["cut_event_files", "event_files", "event_times", "last_step_in", "quiet_writers"]
 
 _NAME = re.compile(r"events\.out\.tfevents\.\d+\.(.+\.\d+)\.\d+(?!\d)")  # seconds, then host and process, then a number
 _WRITERS = "tensorboard.summary.writer.event_file_writer"
@@ -52,16 +53,24 @@ def cut_event_files(folder: Path, sub_dir: str, sizes: Mapping[str, int]) -> lis
 
 def last_step_in(path: Path) -> int:
     """The highest step of the events in a file; -1 if it has none or is not an event file."""
-    highest = -1
+    return max((step for _, step in event_times(path)), default=-1)
+
+
+def event_times(path: Path) -> Iterator[tuple[float, int]]:
+    """The time (seconds since 1970) and the step of each event in a file, in the order of writing."""
     if not path.is_file():
-        return highest
+        return
     with path.open("rb") as file:
         while len(head := file.read(12)) == 12:
             length = int.from_bytes(head[:8], "little")
             event = file.read(min(length, _START))
             file.seek(length - len(event) + 4, os.SEEK_CUR)
-            highest = max(highest, _step_of(event))
-    return highest
+            yield _time_of(event), _step_of(event)
+
+
+def _time_of(event: bytes) -> float:
+    """Field 1 of an `Event`, a double; omitted if it is 0."""
+    return struct.unpack_from("<d", event, 1)[0] if event[:1] == b"\x09" and len(event) >= 9 else 0.0
 
 
 def _step_of(event: bytes) -> int:

@@ -37,8 +37,8 @@ def write_object(path: Path, value: Any) -> None:
     """Write an object to a file, atomically. Parents of the file are created.
 
     Raises:
-        UnsavableError: something in the object cannot be stored; names the path to it.
-        CheckpointWriteError: the file cannot be written; an existing file is unchanged.
+        UnsavableError: Something in the object cannot be stored; names the path to it.
+        CheckpointWriteError: The file cannot be written; an existing file is unchanged.
     """
     metadata: dict[str, str] = {}
     if _is_flat(value):
@@ -94,16 +94,16 @@ def load(f: str | os.PathLike[str], map_location: str | torch.device | None = No
     """Read a file written by `Accelerator.save`, or any safetensors file. No content is ever code.
 
     Args:
-        f: the file. A link is followed.
-        map_location: the device for its tensors; default: the CPU.
+        f: The file. A link is followed.
+        map_location: The device for its tensors; default: the CPU.
 
     Returns:
         The object. Any mapping of names to tensors is returned as a dict. Tied names have the same tensor.
 
     Raises:
-        CheckpointNotFoundError: there is no such file.
-        CorruptCheckpointError: the file has another format or is damaged.
-        ConfigurationError: the device is not available.
+        CheckpointNotFoundError: There is no such file.
+        CorruptCheckpointError: The file has another format or is damaged.
+        ConfigurationError: The device is not available.
     """
     device = None if map_location is None else find_device(map_location)
     path, what = _existing(f), str(f)
@@ -124,8 +124,8 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[
     Do not keep the tensors: the file must not change while they are used.
 
     Raises:
-        CheckpointNotFoundError: there is no such file.
-        CorruptCheckpointError: the file has another format or is damaged.
+        CheckpointNotFoundError: There is no such file.
+        CorruptCheckpointError: The file has another format or is damaged.
     """
     found, what = _existing(path), str(path)
     data = read_file(found, os.path.getsize(found), None, what, mapped=True)
@@ -150,7 +150,7 @@ def _is_of_tensors(data: memoryview, what: str) -> bool:
     """Whether a file is a safetensors file, which begins with the length of its header: JSON has no zero bytes.
 
     Raises:
-        CorruptCheckpointError: the file is a pickle.
+        CorruptCheckpointError: The file is a pickle.
     """
     length, begins = bytes(data[:8]), bytes(data[8:9])
     if begins != b"{" and length.startswith((b"PK\x03\x04", b"\x80")):

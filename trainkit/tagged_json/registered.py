@@ -31,10 +31,10 @@ class Registration:
     """How a type is stored.
 
     Attributes:
-        name: the name of the type in checkpoints.
-        kind: the type.
-        encode: converts a value to something that a checkpoint can store.
-        decode: converts that back.
+        name: The name of the type in checkpoints.
+        kind: The type.
+        encode: Converts a value to something that a checkpoint can store.
+        decode: Converts that back.
     """
 
     name: str
@@ -47,8 +47,8 @@ class Unregistered(NamedTuple):
     """A placeholder for a value of a registered type, for readers that do not need the value and have not registered the type.
 
     Attributes:
-        name: the name of the type in the checkpoint.
-        value: what `encode` returned.
+        name: The name of the type in the checkpoint.
+        value: What `encode` returned.
     """
 
     name: str
@@ -70,23 +70,27 @@ def register(
     """Let checkpoints store values of your own type, in hyper-parameters, the state of callbacks or anywhere else.
 
     Call it where the type is defined, so that every program that saves or loads such a checkpoint has called it. No code is
-    stored: a checkpoint contains the name and what `encode` returned, and only a type that the running program has registered
-    is decoded.
-
-    >>> import fractions
-    >>> register(fractions.Fraction, lambda f: [f.numerator, f.denominator], lambda pair: fractions.Fraction(*pair))
+    stored: a checkpoint contains the name and what `encode` returned, and only a type that the running program has
+    registered is decoded.
 
     Args:
-        type: the class. Its subclasses are not included: register them too.
-        encode: called with a value; returns what a checkpoint can store: numbers, strings, lists, dicts, tensors, numpy arrays,
-            values of other registered types.
-        decode: called with what `encode` returned; returns the value.
-        name: the name of the type in checkpoints (default: its module and its name). Give one, and keep it, if the class may
+        type: The class. Its subclasses are not included: register them too.
+        encode: Called with a value; returns what a checkpoint can store: numbers, text, lists, dicts, tensors, numpy
+            arrays, values of other registered types.
+        decode: Called with what `encode` returned; returns the value.
+        name: The name of the type in checkpoints. Default: its module and its name. Give one, and keep it, if the class may
             be moved or renamed, or is defined in a script.
-        replace: replace an earlier registration of the type or the name; for notebooks.
+        replace: Replace an earlier registration of the type or the name; for notebooks.
 
     Raises:
-        ConfigurationError: an argument has the wrong type, or the type or the name is registered already.
+        ConfigurationError: An argument has the wrong type, or the type or the name is registered already.
+
+    Example:
+        ```python
+        from fractions import Fraction
+
+        register(Fraction, lambda f: [f.numerator, f.denominator], lambda pair: Fraction(*pair))
+        ```
     """
     _check_arguments(type, encode, decode, name)
     name = name or qualified_name(type)

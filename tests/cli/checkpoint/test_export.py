@@ -158,7 +158,7 @@ def test_what_is_there_is_not_overwritten(save: Any, tmp_path: Path, capsys: pyt
     )
     assert sorted(os.listdir(out)) == ["adapter_config.json", "thesis.tex"]
     assert export(path, out, "--overwrite") == 0
-    # what another program would take for a part of the export is gone, the rest is nobody's business
+    # a file that another program would take for a part of the export is removed; other files stay
     assert sorted(os.listdir(out)) == ["model.safetensors", "thesis.tex", "trainkit_export.json"]
     assert export(path, out) == 0  # an earlier export
     (tmp_path / "file").touch()

@@ -126,7 +126,7 @@ def assert_shared_out(by_rank: list[list[Given]], alone: list[Given], kind: str)
 
 
 def global_windows(by_rank: list[list[Given]]) -> list[list[Given]]:
-    """The windows of an epoch, each with its micro-batches in the order of one process, paddings left out."""
+    """The windows of an epoch, each with its micro-batches in the order of one process, without padding."""
     parts = [list(_windows(own)) for own in by_rank]
     assert len({len(own) for own in parts}) == 1, "all have as many windows"
     found = []

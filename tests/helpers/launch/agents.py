@@ -78,7 +78,7 @@ class Agent:
 def start_agent(
     script: str, folder: Path, count: int = 2, number: int = 0, limits: dict[str, Any] | None = None, **options: Any
 ) -> Agent:
-    """Start an agent with so many workers, each of which runs a script that begins with `HEAD`.
+    """Start an agent with `count` workers, each of which runs a script that begins with `HEAD`.
 
     Args:
         script: of the workers.
@@ -112,7 +112,7 @@ def _agent(folder: str, count: int, output: str, limits: dict[str, Any], options
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and that nobody has waited for does not."""
+    """Whether a process runs; one that has ended and that no process has waited for does not."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -129,7 +129,7 @@ class Ended:
 def end_of(
     size: int, function: Callable[..., Any], *given: Any, env: dict[str, str] | None = None, limit: float = LIMIT
 ) -> Ended:
-    """Start a function, which calls `as_script`, in so many processes, and wait for their ends.
+    """Start a function, which calls `as_script`, in `size` processes, and wait for them to end.
 
     Raises:
         AssertionError: one has not ended `limit` seconds after `now` was called in one of them.

@@ -1,4 +1,4 @@
-"""A training on several processes that tests signal and kill at drawn moments, and that goes on each time.
+"""A training on several processes that tests signal and kill at drawn moments, and that resumes each time.
 
 It is also a script, for `trainkit launch`: `disturbed.py '{"folder": "runs", "workers": 2}'`, the fields of
 `Training`.
@@ -136,7 +136,7 @@ class Signal(Callback):
 
 @dataclass
 class Training:
-    """A training that goes on from the newest checkpoint in its folder.
+    """A training that resumes from the newest checkpoint in its folder.
 
     Attributes:
         folder: of all that it writes.
@@ -144,7 +144,7 @@ class Training:
         window: micro-batches in an update, over all processes.
         keep: checkpoints that are kept.
         ckpt_path: as of `fit`.
-        devices: processes that the script starts, if nobody else does.
+        devices: processes that the script starts, if no launcher does.
         attempt: of the script: the number of its first start.
     """
 
@@ -221,7 +221,7 @@ def newest(folder: str | Path) -> Checkpoint:
     assert not [one.problem for one in found if one.problem is not None]
     left = [name for name in os.listdir(folder) if name.startswith(".") and name != LOCK]
     assert not left, left
-    assert (folder / LOCK).read_bytes() == b"", "somebody still holds the folder"
+    assert (folder / LOCK).read_bytes() == b"", "a process still holds the folder"
     assert found, "no checkpoint at all"
     checkpoint = open_checkpoint(found[0].path)
     checkpoint.verify()
@@ -294,7 +294,7 @@ class Started:
             (os.killpg if group else os.kill)(self.pids[rank], number)
 
     def codes(self, seconds: float = PATIENCE) -> list[int]:
-        """Their exit codes, within so many seconds."""
+        """Their exit codes, within `seconds`."""
         deadline = time.monotonic() + seconds
         for process in self.world.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -309,7 +309,7 @@ class Started:
 
 @contextlib.contextmanager
 def started(training: Training, attempt: int = 0, size: int = 2, more: Sequence[Any] = ()) -> Iterator[Started]:
-    """So many processes that train; what is left of them at the end is killed."""
+    """`size` processes that train; those that are left at the end are killed."""
     Path(training.folder).mkdir(exist_ok=True)
     running = Started(training, attempt, size, more)
     try:

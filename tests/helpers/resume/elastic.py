@@ -1,4 +1,4 @@
-"""Trainings that are killed and go on, perhaps on another number of processes: see `parity.py` for what is trained."""
+"""Trainings that are killed and resume, perhaps on another number of processes: see `parity.py` for what is trained."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _run(case: Case, folder: Path, attempt: int, kill: tuple[int, int] | None, a
 
 
 def undisturbed(case: Case, folder: Path, size: int, **arguments: Any) -> dict[tuple[int, int], dict[str, Any]]:
-    """Train on so many processes from the beginning to the end."""
+    """Train on `size` processes from the beginning to the end."""
     run_world(size, _run, case, folder, 0, None, arguments)
     return journal(folder)
 
@@ -101,7 +101,7 @@ def killed(case: Case, folder: Path, size: int, attempt: int, kill: tuple[int, i
 
 
 def resumed(case: Case, folder: Path, size: int, attempt: int, **arguments: Any) -> dict[tuple[int, int], dict[str, Any]]:
-    """Go on to the end."""
+    """Continue to the end."""
     run_world(size, _run, case, folder, attempt, None, arguments)
     return journal(folder)
 

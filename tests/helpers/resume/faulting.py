@@ -165,7 +165,7 @@ def saved_in(folder: str | Path) -> Path:
 
 
 def left_over(folder: str | Path) -> list[str]:
-    """What lies in a folder of checkpoints that nobody should see there: unfinished saves and removals."""
+    """What lies in a folder of checkpoints that no user should see there: unfinished saves and removals."""
     return sorted(name for name in os.listdir(folder) if name.startswith(".") and name != LOCK)
 
 
@@ -206,7 +206,7 @@ class Watched(Run):
 
 
 class At(Callback):
-    """Does something in a hook, the first time that so many updates have been made."""
+    """Does something in a hook, the first time that `step` optimizer steps have been made."""
 
     def __init__(self, hook: str, act: Callable[[], Any], step: int = 0, batch_idx: int | None = None) -> None:
         self.act, self.step, self.batch_idx = act, step, batch_idx

@@ -1,4 +1,4 @@
-"""Runs that are killed and go on: `from helpers.resume.resuming import Run, forked`."""
+"""Runs that are killed and resume: `from helpers.resume.resuming import Run, forked`."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Kill(Callback):
 
 @dataclass
 class Run:
-    """One process of a run in the current directory; the next one goes on where it was killed.
+    """One process of a run in the current directory; the next one resumes where it was killed.
 
     Attributes:
         trace: the file that its micro-batches are written to.

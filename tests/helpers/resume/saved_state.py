@@ -57,7 +57,7 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
 
 
 def stored(module: nn.Module, save: Any = "all") -> ModelState:
-    """What a checkpoint would give back: nothing shared, tensors contiguous."""
+    """What a checkpoint would restore: nothing shared, tensors contiguous."""
     state = capture_model(module, save)
     tensors = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in state.tensors.items()}
     extra, trained, configs = (through_json(part) for part in (state.extra, state.trained, state.configs))

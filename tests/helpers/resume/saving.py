@@ -1,4 +1,4 @@
-"""What the tests of resuming share, beside `trainers`: `from helpers.resume.saving import Adam, SaveIn, saved`."""
+"""What the tests of resuming share, in addition to `trainers`: `from helpers.resume.saving import Adam, SaveIn, saved`."""
 
 from __future__ import annotations
 

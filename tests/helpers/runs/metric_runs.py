@@ -56,7 +56,7 @@ def sized(m: int) -> torch.Tensor:
 
 
 def epoch(run: Run, step: Step, batches: int, *, first: int = 0, every: int = 4) -> None:
-    """Training on so many micro-batches: `step(run, m)` for those of this process; a log boundary each `every` rows."""
+    """Training on `batches` micro-batches: `step(run, m)` for those of this process; a log boundary each `every` rows."""
     store, world = run.store, run.world
     for row, start in enumerate(range(first, batches, world.size), first // world.size):
         m = start + world.rank
@@ -69,7 +69,7 @@ def epoch(run: Run, step: Step, batches: int, *, first: int = 0, every: int = 4)
 
 
 def evaluation(run: Run, step: Step, batches: int) -> dict[str, float]:
-    """An evaluation over so many micro-batches, and what it came to."""
+    """An evaluation over `batches` micro-batches, and its result."""
     store, world = run.store, run.world
     store.discard()
     count = 0

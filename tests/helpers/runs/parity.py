@@ -186,7 +186,7 @@ def train(case: Case, *callbacks: Callback, **arguments: Any) -> Record:
 
 
 def trained(case: Case, size: int, **arguments: Any) -> Record:
-    """Train on so many processes; the records of all as one: losses and samples together, the rest alike on all."""
+    """Train on `size` processes; the records of all as one: losses and samples together, the rest equal on all."""
     records = [train(case, **arguments)] if size == 1 else run_world(size, _train, case, arguments)
     first: Record = records[0]
     for other in records[1:]:

@@ -1,4 +1,4 @@
-"""What real runs hold in memory, beside what a plan says: for the tests of plans."""
+"""What real runs hold in memory, next to what a plan says: for the tests of plans."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Planned(TrainModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if self.trainer.global_step == 1:
-            gc.collect()  # what waits for the collector is nobody's, and when it comes by itself a matter of chance
+            gc.collect()  # so that it does not depend on chance which unreachable objects are still in memory
             with torch.profiler.record_function(_PEAK):
                 pass
         return self.head(self.frozen(self.net(self.embedding(batch)) * self.scale)).float().square().mean()

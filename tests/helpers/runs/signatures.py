@@ -34,7 +34,7 @@ class Call(NamedTuple):
 
     @property
     def options(self) -> list[str]:
-        """The parameters that may be left out, `*args` and `**kwargs` included."""
+        """The optional parameters, `*args` and `**kwargs` included."""
         variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         return [p.name for p in self.parameters if p.default is not p.empty or p.kind in variable]
 

@@ -80,7 +80,7 @@ def no_open_wandb_runs() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def local_mlflow() -> Iterator[None]:
-    """MLflow that knows of no server, and tells nobody."""
+    """MLflow without a server and without telemetry."""
     environment = _without("MLFLOW_")
     environment.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     yield
@@ -89,7 +89,7 @@ def local_mlflow() -> Iterator[None]:
 
 @pytest.fixture
 def comet_offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """comet_ml without a key that somebody may have here; what a test leaves open is ended."""
+    """comet_ml without the key that the user of this machine may have; what a test leaves open is ended."""
     environment = _without("COMET_")
     environment.setenv("COMET_CONFIG", str(tmp_path_factory.getbasetemp() / "no.comet.config"))
     environment.setenv("COMET_ERROR_TRACKING_ENABLE", "false")

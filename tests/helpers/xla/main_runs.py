@@ -1,6 +1,6 @@
 """What tests of XLA have done in the main environment, with its torch: `from helpers.xla.main_runs import run_main`.
 
-A checkpoint that was written under XLA goes on there, on any number of processes, and the other way round. One process of the
+A checkpoint that was written under XLA resumes there, on any number of processes, and the other way round. One process of the
 other environment serves all tests of this one; it is started by the first, and starts worlds (`worlds.py`) when asked.
 """
 
@@ -35,7 +35,7 @@ def run_main(function: Callable[..., Any], *args: Any, size: int | None = None, 
     Args:
         function: one of a module's, which imports without torch_xla.
         args: of it; they and what it returns are pickled from one torch to another: plain values and paths.
-        size: run it in so many processes, with the variables that torchrun sets; None: in one that nobody launched.
+        size: run it in `size` processes, with the variables that torchrun sets; None: in one that was not launched.
         env: more variables.
 
     Returns:

@@ -200,7 +200,7 @@ class Net(TrainModule):
 
 
 class Masked(Net):
-    """Its loss leaves out what `sample_mask` says."""
+    """Its loss ignores the samples that `sample_mask` excludes."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         mask = self.sample_mask

@@ -1,4 +1,4 @@
-"""Trainings under XLA that are killed from outside and go on: `from helpers.xla.xla_resume import Life, journal, lived`."""
+"""Trainings under XLA that are killed from outside and resume: `from helpers.xla.xla_resume import Life, journal, lived`."""
 
 from __future__ import annotations
 

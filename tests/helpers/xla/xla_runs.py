@@ -36,7 +36,7 @@ class XLARun:
     Args:
         function: one of a module's.
         args: of it; they and what it returns must be picklable without torch_xla: no tensors on an XLA device.
-        env: variables beside those of the tests' process.
+        env: variables in addition to those of the tests' process.
     """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str]) -> None:
@@ -117,7 +117,7 @@ class XLARun:
 
 
 def start_xla(function: Callable[..., Any], *args: Any, devices: int = 1, env: dict[str, str] | None = None) -> XLARun:
-    """Start `function(*args)` in a fresh process with torch_xla and so many devices, as a script that nobody launched.
+    """Start `function(*args)` in a fresh process with torch_xla and `devices` devices, like a script started by hand.
 
     Args:
         function: one of a module's; see `XLARun`.
@@ -148,7 +148,7 @@ def run_xla(function: Callable[..., Any], *args: Any, devices: int = 1, env: dic
 
 @functools.cache
 def _devices_of(kind: str) -> int:
-    """How many devices the runtime finds; asked in a process of its own, since whoever asks takes hold of them."""
+    """How many devices the runtime finds; asked in a process of its own, since a process that asks takes hold of them."""
     with XLARun(_count, (), {"PJRT_DEVICE": kind}) as run:
         count: int = run.result()
     return count

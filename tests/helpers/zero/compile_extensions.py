@@ -12,7 +12,7 @@ from trainkit.strategies.zero.extensions import load, require_async_io
 
 
 def main() -> None:
-    """Before the tests, which run beside each other."""
+    """Before the tests, which run in parallel."""
     try:
         require_async_io()
     except MissingPackageError as error:

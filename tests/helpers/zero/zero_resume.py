@@ -1,4 +1,4 @@
-"""Trainings that are saved under one configuration of ZeRO and go on under another."""
+"""Trainings that are saved under one configuration of ZeRO and resume under another."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def undisturbed(precision: str, make: type) -> dict[Any, float]:
 def assert_portable(
     source: Path, kind: str, size: int, precision: str = "32-true", make: type = RegressionModule, exact: bool = True
 ) -> None:
-    """Go on from a checkpoint of `save` under another configuration.
+    """Resume from a checkpoint of `save` under another configuration.
 
     Args:
         source: the checkpoint.
@@ -90,7 +90,7 @@ def assert_portable(
     """
     copy = source.with_name(f"{source.name}-{kind}-{size}")
     losses: dict[Any, float] = {}
-    for own in together(size, {"go on": (go_on, case(precision, make), kind, source, copy)})["go on"]:
+    for own in together(size, {"resume": (go_on, case(precision, make), kind, source, copy)})["resume"]:
         losses |= own
     saved, again = tensors(source), tensors(copy)
     assert saved.keys() == again.keys()

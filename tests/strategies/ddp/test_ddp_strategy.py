@@ -335,7 +335,7 @@ def test_arguments_that_are_wrong(options: dict[str, Any], message: str) -> None
         DDPStrategy(device="cpu", **options)
 
 
-def test_a_hook_that_nobody_knows() -> None:
+def test_an_unknown_hook() -> None:
     with pytest.raises(UnknownNameError, match="unknown comm_hook 'fp_16'; known: fp16, .* Did you mean 'fp16'?"):
         DDPStrategy(device="cpu", comm_hook="fp_16")
 

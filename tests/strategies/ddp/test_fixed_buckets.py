@@ -30,7 +30,7 @@ def plain(module: nn.Module, **options: Any) -> nn.Module:
 
 
 def train(make: Callable[..., nn.Module], options: dict[str, Any], stop: int | None) -> list[float]:
-    """Six steps; before step `stop` DDP is made anew, as in a new process."""
+    """Six steps; before step `stop` DDP is created again, as in a new process."""
     rank = joined().rank
     module = network()
     ddp = make(module, **options)

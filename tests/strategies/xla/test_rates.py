@@ -95,7 +95,7 @@ def test_a_rate_of_zero_changes_nothing() -> None:
     assert all(torch.equal(p, kept) for p, kept in zip(layer.parameters(), before, strict=True))
 
 
-def test_rates_are_put_back_after_an_error() -> None:
+def test_rates_are_restored_after_an_error() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
     with pytest.raises(ValueError, match="in the step"), steady_rates(optimizer):
         raise ValueError("in the step")

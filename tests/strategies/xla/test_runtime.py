@@ -71,7 +71,7 @@ def test_a_runtime_that_cannot_be_is_refused(wanted: RequestedDevices, env: dict
         choose_runtime(wanted, env)
 
 
-def test_a_cpu_in_the_place_of_a_tpu_is_told(caplog: Any) -> None:
+def test_a_notice_says_that_a_cpu_takes_the_place_of_a_tpu(caplog: Any) -> None:
     caplog.set_level("INFO", "trainkit")
     choose_runtime(RequestedDevices("xla"), {"PJRT_DEVICE": "CPU"})
     assert caplog.messages == [

@@ -15,7 +15,7 @@ from trainkit.strategies.xla.threads import ReplicaTurns, ThreadWorld, replica_t
 
 
 def replicas(size: int, function: Callable[[ThreadWorld], Any]) -> list[Any]:
-    """What a function returned, or raised, in each of so many replicas."""
+    """What a function returned, or raised, in each of `size` replicas."""
     turns = ReplicaTurns(size)
     ended: list[Any] = [None] * size
 
@@ -31,7 +31,7 @@ def replicas(size: int, function: Callable[[ThreadWorld], Any]) -> list[Any]:
             turns.leave(rank, error)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in reversed(threads):  # whoever comes first, rank 0 begins
+    for thread in reversed(threads):  # whichever starts first, rank 0 begins
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)

@@ -24,7 +24,7 @@ SAMPLES = 77  # ten rows, the last of five samples
 
 
 def after(trained: Trained, updates: int) -> int:
-    """The graphs that had been compiled when so many updates had been made."""
+    """The number of compiled graphs after a number of optimizer steps."""
     return next(count for made, count in zip(trained.updates, trained.compilations, strict=True) if made == updates)
 
 
@@ -171,7 +171,7 @@ def gone_on(kind: str, folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_going_on(kind: str, run_dir: Path) -> None:
+def test_resuming(kind: str, run_dir: Path) -> None:
     """There is state already, so one graph does on one device; on several what has been loaded is divided by a graph of its
     own, or the first step says how it is to be divided from the second on."""
     under(kind, saved, run_dir / "checkpoints")

@@ -325,7 +325,7 @@ def guarded(kind: str) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize("kind", FEW)
-def test_updates_that_are_not_finite_are_left_out(kind: str) -> None:
+def test_steps_that_are_not_finite_are_skipped(kind: str) -> None:
     """And the others are made."""
     skipped, finite = under(kind, guarded)
     assert finite

@@ -31,7 +31,7 @@ class Loop:
         self.trained, self.updates = Trained(), 0
 
     def epoch(self, save: tuple[int, Path] | None = None) -> None:
-        """`save`: after so many micro-batches, and where."""
+        """`save`: after how many micro-batches, and where."""
         for number, batch in enumerate(self.loader, 1):
             self.trained.ids.append(batch["id"].tolist())
             with self.accelerator.accumulate(self.model):
@@ -85,7 +85,7 @@ def test_the_trainer_is_the_loop(precision: str, kind: str) -> None:
 
 
 def saved_and_loaded(kind: str, folder: Path) -> tuple[Trained, Trained]:
-    """A loop that saves in the middle of its first epoch, and one that goes on from there."""
+    """A loop that saves in the middle of its first epoch, and one that resumes from there."""
     whole = Loop(kind, Called("adamw", dropout=0.2))
     whole.epoch((4, folder))
     whole.epoch()

@@ -68,7 +68,7 @@ def assert_goes_on(found: list[dict[int, list[float]]], source: Path, copy: Path
 
 @pytest.mark.parametrize("kind", FEW)
 def test_there(kind: str, run_dir: Path) -> None:
-    """Parameters and optimizer state come back bit for bit, and training goes on as if it had not been elsewhere."""
+    """Parameters and optimizer state come back bit for bit, and training continues as if it had not been elsewhere."""
     under(kind, save, run_dir / "saved")
     for other, size in OTHERS:
         copy = run_dir / f"{other}-{size}"
@@ -124,7 +124,7 @@ class Divided(Callback):
 
 
 def divided(kind: str, folder: Path) -> list[list[dict[str, str]]]:
-    """In a run of twelve updates, and in one that goes on after its tenth."""
+    """In a run of twelve optimizer steps, and in one that resumes after its tenth."""
     whole, rest = Divided(), Divided()
     go(kind, whole, SaveAfterTen(folder))
     go(kind, rest, ckpt_path=folder)

@@ -166,7 +166,7 @@ def test_buffers_are_those_of_the_main_replica(replicas: Any) -> None:
     assert first["state"]["net.1.num_batches_tracked"] == 12  # two epochs of six rows, which it had a micro-batch in
 
 
-def test_goes_on_from_a_checkpoint_bit_for_bit(replicas: Any, tmp_path: Path) -> None:
+def test_resumes_from_a_checkpoint_bit_for_bit(replicas: Any, tmp_path: Path) -> None:
     whole = replicas(root=str(tmp_path / "whole"))
     part = replicas(root=str(tmp_path / "part"), max_epochs=1)
     [saved] = (tmp_path / "part").rglob("step-*")

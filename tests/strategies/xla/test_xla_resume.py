@@ -1,4 +1,4 @@
-"""Killed by SIGKILL and gone on with, on as many devices bit for bit, and on other numbers of them with the same samples."""
+"""Killed by SIGKILL and resumed: bit for bit on as many devices, and with the same samples on other numbers of devices."""
 
 from __future__ import annotations
 

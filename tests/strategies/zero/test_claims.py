@@ -66,7 +66,7 @@ class SaveAt(Callback):
             trainer.save_checkpoint("saved")
 
 
-def test_they_go_on_from_a_checkpoint() -> None:
+def test_they_resume_from_a_checkpoint() -> None:
     told = config(optimizer=ADAM, scheduler=WARMUP)
     whole = train(case(WithoutOptimizer), SaveAt(3), strategy=ZeROStrategy(config=told, device="cpu"))
     rest = train(case(WithoutOptimizer), strategy=ZeROStrategy(config=told, device="cpu"), ckpt_path="saved")

@@ -208,7 +208,7 @@ def test_files_that_are_none(text: str, message: str) -> None:
         read_config("ds.json")
 
 
-def test_options_beside_it() -> None:
+def test_options_in_addition_to_it() -> None:
     with pytest.raises(
         ConfigurationError, match=r"ZeROStrategy got both config= and stage=2. Write these into the configuration"
     ):

@@ -42,14 +42,14 @@ def test_no_lock_is_no_matter(tmp_path: Path) -> None:
 
 
 def test_the_lock_of_a_process_of_ours_that_was_killed(tmp_path: Path) -> None:
-    """Whoever looks has the lock of those that are alive."""
+    """The caller has the lock of the processes that are alive."""
     (tmp_path / "lock").touch()
     (tmp_path / _MARK).touch()
     _clear(tmp_path)
     assert not (tmp_path / "lock").exists()
 
 
-def test_a_lock_that_somebody_forgot(tmp_path: Path) -> None:
+def test_a_lock_that_was_left_behind(tmp_path: Path) -> None:
     (tmp_path / "lock").touch()
     (tmp_path / "half.o").touch()
     for name in ("lock", "half.o"):
@@ -58,7 +58,7 @@ def test_a_lock_that_somebody_forgot(tmp_path: Path) -> None:
     assert not (tmp_path / "lock").exists()
 
 
-def test_a_lock_of_somebody_who_compiles(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lock_of_a_process_that_compiles(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lock = tmp_path / "lock"
     lock.touch()
     waiting = threading.Thread(target=_clear, args=(tmp_path,))

@@ -30,7 +30,7 @@ PRECISIONS = {"zero1": "32-true", "zero2-cpu": "16-mixed", "zero3": "bf16-mixed"
     "kind, precision", [pytest.param(*pair, marks=() if pair[0] == "zero3" else ZERO) for pair in PRECISIONS.items()]
 )
 def test_exact_resume(kind: str, precision: str, run_dir: Path) -> None:
-    """Killed by SIGKILL and gone on with, bit for bit: losses, samples, augmentation, parameters."""
+    """Killed by SIGKILL and resumed, bit for bit: losses, samples, augmentation, parameters."""
     whole, broken = run_dir / "whole", run_dir / "broken"
     whole.mkdir()
     broken.mkdir()
@@ -61,7 +61,7 @@ def test_portability(kind: str, size: int, run_dir: Path) -> None:
 def test_masters(kind: str, other: str, run_dir: Path) -> None:
     """Under bf16-true the float32 masters are what is saved, exactly, and come back exactly under another stage."""
     together(2, {"save": (save, case("bf16-true"), kind, run_dir / "saved")})
-    together(2, {"go on": (go_on, case("bf16-true"), other, run_dir / "saved", run_dir / "copy")})
+    together(2, {"resume": (go_on, case("bf16-true"), other, run_dir / "saved", run_dir / "copy")})
     saved, again = tensors(run_dir / "saved"), tensors(run_dir / "copy")
     assert all(tensor.dtype == torch.float32 for tensor in saved.values())
     assert any(not torch.equal(t, t.bfloat16().float()) for name, t in saved.items() if name.startswith("model/"))
@@ -139,7 +139,7 @@ class Longer(RegressionModule):
 
 
 def lengthened(kind: str, source: Path, copy: Path) -> tuple[str, int]:
-    """What a run with a layer more is told, and how far it comes when it loads what fits."""
+    """The error of a run whose model has one layer more, and how far it comes when it loads what fits."""
     longer = case(make=Longer)
     try:
         train(longer, strategy=strategy(kind), ckpt_path=str(source))

@@ -64,7 +64,7 @@ def go_on(make: type, kind: str, source: Path, copy: Path) -> dict[Any, float]:
     "here, there", [("zero2-cpu", "auto"), ("zero3-cpu", "ddp"), ("auto", "zero3-cpu"), ("ddp", "zero2-cpu")]
 )
 def test_a_state_for_both(here: str, there: str, run_dir: Path) -> None:
-    """Saved with one, gone on with by the other, bit for bit; with the losses of a run that was not disturbed."""
+    """Saved with one, resumed with the other, bit for bit; with the losses of an undisturbed run."""
     own = {name: DeepSpeeds if name.startswith("zero") else Torchs for name in (here, there)}
     together(1 if here == "auto" else 2, {"save": (save, own[here], here, run_dir / "saved")})
     ends = together(1 if there == "auto" else 2, {"on": (go_on, own[there], there, run_dir / "saved", run_dir / "copy")})["on"]

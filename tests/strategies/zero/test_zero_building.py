@@ -190,7 +190,7 @@ def test_nvme(kind: str, size: int) -> None:
 
 
 def test_what_is_left_of_a_disk() -> None:
-    """The values, in memory, when the folder is gone."""
+    """The values, in memory, after the folder was removed."""
     for values in run_world(2, gone):
         assert values
 

@@ -57,7 +57,7 @@ def test_portability(kind: str, size: int, precision: str, run_dir: Path) -> Non
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_exact_resume(kind: str, precision: str, run_dir: Path) -> None:
-    """Killed by SIGKILL and gone on with, bit for bit; nothing is left on the disk."""
+    """Killed by SIGKILL and resumed, bit for bit; nothing is left on the disk."""
     whole, broken = run_dir / "whole", run_dir / "broken"
     whole.mkdir()
     broken.mkdir()

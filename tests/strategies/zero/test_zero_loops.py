@@ -1,4 +1,4 @@
-"""ZeRO in loops of one's own, under manual optimization, and where nothing is learnt."""
+"""ZeRO in your own training loop, under manual optimization, and where nothing is trained."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ def test_part_of_the_parameters_cannot_be_clipped() -> None:
 
 
 def saved_and_loaded(kind: str, folder: str) -> None:
-    """A loop of one's own saves in the middle, and another goes on; weights for others too."""
+    """Your own training loop saves in the middle, and another one resumes; weights for other programs too."""
     trainkit.seed_everything(5)
     losses: list[list[float]] = []
     for start in (0, 4):

@@ -80,7 +80,7 @@ def test_two_buckets() -> None:
 
 
 def test_small_buckets() -> None:
-    """As those of a large model are, beside it."""
+    """Small next to the model, like the default buckets next to a large model."""
     assert_peak(["zero1", "zero2"], "32-true", 1, reduce_bucket_size=1_200_000)
 
 

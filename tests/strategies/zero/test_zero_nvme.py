@@ -49,7 +49,7 @@ def resident() -> int:
 
 def measured(kind: str, options: dict[str, int]) -> tuple[int, dict[str, int]]:
     """Of a process that trains: bytes that its memory has grown by, and the files of all."""
-    ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: what is freed is given back to the system
+    ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: freed memory is returned to the system
     case = Case(samples=8, window=4, make=Deep, options={"optimizer": "adamw"}, arguments={"max_epochs": 2, **ALONE})
     watch = Measured()
     train(case, watch, strategy=strategy(kind, **options))
@@ -143,7 +143,7 @@ def test_parameters_are_gathered_all_at_once() -> None:
 
 
 @pytest.mark.parametrize("kind", ["zero3-nvme", "zero3-both-nvme"])
-def test_a_file_that_is_removed_while_training_goes_on(kind: str) -> None:
+def test_a_file_that_is_removed_during_training(kind: str) -> None:
     """It is said, and the folder goes."""
 
     class Remove(Callback):

@@ -49,7 +49,7 @@ def test_communication_that_does_not_go_with_the_precision() -> None:
 
 
 class Checkpointed(RegressionModule):
-    """Computes a part of its activations anew in the backward pass, by DeepSpeed."""
+    """Recomputes a part of its activations in the backward pass, by DeepSpeed."""
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         import deepspeed
@@ -76,7 +76,7 @@ def test_its_settings_end_with_the_run() -> None:
 
 
 def in_float16(kind: str, scale: float, enabled: bool = True) -> tuple[Record, float]:
-    """A training on a CPU of which DeepSpeed is told that it computes in float16, as torch does on all of them."""
+    """A training on a CPU that DeepSpeed believes to compute in float16, as torch does on every CPU."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     with pytest.MonkeyPatch.context() as patched:

@@ -66,7 +66,7 @@ def overflowing(kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["zero1", "zero2-cpu", "zero3"])
-def test_updates_that_overflow_are_left_out(kind: str) -> None:
+def test_steps_that_overflow_are_skipped(kind: str) -> None:
     """On all processes alike, and as under DDP: the scale is halved until gradients are finite, and doubled again later."""
     for mine, theirs in zip(run_world(2, overflowing, kind), run_world(2, overflowing, "ddp"), strict=True):
         assert mine[0] == pytest.approx(theirs[0], rel=5e-3)
@@ -109,7 +109,7 @@ def test_weights_of_zero(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(STAGES))
-def test_the_modules_are_given_back(kind: str) -> None:
+def test_modules_are_restored_after_a_run(kind: str) -> None:
     """After a run a module is as another strategy leaves it: whole, without hooks, to be copied and trained again."""
     linear, module = nn.functional.linear, RegressionModule()
     trained_here(module, "auto")
@@ -145,7 +145,7 @@ def trained_here(module: Any, kind: str, **arguments: Any) -> Trainer:
 
 
 @pytest.mark.parametrize("kind", ["zero1", "zero2", "zero2-cpu"])
-def test_no_loss_on_a_stage_where_nobody_waits(kind: str) -> None:
+def test_no_loss_on_a_stage_where_no_rank_waits(kind: str) -> None:
     """Steps without a loss count as zero gradients in stages 1 and 2."""
     case = Case(samples=48, window=4, make=NoLosses, arguments={"precision": "32-true"})
     alone = trained(case, 1)
@@ -222,7 +222,7 @@ def test_elementwise_optimizers(optimizer: str, kind: str) -> None:
 
 
 def test_how_many_tensors_an_optimizer_keeps() -> None:
-    """Found by a step of a copy, of which nobody learns."""
+    """Found by a step of a copy, which has no effect outside."""
     parameter = nn.Parameter(torch.ones(4))
     plain, adam = torch.optim.SGD([parameter], lr=0.1), torch.optim.AdamW([parameter], amsgrad=True)
     adam.register_step_post_hook(lambda *_: pytest.fail("a hook was called"))

@@ -1,0 +1,170 @@
+"""The runs that `trainkit plot` and `trainkit report` draw: find them, read their metrics, and group related metrics."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from trainkit.errors import ConfigurationError, UnknownNameError, nearest
+from trainkit.loggers.metrics_reader import Series, find_run
+from trainkit.paths import local_path
+
+__all__ = [
+    "MOST_RUNS",
+    "check_folder",
+    "find_runs",
+    "group_of",
+    "labels_of",
+    "metrics_folder",
+    "over_epochs",
+    "select",
+    "unique",
+]
+
+MOST_RUNS = 10  # as many as there are colors
+
+_STAGE = re.compile(r"^(train|training|val|valid|validation|test|eval)[_/.-]+", re.IGNORECASE)
+_FORK = re.compile(r"(_step|_epoch)?(/dataloader_idx_\d+)?$")
+
+_WANDB = re.compile(r"(offline-)?run-\d{8}_\d{6}-(.+)")
+_COMET = re.compile(r"[0-9a-z]{32,50}(-.*)?\.zip")
+_ALSO = "Or log to a file too, Trainer(logger=[{logger}(), CSVLogger()])"
+
+
+def find_runs(run_dirs: Sequence[str], command: str) -> list[Path]:
+    """The folders with the metrics of these runs, each once.
+
+    Args:
+        run_dirs: As given by the user: the folder of a run, or one above it, for the newest run in it.
+        command: "plot" or "report", for messages.
+
+    Raises:
+        ConfigurationError: Too many runs, or a folder without metrics. If it has a run of W&B, MLflow or Comet, the message
+            says where its metrics are.
+    """
+    return unique([metrics_folder(one, command) for one in run_dirs])
+
+
+def unique(folders: Sequence[Path]) -> list[Path]:
+    """The folders without repetitions; raises if there are more than `MOST_RUNS`."""
+    found = list({folder.resolve(): folder for folder in folders}.values())
+    if len(found) > MOST_RUNS:
+        raise ConfigurationError(
+            f"Expected at most {MOST_RUNS} runs, got {len(found)}. Fix: name the folders of those to compare, RUN_1 RUN_2"
+        )
+    return found
+
+
+def check_folder(run_dir: str, command: str) -> Path:
+    """The folder; raises if there is none."""
+    root = local_path(run_dir, "RUN_DIR")
+    if not root.is_dir():
+        what = "is a file" if root.exists() else "does not exist"
+        raise ConfigurationError(
+            f"Expected the folder of a run, got {str(root)!r}, which {what}. Fix: trainkit {command} trainkit_runs"
+        )
+    return root
+
+
+def metrics_folder(run_dir: str, command: str) -> Path:
+    """The folder with the metrics of one run; raises like `find_runs`."""
+    root = check_folder(run_dir, command)
+    try:
+        return find_run(root)
+    except ConfigurationError:
+        where = _where_else(root)
+        if where is None:
+            raise
+        raise ConfigurationError(
+            f"{root} has no metrics that trainkit reads, expected metrics.csv, metrics.jsonl or event files of TensorBoard. "
+            f"{where}"
+        ) from None
+
+
+def _where_else(root: Path) -> str | None:
+    """Where the metrics are, if a service has them."""
+    for folder, folders, names in os.walk(root):
+        if match := next(filter(None, map(_WANDB.fullmatch, [Path(folder).name, *sorted(folders)])), None):
+            place = Path(folder) if Path(folder).name == match[0] else Path(folder, match[0])
+            page = f"open the page of the run {match[2]} on Weights & Biases"
+            fix = f"send the run with: wandb sync {place}   and {page}" if match[1] else page
+            return f"It has a run of Weights & Biases. Fix: {fix}. {_ALSO.format(logger='WandbLogger')}"
+        if "mlflow.db" in names:
+            uri = f"sqlite:///{Path(folder, 'mlflow.db').absolute().as_posix()}"
+            fix = f"show the runs with: mlflow ui --backend-store-uri {uri}"
+            return f"It has runs of MLflow. Fix: {fix}   {_ALSO.format(logger='MLFlowLogger')}"
+        if archive := next(filter(_COMET.fullmatch, sorted(names)), None):
+            fix = f"send it with: comet upload {Path(folder, archive)}   and open the page that it prints"
+            return f"It has an offline experiment of Comet. Fix: {fix}. {_ALSO.format(logger='CometLogger')}"
+    return None
+
+
+def labels_of(folders: Sequence[Path]) -> list[str]:
+    """A short name for each folder, `default/version_3`; with more of its path where two would have the same."""
+    parts = [folder.resolve().parts for folder in folders]
+    for length in range(2, max(map(len, parts), default=2) + 1):
+        labels = ["/".join(one[-length:]) for one in parts]
+        if len(set(labels)) == len(labels):
+            return labels
+    return ["/".join(one) for one in parts]
+
+
+def group_of(name: str) -> str:
+    """The name without its stage and Lightning's endings: val_loss_epoch → loss."""
+    return _STAGE.sub("", _FORK.sub("", name)) or name
+
+
+def over_epochs(series: Mapping[str, Series], epochs: Series) -> dict[str, Series]:
+    """The mean of each metric over each epoch: name → [(epoch, mean), …].
+
+    Args:
+        series: The metrics.
+        epochs: The metric "epoch", which says to which epoch a step belongs.
+
+    Raises:
+        ConfigurationError: There are no epochs.
+    """
+    if not epochs:
+        raise ConfigurationError("No epochs to draw over: the run has no metric 'epoch'. Fix: --x step")
+    known = sorted(epochs)
+    steps = [step for step, _ in known]
+    result: dict[str, Series] = {}
+    for name, points in series.items():
+        by_epoch: dict[int, list[float]] = {}
+        for step, value in points:
+            epoch = int(known[max(bisect_right(steps, step) - 1, 0)][1])
+            by_epoch.setdefault(epoch, []).append(value)
+        result[name] = [(epoch, _mean(values)) for epoch, values in sorted(by_epoch.items())]
+    return result
+
+
+def _mean(values: list[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return math.fsum(finite) / len(finite) if finite else math.nan
+
+
+def select(metrics: Mapping[str, Series], wanted: Iterable[str], known: Iterable[str]) -> dict[str, Series]:
+    """The metrics with a wanted name or of a wanted group, and "epoch".
+
+    Raises:
+        UnknownNameError: No run has such a metric.
+
+    Args:
+        metrics: Those of one run.
+        wanted: Names or groups.
+        known: The names in all runs.
+    """
+    names = [name for name in dict.fromkeys(known) if name != "epoch"]
+    selected = {"epoch": metrics["epoch"]} if "epoch" in metrics else {}
+    for wish in wanted:
+        found = [name for name in names if wish in (name, group_of(name))]
+        if not found:
+            raise UnknownNameError(
+                f"No metric {wish!r} in this run.{nearest(wish, names)} There are: {', '.join(sorted(names))}"
+            )
+        selected.update({name: metrics[name] for name in found if name in metrics})
+    return selected

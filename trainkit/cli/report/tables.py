@@ -1,0 +1,206 @@
+"""The tables of a report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from trainkit.checkpoint.folder import ListedCheckpoint
+from trainkit.checkpoint.manifest import Manifest
+from trainkit.cli.checkpoint.text import bytes_text, holds, on_one_line
+from trainkit.cli.report.html import card, data, duration, number, safe, table, time_text
+from trainkit.cli.report.run_data import KINDS, RunData, kind_of, saved_time
+from trainkit.loggers.metrics_reader import Series
+
+__all__ = [
+    "checkpoint_tables",
+    "continue_blocks",
+    "environment_table",
+    "facts",
+    "hparams_table",
+    "results_table",
+    "runs_table",
+    "starts_tables",
+]
+
+
+def facts(run: RunData) -> dict[str, str]:
+    """What is known of a run, with HTML values."""
+    found = {}
+    if run.last_step is not None:
+        found["last step"] = number(run.last_step)
+    epochs = [int(value) for _, value in run.metrics.get("epoch", []) if math.isfinite(value)]
+    if epochs:
+        found["last epoch (from 0)"] = number(max(epochs))
+    if run.starts:
+        first, last = run.starts[0].opened, max(start.end for start in run.starts)
+        found |= {"first logged": time_text(first), "last logged": time_text(last), "in between": duration(last - first)}
+    if len(run.starts) > 1:
+        found["resumed"] = "once" if len(run.starts) == 2 else f"{len(run.starts) - 1} times"
+    if run.checkpoints:
+        found["checkpoints"] = f"{len(run.checkpoints)}, {bytes_text(sum(map(_size, run.checkpoints)))}"
+    return found
+
+
+def runs_table(runs: Sequence[RunData], colors: Mapping[str, str]) -> str:
+    """One row for each run."""
+    known = {run.label: {**facts(run), "folder": f"<code>{safe(run.folder)}</code>"} for run in runs}
+    names = list(dict.fromkeys(name for values in known.values() for name in values))
+    names.append(names.pop(names.index("folder")))
+    rows = []
+    for run in runs:
+        cells = "".join(_cell(known[run.label].get(name, ""), True) for name in names)
+        rows.append(f"<tr><th class='nowrap'>{_dot(run, colors)}</th>{cells}</tr>")
+    return table(["run", *names], rows)
+
+
+def _dot(run: RunData, colors: Mapping[str, str]) -> str:
+    return f"<b class='dot' style='background:{colors[run.label]}'></b>{safe(run.label)}"
+
+
+def _cell(content: str, nowrap: bool = False) -> str:
+    return f"<td{' class=nowrap' if nowrap else ''}>{content}</td>"
+
+
+def _number_cell(content: str) -> str:
+    return f"<td class='number'>{content}</td>"
+
+
+def results_table(runs: Sequence[RunData], colors: Mapping[str, str]) -> str:
+    """The last, lowest and highest value of each metric, with their steps."""
+    names = list(dict.fromkeys(name for run in runs for name in run.metrics if name != "epoch"))
+    rows = []
+    names.sort(key=lambda name: KINDS.index(kind_of(name)))
+    several = len(runs) > 1
+    for name in names:
+        if several:
+            rows.append(f"<tr class='group'><th colspan='8'>{safe(name)}</th></tr>")
+        for run in runs:
+            if points := run.metrics.get(name):
+                whose = f"<td class='nowrap'>{_dot(run, colors)}</td>" if several else f"<th>{safe(name)}</th>"
+                rows.append(f"<tr>{whose}{''.join(map(_number_cell, _extremes(points)))}</tr>")
+    columns = ["last", "at step", "lowest", "at step", "highest", "at step", "values"]
+    return table(["run" if several else "metric", *columns], rows, right=columns) if rows else ""
+
+
+def _extremes(points: Series) -> list[str]:
+    finite = [point for point in points if math.isfinite(point[1])]
+    chosen = [points[-1]]
+    chosen += [min(finite, key=_value), max(finite, key=_value)] if finite else []
+    cells = [cell for step, value in chosen for cell in (data(value), number(step))]
+    return [*cells, *[""] * (6 - len(cells)), number(len(points))]
+
+
+def _value(point: tuple[int, float]) -> float:
+    return point[1]
+
+
+def starts_tables(runs: Sequence[RunData], colors: Mapping[str, str]) -> str:
+    """The starts of runs that were resumed."""
+    rows = []
+    resumed = [run for run in runs if len(run.starts) > 1]
+    for run in resumed:
+        before = None
+        for start in run.starts:
+            first = f"<th class='nowrap'>{_dot(run, colors)}</th>" if len(runs) > 1 else ""
+            pause = "" if before is None else duration(max(0.0, start.opened - before))
+            steps = f"{number(start.points[0][1])} to {number(start.points[-1][1])}"
+            cells = [_cell(time_text(start.opened), True), _cell(time_text(start.end), True), _number_cell(steps)]
+            rows.append(f"<tr>{first}{''.join(cells)}{_number_cell(pause)}</tr>")
+            before = start.end
+    header = [*(["run"] if len(runs) > 1 else []), "started", "last kept event", "steps", "gap before"]
+    return table(header, rows, right=["steps", "gap before"]) if rows else ""
+
+
+def checkpoint_tables(runs: Sequence[RunData]) -> str:
+    """The checkpoints of each run, newest first."""
+    parts = []
+    for run in runs:
+        if not run.checkpoints:
+            continue
+        saved = [one.manifest.metrics for one in run.checkpoints if one.manifest is not None]
+        names = list(dict.fromkeys(name for metrics in saved for name in metrics if kind_of(name) == "Metrics"))
+        damaged = any(one.problem for one in run.checkpoints)
+        rows = [_checkpoint_row(one, names, damaged) for one in run.checkpoints]
+        right = ["step", "epochs", "size", *names]
+        header = ["checkpoint", "step", "epochs", "saved", "size", "contains", *names, *(["problem"] if damaged else [])]
+        heading = f"<h3>{safe(run.label)}</h3>" if len(runs) > 1 else ""
+        parts.append(heading + table(header, rows, right=right))
+    return "".join(parts)
+
+
+def _checkpoint_row(one: ListedCheckpoint, names: Sequence[str], damaged: bool) -> str:
+    about = one.manifest
+    problem = "" if one.problem is None else f"<span class='bad'>{safe(on_one_line(one.problem, one.path))}</span>"
+    last = _cell(problem) if damaged else ""
+    if about is None:
+        return f"<tr><th class='nowrap'>{safe(one.path.name)}</th>{'<td></td>' * (5 + len(names))}{last}</tr>"
+    saved = saved_time(about)
+    cells = [_number_cell(number(about.step)), _number_cell(number(about.epoch))]
+    cells += [_cell(time_text(saved) if math.isfinite(saved) else "", True), _number_cell(bytes_text(_size(one)))]
+    cells.append(_cell(safe(holds(about))))
+    cells += [_number_cell(data(about.metrics[name]) if name in about.metrics else "") for name in names]
+    return f"<tr><th class='nowrap'>{safe(one.path.name)}</th>{''.join(cells)}{last}</tr>"
+
+
+def _size(one: ListedCheckpoint) -> int:
+    return 0 if one.manifest is None else sum(entry.size for entry in one.manifest.files.values())
+
+
+def hparams_table(runs: Sequence[RunData]) -> str:
+    """One row for each hyper-parameter; rows in which runs differ are marked and come first."""
+    values = {name: [_text(run.hparams, name) for run in runs] for run in runs for name in run.hparams}
+    return _compared("hyper-parameter", values, runs)
+
+
+def _text(values: Mapping[str, object], name: str) -> str:
+    return str(values[name]) if name in values else ""
+
+
+def _compared(what: str, values: Mapping[str, Sequence[str]], runs: Sequence[RunData]) -> str:
+    if not values:
+        return ""
+    header = [what, *([run.label for run in runs] if len(runs) > 1 else ["value"])]
+    rows = []
+    for name, row in sorted(values.items(), key=lambda item: not _differs(*item)):
+        css = " class='differs'" if _differs(name, row) else ""
+        rows.append(f"<tr{css}><th>{safe(name)}</th>{''.join(_cell(safe(one)) for one in row)}</tr>")
+    return table(header, rows)
+
+
+def _differs(name: str, row: Sequence[str]) -> bool:
+    return name != "run id" and len(set(row)) > 1  # each run has its own id
+
+
+def environment_table(runs: Sequence[RunData]) -> str:
+    """What the newest checkpoint of each run says about how it was trained."""
+    described = [{} if run.manifest is None else _environment(run.manifest) for run in runs]
+    names = list(dict.fromkeys(name for one in described for name in one))
+    return _compared("of the newest checkpoint", {name: [one.get(name, "") for one in described] for name in names}, runs)
+
+
+def _environment(manifest: Manifest) -> dict[str, str]:
+    module = manifest.contents.get("module")
+    return {
+        "trainkit": manifest.trainkit_version,
+        **({"module": str(module)} if module else {}),
+        "strategy": manifest.strategy,
+        "precision": manifest.precision,
+        "processes": str(manifest.world_size),
+        "seed": str(manifest.seed),
+        "run id": manifest.run_id,
+    }
+
+
+def continue_blocks(runs: Sequence[RunData]) -> str:
+    """The call that continues each run from its newest checkpoint."""
+    parts = []
+    for run in runs:
+        if (newest := run.resumable) is not None:
+            heading = f"<h3>{safe(run.label)}</h3>" if len(runs) > 1 else ""
+            call = f"trainer.fit(module, train_dataloaders, ckpt_path={str(newest.path.resolve())!r})"
+            parts.append(card(f"{heading}<pre><code>{safe(call)}</code></pre>"))
+    if not parts:
+        return ""
+    hint = "<p class='soft'>In the script of the run, with the same module and data:</p>"
+    return hint + "".join(parts)
