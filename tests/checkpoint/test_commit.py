@@ -1,4 +1,4 @@
-"""A commit: real kills, real full disks, real folders that cannot be written to; never half a checkpoint under its name."""
+"""Commits under real kills, on full disks and in unwritable folders: a checkpoint is never incomplete under its name."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_manifest_and_then_its_digest_are_written_last(run_dir: Path, monkey
 @POSIX
 @pytest.mark.parametrize("replace", [False, True])
 def test_everything_is_synced_before_it_gets_its_name(run_dir: Path, monkeypatch: pytest.MonkeyPatch, replace: bool) -> None:
-    """What a power cut may undo comes after what must survive it."""
+    """In an order in which a power failure cannot leave an incomplete checkpoint."""
     if replace:
         commit(draft(1), run_dir / "a")
     events: list[int | str] = []
@@ -106,7 +106,7 @@ def test_what_a_kill_of_this_run_left_is_removed_and_nothing_else(run_dir: Path)
 
 @pytest.fixture(params=["exchange", "renames"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How two folders change places: in one step, or as where the file system has none."""
+    """How two folders are exchanged: in one step, or by renames as on file systems without an exchange."""
     if request.param == "renames":
         monkeypatch.setattr(module, "_exchange", lambda one, other: False)
     elif sys.platform not in ("linux", "darwin"):
@@ -285,7 +285,7 @@ def test_a_disk_that_is_too_small_is_never_written_to(small_disk: Path) -> None:
 
 
 def test_what_is_asked_for_is_what_is_needed(small_disk: Path) -> None:
-    """A checkpoint that passes the look at the free space fits, and one of a few blocks more does not pass."""
+    """A checkpoint that passes the check of the free space fits; one that is a few blocks larger does not pass."""
     outcomes = []
     for blocks in range(1005, 1025):
         made = draft(1, size=4096 * blocks)
@@ -368,7 +368,7 @@ assert names(Path()) == ["best"] and verified(Path("best")) == 1
 
 AS_NOBODY = """
 def as_nobody(run):
-    # Root may write everywhere: another user in a process of its own, all modules loaded before.
+    # Root may write everywhere: use another user, in a separate process with all modules loaded before.
     reading, writing = os.pipe()
     if not (child := os.fork()):
         try:
@@ -489,7 +489,7 @@ def test_a_disk_that_fails_to_sync_is_reported(run_dir: Path, monkeypatch: pytes
     with pytest.raises(CheckpointWriteError, match="Input/output"):
         commit(draft(), run_dir / "a")
     assert names(run_dir) == []
-    number = errno.EINVAL  # a file system that has no such thing
+    number = errno.EINVAL  # a file system that does not support it
     sync_folder(run_dir)
     commit(draft(2), run_dir / "a")
     assert verified(run_dir / "a") == 2
@@ -497,7 +497,7 @@ def test_a_disk_that_fails_to_sync_is_reported(run_dir: Path, monkeypatch: pytes
 
 # ----------------------------------------------------------------------------------------------------------------- kills
 
-# A process that has everything loaded lets children of its own save, kills each, and looks at what is there.
+# A process with all modules loaded forks children that save, kills each, and checks what it left.
 KILLS = """
 import random, time
 torch.set_num_threads(1)
@@ -537,7 +537,7 @@ def say(writing, counter):
     os.write(writing, counter.to_bytes(8, "little"))
 
 def partial_left(known):
-    # All that has a visible name is whole, nothing that was committed is lost, what is hidden is ours.
+    # All visible checkpoints are complete, no committed one is lost, and hidden folders are leftovers of saves.
     hidden = [name for name in names(folder) if name.startswith(".")]
     found = {name: verified(folder / name) for name in names(folder) if name not in hidden}
     assert all(name in (f".{target(k).name}.tmp-run1" for k in (known, known + 1)) for name in hidden), hidden
@@ -546,9 +546,9 @@ def partial_left(known):
         assert all(name == f"step-{counter}" for name, counter in found.items())
     elif "best" in found:
         assert found["best"] in (known, known + 1), (found, known)
-    else:  # between two renames: the old one under its other name
+    else:  # between two renames: the old checkpoint has its temporary name
         assert way == "renames" and found == {"best.replaced": known}, (found, known)
-    # What a kill left is no obstacle.
+    # Leftovers of a kill do not prevent the next save.
     save(known + 2)
     assert verified(target(known + 2)) == known + 2
     return bool(hidden)
@@ -570,7 +570,7 @@ def kill_at_random(child):
 
 at_random = sum(partial_left(killed(save_for_ever, kill_at_random)) for _ in range(int(moments)))
 
-# Before lines of the package that a save passes, evenly chosen: nothing is left to chance.
+# Before evenly chosen lines of the package that a save runs: not random.
 passed = 0
 
 def trace(frame, event, argument):
@@ -609,7 +609,7 @@ WAYS = pytest.mark.parametrize("mode, way", [("fresh", "exchange"), ("replace", 
 
 
 def partials_left(mode: str, way: str, moments: int, places: int) -> list[int]:
-    """How many kills came while a partial was there: of those at random moments, and of those before lines of the code."""
+    """Number of kills during an unfinished save: of those at random moments, and of those before lines of the code."""
     Path("program.py").write_text(CHILD + KILLS)
     done = run_python("program.py", mode, way, str(moments), str(places), env=IMPORTABLE, timeout=1200)
     assert done.returncode == 0, done.stderr
@@ -630,7 +630,7 @@ def test_a_kill_anywhere_leaves_the_old_or_the_new(run_dir: Path, mode: str, way
 
 
 def test_what_killed_runs_have_left_at_this_path_goes(run_dir: Path) -> None:
-    """Of any run; one that was changed lately may be being written."""
+    """Of any run; a recently changed one may still be in progress."""
     old, young, other = (run_dir / f".{name}" for name in ("best.tmp-aaaa", "best.tmp-bbbb", "next.tmp-aaaa"))
     for folder in (old, young, other):
         folder.mkdir()

@@ -37,7 +37,7 @@ def _divided(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drafted(group: ThreadExchange, **changes: Any) -> Draft:
-    """The same tensors on every process; what is no tensor is another one on each."""
+    """A draft with the same tensors on all ranks, and different other values."""
     made = content(2, **{"tensors": TENSORS, "state": {"rank": group.rank}, **changes})
     return Draft(made, rank=group.rank, ranks=group.size)
 

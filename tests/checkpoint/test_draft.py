@@ -1,4 +1,4 @@
-"""A draft: its sizes are exact, and once detached nothing that happens to the process's objects reaches it."""
+"""A draft has exact sizes, and after `detach` it does not change with the objects that it was created from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainkit.tagged_json.encode import loads
 
 
 def made_of(**changes: Any) -> Content:
-    """Of many types, not all contiguous, and with parts that can be changed in place."""
+    """A content with many types, non-contiguous tensors, and parts that can be changed in place."""
     torch.manual_seed(1)
     fields: dict[str, Any] = {
         "tensors": {
@@ -123,7 +123,7 @@ def test_a_module_without_tensors_makes_an_empty_file() -> None:
 
 
 def test_the_overhead_is_below_one_percent() -> None:
-    """For a state as real ones are: many tensors, of which most are large."""
+    """For a typical state: many tensors, most of them large."""
     shapes = {f"layers.{k}.attention.{part}.weight": (128, 128) for k in range(24) for part in ("q", "k", "v", "out")}
     tensors = {
         "model": {name: torch.zeros(shape) for name, shape in shapes.items()},

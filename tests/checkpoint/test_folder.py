@@ -1,4 +1,4 @@
-"""A folder of checkpoints: order, names, removal, left-overs, the pointer, and what is wrong with the folder itself."""
+"""A folder of checkpoints: order, names, removal, leftovers, the pointer, and errors of the folder itself."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def names(found: list[ListedCheckpoint]) -> list[str]:
 
 
 def test_newest_first_run_by_run(run_dir: Path) -> None:
-    """Two runs, one after the other in one folder; the second one's clock is of no use for its own order."""
+    """Two runs, one after the other in one folder; the clock of the second cannot order its checkpoints."""
     make(run_dir / "a1", 1, run_id="first", metrics={}, minute=10)
     make(run_dir / "a2", 2, run_id="first", metrics={}, minute=20)
     make(run_dir / "b1", 1, run_id="second", metrics={}, minute=31)
@@ -64,7 +64,7 @@ def test_bad_ones_are_named(run_dir: Path) -> None:
     (run_dir / "foreign" / "model.safetensors").write_bytes(b"")
     found = list_checkpoints(run_dir)
     assert names(found) == ["good-3", "good-1", "foreign", "no-digest", "lost-4", "cut-2"]
-    # Of those whose manifest is not to be believed nothing is known: they come first, so that they are reported.
+    # Checkpoints with an invalid manifest cannot be ordered: they come first, so that they are reported.
     assert names(candidates(run_dir)) == ["foreign", "no-digest", "lost-4", "good-3", "cut-2", "good-1"]
     problems = {one.path.name: one.problem for one in found}
     assert problems.pop("good-1") is problems.pop("good-3") is None
@@ -137,7 +137,7 @@ def test_free_names(run_dir: Path) -> None:
     (run_dir / "step-1-v3").write_text("")
     assert free_name(run_dir, "step-1") == "step-1-v2"
     assert free_name(run_dir, "step-1", {"step-1-v2"}) == "step-1-v4"
-    assert free_name(run_dir, POINTER) == "last-v1"  # where the pointer is, or may come to be
+    assert free_name(run_dir, POINTER) == "last-v1"  # the name of the pointer is reserved
     assert free_name(run_dir, "last-v1") == "last-v1"
 
 
@@ -175,7 +175,7 @@ def test_a_pointer_that_is_something_else(run_dir: Path) -> None:
     path.symlink_to(run_dir / "secret")
     with pytest.raises(CorruptCheckpointError, match="a link"):
         read_pointer(run_dir)
-    write_pointer(run_dir, "step-1")  # takes the link's place
+    write_pointer(run_dir, "step-1")  # replaces the link
     assert (run_dir / "secret").read_text() == "secret\n"
     path.unlink()
     make(path)
@@ -250,7 +250,7 @@ def test_a_killed_removal_leaves_all_or_nothing(run_dir: Path) -> None:
     files = len(os.listdir(paths[0]))
     assert run_python("-c", REMOVER, *map(str, paths)).returncode == 0
     left = [name for name in sorted(os.listdir(run_dir)) if name.startswith(".")]
-    # The first was killed before anything, the next ones with fewer and fewer files left, the last ones were not.
+    # The first was killed before any operation, later ones with fewer files left, and the last ones were not killed.
     assert [len(os.listdir(run_dir / name)) for name in left] == list(range(files, -1, -1))
     assert names(list_checkpoints(run_dir)) == ["checkpoint-0"]
     assert list_checkpoints(run_dir)[0].problem is None
@@ -270,7 +270,7 @@ def test_leftovers(run_dir: Path) -> None:
     for name, full in ours.items():
         shutil.copytree(run_dir / "checkpoint", run_dir / name) if full else (run_dir / name).mkdir()
     (run_dir / ".step-1.del-0123456789abcdef" / "logs").mkdir()
-    (run_dir / ".step-1.tmp-run" / "logs").mkdir()  # carried over
+    (run_dir / ".step-1.tmp-run" / "logs").mkdir()  # kept from the replaced checkpoint
     files = [".probe.tmp-0123456789abcdef", ".last.tmp-0123456789abcdef"]
     for name in files:
         (run_dir / name).write_text("")
@@ -303,7 +303,7 @@ def test_leftovers(run_dir: Path) -> None:
 
 
 def test_leftovers_of_a_save_are_removed(run_dir: Path) -> None:
-    """What commit() really leaves when it is killed, whatever it calls it."""
+    """The actual leftovers of a killed commit(), whatever their names are."""
     program = """
 import os, signal, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One live run a folder, with real processes that are killed, stopped and started at the same moment."""
+"""One live run per folder, with real processes that are killed, stopped and started at the same time."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from trainkit.checkpoint import process_identity
 from trainkit.checkpoint.lock import LOCK, FolderLock
 from trainkit.errors import CheckpointLockedError, CheckpointWriteError, ConfigurationError
 
-NEVER = 3600.0  # seconds without a heartbeat: what is taken over in a test was not taken for that
+NEVER = 3600.0  # seconds without a heartbeat: so long that no lock is taken over for that reason in a test
 
-# Takes the lock, says so, and executes commands, one a line.
+# Takes the lock, prints that, and executes commands, one per line.
 HOLDER = """
 import os, sys
 from pathlib import Path
@@ -110,13 +110,13 @@ def until(condition: Any) -> None:
         time.sleep(0.005)
 
 
-def test_the_lock_says_who_has_it_and_release_empties_it(run_dir: Path) -> None:
+def test_the_lock_names_its_holder_and_release_empties_it(run_dir: Path) -> None:
     with taken(run_dir) as lock:
         value = content(run_dir)
         assert (value["run_id"], value["pid"], value["beat"]) == ("this-run", os.getpid(), 0)
         assert {"host", "boot", "namespace", "start", "token"} <= set(value)
         assert not lock.lost
-        lock.acquire()  # it has it
+        lock.acquire()  # it has the lock already
         assert content(run_dir) == value
     assert (run_dir / LOCK).read_bytes() == b""
     assert not lock.lost
@@ -140,19 +140,21 @@ def test_a_live_holder_is_named(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("reaped", [True, False])
-def test_a_killed_holder_is_followed_at_once(run_dir: Path, caplog: pytest.LogCaptureFixture, reaped: bool) -> None:
+def test_the_lock_of_a_killed_holder_is_taken_over_immediately(
+    run_dir: Path, caplog: pytest.LogCaptureFixture, reaped: bool
+) -> None:
     with holder(run_dir) as child:
         child.kill()
         if reaped:
             child.wait()
         else:
-            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and its entry is still there
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, but not reaped yet
         with taken(run_dir):
             assert content(run_dir)["run_id"] == "this-run"
     assert not caplog.messages
 
 
-def test_a_process_that_has_the_number_of_a_dead_one_is_not_taken_for_it(run_dir: Path) -> None:
+def test_a_process_with_the_id_of_a_dead_one_is_not_the_holder(run_dir: Path) -> None:
     with holder(run_dir) as child:
         value = content(run_dir)
         assert value["start"] is not None
@@ -181,7 +183,9 @@ def test_an_interpreter_that_ends_gives_the_lock_back(run_dir: Path) -> None:
     assert (run_dir / LOCK).read_bytes() == b""
 
 
-def test_another_host_without_a_heartbeat_is_followed_after_a_while(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_lock_of_another_host_without_a_heartbeat_is_taken_over_later(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (run_dir / LOCK).write_bytes(elsewhere(run_dir))
     start = time.monotonic()
     with taken(run_dir, interval=0.1, stale_after=0.5):
@@ -194,7 +198,7 @@ def test_another_host_without_a_heartbeat_is_followed_after_a_while(run_dir: Pat
 
 @pytest.mark.parametrize("same", [{}, {"boot": "another start"}, {"namespace": "another container"}])
 def test_another_host_with_a_heartbeat_is_refused(run_dir: Path, same: dict[str, str]) -> None:
-    """Where process ids mean nothing, also on a machine that only looks like this one."""
+    """Process ids mean nothing on another host, even if it looks like this one."""
     with taken(run_dir):
         here = content(run_dir)
     known = {name: here[name] for name in ("host", "boot", "namespace")} if same else {}
@@ -228,7 +232,7 @@ def test_heartbeats_are_written(run_dir: Path) -> None:
         lock.check()
 
 
-def test_a_lock_is_lost_to_who_took_it(run_dir: Path) -> None:
+def test_a_lock_that_another_run_took_is_lost(run_dir: Path) -> None:
     other = elsewhere(run_dir)
     with taken(run_dir, interval=0.01) as lock:
         assert lock._heartbeat is not None
@@ -240,7 +244,7 @@ def test_a_lock_is_lost_to_who_took_it(run_dir: Path) -> None:
     assert (run_dir / LOCK).read_bytes() == other
 
 
-def test_a_stopped_process_finds_out_before_its_heart_does(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suspended_process_sees_the_takeover_before_its_heartbeat(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Suspended for longer than stale_after, while another host waits for it."""
     with holder(run_dir, interval=3000.0) as child:
         os.kill(child.pid, signal.SIGSTOP)
@@ -252,7 +256,7 @@ def test_a_stopped_process_finds_out_before_its_heart_does(run_dir: Path, monkey
             assert not lock.lost
 
 
-def test_a_lock_that_another_run_has_had_meanwhile_is_lost(run_dir: Path) -> None:
+def test_a_lock_that_another_run_had_in_the_meantime_is_lost(run_dir: Path) -> None:
     with taken(run_dir) as lock:
         (run_dir / LOCK).write_bytes(b"")
         assert lock.lost
@@ -275,7 +279,7 @@ def test_a_folder_that_is_gone(run_dir: Path) -> None:
     with taken(folder, interval=0.01) as lock:
         (folder / LOCK).unlink()
         with contextlib.suppress(FileNotFoundError, OSError):
-            folder.rmdir()  # unless the heart was faster
+            folder.rmdir()  # unless the heartbeat recreated the lock file
         assert not lock.lost
 
 
@@ -298,7 +302,7 @@ for line in sys.stdin:
 """
 
 
-def test_of_two_that_start_at_the_same_moment_one_wins(run_dir: Path) -> None:
+def test_one_of_two_runs_that_start_at_the_same_time_gets_the_lock(run_dir: Path) -> None:
     with holder(run_dir) as child:
         dead = (run_dir / LOCK).read_bytes()
     with process(STARTER, "one") as one, process(STARTER, "two") as two:
@@ -355,7 +359,7 @@ def test_workers_that_outlive_the_run_do_not_keep_its_lock(run_dir: Path) -> Non
         try:
             with taken(run_dir):
                 for worker in workers:
-                    os.kill(worker, 0)  # they do live
+                    os.kill(worker, 0)  # they are alive
         finally:
             for worker in workers:
                 with contextlib.suppress(ProcessLookupError):
@@ -381,7 +385,7 @@ if child == 0:
 # --------------------------------------------------------------------------------------------------- what may be there
 
 
-def test_what_is_no_file_is_neither_followed_nor_waited_for(run_dir: Path) -> None:
+def test_links_and_pipes_are_neither_followed_nor_waited_for(run_dir: Path) -> None:
     target = run_dir / "target"
     target.write_text("mine")
     for make in (
@@ -398,7 +402,7 @@ def test_what_is_no_file_is_neither_followed_nor_waited_for(run_dir: Path) -> No
     assert not (run_dir / "nowhere").exists()
 
 
-def test_a_lock_file_that_makes_no_sense_is_given_time(run_dir: Path) -> None:
+def test_an_unreadable_lock_file_is_taken_over_after_a_wait(run_dir: Path) -> None:
     with taken(run_dir):
         good = content(run_dir)
     broken: list[bytes] = [b"\0", b"{" * 10_000, b"[]", b"null", b"{}", b"\xff", b"x" * 200_000]
@@ -432,13 +436,13 @@ def test_a_process_that_is_about_to_end_is_waited_for(run_dir: Path, monkeypatch
             assert next(states, None) is None
 
 
-def test_a_process_that_stopped_at_the_wrong_moment_is_named(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_was_suspended_in_its_write_is_an_error(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_module, "_FLOCK_TIMEOUT", 0.05)
     with lock_module._LockFile.open(run_dir / LOCK), pytest.raises(CheckpointLockedError, match="Fix: end it"):
         FolderLock(run_dir, "run").acquire()
 
 
-def test_without_flock_a_claim_counts_if_it_still_stands(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_flock_a_claim_is_valid_if_it_was_not_overwritten(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_module, "fcntl", None)
     monkeypatch.setattr(lock_module, "_SETTLE", 0.01)
     with taken(run_dir), pytest.raises(CheckpointLockedError, match="this-run"):
@@ -453,7 +457,7 @@ def test_without_flock_a_claim_counts_if_it_still_stands(run_dir: Path, monkeypa
 
 
 @pytest.mark.parametrize("interval, stale_after", [(0, 1), (-1, 1), (1, 1), (10, 5)])
-def test_times_that_make_no_sense(run_dir: Path, interval: float, stale_after: float) -> None:
+def test_invalid_times(run_dir: Path, interval: float, stale_after: float) -> None:
     with pytest.raises(ConfigurationError, match="0 < interval < stale_after"):
         FolderLock(run_dir, "run", interval=interval, stale_after=stale_after)
 

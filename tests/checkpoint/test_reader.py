@@ -1,4 +1,4 @@
-"""Reading: what was written comes back, and damage is found out and named; what is hostile is in test_reader_hostile.py."""
+"""Reading returns what was written, and names damaged files; hostile files are in test_reader_hostile.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptChe
 
 
 def problem(path: Path) -> str:
-    """What is wrong with a checkpoint, by reading it and by verifying it: both must find the same file."""
+    """The error of a damaged checkpoint; reading and verifying must name the same file."""
     with pytest.raises(CorruptCheckpointError) as read:
         open_checkpoint(path).read()
     with pytest.raises(CorruptCheckpointError) as verified:
@@ -71,7 +71,7 @@ def test_what_was_written_comes_back(run_dir: Path, shard: int) -> None:
     assert loaded.attachments("config.json") == b'{"model_type": "tiny"}'
     with pytest.raises(CheckpointNotFoundError, match="tokenizer.json"):
         loaded.attachments("tokenizer.json")
-    loaded.tensors["model"]["first.weight"].add_(1)  # it is the caller's now
+    loaded.tensors["model"]["first.weight"].add_(1)  # the caller may change it
 
 
 @pytest.mark.parametrize("stems", [["model"], ["optimizer"], ["state"], ["model", "state"], []])
@@ -256,7 +256,7 @@ for step in range(int(sys.argv[2])):
 
 
 def test_a_reader_next_to_a_writer_never_sees_damage(run_dir: Path) -> None:
-    """One process replaces a checkpoint again and again, another lists, opens and reads it."""
+    """One process replaces a checkpoint repeatedly while another lists, opens and reads it."""
     path = make(run_dir / "checkpoint")
     command = [sys.executable, "-c", WRITER, str(path), "50"]
     read = 0

@@ -76,7 +76,7 @@ def test_a_manifest_that_is_too_large_is_not_read(run_dir: Path) -> None:
     path = make(run_dir / "checkpoint")
     for name in (MANIFEST, DIGEST):
         data = (path / name).read_bytes()
-        os.truncate(path / name, 2**40)  # takes no space, and would take all memory
+        os.truncate(path / name, 2**40)  # a sparse file that would need more than all memory
         with pytest.raises(CorruptCheckpointError, match=rf"{name}: expected at most .* bytes, found"):
             load(path)
         (path / name).write_bytes(data)
@@ -135,7 +135,7 @@ def test_a_newer_format_is_said_to_be_one(run_dir: Path) -> None:
 
 
 def test_only_ordinary_files_are_opened(run_dir: Path) -> None:
-    """A link leads to what is outside, a pipe never ends, a device does things."""
+    """A link may lead outside the folder, a pipe never ends, and a device may have side effects."""
     path = make(run_dir / "checkpoint")
     for name in names(path):
         outside = run_dir / "outside"
@@ -200,7 +200,7 @@ def test_a_pickle_under_any_name_is_not_run(run_dir: Path, sealed: bool) -> None
     bombs = [pickle.dumps(Marker(marker), protocol) for protocol in (0, 2, 5)]
     bombs += [(run_dir / name).read_bytes() for name in ("zip.pt", "legacy.pt")]
     pickle.loads(bombs[0])
-    assert marker.exists()  # it does work
+    assert marker.exists()  # the pickle works
     marker.unlink()
     path = make(run_dir / "checkpoint")
     for name in names(path):
@@ -268,7 +268,7 @@ def test_many_mutations_of_a_real_checkpoint(mutated: Path, data: st.DataObject)
 
 
 def mutate(mutated: Path, data: st.DataObject) -> None:
-    """With digests that agree, as an attacker would: an error of ours or what can be used, nothing else."""
+    """With matching digests, like an attacker: the result is an error of trainkit or usable content."""
     name = data.draw(st.sampled_from(names(mutated)))
     kept = {each: (mutated / each).read_bytes() for each in names(mutated)}
     changed = bytearray(kept[name])
@@ -292,7 +292,7 @@ def mutate(mutated: Path, data: st.DataObject) -> None:
                 outcomes.append("")
             except TrainkitError as error:
                 outcomes.append(str(error))
-        # Whether bools are bools is not seen without their values; there are none here.
+        # Invalid bools cannot be found without reading values; there are no bools here.
         assert outcomes[0] == outcomes[1]
         list_checkpoints(mutated.parent)
     finally:

@@ -1,4 +1,4 @@
-"""Reading an ordinary file, and nothing else: whole, once, and only if it is the one that was written."""
+"""Regular files only are read: completely, once, and only if they are those that were written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ map_file = partial(read_file, mapped=True)
 
 
 def refused(path: str, size: int = 4, digest: str = hashlib.sha256(b"data").hexdigest()) -> str:
-    """What is said of a file, which is the same whether it is read or mapped."""
+    """The error for a file, which is the same for reading and mapping it."""
     said = {complaint(lambda way=way: way(Path(path), size, digest, NAME), NAME) for way in (read_file, map_file)}  # type: ignore[misc]
     assert len(said) == 1
     return said.pop()
@@ -49,7 +49,7 @@ def test_what_is_written_into_a_mapped_file_is_not_on_the_disk() -> None:
 def test_a_file_larger_than_the_memory_can_be_mapped() -> None:
     size = 2**42
     Path("file").touch()
-    os.truncate("file", size)  # which takes no space
+    os.truncate("file", size)  # a sparse file
     mapped = map_file(Path("file"), size, None, "x")
     mapped[size - 1] = 1
     assert mapped[size - 2 :] == b"\0\1"
@@ -60,7 +60,7 @@ def test_what_is_not_the_file_that_was_written_is_refused() -> None:
     assert bytes(read_file(Path("file"), 4, hashlib.sha256(b"data").hexdigest(), "x")) == b"data"
     assert "expected 5 bytes, found 4" in refused("file", 5)
     assert "expected 3 bytes, found 4" in refused("file", 3)
-    assert f"expected {10**18:,} bytes, found 4" in refused("file", 10**18)  # no memory is taken for it
+    assert f"expected {10**18:,} bytes, found 4" in refused("file", 10**18)  # no memory is allocated for it
     assert "its SHA-256 is 3a6eb0790f39ac87c94f3856b2dd2c5d110e6811602261a9a923d3bb23adc8b7" in refused("file", digest="0" * 64)
     assert "missing" in refused("absent")
     Path("file").write_bytes(b"")
@@ -85,7 +85,7 @@ def test_what_another_process_has_verified_is_not_hashed_again(way: Callable[...
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
 def test_only_a_regular_file_is_read() -> None:
-    """Opening a pipe waits for a writer; a device gives bytes without an end."""
+    """Opening a pipe waits for a writer; a device may return bytes without an end."""
     Path("file").write_bytes(b"data")
     Path("link").symlink_to("file")
     Path("dangling").symlink_to("nowhere")

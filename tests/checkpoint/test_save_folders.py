@@ -107,7 +107,7 @@ def test_a_lock_that_is_lost_is_an_error_on_all(run_dir: Path) -> None:
 
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch, blind: tuple[int, ...]) -> Any:
-    """What enters a folder that is another one for some ranks: there is nothing of what the others write."""
+    """A function that saves to a folder that is another one on some ranks, without the files of the other ranks."""
     ranks = threading.local()
     plain = module.wait_for_path
     monkeypatch.setattr(module, "wait_for_path", lambda path: plain(Path("b", path.name) if ranks.own in blind else path))
@@ -155,7 +155,7 @@ def test_a_folder_that_one_cannot_write_to(run_dir: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_folder_that_cannot_be_looked_at(run_dir: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """It lies in one that is closed to this user."""
+    """This user may not access the parent folder."""
 
     def closed(plain: Any) -> Any:
         def call(path: Any, *given: Any, **named: Any) -> Any:

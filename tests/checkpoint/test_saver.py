@@ -1,4 +1,4 @@
-"""Saving in a thread: one at a time, of the values as they were, finished whatever happens, and no failure lost."""
+"""Saves in a thread: one at a time, with the values at the call, always finished, and with every failure reported."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_save_is_committed(run_dir: Path, saver: Saver, blocking: bool) -> Non
 
 def test_what_changes_right_after_save_is_not_written(run_dir: Path, saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = torch.nn.Linear(300, 300)
-    layer.weight.data = layer.weight.data.t()  # one that is not contiguous too
+    layer.weight.data = layer.weight.data.t()  # also a tensor that is not contiguous
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     held = draft(tensors={"model": {**layer.state_dict(), "scalar": torch.tensor(3)}})
     gate = Gate(held, monkeypatch)
@@ -127,7 +127,7 @@ def test_one_save_is_in_flight(run_dir: Path, saver: Saver, monkeypatch: pytest.
     def seen(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments: (verified(run_dir / "a"), original(*arguments))[1]
 
-    # The second touches the buffers, or the disk, only when the first is committed.
+    # The second save uses the buffers or the disk only after the first is committed.
     monkeypatch.setattr(second, "detach", seen(second.detach))
     monkeypatch.setattr(second, "files", seen(second.files))
     saver.save(second, run_dir / "b", blocking=blocking)
@@ -211,7 +211,7 @@ def test_a_failure_comes_with_the_next_poll(run_dir: Path) -> None:
     saver.poll()
     saver.poll()
     assert [type(error) for error in errors] == [CheckpointWriteError]
-    # It is over with that: the next one is written.
+    # The failure has no further effect: the next save is written.
     saver.save(draft(2), run_dir / "a", blocking=False, failed=errors.append)
     saver.close()
     assert len(errors) == 1

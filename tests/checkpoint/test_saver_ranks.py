@@ -1,4 +1,4 @@
-"""Saving in a thread on several processes: each copies its own part, and all learn the same verdict."""
+"""Saves in a thread on several ranks: each copies its own part, and all get the same result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def drafted(group: ThreadExchange, counter: int = 1) -> Draft:
 
 
 class Saving:
-    """A saver of one process, and what it has said."""
+    """A saver of one rank, and what it has reported."""
 
     def __init__(self, group: ThreadExchange) -> None:
         self.failures: list[str] = []
@@ -76,7 +76,7 @@ def test_saves_one_after_the_other(run_dir: Path, size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_each_copies_its_own_part_only(run_dir: Path, size: int) -> None:
-    """Host memory of a save: the state divided by the number of processes."""
+    """The host memory of a save is the size of the state divided by the number of ranks."""
 
     def work(group: ThreadExchange) -> Any:
         own = Saving(group)
@@ -137,7 +137,7 @@ def test_a_full_disk_of_one_is_everybodys(run_dir: Path, monkeypatch: pytest.Mon
 
 
 def test_a_copy_that_fails_is_an_error_of_the_call_on_all(run_dir: Path) -> None:
-    """A tensor that is no longer what it was when the checkpoint was laid out."""
+    """The dtype or shape of a tensor has changed since the draft was created."""
 
     def work(group: ThreadExchange) -> Any:
         own = Saving(group)
@@ -160,7 +160,7 @@ def test_a_copy_that_fails_is_an_error_of_the_call_on_all(run_dir: Path) -> None
 
 
 def test_a_thread_that_cannot_start_on_one(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others' threads count on it, so the work is done at once."""
+    """The threads of the other ranks wait for it, so it saves in the main thread."""
     start, mine = threading.Thread.start, threading.local()
 
     def refuse(thread: threading.Thread) -> None:
@@ -183,7 +183,7 @@ def test_a_thread_that_cannot_start_on_one(run_dir: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_one_that_dies_in_the_middle(run_dir: Path, monkeypatch: pytest.MonkeyPatch, dead: int) -> None:
-    """Its thread never gives its part; the others' end, and report it."""
+    """Its thread never participates; the threads of the other ranks end, and report that."""
 
     def work(group: ThreadExchange) -> Any:
         own = Saving(group)

@@ -27,7 +27,7 @@ TENSORS = {
 
 @pytest.fixture
 def checkpoint(run_dir: Path) -> Path:
-    """In several files, the way that several processes write it."""
+    """A checkpoint of several files, like that of several ranks."""
     return make(run_dir / "a", tensors=TENSORS, max_shard_size=5000)
 
 
@@ -81,11 +81,11 @@ def test_damage_is_everybodys(checkpoint: Path, name: str, mapped: bool) -> None
     assert {type(end) for end in ends} == {CorruptCheckpointError}
     assert len({str(end) for end in ends}) == 1
     assert name in str(ends[0])
-    assert str(ends[0]).startswith("rank ") == (name != "manifest.json")  # which all of them read
+    assert str(ends[0]).startswith("rank ") == (name != "manifest.json")  # all ranks read it
 
 
 def test_nothing_is_used_before_the_verdict(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one who finds the damage may be the last."""
+    """The rank that finds the damage may be the last one."""
     monkeypatch.setattr(reader.Checkpoint, "_load", lambda *_: pytest.fail("used"))
     path = checkpoint / "model-00001-of-00003.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
@@ -94,7 +94,7 @@ def test_nothing_is_used_before_the_verdict(checkpoint: Path, monkeypatch: pytes
 
 
 def test_what_one_cannot_decode_is_everybodys(checkpoint: Path) -> None:
-    """Whole by its digests, and malformed all the same: all see that, and say the same."""
+    """It matches its digests but is malformed: all ranks raise the same error."""
     (checkpoint / "state.json").write_bytes(b"[]")
     seal(checkpoint)
     ends = try_groups(2, lambda group: read_on_all_ranks(checkpoint, group))
@@ -123,7 +123,7 @@ def test_a_process_that_does_not_see_it(checkpoint: Path, monkeypatch: pytest.Mo
 
 
 def test_a_process_that_sees_another_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path that is there on each machine, and is not one folder."""
+    """The path exists on each node, but is not the same folder."""
     shutil.copytree(checkpoint, checkpoint.parent / "b")
     seal(checkpoint.parent / "b", lambda manifest: manifest.update(step=99))
     ends = try_groups(3, blind(monkeypatch, "b"))
@@ -132,7 +132,7 @@ def test_a_process_that_sees_another_one(checkpoint: Path, monkeypatch: pytest.M
 
 
 def test_one_that_is_replaced_after_the_verdict(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By one of the same sizes, so that what others have hashed is not what a process reads."""
+    """By one with the same sizes, so that a rank reads other bytes than another rank has hashed."""
     others = {stem: {name: tensor + 1 for name, tensor in tensors.items()} for stem, tensors in TENSORS.items()}
     make(checkpoint.parent / "b", tensors=others, max_shard_size=5000)
     plain, once = reader.Checkpoint._load, threading.Lock()
@@ -151,7 +151,7 @@ def test_one_that_is_replaced_after_the_verdict(checkpoint: Path, monkeypatch: p
 
 
 def blind(monkeypatch: pytest.MonkeyPatch, instead: str) -> Any:
-    """What reads "a" on a machine of which rank 1 finds something else there."""
+    """A function that reads "a", where rank 1 finds something else."""
     plain, ranks = shared_reading.open_checkpoint, threading.local()
 
     def work(group: ThreadExchange) -> Any:

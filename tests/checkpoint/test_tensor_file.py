@@ -1,4 +1,4 @@
-"""Files of tensors: other readers read them, the size is known beforehand, and a header that lies is found out."""
+"""Files of tensors: other programs can read them, their size is known before writing, and wrong headers are errors."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_pieces_are_small_and_share_memory_where_they_can() -> None:
 
 
 def test_large_tensors_of_other_strides_are_copied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of what is copied at once, for tensors of every order of dimensions; the whole is never copied."""
+    """For any order of dimensions, at most one piece is copied at a time, never the whole tensor."""
     monkeypatch.setattr(tensor_file, "_COPIED_AT_ONCE", 4096)
     whole = torch.arange(40_000, dtype=torch.float32).view(4, 50, 200)
     copied = []
@@ -234,7 +234,7 @@ def test_shards_are_as_large_as_allowed(sizes: list[int], limit: int) -> None:
 
 def test_what_a_file_cannot_hold_is_named() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated, but models of that kind are about
+        warnings.simplefilter("ignore")  # deprecated, but such models exist
         quantized = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
     for tensor, says in [
         (torch.ones(1, device="meta"), "meta device"),
@@ -321,7 +321,7 @@ except OSError as error:
     assert done.stdout.split() == ["OSError", "27", str(size // 2)], done.stderr
 
 
-# ------------------------------------------------------------------------------------------- headers that lie
+# ------------------------------------------------------------------------------------------- wrong headers
 
 
 def file_of(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
@@ -392,7 +392,7 @@ def lies(data: bytes) -> str:
         (b"PK\x03\x04" + bytes(100), "a header of 67,324,752 bytes in a file of 104"),  # a zip file
     ],
 )  # fmt: skip
-def test_headers_that_lie(data: bytes, says: str) -> None:
+def test_wrong_headers(data: bytes, says: str) -> None:
     assert says in lies(data)
 
 
@@ -424,7 +424,7 @@ def sample() -> bytes:
 
 
 def assert_within(data: bytes) -> None:
-    """Refused, or tensors that together are the data part and nothing else."""
+    """An error, or tensors that together cover exactly the data part."""
     before = bytes(data)
     try:
         read = tensors_in(data, "x")
@@ -460,7 +460,7 @@ def test_mutated_bytes_are_read_or_refused(draw: st.DataObject) -> None:
         else:
             del data[place:]
         data = data or bytearray(b"\0")
-        if draw.draw(st.booleans()) and len(data) > 8 and b"}}" in data:  # so that more than the length is put to the test
+        if draw.draw(st.booleans()) and len(data) > 8 and b"}}" in data:  # so that more than the length is tested
             data[:8] = struct.pack("<Q", data.rindex(b"}}") - 6)
     assert_within(bytes(data))
 
@@ -504,7 +504,7 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
 @given(st.data())
 @settings(max_examples=60)
 def test_whatever_we_read_safetensors_reads_alike(draw: st.DataObject) -> None:
-    """Ours is the stricter reader: what passes is the same file to both."""
+    """trainkit is the stricter reader: both read the same tensors from what it accepts."""
     data = bytearray(sample())
     place = draw.draw(st.integers(8, len(data) - 1))
     data[place] = draw.draw(st.integers(0, 255))

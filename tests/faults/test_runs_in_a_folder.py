@@ -38,7 +38,7 @@ class At(Callback):
 
 
 def fit(steps: int = 6, *more: Callback, ckpt_path: Any = None, keep: int = 2, **options: Any) -> Trainer:
-    """A run that saves after every second update."""
+    """A run that saves after every second optimizer step."""
     checkpoint = ModelCheckpoint(**{"dirpath": FOLDER, **options}, every_n_train_steps=2, keep_last=keep)
     trainer = saving(checkpoint, *more, max_steps=steps, max_epochs=None)
     trainer.fit(TinyModule(), tiny_loader(200), ckpt_path=ckpt_path)
@@ -80,7 +80,7 @@ def test_auto_takes_the_run_that_was_saved_last() -> None:
 
 
 def test_auto_finds_the_newest_in_all_folders_of_a_run() -> None:
-    """Two callbacks that save to folders of their own, at different times."""
+    """Two callbacks that save to their own folders, at different times."""
 
     def train(steps: int) -> Trainer:
         return fit(steps, ModelCheckpoint("often", every_n_train_steps=1), dirpath="seldom", ckpt_path="auto")
@@ -224,7 +224,7 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_an_error(saved: Path, name: s
     damage(saved / name)
     with pytest.raises(CorruptCheckpointError, match="step-00000006"):
         fit(8, ckpt_path=saved)
-    if not name.startswith("optimizer"):  # which an evaluation does not read
+    if not name.startswith("optimizer"):  # an evaluation does not read it
         trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir="runs")
         with pytest.raises(CorruptCheckpointError, match="step-00000006"):
             trainer.validate(TinyModule(), tiny_loader(), ckpt_path=saved)

@@ -17,7 +17,7 @@ from trainkit.state.optimizer import capture_optimizer
 
 WHAT = "the checkpoint step-4"
 
-# PEFT asks transformers for an attribute that has a new name.
+# PEFT uses an attribute of transformers that has been renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 IDS = torch.tensor([[1, 2, 3, 4]])
@@ -126,7 +126,7 @@ def test_adapters_are_found() -> None:
     assert described["adapters"]["default"]["target_modules"] == ["c_attn"]
 
 
-def test_only_what_is_trained_is_stored_and_comes_back() -> None:
+def test_only_trained_parameters_are_stored_and_restored() -> None:
     module = Holder(lora(name="mine"))
     state = stored(module, "trainable")
     assert state.tensors
@@ -162,7 +162,7 @@ def test_another_base_is_refused() -> None:
     assert restore_model(other, stored(lora(), "all"), what=WHAT) == []
 
 
-def test_what_was_trained_must_be_there() -> None:
+def test_trained_parameters_must_exist() -> None:
     state = stored(lora(), "trainable")
     gone = next(iter(state.tensors))
     del state.tensors[gone]
@@ -234,7 +234,7 @@ def test_a_fingerprint_tells_names_dtypes_shapes_and_bits_apart() -> None:
     assert frozen_fingerprint(frozen(2.0)) != before
 
 
-def test_a_fingerprint_that_is_known_is_not_worked_out() -> None:
+def test_a_known_fingerprint_is_not_computed_again() -> None:
     assert capture_model(frozen(), "trainable", fingerprint="known").fingerprint == "known"
     assert capture_model(frozen()).fingerprint is None
 

@@ -87,7 +87,7 @@ class Opaque(SGD):
         self.mine = state_dict["mine"]
 
 
-def test_a_state_dict_of_another_form_goes_through_as_it_is() -> None:
+def test_a_state_dict_of_another_form_is_stored_unchanged() -> None:
     module, other = net(), net()
     state = saved(module, Opaque(module.parameters(), 0.1), 2)
     assert state.tensors == {}

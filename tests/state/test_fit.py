@@ -1,4 +1,4 @@
-"""What fits a module and what does not is known before anything is changed."""
+"""Whether a state fits a module is known before anything is changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is saved of a module and how it comes back: all of it, or nothing is changed."""
+"""What is saved of a module, and how it is restored: completely, or nothing is changed."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_one_name_of_two_that_are_tied_is_enough() -> None:
 
 
 class Picky(nn.Module):
-    """Loads its weight, then changes its mind."""
+    """Loads its weight, then raises an error."""
 
     def __init__(self) -> None:
         super().__init__()

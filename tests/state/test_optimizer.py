@@ -1,4 +1,4 @@
-"""Every optimizer of torch: what is saved comes back bit by bit, and so do the steps after it."""
+"""Every optimizer of torch: the state is restored bit by bit, and the following steps are identical."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def train(net: Net, optimizer: Optimizer, steps: range) -> list[Tensor]:
 
 
 def saved(net: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, torch.dtype], Any]:
-    """Tensors, description, dtypes and model as a checkpoint would give them back."""
+    """Tensors, description, dtypes and model, as read from a checkpoint."""
     state = capture_optimizer(optimizer, 0, parameter_names([net]))
     model = frozen_copy(vars(capture_model(net)))
     dtypes = {name: tensor.dtype for name, tensor in model["tensors"].items()}
@@ -137,7 +137,7 @@ def test_state_and_further_steps_are_bit_identical(name: str) -> None:
     train(net, optimizer, range(4))
     stored, before = saved(net, optimizer), whole(net, optimizer)
     other, resumed = build(name, seed=1)
-    train(other, resumed, range(50, 52))  # it must not matter what was there
+    train(other, resumed, range(50, 52))  # the previous state must not matter
     assert load(other, resumed, stored) == []
     assert differences(before, whole(other, resumed)) == []
     losses = train(net, optimizer, range(4, 7))
@@ -193,7 +193,7 @@ def test_types_of_options_come_back() -> None:
     assert isinstance(group["betas"], tuple)
 
 
-def test_how_it_computes_is_this_runs_business() -> None:
+def test_options_of_how_it_computes_are_those_of_this_run() -> None:
     net, optimizer = build("AdamW fused")
     train(net, optimizer, range(2))
     other, resumed = build("AdamW", 1)

@@ -1,4 +1,4 @@
-"""Tagged JSON: everything comes back as it was, what cannot is named, and damaged text is an error and nothing else."""
+"""Tagged JSON: values are restored unchanged, unsupported ones are named, and damaged text is always an error."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def there_and_back(value: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in value and type, all the way down; nan is nan, 0.0 is not -0.0, sets and dicts by their elements."""
+    """Equal in value and type, recursively; nan equals nan, 0.0 does not equal -0.0, sets and dicts by their elements."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
@@ -92,7 +92,7 @@ hashable_leaves = st.one_of(
     st.integers(),
     st.integers().map(lambda n: n**40),
     st.floats(),
-    st.text(st.characters()),  # lone surrogates too
+    st.text(st.characters()),  # also lone surrogates
     st.sampled_from(["$", "$$", "$tuple", "$tensor", "$$map", "\ud800", "\0", "a\n", "__metadata__", "a/b", "a#b"]),
     st.binary(),
     st.complex_numbers(),
@@ -253,7 +253,7 @@ class Seven(int):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_some_come_back_as_something_plainer(value: Any, plainer: Any) -> None:
+def test_some_values_are_restored_as_a_plainer_type(value: Any, plainer: Any) -> None:
     assert same(there_and_back({"v": value}), {"v": plainer})
 
 
@@ -275,7 +275,7 @@ def test_tensors_are_named_by_their_path() -> None:
     assert back["list"][1][1] is back["callbacks"]["EarlyStopping"]["best_score"]
 
 
-def test_a_tensor_that_is_there_twice_is_stored_once_and_comes_back_as_one() -> None:
+def test_a_tensor_that_occurs_twice_is_stored_and_restored_once() -> None:
     found: dict[str, Tensor] = {}
     tensor, array = torch.ones(2), np.ones(2)
     data = dumps([tensor, array, {"again": tensor, "too": array}, tensor.clone()], found)
@@ -411,7 +411,7 @@ def test_cycles_are_found() -> None:
 @pytest.mark.parametrize(
     "leaf, own", [(0, 0), (math.nan, 1), (complex(1, math.nan), 3), (10**400, 1), (np.float32("nan"), 3), (timedelta(1), 2)]
 )
-def test_whatever_is_encoded_is_not_too_deep_to_be_read(wrap: Any, levels: int, leaf: Any, own: int) -> None:
+def test_encoded_values_are_not_too_deep_to_be_read(wrap: Any, levels: int, leaf: Any, own: int) -> None:
     value, depth = leaf, own
     while depth + levels <= encode.MAX_DEPTH:
         value, depth = wrap(value), depth + levels
@@ -431,7 +431,7 @@ def test_too_much_for_json_is_said() -> None:
 def test_equal_sets_give_equal_text() -> None:
     words = [f"w{i}" for i in range(50)]
     small, larger = {0, 8}, set(range(9)) | {2**20}
-    larger -= {*range(1, 8), 2**20}  # the same elements, but in a table in which they come in another order
+    larger -= {*range(1, 8), 2**20}  # the same elements, but in a hash table with a different order
     assert small == larger
     assert dumps(small, {}) == dumps(larger, {})
     code = f"from trainkit.tagged_json.encode import dumps; print(list(set({words})), dumps(set({words}), {{}}))"
@@ -444,7 +444,7 @@ def test_equal_sets_give_equal_text() -> None:
 
 
 def test_long_lists_of_numbers_are_exact() -> None:
-    """They are looked at in a few passes in C; an odd one among them is found all the same."""
+    """They are checked by a few passes in C; a single different value among them is still found."""
     numbers = list(range(1_000_000))
     data = dumps({"a": numbers}, {})
     assert loads(data, {}, "x") == {"a": numbers}
@@ -530,7 +530,7 @@ def test_malformed_tags_are_refused(text: str, says: str) -> None:
     assert says in refused(text.encode())
 
 
-def test_keys_with_one_hash_do_not_hang() -> None:
+def test_many_keys_with_the_same_hash_do_not_hang() -> None:
     """hash(k * (2^61 - 1)) is 0 for every k: a dict of a million of them would take hours to fill."""
     modulus = sys.hash_info.modulus
     alike = [k * modulus for k in range(1, 1_000)]
@@ -585,7 +585,7 @@ def test_mutated_state_is_read_or_refused(data: bytes) -> None:
         message = str(error)
     else:
         message = "x: "
-        there_and_back(value)  # whatever was read is a value that can be stored
+        there_and_back(value)  # any value that was read can be stored
     assert message.startswith("x: ")
 
 

@@ -1,4 +1,4 @@
-"""A value as bytes for other ranks comes back as it was, with its tensors, and without pickle."""
+"""A value as bytes for other ranks is restored unchanged, with its tensors and without pickle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OmegaConf's containers become plain dicts and lists, and omegaconf is not loaded for it."""
+"""OmegaConf's containers become plain dicts and lists, without importing omegaconf."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trainkit.checkpoint.register`: types of a user's own, in whatever a checkpoint holds."""
+"""`trainkit.checkpoint.register`: a user's own types, anywhere in a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _none_registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Vocabulary:
-    """A value that JSON has no word for."""
+    """A value that JSON cannot represent."""
 
     def __init__(self, words: list[str], counts: Tensor, weights: Any = None) -> None:
         self.words, self.counts, self.weights = words, counts, weights
@@ -154,7 +154,7 @@ def test_damaged_text(payload: str) -> None:
 
 
 class Reading(Adam):
-    """With a vocabulary among the hyper-parameters, and one in the checkpoint."""
+    """A module with a vocabulary in its hyper-parameters, and one in the checkpoint."""
 
     def __init__(self, vocabulary: Any = None, learning_rate: float = 0.1) -> None:
         super().__init__(learning_rate)
@@ -169,7 +169,7 @@ class Reading(Adam):
 
 
 class Counting(Callback):
-    """Has one in its state."""
+    """A callback with a vocabulary in its state."""
 
     def __init__(self) -> None:
         self.vocabulary = Vocabulary(["c"], torch.ones(1))
@@ -196,12 +196,12 @@ def test_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert torch.equal(again.hparams.vocabulary.counts, vocabulary.counts)
 
     registered._by_kind.clear()
-    registered._by_name.clear()  # as in a program that has not called register
+    registered._by_name.clear()  # like a program that has not called register
     said = rf"contains a value of the type '{NAME}', which this program has not registered.*checkpoint\.register\("
     with pytest.raises(CheckpointError, match=said) as caught:
         Reading.load_from_checkpoint(path)
     assert not isinstance(caught.value, CorruptCheckpointError)
-    with pytest.raises(CheckpointError, match=said):  # nothing is damaged, so that no older one is taken
+    with pytest.raises(CheckpointError, match=said):  # the checkpoint is not damaged, so no older one is used
         saving(max_epochs=2).fit(Reading(vocabulary), tiny_loader(shuffle=True), ckpt_path="auto")
     advised = re.search(r"register\(Vocabulary, encode, decode, name='([^']+)'\)", str(caught.value))
     assert advised is not None
