@@ -228,13 +228,13 @@ def test_another_batch_size() -> None:
     recorder = Recorder()
     make_trainer(recorder).fit(Adam(), tiny_loader(24, batch_size=6), ckpt_path="there")
     assert recorder.batches == [(0, 2), (0, 3)]
-    with pytest.raises(StateMismatchError, match="12 samples of the epoch, which lies inside a micro-batch of 8"):
+    with pytest.raises(StateMismatchError, match="12 samples of the epoch, which is inside a micro-batch of 8"):
         make_trainer().fit(Adam(), tiny_loader(24, batch_size=8), ckpt_path="there")
 
 
 def test_another_dataset_is_said() -> None:
     make_trainer(SaveIn("on_train_batch_end", 2)).fit(Adam(), tiny_loader(24))
-    with pytest.warns(UserWarning, match="the dataset has 32 samples, and had 24 when"):
+    with pytest.warns(UserWarning, match="the dataset has 32 samples, but had 24 when"):
         make_trainer().fit(Adam(), tiny_loader(32), ckpt_path="there")
 
 
