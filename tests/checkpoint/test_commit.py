@@ -44,7 +44,7 @@ def test_bytes_written_are_at_most_a_hundredth_more_than_the_state(run_dir: Path
     assert 2_000_000 < size <= 1.01 * 2_000_000
 
 
-def test_folders_above_are_made_and_a_relative_path_will_do(run_dir: Path) -> None:
+def test_parents_are_created_and_the_path_may_be_relative(run_dir: Path) -> None:
     commit(draft(2), Path("a/b/c"))
     assert verified(run_dir / "a" / "b" / "c") == 2
     assert names(run_dir / "a" / "b") == ["c"]
@@ -171,7 +171,7 @@ def test_a_damaged_or_newer_checkpoint_is_replaced_too(run_dir: Path, damage: st
     assert names(run_dir / "best") == sorted(draft().sizes)
 
 
-def test_files_that_are_no_part_of_the_old_one_are_carried_over(run_dir: Path, way: str) -> None:
+def test_other_files_in_the_old_one_are_kept(run_dir: Path, way: str) -> None:
     """A user saves a tokenizer next to the weights: a later save must not delete it."""
     best = run_dir / "best"
     commit(draft(1, attachments={"config.json": b"1", "old.json": b"1"}, max_shard_size=1000), best)
@@ -211,7 +211,7 @@ def test_a_name_that_is_taken_is_an_error(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     "inside", [{"thesis.tex": b"x"}, {"model.safetensors": b"x"}, {MANIFEST: b"{}"}, {DIGEST: b"x"}], ids=str
 )
-def test_a_folder_that_holds_something_else_is_never_replaced(run_dir: Path, inside: dict[str, bytes]) -> None:
+def test_a_folder_with_other_files_is_never_replaced(run_dir: Path, inside: dict[str, bytes]) -> None:
     (run_dir / "a").mkdir()
     for name, data in inside.items():
         (run_dir / "a" / name).write_bytes(data)
@@ -246,7 +246,7 @@ def test_the_root_and_the_working_directory_are_refused(run_dir: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- real failures
 
 
-def test_too_little_space_is_said_before_anything_is_written(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_an_error_before_anything_is_written(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = draft()
     monkeypatch.setattr(module, "_write", lambda *_: pytest.fail("written"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: (10**9, 10**9, made.size - 1))
@@ -284,7 +284,7 @@ def test_a_disk_that_is_too_small_is_never_written_to(small_disk: Path) -> None:
     assert verified(small_disk / "a") == 5
 
 
-def test_what_is_asked_for_is_what_is_needed(small_disk: Path) -> None:
+def test_the_required_space_is_exact(small_disk: Path) -> None:
     """A checkpoint that passes the check of the free space fits; one that is a few blocks larger does not pass."""
     outcomes = []
     for blocks in range(1005, 1025):
@@ -434,7 +434,7 @@ def test_a_parent_that_is_a_file(run_dir: Path) -> None:
         commit(draft(), run_dir / "file" / "a")
 
 
-def test_tensors_that_change_their_size_meanwhile(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_change_their_size_during_the_save(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = draft()
     files = made.files
     monkeypatch.setattr(made, "files", lambda: ((name, [*pieces, b"more"]) for name, pieces in files()))

@@ -113,12 +113,12 @@ def test_the_manifest_tells_of_the_files() -> None:
     assert before <= saved_at <= datetime.now(timezone.utc).replace(tzinfo=None)
 
 
-def test_state_without_tensors_makes_no_file_of_tensors() -> None:
+def test_state_without_tensors_has_no_file_of_tensors() -> None:
     files = written(Draft(made_of(state={"epoch": 1})))
     assert "state.safetensors" not in files
 
 
-def test_a_module_without_tensors_makes_an_empty_file() -> None:
+def test_a_module_without_tensors_has_an_empty_file() -> None:
     assert stored(written(Draft(made_of(tensors={"model": {}}))), "model") == {}
 
 
@@ -167,7 +167,7 @@ def test_without_detach_the_tensors_are_read_when_they_are_written() -> None:
     assert stored(written(draft), "model")["count"] == 8
 
 
-def test_state_and_manifest_are_taken_when_it_is_made() -> None:
+def test_state_and_manifest_are_encoded_when_it_is_created() -> None:
     made = made_of(state={"history": [1, 2]})
     draft = Draft(made)
     made.state["history"].append(3)
@@ -207,7 +207,7 @@ def test_buffers_serve_one_draft_after_the_other() -> None:
     ],
     ids=["state", "tensor", "position", "run_id"],
 )
-def test_what_cannot_be_stored_is_named_at_once(changes: dict[str, Any], named: str) -> None:
+def test_a_value_that_cannot_be_stored_is_named_immediately(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsavableError, match=named):
         Draft(made_of(**changes))
 

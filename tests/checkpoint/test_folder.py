@@ -79,7 +79,7 @@ def test_bad_ones_are_named(run_dir: Path) -> None:
     assert next_counter(run_dir, "run1") == 5
 
 
-def test_what_is_no_checkpoint_is_not_listed(run_dir: Path) -> None:
+def test_other_folders_are_not_listed(run_dir: Path) -> None:
     make(run_dir / "checkpoint")
     for name in (".checkpoint.tmp-run", ".checkpoint.del-0123456789abcdef", ".hidden"):
         shutil.copytree(run_dir / "checkpoint", run_dir / name)
@@ -202,7 +202,7 @@ def test_remove(run_dir: Path) -> None:
     assert os.listdir(run_dir) == []
 
 
-def test_what_is_no_checkpoint_is_not_removed(run_dir: Path) -> None:
+def test_other_folders_are_not_removed(run_dir: Path) -> None:
     (run_dir / "notes").mkdir()
     (run_dir / "notes" / "model.txt").write_text("")
     (run_dir / "file").write_text("")
@@ -323,7 +323,7 @@ module.commit(draft(), Path(sys.argv[1]) / "checkpoint")
 # -------------------------------------------------------------------------------------------------------------- writing
 
 
-def test_a_folder_is_made_and_left_empty(run_dir: Path) -> None:
+def test_a_folder_is_created_and_left_empty(run_dir: Path) -> None:
     check_writable(run_dir / "a" / "b")
     check_writable(run_dir / "a" / "b")
     assert os.listdir(run_dir / "a" / "b") == []

@@ -120,7 +120,7 @@ def test_a_tensor_of_another_shape_is_not_squeezed_in() -> None:
             HostBuffers().copy(changed)
 
 
-def test_nothing_stays_behind() -> None:
+def test_the_copies_keep_no_other_object_alive() -> None:
     buffers = HostBuffers()
     tensor = torch.ones(1000)
     view = buffers.copy(lay_out("model", {"a": tensor}))["model.safetensors"]

@@ -177,7 +177,7 @@ def test_this_process_once_more(run_dir: Path) -> None:
     assert threading.active_count() < threads
 
 
-def test_an_interpreter_that_ends_gives_the_lock_back(run_dir: Path) -> None:
+def test_an_interpreter_that_exits_releases_the_lock(run_dir: Path) -> None:
     program = HOLDER.split("for line")[0]
     assert run_python("-c", program, str(run_dir), "run", "10").returncode == 0
     assert (run_dir / LOCK).read_bytes() == b""
@@ -366,7 +366,7 @@ def test_workers_that_outlive_the_run_do_not_keep_its_lock(run_dir: Path) -> Non
                     os.kill(worker, signal.SIGKILL)
 
 
-def test_a_forked_process_does_not_give_the_lock_back(run_dir: Path) -> None:
+def test_a_forked_process_does_not_release_the_lock(run_dir: Path) -> None:
     program = (
         HOLDER.split("for line")[0]
         + """

@@ -84,7 +84,7 @@ counts = st.integers(0, 2**63 - 1)
     step=counts,
     seed=st.integers(-(2**63), 2**64 - 1),
 )
-def test_any_fields_come_back(metrics: dict[str, float], **fields: Any) -> None:
+def test_any_fields_are_read_as_written(metrics: dict[str, float], **fields: Any) -> None:
     before = replace(EXAMPLE, metrics=metrics, **fields)
     back = Manifest.from_bytes(before.to_bytes(), MANIFEST)
     assert replace(back, metrics={}) == replace(before, metrics={})

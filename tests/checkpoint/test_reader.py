@@ -49,7 +49,7 @@ def newest(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("shard", [5 * 10**9, 40])
-def test_what_was_written_comes_back(run_dir: Path, shard: int) -> None:
+def test_a_checkpoint_is_read_as_written(run_dir: Path, shard: int) -> None:
     path = make(run_dir / "checkpoint", run_id="run", max_shard_size=shard)
     assert ((path / "model.safetensors.index.json").exists()) == (shard == 40)
     checkpoint = open_checkpoint(str(path))
@@ -75,7 +75,7 @@ def test_what_was_written_comes_back(run_dir: Path, shard: int) -> None:
 
 
 @pytest.mark.parametrize("stems", [["model"], ["optimizer"], ["state"], ["model", "state"], []])
-def test_only_what_is_asked_for_is_read(run_dir: Path, stems: list[str]) -> None:
+def test_only_requested_stems_are_read(run_dir: Path, stems: list[str]) -> None:
     path = make(run_dir / "checkpoint")
     for name in ("model.safetensors", "optimizer.safetensors", "state.json", "state.safetensors"):
         if name.split(".")[0] not in stems:

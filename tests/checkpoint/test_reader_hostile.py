@@ -125,7 +125,7 @@ def test_aliases_and_index_must_agree_with_the_tensors(run_dir: Path) -> None:
         load(path)
 
 
-def test_a_newer_format_is_said_to_be_one(run_dir: Path) -> None:
+def test_the_error_names_a_newer_format(run_dir: Path) -> None:
     path = make(run_dir / "checkpoint")
     seal(path, lambda manifest: manifest.update(format_version=99, files="another way"), measure=False)
     with pytest.raises(CheckpointError, match="newer trainkit") as caught:

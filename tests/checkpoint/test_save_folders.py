@@ -57,7 +57,7 @@ def test_one_lock_and_nothing_left_behind(run_dir: Path, size: int, there: bool)
     assert (run_dir / "a" / LOCK).read_bytes() == b""
 
 
-def test_a_folder_is_not_made_before_the_run_begins(run_dir: Path) -> None:
+def test_a_folder_is_not_created_before_the_run_begins(run_dir: Path) -> None:
     def work(world: World) -> Any:
         SaveFolders(world, "x").use(Path("a"), "x")
         return Path("a").exists()
@@ -121,7 +121,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, blind: tuple[int, ...]) -> Any:
 
 
 @pytest.mark.parametrize("blind", [(1,), (1, 2)])
-def test_a_folder_that_is_another_one_elsewhere(run_dir: Path, monkeypatch: pytest.MonkeyPatch, blind: tuple[int, ...]) -> None:
+def test_a_folder_that_differs_between_ranks(run_dir: Path, monkeypatch: pytest.MonkeyPatch, blind: tuple[int, ...]) -> None:
     ends = try_threads(3, elsewhere(monkeypatch, blind))
     assert {type(end) for end in ends} == {CheckpointWriteError}
     assert len({str(end) for end in ends}) == 1

@@ -150,7 +150,7 @@ def test_many_saves_one_after_the_other(run_dir: Path, saver: Saver) -> None:
         assert weights(run_dir / f"step-{counter}")["weight"].unique().tolist() == [counter]
 
 
-def test_replace_is_handed_on(run_dir: Path, saver: Saver) -> None:
+def test_replace_is_passed_to_commit(run_dir: Path, saver: Saver) -> None:
     saver.save(draft(1), run_dir / "a", blocking=True)
     saver.save(draft(2), run_dir / "a", blocking=False, replace=True)
     saver.wait()
@@ -276,7 +276,7 @@ def test_a_thread_that_cannot_start_is_a_failed_save(run_dir: Path, saver: Saver
     verified(run_dir / "a")
 
 
-def test_a_failure_holds_no_draft(run_dir: Path, saver: Saver) -> None:
+def test_a_failure_keeps_no_draft(run_dir: Path, saver: Saver) -> None:
     """A caller that keeps the error must not keep the copies of a state of gigabytes with it."""
     (run_dir / "file").touch()
     errors: list[Exception] = []

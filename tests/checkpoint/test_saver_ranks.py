@@ -112,7 +112,7 @@ def test_what_changes_after_the_copy_is_not_saved(run_dir: Path, monkeypatch: py
     assert all(loaded.tensors["model"][key].equal(tensor) for key, tensor in TENSORS["model"].items())
 
 
-def test_a_full_disk_of_one_is_everybodys(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_on_one_rank_is_the_same_error_on_all(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def work(group: ThreadExchange) -> Any:
         own = Saving(group)
         bad, good = drafted(group), drafted(group, 2)

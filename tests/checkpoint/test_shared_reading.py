@@ -47,7 +47,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
-def test_everybody_has_everything(checkpoint: Path, size: int, mapped: bool) -> None:
+def test_all_ranks_read_everything(checkpoint: Path, size: int, mapped: bool) -> None:
     alone = open_checkpoint(checkpoint).read()
     for loaded in run_groups(size, lambda group: read_on_all_ranks(checkpoint, group, mapped=mapped)):
         assert loaded.manifest.to_bytes() == alone.manifest.to_bytes()
@@ -65,7 +65,7 @@ def test_each_file_is_hashed_once(checkpoint: Path, hashed: list[str]) -> None:
         assert hashed.count(name) == (0 if attached else 2)
 
 
-def test_only_what_is_asked_for(checkpoint: Path, hashed: list[str]) -> None:
+def test_only_requested_stems_are_read_on_all_ranks(checkpoint: Path, hashed: list[str]) -> None:
     ends = run_groups(2, lambda group: read_on_all_ranks(checkpoint, group, lambda manifest: {"model"}))
     assert all(loaded.tensors.keys() == {"model"} and loaded.state == {} for loaded in ends)
     assert all(name.startswith("model") for name in hashed)
@@ -73,7 +73,7 @@ def test_only_what_is_asked_for(checkpoint: Path, hashed: list[str]) -> None:
 
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("name", ["model-00002-of-00003.safetensors", "state.json", "config.json", "manifest.json"])
-def test_damage_is_everybodys(checkpoint: Path, name: str, mapped: bool) -> None:
+def test_damage_is_the_same_error_on_all_ranks(checkpoint: Path, name: str, mapped: bool) -> None:
     data = bytearray((checkpoint / name).read_bytes())
     data[-2] ^= 1
     (checkpoint / name).write_bytes(data)
@@ -93,7 +93,7 @@ def test_nothing_is_used_before_the_verdict(checkpoint: Path, monkeypatch: pytes
     assert {type(end) for end in ends} == {CorruptCheckpointError}
 
 
-def test_what_one_cannot_decode_is_everybodys(checkpoint: Path) -> None:
+def test_malformed_state_is_the_same_error_on_all_ranks(checkpoint: Path) -> None:
     """It matches its digests but is malformed: all ranks raise the same error."""
     (checkpoint / "state.json").write_bytes(b"[]")
     seal(checkpoint)
@@ -122,7 +122,7 @@ def test_a_process_that_does_not_see_it(checkpoint: Path, monkeypatch: pytest.Mo
     assert all(str(end).startswith("rank 1:") for end in ends)
 
 
-def test_a_process_that_sees_another_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_sees_another_checkpoint(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path exists on each node, but is not the same folder."""
     shutil.copytree(checkpoint, checkpoint.parent / "b")
     seal(checkpoint.parent / "b", lambda manifest: manifest.update(step=99))

@@ -91,7 +91,7 @@ def test_transformers_finds_its_metadata() -> None:
     assert json.loads(file.header[8:])["__metadata__"] == {"format": "pt"}
 
 
-def test_no_tensors_make_a_valid_file() -> None:
+def test_a_file_without_tensors_is_valid() -> None:
     ((file, digest),) = write("state", {})
     assert tensors_in(read_file(Path(file.name), file.size, digest, "x"), "x") == {}
     assert load_file(file.name) == {}
@@ -503,7 +503,7 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
 
 @given(st.data())
 @settings(max_examples=60)
-def test_whatever_we_read_safetensors_reads_alike(draw: st.DataObject) -> None:
+def test_safetensors_reads_the_same_tensors(draw: st.DataObject) -> None:
     """trainkit is the stricter reader: both read the same tensors from what it accepts."""
     data = bytearray(sample())
     place = draw.draw(st.integers(8, len(data) - 1))

@@ -59,7 +59,7 @@ class Events(Callback):
 def train(
     acts: dict[int, Callable[[], Any]], *more: Callback, folder: Path = MOUNT / "saves", steps: int = 6
 ) -> dict[str, Any]:
-    """A fit that saves after each optimizer step and keeps the two newest; returns class and text of the error that ended it."""
+    """A fit that saves after each optimizer step and keeps the two newest; returns the class and text of its error."""
     callbacks = [Events(folder, acts), ModelCheckpoint(folder, every_n_train_steps=1, keep_last=2), *more]
     trainer = saving(*callbacks, max_steps=steps, max_epochs=None)
     try:

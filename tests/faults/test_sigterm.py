@@ -228,7 +228,7 @@ def wait_forever(name: str) -> None:
         time.sleep(0.01)
 
 
-def test_a_second_sigterm_ends_at_once() -> None:
+def test_a_second_sigterm_ends_immediately() -> None:
     def work() -> None:
         signal.signal(signal.SIGTERM, lambda *_: tell("noted"))
         Watched(more=[At("on_before_backward", lambda: wait_forever("steps"), 5)]).go()
@@ -316,7 +316,7 @@ def test_ctrl_c_to_the_whole_process_group() -> None:
     assert_nothing_lost(expected, Watched(workers=2))
 
 
-def test_a_second_ctrl_c_ends_at_once() -> None:
+def test_a_second_ctrl_c_ends_immediately() -> None:
     with Child(Watched(more=[At("on_before_backward", lambda: wait_forever("steps"), 5)]).go) as child:
         child.until(lambda: told("steps") and checkpoints("runs/logs/default/version_0/checkpoints"), "the step")
         child.signal(signal.SIGINT)

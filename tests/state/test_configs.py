@@ -87,7 +87,7 @@ def test_a_model_in_a_module_and_one_compiled_have_their_path() -> None:
     assert torch.equal(other.net(IDS).logits, module.net(IDS).logits)
 
 
-def test_a_configuration_that_is_no_json_is_named() -> None:
+def test_a_configuration_that_is_not_json_is_named() -> None:
     model = gpt2()
     model.config.helper = object()
     with pytest.raises(UnsavableError, match=r"net \(GPT2LMHeadModel\) cannot be written as JSON"):

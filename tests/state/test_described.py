@@ -66,7 +66,7 @@ def odd_state(module: nn.Linear) -> dict[str, Any]:
     }
 
 
-def test_odd_state_comes_back() -> None:
+def test_unusual_state_is_restored() -> None:
     module, other = net(), net()
     optimizer, resumed = Odd(module.parameters(), 0.1), Odd(other.parameters(), 0.1)
     optimizer.state[module.weight] = odd_state(module)

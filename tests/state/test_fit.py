@@ -66,7 +66,7 @@ def test_no_memory_to_load_into() -> None:
 # -------------------------------------------------------------------------------------------------------------- dtypes
 
 
-def test_another_dtype_is_said() -> None:
+def test_casts_are_reported() -> None:
     module, other = nn.Linear(3, 2), nn.Linear(3, 2).bfloat16()
     assert restore_model(other, stored(module), what=WHAT) == ["2 tensors were cast from float32 to bfloat16"]
     assert torch.equal(other.weight, module.weight.bfloat16())

@@ -63,7 +63,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_module_comes_back_bit_by_bit(name: str) -> None:
+def test_a_module_is_restored_bit_by_bit(name: str) -> None:
     torch.manual_seed(1)
     module = MODULES[name]()
     state = stored(module)

@@ -181,7 +181,7 @@ def test_keys_and_irregular_slots() -> None:
     assert not any("idle" in key for key in state.tensors)
 
 
-def test_types_of_options_come_back() -> None:
+def test_types_of_options_are_restored() -> None:
     net, optimizer = build("Adam, tensor lr")
     other, resumed = build("Adam, tensor lr", 1)
     resumed.param_groups[0]["lr"] = torch.tensor(0.5)
@@ -222,7 +222,7 @@ def test_slots_follow_their_parameter_and_others_keep_their_dtype() -> None:
     assert any("tensors were cast from float32 to bfloat16" in text for text in notices)
 
 
-def test_state_of_another_dtype_than_its_parameter_stays_so() -> None:
+def test_state_of_another_dtype_than_its_parameter_keeps_it() -> None:
     """torch's own load would cast these to the parameter's dtype."""
     net, optimizer = build("Adam", dtype=torch.bfloat16)
     train(net, optimizer, range(1))

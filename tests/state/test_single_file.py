@@ -110,7 +110,7 @@ def test_values_are_those_at_the_call_and_of_any_dtype() -> None:
     assert not found["parameter"].requires_grad
 
 
-def test_a_file_of_anybodys() -> None:
+def test_a_file_of_another_program() -> None:
     save_file({"x": torch.arange(3)}, "theirs.safetensors", metadata={"who": "they"})
     assert torch.equal(load("theirs.safetensors")["x"], torch.arange(3))
     os.symlink("theirs.safetensors", "link")
@@ -126,7 +126,7 @@ def test_a_length_that_begins_like_a_pickle(length: int) -> None:
     assert load(FILE)["x"].tolist() == [5]
 
 
-def test_folders_are_made_and_files_replaced() -> None:
+def test_folders_are_created_and_files_replaced() -> None:
     write_object(Path("a/b/c.json"), 1)
     write_object(Path("a/b/c.json"), {"x": torch.ones(1)})
     write_object(Path("a/b/c.json"), 2)

@@ -133,7 +133,7 @@ values = st.recursive(
 
 @given(values)
 @settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
-def test_every_value_comes_back_as_it_was(value: Any) -> None:
+def test_every_value_is_restored_unchanged(value: Any) -> None:
     back = there_and_back(value)
     assert same(back, value), (back, value)
 
@@ -181,7 +181,7 @@ def test_every_value_comes_back_as_it_was(value: Any) -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_particular_values_come_back_as_they_were(value: Any) -> None:
+def test_particular_values_are_restored_unchanged(value: Any) -> None:
     for wrapped in (value, [value], {"$k": (value,)}):
         assert same(there_and_back(wrapped), wrapped)
 
@@ -375,7 +375,7 @@ class HasCode:
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )
-def test_what_cannot_be_stored_is_said(value: Any, says: str) -> None:
+def test_values_that_cannot_be_stored_are_named(value: Any, says: str) -> None:
     if "<lambda>" in says:
         says = "<lambda>"
     with pytest.raises(UnsavableError) as caught:
@@ -423,12 +423,12 @@ def test_encoded_values_are_not_too_deep_to_be_read(wrap: Any, levels: int, leaf
         dumps(value, {})
 
 
-def test_too_much_for_json_is_said() -> None:
+def test_too_large_json_is_an_error() -> None:
     with pytest.raises(UnsavableError, match=r"^state cannot be stored: 75,\d+,\d+ bytes of JSON.*as tensors"):
         dumps(["x" * 1_000_000] * 75, {})
 
 
-def test_equal_sets_give_equal_text() -> None:
+def test_equal_sets_have_equal_text() -> None:
     words = [f"w{i}" for i in range(50)]
     small, larger = {0, 8}, set(range(9)) | {2**20}
     larger -= {*range(1, 8), 2**20}  # the same elements, but in a hash table with a different order

@@ -53,7 +53,7 @@ def there_and_back(value: Any) -> Any:
     return loads(dumps(value, tensors), {FILE: tensors}, "state.json")
 
 
-def test_it_comes_back_wherever_it_is() -> None:
+def test_registered_values_are_restored_anywhere() -> None:
     register(Vocabulary, Vocabulary.to_dict, Vocabulary.from_dict)
     counts, weights = torch.tensor([3, 1]), np.array([0.5, 0.25])
     value = Vocabulary(["a", "b"], counts, weights)
@@ -66,12 +66,12 @@ def test_it_comes_back_wherever_it_is() -> None:
     assert there_and_back(Vocabulary([], counts, Vocabulary(["inner"], counts))).weights.words == ["inner"]
 
 
-def test_the_name_that_messages_have_is_there_at_once() -> None:
+def test_the_name_in_messages_is_available_immediately() -> None:
     done = run_python("import fractions, trainkit; trainkit.checkpoint.register(fractions.Fraction, str, fractions.Fraction)")
     assert done.returncode == 0, done.stderr
 
 
-def test_what_would_come_back_plainer_comes_back_as_it_was() -> None:
+def test_registered_values_keep_their_type() -> None:
     @dataclass
     class Size:
         width: int
@@ -85,7 +85,7 @@ def test_what_would_come_back_plainer_comes_back_as_it_was() -> None:
     assert there_and_back(Larger(4)) == {"width": 4}, "a subclass is another type"
 
 
-def test_the_name_is_what_a_checkpoint_holds() -> None:
+def test_a_checkpoint_contains_the_name() -> None:
     register(Vocabulary, Vocabulary.to_dict, Vocabulary.from_dict, name="mine.Words")
     text = dumps(Vocabulary(["a"], torch.zeros(1)), {})
     assert json.loads(text)["$registered"][0] == "mine.Words"
