@@ -164,7 +164,7 @@ class CheckpointWriteError(CheckpointError):
 
 
 class CheckpointLockedError(CheckpointError):
-    """Another running run writes its checkpoints to the same folder. Give each run its own folder."""
+    """Another live run writes its checkpoints to the same folder. Give each run its own folder."""
 
 
 class Preempted(SystemExit):

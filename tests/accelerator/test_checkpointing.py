@@ -162,7 +162,7 @@ def test_a_position_inside_a_micro_batch_is_an_error_only_for_who_continues_ther
     accelerator, loader = loop(3)
     accelerator.load_state("there")
     assert "skip_first_batches(loader, n)" in told(caplog)[0]
-    with pytest.raises(StateMismatchError, match="lies inside a micro-batch"):
+    with pytest.raises(StateMismatchError, match="is inside a micro-batch"):
         accelerator.resume_loaders()
     assert len(list(loader)) == 8
 

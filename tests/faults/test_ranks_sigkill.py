@@ -21,7 +21,7 @@ from helpers.support import run_python
 ROWS = -(-MICRO_BATCHES // 2)  # of an epoch, on two processes
 LAUNCH = ("-m", "trainkit", "launch", "--nproc-per-node", "2")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-EARLY = 0.2  # of the kills come while the processes start
+EARLY = 0.2  # share of the kills that happen while the processes start
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +34,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def entries(path: Path) -> list[dict[str, Any]]:
-    """What a process has written down of its micro-batches in one start."""
+    """The micro-batches that a process recorded in one start."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def rows(folder: Path, attempt: int) -> int:
-    """How far the main process has come in one start: rows since the beginning of the training."""
+    """Number of micro-batches of the main process since the beginning of the training, in one start."""
     path = folder / f"journal-{attempt}-0.jsonl"
     written = path.read_text().splitlines() if path.exists() else []
     if not written:
@@ -49,7 +49,7 @@ def rows(folder: Path, attempt: int) -> int:
 
 
 def kill(running: Launched, attempt: int, moment: tuple[int, float], draw: random.Random) -> bool:
-    """Kill a random process of a start at a moment; returns whether that came before the end of the job."""
+    """Kill a random process of a start at a moment; returns whether the job was still running."""
     until, delay = moment
     if not running.until(lambda: len(running.pids(attempt)) == 2, f"start {attempt}"):
         return False
@@ -84,7 +84,7 @@ def assert_equal(folder: Path, plain: Path, since: int = 0) -> None:
 
 
 def assert_little_lost(folder: Path) -> None:
-    """A save is in flight while the next update is made, so that of what a start has done at most one update is lost."""
+    """A save may be in progress during the next optimizer step, so each kill loses at most one optimizer step."""
     starts = sorted(int(path.stem.split("-")[1]) for path in folder.glob("journal-*-0.jsonl"))
     done = [found for start in starts if (found := entries(folder / f"journal-{start}-0.jsonl"))]
     for before, after in pairwise(done):
@@ -132,7 +132,7 @@ class Kill(Callback):
 
     def on_train_batch_end(self, trainer, module, *given):
         if trainer.global_step == 6 and len(pathlib.Path("starts").read_text().split()) == 1:
-            while not list(pathlib.Path("trainkit_runs").rglob("manifest.sha256")):  # the save in the background
+            while not list(pathlib.Path("trainkit_runs").rglob("[!.]*/manifest.sha256")):  # until the save is complete
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 

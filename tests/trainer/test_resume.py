@@ -228,13 +228,13 @@ def test_another_batch_size() -> None:
     recorder = Recorder()
     make_trainer(recorder).fit(Adam(), tiny_loader(24, batch_size=6), ckpt_path="there")
     assert recorder.batches == [(0, 2), (0, 3)]
-    with pytest.raises(StateMismatchError, match="12 samples of the epoch, which lies inside a micro-batch of 8"):
+    with pytest.raises(StateMismatchError, match="12 samples of the epoch, which is inside a micro-batch of 8"):
         make_trainer().fit(Adam(), tiny_loader(24, batch_size=8), ckpt_path="there")
 
 
 def test_another_dataset_is_said() -> None:
     make_trainer(SaveIn("on_train_batch_end", 2)).fit(Adam(), tiny_loader(24))
-    with pytest.warns(UserWarning, match="the dataset has 32 samples, and had 24 when"):
+    with pytest.warns(UserWarning, match="the dataset has 32 samples, but had 24 when"):
         make_trainer().fit(Adam(), tiny_loader(32), ckpt_path="there")
 
 
@@ -415,7 +415,7 @@ class Average:
 
 
 def test_what_a_hook_adds_and_cannot_be_stored_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With three ways out, each of which works."""
+    """Its message has three fixes, each of which works."""
 
     class Adding(Adam):
         way = 0
@@ -434,7 +434,7 @@ def test_what_a_hook_adds_and_cannot_be_stored_is_one_error(monkeypatch: pytest.
         saving(recorder).fit(Adding(), tiny_loader())
     assert recorder.batches == []
     lines = str(caught.value).splitlines()
-    assert lines[0] == "on_save_checkpoint added to the checkpoint what cannot be stored:"
+    assert lines[0] == "on_save_checkpoint added values to the checkpoint that cannot be stored:"
     assert lines[1].startswith('  checkpoint["average"]["slow"] cannot be stored: it is a ')
     assert lines[2].startswith("  checkpoint[\"hyper_parameters\"]['act'] cannot be stored: it is code")
     assert 'checkpoint["average"] = self.thing.state_dict()' in lines[4]

@@ -255,7 +255,7 @@ def test_a_position_that_does_not_fit_leaves_an_own_loop_as_it_was() -> None:
     accelerator.save_state("there")
     accelerator, model, _ = loop(3)
     before = parameters_of(model)
-    with pytest.raises(StateMismatchError, match="lies inside a micro-batch"):
+    with pytest.raises(StateMismatchError, match="is inside a micro-batch"):
         accelerator.load_state("there", resume_loaders=True)
     assert same(parameters_of(model), before)
 

@@ -41,7 +41,7 @@ CHECKPOINTS = "checkpoints"
 """Name of the folder of checkpoints in the folder of a run."""
 
 POINTER = "last"
-"""Name of the file that holds the name of the checkpoint saved last."""
+"""Name of the file that contains the name of the checkpoint saved last."""
 
 # The names of what commit(), remove(), check_writable() and write_pointer() leave behind when they are killed.
 _PARTIAL = re.compile(r"\..+\.tmp-[A-Za-z0-9_-]{1,64}", re.DOTALL)
@@ -154,7 +154,7 @@ def _find(folder: Path) -> list[ListedCheckpoint]:
         return []
     except OSError as error:
         raise CheckpointError(
-            f"{folder}: expected a folder of checkpoints that can be read: {error}. Fix: name another folder."
+            f"{folder}: expected a folder of checkpoints, but it cannot be read: {error}. Fix: pass a readable folder."
         ) from error
     found = []
     here = {os.path.realpath(entry.path) for entry in entries if not entry.is_symlink()}
@@ -164,7 +164,7 @@ def _find(folder: Path) -> list[ListedCheckpoint]:
             continue  # a link to a checkpoint in this folder
         if is_checkpoint(path):
             one = ListedCheckpoint(path, *inspect_checkpoint(path))
-            if one.problem is None or is_checkpoint(path):  # else it was removed meanwhile
+            if one.problem is None or is_checkpoint(path):  # otherwise it was removed in the meantime
                 found.append(one)
     return found
 
@@ -195,7 +195,9 @@ def write_pointer(folder: Path, name: str) -> None:
         CheckpointError: `name` is not a plain name.
     """
     if not _is_plain(name):
-        raise CheckpointError(f"expected the plain name of a checkpoint in {folder}, got {name!r}. Fix: use path.name.")
+        raise CheckpointError(
+            f"expected the name of a checkpoint in {folder} without a path, got {name!r}. Fix: use path.name."
+        )
     temporary = folder / f".{POINTER}.tmp-{secrets.token_hex(8)}"
     try:
         try:
@@ -207,7 +209,7 @@ def write_pointer(folder: Path, name: str) -> None:
         sync_folder(folder)
     except OSError as error:
         raise CheckpointWriteError(
-            f"{folder / POINTER} could not be written: {error}. Fix: make the folder writable, or remove what is there."
+            f"{folder / POINTER} could not be written: {error}. Fix: make the folder writable, or remove what is at this path."
         ) from error
 
 
@@ -215,7 +217,7 @@ def read_pointer(folder: Path) -> str | None:
     """The name that `write_pointer` wrote; `None` if there is no such file. The checkpoint need not exist.
 
     Raises:
-        CorruptCheckpointError: The file `last` does not hold a plain name.
+        CorruptCheckpointError: The file `last` does not contain a plain name.
     """
     path = folder / POINTER
     if not os.path.lexists(path) or is_checkpoint(path):  # a checkpoint may have any name
@@ -224,7 +226,7 @@ def read_pointer(folder: Path) -> str | None:
     name = os.fsdecode(data[:-1])
     if not data.endswith(b"\n") or not _is_plain(name):
         raise CorruptCheckpointError(
-            f"{path}: expected the name of a checkpoint and a line end, got {data[:80]!r}. Fix: remove this file."
+            f"{path}: expected the name of a checkpoint and a newline, got {data[:80]!r}. Fix: remove this file."
         )
     return name
 
@@ -244,7 +246,7 @@ def _is_plain(name: str) -> bool:
 def remove(path: Path) -> None:
     """Remove a checkpoint. It is renamed to `.<name>.del-…` first, so that no process sees an incomplete one.
 
-    Of a link only the link is removed. A path that does not exist is no error.
+    Of a link only the link is removed. A path that does not exist is not an error.
 
     Raises:
         CheckpointError: `path` is not a checkpoint; nothing was removed.
@@ -253,14 +255,14 @@ def remove(path: Path) -> None:
     if not os.path.lexists(path):
         return
     if not is_checkpoint(path):
-        raise CheckpointError(f"{path}: expected a checkpoint to remove; this is none, and is left alone.")
+        raise CheckpointError(f"{path}: expected a checkpoint to remove, but this is not one; it was not changed.")
     hidden = hidden_path(path, f".del-{secrets.token_hex(8)}")
     try:
         try:
             os.rename(path, hidden)
         except FileNotFoundError:
             return
-        # Else the files could be lost in a power failure before the rename is stored.
+        # Otherwise a power failure could leave a checkpoint under its old name with some files deleted.
         sync_folder(path.parent)
         _delete(hidden)
     except OSError as error:
@@ -336,9 +338,9 @@ def check_writable(folder: Path) -> None:
             _discard(probe)
     except OSError as error:
         raise CheckpointWriteError(
-            f"Checkpoints cannot be written to {folder}: {error}. Expected a folder that can be made and written to. Fix: "
-            "choose another, ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...), or "
-            "Trainer(enable_checkpointing=False)."
+            f"Checkpoints cannot be written to {folder}: {error}. Expected a writable folder, or a path where one can be "
+            "created. Fix: choose another folder with ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...), or save "
+            "no checkpoints: Trainer(enable_checkpointing=False)."
         ) from error
 
 

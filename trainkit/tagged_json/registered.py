@@ -33,7 +33,7 @@ class Registration:
     Attributes:
         name: The name of the type in checkpoints.
         kind: The type.
-        encode: Converts a value to something that a checkpoint can hold.
+        encode: Converts a value to something that a checkpoint can store.
         decode: Converts that back.
     """
 
@@ -108,21 +108,21 @@ def _check_arguments(kind: Any, encode: Any, decode: Any, name: Any) -> None:
     if not isinstance(kind, type):
         raise ConfigurationError(f"register: expected a class, got {kind!r}. Fix: {example}")
     if kind in _STORED:
-        raise ConfigurationError(f"register: {kind.__qualname__} is stored already, as it is. Fix: remove the call.")
+        raise ConfigurationError(f"register: {kind.__qualname__} can be stored without registration. Fix: remove the call.")
     for what, function in (("encode", encode), ("decode", decode)):
         if not callable(function):
             raise ConfigurationError(f"register: expected a function for {what}, got {function!r}. Fix: {example}")
     if name is not None and (not isinstance(name, str) or not name):
-        raise ConfigurationError(f"register: expected name to be a text, got {name!r}. Fix: name='my_project.Vocabulary'")
+        raise ConfigurationError(f"register: expected a string for name, got {name!r}. Fix: name='my_project.Vocabulary'")
 
 
 def _registered_already(kind: builtins.type[Any], name: str, earlier: Registration) -> ConfigurationError:
     if earlier.kind is kind:
         reason = f", as {earlier.name!r}. " if earlier.name != name else ". "
-        fix = "or, to take the place of the first call: "
+        fix = "or, to replace the first registration: "
     else:
         reason = f": the name {name!r} belongs to another class, {earlier.kind!r}. "
-        fix = "give it a name of its own: name='...'; or: "
+        fix = "choose another name: name='...'; or, to replace the other registration: "
     return ConfigurationError(
         f"register: {qualified_name(kind)} is registered already{reason}Call register once for each type, where it is defined; "
         f"{fix}register(..., replace=True)"
