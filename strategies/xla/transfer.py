@@ -27,7 +27,7 @@ _NEVER = 1 << 62  # number of batches after which MpDeviceLoader would sync by i
 class BatchSharding:
     """How the tensors of a batch are sharded over a mesh: along their first dimension. Scalars are not sharded.
 
-    Use it like a `ShardingSpec`, which supports only tensors of one number of dimensions.
+    Use it like a `ShardingSpec`, which supports only a fixed number of dimensions.
 
     Args:
         mesh: the mesh of devices.

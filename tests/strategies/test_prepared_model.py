@@ -63,7 +63,7 @@ def test_it_is_the_users_model_but_for_its_forward() -> None:
 def test_gradients_that_would_not_be_averaged() -> None:
     strategy = joined()
     model: Any = strategy.wrap(strategy.prepare_module(Named()))
-    hint = r"no prepared model was called since the last backward pass.*model\(...\), not a method of it. .*loss1 \+ loss2"
+    hint = r"no prepared model was called since the last backward pass.*model\(...\), not one of its methods. .*loss1 \+ loss2"
     with pytest.raises(ModuleError, match=hint):
         strategy.backward(model.loss(1))
     loss = model(inputs(1)).square().mean()
@@ -228,7 +228,7 @@ def test_nothing_to_learn_from_where_others_may_wait_for_anything() -> None:
     strategy = joined()
     for seed in (1, 2):
         strategy.wrap(strategy.prepare_module(Net(seed=seed)))
-    with pytest.raises(ModuleError, match=r"several prepared models, .* it is not known which .* Call the models first"):
+    with pytest.raises(ModuleError, match=r"several prepared models, .* it is unclear which .* Call the models first"):
         strategy.backward(None)
 
 
@@ -252,7 +252,7 @@ def test_parameters_whose_gradients_are_not_averaged() -> None:
         strategy.backward(other(model(inputs(1))).sum())
         if grown:
             optimizer.add_param_group({"params": list(other.parameters())})
-            hint = r"SGD has 2 parameters \(the first of shape \(3, 1\)\) that were in no module .* not averaged"
+            hint = r"SGD has 2 parameters \(the first of shape \(3, 1\)\) that were not in a module .* not averaged"
             before = flat(module)
             with pytest.raises(ModuleError, match=hint):
                 strategy.optimizer_step(optimizer)

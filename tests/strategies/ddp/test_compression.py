@@ -56,7 +56,7 @@ def test_powersgd_when_other_parameters_are_trained() -> None:
     options = {"start_powerSGD_iter": 2, "min_compression_rate": 0.1}
     strategy = joined(comm_hook="powersgd", comm_state=options)
     module = over_strategy(strategy, PLAN, Net(width=16), before=before)
-    assert strategy._compression._power.iter == len(PLAN) - 1
+    assert strategy._compression._powersgd_state.iter == len(PLAN) - 1
     assert all(each == flat(module) for each in strategy.world.exchange(flat(module)))
 
 

@@ -122,4 +122,4 @@ def test_a_torch_of_which_the_buckets_cannot_be_fixed() -> None:
         ddp = FixedDDP.__new__(FixedDDP)
         ddp.__dict__["reducer"] = reducer
         with pytest.warns(TrainkitWarning, match="rebuilds its buckets after the first step, .*may differ in the last bit"):
-            ddp._make_buckets()
+            ddp._build_buckets()

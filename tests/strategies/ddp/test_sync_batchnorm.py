@@ -43,10 +43,10 @@ def test_layers_are_converted_and_restored() -> None:
         return [dist.get_world_size(layer.process_group) for layer in synced]
 
     assert groups() == [2, 2]
-    norms.follow(True)
+    norms.select_statistics(True)
     assert groups() == [1, 1]
-    norms.follow(True)
-    norms.follow(False)
+    norms.select_statistics(True)
+    norms.select_statistics(False)
     assert groups() == [2, 2]
     synced[0].running_mean = torch.full((3,), 7.0)
     model.eval()

@@ -1,4 +1,4 @@
-"""`ReplicaTurns` and `ThreadWorld`: replicas that are threads of one process run one at a time."""
+"""`ReplicaScheduler` and `ThreadWorld`: replicas that are threads of one process run one at a time."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from helpers.patience import PATIENCE
 
 from trainkit.errors import ConfigurationError, ProcessFailedError
 from trainkit.strategies.xla import threads as _xla_threads
-from trainkit.strategies.xla.threads import ReplicaTurns, ThreadWorld, replica_turns
+from trainkit.strategies.xla.threads import ReplicaScheduler, ThreadWorld, replica_scheduler
 
 
 def replicas(size: int, function: Callable[[ThreadWorld], Any]) -> list[Any]:
     """What a function returned, or raised, in each of `size` replicas."""
-    turns = ReplicaTurns(size)
+    scheduler = ReplicaScheduler(size)
     ended: list[Any] = [None] * size
 
     def run(rank: int) -> None:
-        turns.launched.add(rank)
+        scheduler.launched.add(rank)
         error: BaseException | None = None
         try:
-            turns.enter(rank)
-            ended[rank] = function(ThreadWorld(rank, size, turns))
+            scheduler.join(rank)
+            ended[rank] = function(ThreadWorld(rank, size, scheduler))
         except BaseException as caught:
             ended[rank] = error = caught
         finally:
-            turns.leave(rank, error)
+            scheduler.leave(rank, error)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for thread in reversed(threads):  # whichever starts first, rank 0 begins
@@ -107,15 +107,15 @@ def test_waiting_for_one_that_has_ended_is_an_error() -> None:
 
 def test_between_runs_replicas_do_not_wait_for_their_turn() -> None:
     """Unless `XLAStrategy.launch` has started them, which tells when they end."""
-    turns = ReplicaTurns(2)
+    scheduler = ReplicaScheduler(2)
     over = threading.Barrier(2)
     found: list[Any] = []
 
     def run(rank: int) -> None:
-        world = ThreadWorld(rank, 2, turns)
+        world = ThreadWorld(rank, 2, scheduler)
         for number in range(20):  # as fast as it can, whether the other one has left the run before or not
             first = world.exchange([rank, number])
-            world.rest()
+            world.leave_run()
             if number == 10:
                 over.wait(PATIENCE)  # neither holds a turn that the other needs to come here
             found.append(first)
@@ -130,9 +130,9 @@ def test_between_runs_replicas_do_not_wait_for_their_turn() -> None:
 
 
 def test_the_runtime_must_run_one_graph_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_xla_threads, "_turns", None)
+    monkeypatch.setattr(_xla_threads, "_scheduler", None)
     monkeypatch.delenv("PJRT_CPU_ASYNC_CLIENT", raising=False)
     with pytest.raises(ConfigurationError, match=r"export PJRT_CPU_ASYNC_CLIENT=0\. XLAStrategy\.launch\(main\) sets it"):
-        replica_turns(2)
+        replica_scheduler(2)
     monkeypatch.setenv("PJRT_CPU_ASYNC_CLIENT", "0")
-    assert replica_turns(2) is replica_turns(2)
+    assert replica_scheduler(2) is replica_scheduler(2)

@@ -147,7 +147,7 @@ def launched_for(devices: int, folder: str) -> None:
 
 @pytest.mark.skipif("__import__('os').environ.get('PJRT_DEVICE', 'CPU') != 'CPU'", reason="threads are the CPU's")
 def test_replicas_that_could_hang_or_are_others_than_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(WorldError, match=r"is not known\. Start it with XLAStrategy\.launch\(main\)"):
+    with pytest.raises(WorldError, match=r"your own training loop ends\. Start it with XLAStrategy\.launch\(main\)"):
         run_xla(plainly_launched, str(tmp_path), devices=2, env={"PJRT_CPU_ASYNC_CLIENT": "0"})
     with pytest.raises(WorldError, match=r"launch\(devices=3\): XLA's runtime has 2 devices on this host"):
         run_xla(launched_for, 3, str(tmp_path), devices=2)

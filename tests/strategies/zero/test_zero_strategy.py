@@ -167,19 +167,19 @@ def test_no_loss_on_a_stage_where_no_rank_waits(kind: str) -> None:
         ({"aio_queue_depth": None}, "aio_queue_depth must be a whole number ≥ 1, not None"),
         (
             {"stage": 2, "aio_queue_depth": 16},
-            "aio_queue_depth=16 has an effect with NVMe only, but this is ZeROStrategy.stage=2",
+            "aio_queue_depth=16 has an effect only with NVMe, but this is ZeROStrategy.stage=2",
         ),
-        ({"stage": 2, "sub_group_size": 10}, "sub_group_size=10 has an effect with stage 3 only, .* Remove sub_group_size"),
-        ({"stage": 3, "round_robin_gradients": True}, "round_robin_gradients=True has an effect with stages 1 and 2 only"),
+        ({"stage": 2, "sub_group_size": 10}, "sub_group_size=10 has an effect only with stage 3, .* Remove sub_group_size"),
+        ({"stage": 3, "round_robin_gradients": True}, "round_robin_gradients=True has an effect only with stages 1 and 2"),
         (
             {"stage": 3, "optimizer_buffer_count": 5},
-            "optimizer_buffer_count=5 has an effect with offload_optimizer='nvme' only",
+            "optimizer_buffer_count=5 has an effect only with offload_optimizer='nvme'",
         ),
         (
             {"stage": 3, "pin_memory": False},
-            "pin_memory=False has an effect with offload only, but this is .*offload_optimizer=None",
+            "pin_memory=False has an effect only with offload, but this is .*offload_optimizer=None",
         ),
-        ({"stage": 3, "max_params_in_cpu": 5}, "max_params_in_cpu=5 has an effect with offload_params='nvme' only"),
+        ({"stage": 3, "max_params_in_cpu": 5}, "max_params_in_cpu=5 has an effect only with offload_params='nvme'"),
         ({"timeout": -1}, "timeout must be a timedelta or a number of seconds"),
     ],
 )
