@@ -397,7 +397,7 @@ def test_a_demo_that_was_killed_continues(finished: tuple[Path, str, str], run_d
     )
     third = run_python("-m", "trainkit", *arguments, cwd=run_dir)
     assert third.returncode == 0, third.stderr
-    assert f"The run that was stopped continues. To start over, remove {folder}." in third.stdout
+    assert f"Resuming the run that was interrupted. To start over, remove {folder}." in third.stdout
 
     def told(stdout: str) -> str:
         return re.sub(r"in \d+ s", "", stdout[stdout.index("What it writes") :])

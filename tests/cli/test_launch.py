@@ -115,25 +115,26 @@ def test_the_workers_get_the_variables_as_they_are(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["--nproc-node", "2", "script.py"], "unrecognized arguments: --nproc-node. Did you mean '--nproc-per-node'? Options of"),
-    (["--nproc_node=2", "script.py"], "Did you mean '--nproc_per_node'? Options of the script come after it."),
+    (["--nproc-node", "2", "script.py"], "unrecognized arguments: --nproc-node. Did you mean '--nproc-per-node'? Write"),
+    (["--nproc_node=2", "script.py"], "Did you mean '--nproc_per_node'? Write options of the script after SCRIPT."),
     (["--node_ranks", "0", "script.py"], "Did you mean '--node_rank'?"),
     (["--num_procesess", "2", "script.py"], "Did you mean '--num_processes'?"),
     (["--use_fsdp", "script.py"], "unrecognized arguments: --use_fsdp: write --use_deepspeed --zero_stage 3."),
     (["--fsdp-offload-params", "true", "script.py"], "--fsdp-offload-params: write --use_deepspeed --zero_stage 3."),
     (["--num_cpu_threads_per_process=2", "script.py"], "set it in the environment: OMP_NUM_THREADS="),
-    (["--standalone", "script.py"], "unrecognized arguments: --standalone. Options of the script"),
+    (["--standalone", "script.py"], "unrecognized arguments: --standalone. Write options of the script"),
     ([], "the following arguments are required: SCRIPT\n"),
     (["--nproc-per-node", "two", "script.py"], "--nproc-per-node must be an integer ≥ 1, 'gpu' or 'auto', not"),
     (["--nproc-per-node", "0", "script.py"], "--nproc-per-node must be an integer ≥ 1"),
-    (["--nproc-per-node", "gpu", "script.py"], "--nproc-per-node gpu: torch finds no GPU. Give a number"),
+    (["--nproc-per-node", "gpu", "script.py"], "--nproc-per-node gpu: torch finds no GPU. Pass a number"),
     (["--max-restarts", "-1", "script.py"], "--max-restarts must be an integer ≥ 0, not '-1'."),
     (["--max-restarts", "x", "script.py"], "--max-restarts must be an integer ≥ 0, not 'x'."),
     (["--master-port", "0", "script.py"], "--master-port must be an integer from 1 to 65535, not 0."),
     (["--nnodes", "x", "script.py"], "--nnodes must be a number of nodes, or the smallest and the largest as 2:4"),
-    (["--nnodes", "2", "script.py"], "2 nodes need the address of the one with --node-rank 0. Give it to all"),
-    (["--nnodes", "2", "--master-addr", "a", "--node-rank", "2", "script.py"], "--node-rank 2: the ranks of 2 nodes are 0 to"),
-    (["--node-rank", "1", "script.py"], "--node-rank 1 with one node. Set the number of nodes: --nnodes N"),
+    (["--nnodes", "2", "script.py"], "2 nodes need the address of the node with rank 0. Pass it on all nodes"),
+    (["--nnodes", "2", "--master-addr", "a", "--node-rank", "2", "script.py"], "--node-rank 2, but the ranks of 2 nodes are "),
+    (["--node-rank", "1", "script.py"],
+     "--node-rank 1 needs several nodes, but there is one. Set the number of nodes: --nnodes N"),
     (["scirpt.py"], "there is no file 'scirpt.py'. Did you mean 'script.py'?"),
     (["package.module"], "there is no file 'package.module'. For a module: trainkit launch -m package.module"),
 ])  # fmt: skip
@@ -160,10 +161,10 @@ POD = {"PET_NNODES": "2", "PET_NODE_RANK": "7", "PET_MASTER_ADDR": "m"}
 
 
 @pytest.mark.parametrize("arguments, variables, words", [
-    (["--nnodes", "2"], STEP, "--nnodes 2, but SLURM says that this is one of 3 nodes. Remove --nnodes"),
-    (["--nnodes", "4:5"], STEP, "--nnodes 4:5, but SLURM says that this is one of 3 nodes"),
-    (["--nnodes", "3"], POD, "--nnodes 3, but Kubernetes says that this is one of 2 nodes"),
-    ([], POD, "Kubernetes says that this is node 7: the ranks of 2 nodes are 0 to 1."),
+    (["--nnodes", "2"], STEP, "--nnodes 2, but according to SLURM this is one of 3 nodes. Remove --nnodes"),
+    (["--nnodes", "4:5"], STEP, "--nnodes 4:5, but according to SLURM this is one of 3 nodes"),
+    (["--nnodes", "3"], POD, "--nnodes 3, but according to Kubernetes this is one of 2 nodes"),
+    ([], POD, "the node rank from Kubernetes is 7, but the ranks of 2 nodes are 0 to 1."),
 ])  # fmt: skip
 def test_machines_that_the_environment_counts_otherwise(
     launch: Launch,
@@ -251,7 +252,9 @@ def test_flags_without_a_file(launch: Launch) -> None:
 def test_the_default_file(launch: Launch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     write(MULTI_CPU, "default.yaml")
     assert launch("script.py").per_node == 2
-    assert f"using the settings of {tmp_path / 'default.yaml'}. For others: --config_file FILE; for none: " in caplog.text
+    assert (
+        f"using the settings in {tmp_path / 'default.yaml'}. For other settings: --config_file FILE; for none: " in caplog.text
+    )
     caplog.clear()
     assert launch("--config_file", os.devnull, "script.py").environment == {}
     assert launch("--config_file", write("num_processes: 3"), "script.py").per_node == 3
@@ -311,19 +314,20 @@ def test_gpus_of_a_configuration(launch: Launch, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("text, arguments, words", [
     (MULTI_CPU, ["--nproc-per-node", "2", "--num_processes", "3"], "--nproc-per-node 2 on 1 node and --num_processes 3 con"),
-    (MULTI_CPU, ["--nnodes", "3", "--num_machines", "2"], "--nnodes 3 and --num_machines 2 contradict each other. Give one of"),
-    (MULTI_CPU, ["--cpu", "--no-use_cpu"], "--no-use_cpu and --cpu contradict each other. Give one of them."),
+    (MULTI_CPU, ["--nnodes", "3", "--num_machines", "2"], "--nnodes 3 and --num_machines 2 contradict each other. Pass only"),
+    (MULTI_CPU, ["--cpu", "--no-use_cpu"], "--no-use_cpu and --cpu contradict each other. Pass only one of them."),
     (MULTI_CPU, ["--multi_gpu", "--use_deepspeed"], "--multi_gpu and --use_deepspeed contradict each other."),
     (MULTI_CPU, ["--multi_gpu", "--distributed_type", "NO"], "--distributed_type NO and --multi_gpu contradict each other."),
     (MULTI_CPU, ["--zero_stage", "2"], "the command line and conf.yaml: zero_stage is for DeepSpeed, but distributed_type is "),
     (MULTI_CPU, ["--mixed_precision", "fp17"], "--mixed_precision must be one of no, fp16, bf16, not 'fp17'. Did you mean 'fp"),
-    (MULTI_CPU, ["--nnodes", "1:2", "--master-addr", "h"], "num_processes: 2 counts all nodes, and there may be 1 to 2. Give "),
+    (MULTI_CPU, ["--nnodes", "1:2", "--master-addr", "h"],
+     "num_processes: 2 is the total of all nodes, but there may be 1 to 2 nodes. Pass "),
     (MULTI_CPU, ["--nnodes", "4", "--master-addr", "h"], "num_processes: 2 is the total of all machines, and is not divisible"),
-    (ONE_CPU, ["--nproc-per-node", "2"], "conf.yaml: distributed_type: NO is one process, not 2. Give --distributed_"),
-    (MULTI_GPU, [], "conf.yaml: distributed_type: MULTI_GPU, but torch finds no GPU here. Write MULTI_CPU, or give --cpu."),
+    (ONE_CPU, ["--nproc-per-node", "2"], "conf.yaml: distributed_type: NO means one process, not 2. Pass --distributed_"),
+    (MULTI_GPU, [], "conf.yaml: distributed_type: MULTI_GPU, but torch finds no GPU here. Write MULTI_CPU, or pass --cpu."),
     ("distributed_type: MULTI_CPU", [], "conf.yaml: distributed_type: MULTI_CPU needs a number of processes."),
-    ("num_machines: 2", [], "2 nodes need the address of the one with --node-rank 0. Give it to all"),
-    ("num_processes: 3\ngpu_ids: 0,1", [], "conf.yaml: gpu_ids: 0,1 is fewer than the 3 processes of a node. Name as many"),
+    ("num_machines: 2", [], "2 nodes need the address of the node with rank 0. Pass it on all nodes"),
+    ("num_processes: 3\ngpu_ids: 0,1", [], "conf.yaml: gpu_ids: 0,1 has fewer GPUs than a node has processes, 3. List 3 GPUs"),
     ("num_process: 3", [], "conf.yaml: unknown key 'num_process'. Did you mean 'num_processes'?"),
 ])  # fmt: skip
 def test_settings_that_are_refused(
@@ -334,10 +338,12 @@ def test_settings_that_are_refused(
 
 
 @pytest.mark.parametrize("text, words", [
-    (MULTI_CPU, "conf.yaml: num_machines: 1, but SLURM says that this is one of 3 nodes. Remove num_machines and machine_ra"),
-    (TWO_MACHINES.replace("num_machines: 2", "num_machines: 4"), "num_machines: 4, but SLURM says that this is one of 3 nodes"),
-    ("num_processes: 4", "conf.yaml: num_processes: 4 cannot be divided by 3 nodes. Give --nproc-per-node N."),
-    ("machine_rank: 1", "conf.yaml: machine_rank: 1, but SLURM says that this is node 2. Remove machine_rank from the file"),
+    (MULTI_CPU,
+     "conf.yaml: num_machines: 1, but according to SLURM this is one of 3 nodes. Remove num_machines and machine_rank"),
+    (TWO_MACHINES.replace("num_machines: 2", "num_machines: 4"),
+     "num_machines: 4, but according to SLURM this is one of 3 nodes"),
+    ("num_processes: 4", "conf.yaml: num_processes: 4 is not divisible by 3 nodes. Pass --nproc-per-node N."),
+    ("machine_rank: 1", "conf.yaml: machine_rank: 1, but according to SLURM this is node 2. Remove machine_rank from the file"),
 ])  # fmt: skip
 def test_machines_that_a_file_counts_otherwise(
     launch: Launch, text: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -451,16 +457,18 @@ def test_each_node_accepts_what_it_gets(hosts: Any, launch: Launch) -> None:
     (["--hostfile", "hosts", "--machine_rank", "0", "script.py"], "--machine_rank cannot be combined with"),
     (["--hostfile", "hosts", "--num_machines", "3", "script.py"], "the command line: num_machines: 3, but hosts has 2. Write"),
     (["--hostfile", "hosts", "--num_processes", "2", "script.py"], "num_processes: 2, but hosts has 12. Write num_processes: "),
-    (["--hostfile", "hosts", "--master-addr", "localhost", "script.py"], "localhost is another host on each of the 2 nodes"),
+    (["--hostfile", "hosts", "--master-addr", "localhost", "script.py"],
+     "localhost is a different host on each of the 2 nodes"),
     (["--hostfile", "hosts", "--master-port", "x", "script.py"], "--master-port must be an integer from 1 to 65535"),
     (["--hostfile", "hosts", "scirpt.py"], "there is no file 'scirpt.py'. Did you mean 'script.py'?"),
-    (["--hostfile", "hosts", "--export", "NOT_SET", "script.py"], "--export NOT_SET: it is not set here. Set it, or give its"),
+    (["--hostfile", "hosts", "--export", "NOT_SET", "script.py"],
+     "--export NOT_SET: the variable is not set here. Set it, or pass a value: --export NOT_SET=VALUE"),
     (["--hostfile", "hosts", "--export", "A B=1", "script.py"], "--export must be the name of a variable, or NAME=VALUE"),
-    (["--hostfile", "hosts", "--ssh", "ssh 'x", "script.py"], "is no command line: No closing quotation."),
-    (["--hostfile", "hosts", "--ssh", "", "script.py"], "--ssh must be a command, as 'ssh -p 2222'"),
-    (["--setup", "x", "script.py"], "--setup is for nodes that are started by ssh: name them with --hostfile FILE"),
-    (["--export", "x", "script.py"], "--export is for nodes that are started by ssh"),
-    (["--ssh", "x", "script.py"], "--ssh is for nodes that are started by ssh"),
+    (["--hostfile", "hosts", "--ssh", "ssh 'x", "script.py"], "is not a valid command line: No closing quotation."),
+    (["--hostfile", "hosts", "--ssh", "", "script.py"], "--ssh must be a command, such as 'ssh -p 2222'"),
+    (["--setup", "x", "script.py"], "--setup needs nodes that are started by ssh. List them in a file: --hostfile FILE"),
+    (["--export", "x", "script.py"], "--export needs nodes that are started by ssh"),
+    (["--ssh", "x", "script.py"], "--ssh needs nodes that are started by ssh"),
     (["--hostfiel", "hosts", "script.py"], "Did you mean '--hostfile'?"),
 ])  # fmt: skip
 def test_what_is_refused_together_with_a_file(

@@ -147,7 +147,7 @@ def test_an_address_that_cannot_be_resolved(capsys: pytest.CaptureFixture[str]) 
     assert main(["--nnodes", "2", "--master-addr", "no.such.host.invalid", "script.py"]) == 2
     errors = capsys.readouterr().err
     assert "cannot resolve 'no.such.host.invalid', the address of the first host: " in errors
-    assert errors.endswith("Set a name that all hosts know: --master-addr HOST\n")
+    assert errors.endswith("Pass a name that all hosts can resolve: --master-addr HOST\n")
 
 
 def test_what_workers_read_and_write(start: Start) -> None:

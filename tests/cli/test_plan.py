@@ -137,14 +137,14 @@ def test_a_script_that_fails(run: Run) -> None:
     code, _, err = run(TRAINER, after=("--odd", "broken"))
     assert code == 2
     assert "name 'broken' is not defined" in err
-    assert "The script failed by itself, see above." in err
+    assert "The script raised an error, see above." in err
     assert "runpy" not in err
 
 
 def test_a_script_that_trains_nothing(run: Run) -> None:
     code, _, err = run(TRAINER, after=("--odd", "nothing"))
     assert code == 2
-    assert "The script ended without a fit" in err
+    assert "The script ended without a call of Trainer.fit" in err
 
 
 def test_the_exit_code_of_a_script_is_kept(run: Run) -> None:

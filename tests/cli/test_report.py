@@ -356,7 +356,7 @@ def test_a_run_of_a_service(command: str, made: str, words: str, capsys: pytest.
     assert main([command, "logs"]) == 2
     printed = capsys.readouterr().err
     assert words.format(root="logs") in printed
-    assert "has no metrics that trainkit reads" in printed
+    assert "has no metrics that trainkit can read" in printed
 
 
 def test_without_bokeh(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

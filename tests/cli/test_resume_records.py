@@ -67,7 +67,7 @@ def test_every_leaf_is_found(batch: Any, paths: list[str]) -> None:
 def test_what_differs_has_another_fingerprint(first: Any, second: Any) -> None:
     assert fingerprint(first) == fingerprint(first)
     assert fingerprint(first) != fingerprint(second)
-    difference = first_difference([record(leaves=first)], [record(leaves=second)], name="resumed", killed=False)
+    difference = first_difference([record(leaves=first)], [record(leaves=second)], name="the resumed run", killed=False)
     assert difference is not None
     assert difference.kind == "batch"
 
@@ -89,7 +89,7 @@ def test_the_sample_is_named() -> None:
     other[1, 0] = 9.0
 
     def text(first: Any, second: Any) -> str:
-        found = first_difference([record(4, 2, first)], [record(4, 2, second)], name="resumed", killed=False)
+        found = first_difference([record(4, 2, first)], [record(4, 2, second)], name="the resumed run", killed=False)
         assert found is not None
         assert found.step == 4
         return found.text
@@ -99,7 +99,7 @@ def test_the_sample_is_named() -> None:
     assert text([X], [other]).endswith("[0], sample 1 and 1 more of 3")
     assert text([X], [X[:2]]).endswith("[0] has 3 and 2 samples")
     assert text(["a", "b"], ["a", "c"]).endswith("batch, sample 1 of 2")
-    assert text([X], [X, X]).endswith("[1] is in only one of them")
+    assert text([X], [X, X]).endswith("only one of the batches has [1]")
     assert text([X], [X.long()]).endswith("[0], sample 0 and 2 more of 3")
 
 
@@ -110,16 +110,16 @@ def test_the_loss_by_its_bits() -> None:
     nan = torch.tensor(math.nan)
     assert loss_of(nan) == loss_of(nan.clone())
     zeros = [record(loss=0.0)], [record(loss=-0.0)]
-    found = first_difference(*zeros, name="resumed", killed=False)
+    found = first_difference(*zeros, name="the resumed run", killed=False)
     assert found is not None
-    assert found.text == "step 1 (epoch 0, batch 0): the loss is 0.0, resumed -0.0"
+    assert found.text == "step 1 (epoch 0, batch 0): the loss is 0.0, in the resumed run -0.0"
 
 
 def test_the_first_difference_of_a_run() -> None:
     run = [record(step=n, batch=n) for n in range(1, 6)]
 
     def kind(second: list[dict[str, Any]], killed: bool = False) -> str | None:
-        found = first_difference(run, second, name="resumed", killed=killed)
+        found = first_difference(run, second, name="the resumed run", killed=killed)
         return None if found is None else f"{found.kind} {found.step}"
 
     assert kind(run) is None

@@ -155,9 +155,9 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize(
     "ended, errors, code, last",
     [
-        ([], {}, 1, ["processes    FAILED  the processes exited; see their output above.", "What to do: Start them"]),
+        ([], {}, 1, ["processes    FAILED  the processes exited; see their output above.", "What to do: Start all"]),
         (NAMES[:2], {0: "a\nb", 2: "a\nb"}, 1, ["training     FAILED  a", "b", "What to do: Try --backend gloo"]),
-        (NAMES[:4], {0: "x", 1: "y"}, 0, ["checkpoint   FAILED  x", "y", "What to do: All processes need the same folder"]),
+        (NAMES[:4], {0: "x", 1: "y"}, 0, ["checkpoint   FAILED  x", "y", "What to do: All processes must be able to write to"]),
         (NAMES, {}, 3, ["end          FAILED  the processes exited with code 3"]),
     ],
 )
@@ -241,7 +241,7 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert main(["test", "--backend", "nccl"]) == 1
     said = capsys.readouterr().out
     assert "FAILED  NCCL needs a GPU for each of 2 processes, but there are 1." in said
-    assert "--nproc-per-node 1, or --backend gloo" in said
+    assert "--nproc-per-node 1 or --backend gloo" in said
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     assert main(["test", "--backend", "nccl"]) == 1
     assert "no NCCL" in capsys.readouterr().out

@@ -39,7 +39,7 @@ def test_two_runs_that_did_the_same(tmp_path: Path, capsys: pytest.CaptureFixtur
     second = trained(tmp_path / "b")
     code, lines = diff(first, second, capsys=capsys)
     assert (code, lines) == (
-        0, ["equal, bit for bit: model, optimizer, state (callbacks, loggers and logged metrics not compared: --all)"],
+        0, ["equal, bit for bit: model, optimizer, state (not compared without --all: callbacks, loggers, logged metrics)"],
     )  # fmt: skip
     assert diff(first, first, "--all", capsys=capsys) == (0, ["equal, bit for bit: model, optimizer, state"])
     code, lines = diff(first, second, "--all", capsys=capsys)  # their folders
@@ -118,9 +118,9 @@ def other_nan() -> Tensor:
     (torch.tensor([NAN, 1.0]), torch.tensor([NAN, 1.0]), None),
     (torch.tensor([]), torch.tensor([]), None),
     (torch.tensor([math.inf]), torch.tensor([math.inf]), None),
-    (torch.tensor([NAN]), other_nan(), "1 of 1 element differs, by at most not a number; the first at [0]: nan and nan"),
+    (torch.tensor([NAN]), other_nan(), "1 of 1 element differs, by at most NaN; the first at [0]: nan and nan"),
     (torch.tensor([0.0, 0.0]), torch.tensor([0.0, -0.0]), "by at most 0; the first at [1]: 0.0 and -0.0"),
-    (torch.tensor([1.0, NAN]), torch.tensor([2.0, 1.0]), "2 of 2 elements differ, by at most not a number"),
+    (torch.tensor([1.0, NAN]), torch.tensor([2.0, 1.0]), "2 of 2 elements differ, by at most NaN"),
     (torch.tensor([math.inf]), torch.tensor([-math.inf]), "by at most inf"),
     (torch.tensor(1.0), torch.tensor(2.0), "by at most 1; the first at []: 1.0 and 2.0"),
     (torch.tensor([1]), torch.tensor([1.0]), "int64 [1] and float32 [1]"),
@@ -139,7 +139,7 @@ def test_bits_count(first: Tensor | None, second: Tensor | None, words: str | No
 
 
 def test_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.cli.checkpoint.compare._PIECE", 7)
+    monkeypatch.setattr("trainkit.cli.checkpoint.compare._CHUNK", 7)
     first = torch.arange(60.0).reshape(5, 12)
     second = first.clone()
     second[1, 3] += 1

@@ -44,7 +44,7 @@ def test_the_whole_model(save: Any, tmp_path: Path, capsys: pytest.CaptureFixtur
     size = sum(tensor.nbytes for tensor in load_file(out / "model.safetensors").values())
     assert shown == [
         f"Wrote {out}: safetensors, 10 tensors, {size} B",
-        "  tied tensors are written once; omitted, each with the tensor that it shares: net.1.1.weight (net.0.weight)",
+        "  tied tensors are written once; not written, each with the tensor that it is tied to: net.1.1.weight (net.0.weight)",
     ]
     expected = module.state_dict()
     del expected["net.1.1.weight"]
@@ -117,11 +117,11 @@ def test_only_what_was_trained(save: Any, tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["--attribute", "nett"], "The model has no module 'nett'. Did you mean 'net'? Modules: head, net, and those inside."),
+    (["--attribute", "nett"], "The model has no module 'nett'. Did you mean 'net'? Modules: head, net, and their submodules."),
     (["--attribute", "net.7"], "The model has no module 'net.7'."),
     (["--attribute", "net.0.weight"], "It is a parameter or buffer; expected a module."),
     (["--attribute", "scale"], "It is a parameter or buffer; expected a module."),
-    (["--format", "transformers"], "expected a transformers model, received another module. Fix: --format safetensors"),
+    (["--format", "transformers"], "expected a transformers model, but the module is not one. Fix: --format safetensors"),
     (["--format", "peft"], "expected a PEFT model"),
     (["--max-shard-size", "lots"], "max_shard_size must be a size such as '5GB'"),
     (["--dtype", "int8"], "invalid choice: 'int8'"),

@@ -45,7 +45,7 @@ def test_tensors_and_aliases(save: Any, capsys: pytest.CaptureFixture[str]) -> N
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["model", "a.weight", "BF16", "[2,", "3]"] in lines
     assert ["model", "b.bias", "BF16", "[2]"] in lines
-    assert ["model:", "b.weight", "is", "a.weight"] in lines
+    assert ["model:", "b.weight", "is", "tied", "to", "a.weight"] in lines
     assert len(list(path.glob("model-*.safetensors"))) == 3
 
 
@@ -108,10 +108,10 @@ def test_a_header_that_lies(save: Any, capsys: pytest.CaptureFixture[str]) -> No
     for lie in ((2**62).to_bytes(8, "little"), (len(data)).to_bytes(8, "little")):
         file.write_bytes(lie + data[8:])  # of the same size, so that only reading it shows
         assert main(["checkpoint", "show", str(path)]) == 2
-        assert "model.safetensors: header: " in capsys.readouterr().err
+        assert "model.safetensors has a malformed header: " in capsys.readouterr().err
     file.write_bytes(data[:8] + data[8:].replace(b'"shape":[1,4]', b'"shape":[1,x]'))
     assert main(["checkpoint", "show", str(path)]) == 2
-    assert "model.safetensors: header: " in capsys.readouterr().err
+    assert "model.safetensors has a malformed header: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size, text", [

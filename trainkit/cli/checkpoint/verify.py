@@ -21,7 +21,8 @@ def run(args: argparse.Namespace) -> int:
         found = [one.path for one in checkpoints_at(given)]
         if not found:
             raise CheckpointNotFoundError(
-                f"Expected a checkpoint or a folder of them, got {str(given)!r}, which contains none."
+                f"Expected a checkpoint or a folder of checkpoints, got {str(given)!r}, which contains none. "
+                "Fix: pass the folder that the run saved to: trainkit checkpoint verify <default_root_dir>"
             )
         paths += [path for path in found if path not in paths]
     bad = 0
