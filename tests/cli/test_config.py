@@ -52,7 +52,7 @@ def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "Wrote conf.yaml\nUse it with: trainkit launch --config_file conf.yaml script.py\n"
 
 
-def test_one_that_is_there_is_replaced_and_that_is_said(
+def test_an_existing_file_is_replaced_with_a_message(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRAINKIT_CONFIG_FILE", "cache/default.yaml")
@@ -71,7 +71,7 @@ def test_one_that_is_there_is_replaced_and_that_is_said(
     (["--zero_stege", "2"], "unrecognized arguments: --zero_stege 2. Did you mean '--zero_stage'?\n"),
     ([], "Questions need a terminal, and this command does not run in one. Pass flags: trainkit config --num_processes 2"),
 ])  # fmt: skip
-def test_what_is_refused_leaves_the_file(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_flags_keep_the_file(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("conf.yaml").write_text("num_processes: 1\n")
     assert main(["config", "--config_file", "conf.yaml", *flags]) == 2
     assert words in capsys.readouterr().err
@@ -109,7 +109,7 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Said:
     return answered
 
 
-def test_nothing_but_enter(say: Said) -> None:
+def test_default_answers(say: Said) -> None:
     assert say(*[""] * 6) == [
         "0",
         "Run on cpu, gpu or tpu [cpu]: ",
@@ -129,7 +129,7 @@ def test_nothing_but_enter(say: Said) -> None:
     }
 
 
-def test_gpus_of_this_machine(say: Said) -> None:
+def test_gpus_of_this_node(say: Said) -> None:
     asked = say("", "", "", "0,1,2,3", "", "bf16", "inductor", gpus=4)
     assert asked[1] == "Run on cpu, gpu or tpu [gpu]: "
     assert asked[3:5] == ["Processes on all nodes together [4]: ", "GPUs to use, such as 0,1, or all [all]: "]
@@ -230,7 +230,7 @@ def test_an_end_before_the_last_answer_writes_nothing(
 
 
 class Terminal:
-    """`trainkit config` on a terminal of its own."""
+    """`trainkit config` in its own terminal."""
 
     def __init__(self) -> None:
         import fcntl
@@ -251,7 +251,7 @@ class Terminal:
         os.close(theirs)
 
     def until(self, words: bytes) -> None:
-        """Read until something is shown."""
+        """Read until the terminal shows these words."""
         while words not in self.shown:
             part = os.read(self._ours, 1000)
             assert part, self.shown
@@ -286,7 +286,7 @@ def test_a_terminal() -> None:
 def test_ctrl_c_on_a_terminal(run_dir: Path) -> None:
     terminal = Terminal()
     terminal.until(b"Run on cpu, gpu or tpu [")
-    terminal.type("cpu\n\x03\n")  # Python takes note of a signal that comes just before it reads when it has read
+    terminal.type("cpu\n\x03\n")  # Python handles a signal that arrives just before a read after that read
     assert terminal.end() == 130, terminal.shown
     assert terminal.shown.endswith(b"interrupted\r\n")
     assert list(run_dir.iterdir()) == []

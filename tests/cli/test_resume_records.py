@@ -1,4 +1,4 @@
-"""What `verify-resume` notes of a micro-batch, and the first difference it finds."""
+"""The record that `verify-resume` writes of a micro-batch, and the first difference between records."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_every_leaf_is_found(batch: Any, paths: list[str]) -> None:
     (torch.tensor([1.0]).bfloat16(), torch.tensor([1.5]).bfloat16()),
     (torch.tensor([1 + 1j]), torch.tensor([1 + 1j]).conj()),
 ])  # fmt: skip
-def test_what_differs_has_another_fingerprint(first: Any, second: Any) -> None:
+def test_different_values_have_different_fingerprints(first: Any, second: Any) -> None:
     assert fingerprint(first) == fingerprint(first)
     assert fingerprint(first) != fingerprint(second)
     difference = first_difference([record(leaves=first)], [record(leaves=second)], name="the resumed run", killed=False)
@@ -77,7 +77,7 @@ def test_strides_and_copies_make_no_difference() -> None:
     assert fingerprint({"x": X, "y": [np.ones(2), math.nan]}) == fingerprint({"x": X.clone(), "y": [np.ones(2), math.nan]})
 
 
-def test_what_cannot_be_looked_into_is_marked() -> None:
+def test_unknown_types_are_marked() -> None:
     [digests] = fingerprint(X.to_sparse()).values()
     assert digests == ["not compared: Tensor"]
     [digests] = fingerprint(np.array([object()])).values()
@@ -131,7 +131,7 @@ def test_the_first_difference_of_a_run() -> None:
     assert kind([run[0], {**run[1], "epoch": 1}]) == "order 2"
     assert kind([run[0], record(step=2, batch=2, loss=None)]) == "loss 2"
     assert kind([run[0], {**run[1], "parameters": ["a"]}]) == "loss 2"
-    # of several, what comes first in a step: its loss follows from its batch
+    # if several things differ, the first one in a step is reported: the loss depends on the batch
     assert kind([run[0], {**record(2, 2, torch.ones(3), 3.0), "rates": [1.0]}]) == "batch 2"
 
 

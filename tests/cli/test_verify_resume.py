@@ -90,7 +90,7 @@ def verify(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Verify:
         capfd.readouterr()
         code = main(["verify-resume", str(script), "--steps", str(steps), "--more", str(more), "--", *words])
         shown = capfd.readouterr()
-        # what the script writes next to itself goes elsewhere, and what follows its fit is not run
+        # the Trainer's files go to another folder, and the code after the fit does not run
         assert sorted(os.listdir(tmp_path)) == ["train.py"]
         return code, shown.out.splitlines(), shown.err
 
@@ -123,7 +123,7 @@ def test_a_script_that_resumes_exactly(verify: Verify, tmp_path: Path) -> None:
         "again, saved at step 4, killed with SIGKILL at step 6",
         "resumed at step 4, to step 7",
     ]
-    assert processes_of(tmp_path / "train.py") == []  # no worker has outlived its process
+    assert processes_of(tmp_path / "train.py") == []  # no worker is left
 
 
 def test_hidden_state_shows_in_the_first_loss(verify: Verify) -> None:
@@ -149,8 +149,8 @@ def test_an_unkeyed_generator_shows_in_the_batch(verify: Verify) -> None:
 
 
 @pytest.mark.slow
-def test_a_generator_that_begins_again(verify: Verify) -> None:
-    """Its seed makes two runs the same, and its position is lost all the same."""
+def test_a_generator_that_starts_again(verify: Verify) -> None:
+    """Its seed makes two runs the same, but its position is not restored."""
     code, lines, _ = verify("unkeyed", "seeded")
     assert code == 1
     assert lines[3] == "DIFFERENT at step 5 (epoch 1, batch 2): the batch differs: ['x'], sample 0 and 3 more of 4"
@@ -162,7 +162,7 @@ def test_a_generator_that_begins_again(verify: Verify) -> None:
     (("workers", "manual"), 5, 2),
     (("manual",), 6, 3),
 ])  # fmt: skip
-def test_more_that_resumes_exactly(words: tuple[str, ...], steps: int, more: int, verify: Verify) -> None:
+def test_other_scripts_that_resume_exactly(words: tuple[str, ...], steps: int, more: int, verify: Verify) -> None:
     code, lines, _ = verify(*words, steps=steps, more=more)
     assert code == 0
     assert lines[-2].startswith("All bit-identical")
@@ -206,7 +206,7 @@ def test_what_cannot_be_verified(verify: Verify, first: str, fit: str, words: st
 
 
 @pytest.mark.slow
-def test_auto_begins_again_and_a_resume_that_fails_is_a_difference(verify: Verify) -> None:
+def test_auto_starts_at_step_0_and_a_failed_resume_is_a_difference(verify: Verify) -> None:
     code, lines, _ = verify(fit=", ckpt_path='auto'")
     assert (code, lines[-2:]) == (0, SAME)
     code, lines, err = verify(first="Net.on_load_checkpoint = lambda self, checkpoint: checkpoint['gone']")
@@ -229,7 +229,7 @@ def test_wrong_arguments(arguments: list[str], words: str, capsys: pytest.Captur
     assert words in capsys.readouterr().err
 
 
-def test_the_dashes_right_after_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dashes_after_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
     monkeypatch.setattr("trainkit.cli.verify_resume.run", lambda args: given.append(args) or 0)
     assert main(["verify-resume", "x.py", "--", "--lr", "0.1", "-h"]) == 0
@@ -241,7 +241,7 @@ def test_the_dashes_right_after_the_script(monkeypatch: pytest.MonkeyPatch) -> N
     ["--steps", "3", "x.py", "--more", "5", "--", "--steps", "9", "--", "a"],
     ["--more", "5", "--steps", "3", "x.py", "--", "--steps", "9", "--", "a"],
 ])  # fmt: skip
-def test_ours_before_the_dashes_the_scripts_after(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_before_the_dashes_and_script_arguments_after(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
     monkeypatch.setattr("trainkit.cli.verify_resume.run", lambda args: given.append(args) or 0)
     assert main(["verify-resume", *arguments]) == 0

@@ -32,7 +32,7 @@ def diff(*arguments: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, l
     return code, shown.out.splitlines()
 
 
-def test_two_runs_that_did_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_identical_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(3)
     first = trained(tmp_path / "a")
     torch.manual_seed(3)
@@ -47,7 +47,7 @@ def test_two_runs_that_did_the_same(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(line.startswith("state: callbacks[") for line in lines[:-1])
 
 
-def test_what_differs_is_named(save: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_differences_are_named(save: Any, capsys: pytest.CaptureFixture[str]) -> None:
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     module(torch.randn(4, 3)).sum().backward()
@@ -97,7 +97,7 @@ def test_parts_that_only_one_has(save: Any, capsys: pytest.CaptureFixture[str]) 
     assert "state: models: 1 item and 2 items" in lines
 
 
-def test_a_damaged_one_is_no_difference(save: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_an_error(save: Any, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = save(TinyModule(), name="a"), save(TinyModule(), name="b")
     data = bytearray((second / "model.safetensors").read_bytes())
     data[-1] ^= 1
@@ -138,7 +138,7 @@ def test_bits_count(first: Tensor | None, second: Tensor | None, words: str | No
     assert (found is None) if words is None else (found is not None and words in found), found
 
 
-def test_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainkit.cli.checkpoint.compare._CHUNK", 7)
     first = torch.arange(60.0).reshape(5, 12)
     second = first.clone()

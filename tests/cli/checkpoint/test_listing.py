@@ -15,10 +15,10 @@ from trainkit.cli.main import main
 
 
 def rows(text: str) -> list[dict[str, str]]:
-    """The table, by the titles of its columns, cut where they stand."""
+    """The rows of the table, as dicts of column title → cell."""
     lines = text.splitlines()
     titles = ["NAME", "STEP", "EPOCHS", "RUN", "SAVED AT", "SIZE", "CONTAINS", "METRICS", "STATE"]
-    # a column ends where its longest cell does; two blanks in the same place of all lines part two columns
+    # columns are separated where all lines have two blanks
     width = max(map(len, lines))
     blank = [all(not line[i : i + 1].strip() for line in lines) for i in range(width)] + [True]
     starts = [0] + [i for i in range(1, width) if not blank[i] and i >= 2 and blank[i - 1] and blank[i - 2]]
@@ -79,7 +79,7 @@ def test_all_runs_below_a_folder(run_folder: Path, capsys: pytest.CaptureFixture
     ]
 
 
-def test_what_is_wrong_stands_at_the_end(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_checkpoints_come_last(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_folder / "step-00000008" / "model.safetensors").unlink()
     (run_folder / "torn").mkdir()
     (run_folder / "torn" / "state.json").write_text("{}")
@@ -120,7 +120,7 @@ def test_json(save: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     ("all", True, "all"), ("trainable", True, "trainable"), ("all", False, "weights"),
     ("trainable", False, "trainable weights"),
 ])  # fmt: skip
-def test_what_it_holds(
+def test_contents(
     save: Any, tmp_path: Path, model: str, resumable: bool, word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # a metric, so that no column is empty
@@ -130,7 +130,7 @@ def test_what_it_holds(
     assert [row["CONTAINS"] for row in rows(capsys.readouterr().out)] == [word]
 
 
-def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "ls", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path} contains no checkpoints.\n"
     assert main(["checkpoint", "ls", str(tmp_path), "--json"]) == 0

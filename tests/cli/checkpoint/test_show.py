@@ -17,7 +17,7 @@ from trainkit.cli.checkpoint.text import bytes_text
 from trainkit.cli.main import main
 
 
-def test_what_is_in_it(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contents_of_a_checkpoint(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run_folder / "step-00000008"
     capsys.readouterr()
     assert main(["checkpoint", "show", str(path)]) == 0
@@ -90,7 +90,7 @@ def test_json(save: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert value["state"]["user"] == {"1": [1, 2], "nan": "nan", "t": "tensor float32 [20]"}
 
 
-def test_what_is_none_or_damaged(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_or_damaged_checkpoints(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "show", str(run_folder / "step-00000005")]) == 2
     assert "Did you mean 'step-0000000" in capsys.readouterr().err
     path = run_folder / "step-00000004"
@@ -101,7 +101,7 @@ def test_what_is_none_or_damaged(run_folder: Path, tmp_path: Path, capsys: pytes
     assert "state.json" in capsys.readouterr().err
 
 
-def test_a_header_that_lies(save: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_header(save: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = save(TinyModule())
     file = path / "model.safetensors"
     data = file.read_bytes()

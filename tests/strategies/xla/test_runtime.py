@@ -1,4 +1,4 @@
-"""Which runtime of XLA's a run is on, and on how many of its devices: what can be told without torch_xla."""
+"""The XLA runtime of a run and its number of devices: tests that do not need torch_xla."""
 
 from __future__ import annotations
 
@@ -171,8 +171,8 @@ def test_names_of_lightnings_that_are_not_ours(name: str, fix: str) -> None:
     "options, message",
     [
         ({"mode": "smpd"}, "mode must be 'spmd' or 'replicas', not 'smpd'"),
-        ({"mode": "replicas", "fsdp": True}, "do not work with replicas, .* Use mode='spmd'"),
-        ({"mode": "replicas", "pad_last_batch": True}, "do not work with replicas, .* Use mode='spmd'"),
+        ({"mode": "replicas", "fsdp": True}, "do not work with mode=.replicas., .* Use mode='spmd'"),
+        ({"mode": "replicas", "pad_last_batch": True}, "do not work with mode=.replicas., .* Use mode='spmd'"),
         ({"device": "cuda"}, "does not run on 'cuda'. Use device='xla'"),
         ({"timeout": 0}, "timeout must be a timedelta or a number of seconds"),
         ({"precision": "16-mixed"}, "does not work with XLAStrategy; it offers 32-true"),

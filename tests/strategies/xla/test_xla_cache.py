@@ -29,7 +29,7 @@ class Line(TrainModule):
 
 
 def fit(folder: str | None) -> str:
-    """Train for a while; returns what is wrong."""
+    """Train for a while; returns the error."""
     from trainkit.errors import ConfigurationError
     from trainkit.strategies import XLAStrategy
 

@@ -1,4 +1,4 @@
-"""What is easily overlooked: models that come back from XLA, steps that learn nothing, Adam's later steps, odd starts."""
+"""Corner cases: models that are moved back from XLA, steps without training, Adam's later steps, unusual starts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def compiled(rates: tuple[float, float]) -> list[int]:
 
 
 def test_the_corrections_of_adams_first_steps_may_become_1() -> None:
-    """At once with these, after thousands of steps with others: they are constants of the graph then, if they are numbers."""
+    """Immediately with these betas, after thousands of steps with others: numbers would then be constants of the graph."""
     counts = run_xla(compiled, (0.4, 0.5))
     assert len(counts) == 64
     assert 1 - 0.5**60 == 1.0

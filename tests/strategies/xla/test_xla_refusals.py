@@ -1,4 +1,4 @@
-"""What XLA cannot do is said, with what to do instead; what can be seen before the runtime begins is in test_xla_runtime.py."""
+"""Errors for what XLA does not support, with what to do instead; test_runtime.py has those before the runtime starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.xla
 
 
 def made(arguments: dict[str, Any], options: dict[str, Any]) -> None:
-    """A Trainer, or what is wrong with it."""
+    """A Trainer, or the error of creating it."""
     from trainkit.strategies import XLAStrategy
 
     Trainer(**{"strategy": XLAStrategy(**options), **arguments})
@@ -60,7 +60,7 @@ def mesh_object(names: tuple[str, ...] | None) -> tuple[int, Any]:
 
 
 def test_a_mesh_of_ones_own() -> None:
-    """Over an axis of another name batches are not divided; without names it cannot be known."""
+    """Batches are sharded only over axes with certain names, so the axes must have names."""
     assert run_xla(mesh_object, ("data", "fsdp"), devices=4) == (4, True)
     assert run_xla(mesh_object, ("data", "model"), devices=4) == (2, True)
     with pytest.raises(WorldError, match="batches are sharded over axes named 'data' or 'fsdp'. Name an axis"):
@@ -163,7 +163,7 @@ def launched() -> None:
 
 
 def test_processes_of_another_launcher() -> None:
-    """Each would be a run of its own, and nothing would say so."""
+    """Each process would train alone, without a message."""
     torchrun = {
         "RANK": "0",
         "LOCAL_RANK": "0",

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.xla
 
 
 class Noisy(Dataset[Any]):
-    """Samples with augmentation, drawn when they are fetched; each brings its number."""
+    """Samples with augmentation, drawn when they are fetched; each contains its number."""
 
     def __init__(self, samples: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -63,7 +63,7 @@ class Classifier(TrainModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def found(self) -> dict[str, Any]:
-        """What has been computed, on the CPU."""
+        """The results, on the CPU."""
         return {
             "ids": [ids.tolist() for ids, _ in self.told],
             "losses": [float(loss) for _, loss in self.told],
@@ -106,7 +106,7 @@ def _in_replica(index: int, folder: str, module: dict[str, Any], options: dict[s
 
 
 def in_replicas(folder: str, module: dict[str, Any], options: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each of two replicas has found."""
+    """The results of each of two replicas."""
     from trainkit.strategies import XLAStrategy
 
     XLAStrategy.launch(_in_replica, (folder, module, options), devices=2, start_method="fork")
@@ -120,13 +120,13 @@ def replicas(tmp_path: Path) -> Any:
 
 
 def alone(module: Classifier, **options: Any) -> dict[str, Any]:
-    """The same on one CPU, which accumulates what the replicas work on side by side."""
+    """The same on one CPU, which accumulates the micro-batches that the replicas process in parallel."""
     options["accumulate_grad_batches"] = 2 * options.pop("accumulate_grad_batches", 1)
     return fit("single", module, accelerator="cpu", devices=1, **options)
 
 
 def dealt_again(found: list[dict[str, Any]], name: str) -> list[Any]:
-    """What the replicas have of each micro-batch, in the order of the epoch."""
+    """The records of all replicas for each micro-batch, in the order of the epoch."""
     parts = [list(one[name]) for one in found]
     rows = max(map(len, parts))
     per_epoch = rows // 2
@@ -163,7 +163,7 @@ def test_two_replicas_do_what_one_process_does(replicas: Any, options: dict[str,
 def test_buffers_are_those_of_the_main_replica(replicas: Any) -> None:
     first, second = replicas({"norm": True})
     assert first["state"] == second["state"]
-    assert first["state"]["net.1.num_batches_tracked"] == 12  # two epochs of six rows, which it had a micro-batch in
+    assert first["state"]["net.1.num_batches_tracked"] == 12  # two epochs of six micro-batches on this replica
 
 
 def test_resumes_from_a_checkpoint_bit_for_bit(replicas: Any, tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_an_own_loop_is_the_trainer_bit_for_bit(replicas: Any, tmp_path: Path) -
     for mine, theirs in zip(own, ours, strict=True):
         assert mine["state"] == theirs["state"]
         assert mine["gathered"] == [[0.0, 0.0], [1.0, 1.0]]
-        assert set(theirs["losses"]) <= set(mine["losses"])  # and those of micro-batches that count nothing
+        assert set(theirs["losses"]) <= set(mine["losses"])  # plus those of padding micro-batches
 
 
 # ------------------------------------------------------------------------------------------------------ how they start
@@ -254,7 +254,7 @@ def test_an_own_loop_is_the_trainer_bit_for_bit(replicas: Any, tmp_path: Path) -
 def _plain(index: int, folder: str) -> None:
     from trainkit.strategies import XLAStrategy
 
-    # Made by each of them it would be drawn by two threads at a time: until the Trainer is made they take no turns.
+    # Two threads would draw at the same time if each replica created it: they run one at a time only with a Trainer.
     found = fit(XLAStrategy(mode="replicas"), copy.deepcopy(_made[0]))
     Path(folder, f"{index}.json").write_text(json.dumps(found))
 

@@ -48,7 +48,7 @@ def test_there_and_back(handle: Any, tmp_path: Path) -> None:
 
 
 def test_a_read_that_the_system_refuses(handle: Any, tmp_path: Path) -> None:
-    """Into memory that begins in the middle of a block: DeepSpeed says that it has been read."""
+    """Into memory that begins in the middle of a block: DeepSpeed reports success."""
     tensor = locked(handle, 2**18)
     tensor.fill_(1.0)
     handle.async_pwrite(tensor, str(tmp_path / "file"), 0)

@@ -1,4 +1,4 @@
-"""The disk that is offloaded to: a folder for each process, and what is refused before anything is written."""
+"""The disk for offload: a folder for each process, and errors before anything is written."""
 
 from __future__ import annotations
 
@@ -113,6 +113,6 @@ def test_room_on_the_disk(tmp_path: Path) -> None:
 
 
 def test_memory_that_cannot_be_locked(tmp_path: Path) -> None:
-    """More than any machine has: the system refuses, as it does above a user's limit."""
+    """More memory than any machine has: the system refuses, as above a user's limit."""
     with pytest.raises(ConfigurationError, match=r"1024.0 GiB of page-locked memory .*ulimit -l unlimited"):
         check_space(tmp_path, 0, 2**40, 1)

@@ -1,4 +1,4 @@
-"""Pieces of tensors in memory and in files."""
+"""Ranges of tensors in memory and in files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ZeRO is said to hold is what it holds: real runs over gloo, tensors counted in the middle of an update."""
+"""The memory estimate of ZeRO equals real runs over gloo, whose tensors are counted during an optimizer step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def assert_update(kinds: list[str], precision: str, size: int) -> None:
 
 
 def assert_peak(kinds: list[str], precision: str, size: int, **options: Any) -> None:
-    """What torch allocates in a whole update is what the plan says of its largest moment."""
+    """The memory that torch allocates in an optimizer step equals the plan's largest moment."""
     for _ in range(3):  # a tensor that a thread of gloo happens to free is never noted as freed: that adds to some measurements
         by_rank = together(size, {"held": (_peaks, kinds, precision, options)})["held"]
         wrong = {}
@@ -69,13 +69,13 @@ def test_in_the_update(size: int, precision: str) -> None:
 
 
 def test_at_the_peak() -> None:
-    """On one process: what gloo's threads free torch does not note."""
+    """On one process: torch does not record what gloo's threads free."""
     for precision in ("32-true", "bf16-true"):
         assert_peak(["zero1", "zero2"], precision, 1)
 
 
 def test_two_buckets() -> None:
-    """One is filled while the other one travels."""
+    """One is filled while the other one is reduced."""
     assert_peak(["zero1", "zero2"], "32-true", 1, overlap_comm=True)
 
 
@@ -98,7 +98,7 @@ def test_in_autocast(size: int) -> None:
 
 
 def test_nothing_is_divided_twice() -> None:
-    """Over more processes a process holds less, and all of them together no less than what there is."""
+    """With more processes each process holds less, but all together no less than the whole."""
     held = contents("32-true")
     for kind in STAGES:
         totals = [memory(kind).footprint(held, size).moments["update"] for size in (1, 2, 4, 8)]
@@ -108,7 +108,7 @@ def test_nothing_is_divided_twice() -> None:
 
 
 def test_a_large_model() -> None:
-    """Buckets, gathered parameters and sub-groups are as large as DeepSpeed's options say, and not as the model."""
+    """Buckets, gathered parameters and sub-groups have the sizes of DeepSpeed's options, not of the model."""
     large = Contents(tuple(Weight(50_000_000, 2, True) for _ in range(200)), flat_slots=2)
     device = memory("zero3-both-cpu").footprint(large, 8).device
     assert device.buffers == 2 * 2 * 500_000_000
