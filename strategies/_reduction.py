@@ -43,7 +43,7 @@ def average_gradients(
     """Average the gradient of each parameter over all ranks, in place.
 
     A gradient that is missing on some ranks counts as zeros there. One that is missing on all ranks stays `None`: each bucket
-    also carries a flag for each parameter that says whether its gradient exists.
+    also contains a flag for each parameter that shows whether its gradient exists.
 
     Args:
         parameters: the same parameters on all ranks, in the same order.

@@ -37,7 +37,7 @@ class BatchSharding:
         parts: number of shards.
     """
 
-    minibatch = False  # each host passes all samples, and the runtime takes those of its own devices
+    minibatch = False  # each host passes all samples, and the runtime uses those of its own devices
 
     def __init__(self, mesh: Any, axes: tuple[str, ...]) -> None:
         self._spmd = importlib.import_module("torch_xla.distributed.spmd")

@@ -154,7 +154,7 @@ class ZeROStrategy(Strategy):
         return self._start().sharding.building(pretrained) if self.stage == 3 else nullcontext()
 
     def prepare_module(self, module: nn.Module) -> nn.Module:
-        """Move the module to the device and give it rank 0's parameters and buffers."""
+        """Move the module to the device, and broadcast its parameters and buffers from rank 0."""
         self._start()
         check_modules_match(module, self.world, "ZeRO")
         if self.stage < 3:

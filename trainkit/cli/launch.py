@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='processes per node: a number, "gpu" (one for each GPU) or "auto" (the same, at least one). Default: auto',
     )
     parser.add_argument("--nnodes", metavar="N", help="number of nodes, or a minimum and a maximum such as 2:4. Default: 1")
-    parser.add_argument("--node-rank", metavar="R", help="rank of this node, from 0")
+    parser.add_argument("--node-rank", metavar="R", help="rank of this node, starting at 0")
     parser.add_argument("--master-addr", metavar="HOST", help="address of the node with rank 0")
     parser.add_argument("--master-port", metavar="PORT", help="a free port on that node. Default: 29500 for several nodes")
     parser.add_argument(

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="the PNG file (default: metrics.png in the run's folder; for several runs, in this folder)",
+        help="the PNG file (default: metrics.png in the run's folder; for several runs, the current folder)",
     )
     parser.add_argument("--metrics", metavar="A,B", help="draw only these metrics; 'loss' includes train_loss and val_loss")
     parser.add_argument("--x", choices=("step", "epoch"), default="step", help="the x-axis (default: step)")

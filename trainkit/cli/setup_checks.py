@@ -192,9 +192,9 @@ def _training(context: CheckContext) -> str:
     world = context.strategy.world
     _, module = _fit(context.make(), context.folder, _ACCUMULATION)
     _, reference = _fit(context.alone, context.folder / f"alone-{world.rank}", _ACCUMULATION * world.size)
-    apart = max(world.exchange(_difference(reference, module)))
-    text = f"parameters after {_STEPS} optimizer steps differ from those of one process by {apart:.1e} (relative)"
-    _require(apart <= _LARGEST, text)
+    difference = max(world.exchange(_difference(reference, module)))
+    text = f"parameters after {_STEPS} optimizer steps differ from those of one process by {difference:.1e} (relative)"
+    _require(difference <= _LARGEST, text)
     return f"{text}, at most {_LARGEST:.0e}"
 
 
@@ -210,14 +210,14 @@ def _evaluation(context: CheckContext) -> str:
     with torch.no_grad():
         outputs = module.net(inputs)
         exact = float(((outputs - targets) ** 2).mean())
-    apart = abs(result["loss"] - exact) / exact
-    _require(apart <= 1e-12, f"the mean over {_SAMPLES} samples is {result['loss']!r}, not {exact!r}")
+    difference = abs(result["loss"] - exact) / exact
+    _require(difference <= 1e-12, f"the mean over {_SAMPLES} samples is {result['loss']!r}, not {exact!r}")
     predictions = trainer.predict(module, _loader())
     assert predictions is not None
     joined = torch.cat(predictions)
     _require(len(joined) == _SAMPLES, f"{len(joined)} predictions for {_SAMPLES} samples")
     _require(torch.allclose(joined, outputs, rtol=1e-12, atol=1e-14), "the predictions are not in the order of the data")
-    return f"{_SAMPLES} samples evaluated once each, exact mean (within {apart:.1e}), predictions in order"
+    return f"{_SAMPLES} samples evaluated once each, exact mean (within {difference:.1e}), predictions in order"
 
 
 # ------------------------------------------------------------------------------------------------------------ checkpoint
@@ -232,9 +232,9 @@ def _checkpoint(context: CheckContext) -> str:
     open_checkpoint(path).verify()
     size = sum(file.stat().st_size for file in path.iterdir())
     _, resumed = _fit(context.make(), context.folder, _ACCUMULATION, ckpt_path=path)
-    apart = max(world.exchange(_difference(whole, resumed)))
-    _require(apart <= _LARGEST, f"a resumed run differs from an uninterrupted one by {apart:.1e} (relative)")
-    how = "bit for bit" if apart == 0 else f"within {apart:.1e}"
+    difference = max(world.exchange(_difference(whole, resumed)))
+    _require(difference <= _LARGEST, f"a resumed run differs from an uninterrupted one by {difference:.1e} (relative)")
+    how = "bit for bit" if difference == 0 else f"within {difference:.1e}"
     done = f"written and read by {counted(world.size, 'process')} ({size / 1024:.0f} KiB)"
     return f"{done}; the resumed run equals an uninterrupted one {how}"
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
 from trainkit.cli.checkpoint.exported_module import aliases_of
-from trainkit.cli.checkpoint.text import say, short
+from trainkit.cli.checkpoint.text import print_lines, short
 from trainkit.console import counted
 
 __all__ = ["CheckpointDifference", "compare_checkpoints", "compare_tensors", "compare_values", "run"]
@@ -32,13 +32,13 @@ def run(args: argparse.Namespace) -> int:
     first, second = open_checkpoint(args.first), open_checkpoint(args.second)
     counts: Counter[str] = Counter()
     for difference in compare_checkpoints(first, second, everything=args.all):
-        say(str(difference))
+        print_lines(str(difference))
         counts[difference.part] += 1
     if not counts:
         skipped = "" if args.all else " (not compared without --all: callbacks, loggers, logged metrics)"
-        say(f"equal, bit for bit: {', '.join(first.stems)}{skipped}")
+        print_lines(f"equal, bit for bit: {', '.join(first.stems)}{skipped}")
         return 0
-    say(f"{counted(counts.total(), 'difference')}: " + ", ".join(f"{part} {n}" for part, n in counts.items()))
+    print_lines(f"{counted(counts.total(), 'difference')}: " + ", ".join(f"{part} {n}" for part, n in counts.items()))
     return 1
 
 

@@ -18,7 +18,7 @@ from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.weights import shard_size, write_weights
 from trainkit.cli.checkpoint.exported_module import read_module
 from trainkit.cli.checkpoint.formats import ExportFolder, export_folders
-from trainkit.cli.checkpoint.text import bytes_text, say
+from trainkit.cli.checkpoint.text import bytes_text, print_lines
 from trainkit.console import counted
 from trainkit.errors import CheckpointWriteError, ConfigurationError
 
@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     )
     for where, folder in folders.items():
         size = sum(tensor.nbytes for tensor in folder.tensors.values())
-        say(f"Wrote {Path(args.out) / where}: {kind}, {counted(len(folder.tensors), 'tensor')}, {bytes_text(size)}")
-        say(*(f"  {note}" for note in folder.notes))
+        print_lines(f"Wrote {Path(args.out) / where}: {kind}, {counted(len(folder.tensors), 'tensor')}, {bytes_text(size)}")
+        print_lines(*(f"  {note}" for note in folder.notes))
     return 0
 
 

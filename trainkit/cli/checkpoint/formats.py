@@ -56,7 +56,7 @@ def export_folders(module: ExportedModule, kind: str, dtype: str | None) -> dict
 
 
 def cast(tensor: Tensor, dtype: torch.dtype, name: str, notes: list[str]) -> Tensor:
-    """A floating-point tensor in another dtype; adds a note if values overflow. Other tensors stay as they are."""
+    """A floating-point tensor in another dtype; adds a note if values overflow. Other tensors are unchanged."""
     if not tensor.is_floating_point() or tensor.dtype == dtype:
         return tensor
     result = tensor.to(dtype)

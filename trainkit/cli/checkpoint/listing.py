@@ -9,7 +9,7 @@ from typing import Any
 from trainkit.checkpoint.folder import ListedCheckpoint, candidates, folders_below, list_checkpoints
 from trainkit.checkpoint.identify import is_checkpoint
 from trainkit.checkpoint.reader import inspect_checkpoint
-from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, contents_text, on_one_line, say, table
+from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, contents_text, on_one_line, print_lines, table
 from trainkit.errors import CheckpointNotFoundError
 from trainkit.paths import local_path
 
@@ -25,11 +25,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(as_json([_described(one) for one in found]))
     elif not found:
-        say(f"{args.folder} contains no checkpoints.")
+        print_lines(f"{args.folder} contains no checkpoints.")
     else:
         several = len({one.path.parent for one in found}) > 1
         names = [str(one.path.relative_to(folder)) if several else one.path.name for one in found]
-        say(*table(_HEADER, map(_row, found, names), right="STEP EPOCHS SIZE"))
+        print_lines(*table(_HEADER, map(_row, found, names), right="STEP EPOCHS SIZE"))
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
 from trainkit.cli.checkpoint.headers import TensorHeader, tensor_headers
-from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, contents_text, say, short, table
+from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, contents_text, print_lines, short, table
 from trainkit.console import counted
 
 __all__ = ["groups_of", "run"]
@@ -30,18 +30,18 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(as_json(_described(checkpoint, headers, state, args)))
         return 0
-    say(*_about(checkpoint.path, checkpoint.manifest), "", *_files(checkpoint.manifest, headers))
-    say("", *_parts(headers), *_optimizers(state))
+    print_lines(*_about(checkpoint.path, checkpoint.manifest), "", *_files(checkpoint.manifest, headers))
+    print_lines("", *_parts(headers), *_optimizers(state))
     if isinstance(values := state.get("hyper_parameters"), Mapping) and values:
-        say("hyper-parameters", *_tree(values, _INDENT))
+        print_lines("hyper-parameters", *_tree(values, _INDENT))
     if args.tensors:
         every = [(stem, name, header) for stem, own in headers.items() for name, header in own.items()]
         rows = [(stem, name, header.dtype, str(list(header.shape))) for stem, name, header in every]
-        say("", *table(("OF", "TENSOR", "DTYPE", "SHAPE"), rows))
+        print_lines("", *table(("OF", "TENSOR", "DTYPE", "SHAPE"), rows))
         for stem, names in checkpoint.manifest.aliases.items():
-            say(*(f"{stem}: {alias} is tied to {stored}" for alias, stored in names.items()))
+            print_lines(*(f"{stem}: {alias} is tied to {stored}" for alias, stored in names.items()))
     if args.state:
-        say("", "state", *_tree(state, _INDENT))
+        print_lines("", "state", *_tree(state, _INDENT))
     return 0
 
 

@@ -22,7 +22,7 @@ __all__ = [
     "contents_text",
     "escaped",
     "on_one_line",
-    "say",
+    "print_lines",
     "short",
     "table",
 ]
@@ -35,7 +35,7 @@ def escaped(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in text)
 
 
-def say(*lines: str) -> None:
+def print_lines(*lines: str) -> None:
     """Print lines, with unprintable characters escaped."""
     for line in lines:
         print(escaped(line))

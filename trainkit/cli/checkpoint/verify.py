@@ -8,7 +8,7 @@ from pathlib import Path
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.cli.checkpoint.headers import tensor_headers
 from trainkit.cli.checkpoint.listing import checkpoints_at
-from trainkit.cli.checkpoint.text import bytes_text, on_one_line, say
+from trainkit.cli.checkpoint.text import bytes_text, on_one_line, print_lines
 from trainkit.errors import CheckpointError, CheckpointNotFoundError
 
 __all__ = ["run", "verify"]
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     for path in paths:
         problem, size = verify(path)
         bad += problem is not None
-        say(f"good  {path}  ({bytes_text(size)})" if problem is None else f"BAD   {path}: {on_one_line(problem, path)}")
+        print_lines(f"good  {path}  ({bytes_text(size)})" if problem is None else f"BAD   {path}: {on_one_line(problem, path)}")
     return 1 if bad else 0
 
 

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="the HTML file (default: report.html in the run's folder; for several runs, in this folder)",
+        help="the HTML file (default: report.html in the run's folder; for several runs, the current folder)",
     )
 
 
