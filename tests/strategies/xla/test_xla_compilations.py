@@ -86,7 +86,7 @@ def filled_up(kind: str) -> Trained:
 
 
 @pytest.mark.parametrize("kind", FEW)
-def test_a_short_batch_that_is_filled_up_is_the_same_graph(kind: str) -> None:
+def test_a_padded_short_batch_has_the_same_graph(kind: str) -> None:
     assert later(under(kind, filled_up)) == {}
 
 

@@ -132,7 +132,7 @@ def divided(kind: str, folder: Path) -> list[list[dict[str, str]]]:
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "mesh"])
-def test_state_is_divided_as_the_parameters_are(kind: str, run_dir: Path) -> None:
+def test_optimizer_state_is_sharded_like_the_parameters(kind: str, run_dir: Path) -> None:
     """Also loaded state, which would otherwise be whole on each device; the parameters would then differ in the last digits."""
     whole, rest = under(kind, divided, run_dir / "saved")
     parameters = {name: spec for name, spec in whole[0].items() if "/" not in name}

@@ -43,7 +43,7 @@ def made(arguments: dict[str, Any], options: dict[str, Any]) -> None:
         ({"accelerator": "gpu"}, {}, "accelerator='cuda' and .* name different devices"),
     ],
 )
-def test_arguments_that_cannot_work(arguments: dict[str, Any], options: dict[str, Any], message: str) -> None:
+def test_impossible_arguments(arguments: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(WorldError, match=rf"Error: .*{message}"):
         run_xla(made, arguments, options, devices=4)
 
@@ -59,7 +59,7 @@ def mesh_object(names: tuple[str, ...] | None) -> tuple[int, Any]:
     return trainer.world_size, trainer.strategy.mesh is mesh
 
 
-def test_a_mesh_of_ones_own() -> None:
+def test_a_custom_mesh() -> None:
     """Batches are sharded only over axes with certain names, so the axes must have names."""
     assert run_xla(mesh_object, ("data", "fsdp"), devices=4) == (4, True)
     assert run_xla(mesh_object, ("data", "model"), devices=4) == (2, True)
@@ -116,7 +116,7 @@ def held_elsewhere() -> str:
     return ""
 
 
-def test_a_parameter_that_something_else_holds_on_to() -> None:
+def test_a_parameter_with_other_references() -> None:
     assert "Something refers to this parameter: a weak reference" in run_xla(held_elsewhere)
 
 
@@ -152,7 +152,7 @@ def ragged(kind: str, uneven: bool) -> None:
             pass
 
 
-def test_batches_that_cannot_be_put_side_by_side() -> None:
+def test_batches_that_cannot_be_concatenated() -> None:
     run_xla(ragged, "spmd", False, devices=4)
     with pytest.raises(WorldError, match=r"DataError: .*put side by side: they hold tensors of the shapes \(1, 4\), \(1, 5\)"):
         run_xla(ragged, "spmd", True, devices=4)

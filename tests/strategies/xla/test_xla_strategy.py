@@ -110,13 +110,13 @@ def test_the_short_last_batch(kind: str, samples: int, left: int, pad: bool) -> 
         assert torch.allclose(mine.parameters[name], value, rtol=2.5 * limit(), atol=limit()), name
 
 
-def test_a_mask_where_nothing_is_filled_up() -> None:
+def test_the_sample_mask_without_padding() -> None:
     mine, theirs, _ = under("spmd", last_batch, 27, Masked, {})
     close(mine.losses, theirs.losses, limit())
 
 
 @pytest.mark.parametrize("samples", [24, 27])
-def test_a_loss_that_does_not_leave_out_what_is_filled_up(samples: int) -> None:
+def test_a_loss_that_does_not_skip_the_padding(samples: int) -> None:
     with pytest.raises(WorldError, match="ModuleError: pad_last_batch=True pads short batches .*mask = self.sample_mask"):
         under("spmd", last_batch, samples, Net, {"pad_last_batch": True})
 
@@ -143,7 +143,7 @@ def tied(kind: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", FEW)
-def test_ties_hold(kind: str, run_dir: Path) -> None:
+def test_tied_parameters(kind: str, run_dir: Path) -> None:
     """A parameter that two layers share is one tensor on the device and in the checkpoint."""
     found = under(kind, tied, run_dir / "saved")
     assert found["same"] == [True, True]

@@ -66,7 +66,7 @@ class SaveAt(Callback):
             trainer.save_checkpoint("saved")
 
 
-def test_they_resume_from_a_checkpoint() -> None:
+def test_configured_optimizer_and_scheduler_resume() -> None:
     told = config(optimizer=ADAM, scheduler=WARMUP)
     whole = train(case(WithoutOptimizer), SaveAt(3), strategy=ZeROStrategy(config=told, device="cpu"))
     rest = train(case(WithoutOptimizer), strategy=ZeROStrategy(config=told, device="cpu"), ckpt_path="saved")
@@ -87,7 +87,7 @@ def test_they_resume_from_a_checkpoint() -> None:
         (config(train_batch_size=64), {"global_batch_size": 32}, r"64, but the run has Trainer\(global_batch_size=32\)"),
     ],
 )
-def test_what_contradicts_the_trainer(told: Any, arguments: dict[str, Any], message: str) -> None:
+def test_contradictions_to_the_trainer(told: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Trainer(strategy=ZeROStrategy(config=told), accelerator="cpu", **arguments)
 
@@ -132,7 +132,7 @@ def test_what_contradicts_the_trainer(told: Any, arguments: dict[str, Any], mess
         ),
     ],
 )
-def test_what_contradicts_the_run(told: Any, make: type | None, message: str) -> None:
+def test_contradictions_to_the_run(told: Any, make: type | None, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         train(
             case(make or RegressionModule, global_batch_size=4),
@@ -192,7 +192,7 @@ def test_another_adam(kind: str, told: Any, message: str) -> None:
         train(case(of(kind, 0.1)), strategy=ZeROStrategy(config=config(optimizer=told), device="cpu"))
 
 
-def test_a_precision_that_is_named_twice_keeps_its_scale() -> None:
+def test_a_precision_that_is_set_twice_keeps_its_scale() -> None:
     half = config(torch_autocast={"enabled": True, "dtype": "float16"}, fp16={"initial_scale_power": 5})
     trainer = Trainer(strategy=ZeROStrategy(config=half), precision="16-mixed", accelerator="cpu")
     assert trainer.precision.scaler is not None
@@ -206,14 +206,14 @@ class Stream(torch.utils.data.IterableDataset[Any]):
         yield from DataLoader(Noisy(8), 2)
 
 
-def test_sizes_that_cannot_be_compared_are_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_notice_about_sizes_that_cannot_be_compared(caplog: pytest.LogCaptureFixture) -> None:
     strategy = ZeROStrategy(config=config(train_micro_batch_size_per_gpu=4), device="cpu")
     trainer = Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
     trainer.fit(RegressionModule(), DataLoader(Stream(), batch_size=None))
     assert "train_micro_batch_size_per_gpu of config cannot be checked: the loader has no batch_size" in caplog.text
 
 
-def test_auto_is_the_runs() -> None:
+def test_auto_takes_the_value_of_the_run() -> None:
     every = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
     auto = {"type": "SGD", "params": {"lr": "auto", "momentum": "auto"}}
     total = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 3, "warmup_max_lr": "auto"}}
@@ -223,7 +223,7 @@ def test_auto_is_the_runs() -> None:
     assert 0 < rates[-1] < 0.005, "it ends after the last update"
 
 
-def test_a_module_without_an_optimizer_needs_one_somewhere() -> None:
+def test_a_module_without_any_optimizer() -> None:
     with pytest.raises(MissingMethodError, match="WithoutOptimizer has no configure_optimizers"):
         train(case(WithoutOptimizer), strategy=ZeROStrategy(config=config(), device="cpu"))
 
@@ -287,7 +287,7 @@ def plugins() -> tuple[dict[str, list[float]], list[str]]:
     return found, [text for text in texts if "clip" in text]
 
 
-def test_an_own_loop_is_clipped_as_the_configuration_says() -> None:
+def test_a_training_loop_is_clipped_by_the_configuration() -> None:
     """Whether it clips itself or not; a different value is an error."""
     losses, _ = run_world(2, loops)
     assert losses["configuration"] == losses["both"] == losses["loop"] != losses["none"]
@@ -314,11 +314,11 @@ def test_an_own_loop_is_clipped_as_the_configuration_says() -> None:
         (config(scheduler=WARMUP), "has the 'scheduler' 'WarmupLR', but your own training loop must create it"),
     ],
 )
-def test_what_contradicts_an_own_loop(told: Any, message: str) -> None:
+def test_contradictions_to_a_training_loop(told: Any, message: str) -> None:
     assert message in run_world(1, refused, told, None)[0]
 
 
-def test_the_plan_knows_the_optimizer_of_the_configuration() -> None:
+def test_the_plan_uses_the_optimizer_of_the_configuration() -> None:
     """Two tensors for each parameter, before training starts."""
     total = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 3, "warmup_max_lr": "auto"}}
     trainer = Trainer(

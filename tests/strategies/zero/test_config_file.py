@@ -194,7 +194,7 @@ def test_what_is_refused(config: Any, message: str) -> None:
         ZeROStrategy(config=config, device="cpu")
 
 
-def test_switched_off_features_are_no_matter() -> None:
+def test_disabled_features_are_accepted() -> None:
     assert read_config(changed(amp={"enabled": False}, curriculum_learning={"enabled": False})).options == {"stage": 3}
 
 
@@ -202,13 +202,13 @@ def test_switched_off_features_are_no_matter() -> None:
     "text, message",
     [("{", "is not valid JSON"), ("[1]", "contains a list"), ('{"a": 1, "a": 2}', "the key 'a' occurs twice")],
 )
-def test_files_that_are_none(text: str, message: str) -> None:
+def test_files_that_are_not_configurations(text: str, message: str) -> None:
     Path("ds.json").write_text(text)
     with pytest.raises(ConfigurationError, match=message):
         read_config("ds.json")
 
 
-def test_options_in_addition_to_it() -> None:
+def test_options_in_addition_to_a_configuration() -> None:
     with pytest.raises(
         ConfigurationError, match=r"ZeROStrategy got both config= and stage=2. Write these into the configuration"
     ):
@@ -217,7 +217,7 @@ def test_options_in_addition_to_it() -> None:
         ZeROStrategy(config=changed(bf16={"enabled": True}), precision="32-true", device="cpu")
 
 
-def test_an_option_that_there_is_not() -> None:
+def test_an_unknown_option() -> None:
     with pytest.raises(UnknownNameError, match="ZeROStrategy has no argument 'offload_optimiser'.*'offload_optimizer'"):
         ZeROStrategy(offload_optimiser="cpu")  # type: ignore[call-arg]
 

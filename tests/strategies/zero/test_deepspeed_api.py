@@ -36,7 +36,7 @@ sys.exit(7)
 """
 
 
-def test_the_exit_code_is_the_scripts(run_dir: Path) -> None:
+def test_the_exit_code_of_the_script(run_dir: Path) -> None:
     """Even if something aborts at exit; the script's output is complete, without output of DeepSpeed."""
     done = run_python("-c", SCRIPT)
     assert done.returncode == 7, done.stderr

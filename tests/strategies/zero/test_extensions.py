@@ -31,17 +31,17 @@ def test_missing_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         ZeROStrategy(stage=3, offload_optimizer="nvme", nvme_path=tmp_path)
 
 
-def test_what_came_compiled_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prebuilt_extensions_need_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(_extensions, "_prebuilt", lambda name: name == "async_io")
     require_async_io()
 
 
-def test_no_lock_is_no_matter(tmp_path: Path) -> None:
+def test_without_a_lock(tmp_path: Path) -> None:
     _clear(tmp_path)
 
 
-def test_the_lock_of_a_process_of_ours_that_was_killed(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_process_of_trainkit(tmp_path: Path) -> None:
     """The caller holds the lock that excludes live processes."""
     (tmp_path / "lock").touch()
     (tmp_path / _MARK).touch()
@@ -49,7 +49,7 @@ def test_the_lock_of_a_process_of_ours_that_was_killed(tmp_path: Path) -> None:
     assert not (tmp_path / "lock").exists()
 
 
-def test_a_lock_that_was_left_behind(tmp_path: Path) -> None:
+def test_an_abandoned_lock(tmp_path: Path) -> None:
     (tmp_path / "lock").touch()
     (tmp_path / "half.o").touch()
     for name in ("lock", "half.o"):

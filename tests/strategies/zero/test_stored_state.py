@@ -151,7 +151,7 @@ def lengthened(kind: str, source: Path, copy: Path) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("kind", ["zero2", pytest.param("zero3", marks=ZERO)])
-def test_what_fits_of_another_model(kind: str, run_dir: Path) -> None:
+def test_matching_parts_of_another_model(kind: str, run_dir: Path) -> None:
     """`strict=False`: a parameter that was not there starts with moments of zero."""
     together(2, {"save": (save, case(), kind, run_dir / "saved")})
     ends = together(2, {"go": (lengthened, kind, run_dir / "saved", run_dir / "copy")})["go"]

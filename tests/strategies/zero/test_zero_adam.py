@@ -80,7 +80,7 @@ def test_a_state_for_both(here: str, there: str, run_dir: Path) -> None:
     assert state["optimizers"][0]["class"] == "AdamW"
 
 
-def test_a_copy_leaves_the_optimizer_alone() -> None:
+def test_a_copy_does_not_affect_the_optimizer() -> None:
     """Deleting one of DeepSpeed's optimizers destroys its compiled part."""
     module = DeepSpeeds()
     optimizer = module.configure_optimizers()

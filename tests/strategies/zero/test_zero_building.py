@@ -70,7 +70,7 @@ def test_the_same_training(kind: str, size: int, precision: str) -> None:
         assert record.losses[first] == pytest.approx(other.losses[first], rel=5e-3)
 
 
-def test_what_is_in_memory_and_what_is_left() -> None:
+def test_memory_during_and_after_a_run() -> None:
     assert run_world(2, divided) == [(0, [0, 0, 0, 0], True)] * 2
     assert divided() == (0, [96, 16, 96, 6], True)
 
@@ -84,7 +84,7 @@ def divided() -> tuple[int, list[int], bool]:
     return watch.setup, left, len(train(which, strategy=strategy("zero3")).losses) > 0
 
 
-def test_what_stays_divided_is_for_stage_3() -> None:
+def test_sharded_parameters_need_stage_3() -> None:
     """Another strategy could not train it."""
     for said in run_world(2, elsewhere):
         assert said.startswith("4 parameters are sharded by ZeRO-3: configure_model created them in an earlier run")
@@ -112,7 +112,7 @@ class Late(Built):
 
 
 @pytest.mark.parametrize("kind, size", [("zero3", 2), ("zero3-both-cpu", 1)])
-def test_layers_can_be_initialised_later(kind: str, size: int) -> None:
+def test_layers_can_be_initialized_later(kind: str, size: int) -> None:
     which = Case(samples=12, make=Late, options={"optimizer": "adamw"}, arguments={"precision": "32-true"})
     losses = trained(which, size, strategy=strategy(kind)).losses
     assert losses == pytest.approx(trained(which, 1).losses, rel=2e-6)
@@ -125,7 +125,7 @@ class Bypassing(Built):
         self.net[0].bias.detach().fill_(1.0)
 
 
-def test_what_is_changed_behind_the_parameters_back_is_not_lost_silently() -> None:
+def test_a_lost_change_of_a_sharded_parameter_is_an_error() -> None:
     which = Case(samples=12, make=Bypassing, arguments={"precision": "32-true"})
     train(which, strategy="auto")
     with pytest.raises(
@@ -141,7 +141,7 @@ class Raises(Built):
         raise RuntimeError("boom")
 
 
-def test_an_error_within_it() -> None:
+def test_an_error_while_building() -> None:
     before = nn.Linear.__init__, nn.Module.apply
     with pytest.raises(RuntimeError, match="boom"):
         train(Case(samples=12, make=Raises, arguments={"precision": "32-true"}), strategy=strategy("zero3"))
@@ -155,7 +155,7 @@ def test_checkpoints(kind: str, other: str, run_dir: Path) -> None:
     assert_portable(run_dir / "saved", other, 2, make=Built)
 
 
-def test_the_summary_counts_what_is_divided(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_counts_sharded_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     Trainer(
         strategy=strategy("zero3"),
         accelerator="cpu",
@@ -189,7 +189,7 @@ def test_nvme(kind: str, size: int) -> None:
     assert trained(which, size, strategy=strategy(kind)).losses == pytest.approx(trained(which, 1).losses, rel=2e-6)
 
 
-def test_what_is_left_of_a_disk() -> None:
+def test_parameters_after_offload_to_a_disk() -> None:
     """The values, in memory, after the folder was removed."""
     for values in run_world(2, gone):
         assert values

@@ -250,7 +250,7 @@ def fails() -> None:
     quiet_trainer("zero3", max_epochs=1).fit(NoLossOnOne(), DataLoader(Noisy(16), 2))
 
 
-def test_a_step_that_cannot_be_without_a_loss() -> None:
+def test_a_step_that_needs_a_loss() -> None:
     """All processes end, and the process without a loss reports the reason."""
     first, second = start_world(2, fails).ends()
     assert not first[0]

@@ -97,7 +97,7 @@ def test_in_autocast(size: int) -> None:
     assert_update([*STAGES], "bf16-mixed", size)
 
 
-def test_nothing_is_divided_twice() -> None:
+def test_memory_over_numbers_of_processes() -> None:
     """With more processes each process holds less, but all together no less than the whole."""
     held = contents("32-true")
     for kind in STAGES:
@@ -118,14 +118,14 @@ def test_a_large_model() -> None:
     assert update.gradients == 2 * 1_250_000_000 + 4 * (1_000_000_000 + 50_000_000 // 8)
 
 
-def test_an_optimizer_that_zero_would_change() -> None:
+def test_an_unsupported_optimizer() -> None:
     weight = torch.nn.Parameter(torch.ones(2, 2, device="meta"))
     held = Contents((Weight(4, 4, True),), optimizers=(torch.optim.Adafactor([weight]),))
     with pytest.raises(OptimizerError, match="Adafactor does not work under ZeRO"):
         memory("zero1").footprint(held, 2)
 
 
-def test_a_strategy_counts_with_its_options() -> None:
+def test_the_estimate_uses_the_options_of_the_strategy() -> None:
     strategy = ZeROStrategy(stage=3, reduce_bucket_size=1000, param_persistence_threshold=0, device="cpu")
     trainer = make_trainer(strategy=strategy)
     rows = trainer.plan(Planned(), processes=[2]).rows

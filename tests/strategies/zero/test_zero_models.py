@@ -198,7 +198,7 @@ def speak(kind: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", ["zero2", "zero3", "zero3-both-cpu"])
-def test_generation_keeps_in_step(kind: str) -> None:
+def test_generation_stays_synchronized(kind: str) -> None:
     """Five samples on two processes, whose outputs have different lengths."""
     expected = speak("auto")
     assert len({len(said) for said in expected}) > 2

@@ -172,7 +172,7 @@ def test_options(options: dict[str, Any]) -> None:
     assert record.losses == pytest.approx(trained(which, 1).losses, rel=2e-5)
 
 
-def test_a_block_that_no_disk_has() -> None:
+def test_an_invalid_block_size() -> None:
     with pytest.raises(ConfigurationError, match="aio_block_size must be a multiple of 4096 bytes, .* not 1000"):
         strategy("zero3-nvme", aio_block_size=1000)
 
@@ -187,7 +187,7 @@ def test_an_evaluation_alone(kind: str) -> None:
     assert not [*Path.cwd().iterdir()]
 
 
-def test_what_cannot_be_compiled_leaves_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_compilation_leaves_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> None:
         raise RuntimeError("the compiler failed")
 

@@ -25,7 +25,7 @@ from trainkit.strategies.zero.optimizer_adapter import warn_slow_on_cpu
 pytestmark = pytest.mark.zero  # they take long
 
 
-def test_parameters_once_more_on_each_machine() -> None:
+def test_a_secondary_copy_of_the_parameters_per_node() -> None:
     record = run("zero3", 2, 4, 1.0, "32-true", hpz_partition_size=2)
     assert_same(record, expected(2, 4, 1.0, "32-true"), 2e-6)
 
@@ -36,14 +36,14 @@ def test_processes_that_cannot_be_grouped() -> None:
 
 
 @pytest.mark.parametrize("kind, precision", [("zero2", "32-true"), ("zero3", "32-true"), ("zero3", "bf16-mixed")])
-def test_gradients_that_travel_in_16_bits(kind: str, precision: str) -> None:
+def test_gradients_reduced_in_16_bits(kind: str, precision: str) -> None:
     """Close to the exact values, but not equal."""
     record, other = run(kind, 2, 4, 1.0, precision, communication_dtype="bf16"), expected(2, 4, 1.0, precision)
     assert_same(record, other, 5e-3)
     assert record.losses != pytest.approx(other.losses, rel=2e-6)
 
 
-def test_communication_that_does_not_go_with_the_precision() -> None:
+def test_a_communication_dtype_that_contradicts_the_precision() -> None:
     with pytest.raises(ConfigurationError, match="'fp16' does not work with precision='bf16-mixed', which .* float32 or bfl"):
         run("zero2", 1, 1, None, "bf16-mixed", communication_dtype="fp16")
 
@@ -66,7 +66,7 @@ def test_activation_checkpointing(kind: str) -> None:
     assert_same(record, expected(2, 4, 1.0, "32-true"), 2e-6)
 
 
-def test_its_settings_end_with_the_run() -> None:
+def test_checkpointing_settings_end_with_the_run() -> None:
     import deepspeed.runtime.activation_checkpointing.checkpointing as room
 
     case = Case(samples=8, batch_size=2, window=1, arguments={"precision": "32-true", "max_epochs": 1})
@@ -112,7 +112,7 @@ def test_16_true_without_a_loss_scale() -> None:
     assert plain.losses == pytest.approx(scaled.losses, rel=5e-3)
 
 
-def test_16_true_where_there_is_none() -> None:
+def test_16_true_without_support() -> None:
     with pytest.raises(ConfigurationError, match="needs a device on which DeepSpeed supports float16, and 'cpu' is not one"):
         ZeROStrategy(3, device="cpu", precision="16-true")
 
@@ -137,7 +137,7 @@ def test_save_model_in_16_bits(run_dir: Path) -> None:
     assert all(torch.equal(tensor, masters[name].bfloat16()) for name, tensor in used.items())
 
 
-def test_16_bits_of_which_there_are_none() -> None:
+def test_16_bit_weights_of_a_float32_model() -> None:
     with pytest.raises(ConfigurationError, match="zero3_save_16bit_model=True, but precision='32-true' has float32 parameters"):
         run("zero3", 1, 1, None, "32-true", zero3_save_16bit_model=True)
 
@@ -149,7 +149,7 @@ def test_16_bits_of_which_there_are_none() -> None:
         ("RMSprop", "RMSprop runs its steps on the CPU, .* Keep the optimizer on the device if it fits"),
     ],
 )
-def test_slow_updates_are_said(kind: str, said: str) -> None:
+def test_a_warning_about_slow_optimizer_steps(kind: str, said: str) -> None:
     optimizer: Any = getattr(torch.optim, kind)([torch.nn.Parameter(torch.ones(2))])
     warn_slow_on_cpu(optimizer, torch.device("cpu"))  # the forward also runs there, so there is no warning
     with pytest.warns(TrainkitWarning, match=said):

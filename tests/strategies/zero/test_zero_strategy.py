@@ -183,19 +183,19 @@ def test_no_loss_on_a_stage_where_no_rank_waits(kind: str) -> None:
         ({"timeout": -1}, "timeout must be a timedelta or a number of seconds"),
     ],
 )
-def test_arguments_that_cannot_work(arguments: dict[str, Any], message: str) -> None:
+def test_impossible_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         ZeROStrategy(**arguments)
 
 
 @pytest.mark.parametrize("kind", ["Adafactor", "LBFGS", "Muon", "SparseAdam"])
-def test_optimizers_that_zero_would_change(kind: str) -> None:
+def test_unsupported_optimizers(kind: str) -> None:
     optimizer = getattr(torch.optim, kind)([nn.Parameter(torch.ones(4, 4))])
     with pytest.raises(OptimizerError, match=f"{kind} does not work under ZeRO"):
         refuse_optimizer(optimizer)
 
 
-def test_such_an_optimizer_in_a_run() -> None:
+def test_an_unsupported_optimizer_in_a_run() -> None:
     module = RegressionModule(bias=False)
     module.configure_optimizers = lambda: torch.optim.Adafactor(module.parameters())  # type: ignore[method-assign]
     with pytest.raises(OptimizerError, match="Adafactor does not work under ZeRO"):
@@ -221,7 +221,7 @@ def test_elementwise_optimizers(optimizer: str, kind: str) -> None:
     assert trained(case, 1, strategy=strategy(kind)).losses == pytest.approx(trained(case, 1).losses, rel=2e-5)
 
 
-def test_how_many_tensors_an_optimizer_keeps() -> None:
+def test_the_number_of_state_tensors_of_an_optimizer() -> None:
     """Counted in a step of a copy, which has no side effects."""
     parameter = nn.Parameter(torch.ones(4))
     plain, adam = torch.optim.SGD([parameter], lr=0.1), torch.optim.AdamW([parameter], amsgrad=True)
@@ -233,7 +233,7 @@ def test_how_many_tensors_an_optimizer_keeps() -> None:
     assert not adam.state
 
 
-def test_clipping_by_value_is_refused_when_the_trainer_is_made() -> None:
+def test_clipping_by_value_is_refused_when_the_trainer_is_created() -> None:
     with pytest.raises(ConfigurationError, match="cannot be clipped by value under ZeRO.*gradient_clip_algorithm='norm'"):
         Trainer(strategy="zero2", accelerator="cpu", gradient_clip_val=0.5, gradient_clip_algorithm="value")
 
