@@ -1,7 +1,7 @@
 """Strategies: one package for each backend.
 
-A strategy uses the core, but not the callbacks, the trainer or its loop. Training on one device needs no class from here: the
-base class `trainkit.strategy.Strategy` does it.
+A strategy uses the core, but not the callbacks, the trainer or its loop. Training on one device needs no class from here; it
+uses the base class `trainkit.strategy.Strategy`.
 """
 
 from __future__ import annotations

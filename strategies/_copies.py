@@ -1,4 +1,4 @@
-"""Modules that every process has a copy of: check that the copies match, and keep their buffers equal."""
+"""Modules that every rank has a copy of: check that the copies match, and keep their buffers equal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainkit.distributed.world import World
 from trainkit.errors import ModuleError
 from trainkit.strategies._reduction import broadcast
 
-__all__ = ["Buffers", "check_same_copies"]
+__all__ = ["Buffers", "check_modules_match"]
 
 
 class Buffers:
@@ -23,7 +23,7 @@ class Buffers:
         return bool(self._places)
 
     def add(self, module: nn.Module, world: World) -> None:
-        """Add the buffers of a module that every process has a copy of."""
+        """Add the buffers of a module that every rank has a copy of."""
         self._world = world
         self._places += [(owner._buffers, name) for owner in module.modules() for name in owner._buffers]
 
@@ -40,8 +40,8 @@ class Buffers:
                 broadcast(present)
 
 
-def check_same_copies(module: nn.Module, world: World, backend: str) -> None:
-    """Raise an error unless all ranks have the same parameters and buffers. Collective.
+def check_modules_match(module: nn.Module, world: World, backend: str) -> None:
+    """Check that the modules of all ranks have parameters and buffers of the same names, shapes and dtypes. Collective.
 
     Args:
         module: the module of this rank.
@@ -59,11 +59,11 @@ def check_same_copies(module: nn.Module, world: World, backend: str) -> None:
             "the module in configure_model: self(batch)"
         )
     mine = [f"{name}: {str(t.dtype).removeprefix('torch.')}{list(getattr(t, 'ds_shape', t.shape))}" for name, t in named]
-    said = world.exchange(mine)
-    for rank, other in enumerate(said):
-        if other != said[0]:
-            differing = [line for line in [*said[0], *other] if (line in said[0]) != (line in other)]
+    by_rank = world.exchange(mine)
+    for rank, other in enumerate(by_rank):
+        if other != by_rank[0]:
+            differing = [line for line in [*by_rank[0], *other] if (line in by_rank[0]) != (line in other)]
             raise ModuleError(
-                f"rank 0 and rank {rank} have different modules, but all ranks must have copies of one module. Different: "
+                f"rank 0 and rank {rank} have different modules, but all ranks must have the same module. Different: "
                 f"{'; '.join(differing[:4]) or 'the order of parameters'}. Build the module the same way on all ranks."
             )

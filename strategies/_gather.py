@@ -40,7 +40,7 @@ def gathered(data: Any, world: World, device: torch.device, sync_grads: bool, al
         ConfigurationError: ranks pass different containers, shapes or dtypes.
     """
     if not alike:
-        _compare(data, world)
+        _check_same_shapes(data, world)
 
     def gather(tensor: Tensor) -> Tensor:
         tensor = tensor.to(device)
@@ -52,12 +52,12 @@ def gathered(data: Any, world: World, device: torch.device, sync_grads: bool, al
     return map_tensors(data, gather)
 
 
-def _compare(data: Any, world: World) -> None:
+def _check_same_shapes(data: Any, world: World) -> None:
     tensors = [leaf for leaf in leaves(data) if isinstance(leaf, Tensor)]
     mine = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-    said = CollectiveChecks.of(world).exchange("all_gather", mine)
-    if any(other != said[0] for other in said):
-        lines = [f"rank {rank}: {', '.join(f'{dtype}{shape}' for dtype, shape in each)}" for rank, each in enumerate(said)]
+    by_rank = CollectiveChecks.of(world).exchange("all_gather", mine)
+    if any(other != by_rank[0] for other in by_rank):
+        lines = [f"rank {rank}: {', '.join(f'{dtype}{shape}' for dtype, shape in each)}" for rank, each in enumerate(by_rank)]
         raise ConfigurationError(
             f"all_gather needs tensors of the same shapes and dtypes on all ranks, but got {'; '.join(lines)}. Pad them first: "
             "torch.nn.functional.pad(x, (0, n - len(x)))"

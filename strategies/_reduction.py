@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainkit.errors import ModuleError
 
-__all__ = ["average_gradients", "broadcast", "mean", "no_rows", "sparse_parameters"]
+__all__ = ["average_gradients", "broadcast", "empty_sparse_gradient", "mean", "sparse_parameters"]
 
 _BROADCAST_MB = 64.0
 
@@ -34,7 +34,7 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
         flat = torch.cat([_real(tensor).reshape(-1) for tensor in some])
         dist.broadcast(flat, 0)
         if not main:
-            _scatter(flat, [_real(tensor) for tensor in some])
+            _copy_out(flat, [_real(tensor) for tensor in some])
 
 
 def average_gradients(
@@ -43,12 +43,12 @@ def average_gradients(
     """Average the gradient of each parameter over all ranks, in place.
 
     A gradient that is missing on some ranks counts as zeros there. One that is missing on all ranks stays `None`: each bucket
-    also carries a flag for each parameter that says whether its gradient exists.
+    also contains a flag for each parameter that shows whether its gradient exists.
 
     Args:
         parameters: the same parameters on all ranks, in the same order.
         bucket_mb: bucket size in MB.
-        wire: dtype to send floating-point values in, if it is shorter than theirs.
+        wire: dtype in which floating-point values are sent, if it has fewer bytes than theirs.
         sparse: ids of the parameters with sparse gradients.
 
     Raises:
@@ -120,7 +120,7 @@ def _average_sparse(parameter: Tensor) -> None:
         )
     gradient = parameter.grad
     if gradient is None:
-        gradient = no_rows(parameter.detach())
+        gradient = empty_sparse_gradient(parameter.detach())
     elif not gradient.is_sparse:
         gradient = gradient.to_sparse(1)
     gradient = (gradient.detach() / dist.get_world_size()).coalesce()
@@ -135,28 +135,29 @@ def sparse_parameters(module: nn.Module) -> set[int]:
     return {id(part.weight) for part in module.modules() if isinstance(part, kinds) and part.sparse}
 
 
-def no_rows(like: Tensor) -> Tensor:
+def empty_sparse_gradient(like: Tensor) -> Tensor:
     """A sparse zero gradient of the shape of `like`, with no entries."""
     nowhere = torch.empty((1, 0), dtype=torch.int64, device=like.device)
     return torch.sparse_coo_tensor(nowhere, like[:0], like.shape)
 
 
 def _buckets(tensors: Iterable[Tensor], bucket_mb: float) -> Iterator[list[Tensor]]:
-    """Group tensors by dtype and device into lists of at most `bucket_mb` MB; a larger tensor is a list of its own."""
-    open_ones: dict[Any, list[Tensor]] = {}
+    """Group tensors by dtype and device into lists of at most `bucket_mb` MB; a larger tensor has its own list."""
+    open_buckets: dict[Any, list[Tensor]] = {}
     sizes: dict[Any, float] = {}
     for tensor in tensors:
         key, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size() / 2**20
-        if key in open_ones and sizes[key] + size > bucket_mb:
-            yield open_ones.pop(key)
-        if key not in open_ones:
-            open_ones[key], sizes[key] = [], 0.0
-        open_ones[key].append(tensor)
+        if key in open_buckets and sizes[key] + size > bucket_mb:
+            yield open_buckets.pop(key)
+        if key not in open_buckets:
+            open_buckets[key], sizes[key] = [], 0.0
+        open_buckets[key].append(tensor)
         sizes[key] += size
-    yield from open_ones.values()
+    yield from open_buckets.values()
 
 
-def _scatter(flat: Tensor, targets: Sequence[Tensor]) -> None:
+def _copy_out(flat: Tensor, targets: Sequence[Tensor]) -> None:
+    """Copy the parts of a flat tensor to the tensors that were concatenated in it."""
     for target, value in zip(targets, flat.split([target.numel() for target in targets]), strict=True):
         target.copy_(value.view(target.shape))
 

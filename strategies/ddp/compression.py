@@ -16,7 +16,7 @@ from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 __all__ = ["Compression"]
 
 _WIRES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_POWER = "powersgd"
+_POWERSGD = "powersgd"
 
 
 class Compression:
@@ -34,7 +34,7 @@ class Compression:
     """
 
     def __init__(self, hook: str | Callable[..., Any] | None, state: Any) -> None:
-        known = (*_WIRES, _POWER)
+        known = (*_WIRES, _POWERSGD)
         if isinstance(hook, str) and hook not in known:
             raise UnknownNameError(
                 f"unknown comm_hook {hook!r}; known: {', '.join(known)}, or a function (state, bucket) like those in "
@@ -51,9 +51,9 @@ class Compression:
             )
         self._hook, self._state = hook, state
         self.wire = _WIRES.get(hook) if isinstance(hook, str) else None
-        self._power: Any = None  # the PowerSGDState, kept when DDP is made again
-        if hook == _POWER and isinstance(state, Mapping):
-            self._power_state(**state)  # raises now if the options are wrong, not when training begins
+        self._powersgd_state: Any = None  # the PowerSGDState, kept when DDP is created again
+        if hook == _POWERSGD and isinstance(state, Mapping):
+            self._make_powersgd_state(**state)  # raises now if the options are wrong, not when training begins
 
     def register(self, ddp: DistributedDataParallel) -> None:
         """Register the hook with DDP."""
@@ -61,32 +61,32 @@ class Compression:
             return
         if self.wire is not None:
             ddp.register_comm_hook(self.wire, _plain(_send_short))
-        elif self._hook == _POWER:
+        elif self._hook == _POWERSGD:
             from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
-            ddp.register_comm_hook(self._begin_power(), _plain(powerSGD_hook))
+            ddp.register_comm_hook(self._state_for_new_buckets(), _plain(powerSGD_hook))
         else:
             assert callable(self._hook)
             ddp.register_comm_hook(self._state, _plain(self._hook))
 
-    def _begin_power(self) -> Any:
+    def _state_for_new_buckets(self) -> Any:
         """A state for new buckets, without the errors and matrices of earlier buckets, whose shapes may differ."""
         if self._state is not None and not isinstance(self._state, Mapping):
             made = self._state
             for memory in (made.error_dict, made.p_memory_dict, made.q_memory_dict):
                 memory.clear()
         else:
-            made = self._power_state(**(self._state or {}))
-            made.iter = 0 if self._power is None else self._power.iter
-        if self._power is None:
+            made = self._make_powersgd_state(**(self._state or {}))
+            made.iter = 0 if self._powersgd_state is None else self._powersgd_state.iter
+        if self._powersgd_state is None:
             notice(
-                "comm_hook='powersgd': checkpoints do not contain what PowerSGD remembers of earlier gradients, so a resumed "
-                "run differs slightly from an uninterrupted one."
+                "comm_hook='powersgd': checkpoints do not contain PowerSGD's state of earlier gradients, so a resumed run "
+                "differs slightly from an uninterrupted one."
             )
-        self._power = made
+        self._powersgd_state = made
         return made
 
-    def _power_state(self, **options: Any) -> Any:
+    def _make_powersgd_state(self, **options: Any) -> Any:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
         try:
@@ -99,7 +99,7 @@ class Compression:
 
 
 def _send_short(wire: torch.dtype, bucket: Any) -> Any:
-    """Average a bucket over all ranks, sent in a shorter dtype. Complex and already short values are sent as they are."""
+    """Average a bucket over all ranks, sent in a shorter dtype. Complex and already short values are sent unchanged."""
     buffer = bucket.buffer().div_(dist.get_world_size())
     short = buffer.is_floating_point() and wire.itemsize < buffer.dtype.itemsize
     sent = buffer.to(wire) if short else buffer

@@ -19,7 +19,7 @@ from trainkit.footprint import Contents, Footprint, Moment
 from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch, MicroBatchKind
 from trainkit.nested import leaves
 from trainkit.precision import Precision
-from trainkit.strategies._copies import Buffers, check_same_copies
+from trainkit.strategies._copies import Buffers, check_modules_match
 from trainkit.strategies._gather import barrier, gathered
 from trainkit.strategies._membership import Membership
 from trainkit.strategies._reduction import average_gradients, broadcast, mean, sparse_parameters
@@ -98,11 +98,11 @@ class DDPStrategy(Strategy):
         self.sync_batchnorm = sync_batchnorm
         self._compression = Compression(comm_hook, comm_state)
         self._norms = SyncedBatchNorms()
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._step: TrainingStep | None = None  # the training_step of automatic optimization
-        self._models: list[PreparedModel] = []  # of your own training loop
+        self._models: list[PreparedModel] = []  # the models that your own training loop calls
         self._buffers = Buffers()
         self._sparse: set[int] = set()  # ids of parameters with sparse gradients
         self._known: dict[int, int] = {}  # id of an optimizer → number of its parameters that have been checked
@@ -129,7 +129,7 @@ class DDPStrategy(Strategy):
             return module
         if self.sync_batchnorm:
             self._norms.convert(module, self.world)
-        check_same_copies(module, self.world, "DDP")
+        check_modules_match(module, self.world, "DDP")
         self._buffers.add(module, self.world)
         self._sparse |= sparse_parameters(module)
         broadcast([p.data for p in module.parameters()])
@@ -142,7 +142,7 @@ class DDPStrategy(Strategy):
             return module
         model = PreparedModel(module, late=self.static_graph, **self._options())
         if self._norms:
-            model.register_forward_pre_hook(lambda *_: self._norms.follow(self.micro_batch.uneven))
+            model.register_forward_pre_hook(lambda *_: self._norms.select_statistics(self.micro_batch.uneven))
         self._models.append(model)
         for each in self._models:
             each.replica.watched = len(self._models) > 1
@@ -186,18 +186,18 @@ class DDPStrategy(Strategy):
         step = self._step = TrainingStep(module, run, static_graph=self.static_graph, **self._options())
         norms = self._norms
 
-        def begun(*args: Any) -> Any:
+        def training_step(*args: Any) -> Any:
             micro = self.micro_batch
             if micro.first:
                 step.begin_window(micro.uneven)
-                norms.follow(micro.uneven)
+                norms.select_statistics(micro.uneven)
             self._stepping = True
             try:
                 return step(*args)
             finally:
                 self._stepping = False
 
-        return begun
+        return training_step
 
     def backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW, **kwargs: Any) -> None:
         """See `trainkit.Strategy.backward`. Averages gradients in the last micro-batch of a window."""
@@ -221,20 +221,20 @@ class DDPStrategy(Strategy):
         called = [model for model in self._models if model.replica.called]
         if self._models and not called:
             raise ModuleError(
-                "no prepared model was called since the last backward pass, but gradients are averaged only after a call of "
-                "one. Call the model that prepare returned: model(...), not a method of it. Add up the losses of one forward: "
-                "accelerator.backward(loss1 + loss2)"
+                "no prepared model was called since the last backward pass, but gradients are averaged only after a prepared "
+                "model was called. Call the model that prepare returned: model(...), not one of its methods. Add up the losses "
+                "of one forward: accelerator.backward(loss1 + loss2)"
             )
         for model in called:
             model.replica.reached = False
-        with self._waiting(called):
+        with self._collective_context(called):
             self.precision.scale(loss).backward(**kwargs)
-        # if it reached no model's outputs, the loss was computed from something else, and all models may take part
+        # if it reached no model's outputs, the loss was computed from something else, which may involve all models
         for model in [model for model in called if model.replica.reached] or called:
             model.finish_backward()
 
-    def _waiting(self, models: list[PreparedModel]) -> AbstractContextManager[Any]:
-        """A context for a backward pass, which waits for other ranks if one of the models averages its gradients."""
+    def _collective_context(self, models: list[PreparedModel]) -> AbstractContextManager[Any]:
+        """A context for a backward pass: it counts as a collective if one of the models averages its gradients."""
         return self.world.collectives if any(model.replica.due() for model in models) else _NULL
 
     def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
@@ -254,11 +254,12 @@ class DDPStrategy(Strategy):
             called = self._models  # the other ranks called it
             if len(called) > 1:
                 raise ModuleError(
-                    "backward(None) with several prepared models, none of which was called since the last backward pass: it is "
-                    "not known which of them the other ranks wait for. Call the models first: model(batch), then backward(None)"
+                    "backward(None) was called with several prepared models, but none of them was called since the last "
+                    "backward pass, so it is unclear which of them the other ranks wait for. Call the models first: "
+                    "model(batch), then backward(None)"
                 )
         # in the order of a backward pass, which is also the order in which the other ranks average
-        with self._waiting(called):
+        with self._collective_context(called):
             for model in sorted(called, key=lambda model: -model.replica.called):
                 model.skip_backward()
 
@@ -312,7 +313,7 @@ class DDPStrategy(Strategy):
         if unknown:
             raise ModuleError(
                 f"{type(optimizer).__name__} has {len(unknown)} parameters (the first of shape {tuple(unknown[0].shape)}) that "
-                "were in no module when it was prepared, so their gradients are not averaged over the ranks. Create all "
+                "were not in a module when it was prepared, so their gradients are not averaged over the ranks. Create all "
                 "parameters in __init__ or configure_model, and prepare all modules: accelerator.prepare(model, other)"
             )
 
@@ -339,12 +340,12 @@ class DDPStrategy(Strategy):
         return data if self._alone else gathered(data, self.world, self.device, sync_grads, alike)
 
     def _refuse_uneven(self, data: Any, sync_grads: bool) -> None:
-        """Raise an error where ranks without a micro-batch would not take part: in `training_step` and in its backward."""
+        """Raise an error where ranks without a micro-batch do not participate: in `training_step` and in its backward."""
         if self._stepping or (sync_grads and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(data))):
             raise ConfigurationError(
-                "all_gather in a window in which some ranks have fewer micro-batches than others, such as the last one of an "
-                "epoch: those ranks do not call it, and the others would wait forever. Stop the epoch after n "
-                "micro-batches, as many as every rank has: Trainer(limit_train_batches=n)"
+                "all_gather was called in an accumulation window in which some ranks have fewer micro-batches than others, "
+                "such as the last one of an epoch. Those ranks do not call it, so the others would wait forever. End the epoch "
+                "after n micro-batches, where n is the number that every rank has: Trainer(limit_train_batches=n)"
             )
 
     def barrier(self) -> None:
@@ -356,4 +357,4 @@ class DDPStrategy(Strategy):
         for replica in self._replicas():
             replica.close()
         self._norms.restore()
-        self._begin()
+        self._reset()

@@ -44,7 +44,7 @@ class FixedDDP(DistributedDataParallel):
         **options: Any,
     ) -> None:
         self._due = due
-        self._once = static_graph or not find_unused_parameters  # torch would rebuild the buckets after the first step
+        self._fixed = static_graph or not find_unused_parameters  # torch would rebuild the buckets after the first step
         cap: Any = None if bucket_cap_mb == _DEFAULT_CAP else bucket_cap_mb
         super().__init__(
             module,
@@ -55,8 +55,8 @@ class FixedDDP(DistributedDataParallel):
             **options,
         )
         self.broadcast_buffers = False  # some versions of torch warn if it is passed as an argument
-        if self._once:
-            self._make_buckets()
+        if self._fixed:
+            self._build_buckets()
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -72,7 +72,7 @@ class FixedDDP(DistributedDataParallel):
         """Whether torch searches the graph of each forward's outputs for unused parameters."""
         return bool(self.find_unused_parameters and not self.static_graph)
 
-    def expect(self, roots: Sequence[Tensor]) -> None:
+    def prepare_backward(self, roots: Sequence[Tensor]) -> None:
         """Prepare for a backward pass that starts at `roots` instead of the outputs of the forward."""
         self.reducer.prepare_for_backward(list(roots) if self.watches_outputs else [])
 
@@ -84,7 +84,7 @@ class FixedDDP(DistributedDataParallel):
         if self.watches_outputs:
             self.reducer._reset_state()
 
-    def _make_buckets(self) -> None:
+    def _build_buckets(self) -> None:
         """Build the final buckets, as torch does after the first step."""
         try:
             self.reducer._push_all_rebuilt_params()
@@ -94,7 +94,7 @@ class FixedDDP(DistributedDataParallel):
         if not made:
             warn(
                 f"DDP of torch {torch.__version__} rebuilds its buckets after the first step, which trainkit cannot prevent in "
-                "this version: with three or more processes a resumed run may differ in the last bit from an uninterrupted "
+                "this version. With three or more processes, a resumed run may differ in the last bit from an uninterrupted "
                 "one. Use torch 2.9 to 2.13, which are known to work."
             )
 
@@ -102,7 +102,7 @@ class FixedDDP(DistributedDataParallel):
         # Fixed buckets are reduced in the order of this list. The gradients of the last layers are ready first, so they come
         # first. Buckets that torch rebuilds are reversed by torch.
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        return (parameters[::-1], sparse[::-1]) if self._once else (parameters, sparse)
+        return (parameters[::-1], sparse[::-1]) if self._fixed else (parameters, sparse)
 
     def _post_forward(self, output: Any) -> Any:
         if torch.is_grad_enabled() and self._due():

@@ -15,7 +15,7 @@ from trainkit.accelerator.wrapped import Wrapped
 from trainkit.distributed.world import World
 from trainkit.errors import LossError, ModuleError
 from trainkit.nested import leaves
-from trainkit.strategies._reduction import no_rows, sparse_parameters
+from trainkit.strategies._reduction import empty_sparse_gradient, sparse_parameters
 from trainkit.strategies.ddp.fixed_buckets import FixedDDP
 
 __all__ = ["PreparedModel", "Replica", "TrainingStep"]
@@ -32,16 +32,16 @@ class Replica:
         make: `make(target, due)` wraps a module in DDP.
         due: returns whether the current micro-batch averages gradients.
         world: the ranks of the run.
-        late: wrap the module in the first micro-batch that averages gradients, not at once.
+        late: wrap the module in the first micro-batch that averages gradients, not immediately.
         target: the module that DDP wraps, which contains `module`. Default: `module`.
 
     Attributes:
         ddp: the DDP wrapper, or `None`.
         late: as given.
-        held: do not average gradients, even if `due` says so.
+        sync_disabled: do not average gradients, even if `due` returns `True`.
         called: for a model in your own training loop: when its last forward with gradients ran, as a number that counts the
             forwards of all models. 0 after a backward pass.
-        watched: there are other models too, so `reached` must tell whether a backward pass used this one.
+        watched: there are other models too, so `reached` must show whether a backward pass used this one.
         reached: a backward pass reached the outputs of the last forward.
     """
 
@@ -59,7 +59,7 @@ class Replica:
         self._window_due = due
         self._target = module if target is None else target
         self.ddp: FixedDDP | None = None
-        self.held = self.watched = self.reached = False
+        self.sync_disabled = self.watched = self.reached = False
         self.called = 0
         self._build()
 
@@ -75,9 +75,9 @@ class Replica:
 
     def due(self) -> bool:
         """Whether gradients are averaged now."""
-        return not self.held and self._window_due()
+        return not self.sync_disabled and self._window_due()
 
-    def follow(self) -> None:
+    def rewrap_if_changed(self) -> None:
         """Wrap the module again if parameters were frozen or unfrozen since the last call. Collective in that case.
 
         Raises:
@@ -90,7 +90,7 @@ class Replica:
         """Whether all parameters are frozen now."""
         return True not in map(_REQUIRES_GRAD, self._parameters)
 
-    def reach(self, gradient: Tensor) -> None:
+    def record_reached(self, gradient: Tensor) -> None:
         """Record that a backward pass reached the outputs of the last forward. A tensor hook."""
         self.reached = True
 
@@ -107,8 +107,8 @@ class Replica:
             self.ddp._remove_autograd_hooks()  # type: ignore[no-untyped-call]
             self.ddp = None
 
-    def backward_zeros(self, *others: tuple[Tensor, Tensor]) -> None:
-        """Run a backward pass with zero gradients, so that this rank takes part in the all-reduce of the last forward.
+    def backward_zero_gradients(self, *others: tuple[Tensor, Tensor]) -> None:
+        """Run a backward pass with zero gradients, so that this rank participates in the all-reduce of the last forward.
 
         Args:
             *others: more roots of the backward pass, each with its gradient.
@@ -116,13 +116,13 @@ class Replica:
         ddp = self.ddp
         assert ddp is not None
         trained = [p for p in self._parameters if p.requires_grad]
-        if ddp.watches_outputs:  # the others count as unused: unused on all ranks, they get no gradient
+        if ddp.watches_outputs:  # the other parameters count as unused; if they are unused on all ranks, they get no gradient
             trained = [] if others else trained[:1]
         if trained:
             zero = _ZeroGradients.apply(sparse_parameters(self._module), *trained)  # type: ignore[no-untyped-call]
             others = (*others, (zero, zero.detach()))
         roots, gradients = zip(*others, strict=True)
-        ddp.expect(roots)
+        ddp.prepare_backward(roots)
         torch.autograd.backward(roots, gradients)
         self.check_complete()
 
@@ -153,18 +153,18 @@ class Replica:
         self.close()
         self._parameters = list(self._module.parameters())
         self._flags = list(map(_REQUIRES_GRAD, self._parameters))
-        self._check_same_copies()
+        self._check_same_trainable()
         if self.trained and not self.late:
             self.ddp = self._make(self._target, self.due)
 
-    def _check_same_copies(self) -> None:
-        said = self._world.exchange([len(self._flags), sum(self._flags), hash(tuple(self._flags))])
-        odd = [f"{rank} ({trained} of {count})" for rank, (count, trained, _) in enumerate(said) if said[rank] != said[0]]
+    def _check_same_trainable(self) -> None:
+        first, *others = self._world.exchange([len(self._flags), sum(self._flags), hash(tuple(self._flags))])
+        odd = [(rank, found) for rank, found in enumerate(others, 1) if found != first]
         if odd:
+            counts = ", ".join(f"rank {rank} trains {trained} of {count}" for rank, (count, trained, _) in [(0, first), *odd])
             raise ModuleError(
-                f"the ranks train different parameters, but must train the same: {said[0][1]} of {said[0][0]} on rank 0, but "
-                f"others on rank {', '.join(odd)}. Freeze the same parameters in the same step on all ranks: "
-                "parameter.requires_grad_(False)"
+                f"the ranks train different parameters, but must train the same: {counts}. Freeze the same parameters in the "
+                "same step on all ranks: parameter.requires_grad_(False)"
             )
 
 
@@ -178,14 +178,14 @@ class _ZeroGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, *(no_rows(p) if sparse else torch.zeros_like(p) for p, sparse in ctx.zeros)
+        return None, *(empty_sparse_gradient(p) if sparse else torch.zeros_like(p) for p, sparse in ctx.zeros)
 
 
 class _Dispatch(nn.Module):
     """The module that DDP wraps: its forward calls the training step.
 
     Attributes:
-        witness: an extra parameter, not of the user's module. Each loss adds 1 to its gradient.
+        probe_parameter: an extra parameter, not in the user's module. Each loss adds 1 to its gradient.
     """
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
@@ -204,8 +204,8 @@ class _Dispatch(nn.Module):
 class TrainingStep:
     """`training_step` with automatic optimization: runs inside DDP's forward.
 
-    A rank without a loss takes part in the all-reduce with zeros. The gradient of the witness, which is averaged in the same
-    buckets, shows whether any rank had a loss.
+    A rank without a loss participates in the all-reduce with zeros. The gradient of the probe parameter, which is averaged in
+    the same buckets, shows whether any rank had a loss.
 
     Args:
         module: the user's module.
@@ -225,13 +225,13 @@ class TrainingStep:
 
     @property
     def probe_parameter(self) -> Tensor:
-        """A parameter whose gradient counts the losses of the window."""
+        """A parameter whose gradient counts the losses of the accumulation window."""
         return self._dispatch.probe_parameter
 
     def begin_window(self, uneven: bool) -> None:
-        """Start a window: called before its first forward, or instead if there is none."""
+        """Start an accumulation window; called before its first forward, or instead of it if there is none."""
         if not uneven:
-            self.replica.follow()
+            self.replica.rewrap_if_changed()
         self.probe_parameter.grad = None
 
     def __call__(self, *args: Any) -> Any:
@@ -259,9 +259,9 @@ class TrainingStep:
         if self._static:
             raise LossError(
                 "training_step returned no loss, or its batch has weight 0, but with static_graph=True all steps must be like "
-                "the first. Remove static_graph=True, or return a loss in every step."
+                "the first. Remove static_graph=True, or return a loss with nonzero weight in every step."
             )
-        self.replica.backward_zeros((self.probe_parameter.view(1), self._one * had_loss))
+        self.replica.backward_zero_gradients((self.probe_parameter.view(1), self._one * had_loss))
 
 
 class PreparedModel(Wrapped):
@@ -286,23 +286,23 @@ class PreparedModel(Wrapped):
         replica = self.replica
         if not torch.is_grad_enabled() or replica.frozen():
             return self.module(*args, **kwargs)  # frozen for now, like the discriminator of a GAN in a generator step
-        replica.follow()
+        replica.rewrap_if_changed()
         replica.called = next(_CALLS)
         outputs = replica(*args, **kwargs)
         if replica.watched:
             for leaf in leaves(outputs):
                 if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                    leaf.register_hook(replica.reach)
+                    leaf.register_hook(replica.record_reached)
         return outputs
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context in which forward and backward do not average gradients; a later backward averages their sum."""
-        before, self.replica.held = self.replica.held, True
+        before, self.replica.sync_disabled = self.replica.sync_disabled, True
         try:
             yield
         finally:
-            self.replica.held = before
+            self.replica.sync_disabled = before
 
     def finish_backward(self) -> None:
         """Check a backward pass through this model, after it ran."""
@@ -311,7 +311,7 @@ class PreparedModel(Wrapped):
             self.replica.check_complete()
 
     def skip_backward(self) -> None:
-        """Called instead of a backward pass if this rank has no loss: takes part in the all-reduce of the other ranks.
+        """Called instead of a backward pass if this rank has no loss: participates in the all-reduce of the other ranks.
 
         Raises:
             LossError: `static_graph` is set, so every step must be like the first.
@@ -321,10 +321,10 @@ class PreparedModel(Wrapped):
         if not replica.due() or replica.frozen():
             return
         if not called:
-            replica.follow()  # the other ranks do so in their forward
+            replica.rewrap_if_changed()  # the other ranks do so in their forward
         if replica.late:
             raise LossError(
-                "backward(None), or a loss of weight 0, but with static_graph=True all steps must be like the first. Remove "
-                "static_graph=True, or call backward with a loss in every step."
+                "backward was called with None or with a loss of weight 0, but with static_graph=True all steps must be like "
+                "the first. Remove static_graph=True, or call backward with a loss in every step."
             )
-        replica.backward_zeros()
+        replica.backward_zero_gradients()

@@ -17,14 +17,14 @@ __all__ = ["SyncedBatchNorms"]
 class SyncedBatchNorms:
     """Replaces BatchNorm layers by `nn.SyncBatchNorm`, which communicates in every forward.
 
-    In a window in which ranks have different numbers of micro-batches, each rank uses its own statistics, because ranks without
-    a micro-batch run no forward.
+    In an accumulation window in which ranks have different numbers of micro-batches, each rank uses its own statistics, because
+    ranks without a micro-batch run no forward.
     """
 
     def __init__(self) -> None:
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []  # parent module, name, the user's layer
         self._layers: list[nn.SyncBatchNorm] = []
-        self._own: Any = None  # a process group of this rank alone
+        self._local_group: Any = None  # a process group that contains only this rank
         self._local = False
 
     def __bool__(self) -> bool:
@@ -41,23 +41,25 @@ class SyncedBatchNorms:
                     setattr(owner, name, synced[layer])
                     self._replaced.append((owner, name, layer))
         self._layers += [layer for layer in module.modules() if isinstance(layer, nn.SyncBatchNorm)]
-        if self._layers and self._own is None:
-            self._own = [dist.new_group([rank]) for rank in range(world.size)][world.rank]  # every rank must create every group
+        if self._layers and self._local_group is None:
+            self._local_group = [dist.new_group([rank]) for rank in range(world.size)][
+                world.rank
+            ]  # every rank must create every group
             notice(
-                "sync_batchnorm: in a window in which some ranks have fewer micro-batches than others, such as the last one of "
-                "an epoch, each rank uses its own BatchNorm statistics."
+                "sync_batchnorm: in an accumulation window in which some ranks have fewer micro-batches than others, such as "
+                "the last one of an epoch, each rank uses its own BatchNorm statistics."
             )
 
-    def follow(self, uneven: bool) -> None:
-        """Select synchronized or local statistics, before the first forward of a window."""
+    def select_statistics(self, uneven: bool) -> None:
+        """Select synchronized or local statistics, before the first forward of an accumulation window."""
         if uneven is not self._local:
             self._local = uneven
             for layer in self._layers:
-                layer.process_group = self._own if uneven else None
+                layer.process_group = self._local_group if uneven else None
 
     def restore(self) -> None:
         """Restore the user's layers, with the parameters and buffers of the synchronized ones."""
-        self.follow(False)
+        self.select_statistics(False)
         for owner, name, layer in self._replaced:
             synced = getattr(owner, name)
             layer._parameters.update(synced._parameters)

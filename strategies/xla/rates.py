@@ -1,6 +1,6 @@
 """Learning rates whose values do not make XLA recompile.
 
-A Python number in an operation becomes an input of the compiled graph, so another value needs no other graph. There are
+A Python number in an operation becomes an input of the compiled graph, so a different value needs no new graph. There are
 exceptions: 0, 1 and -1 become constants of the graph, and so does a number that rounds to one of them in float32 (AdamW's
 factor 1 - rate × decay is 1 as soon as the rate is small). Equal numbers become one input. A schedule that warms up from 0, or
 decays to 0, would therefore cause a recompilation each time.
@@ -32,7 +32,7 @@ _SMALLEST = math.ulp(0.0)
 _BELOW_ONE = math.nextafter(1.0, 0.0)
 _DENORMAL = 2.0**-149  # the smallest float32 above 0; XLA treats it as 0
 
-Kept = dict[tuple[float, torch.dtype, torch.device], Tensor]
+TensorCache = dict[tuple[float, torch.dtype, torch.device], Tensor]
 
 
 class Rate(float):
@@ -40,17 +40,17 @@ class Rate(float):
 
     Args:
         value: the exact value.
-        group: number of the parameter group, so that the rates of two groups are not one input.
-        kept: cache of the tensors made from values of the group in this step.
+        group: number of the parameter group, so that equal rates of two groups do not become one input.
+        cache: the tensors created from values of the group in this step.
     """
 
     exact: float
     group: int
-    kept: Kept
+    cache: TensorCache
 
-    def __new__(cls, value: float, group: int, kept: Kept) -> Rate:
-        made = super().__new__(cls, _near(value, group))
-        made.exact, made.group, made.kept = value, group, kept
+    def __new__(cls, value: float, group: int, cache: TensorCache) -> Rate:
+        made = super().__new__(cls, _avoid_constants(value, group))
+        made.exact, made.group, made.cache = value, group, cache
         return made
 
     @classmethod
@@ -67,14 +67,15 @@ class Rate(float):
             return self.exact
         dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
         key = (self.exact, dtype, like.device)
-        if key not in self.kept:
+        if key not in self.cache:
             xm: Any = importlib.import_module("torch_xla.core.xla_model")
             # torch.tensor(value, device=…) would become a constant too
-            (self.kept[key],) = xm.send_cpu_data_to_device([torch.tensor(self.exact, dtype=dtype)], like.device)
-        return self.kept[key]
+            (self.cache[key],) = xm.send_cpu_data_to_device([torch.tensor(self.exact, dtype=dtype)], like.device)
+        return self.cache[key]
 
 
-def _near(value: float, group: int) -> float:
+def _avoid_constants(value: float, group: int) -> float:
+    """Returns the value, or a number next to it if XLA would make it a constant of the graph."""
     if value == 0.0:
         return math.copysign(group * _DENORMAL or _SMALLEST, value)
     if abs(value) == 1.0:
@@ -82,35 +83,36 @@ def _near(value: float, group: int) -> float:
     return value
 
 
-def _kept(name: str) -> Callable[..., Any]:
+def _operator(name: str) -> Callable[..., Any]:
+    """Returns a method of `float` that computes with the exact values and returns a `Rate`."""
     plain = getattr(float, name)
 
     def operation(self: Rate, *others: Any) -> Any:
         result = plain(self.exact, *[other.exact if isinstance(other, Rate) else other for other in others])
-        return Rate(result, self.group, self.kept) if isinstance(result, float) else result
+        return Rate(result, self.group, self.cache) if isinstance(result, float) else result
 
     operation.__name__ = name
     return operation
 
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "neg", "pos", "abs"):
-    setattr(Rate, f"__{_name}__", _kept(f"__{_name}__"))
+    setattr(Rate, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 class _Beta(float):
     """A decay rate of Adam's moments. Its powers approach 0, so the bias corrections 1 - beta**step approach 1."""
 
     group: int
-    kept: Kept
+    cache: TensorCache
 
-    def __new__(cls, value: float, group: int, kept: Kept) -> _Beta:
+    def __new__(cls, value: float, group: int, cache: TensorCache) -> _Beta:
         made = super().__new__(cls, value)
-        made.group, made.kept = group, kept
+        made.group, made.cache = group, cache
         return made
 
     def __pow__(self, exponent: Any, modulo: None = None) -> Any:
         result = float(self) ** exponent
-        return Rate(result, self.group, self.kept) if isinstance(result, float) else result
+        return Rate(result, self.group, self.cache) if isinstance(result, float) else result
 
 
 @contextmanager
@@ -124,14 +126,14 @@ def steady_rates(optimizer: Optimizer, closure: object = None) -> Iterator[None]
         return
     plain: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for number, group in enumerate(optimizer.param_groups):
-        rate, betas, kept = group.get("lr"), group.get("betas"), Kept()
+        rate, betas, cache = group.get("lr"), group.get("betas"), TensorCache()
         if not isinstance(rate, float | int):
             continue
         plain.append((group, {"lr": rate}))
-        group["lr"] = Rate(rate, number, kept)
+        group["lr"] = Rate(rate, number, cache)
         if isinstance(betas, tuple) and all(isinstance(beta, float) for beta in betas):
             plain[-1][1]["betas"] = betas
-            group["betas"] = tuple(_Beta(beta, number, kept) for beta in betas)
+            group["betas"] = tuple(_Beta(beta, number, cache) for beta in betas)
     try:
         yield
     finally:

@@ -120,7 +120,7 @@ def count_devices(wanted: RequestedDevices, xr: Any) -> int:
         xr: `torch_xla.runtime`.
 
     Raises:
-        ConfigurationError: the runtime has another number of devices or hosts.
+        ConfigurationError: the runtime has a different number of devices or hosts.
     """
     here, hosts = int(xr.addressable_runtime_device_count()), int(xr.process_count())
     if wanted.nodes is not None and wanted.nodes != hosts:

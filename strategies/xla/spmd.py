@@ -153,7 +153,7 @@ def sharded_footprint(whole: Footprint, contents: Contents, devices: int) -> Foo
 
 
 class _Called(nn.Module):
-    """The module that FSDPv2 wraps: its forward calls the function that it gets."""
+    """The module that FSDPv2 wraps: its forward calls a function."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

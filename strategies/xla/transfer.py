@@ -27,7 +27,7 @@ _NEVER = 1 << 62  # number of batches after which MpDeviceLoader would sync by i
 class BatchSharding:
     """How the tensors of a batch are sharded over a mesh: along their first dimension. Scalars are not sharded.
 
-    Use it like a `ShardingSpec`, which supports only tensors of one number of dimensions.
+    Use it like a `ShardingSpec`, which supports only a fixed number of dimensions.
 
     Args:
         mesh: the mesh of devices.
@@ -37,7 +37,7 @@ class BatchSharding:
         parts: number of shards.
     """
 
-    minibatch = False  # each host passes all samples, and the runtime takes those of its own devices
+    minibatch = False  # each host passes all samples, and the runtime uses those of its own devices
 
     def __init__(self, mesh: Any, axes: tuple[str, ...]) -> None:
         self._spmd = importlib.import_module("torch_xla.distributed.spmd")

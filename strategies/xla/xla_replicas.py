@@ -18,7 +18,7 @@ from trainkit.launch.joining import join
 from trainkit.launch.tpu import REPLICA, place_in_slice
 from trainkit.nested import leaves, map_tensors
 from trainkit.strategies.xla.runtime import choose_runtime, imported
-from trainkit.strategies.xla.threads import ThreadWorld, replica_turns
+from trainkit.strategies.xla.threads import ThreadWorld, replica_scheduler
 
 __all__ = ["Replicas", "host_world", "launch", "replica_world", "resolve_mode"]
 
@@ -55,13 +55,13 @@ def replica_world(wanted: RequestedDevices, xr: Any, timeout: timedelta) -> Worl
         return host_world(wanted, xr, timeout)
     rank, threads = int(xr.global_ordinal()), int(xr.addressable_device_count())
     if threads == size and int(xr.process_count()) == 1:
-        turns = replica_turns(size)
-        if wanted.as_started and rank not in turns.launched:
+        scheduler = replica_scheduler(size)
+        if wanted.as_started and rank not in scheduler.launched:
             raise ConfigurationError(
-                "replicas on XLA's CPU runtime are threads that run one at a time, but the end of your own training loop is "
-                "not known. Start it with XLAStrategy.launch(main)."
+                "replicas on XLA's CPU runtime are threads that run one at a time, but trainkit cannot detect when your own "
+                "training loop ends. Start it with XLAStrategy.launch(main)."
             )
-        return ThreadWorld(rank, size, turns)
+        return ThreadWorld(rank, size, scheduler)
     if threads > 1:
         raise ConfigurationError(
             f"each process of this TPU has {threads} devices, as on TPU v2 and v3, but mode='replicas' needs one per process. "
@@ -75,7 +75,7 @@ def host_world(wanted: RequestedDevices, xr: Any, timeout: timedelta) -> World:
     """Join the processes of an SPMD run: one on each host.
 
     Raises:
-        ConfigurationError: a launcher has started another number of processes than the runtime knows of.
+        ConfigurationError: a launcher started a different number of processes than the runtime has.
     """
     place = place_in_slice(int(xr.process_index()), int(xr.process_count()), 0, 1, os.environ, 0)
     hosts = RequestedDevices(wanted.accelerator, nodes=wanted.nodes, as_started=True)
@@ -85,7 +85,7 @@ def host_world(wanted: RequestedDevices, xr: Any, timeout: timedelta) -> World:
 def _checked(world: World, size: int) -> World:
     if world.size != size:
         raise ConfigurationError(
-            f"there are {world.size} processes ({world.launcher}), but XLA's runtime knows of {size}: each would train alone. "
+            f"there are {world.size} processes ({world.launcher}), but XLA's runtime has {size}, so each would train alone. "
             "Start the script once on each host, or let the runtime start the processes: XLAStrategy.launch(main)"
         )
     return world
@@ -112,7 +112,7 @@ class Replicas:
         """Run the recorded operations, which contain collectives, on all replicas."""
         self._run()
         if isinstance(self.world, ThreadWorld):
-            self.world.gather("sync")  # all must have started before one waits for a result
+            self.world.gather("sync")  # all replicas must have started before one waits for a result
 
     def average(self, parameters: Iterable[Tensor], alike: bool) -> bool:
         """Average the gradients over the replicas.
@@ -158,10 +158,10 @@ class Replicas:
             ConfigurationError: the replicas pass different shapes or dtypes.
         """
         tensors = [leaf for leaf in leaves(data) if isinstance(leaf, Tensor)]
-        said = self.world.exchange([[str(tensor.dtype), list(tensor.shape)] for tensor in tensors])
-        if any(other != said[0] for other in said):
+        by_rank = self.world.exchange([[str(tensor.dtype), list(tensor.shape)] for tensor in tensors])
+        if any(other != by_rank[0] for other in by_rank):
             raise ConfigurationError(
-                f"all_gather needs tensors of the same shapes and dtypes on all replicas, but got {said}. Pad them first: "
+                f"all_gather needs tensors of the same shapes and dtypes on all replicas, but got {by_rank}. Pad them first: "
                 "torch.nn.functional.pad(x, (0, n - len(x)))"
             )
         own = map_tensors(data, lambda tensor: tensor.detach().to(self.device).clone().unsqueeze(0))
@@ -188,9 +188,9 @@ class _Replica:
             )
         if size == 1 or int(xr.addressable_device_count()) != size or int(xr.process_count()) != 1:
             return self._function(index, *args)
-        turns, rank = replica_turns(size), int(xr.global_ordinal())
-        turns.launched.add(rank)
-        turns.enter(rank)
+        scheduler, rank = replica_scheduler(size), int(xr.global_ordinal())
+        scheduler.launched.add(rank)
+        scheduler.join(rank)
         error: BaseException | None = None
         try:
             return self._function(index, *args)
@@ -198,7 +198,7 @@ class _Replica:
             error = caught
             raise
         finally:
-            turns.leave(rank, error)
+            scheduler.leave(rank, error)
 
 
 def launch(function: Callable[..., Any], args: tuple[Any, ...], devices: int | None, options: Mapping[str, Any]) -> None:

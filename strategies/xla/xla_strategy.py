@@ -22,7 +22,7 @@ from trainkit.footprint import Contents, Footprint
 from trainkit.metrics.values import TO_HOST
 from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.precision import Precision
-from trainkit.strategies._copies import Buffers, check_same_copies
+from trainkit.strategies._copies import Buffers, check_modules_match
 from trainkit.strategies._membership import duration
 from trainkit.strategies.xla.info import INFO
 from trainkit.strategies.xla.rates import steady_rates
@@ -58,13 +58,16 @@ class XLAStrategy(Strategy):
     statistics of all devices. With several hosts, start the script once on each; each host reads all of the data.
 
     Args:
-        mode: `"spmd"`, or `"replicas"`: one process for each device, with a copy of the model, started by `launch` or
-            `notebook_launcher`. Each `training_step` must then return a loss and use the same parameters on all replicas.
-        mesh: A `torch_xla.distributed.spmd.Mesh`, or a dict of axis sizes. Batches are sharded over "data" and "fsdp".
+        mode: `"spmd"`, or `"replicas"`: one process for each device, with a copy of the model. `launch` and
+            `notebook_launcher` start the processes, and make it the default. Every `training_step` must then return a loss
+            and use the same parameters on all replicas.
+        mesh: Layout of the devices: a `torch_xla.distributed.spmd.Mesh`, or a dict of axis sizes such as
+            `{"data": 2, "fsdp": 4}`. Batches are sharded over "data" and "fsdp". Default: one axis with all devices.
         fsdp: Shard parameters, gradients and optimizer state over the axis "fsdp" (FSDPv2 of torch_xla).
-        pad_last_batch: Pad the short last batch of an epoch with copies of its last sample, so that it needs no graph of
-            its own. The loss must skip the copies with `self.sample_mask`; BatchNorm includes them.
-        timeout: Timeout of collectives: a timedelta, or a number of seconds.
+        pad_last_batch: Pad the short last batch of an epoch with copies of its last sample, so that it does not need its own
+            graph. The loss must skip the copies with `self.sample_mask`; BatchNorm includes them. Without padding the last
+            batch is compiled once in a run.
+        timeout: How long processes wait for each other: a timedelta, or a number of seconds.
         compilation_cache: Folder in which TPUs keep compiled graphs for later runs.
         device: `"auto"` or `"xla"`. `"cpu"` is XLA's CPU runtime, for tests.
         precision: `"32-true"`, `"bf16-mixed"`, `"bf16-true"` or `"64-true"` (slow on TPUs, which have no float64).
@@ -102,7 +105,7 @@ class XLAStrategy(Strategy):
         mode = resolve_mode(mode)
         if mode == "replicas" and (fsdp or mesh is not None or pad_last_batch):
             raise ConfigurationError(
-                "mesh, fsdp and pad_last_batch do not work with replicas, which have separate models. Use mode='spmd'."
+                "mesh, fsdp and pad_last_batch do not work with mode='replicas', where models are separate. Use mode='spmd'."
             )
         self.mode, self.fsdp, self.pad_last_batch = mode, fsdp, pad_last_batch
         self._accelerator, self._mesh_wanted = str(device), mesh
@@ -114,9 +117,9 @@ class XLAStrategy(Strategy):
         self._xla: Any = None
         self._generators: tuple[Any, ...] = ()
         self._sharding: BatchSharding | None = None
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._models: dict[int, SPMDModel] = {}  # by id of the user's module
         self._any_loss = False
         self._pending = False  # there may be recorded operations since the last sync
@@ -228,7 +231,7 @@ class XLAStrategy(Strategy):
         self._replicas.sync()
         self._pending = False
 
-    def _settle(self) -> None:
+    def _sync_pending(self) -> None:
         if self._pending:
             self.sync()
         self._pending = True
@@ -241,7 +244,7 @@ class XLAStrategy(Strategy):
         if self.fsdp:
             self._models[id(module)] = SPMDModel(module, self.mesh)
         if self._replicas is not None:
-            check_same_copies(module, self.world, "XLA")
+            check_modules_match(module, self.world, "XLA")
             self._buffers.add(module, self.world)
             self._replicas.from_main(module.parameters())
         self._sync_together()
@@ -306,7 +309,7 @@ class XLAStrategy(Strategy):
     @property
     def ahead(self) -> Callable[..., Iterator[Any]]:
         """See `trainkit.Strategy.ahead`."""
-        return partial(loaded_ahead, device=self.device, sharding=self._sharding, before=self._settle)
+        return partial(loaded_ahead, device=self.device, sharding=self._sharding, before=self._sync_pending)
 
     def move(self, batch: Any) -> Any:
         """See `trainkit.Strategy.move`."""
@@ -395,6 +398,6 @@ class XLAStrategy(Strategy):
         """Release the models and their hooks."""
         for sharded in self._models.values():
             sharded.close()
-        self._begin()
+        self._reset()
         if isinstance(self.world, ThreadWorld):
-            self.world.rest()
+            self.world.leave_run()

@@ -33,7 +33,7 @@ _ADAMS = ("Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam")
 
 
 class Claims:
-    """The settings of the run in a DeepSpeed configuration.
+    """The settings of a run that a DeepSpeed configuration also sets.
 
     Args:
         config: the configuration; `None`: there is none.
@@ -237,7 +237,7 @@ class Claims:
             )
         kind, more = self._optimizer_class(section["type"], params, device)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        made = self._called(kind, section["type"], trained, **more, **params)
+        made = self._construct(kind, section["type"], trained, **more, **params)
         notice(f"created the optimizer of {self._source}: {type(made).__name__}, lr={params['lr']}.")
         return made  # type: ignore[no-any-return]
 
@@ -282,7 +282,7 @@ class Claims:
                 "torch.optim.lr_scheduler or deepspeed.runtime.lr_schedules."
             )
         params = {key: self._resolved(key, optimizer, module) if v == AUTO else v for key, v in section["params"].items()}
-        return self._called(kinds[name], name, optimizer, **params)
+        return self._construct(kinds[name], name, optimizer, **params)
 
     def _resolved(self, key: str, optimizer: Optimizer, module: Any) -> Any:
         """Returns the run's value for an "auto" option of the scheduler."""
@@ -299,7 +299,7 @@ class Claims:
             why, fix = "the run has no such value", "Set it to a number"
         raise ConfigurationError(f'{self._source}: the scheduler\'s {key!r} is "auto", but {why}. {fix}.')
 
-    def _called(self, kind: Callable[..., Any], name: str, *args: Any, **params: Any) -> Any:
+    def _construct(self, kind: Callable[..., Any], name: str, *args: Any, **params: Any) -> Any:
         try:
             return kind(*args, **params)
         except (TypeError, ValueError) as error:

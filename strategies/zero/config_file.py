@@ -146,7 +146,7 @@ def _content(config: Any) -> tuple[str, Mapping[str, Any]]:
     source = str(os.fspath(config))
     hjson: Any = importlib.import_module("hjson")  # DeepSpeed reads its files with hjson, too
     try:
-        content = hjson.loads(Path(source).read_text("utf-8"), object_pairs_hook=_once)
+        content = hjson.loads(Path(source).read_text("utf-8"), object_pairs_hook=_unique_keys)
     except OSError as error:
         raise ConfigurationError(f"config={source!r} cannot be read: {error.strerror}. Check the path.") from error
     except (ValueError, RecursionError) as error:
@@ -159,7 +159,7 @@ def _content(config: Any) -> tuple[str, Mapping[str, Any]]:
     return source, content
 
 
-def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
@@ -176,7 +176,7 @@ class _Reader:
 
     def read(self, content: Mapping[str, Any]) -> None:
         known = [*_SECTIONS, *_CLAIMS, "communication_data_type"]
-        for key, value in self._rest("", content, known).items():
+        for key, value in self._unknown_entries("", content, known).items():
             disabled = value is False or (isinstance(value, Mapping) and value.get("enabled") is False)
             if not disabled:  # an unsupported feature that is disabled does no harm
                 raise self._error(f"{key!r} is not supported.{nearest(key, known)} Remove it")
@@ -186,7 +186,7 @@ class _Reader:
         self._read_zero(self._section(content, "zero_optimization"))
         self._read_precision(content)
         if "aio" in content:
-            self._take("aio", self._section(content, "aio"), _AIO)
+            self._store("aio", self._section(content, "aio"), _AIO)
         if content.get("communication_data_type", AUTO) not in (AUTO, None):
             self._found.options["communication_dtype"] = content["communication_data_type"]
         if "activation_checkpointing" in content:
@@ -201,7 +201,7 @@ class _Reader:
                 raise self._error(f"'zero_optimization': {key!r} is from an old version of DeepSpeed. Write {new}")
         if not zero.get("stage"):
             raise self._error('"zero_optimization": {"stage": 1, 2 or 3} is missing. Add it, or use strategy=\'ddp\'')
-        self._take("zero_optimization", {k: v for k, v in zero.items() if k not in _OFFLOAD}, _ZERO)
+        self._store("zero_optimization", {k: v for k, v in zero.items() if k not in _OFFLOAD}, _ZERO)
         sections = {name: self._section(zero, name) for name in _OFFLOAD}
         used = {name: section for name, section in sections.items() if section.get("device") not in ("none", None)}
         for name, section in used.items():
@@ -220,7 +220,7 @@ class _Reader:
         if device == "nvme" and path is not None and options.setdefault("nvme_path", path) != path:
             raise self._error(f"'nvme_path' is both {options['nvme_path']!r} and {path!r}. Use one folder")
         rest = {key: value for key, value in section.items() if key not in ("device", "nvme_path", "pin_memory")}
-        self._take(name, rest, keys if device == "nvme" else {}, unused=keys)
+        self._store(name, rest, keys if device == "nvme" else {}, unused=keys)
 
     def _read_precision(self, content: Mapping[str, Any]) -> None:
         """Read which precision is enabled; with "auto" and `false` the `Trainer`'s precision is used."""
@@ -253,8 +253,8 @@ class _Reader:
         if self._found.precision is None or not self._found.precision.name.startswith("16"):  # another loss scale applies
             self._found.without_effect += [f"fp16.{key}" for key in scale if fp16.get(key, AUTO) != AUTO]
 
-    def _take(self, name: str, section: Mapping[str, Any], keys: Mapping[str, str], unused: Iterable[str] = ()) -> None:
-        """Store the values of `keys` as options; `_rest` checks all other keys."""
+    def _store(self, name: str, section: Mapping[str, Any], keys: Mapping[str, str], unused: Iterable[str] = ()) -> None:
+        """Store the values of `keys` as options; `_unknown_entries` checks all other keys."""
         self._refuse_unknown(name, section, [*keys, *unused])
         for key, value in section.items():
             if key in keys and value != AUTO:
@@ -269,10 +269,10 @@ class _Reader:
         return value is True
 
     def _refuse_unknown(self, name: str, section: Mapping[str, Any], known: Sequence[str]) -> None:
-        for key in self._rest(name, section, known):
+        for key in self._unknown_entries(name, section, known):
             raise self._error(f"{name!r}: {key!r} is not supported.{nearest(key, known)} Remove it")
 
-    def _rest(self, name: str, section: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    def _unknown_entries(self, name: str, section: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
         """Returns the entries that are neither known, nor without effect, nor set to the only supported value."""
         where = f"{name}." if name else ""
         rest = {}

@@ -170,7 +170,7 @@ class ZeROConfig:
         for name, where in _unused(vars(self)).items():
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r} has an effect with {where} only, but this is ZeROStrategy("
+                    f"{name}={getattr(self, name)!r} has an effect only with {where}, but this is ZeROStrategy("
                     f"stage={self.stage}, offload_optimizer={self.offload_optimizer!r}, "
                     f"offload_params={self.offload_params!r}). Remove {name}."
                 )
@@ -327,7 +327,7 @@ class ZeROConfig:
 def _unused(options: Mapping[str, Any]) -> dict[str, str]:
     """Returns the options that have no effect with these `options`, each with where it has one."""
     stage, places = options.get("stage"), (options.get("offload_optimizer"), options.get("offload_params"))
-    holds = {
+    active = {
         "stage 3": stage == 3,
         "stages 1 and 2": stage != 3,
         "offload": any(places),
@@ -335,4 +335,4 @@ def _unused(options: Mapping[str, Any]) -> dict[str, str]:
         "offload_params='nvme'": places[1] == "nvme",
         "offload_optimizer='nvme'": places[0] == "nvme",
     }
-    return {name: where for where, names in _USED_BY.items() if not holds[where] for name in names}
+    return {name: where for where, names in _USED_BY.items() if not active[where] for name in names}

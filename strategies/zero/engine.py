@@ -186,8 +186,8 @@ class Engine:
             self._engine.backward(loss, scale_wrt_gas=False, **kwargs)
             self._after_pass(first)
 
-    def backward_zeros(self, loss: Tensor | None, first: bool, full: bool) -> None:
-        """Take part in the collectives of a backward pass, with zero gradients.
+    def backward_zero_gradients(self, loss: Tensor | None, first: bool, full: bool) -> None:
+        """Participate in the collectives of a backward pass, with zero gradients.
 
         Args:
             loss: a loss with weight 0, which may be NaN; `None`: there is no loss.
@@ -206,8 +206,8 @@ class Engine:
         if self.stage == 3 or not self._last_order:
             raise LossError(
                 f"training_step returned no loss. Under ZeRO-{self.stage} every process must run the backward pass, because "
-                "the others wait for its gradients. Return a loss in every step; to skip a batch, give it weight 0 with "
-                "batch_weight (its loss may then be NaN). Or use strategy='zero1' or 'ddp'."
+                "the other processes wait for its gradients. Return a loss in every step; to skip a batch, give it weight 0 "
+                "with batch_weight (its loss may then be NaN). Or use strategy='zero1' or 'ddp'."
             )
         with self._collectives:
             self.zero.clear_backward_seen_flag()

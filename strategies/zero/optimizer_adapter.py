@@ -22,7 +22,7 @@ __all__ = ["Shadow", "engine_over", "refuse_optimizer", "warn_slow_on_cpu"]
 # Optimizers that need full parameters, with the reason. Under ZeRO each process has a flat shard of the parameters.
 _FULL = {
     "Adafactor": "it averages over the rows and columns of each parameter",
-    "LBFGS": "it runs a line search over all parameters at once",
+    "LBFGS": "it runs a line search over all parameters together",
     "Muon": "it orthogonalizes each parameter as a matrix",
     "MuonWithAuxAdam": "it orthogonalizes each parameter as a matrix",
     "LAMB": "it scales the learning rate by the norm of each parameter",
@@ -170,7 +170,7 @@ def engine_over(parameters: Iterable[Tensor], engines: Iterable[Engine]) -> Engi
     """Returns the engine whose parameters are all in `parameters`.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: there is no such engine.
     """
     given = {id(parameter) for parameter in parameters}
     found = [engine for engine in engines if {id(parameter) for parameter in engine.parameters} <= given]

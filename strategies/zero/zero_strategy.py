@@ -20,7 +20,7 @@ from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.optim.step_arguments import StepArguments
 from trainkit.optim.stored_optimizer import StoredOptimizer
 from trainkit.precision import Precision
-from trainkit.strategies._copies import Buffers, check_same_copies
+from trainkit.strategies._copies import Buffers, check_modules_match
 from trainkit.strategies._gather import barrier, gathered
 from trainkit.strategies._membership import Membership
 from trainkit.strategies._reduction import broadcast, mean
@@ -158,9 +158,9 @@ class ZeROStrategy(Strategy):
         return self._start().sharding.building(pretrained) if self.stage == 3 else nullcontext()
 
     def prepare_module(self, module: nn.Module) -> nn.Module:
-        """Move the module to the device and give it rank 0's parameters and buffers."""
+        """Move the module to the device, and broadcast its parameters and buffers from rank 0."""
         self._start()
-        check_same_copies(module, self.world, "ZeRO")
+        check_modules_match(module, self.world, "ZeRO")
         if self.stage < 3:
             module = super().prepare_module(module)
         else:  # parameters are moved to the device when they are sharded

@@ -68,7 +68,7 @@ class EngineWindow:
         self._had_loss = self._had_loss or loss is not None
         self._end_micro_batch(micro)
         if self._world.size > 1:
-            self.engine.backward_zeros(loss, micro.first, micro.last)
+            self.engine.backward_zero_gradients(loss, micro.first, micro.last)
 
     def _end_micro_batch(self, micro: MicroBatch) -> None:
         """At the last micro-batch of an accumulation window, start to all-reduce whether any rank had a loss."""

@@ -49,17 +49,17 @@ def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
         "dynamo_config": {"dynamo_backend": "no"},
         "num_processes": 2,
     }
-    assert capsys.readouterr().out == "written: conf.yaml\nused by: trainkit launch --config_file conf.yaml script.py\n"
+    assert capsys.readouterr().out == "Wrote conf.yaml\nUse it with: trainkit launch --config_file conf.yaml script.py\n"
 
 
-def test_one_that_is_there_is_replaced_and_that_is_said(
+def test_an_existing_file_is_replaced_with_a_message(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRAINKIT_CONFIG_FILE", "cache/default.yaml")
     assert main(["config", "--cpu"]) == 0
-    assert capsys.readouterr().out == "written: cache/default.yaml\nused by: trainkit launch script.py\n"
+    assert capsys.readouterr().out == "Wrote cache/default.yaml\nUse it with: trainkit launch script.py\n"
     assert main(["config", "--mixed_precision", "bf16"]) == 0
-    assert "written: cache/default.yaml, which replaces the old one\n" in capsys.readouterr().out
+    assert "Replaced cache/default.yaml\n" in capsys.readouterr().out
     assert content("cache/default.yaml") == {"compute_environment": "LOCAL_MACHINE", "mixed_precision": "bf16"}
 
 
@@ -69,9 +69,9 @@ def test_one_that_is_there_is_replaced_and_that_is_said(
     (["--zero_stage", "2"], "zero_stage is for DeepSpeed, but distributed_type is not given."),
     (["--mixed", "bf16"], "unrecognized arguments: --mixed"),
     (["--zero_stege", "2"], "unrecognized arguments: --zero_stege 2. Did you mean '--zero_stage'?\n"),
-    ([], "There is no terminal to ask questions on. Pass flags: trainkit config --num_processes 2"),
+    ([], "Questions need a terminal, and this command does not run in one. Pass flags: trainkit config --num_processes 2"),
 ])  # fmt: skip
-def test_what_is_refused_leaves_the_file(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_flags_keep_the_file(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("conf.yaml").write_text("num_processes: 1\n")
     assert main(["config", "--config_file", "conf.yaml", *flags]) == 2
     assert words in capsys.readouterr().err
@@ -109,12 +109,12 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Said:
     return answered
 
 
-def test_nothing_but_enter(say: Said) -> None:
+def test_default_answers(say: Said) -> None:
     assert say(*[""] * 6) == [
         "0",
         "Run on cpu, gpu or tpu [cpu]: ",
-        "Machines [1]: ",
-        "Processes of all machines together [1]: ",
+        "Number of nodes [1]: ",
+        "Processes on all nodes together [1]: ",
         "Shard with DeepSpeed's ZeRO: no, stage 1, 2 or 3, or the path of a DeepSpeed configuration [no]: ",
         "Precision: no (float32), fp16 or bf16 [no]: ",
         "Compile the model: no, or a backend of torch.compile such as inductor [no]: ",
@@ -129,10 +129,10 @@ def test_nothing_but_enter(say: Said) -> None:
     }
 
 
-def test_gpus_of_this_machine(say: Said) -> None:
+def test_gpus_of_this_node(say: Said) -> None:
     asked = say("", "", "", "0,1,2,3", "", "bf16", "inductor", gpus=4)
     assert asked[1] == "Run on cpu, gpu or tpu [gpu]: "
-    assert asked[3:5] == ["Processes of all machines together [4]: ", "GPUs that may be used, by number, or all [all]: "]
+    assert asked[3:5] == ["Processes on all nodes together [4]: ", "GPUs to use, such as 0,1, or all [all]: "]
     assert content() == {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "MULTI_GPU",
@@ -154,15 +154,15 @@ def test_wrong_answers_are_asked_again(say: Said, capsys: pytest.CaptureFixture[
     say(*wrong_place, *machines, *zero, "5", "nowhere.json", "2", *offload, *last, gpus=2)
     told = capsys.readouterr().out
     for words in (
-        "  one of cpu, gpu, tpu, not 'cpus'.\n",
+        "  expected cpu, gpu or tpu, not 'cpus'.\n",
         "  num_machines must be a whole number from 1 on, not 'x'.\n",
-        "  machine_rank cannot be 2: the numbers go from 0 to 1.\n",
+        "  machine_rank cannot be 2: the ranks are 0 to 1.\n",
         "  main_process_ip must be text, not ''.\n",
-        "  main_process_port cannot be 0: it must be known.\n",
-        "  num_processes cannot be 3: it is the total of all 2 machines, with equally many on each.\n",
+        "  main_process_port cannot be 0: all nodes need the port.\n",
+        "  num_processes cannot be 3: it must be divisible by the number of nodes, 2.\n",
         "  the stage must be a whole number from 1 to 3, not '5'.\n",
-        "  expected no, 1, 2, 3 or a file, and there is no file 'nowhere.json'.\n",
-        "  one of none, cpu, not 'nvme'.\n",
+        "  expected no, 1, 2, 3 or the path of a file, but there is no file 'nowhere.json'.\n",
+        "  expected none or cpu, not 'nvme'.\n",
         "  gradient_accumulation_steps must be a whole number from 1 on, or auto, not '0'.\n",
         "  gradient_clipping must be a number ≥ 0, or auto, not 'x'.\n",
         "  mixed_precision: fp8 is not supported; write bf16, or fp16.\n",
@@ -173,7 +173,7 @@ def test_wrong_answers_are_asked_again(say: Said, capsys: pytest.CaptureFixture[
 def test_zero(say: Said) -> None:
     asked = say("", "", "2", "3", "nvme", "/disk", "cpu", "4", "1.0", "", "yes", "")
     assert asked[10:12] == [
-        "Shard a transformers model while it is built (yes or no) [yes]: ",
+        "Shard a transformers model while it is created (yes or no) [yes]: ",
         "Let save_model write 16-bit parameters (yes or no) [no]: ",
     ]
     assert content() == {
@@ -211,7 +211,7 @@ def test_a_tpu(say: Said, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("end, code, words", [
-    (EOFError, "2", "trainkit: The input ended before the last answer. Nothing was written.\n"),
+    (EOFError, "2", "trainkit: The input ended before the last answer, so nothing was written. Run trainkit config again.\n"),
     (KeyboardInterrupt, "130", "interrupted\n"),
 ])  # fmt: skip
 def test_an_end_before_the_last_answer_writes_nothing(
@@ -220,7 +220,7 @@ def test_an_end_before_the_last_answer_writes_nothing(
     Path("conf.yaml").write_text("num_processes: 1\n")
     assert say("", "", end)[0] == code
     shown = capsys.readouterr()
-    assert shown.out.startswith("conf.yaml exists, and is replaced after the last answer. Ctrl-C keeps it.\n")
+    assert shown.out.startswith("conf.yaml exists and will be replaced after the last answer. Press Ctrl-C to keep it.\n")
     assert shown.err == words
     assert content() == {"num_processes": 1}
     assert [path.name for path in run_dir.iterdir()] == ["conf.yaml"]
@@ -230,7 +230,7 @@ def test_an_end_before_the_last_answer_writes_nothing(
 
 
 class Terminal:
-    """`trainkit config` on a terminal of its own."""
+    """`trainkit config` in its own terminal."""
 
     def __init__(self) -> None:
         import fcntl
@@ -251,7 +251,7 @@ class Terminal:
         os.close(theirs)
 
     def until(self, words: bytes) -> None:
-        """Read until something is shown."""
+        """Read until the terminal shows these words."""
         while words not in self.shown:
             part = os.read(self._ours, 1000)
             assert part, self.shown
@@ -277,7 +277,7 @@ def test_a_terminal() -> None:
     terminal.until(b"Did you mean 'bf16'?")
     terminal.type("bf16\n\n")
     assert terminal.end() == 0, terminal.shown
-    assert terminal.shown.endswith(b"used by: trainkit launch --config_file conf.yaml script.py\r\n")
+    assert terminal.shown.endswith(b"Use it with: trainkit launch --config_file conf.yaml script.py\r\n")
     expected = {"distributed_type": "MULTI_CPU", "mixed_precision": "bf16", "num_processes": 4, "use_cpu": True}
     assert expected.items() <= content().items()
 
@@ -286,7 +286,7 @@ def test_a_terminal() -> None:
 def test_ctrl_c_on_a_terminal(run_dir: Path) -> None:
     terminal = Terminal()
     terminal.until(b"Run on cpu, gpu or tpu [")
-    terminal.type("cpu\n\x03\n")  # Python takes note of a signal that comes just before it reads when it has read
+    terminal.type("cpu\n\x03\n")  # Python handles a signal that arrives just before a read after that read
     assert terminal.end() == 130, terminal.shown
     assert terminal.shown.endswith(b"interrupted\r\n")
     assert list(run_dir.iterdir()) == []

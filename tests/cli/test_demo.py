@@ -155,7 +155,7 @@ def test_a_limit_spreads_windows_over_the_text() -> None:
     assert len(Windows(bytes(range(101)), 10, limit=99)) == 10
 
 
-def test_windows_that_cannot_be() -> None:
+def test_impossible_windows() -> None:
     with pytest.raises(DataError, match="at least 11 bytes"):
         Windows(b"0123456789", 10)
     with pytest.raises(ConfigurationError, match="length=0"):
@@ -250,7 +250,7 @@ def test_generation_refuses(arguments: dict[str, object]) -> None:
         small_model().generate(**arguments)
 
 
-def test_a_width_that_heads_cannot_share() -> None:
+def test_a_width_that_is_not_divisible_by_the_heads() -> None:
     with pytest.raises(ConfigurationError, match="Fix: width=160"):
         ByteGPT(width=161, heads=5)
 
@@ -295,7 +295,7 @@ def test_the_demo_logs_a_curve(finished: tuple[Path, str, str]) -> None:
     assert curve["val_loss"][-1][1] == pytest.approx(figure(stdout, "Validation loss"), abs=5e-4)
 
 
-def test_the_demo_prints_what_came_out(finished: tuple[Path, str, str]) -> None:
+def test_the_demo_prints_its_results(finished: tuple[Path, str, str]) -> None:
     _, stdout, stderr = finished
     stdout = stdout.replace("\r", "\n")
     unigram, bigram = figure(stdout, "unigram baseline"), figure(stdout, "bigram baseline")
@@ -327,7 +327,7 @@ def test_the_demo_stops_when_the_validation_loss_no_longer_falls(
     monkeypatch.setattr("trainkit.rng._process_seed", None)
     monkeypatch.setattr(ByteGPT, "validation_step", lambda self, batch, batch_idx: self.log("val_loss", 5.0))
     result = train(replace(SMALL, max_steps=12, checks=6, sample=1), seed=0, root=run_dir)
-    assert (result.steps, result.stopped_early) == (8, True)  # the first check, and three without an improvement
+    assert (result.steps, result.stopped_early) == (8, True)  # the first validation, and three without an improvement
     report(result, seconds=1.0)
     assert "stopped early" in capsys.readouterr().out
 
@@ -374,7 +374,7 @@ def test_optional_packages_are_not_loaded_with_the_command() -> None:
 
 
 def test_a_demo_that_was_killed_continues(finished: tuple[Path, str, str], run_dir: Path) -> None:
-    """SIGKILL at any moment: the same command resumes, and shows what it would have shown."""
+    """SIGKILL at any moment: the same command resumes and prints the same results."""
     arguments = ("demo", "--small", "--seed", "3")
     killing = (
         "import os, signal, sys\n"
@@ -397,7 +397,7 @@ def test_a_demo_that_was_killed_continues(finished: tuple[Path, str, str], run_d
     )
     third = run_python("-m", "trainkit", *arguments, cwd=run_dir)
     assert third.returncode == 0, third.stderr
-    assert f"The run that was stopped continues. To start over, remove {folder}." in third.stdout
+    assert f"Resuming the run that was interrupted. To start over, remove {folder}." in third.stdout
 
     def told(stdout: str) -> str:
         return re.sub(r"in \d+ s", "", stdout[stdout.index("What it writes") :])
@@ -416,7 +416,7 @@ def test_a_demo_that_has_finished_starts_over(finished: tuple[Path, str, str]) -
 
 
 def test_threads_of_the_demo_do_not_spin() -> None:
-    """Next to another busy process two that do stand still: a step took 2.8 s where it takes 0.3 s."""
+    """Two spinning threads are slow next to another busy process: a step took 2.8 s instead of 0.3 s."""
     program = (
         "import os, sys\n"
         "from trainkit.cli.main import main\n"

@@ -20,7 +20,7 @@ Report = Callable[..., list[str]]
 
 @pytest.fixture
 def report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Report:
-    """`report(NAME="value", …)`: the lines of the report with these variables alone."""
+    """`report(NAME="value", …)`: the lines of the report with only these variables."""
 
     def lines(**variables: str) -> list[str]:
         monkeypatch.setattr("os.environ", variables)
@@ -93,7 +93,7 @@ def test_no_secret_is_shown(report: Report) -> None:
     ]
 
 
-def test_a_size_that_is_no_launchers_is_not_shown(report: Report) -> None:
+def test_a_size_of_no_launcher_is_not_shown(report: Report) -> None:
     assert report(SIZE="12", NODE_SIZE="3")[-1] == "variables"
 
 

@@ -62,7 +62,7 @@ def test_a_module(launch: Launch) -> None:
 
 
 def test_output_is_not_held_back(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a killed process has printed is there, but on a terminal whole lines are."""
+    """The output of a killed process is not lost; on a terminal, output is buffered by line."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
     assert "-u" in launch("script.py").command
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
@@ -70,7 +70,7 @@ def test_output_is_not_held_back(launch: Launch, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("text, gpus, expected", [("4", 0, 4), ("auto", 0, 1), ("auto", 8, 8), ("gpu", 2, 2)])
-def test_processes_of_a_machine(launch: Launch, text: str, gpus: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_per_node(launch: Launch, text: str, gpus: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert launch("--nproc-per-node", text, "script.py").per_node == expected
@@ -78,14 +78,14 @@ def test_processes_of_a_machine(launch: Launch, text: str, gpus: int, expected: 
         assert launch("script.py").per_node == expected
 
 
-def test_several_machines(launch: Launch) -> None:
+def test_several_nodes(launch: Launch) -> None:
     job = launch(
         "--nnodes", "1:4", "--node-rank", "3", "--master-addr", "a", "--master-port", "5", "--max-restarts", "2", "script.py"
     )
     assert (job.least, job.most, job.node_rank, job.master_addr, job.master_port, job.max_restarts) == (1, 4, 3, "a", 5, 2)
 
 
-def test_the_environment_says_what_the_arguments_do_not(launch: Launch) -> None:
+def test_missing_arguments_come_from_the_environment(launch: Launch) -> None:
     pod = {
         "PET_NNODES": "2",
         "PET_NODE_RANK": "1",
@@ -109,31 +109,32 @@ def test_the_environment_says_what_the_arguments_do_not(launch: Launch) -> None:
     assert (alone.per_node, alone.most, alone.node_rank, alone.master_addr, alone.master_port) == (2, 1, None, None, None)
 
 
-def test_the_workers_get_the_variables_as_they_are(launch: Launch) -> None:
+def test_workers_get_unchanged_variables(launch: Launch) -> None:
     assert launch("script.py", A="1").environment == {"A": "1"}
     assert os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"  # the agent's own
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["--nproc-node", "2", "script.py"], "unrecognized arguments: --nproc-node. Did you mean '--nproc-per-node'? Options of"),
-    (["--nproc_node=2", "script.py"], "Did you mean '--nproc_per_node'? Options of the script come after it."),
+    (["--nproc-node", "2", "script.py"], "unrecognized arguments: --nproc-node. Did you mean '--nproc-per-node'? Write"),
+    (["--nproc_node=2", "script.py"], "Did you mean '--nproc_per_node'? Write options of the script after SCRIPT."),
     (["--node_ranks", "0", "script.py"], "Did you mean '--node_rank'?"),
     (["--num_procesess", "2", "script.py"], "Did you mean '--num_processes'?"),
     (["--use_fsdp", "script.py"], "unrecognized arguments: --use_fsdp: write --use_deepspeed --zero_stage 3."),
     (["--fsdp-offload-params", "true", "script.py"], "--fsdp-offload-params: write --use_deepspeed --zero_stage 3."),
     (["--num_cpu_threads_per_process=2", "script.py"], "set it in the environment: OMP_NUM_THREADS="),
-    (["--standalone", "script.py"], "unrecognized arguments: --standalone. Options of the script"),
+    (["--standalone", "script.py"], "unrecognized arguments: --standalone. Write options of the script"),
     ([], "the following arguments are required: SCRIPT\n"),
     (["--nproc-per-node", "two", "script.py"], "--nproc-per-node must be an integer ≥ 1, 'gpu' or 'auto', not"),
     (["--nproc-per-node", "0", "script.py"], "--nproc-per-node must be an integer ≥ 1"),
-    (["--nproc-per-node", "gpu", "script.py"], "--nproc-per-node gpu: torch finds no GPU. Give a number"),
+    (["--nproc-per-node", "gpu", "script.py"], "--nproc-per-node gpu: torch finds no GPU. Pass a number"),
     (["--max-restarts", "-1", "script.py"], "--max-restarts must be an integer ≥ 0, not '-1'."),
     (["--max-restarts", "x", "script.py"], "--max-restarts must be an integer ≥ 0, not 'x'."),
     (["--master-port", "0", "script.py"], "--master-port must be an integer from 1 to 65535, not 0."),
     (["--nnodes", "x", "script.py"], "--nnodes must be a number of nodes, or the smallest and the largest as 2:4"),
-    (["--nnodes", "2", "script.py"], "2 nodes need the address of the one with --node-rank 0. Give it to all"),
-    (["--nnodes", "2", "--master-addr", "a", "--node-rank", "2", "script.py"], "--node-rank 2: the ranks of 2 nodes are 0 to"),
-    (["--node-rank", "1", "script.py"], "--node-rank 1 with one node. Set the number of nodes: --nnodes N"),
+    (["--nnodes", "2", "script.py"], "2 nodes need the address of the node with rank 0. Pass it on all nodes"),
+    (["--nnodes", "2", "--master-addr", "a", "--node-rank", "2", "script.py"], "--node-rank 2, but the ranks of 2 nodes are "),
+    (["--node-rank", "1", "script.py"],
+     "--node-rank 1 needs several nodes, but there is one. Set the number of nodes: --nnodes N"),
     (["scirpt.py"], "there is no file 'scirpt.py'. Did you mean 'script.py'?"),
     (["package.module"], "there is no file 'package.module'. For a module: trainkit launch -m package.module"),
 ])  # fmt: skip
@@ -160,12 +161,12 @@ POD = {"PET_NNODES": "2", "PET_NODE_RANK": "7", "PET_MASTER_ADDR": "m"}
 
 
 @pytest.mark.parametrize("arguments, variables, words", [
-    (["--nnodes", "2"], STEP, "--nnodes 2, but SLURM says that this is one of 3 nodes. Remove --nnodes"),
-    (["--nnodes", "4:5"], STEP, "--nnodes 4:5, but SLURM says that this is one of 3 nodes"),
-    (["--nnodes", "3"], POD, "--nnodes 3, but Kubernetes says that this is one of 2 nodes"),
-    ([], POD, "Kubernetes says that this is node 7: the ranks of 2 nodes are 0 to 1."),
+    (["--nnodes", "2"], STEP, "--nnodes 2, but according to SLURM this is one of 3 nodes. Remove --nnodes"),
+    (["--nnodes", "4:5"], STEP, "--nnodes 4:5, but according to SLURM this is one of 3 nodes"),
+    (["--nnodes", "3"], POD, "--nnodes 3, but according to Kubernetes this is one of 2 nodes"),
+    ([], POD, "the node rank from Kubernetes is 7, but the ranks of 2 nodes are 0 to 1."),
 ])  # fmt: skip
-def test_machines_that_the_environment_counts_otherwise(
+def test_a_number_of_nodes_that_differs_from_the_environment(
     launch: Launch,
     arguments: list[str],
     variables: dict[str, str],
@@ -173,13 +174,13 @@ def test_machines_that_the_environment_counts_otherwise(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They would wait for each other in vain."""
+    """The nodes would wait for each other forever."""
     monkeypatch.setattr(os, "environ", dict(variables))
     assert main(["launch", *arguments, "script.py"]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_machines_that_the_environment_counts_alike(launch: Launch) -> None:
+def test_a_number_of_nodes_as_in_the_environment(launch: Launch) -> None:
     for text, least, most in (("3", 3, 3), ("2:4", 2, 4)):
         job = launch("--nnodes", text, "script.py", **STEP)
         assert (job.least, job.most, job.node_rank, job.master_addr) == (least, most, 2, "n1")
@@ -188,7 +189,7 @@ def test_machines_that_the_environment_counts_alike(launch: Launch) -> None:
     assert launch("--nnodes", "2", "--master-addr", "m", "script.py", PET_NNODES="1:3").most == 2  # where none is numbered
 
 
-def test_the_place_to_meet_is_that_of_the_arguments(launch: Launch) -> None:
+def test_the_rendezvous_address_comes_from_the_arguments(launch: Launch) -> None:
     """mpirun does not tell it, and need not."""
     each = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
     job = launch("--master-addr", "h", "script.py", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2", **each)
@@ -211,7 +212,7 @@ def test_the_processes_get_the_settings(launch: Launch) -> None:
     assert inherited_settings(job.environment) == expected
 
 
-def test_a_flag_beats_the_file(launch: Launch) -> None:
+def test_flags_override_the_file(launch: Launch) -> None:
     flags = ["--mixed-precision=fp16", "--zero_stage", "3", "--num_processes", "4", "--no-use-cpu", "--debug"]
     job = launch("--config-file", write(ZERO2), *flags, "script.py", "--zero_stage", "1")
     assert job.command[-2:] == ("--zero_stage", "1")
@@ -251,7 +252,9 @@ def test_flags_without_a_file(launch: Launch) -> None:
 def test_the_default_file(launch: Launch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     write(MULTI_CPU, "default.yaml")
     assert launch("script.py").per_node == 2
-    assert f"using the settings of {tmp_path / 'default.yaml'}. For others: --config_file FILE; for none: " in caplog.text
+    assert (
+        f"using the settings in {tmp_path / 'default.yaml'}. For other settings: --config_file FILE; for none: " in caplog.text
+    )
     caplog.clear()
     assert launch("--config_file", os.devnull, "script.py").environment == {}
     assert launch("--config_file", write("num_processes: 3"), "script.py").per_node == 3
@@ -260,8 +263,8 @@ def test_the_default_file(launch: Launch, caplog: pytest.LogCaptureFixture, tmp_
     assert caplog.text == ""
 
 
-def test_settings_of_others_are_not_taken(launch: Launch) -> None:
-    """A worker that launches something, and a node that another node started."""
+def test_the_default_file_is_not_read_on_other_nodes(launch: Launch) -> None:
+    """In a worker that calls `trainkit launch`, and on a node that was started by ssh."""
     theirs = carry(Settings({"mixed_precision": "bf16"}, source="theirs.yaml"))
     assert VARIABLE not in launch("script.py", **theirs, LOCAL_RANK="0", TORCHELASTIC_RUN_ID="x").environment
     write(MULTI_CPU, "default.yaml")
@@ -276,7 +279,7 @@ def test_settings_of_others_are_not_taken(launch: Launch) -> None:
     (["--nnodes", "1", "--num_processes", "3", "--main_process_port", "0"], (3, 1, None, None, None)),
     (["--num_machines", "4", "--num_processes", "8"], (2, 4, 1, "10.0.0.1", 29500)),
 ])  # fmt: skip
-def test_machines_of_a_configuration(
+def test_nodes_of_a_configuration(
     launch: Launch, flags: list[str], expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -285,8 +288,8 @@ def test_machines_of_a_configuration(
     assert (job.per_node, job.most, job.node_rank, job.master_addr, job.master_port) == expected
 
 
-def test_a_configuration_of_one_machine_says_nothing_of_machines(launch: Launch) -> None:
-    """Accelerate writes num_machines: 1 and machine_rank: 0 into each."""
+def test_a_configuration_for_one_node_does_not_set_nodes(launch: Launch) -> None:
+    """Accelerate writes num_machines: 1 and machine_rank: 0 to each file."""
     job = launch("--config_file", write(MULTI_CPU), "--nnodes", "2", "--master-addr", "h", "script.py")
     assert (job.per_node, job.most, job.node_rank) == (1, 2, None)
     job = launch("--config_file", "conf.yaml", "--nnodes", "3", "--nproc-per-node", "4", "--master-addr", "h", "script.py")
@@ -311,19 +314,20 @@ def test_gpus_of_a_configuration(launch: Launch, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("text, arguments, words", [
     (MULTI_CPU, ["--nproc-per-node", "2", "--num_processes", "3"], "--nproc-per-node 2 on 1 node and --num_processes 3 con"),
-    (MULTI_CPU, ["--nnodes", "3", "--num_machines", "2"], "--nnodes 3 and --num_machines 2 contradict each other. Give one of"),
-    (MULTI_CPU, ["--cpu", "--no-use_cpu"], "--no-use_cpu and --cpu contradict each other. Give one of them."),
+    (MULTI_CPU, ["--nnodes", "3", "--num_machines", "2"], "--nnodes 3 and --num_machines 2 contradict each other. Pass only"),
+    (MULTI_CPU, ["--cpu", "--no-use_cpu"], "--no-use_cpu and --cpu contradict each other. Pass only one of them."),
     (MULTI_CPU, ["--multi_gpu", "--use_deepspeed"], "--multi_gpu and --use_deepspeed contradict each other."),
     (MULTI_CPU, ["--multi_gpu", "--distributed_type", "NO"], "--distributed_type NO and --multi_gpu contradict each other."),
     (MULTI_CPU, ["--zero_stage", "2"], "the command line and conf.yaml: zero_stage is for DeepSpeed, but distributed_type is "),
     (MULTI_CPU, ["--mixed_precision", "fp17"], "--mixed_precision must be one of no, fp16, bf16, not 'fp17'. Did you mean 'fp"),
-    (MULTI_CPU, ["--nnodes", "1:2", "--master-addr", "h"], "num_processes: 2 counts all nodes, and there may be 1 to 2. Give "),
+    (MULTI_CPU, ["--nnodes", "1:2", "--master-addr", "h"],
+     "num_processes: 2 is the total of all nodes, but there may be 1 to 2 nodes. Pass "),
     (MULTI_CPU, ["--nnodes", "4", "--master-addr", "h"], "num_processes: 2 is the total of all machines, and is not divisible"),
-    (ONE_CPU, ["--nproc-per-node", "2"], "conf.yaml: distributed_type: NO is one process, not 2. Give --distributed_"),
-    (MULTI_GPU, [], "conf.yaml: distributed_type: MULTI_GPU, but torch finds no GPU here. Write MULTI_CPU, or give --cpu."),
+    (ONE_CPU, ["--nproc-per-node", "2"], "conf.yaml: distributed_type: NO means one process, not 2. Pass --distributed_"),
+    (MULTI_GPU, [], "conf.yaml: distributed_type: MULTI_GPU, but torch finds no GPU here. Write MULTI_CPU, or pass --cpu."),
     ("distributed_type: MULTI_CPU", [], "conf.yaml: distributed_type: MULTI_CPU needs a number of processes."),
-    ("num_machines: 2", [], "2 nodes need the address of the one with --node-rank 0. Give it to all"),
-    ("num_processes: 3\ngpu_ids: 0,1", [], "conf.yaml: gpu_ids: 0,1 is fewer than the 3 processes of a node. Name as many"),
+    ("num_machines: 2", [], "2 nodes need the address of the node with rank 0. Pass it on all nodes"),
+    ("num_processes: 3\ngpu_ids: 0,1", [], "conf.yaml: gpu_ids: 0,1 has fewer GPUs than a node has processes, 3. List 3 GPUs"),
     ("num_process: 3", [], "conf.yaml: unknown key 'num_process'. Did you mean 'num_processes'?"),
 ])  # fmt: skip
 def test_settings_that_are_refused(
@@ -334,21 +338,23 @@ def test_settings_that_are_refused(
 
 
 @pytest.mark.parametrize("text, words", [
-    (MULTI_CPU, "conf.yaml: num_machines: 1, but SLURM says that this is one of 3 nodes. Remove num_machines and machine_ra"),
-    (TWO_MACHINES.replace("num_machines: 2", "num_machines: 4"), "num_machines: 4, but SLURM says that this is one of 3 nodes"),
-    ("num_processes: 4", "conf.yaml: num_processes: 4 cannot be divided by 3 nodes. Give --nproc-per-node N."),
-    ("machine_rank: 1", "conf.yaml: machine_rank: 1, but SLURM says that this is node 2. Remove machine_rank from the file"),
+    (MULTI_CPU,
+     "conf.yaml: num_machines: 1, but according to SLURM this is one of 3 nodes. Remove num_machines and machine_rank"),
+    (TWO_MACHINES.replace("num_machines: 2", "num_machines: 4"),
+     "num_machines: 4, but according to SLURM this is one of 3 nodes"),
+    ("num_processes: 4", "conf.yaml: num_processes: 4 is not divisible by 3 nodes. Pass --nproc-per-node N."),
+    ("machine_rank: 1", "conf.yaml: machine_rank: 1, but according to SLURM this is node 2. Remove machine_rank from the file"),
 ])  # fmt: skip
-def test_machines_that_a_file_counts_otherwise(
+def test_a_file_with_a_different_number_of_nodes(
     launch: Launch, text: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each would train by itself."""
+    """Each node would train alone."""
     monkeypatch.setattr(os, "environ", dict(STEP))
     assert main(["launch", "--config_file", write(text), "script.py"]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_a_file_that_leaves_the_machines_to_slurm(launch: Launch) -> None:
+def test_a_file_without_nodes_under_slurm(launch: Launch) -> None:
     job = launch("--config_file", write("distributed_type: DEEPSPEED\nnum_processes: 6\nuse_cpu: true"), "script.py", **STEP)
     assert (job.per_node, job.most, job.node_rank, job.master_addr) == (2, 3, 2, "n1")
     assert launch("--config_file", write(MULTI_CPU), "--num_machines", "1", "script.py", **STEP).most == 1
@@ -374,12 +380,12 @@ def hosts(launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ca
 
 
 def told(script: str) -> list[str]:
-    """The arguments of `trainkit launch` on a machine."""
+    """The arguments of `trainkit launch` on a node."""
     (line,) = [line for line in script.splitlines() if line.startswith("exec ") and "launch_child" in line]
     return shlex.split(line)[5:]
 
 
-def test_each_node_gets_its_part(hosts: Any, tmp_path: Path) -> None:
+def test_each_node_gets_its_arguments(hosts: Any, tmp_path: Path) -> None:
     scripts, ssh, grace, join_timeout = hosts("script.py", "--hostfile", "x", TRAINKIT_GRACE="5")
     assert (ssh, grace, join_timeout) == (["ssh"], 5.0, 600.0)
     assert list(scripts) == ["node1", "me@node2"]
@@ -392,7 +398,7 @@ def test_each_node_gets_its_part(hosts: Any, tmp_path: Path) -> None:
         assert "export TRAINKIT_GRACE=5\n" in script
 
 
-def test_options_that_machines_share(hosts: Any) -> None:
+def test_options_for_all_nodes(hosts: Any) -> None:
     options = ["--master-addr", "10.0.0.1", "--master-port", "5", "--max-restarts", "2", "--setup", "source a.sh"]
     scripts, ssh, _, _ = hosts(
         *options, "--ssh", "ssh -p '22 2'", "--export", "A", "--export", "B=b c", "-m", "m", A="1", X="2"
@@ -406,12 +412,12 @@ def test_options_that_machines_share(hosts: Any) -> None:
     assert "eval 'source a.sh' </dev/null || exit\n" in script
 
 
-def test_a_single_machine_of_a_file(hosts: Any) -> None:
+def test_a_hostfile_with_one_node(hosts: Any) -> None:
     scripts, *_ = hosts("script.py", file="one")
     assert told(scripts["node1"]) == ["--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "2", "script.py"]
 
 
-def test_settings_travel_to_all_machines(hosts: Any) -> None:
+def test_settings_are_sent_to_all_nodes(hosts: Any) -> None:
     text = "distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_machines: 2\nnum_processes: 12\nmachine_rank: 0\n"
     more = "main_process_ip: 10.0.0.1\nmain_process_port: 7\ndebug: true\ngpu_ids: 0,1,2,3,4,5,6,7\n"
     scripts, *_ = hosts("--config_file", write(text + more), "script.py")
@@ -425,7 +431,7 @@ def test_settings_travel_to_all_machines(hosts: Any) -> None:
         assert "export CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7\n" in script
 
 
-def test_the_file_of_machines_may_be_named_by_the_configuration(hosts: Any, launch: Launch) -> None:
+def test_a_hostfile_in_the_configuration(hosts: Any, launch: Launch) -> None:
     text = "distributed_type: DEEPSPEED\nuse_cpu: true\ndeepspeed_config: {deepspeed_hostfile: one}\n"
     assert list(hosts("--config_file", write(text), "script.py")[0]) == ["node1", "me@node2"]  # a flag beats it
     with pytest.MonkeyPatch.context() as patch:
@@ -437,7 +443,7 @@ def test_the_file_of_machines_may_be_named_by_the_configuration(hosts: Any, laun
     assert launch("--config_file", write(standard), "script.py").most == 1
 
 
-def test_each_node_accepts_what_it_gets(hosts: Any, launch: Launch) -> None:
+def test_each_node_accepts_its_arguments(hosts: Any, launch: Launch) -> None:
     job = launch(*told(hosts("--max-restarts", "3", "script.py", "x")[0]["me@node2"]))
     assert (job.per_node, job.least, job.most, job.node_rank, job.master_addr, job.max_restarts) == (4, 2, 2, 1, "node1", 3)
     assert launch(*told(hosts("script.py", file="one")[0]["node1"])).per_node == 2
@@ -451,19 +457,21 @@ def test_each_node_accepts_what_it_gets(hosts: Any, launch: Launch) -> None:
     (["--hostfile", "hosts", "--machine_rank", "0", "script.py"], "--machine_rank cannot be combined with"),
     (["--hostfile", "hosts", "--num_machines", "3", "script.py"], "the command line: num_machines: 3, but hosts has 2. Write"),
     (["--hostfile", "hosts", "--num_processes", "2", "script.py"], "num_processes: 2, but hosts has 12. Write num_processes: "),
-    (["--hostfile", "hosts", "--master-addr", "localhost", "script.py"], "localhost is another host on each of the 2 nodes"),
+    (["--hostfile", "hosts", "--master-addr", "localhost", "script.py"],
+     "localhost is a different host on each of the 2 nodes"),
     (["--hostfile", "hosts", "--master-port", "x", "script.py"], "--master-port must be an integer from 1 to 65535"),
     (["--hostfile", "hosts", "scirpt.py"], "there is no file 'scirpt.py'. Did you mean 'script.py'?"),
-    (["--hostfile", "hosts", "--export", "NOT_SET", "script.py"], "--export NOT_SET: it is not set here. Set it, or give its"),
+    (["--hostfile", "hosts", "--export", "NOT_SET", "script.py"],
+     "--export NOT_SET: the variable is not set here. Set it, or pass a value: --export NOT_SET=VALUE"),
     (["--hostfile", "hosts", "--export", "A B=1", "script.py"], "--export must be the name of a variable, or NAME=VALUE"),
-    (["--hostfile", "hosts", "--ssh", "ssh 'x", "script.py"], "is no command line: No closing quotation."),
-    (["--hostfile", "hosts", "--ssh", "", "script.py"], "--ssh must be a command, as 'ssh -p 2222'"),
-    (["--setup", "x", "script.py"], "--setup is for nodes that are started by ssh: name them with --hostfile FILE"),
-    (["--export", "x", "script.py"], "--export is for nodes that are started by ssh"),
-    (["--ssh", "x", "script.py"], "--ssh is for nodes that are started by ssh"),
+    (["--hostfile", "hosts", "--ssh", "ssh 'x", "script.py"], "is not a valid command line: No closing quotation."),
+    (["--hostfile", "hosts", "--ssh", "", "script.py"], "--ssh must be a command, such as 'ssh -p 2222'"),
+    (["--setup", "x", "script.py"], "--setup needs nodes that are started by ssh. List them in a file: --hostfile FILE"),
+    (["--export", "x", "script.py"], "--export needs nodes that are started by ssh"),
+    (["--ssh", "x", "script.py"], "--ssh needs nodes that are started by ssh"),
     (["--hostfiel", "hosts", "script.py"], "Did you mean '--hostfile'?"),
 ])  # fmt: skip
-def test_what_is_refused_together_with_a_file(
+def test_refused_together_with_a_hostfile(
     hosts: Any, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["launch", *arguments]) == 2
@@ -496,14 +504,14 @@ def script(tmp_path: Path) -> str:
     return "script.py"
 
 
-def test_a_script_of_torchs(script: str, tmp_path: Path) -> None:
-    """One that knows nothing of trainkit; with a port of the user's choice."""
+def test_a_plain_torch_script(script: str, tmp_path: Path) -> None:
+    """A script without trainkit, with a port that the user chose."""
     done = run_python("-m", "trainkit", "launch", "--nproc-per-node", "2", script, "ok", "--x", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("['ok', '--x'] 3.0") == 2
 
 
-def test_the_traceback_is_the_last_that_is_said(script: str, tmp_path: Path) -> None:
+def test_the_traceback_comes_last(script: str, tmp_path: Path) -> None:
     done = run_python("-m", "trainkit", "launch", "--nproc-per-node", "2", script, "fail", cwd=tmp_path)
     assert done.returncode == 1
     lines = [re.sub(r"^\[rank\d\]:\s*", "", line) for line in done.stderr.splitlines()]
@@ -525,4 +533,4 @@ def test_ctrl_c_in_a_terminal(script: str, tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert errors.count("KeyboardInterrupt") == 2  # one of each worker, none of the agent
+    assert errors.count("KeyboardInterrupt") == 2  # one from each worker, none from the agent

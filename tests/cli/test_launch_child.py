@@ -1,4 +1,4 @@
-"""The part of `trainkit launch --hostfile` on a host: it starts when all hosts are ready, and ends with its terminal."""
+"""The part of `trainkit launch --hostfile` on each host: it starts when all hosts are ready, and ends with its terminal."""
 
 from __future__ import annotations
 
@@ -147,11 +147,11 @@ def test_an_address_that_cannot_be_resolved(capsys: pytest.CaptureFixture[str]) 
     assert main(["--nnodes", "2", "--master-addr", "no.such.host.invalid", "script.py"]) == 2
     errors = capsys.readouterr().err
     assert "cannot resolve 'no.such.host.invalid', the address of the first host: " in errors
-    assert errors.endswith("Set a name that all hosts know: --master-addr HOST\n")
+    assert errors.endswith("Pass a name that all hosts can resolve: --master-addr HOST\n")
 
 
-def test_what_workers_read_and_write(start: Start) -> None:
-    """They get no input from the terminal, and all their output comes before the exit code."""
+def test_input_and_output_of_workers(start: Start) -> None:
+    """Workers read no input from the terminal, and all their output arrives before the exit code."""
     lines = start(CHILD).lines()
     assert sorted(lines[:-1]) == [MARK + b"1''", MARK + b"1over", MARK + b"21%", MARK + b"22%", MARK + b"2to stderr"]
     assert lines[-1] == MARK + b"c7"
@@ -168,7 +168,7 @@ def test_signals(start: Start) -> None:
 
 @pytest.mark.parametrize("how", ["the terminal hangs up", "nothing comes", "nothing comes, and nothing is read"])
 def test_the_end_of_a_connection(start: Start, how: str) -> None:
-    """The job has time to save, and can print meanwhile."""
+    """The job has time to save, and can still print."""
     part = start(SAVE, **({} if how.startswith("the terminal") else {"silence": 0.5}))
     if how.startswith("the terminal"):
         part.hang_up()
@@ -183,7 +183,7 @@ def test_the_end_of_a_connection(start: Start, how: str) -> None:
 
 @pytest.mark.prompt
 def test_heartbeats(start: Start) -> None:
-    """The timeout counts from the last one."""
+    """The timeout starts at the last heartbeat."""
     part = start(SAVE, silence=within(2.0))
     for _ in range(25):
         part.send(HEARTBEAT)

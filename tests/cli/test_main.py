@@ -22,7 +22,7 @@ from trainkit.errors import ConfigurationError
 
 @pytest.fixture
 def subcommand(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[argparse.Namespace], int]], None]:
-    """Adds a subcommand `try` with an option `--number` that calls a given function."""
+    """Adds a subcommand `try` with an option `--number` that calls a function."""
 
     def add(run: Callable[[argparse.Namespace], int]) -> None:
         module: Any = types.ModuleType("tried")
@@ -95,8 +95,8 @@ def test_options_are_frozen() -> None:
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
-def test_help_says_what_the_list_of_subcommands_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Letter for letter but the first: "a PNG file", "Python's own"."""
+def test_help_equals_the_list_of_subcommands(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Except for the first letter: "a PNG file", "Python's own"."""
     purpose = SUBCOMMANDS[name][1]
     assert main([name, "--help"]) == 0
     assert f"{purpose[0].upper()}{purpose[1:]}." in " ".join(capsys.readouterr().out.split())
@@ -114,7 +114,7 @@ def test_help_where_the_output_has_no_unicode(arguments: list[str], monkeypatch:
     text = stdout.buffer.getvalue().decode("ascii")
     assert text.startswith(f"usage: {' '.join(['trainkit', *arguments])}")
     assert "?" not in text
-    assert stdout.errors == "strict"  # as it was
+    assert stdout.errors == "strict"  # unchanged
 
 
 def test_an_error_where_the_output_has_no_unicode(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_a_process_whose_output_has_no_unicode() -> None:
     assert "<subcommand> ..." in done.stdout
 
 
-def test_a_subcommand_gets_its_arguments_and_gives_the_exit_code(subcommand: Any) -> None:
+def test_a_subcommand_gets_its_arguments_and_returns_the_exit_code(subcommand: Any) -> None:
     subcommand(lambda args: args.number)
     assert main(["try", "--number", "7"]) == 7
     assert main(["try"]) == 1
@@ -143,7 +143,7 @@ def test_arguments_come_from_the_command_line_of_the_process(subcommand: Any, mo
     assert main() == 5
 
 
-def test_an_error_of_ours_is_one_message(
+def test_an_error_of_trainkit_is_one_message(
     subcommand: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(args: argparse.Namespace) -> int:
@@ -221,7 +221,7 @@ def test_as_a_module_without_loading_torch(arguments: list[str], words: str, tmp
     assert words in done.stdout
 
 
-def test_python_m_trainkit_gives_the_exit_code() -> None:
+def test_python_m_trainkit_returns_the_exit_code() -> None:
     done = subprocess.run([sys.executable, "-m", "trainkit", "plot", "nowhere"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("trainkit: Expected the folder of a run, got 'nowhere', which does not exist.")

@@ -1,4 +1,4 @@
-"""`trainkit plan`: scripts as users write them, up to where they train."""
+"""`trainkit plan`: runs users' scripts until they would train."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Net(TrainModule):
     def __init__(self):
         super().__init__()
         self.save_hyperparameters()
-        rates = [x.item() for x in torch.linspace(0, 0.1, 3)]  # values of what is no parameter are there
+        rates = [x.item() for x in torch.linspace(0, 0.1, 3)]  # tensors that are not parameters have values
         self.layers = nn.ModuleList(nn.Linear(arguments.width, arguments.width) for _ in rates)
         self.scale = nn.Parameter(torch.randn(arguments.width))
         self.tied = shared = nn.Parameter(torch.randn(arguments.width))
@@ -72,7 +72,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`run(source, *options, after=())`: the exit code of the command, and what it has printed."""
+    """`run(source, *options, after=())`: the exit code of the command and its output."""
 
     def command(source: str, *options: str, after: tuple[str, ...] = ()) -> tuple[int, str, str]:
         script = tmp_path / "train.py"
@@ -100,7 +100,7 @@ def test_a_script_with_a_trainer(run: Run) -> None:
 
 
 def test_a_script_for_gpus(run: Run) -> None:
-    """It can be planned where there are none, and no process is started."""
+    """It can be planned without GPUs, and no process is started."""
     code, out, _ = run(TRAINER, "--device-memory", "80G", "--host-memory", "512GiB", after=("--gpu",))
     assert code == 0
     assert "fits in 80.0 GiB a device and 512.0 GiB a machine: single, 1 process" in out
@@ -122,7 +122,7 @@ def test_a_script_with_an_accelerator(run: Run) -> None:
     assert "after prepare" not in out
 
 
-def test_values_are_there_if_asked_for(run: Run) -> None:
+def test_parameters_with_values(run: Run) -> None:
     code, out, _ = run(TRAINER, "--real", after=("--odd", "values"))
     assert code == 0
     assert "norm " in out
@@ -137,14 +137,14 @@ def test_a_script_that_fails(run: Run) -> None:
     code, _, err = run(TRAINER, after=("--odd", "broken"))
     assert code == 2
     assert "name 'broken' is not defined" in err
-    assert "The script failed by itself, see above." in err
+    assert "The script raised an error, see above." in err
     assert "runpy" not in err
 
 
 def test_a_script_that_trains_nothing(run: Run) -> None:
     code, _, err = run(TRAINER, after=("--odd", "nothing"))
     assert code == 2
-    assert "The script ended without a fit" in err
+    assert "The script ended without a call of Trainer.fit" in err
 
 
 def test_the_exit_code_of_a_script_is_kept(run: Run) -> None:

@@ -25,7 +25,7 @@ from trainkit.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are saved, to be asked what is in them."""
+    """The figures that are saved."""
     saved: list[Figure] = []
     save = Figure.savefig
 
@@ -43,7 +43,7 @@ def pixels(path: Path) -> npt.NDArray[Any]:
 
 
 def colored(path: Path) -> float:
-    """The share of pixels that are neither white nor black nor gray: lines, since everything else is."""
+    """The fraction of colored pixels, which belong to lines; everything else is white, black or gray."""
     image = pixels(path)
     return float((image.max(-1) - image.min(-1) > 0.2).mean())
 
@@ -135,7 +135,7 @@ def test_over_epochs(tmp_path: Path, figures: list[Figure]) -> None:
     (["training", "trainable", "evaluated", "val_", "value"], ["training", "trainable", "evaluated", "val_", "value"]),
     (["lr-AdamW", "lr-SGD"], ["lr-AdamW", "lr-SGD"]),
 ])  # fmt: skip
-def test_what_shares_a_panel(names: list[str], groups: list[str], tmp_path: Path, figures: list[Figure]) -> None:
+def test_metrics_in_one_panel(names: list[str], groups: list[str], tmp_path: Path, figures: list[Figure]) -> None:
     draw({name: [(1, 1.0)] for name in names}, tmp_path / "x.png")
     assert list(panels(figures[0])) == groups
 
@@ -165,10 +165,10 @@ def test_many_points_are_drawn_without_looking_for_a_place_for_the_legend(tmp_pa
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["--metrics", "train_los"], "No metric 'train_los' in this run. Did you mean 'train_loss'? There are: lr"),
+    (["--metrics", "train_los"], "No run has a metric 'train_los'. Did you mean 'train_loss'? Metrics: lr"),
     (["--out", "x.pdf"], "Expected a file ending in .png, got 'x.pdf'. Fix: x.png"),
 ])  # fmt: skip
-def test_what_cannot_be_drawn(arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drawing_errors(arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(CSVLogger(tmp_path))
     assert main(["plot", str(tmp_path), *arguments]) == 2
     assert words in capsys.readouterr().err
@@ -178,7 +178,7 @@ def test_what_cannot_be_drawn(arguments: list[str], words: str, tmp_path: Path, 
 def test_nothing_to_draw(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="Nothing to draw"):
         draw({"epoch": [(1, 0.0)]}, tmp_path / "x.png")
-    with pytest.raises(ConfigurationError, match="the run has no metric 'epoch'. Fix: --x step"):
+    with pytest.raises(ConfigurationError, match="The run has no metric 'epoch', .*Fix: --x step"):
         draw({"loss": [(1, 0.0)]}, tmp_path / "x.png", x="epoch")
 
 
@@ -199,7 +199,7 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         draw({"loss": [(1, 0.0)]}, tmp_path / "x.png")
 
 
-def test_several_runs_over_each_other(tmp_path: Path, figures: list[Figure], capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_runs_in_one_picture(tmp_path: Path, figures: list[Figure], capsys: pytest.CaptureFixture[str]) -> None:
     folders = [tmp_path / "logs" / "default" / f"version_{index}" for index in range(3)]
     for index, kind in enumerate((CSVLogger, JSONLLogger, TensorBoardLogger)):
         train(kind(tmp_path / "logs", version=index))
@@ -225,7 +225,7 @@ def test_several_runs_over_each_other(tmp_path: Path, figures: list[Figure], cap
     assert figure.get_suptitle() == ""
 
 
-def test_several_runs_are_drawn_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_runs_are_drawn_to_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for index in range(2):
         train(CSVLogger(tmp_path / "logs", version=index))
     (tmp_path / "here").mkdir()

@@ -1,4 +1,4 @@
-"""`trainkit report`: one page, from what real runs leave, that needs no network and shows the numbers of the logs."""
+"""`trainkit report`: one page about real runs that needs no network and shows the numbers of the logs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def fit(logger: Any, epochs: int = 2, ckpt_path: str | None = None, **hparams: A
 
 
 class Page(HTMLParser):
-    """What a browser would find in a page; `fails` if an element is not closed."""
+    """The contents of a page; fails if an element is not closed."""
 
     VOID = ("meta", "link", "br")
 
@@ -245,7 +245,7 @@ def test_a_killed_run_that_was_resumed() -> None:
 NASTY = "</script><script>alert(1)</script><b>&'\"${x}@y\\"
 
 
-def test_text_of_users_is_escaped() -> None:
+def test_user_text_is_escaped() -> None:
     logger = CSVLogger("logs", name="a<b>&'c")
     logger.log_hyperparams({NASTY: NASTY, "line": "a\x1b[31m\x00\n"})
     for step in range(3):
@@ -263,7 +263,7 @@ def test_text_of_users_is_escaped() -> None:
         assert "alert(1)</script>" not in page.html
 
 
-def test_what_is_missing_is_omitted() -> None:
+def test_missing_data_is_omitted() -> None:
     logger = CSVLogger("logs")
     logger.log_metrics({"loss": 0.5}, 1)
     logger.finalize()
@@ -272,7 +272,7 @@ def test_what_is_missing_is_omitted() -> None:
     assert page.sections["Results"][1] == ["loss", "0.5", "1", "0.5", "1", "0.5", "1", "1"]
 
 
-def test_a_run_that_logged_nothing_but_saved() -> None:
+def test_a_run_with_checkpoints_only() -> None:
     trainer = Trainer(max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False)
     trainer.fit(Module(), [torch.randn(8, 4) for _ in range(3)])
     page = report("trainkit_runs")
@@ -350,13 +350,13 @@ def test_errors(arguments: list[str], words: str, capsys: pytest.CaptureFixture[
     ("mlflow.db", "mlflow ui --backend-store-uri sqlite:///"),
     (f"{'a1' * 16}.zip", f"comet upload {{root}}/{'a1' * 16}.zip"),
 ])  # fmt: skip
-def test_a_run_of_a_service(command: str, made: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_logged_to_a_service(command: str, made: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("logs", made).parent.mkdir(parents=True)
     Path("logs", made).touch()
     assert main([command, "logs"]) == 2
     printed = capsys.readouterr().err
     assert words.format(root="logs") in printed
-    assert "has no metrics that trainkit reads" in printed
+    assert "has no metrics that trainkit can read" in printed
 
 
 def test_without_bokeh(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -365,7 +365,7 @@ def test_without_bokeh(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert "trainkit-torch[report]" in capsys.readouterr().err
 
 
-def test_numbers_as_they_are_read() -> None:
+def test_formatted_numbers() -> None:
     assert [number(one) for one in (0.123456789, 1234567, 3.0, 1e-9, math.nan, -math.inf, 1e300)] == [
         "0.123457", "1,234,567", "3", "1e-09", "nan", "-inf", "1e+300",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What `verify-resume` notes of a micro-batch, and the first difference it finds."""
+"""The record that `verify-resume` writes of a micro-batch, and the first difference between records."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def test_every_leaf_is_found(batch: Any, paths: list[str]) -> None:
     (torch.tensor([1.0]).bfloat16(), torch.tensor([1.5]).bfloat16()),
     (torch.tensor([1 + 1j]), torch.tensor([1 + 1j]).conj()),
 ])  # fmt: skip
-def test_what_differs_has_another_fingerprint(first: Any, second: Any) -> None:
+def test_different_values_have_different_fingerprints(first: Any, second: Any) -> None:
     assert fingerprint(first) == fingerprint(first)
     assert fingerprint(first) != fingerprint(second)
-    difference = first_difference([record(leaves=first)], [record(leaves=second)], name="resumed", killed=False)
+    difference = first_difference([record(leaves=first)], [record(leaves=second)], name="the resumed run", killed=False)
     assert difference is not None
     assert difference.kind == "batch"
 
@@ -77,7 +77,7 @@ def test_strides_and_copies_make_no_difference() -> None:
     assert fingerprint({"x": X, "y": [np.ones(2), math.nan]}) == fingerprint({"x": X.clone(), "y": [np.ones(2), math.nan]})
 
 
-def test_what_cannot_be_looked_into_is_marked() -> None:
+def test_unknown_types_are_marked() -> None:
     [digests] = fingerprint(X.to_sparse()).values()
     assert digests == ["not compared: Tensor"]
     [digests] = fingerprint(np.array([object()])).values()
@@ -89,7 +89,7 @@ def test_the_sample_is_named() -> None:
     other[1, 0] = 9.0
 
     def text(first: Any, second: Any) -> str:
-        found = first_difference([record(4, 2, first)], [record(4, 2, second)], name="resumed", killed=False)
+        found = first_difference([record(4, 2, first)], [record(4, 2, second)], name="the resumed run", killed=False)
         assert found is not None
         assert found.step == 4
         return found.text
@@ -99,7 +99,7 @@ def test_the_sample_is_named() -> None:
     assert text([X], [other]).endswith("[0], sample 1 and 1 more of 3")
     assert text([X], [X[:2]]).endswith("[0] has 3 and 2 samples")
     assert text(["a", "b"], ["a", "c"]).endswith("batch, sample 1 of 2")
-    assert text([X], [X, X]).endswith("[1] is in only one of them")
+    assert text([X], [X, X]).endswith("only one of the batches has [1]")
     assert text([X], [X.long()]).endswith("[0], sample 0 and 2 more of 3")
 
 
@@ -110,16 +110,16 @@ def test_the_loss_by_its_bits() -> None:
     nan = torch.tensor(math.nan)
     assert loss_of(nan) == loss_of(nan.clone())
     zeros = [record(loss=0.0)], [record(loss=-0.0)]
-    found = first_difference(*zeros, name="resumed", killed=False)
+    found = first_difference(*zeros, name="the resumed run", killed=False)
     assert found is not None
-    assert found.text == "step 1 (epoch 0, batch 0): the loss is 0.0, resumed -0.0"
+    assert found.text == "step 1 (epoch 0, batch 0): the loss is 0.0, in the resumed run -0.0"
 
 
 def test_the_first_difference_of_a_run() -> None:
     run = [record(step=n, batch=n) for n in range(1, 6)]
 
     def kind(second: list[dict[str, Any]], killed: bool = False) -> str | None:
-        found = first_difference(run, second, name="resumed", killed=killed)
+        found = first_difference(run, second, name="the resumed run", killed=killed)
         return None if found is None else f"{found.kind} {found.step}"
 
     assert kind(run) is None
@@ -131,7 +131,7 @@ def test_the_first_difference_of_a_run() -> None:
     assert kind([run[0], {**run[1], "epoch": 1}]) == "order 2"
     assert kind([run[0], record(step=2, batch=2, loss=None)]) == "loss 2"
     assert kind([run[0], {**run[1], "parameters": ["a"]}]) == "loss 2"
-    # of several, what comes first in a step: its loss follows from its batch
+    # if several things differ, the first one in a step is reported: the loss depends on the batch
     assert kind([run[0], {**record(2, 2, torch.ones(3), 3.0), "rates": [1.0]}]) == "batch 2"
 
 

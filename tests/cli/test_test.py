@@ -28,8 +28,8 @@ from trainkit.trainer.eval_loop import gather_predictions
 NAMES = ["processes", "collectives", "training", "evaluation", "checkpoint"]
 
 
-def test_a_set_up_that_works(capfd: pytest.CaptureFixture[str], run_dir: Path) -> None:
-    """With a configuration, which the other checks are not about: under its precision and accumulation they would fail."""
+def test_a_working_setup(capfd: pytest.CaptureFixture[str], run_dir: Path) -> None:
+    """With a configuration, which only its own check uses: the other checks would fail with its precision and accumulation."""
     text = "distributed_type: MULTI_CPU\nnum_processes: 2\nmixed_precision: bf16\ngradient_accumulation_steps: 3\n"
     Path("conf.yaml").write_text(text)
     assert main(["test", "--config_file", "conf.yaml"]) == 0
@@ -48,7 +48,7 @@ def test_a_set_up_that_works(capfd: pytest.CaptureFixture[str], run_dir: Path) -
 
 
 def wrong_sum(*arguments: Any, **options: Any) -> None:
-    """An all-reduce that does nothing, as a network might that loses what is sent."""
+    """An all-reduce that does nothing, like a network that loses data."""
 
 
 def without_last(world: World, outputs: list[list[Any]], device: torch.device) -> list[list[Any]]:
@@ -64,7 +64,7 @@ def out_of_order(world: World, outputs: list[list[Any]], device: torch.device) -
 
 
 def found_wrong(folder: str) -> list[str]:
-    """What the checks say where something is broken, on all processes alike."""
+    """The results of the checks if something is broken on all processes."""
     make = partial(make_strategy, "ddp", device="cpu")
     strategy = make()
     strategy.join(RequestedDevices(accelerator="cpu"))
@@ -136,7 +136,7 @@ def test_a_check_that_fails_on_one_process_fails(tmp_path: Path) -> None:
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Instead of processes: the checks that have ended, what was said of the next, and the exit code."""
+    """Replaces the processes by: the checks that have ended, the errors of the next one, and the exit code."""
 
     def stand_in(ended: list[str], errors: dict[int, str], code: int) -> None:
         def start(count: int, arguments: Any, variables: Any) -> int:
@@ -155,13 +155,13 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize(
     "ended, errors, code, last",
     [
-        ([], {}, 1, ["processes    FAILED  the processes exited; see their output above.", "What to do: Start them"]),
+        ([], {}, 1, ["processes    FAILED  the processes exited; see their output above.", "What to do: Start all"]),
         (NAMES[:2], {0: "a\nb", 2: "a\nb"}, 1, ["training     FAILED  a", "b", "What to do: Try --backend gloo"]),
-        (NAMES[:4], {0: "x", 1: "y"}, 0, ["checkpoint   FAILED  x", "y", "What to do: All processes need the same folder"]),
+        (NAMES[:4], {0: "x", 1: "y"}, 0, ["checkpoint   FAILED  x", "y", "What to do: All processes must be able to write to"]),
         (NAMES, {}, 3, ["end          FAILED  the processes exited with code 3"]),
     ],
 )
-def test_what_is_said_of_a_failure(processes: Any, capsys: Any, ended: Any, errors: Any, code: int, last: list[str]) -> None:
+def test_the_message_of_a_failure(processes: Any, capsys: Any, ended: Any, errors: Any, code: int, last: list[str]) -> None:
     processes(ended, errors, code)
     assert main(["test", "--nproc-per-node", "3", "--backend", "gloo"]) == 1
     first, *rest = capsys.readouterr().out.splitlines()
@@ -172,7 +172,7 @@ def test_what_is_said_of_a_failure(processes: Any, capsys: Any, ended: Any, erro
 
 
 @pytest.mark.parametrize("code", [130, 143])
-def test_what_was_asked_to_end_has_not_failed(processes: Any, capsys: Any, code: int) -> None:
+def test_an_interrupted_test_has_not_failed(processes: Any, capsys: Any, code: int) -> None:
     processes(NAMES[:2], {0: "rank 0: RuntimeError: Connection closed by peer"}, code)
     assert main(["test", "--nproc-per-node", "3", "--backend", "gloo"]) == code
     said = capsys.readouterr()
@@ -201,7 +201,7 @@ def test_a_configuration(text: str, arguments: list[str], expected: Any, monkeyp
     assert inherited_settings(variables).source == "conf.yaml"
 
 
-def test_configurations_that_are_not_tried(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_configurations(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     Path("conf.yaml").write_text(TPU)
     assert main(["test", "--config-file", "conf.yaml"]) == 2
     assert "conf.yaml: distributed_type: XLA is not supported by this command" in capsys.readouterr().err
@@ -212,7 +212,7 @@ def test_configurations_that_are_not_tried(capsys: pytest.CaptureFixture[str], m
 
 
 def settings_fail(folder: str) -> int:
-    """The check of the configuration, on processes whose parameters are not alike."""
+    """The check of the configuration, on processes with different parameters."""
     os.environ |= carry(Settings({"distributed_type": "MULTI_CPU", "use_cpu": True}))
     setup_child.CHECKS = ()
     rank = int(os.environ["RANK"])
@@ -241,7 +241,7 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert main(["test", "--backend", "nccl"]) == 1
     said = capsys.readouterr().out
     assert "FAILED  NCCL needs a GPU for each of 2 processes, but there are 1." in said
-    assert "--nproc-per-node 1, or --backend gloo" in said
+    assert "--nproc-per-node 1 or --backend gloo" in said
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     assert main(["test", "--backend", "nccl"]) == 1
     assert "no NCCL" in capsys.readouterr().out
@@ -250,7 +250,7 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert "no gloo" in capsys.readouterr().out
 
 
-def test_nccl_is_used_where_there_are_gpus_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_is_used_with_a_gpu_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)

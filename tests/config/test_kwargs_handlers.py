@@ -63,7 +63,7 @@ def test_power_sgd(hook: Any) -> None:
     options = DistributedDataParallelKwargs(
         comm_hook=hook, comm_state_option={"matrix_approximation_rank": 3}
     ).strategy_options()
-    state = DDPStrategy(**options)._compression._begin_power()
+    state = DDPStrategy(**options)._compression._state_for_new_buckets()
     assert state.matrix_approximation_rank == 3
 
 

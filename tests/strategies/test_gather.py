@@ -17,7 +17,7 @@ class Pair(NamedTuple):
 
 
 @pytest.mark.world_size(3)
-def test_tensors_of_all_processes_are_stacked_in_front() -> None:
+def test_tensors_are_stacked_along_a_new_first_dimension() -> None:
     strategy = joined()
     rank = strategy.rank
     data = {"a": torch.tensor([rank, 1]), "b": [Pair(torch.tensor(float(rank)), "text"), 3], "c": torch.zeros(2, 0)}
@@ -35,19 +35,19 @@ def test_tensors_of_all_processes_are_stacked_in_front() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_gradients_flow_back_if_asked() -> None:
+def test_gradients_flow_back_with_sync_grads() -> None:
     strategy = joined()
     mine = torch.full((2,), 1.0 + strategy.rank, requires_grad=True)
     assert not strategy.all_gather(mine).requires_grad
     gathered = strategy.all_gather(mine.square(), sync_grads=True)
     (gathered * torch.tensor([[1.0], [10.0]]) * (strategy.rank + 1)).sum().backward()
-    # both processes have a share in each square: 1 and 2 times, and the factor of its row
+    # both processes contribute to each square: 1 and 2 times, and the factor of its row
     assert mine.grad is not None
     assert mine.grad.tolist() == [[6.0] * 2, [120.0] * 2][strategy.rank]
 
 
 @pytest.mark.world_size(2)
-def test_shapes_that_differ() -> None:
+def test_different_shapes() -> None:
     strategy = joined()
     with pytest.raises(ConfigurationError, match=r"rank 0: float32\[1\]; rank 1: float32\[2\]. Pad them first: "):
         strategy.all_gather(torch.zeros(strategy.rank + 1))

@@ -1,4 +1,4 @@
-"""What a loop of one's own gets for its model."""
+"""The model that `prepare` returns to a training loop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def backward(strategy: Any, loss: Tensor) -> None:
 
 
 @pytest.mark.world_size(2)
-def test_it_is_the_users_model_but_for_its_forward() -> None:
+def test_it_behaves_like_the_users_model() -> None:
     strategy, module = joined(), Named()
     model: Any = strategy.wrap(strategy.prepare_module(module))
     assert strategy.unwrap(model) is module
@@ -63,7 +63,7 @@ def test_it_is_the_users_model_but_for_its_forward() -> None:
 def test_gradients_that_would_not_be_averaged() -> None:
     strategy = joined()
     model: Any = strategy.wrap(strategy.prepare_module(Named()))
-    hint = r"no prepared model was called since the last backward pass.*model\(...\), not a method of it. .*loss1 \+ loss2"
+    hint = r"no prepared model was called since the last backward pass.*model\(...\), not one of its methods. .*loss1 \+ loss2"
     with pytest.raises(ModuleError, match=hint):
         strategy.backward(model.loss(1))
     loss = model(inputs(1)).square().mean()
@@ -73,7 +73,7 @@ def test_gradients_that_would_not_be_averaged() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_a_model_that_is_frozen_and_comes_back() -> None:
+def test_a_model_that_is_frozen_and_unfrozen() -> None:
     strategy, module = joined(), Net().requires_grad_(False)
     model = strategy.wrap(strategy.prepare_module(module))
     assert not model(inputs(1)).requires_grad
@@ -114,7 +114,7 @@ class Maker(nn.Module):
 
 
 def duel(seeds: list[list[int]], frozen: bool) -> list[float]:
-    """Each window one step of a critic and one of a maker. One process, or several with a seed each."""
+    """In each window, a step of a critic and a step of a generator. One process, or several with different seeds."""
     several = "WORLD_SIZE" in os.environ
     strategy = joined() if several else None
     plain_maker, plain_critic = Maker().double(), Critic().double()
@@ -135,7 +135,7 @@ def duel(seeds: list[list[int]], frozen: bool) -> list[float]:
     return [*flat(plain_maker), *flat(plain_critic)]
 
 
-def test_two_models_that_learn_in_turns() -> None:
+def test_two_models_that_are_trained_alternately() -> None:
     seeds = [[1, 2], [3, 4], [5, 6]]
     for frozen in (False, True):
         results = run_world(2, duel, seeds, frozen)
@@ -157,11 +157,11 @@ def test_a_compiled_model() -> None:
     assert not isinstance(strategy.unwrap(model), DistributedDataParallel)
 
 
-# Nothing to learn from, and losses of some of the models only
+# No loss, and losses of only some of the models
 
 
 def pair(kind: str, nothing: bool) -> list[float]:
-    """Two models of the same size; in the second window rank 1 may have nothing to learn from."""
+    """Two models of the same size; in the second window rank 1 may have no loss."""
     strategy = joined() if "WORLD_SIZE" in os.environ else None
     plain = [Net(seed=1).double(), Net(seed=2).double()]
     first, second = plain if strategy is None else [strategy.wrap(strategy.prepare_module(m)) for m in plain]
@@ -206,7 +206,7 @@ def test_two_models_that_are_called_before_a_backward_pass(kind: str, nothing: b
 
 
 @pytest.mark.parametrize("find_unused_parameters", [False, True])
-def test_nothing_to_learn_from_and_the_model_is_not_called(find_unused_parameters: bool) -> None:
+def test_no_loss_and_the_model_is_not_called(find_unused_parameters: bool) -> None:
     results = run_world(2, uncalled, find_unused_parameters)
     assert results[0] == results[1] == pytest.approx(flat(by_hand([[1, 2], [3, NoLoss], [5, 6]], Net().double())), rel=1e-11)
 
@@ -224,23 +224,23 @@ def uncalled(find_unused_parameters: bool) -> list[float]:
 
 
 @pytest.mark.world_size(2)
-def test_nothing_to_learn_from_where_others_may_wait_for_anything() -> None:
+def test_no_loss_with_several_uncalled_models() -> None:
     strategy = joined()
     for seed in (1, 2):
         strategy.wrap(strategy.prepare_module(Net(seed=seed)))
-    with pytest.raises(ModuleError, match=r"several prepared models, .* it is not known which .* Call the models first"):
+    with pytest.raises(ModuleError, match=r"several prepared models, .* it is unclear which .* Call the models first"):
         strategy.backward(None)
 
 
 @pytest.mark.world_size(2)
-def test_nothing_to_learn_from_under_a_static_graph() -> None:
+def test_no_loss_of_a_model_under_a_static_graph() -> None:
     strategy = joined(static_graph=True)
     strategy.wrap(strategy.prepare_module(Net()))
     with pytest.raises(LossError, match="with static_graph=True all steps must be like the first. Remove static_graph=True"):
         strategy.backward(None)
 
 
-# Parameters of no model
+# Parameters that are in no model
 
 
 @pytest.mark.world_size(2)
@@ -252,7 +252,7 @@ def test_parameters_whose_gradients_are_not_averaged() -> None:
         strategy.backward(other(model(inputs(1))).sum())
         if grown:
             optimizer.add_param_group({"params": list(other.parameters())})
-            hint = r"SGD has 2 parameters \(the first of shape \(3, 1\)\) that were in no module .* not averaged"
+            hint = r"SGD has 2 parameters \(the first of shape \(3, 1\)\) that were not in a module .* not averaged"
             before = flat(module)
             with pytest.raises(ModuleError, match=hint):
                 strategy.optimizer_step(optimizer)

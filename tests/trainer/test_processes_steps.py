@@ -259,7 +259,7 @@ def gathering(samples: int, manual: bool, sync_grads: bool, limit: int | None = 
 def test_gathering_where_not_all_take_part(manual: bool, sync_grads: bool) -> None:
     """In the last row the second process has no micro-batch, and would be waited for."""
     for said, steps in run_world(2, gathering, 10, manual, sync_grads):
-        assert "all_gather in a window in which some ranks have fewer micro-batches" in said
+        assert "all_gather was called in an accumulation window in which some ranks have fewer micro-batches" in said
         assert steps == 2
     assert run_world(2, gathering, 10, manual, sync_grads, 2) == [("", 2)] * 2
 

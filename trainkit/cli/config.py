@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.cli.settings_flags import add_config_file, add_flags, flagged, in_either_spelling, with_nearest
+from trainkit.cli.settings_flags import add_config_file, add_flags, allow_both_spellings, settings_from_flags, with_nearest
 from trainkit.config.checked import checked_settings
 from trainkit.config.keys import BACKEND, CONFIG_FILE, DYNAMO, KEYS, Key, checked
 from trainkit.config.settings import Settings
@@ -23,12 +23,14 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trainkit config`."""
     parser.epilog = (
-        "Without flags it asks questions on a terminal. The file has Accelerate's format; an existing file is replaced. "
+        "Without flags it asks questions in a terminal. The file has Accelerate's format; an existing file is replaced. "
         "trainkit launch and trainkit test read the default file."
     )
-    add_config_file(parser, "the file; default: trainkit/default_config.yaml in the cache folder ($TRAINKIT_CONFIG_FILE)")
+    add_config_file(
+        parser, "file to write (default: $TRAINKIT_CONFIG_FILE, else trainkit/default_config.yaml in the cache folder)"
+    )
     add_flags(parser)
-    in_either_spelling(parser)
+    allow_both_spellings(parser)
     parser.error = with_nearest(parser, parser.error)  # type: ignore[assignment, method-assign]
 
 
@@ -37,32 +39,34 @@ def run(args: argparse.Namespace) -> int:
     from trainkit.config.read import default_file
     from trainkit.config.write import write_settings
 
-    settings, default = flagged(args), default_file()
+    settings, default = settings_from_flags(args), default_file()
     path = default if args.config_file is None else Path(args.config_file)
     if not settings:
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             raise ConfigurationError(
-                "There is no terminal to ask questions on. Pass flags: trainkit config --num_processes 2 --mixed_precision "
-                "bf16 ..."
+                "Questions need a terminal, and this command does not run in one. Pass flags: trainkit config "
+                "--num_processes 2 --mixed_precision bf16 ..."
             )
         if path.exists():
-            print(f"{path} exists, and is replaced after the last answer. Ctrl-C keeps it.")
-        settings = _asked()
+            print(f"{path} exists and will be replaced after the last answer. Press Ctrl-C to keep it.")
+        settings = _settings_from_answers()
     checked_settings(settings)  # raises for contradictions before anything is written
     replaced = path.exists()
     write_settings(settings, path)
-    print(f"written: {path}" + (", which replaces the old one" if replaced else ""))
-    print("used by: trainkit launch " + ("" if path == default else f"--config_file {path} ") + "script.py")
+    print(f"{'Replaced' if replaced else 'Wrote'} {path}")
+    print("Use it with: trainkit launch " + ("" if path == default else f"--config_file {path} ") + "script.py")
     return 0
 
 
-def _asked() -> Settings:
+def _settings_from_answers() -> Settings:
     """The settings from the answers of the user."""
     try:
-        return _Questions().all()
+        return _Questions().ask_all()
     except EOFError:
         print()
-        raise ConfigurationError("The input ended before the last answer. Nothing was written.") from None
+        raise ConfigurationError(
+            "The input ended before the last answer, so nothing was written. Run trainkit config again."
+        ) from None
 
 
 class _Questions:
@@ -73,7 +77,7 @@ class _Questions:
         self._backend: dict[str, Any] = {}
         self._dynamo: dict[str, Any] = {}
 
-    def all(self) -> Settings:
+    def ask_all(self) -> Settings:
         """Ask everything."""
         gpus, default = _devices()
         kind = self._choose("Run on cpu, gpu or tpu", ("cpu", "gpu", "tpu"), default)
@@ -81,7 +85,7 @@ class _Questions:
         if kind != "tpu":
             processes = self._processes(machines, gpus if kind == "gpu" else 0)
             if kind == "gpu" and machines == 1:
-                self._keep("gpu_ids", "GPUs that may be used, by number, or all", "all", fits=_at_least(processes))
+                self._ask_key("gpu_ids", "GPUs to use, such as 0,1, or all", "all", fits=_at_least(processes))
             self._zero()
         several = (
             automatic_info(DEVICE).distributed_type if kind == "tpu" else f"MULTI_{kind.upper()}" if processes > 1 else "NO"
@@ -89,32 +93,37 @@ class _Questions:
         self._values["distributed_type"] = "DEEPSPEED" if self._backend else several
         self._values["use_cpu"] = kind == "cpu"
         if CONFIG_FILE not in self._backend:  # it has the precision
-            self._keep("mixed_precision", "Precision: no (float32), fp16 or bf16", "no")
+            self._ask_key("mixed_precision", "Precision: no (float32), fp16 or bf16", "no")
         if kind != "tpu" and not self._backend:
             question = "Compile the model: no, or a backend of torch.compile such as inductor"
             backend = self._ask(question, "no", lambda text: checked("dynamo_backend", text, DYNAMO, "dynamo_backend"))
             if backend != "no":
                 self._dynamo["dynamo_backend"] = backend
-        return Settings(self._values, self._backend, self._dynamo, "what was answered")
+        return Settings(self._values, self._backend, self._dynamo, "your answers")
 
     def _machines(self) -> int:
-        machines = int(self._keep("num_machines", "Machines", 1))
+        machines = int(self._ask_key("num_machines", "Number of nodes", 1))
         if machines > 1:
             last = machines - 1
 
             def below(rank: int) -> str | None:
-                return None if rank <= last else f"the numbers go from 0 to {last}"
+                return None if rank <= last else f"the ranks are 0 to {last}"
 
-            self._keep("machine_rank", "The number of this machine, from 0", 0, fits=below)
-            self._keep("main_process_ip", "Name or address of machine 0, reachable from the others", None)
-            self._keep("main_process_port", "A free port there", 29500, fits=lambda port: None if port else "it must be known")
+            self._ask_key("machine_rank", "Rank of this node, from 0", 0, fits=below)
+            self._ask_key("main_process_ip", "Host name or address of node 0, which the other nodes can reach", None)
+            self._ask_key(
+                "main_process_port",
+                "A free port on node 0",
+                29500,
+                fits=lambda port: None if port else "all nodes need the port",
+            )
         return machines
 
     def _processes(self, machines: int, gpus: int) -> int:
         def divisible(number: int) -> str | None:
-            return None if number % machines == 0 else f"it is the total of all {machines} machines, with equally many on each"
+            return None if number % machines == 0 else f"it must be divisible by the number of nodes, {machines}"
 
-        return int(self._keep("num_processes", "Processes of all machines together", machines * max(1, gpus), fits=divisible))
+        return int(self._ask_key("num_processes", "Processes on all nodes together", machines * max(1, gpus), fits=divisible))
 
     def _zero(self) -> None:
         question = "Shard with DeepSpeed's ZeRO: no, stage 1, 2 or 3, or the path of a DeepSpeed configuration"
@@ -128,18 +137,18 @@ class _Questions:
         places = ("none", "cpu", "nvme") if stage == 3 else ("none", "cpu")
         parts = ("optimizer", "param") if stage == 3 else ("optimizer",)
         for part in parts:
-            what = "the optimizer's state" if part == "optimizer" else "the parameters"
-            place = self._choose(f"Keep {what} on: {', '.join(places)} (none: the device)", places, "none")
+            what = "the optimizer state" if part == "optimizer" else "the parameters"
+            place = self._choose(f"Offload {what} to: {', '.join(places)} (none: keep on the device)", places, "none")
             self._backend[f"offload_{part}_device"] = place
             if place == "nvme":
-                self._keep(f"offload_{part}_nvme_path", "A folder on a fast disk", None, BACKEND)
-        self._keep("gradient_accumulation_steps", "Micro-batches per optimizer step; auto: as in the script", "auto")
-        self._keep("gradient_clipping", "Largest norm of the gradients; auto: as in the script", "auto", BACKEND)
+                self._ask_key(f"offload_{part}_nvme_path", "A folder on a fast local disk", None, BACKEND)
+        self._ask_key("gradient_accumulation_steps", "Micro-batches per optimizer step; auto: as in the script", "auto")
+        self._ask_key("gradient_clipping", "Maximum gradient norm; auto: as in the script", "auto", BACKEND)
         if stage == 3:
-            self._keep("zero3_init_flag", "Shard a transformers model while it is built (yes or no)", True, BACKEND)
-            self._keep("zero3_save_16bit_model", "Let save_model write 16-bit parameters (yes or no)", False, BACKEND)
+            self._ask_key("zero3_init_flag", "Shard a transformers model while it is created (yes or no)", True, BACKEND)
+            self._ask_key("zero3_save_16bit_model", "Let save_model write 16-bit parameters (yes or no)", False, BACKEND)
 
-    def _keep(
+    def _ask_key(
         self,
         name: str,
         question: str,
@@ -164,7 +173,7 @@ class _Questions:
     def _choose(self, question: str, words: tuple[str, ...], default: str) -> str:
         def read(text: str) -> str:
             if text.lower() not in words:
-                raise ConfigurationError(f"one of {', '.join(words)}, not {text!r}.")
+                raise ConfigurationError(f"expected {', '.join(words[:-1])} or {words[-1]}, not {text!r}.")
             return text.lower()
 
         return str(self._ask(question, default, read))
@@ -188,20 +197,20 @@ def _stage(text: str) -> int | str:
     if not text.isdigit():
         if os.path.isfile(text):
             return text
-        raise ConfigurationError(f"expected no, 1, 2, 3 or a file, and there is no file {text!r}.")
+        raise ConfigurationError(f"expected no, 1, 2, 3 or the path of a file, but there is no file {text!r}.")
     return int(checked("zero_stage", text, BACKEND, "the stage"))
 
 
 def _at_least(processes: int) -> Callable[[str], str | None]:
     def fits(gpus: str) -> str | None:
         enough = gpus == "all" or len(gpus.split(",")) >= processes
-        return None if enough else f"each of the {processes} processes needs one"
+        return None if enough else f"each of the {processes} processes needs a GPU"
 
     return fits
 
 
 def _devices() -> tuple[int, str]:
-    """The number of GPUs of this machine, and the default kind of device."""
+    """The number of GPUs of this node, and the default kind of device."""
     import torch
 
     from trainkit.launch.tpu import tpu_is_chosen

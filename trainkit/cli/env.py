@@ -30,7 +30,7 @@ _SHOWN = (
     "CUDA_", "CUBLAS_", "GLOO_", "KMP_", "MASTER_", "MKL_", "NCCL_", "NVIDIA_VISIBLE", "OMP_", "PET_",
     "PYTHONHASHSEED", "PYTHONWARNINGS", "PYTORCH_", "TORCH", "TRAINKIT_",
 )  # fmt: skip
-# So are ranks and sizes under the names of the launchers.
+# Ranks and sizes under the names of the launchers, also printed with their values.
 _PLACES = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK",
     "CROSS_RANK", "CROSS_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NNODES",

@@ -19,7 +19,14 @@ from trainkit.cli.launch_nodes import (
     process_variables,
     processes_per_node,
 )
-from trainkit.cli.settings_flags import add_config_file, add_flags, flagged, in_either_spelling, of_file, with_nearest
+from trainkit.cli.settings_flags import (
+    add_config_file,
+    add_flags,
+    allow_both_spellings,
+    settings_from_file,
+    settings_from_flags,
+    with_nearest,
+)
 from trainkit.config.inherited import VARIABLE, with_environment
 from trainkit.config.settings import Settings
 from trainkit.errors import ConfigurationError, nearest
@@ -39,43 +46,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nproc-per-node",
         metavar="N",
-        help='processes per node: a number, "gpu" (one for each), or "auto" (one for each, at least one). Default: auto',
+        help='processes per node: a number, "gpu" (one for each GPU) or "auto" (the same, at least one). Default: auto',
     )
-    parser.add_argument("--nnodes", metavar="N", help="nodes, or the smallest and the largest number as 2:4. Default: 1")
-    parser.add_argument("--node-rank", metavar="R", help="rank of this node, from 0")
+    parser.add_argument("--nnodes", metavar="N", help="number of nodes, or a minimum and a maximum such as 2:4. Default: 1")
+    parser.add_argument("--node-rank", metavar="R", help="rank of this node, starting at 0")
     parser.add_argument("--master-addr", metavar="HOST", help="address of the node with rank 0")
-    parser.add_argument("--master-port", metavar="PORT", help="a free port there. Default: 29500 for several nodes")
+    parser.add_argument("--master-port", metavar="PORT", help="a free port on that node. Default: 29500 for several nodes")
     parser.add_argument(
         "--max-restarts", metavar="N", help="how many times to restart all processes after a failure. Default: 0"
     )
-    parser.add_argument("--hostfile", metavar="FILE", help="start the nodes that it names by ssh; lines such as: node1 slots=8")
-    parser.add_argument("--setup", metavar="TEXT", help="with --hostfile: commands for bash on each node before the start")
+    parser.add_argument("--hostfile", metavar="FILE", help="start the nodes in this file by ssh; lines such as: node1 slots=8")
+    parser.add_argument("--setup", metavar="TEXT", help="with --hostfile: bash commands to run first on each node")
     parser.add_argument(
         "--export",
         metavar="NAME",
         action="append",
-        help="with --hostfile: an environment variable for the nodes, as NAME or NAME=VALUE",
+        help="with --hostfile: an environment variable to set on the nodes, as NAME or NAME=VALUE; may be repeated",
     )
-    parser.add_argument("--ssh", metavar="COMMAND", help="with --hostfile: ssh and its options. Default: ssh")
-    add_config_file(parser, "a file of trainkit config, or of Accelerate; a flag beats it. Default: that of trainkit config")
+    parser.add_argument("--ssh", metavar="COMMAND", help="with --hostfile: the ssh command with its options. Default: ssh")
+    add_config_file(
+        parser, "a file written by trainkit config or Accelerate; flags override it. Default: the file of trainkit config"
+    )
     add_flags(parser)
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
     parser.add_argument("SCRIPT", help="a Python file")
-    parser.add_argument("ARGS", nargs=argparse.REMAINDER, help="its arguments")
-    in_either_spelling(parser)
-    complain = with_nearest(parser, parser.error, " Options of the script come after it.")
+    parser.add_argument("ARGS", nargs=argparse.REMAINDER, help="arguments of the script")
+    allow_both_spellings(parser)
+    complain = with_nearest(parser, parser.error, " Write options of the script after SCRIPT.")
     parser.error = complain  # type: ignore[assignment, method-assign]
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the script; returns its exit code."""
-    flags, file = flagged(args), of_file(args, os.environ)
+    flags, file = settings_from_flags(args), settings_from_file(args, os.environ)
     settings = with_environment(merge_settings(args, flags, file), flags, os.environ)
     if hostfile(args, settings) is not None:
         return _run_hosts(args, flags, settings)
     given = [name for name in ("setup", "export", "ssh") if getattr(args, name) is not None]
     if given:
-        raise ConfigurationError(f"--{given[0]} is for nodes that are started by ssh: name them with --hostfile FILE")
+        raise ConfigurationError(f"--{given[0]} needs nodes that are started by ssh. List them in a file: --hostfile FILE")
     nodes = find_nodes(args, flags, file, os.environ)
     unbuffered = () if sys.stdout.isatty() else ("-u",)  # buffered output is lost when a process is killed
     command = (sys.executable, *unbuffered, *_program(args.SCRIPT, args.module), *args.ARGS)
@@ -109,8 +118,8 @@ def _run_hosts(args: argparse.Namespace, flags: Settings, settings: Settings) ->
     address = args.master_addr or settings.get("main_process_ip") or hosts[0].address
     if len(hosts) > 1 and is_local(address):
         raise ConfigurationError(
-            f"{address} is another host on each of the {len(hosts)} nodes. Name the first one in {file} as the others know it, "
-            "or give --master-addr HOST."
+            f"{address} is a different host on each of the {len(hosts)} nodes. In {file}, write a name of the first node that "
+            "the other nodes can resolve, or pass --master-addr HOST."
         )
     common = ["--nnodes", str(len(hosts))]
     if len(hosts) > 1:
@@ -147,7 +156,9 @@ def _exports(wanted: list[str], env: Mapping[str, str]) -> dict[str, str]:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise ConfigurationError(f"--export must be the name of a variable, or NAME=VALUE, not {text!r}.")
         if not given and name not in env:
-            raise ConfigurationError(f"--export {name}: it is not set here. Set it, or give its value: --export {name}=VALUE")
+            raise ConfigurationError(
+                f"--export {name}: the variable is not set here. Set it, or pass a value: --export {name}=VALUE"
+            )
         found[name] = value if given else env[name]
     return found
 
@@ -156,9 +167,9 @@ def _command(text: str) -> list[str]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise ConfigurationError(f"--ssh {text!r} is no command line: {error}.") from error
+        raise ConfigurationError(f"--ssh {text!r} is not a valid command line: {error}.") from error
     if not words:
-        raise ConfigurationError("--ssh must be a command, as 'ssh -p 2222'; leave it out for ssh.")
+        raise ConfigurationError("--ssh must be a command, such as 'ssh -p 2222'. Remove it to use ssh.")
     return words
 
 

@@ -1,6 +1,6 @@
 """The part of `trainkit launch --hostfile` on each host, in a terminal of ssh; see `trainkit.launch.remote`.
 
-It runs `trainkit launch` with pipes, so that workers get no input from the terminal and do not fail to print when it is lost.
+It runs `trainkit launch` with pipes, so that workers read no input from the terminal and can still print when it is lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainkit.launch.remote import MARK, SIGNAL, START
 __all__ = ["main", "run", "versions"]
 
 _FAILED = 2
-_HEARTBEAT_TIMEOUT = 90.0  # seconds without a line from the launcher; ssh gives up after 60 on its side
+_HEARTBEAT_TIMEOUT = 90.0  # seconds without a line from the launcher; ssh on the launcher's side gives up after 60
 _CLOSE_TIMEOUT = 2.0  # seconds for the last output
 
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         except OSError as error:
             print(
                 f"{socket.gethostname()} cannot resolve {arguments[3]!r}, the address of the first host: "
-                f"{error.strerror or error}. Set a name that all hosts know: --master-addr HOST",
+                f"{error.strerror or error}. Pass a name that all hosts can resolve: --master-addr HOST",
                 file=sys.stderr,
             )
             return _FAILED
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(command: Sequence[str]) -> int:
-    """Run a command when all hosts are ready; its output, signals and exit code go through the terminal."""
+    """Run a command when all hosts are ready; its output, signals and exit code are sent through the terminal."""
     terminal = _Terminal()
     terminal.send(b"v", json.dumps(versions()).encode())
     lines = terminal.lines()
@@ -59,7 +59,7 @@ def run(command: Sequence[str]) -> int:
         for line in lines:
             if line.startswith(SIGNAL):
                 process.send_signal(int(line.removeprefix(SIGNAL)))
-        process.send_signal(signal.SIGHUP)  # which the kernel has sent too, if the terminal hung up
+        process.send_signal(signal.SIGHUP)  # the kernel also sends it if the terminal hangs up
 
     pipes = (process.stdout, b"1"), (process.stderr, b"2")
     copying = [threading.Thread(target=terminal.copy, args=each, daemon=True) for each in pipes]
@@ -68,7 +68,7 @@ def run(command: Sequence[str]) -> int:
     code = process.wait()
     for thread in copying:
         thread.join(_CLOSE_TIMEOUT)
-    if code >= 0:  # else it was killed, which the launcher says of a host without a code
+    if code >= 0:  # else it was killed, and the launcher reports that this host sent no exit code
         terminal.send(b"c", b"%d" % code)
     return code
 
@@ -95,12 +95,12 @@ class _Terminal:
                     data = data[os.write(1, data) :]
 
     def copy(self, pipe: IO[bytes], kind: bytes) -> None:
-        """Send the lines of a pipe until its end; a progress bar returns to the start of its line, which ends it too."""
+        """Send the lines of a pipe until its end. A carriage return, as in a progress bar, ends a line too."""
         for line in io.TextIOWrapper(pipe, "utf-8", "surrogateescape"):
             self.send(kind, line.rstrip("\n").encode(errors="surrogateescape"))
 
     def lines(self) -> Iterator[bytes]:
-        """The lines of the launcher, until the terminal hangs up or nothing has come for too long."""
+        """The lines of the launcher, until the terminal hangs up or no line arrives within the timeout."""
         rest = b""
         with contextlib.suppress(OSError):
             while select.select([0], [], [], _HEARTBEAT_TIMEOUT)[0] and (data := os.read(0, 4096)):

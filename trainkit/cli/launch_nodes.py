@@ -17,7 +17,7 @@ from trainkit.launch.nodes import Nodes, node_range, read_nodes
 
 __all__ = ["check_hosts", "count", "find_nodes", "hostfile", "merge_settings", "process_variables", "processes_per_node"]
 
-# Our flags, and Accelerate's with the same meaning.
+# trainkit's flags → Accelerate's with the same meaning.
 _SAME = {
     "nnodes": "num_machines",
     "node_rank": "machine_rank",
@@ -45,19 +45,21 @@ def find_nodes(args: argparse.Namespace, flags: Settings, file: Settings, env: M
     given = _nodes_of_flags(args, flags)
     wanted = given.over(_nodes_of_file(file, flags, given))
     address = wanted.master_addr
-    around = Nodes() if given.most == 1 else read_nodes({**env, "MASTER_ADDR": address} if address else env)
-    _check_around(file, given, wanted, around)
-    nodes = wanted.over(around)
+    detected = Nodes() if given.most == 1 else read_nodes({**env, "MASTER_ADDR": address} if address else env)
+    _check_detected(file, given, wanted, detected)
+    nodes = wanted.over(detected)
     if nodes.most in (None, 1):
         if nodes.rank:
-            raise ConfigurationError(f"--node-rank {nodes.rank} with one node. Set the number of nodes: --nnodes N")
+            raise ConfigurationError(
+                f"--node-rank {nodes.rank} needs several nodes, but there is one. Set the number of nodes: --nnodes N"
+            )
         return replace(nodes, least=1, most=1, rank=None, master_addr=None)
     if nodes.rank is not None and nodes.rank >= nodes.most:
-        name = "--node-rank" if wanted.rank is not None else f"{around.source} says that this is node"
-        raise ConfigurationError(f"{name} {nodes.rank}: the ranks of {nodes.most} nodes are 0 to {nodes.most - 1}.")
+        name = "--node-rank" if wanted.rank is not None else f"the node rank from {detected.source} is"
+        raise ConfigurationError(f"{name} {nodes.rank}, but the ranks of {nodes.most} nodes are 0 to {nodes.most - 1}.")
     if nodes.master_addr is None:
         raise ConfigurationError(
-            f"{nodes.most} nodes need the address of the one with --node-rank 0. Give it to all of them: --master-addr HOST "
+            f"{nodes.most} nodes need the address of the node with rank 0. Pass it on all nodes: --master-addr HOST "
             "(main_process_ip in a configuration file)."
         )
     return nodes
@@ -75,7 +77,7 @@ def _flag(args: argparse.Namespace, flags: Settings, name: str, key: str) -> str
     ours, same = getattr(args, name), flags.get(key)
     if ours is not None and same is not None and ours != str(same):
         raise ConfigurationError(
-            f"--{name.replace('_', '-')} {ours} and --{key} {same} contradict each other. Give one of them."
+            f"--{name.replace('_', '-')} {ours} and --{key} {same} contradict each other. Pass only one of them."
         )
     return ours if same is None else str(same)
 
@@ -88,26 +90,26 @@ def _nodes_of_file(file: Settings, flags: Settings, given: Nodes) -> Nodes:
     return Nodes(several, several, rank, file.get("main_process_ip"), port or None)
 
 
-def _check_around(file: Settings, given: Nodes, wanted: Nodes, around: Nodes) -> None:
-    """Raise if the launcher of this node counts the nodes differently: they would wait for each other, or each train alone."""
-    if around.most is None:
+def _check_detected(file: Settings, given: Nodes, wanted: Nodes, detected: Nodes) -> None:
+    """Raise if the environment describes other nodes: the nodes would wait for each other, or each would train alone."""
+    if detected.most is None:
         return
-    nodes, other = file.get("num_machines"), f"but {around.source} says that this is"
-    if given.most is None and nodes is not None and not (around.least or 1) <= nodes <= around.most:
+    nodes, other = file.get("num_machines"), f"but according to {detected.source} this is"
+    if given.most is None and nodes is not None and not (detected.least or 1) <= nodes <= detected.most:
         raise ConfigurationError(
-            f"{file.source}: num_machines: {nodes}, {other} one of {around.most} nodes. Remove num_machines and machine_rank "
-            "from the file, or give --num_machines."
+            f"{file.source}: num_machines: {nodes}, {other} one of {detected.most} nodes. Remove num_machines and "
+            "machine_rank from the file, or pass --num_machines."
         )
-    if given.rank is None and wanted.rank is not None and around.rank not in (None, wanted.rank):
+    if given.rank is None and wanted.rank is not None and detected.rank not in (None, wanted.rank):
         raise ConfigurationError(
-            f"{file.source}: machine_rank: {wanted.rank}, {other} node {around.rank}. Remove machine_rank from the file, or "
-            "give --machine_rank."
+            f"{file.source}: machine_rank: {wanted.rank}, {other} node {detected.rank}. Remove machine_rank from the file, or "
+            "pass --machine_rank."
         )
-    least, most = wanted.least or 1, wanted.most or around.most
-    if wanted.rank is None and around.rank is not None and not least <= around.most <= most:
+    least, most = wanted.least or 1, wanted.most or detected.most
+    if wanted.rank is None and detected.rank is not None and not least <= detected.most <= most:
         raise ConfigurationError(
-            f"--nnodes {most if least == most else f'{least}:{most}'}, {other} one of {around.most} nodes. Remove --nnodes, or "
-            "number the nodes with --node-rank."
+            f"--nnodes {most if least == most else f'{least}:{most}'}, {other} one of {detected.most} nodes. Remove --nnodes, "
+            "or number the nodes with --node-rank."
         )
 
 
@@ -123,7 +125,7 @@ def processes_per_node(args: argparse.Namespace, flags: Settings, settings: Sett
         if "num_processes" in flags.values and each * num_nodes != total:
             raise ConfigurationError(
                 f"--nproc-per-node {each} on {num_nodes} node{'s' if num_nodes > 1 else ''} and --num_processes {total} "
-                "contradict each other. Give one of them."
+                "contradict each other. Pass only one of them."
             )
     elif settings.info is not None and (settings.info.one_device or settings.info.one_process):
         each = 1
@@ -145,11 +147,11 @@ def _share(total: int, settings: Settings, nodes: Nodes) -> int:
     """The number of processes of each node, from the total number."""
     num_nodes, problem = nodes.most or 1, ""
     if nodes.least != nodes.most:
-        problem = f"counts all nodes, and there may be {nodes.least} to {nodes.most}"
+        problem = f"is the total of all nodes, but there may be {nodes.least} to {nodes.most} nodes"
     elif total % num_nodes:
-        problem = f"cannot be divided by {num_nodes} nodes"
+        problem = f"is not divisible by {num_nodes} nodes"
     if problem:
-        raise ConfigurationError(f"{settings.source}: num_processes: {total} {problem}. Give --nproc-per-node N.")
+        raise ConfigurationError(f"{settings.source}: num_processes: {total} {problem}. Pass --nproc-per-node N.")
     return total // num_nodes
 
 
@@ -157,11 +159,11 @@ def _check_devices(settings: Settings, each: int, total: int, gpus: str | None) 
     """Raise if `distributed_type` or `gpu_ids` does not allow the number of processes."""
     kind, problem = settings.get("distributed_type"), ""
     if kind == "NO" and total > 1:
-        problem = f"distributed_type: NO is one process, not {total}. Give --distributed_type MULTI_GPU."
+        problem = f"distributed_type: NO means one process, not {total}. Pass --distributed_type MULTI_GPU."
     elif gpus is not None and each > len(gpus.split(",")):
-        problem = f"gpu_ids: {gpus} is fewer than the {each} processes of a node. Name as many, or remove it."
+        problem = f"gpu_ids: {gpus} has fewer GPUs than a node has processes, {each}. List {each} GPUs, or remove it."
     elif kind == "MULTI_GPU" and not settings.get("use_cpu") and _num_gpus() == 0:
-        problem = "distributed_type: MULTI_GPU, but torch finds no GPU here. Write MULTI_CPU, or give --cpu."
+        problem = "distributed_type: MULTI_GPU, but torch finds no GPU here. Write MULTI_CPU, or pass --cpu."
     if problem:
         raise ConfigurationError(f"{settings.source}: {problem}")
 
@@ -171,7 +173,7 @@ def _resolve(text: str, name: str, gpus: str | None) -> int:
         return count(text, name, 1, expected="an integer ≥ 1, 'gpu' or 'auto'")
     number = _num_gpus() if gpus is None else len(gpus.split(","))
     if text == "gpu" and number == 0:
-        raise ConfigurationError(f"{name} gpu: torch finds no GPU. Give a number: --nproc-per-node 2")
+        raise ConfigurationError(f"{name} gpu: torch finds no GPU. Pass a number: --nproc-per-node 2")
     return max(1, number)
 
 
@@ -194,7 +196,7 @@ def process_variables(settings: Settings, always: bool = False) -> dict[str, str
 
 
 def hostfile(args: argparse.Namespace, settings: Settings) -> str | None:
-    """The hostfile, unless the user starts each node."""
+    """The hostfile; `None` if there is none, or if the user starts each node."""
     standard = settings.get(MULTINODE_LAUNCHER) == "standard"
     return args.hostfile if args.hostfile or standard else settings.get(HOSTFILE)  # type: ignore[no-any-return]
 

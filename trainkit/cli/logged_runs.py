@@ -28,23 +28,23 @@ __all__ = [
 MOST_RUNS = 10  # as many as there are colors
 
 _STAGE = re.compile(r"^(train|training|val|valid|validation|test|eval)[_/.-]+", re.IGNORECASE)
-_FORK = re.compile(r"(_step|_epoch)?(/dataloader_idx_\d+)?$")
+_SUFFIX = re.compile(r"(_step|_epoch)?(/dataloader_idx_\d+)?$")
 
 _WANDB = re.compile(r"(offline-)?run-\d{8}_\d{6}-(.+)")
 _COMET = re.compile(r"[0-9a-z]{32,50}(-.*)?\.zip")
-_ALSO = "Or log to a file too, Trainer(logger=[{logger}(), CSVLogger()])"
+_ALSO = "Or also log to a file: Trainer(logger=[{logger}(), CSVLogger()])"
 
 
 def find_runs(run_dirs: Sequence[str], command: str) -> list[Path]:
     """The folders with the metrics of these runs, each once.
 
     Args:
-        run_dirs: As given by the user: the folder of a run, or one above it, for the newest run in it.
+        run_dirs: Each is the folder of a run, or a folder above it, which means the newest run in it.
         command: "plot" or "report", for messages.
 
     Raises:
-        ConfigurationError: Too many runs, or a folder without metrics. If it has a run of W&B, MLflow or Comet, the message
-            says where its metrics are.
+        ConfigurationError: There are too many runs, or a folder has no metrics. If it contains a run of W&B, MLflow or Comet,
+            the message says where its metrics are.
     """
     return unique([metrics_folder(one, command) for one in run_dirs])
 
@@ -54,13 +54,13 @@ def unique(folders: Sequence[Path]) -> list[Path]:
     found = list({folder.resolve(): folder for folder in folders}.values())
     if len(found) > MOST_RUNS:
         raise ConfigurationError(
-            f"Expected at most {MOST_RUNS} runs, got {len(found)}. Fix: name the folders of those to compare, RUN_1 RUN_2"
+            f"Expected at most {MOST_RUNS} runs, got {len(found)}. Fix: pass only the folders of the runs to compare"
         )
     return found
 
 
 def check_folder(run_dir: str, command: str) -> Path:
-    """The folder; raises if there is none."""
+    """The folder of a run; raises if it does not exist."""
     root = local_path(run_dir, "RUN_DIR")
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
@@ -76,35 +76,35 @@ def metrics_folder(run_dir: str, command: str) -> Path:
     try:
         return find_run(root)
     except ConfigurationError:
-        where = _where_else(root)
-        if where is None:
+        hint = _service_hint(root)
+        if hint is None:
             raise
         raise ConfigurationError(
-            f"{root} has no metrics that trainkit reads, expected metrics.csv, metrics.jsonl or event files of TensorBoard. "
-            f"{where}"
+            f"{root} has no metrics that trainkit can read. Expected metrics.csv, metrics.jsonl or event files of TensorBoard. "
+            f"{hint}"
         ) from None
 
 
-def _where_else(root: Path) -> str | None:
-    """Where the metrics are, if a service has them."""
+def _service_hint(root: Path) -> str | None:
+    """Where the metrics are, if they were logged to a service."""
     for folder, folders, names in os.walk(root):
         if match := next(filter(None, map(_WANDB.fullmatch, [Path(folder).name, *sorted(folders)])), None):
             place = Path(folder) if Path(folder).name == match[0] else Path(folder, match[0])
             page = f"open the page of the run {match[2]} on Weights & Biases"
             fix = f"send the run with: wandb sync {place}   and {page}" if match[1] else page
-            return f"It has a run of Weights & Biases. Fix: {fix}. {_ALSO.format(logger='WandbLogger')}"
+            return f"It contains a run of Weights & Biases. Fix: {fix}. {_ALSO.format(logger='WandbLogger')}"
         if "mlflow.db" in names:
             uri = f"sqlite:///{Path(folder, 'mlflow.db').absolute().as_posix()}"
             fix = f"show the runs with: mlflow ui --backend-store-uri {uri}"
-            return f"It has runs of MLflow. Fix: {fix}   {_ALSO.format(logger='MLFlowLogger')}"
+            return f"It contains runs of MLflow. Fix: {fix}   {_ALSO.format(logger='MLFlowLogger')}"
         if archive := next(filter(_COMET.fullmatch, sorted(names)), None):
             fix = f"send it with: comet upload {Path(folder, archive)}   and open the page that it prints"
-            return f"It has an offline experiment of Comet. Fix: {fix}. {_ALSO.format(logger='CometLogger')}"
+            return f"It contains an offline experiment of Comet. Fix: {fix}. {_ALSO.format(logger='CometLogger')}"
     return None
 
 
 def labels_of(folders: Sequence[Path]) -> list[str]:
-    """A short name for each folder, `default/version_3`; with more of its path where two would have the same."""
+    """A short name for each folder, such as `default/version_3`; longer if two folders would have the same name."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(2, max(map(len, parts), default=2) + 1):
         labels = ["/".join(one[-length:]) for one in parts]
@@ -115,7 +115,7 @@ def labels_of(folders: Sequence[Path]) -> list[str]:
 
 def group_of(name: str) -> str:
     """The name without its stage and Lightning's endings: val_loss_epoch → loss."""
-    return _STAGE.sub("", _FORK.sub("", name)) or name
+    return _STAGE.sub("", _SUFFIX.sub("", name)) or name
 
 
 def over_epochs(series: Mapping[str, Series], epochs: Series) -> dict[str, Series]:
@@ -123,13 +123,13 @@ def over_epochs(series: Mapping[str, Series], epochs: Series) -> dict[str, Serie
 
     Args:
         series: The metrics.
-        epochs: The metric "epoch", which says to which epoch a step belongs.
+        epochs: The metric "epoch": the epoch of each step.
 
     Raises:
         ConfigurationError: There are no epochs.
     """
     if not epochs:
-        raise ConfigurationError("No epochs to draw over: the run has no metric 'epoch'. Fix: --x step")
+        raise ConfigurationError("The run has no metric 'epoch', so its metrics cannot be drawn over epochs. Fix: --x step")
     known = sorted(epochs)
     steps = [step for step, _ in known]
     result: dict[str, Series] = {}
@@ -160,11 +160,11 @@ def select(metrics: Mapping[str, Series], wanted: Iterable[str], known: Iterable
     """
     names = [name for name in dict.fromkeys(known) if name != "epoch"]
     selected = {"epoch": metrics["epoch"]} if "epoch" in metrics else {}
-    for wish in wanted:
-        found = [name for name in names if wish in (name, group_of(name))]
+    for choice in wanted:
+        found = [name for name in names if choice in (name, group_of(name))]
         if not found:
             raise UnknownNameError(
-                f"No metric {wish!r} in this run.{nearest(wish, names)} There are: {', '.join(sorted(names))}"
+                f"No run has a metric {choice!r}.{nearest(choice, names)} Metrics: {', '.join(sorted(names))}"
             )
         selected.update({name: metrics[name] for name in found if name in metrics})
     return selected

@@ -21,10 +21,10 @@ __all__ = ["SUBCOMMANDS", "main"]
 
 SUBCOMMANDS = {
     "checkpoint": ("trainkit.cli.checkpoint", "list, show, verify, compare and export checkpoints"),
-    "config": ("trainkit.cli.config", "write a configuration file for where and how scripts run"),
+    "config": ("trainkit.cli.config", "write a configuration file: devices, processes, nodes and precision"),
     "demo": ("trainkit.cli.demo", "train a small language model on Python's own source code"),
     "env": ("trainkit.cli.env", "print versions and hardware for a bug report"),
-    "launch": ("trainkit.cli.launch", "run a script in several processes, on one or several machines"),
+    "launch": ("trainkit.cli.launch", "run a script in several processes, on one or several nodes"),
     "plan": ("trainkit.cli.plan", "print the memory that a script's training needs under each strategy, and what fits"),
     "plot": ("trainkit.cli.plot", "draw the metrics of runs to a PNG file"),
     "report": ("trainkit.cli.report", "write one HTML page about runs: metrics, hyper-parameters, checkpoints and resumes"),

@@ -31,16 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Runs the script unchanged until its first fit (or validate, test, predict, Accelerator.prepare) and prints the table "
         "instead of training. Parameters are created without values, so that a model of any size takes seconds; --real "
-        "creates them with values. The table counts parameters, gradients, optimizer state, master weights and buffers, but "
-        "no activations."
+        "creates them with values. The table includes parameters, gradients, optimizer state, master weights and buffers, "
+        "but not activations."
     )
-    numbers = "numbers of processes (default: 1,2,4,8)"
+    numbers = "numbers of processes to plan for (default: 1,2,4,8)"
     parser.add_argument("--processes", metavar="N,…", type=_numbers, default=PROCESSES, help=numbers)
-    parser.add_argument("--per-host", metavar="N", type=int, help="largest number of processes on a node (default: all)")
-    device = "memory of a GPU, such as 80G (default: that of this node's GPUs)"
+    parser.add_argument("--per-host", metavar="N", type=int, help="maximum number of processes per node (default: all)")
+    device = "memory of a GPU, such as 80G (default: the memory of this node's GPUs)"
     parser.add_argument("--device-memory", metavar="SIZE", type=_size, help=device)
-    parser.add_argument("--host-memory", metavar="SIZE", type=_size, help="memory of a node (default: that of this node)")
-    parser.add_argument("--real", action="store_true", help="create parameters with their values, as training does")
+    parser.add_argument(
+        "--host-memory", metavar="SIZE", type=_size, help="memory of a node, such as 512G (default: this node's)"
+    )
+    parser.add_argument("--real", action="store_true", help="create parameters with their values, as in training")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file that trains with a Trainer or an Accelerator")
     parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of the script")
 
@@ -63,7 +65,7 @@ def _size(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the script up to its training, and print the plan."""
+    """Run the script until it would train, and print the plan."""
     script = existing_script(args.script, "trainkit plan --processes 1,8 train.py --its-own-arguments")
     try:
         with _PlannedRun(args).patched():
@@ -73,22 +75,24 @@ def run(args: argparse.Namespace) -> int:
         return 0
     except SystemExit as ended:  # raised by the script
         if ended.code not in (None, 0):
-            print(*([ended.code] if isinstance(ended.code, str) else []), "The script exited by itself.", file=sys.stderr)
+            print(
+                *([ended.code] if isinstance(ended.code, str) else []), "The script exited before it trained.", file=sys.stderr
+            )
             return ended.code if isinstance(ended.code, int) else 1
     except TrainkitError:
         raise
     except Exception as error:
         print(script_traceback(error, script), end="", file=sys.stderr)
-        hint = "" if args.real else " If it needs values of parameters before it trains: trainkit plan --real …"
-        raise ConfigurationError(f"The script failed by itself, see above.{hint}") from error
+        hint = "" if args.real else " If it reads values of parameters before it trains: trainkit plan --real …"
+        raise ConfigurationError(f"The script raised an error, see above.{hint}") from error
     raise ConfigurationError(
-        "The script ended without a fit. Fix: name a script that trains with a Trainer, or prepares with an Accelerator, "
-        "when it is run."
+        "The script ended without a call of Trainer.fit or Accelerator.prepare. Fix: pass a script that calls one of them when "
+        "it is run."
     )
 
 
 class _Planned(SystemExit):
-    """Ends the script once the plan is made."""
+    """Ends the script when the plan is complete."""
 
     def __init__(self, plan: MemoryPlan) -> None:
         super().__init__(0)
@@ -104,7 +108,7 @@ class _PlannedRun:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """In this context a fit ends the script with the plan."""
+        """A context in which a fit ends the script with the plan."""
         patches: dict[tuple[Any, str], Any] = {
             (Trainer, "__init__"): self._one_process(Trainer.__init__),
             **{(Trainer, verb): self._plan(getattr(Trainer, verb)) for verb in ("fit", "validate", "test", "predict")},
@@ -122,16 +126,16 @@ class _PlannedRun:
                 setattr(owner, name, method)
 
     def _one_process(self, init: Any) -> Any:
-        """Start no other process, and let a plan for GPUs run where there is none."""
+        """Patch `Trainer.__init__`: start no other process, and run a plan for GPUs also where there is no GPU."""
 
         @functools.wraps(init)
-        def make_one(trainer: Trainer, *args: Any, **given: Any) -> None:
+        def patched_init(trainer: Trainer, *args: Any, **given: Any) -> None:
             if given.get("accelerator") in ("gpu", "cuda"):
                 self._gpu = True
                 given["accelerator"] = "cuda" if torch.cuda.is_available() else "cpu"
             init(trainer, *args, **{**given, "devices": 1, "num_nodes": 1})
 
-        return make_one
+        return patched_init
 
     def _plan(self, verb: Any) -> Any:
         signature = inspect.signature(verb)
@@ -164,7 +168,7 @@ class _PlannedRun:
         names = ("processes", "per_host", "device_memory", "host_memory")
         if self._gpu and self._args.device_memory is None and device.type != "cuda":
             raise ConfigurationError(
-                "The script requests a GPU, and this node has none, so the memory of a GPU is unknown. Fix: trainkit plan "
+                "The script requests a GPU, but this node has none, so the memory of a GPU is unknown. Fix: trainkit plan "
                 "--device-memory 80G …"
             )
         return {name: getattr(self._args, name) for name in names}

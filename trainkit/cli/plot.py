@@ -21,10 +21,10 @@ __all__ = ["add_arguments", "draw", "draw_runs", "run"]
 
 _PANEL = (5.2, 3.4)  # inches
 _LARGEST = 1e100  # matplotlib overflows near the largest float64
-_FEW = 40  # up to this number, points have markers
-_FEW_LINES = 8  # up to this number, the names in a legend are larger
+_FEW = 40  # a line with at most this number of points has markers
+_FEW_LINES = 8  # a legend with at most this number of names has a larger font
 _DASHES = ("-", "--", ":", "-.")
-_MANY = 20_000  # from this number, the best place for a legend is slow to find
+_MANY = 20_000  # with more points, the best place for a legend is slow to find
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,12 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run_dir",
         metavar="RUN_DIR",
         nargs="+",
-        help="a run's folder (…/version_3), or a folder above it, for the newest run; several are drawn over each other",
+        help="a run's folder (…/version_3), or a folder above it, for the newest run; several runs share the same panels",
     )
     parser.add_argument(
-        "--out", metavar="FILE", help="the PNG file (default: metrics.png in the run's folder; for several runs, here)"
+        "--out",
+        metavar="FILE",
+        help="the PNG file (default: metrics.png in the run's folder; for several runs, the current folder)",
     )
-    parser.add_argument("--metrics", metavar="A,B", help="draw only these; 'loss' includes train_loss and val_loss")
+    parser.add_argument("--metrics", metavar="A,B", help="draw only these metrics; 'loss' includes train_loss and val_loss")
     parser.add_argument("--x", choices=("step", "epoch"), default="step", help="the x-axis (default: step)")
 
 

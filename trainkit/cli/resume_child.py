@@ -1,7 +1,7 @@
 """One of the three runs of `trainkit verify-resume`, in its own process: `python -m trainkit.cli.resume_child`.
 
 The user's script runs unchanged. In this process `Trainer` is patched: it writes to its own folder, ends after a number of
-optimizer steps, records each micro-batch, and saves, is killed or resumes as its task says.
+optimizer steps, records each micro-batch, and saves, kills itself or resumes, depending on the task.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ RECORDS, OUTCOME, FAILURE, END, SAVES = "records.jsonl", "outcome.json", "failur
 
 @dataclass(frozen=True)
 class Task:
-    """What a run has to do.
+    """The task of one run.
 
     Attributes:
-        folder: Receives its records.
-        root: Receives the files of the Trainer; shared by the killed run and the resumed one.
-        total: Number of optimizer steps at which it ends.
-        seed: Seeds the generators before the script starts. The resumed run has another seed than the others, because what a
-            script draws without setting a seed differs between starts.
+        folder: Folder for the records of the run.
+        root: Folder for the files of the Trainer; the killed run and the resumed run use the same.
+        total: Number of optimizer steps after which the run ends.
+        seed: Seeds the generators before the script starts. The seed of the resumed run differs from the others, because
+            random numbers that a script draws without a seed differ between its starts.
         save_at: Save after this optimizer step; 0: never.
-        kill_at: Send itself SIGKILL after this optimizer step; 0: never.
+        kill_at: Kill the process with SIGKILL after this optimizer step; 0: never.
         resume_from: The checkpoint to resume from; "": none.
     """
 
@@ -58,7 +58,7 @@ class Task:
 
 
 class _Done(SystemExit):
-    """The verified fit has ended; the rest of the script is not run."""
+    """Ends the script after the verified fit; the rest of the script does not run."""
 
 
 class _Recorder(Callback):
@@ -73,7 +73,7 @@ class _Recorder(Callback):
         if stage != "fit":
             return
         self._file = os.open(Path(self.task.folder) / RECORDS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        self.redirect(trainer)  # the callbacks of the module too
+        self.redirect(trainer)  # includes the callbacks of the module
         trainer._save_policy.use_folder(Path(self.task.root) / SAVES)
 
     def redirect(self, trainer: Trainer) -> None:
@@ -120,7 +120,7 @@ class _Recorder(Callback):
 
 
 class _PatchedTrainer:
-    """Patches `Trainer` in this process so that it does what the task says."""
+    """Patches `Trainer` in this process so that it carries out the task."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -132,13 +132,13 @@ class _PatchedTrainer:
         signature = inspect.signature(fit)
 
         @functools.wraps(init)
-        def make_one(trainer: Trainer, *args: Any, **given: Any) -> None:
+        def patched_init(trainer: Trainer, *args: Any, **given: Any) -> None:
             init(trainer, *args, **self.arguments(given))
 
         @functools.wraps(fit)
-        def fit_once(trainer: Trainer, *args: Any, **given: Any) -> None:
+        def patched_fit(trainer: Trainer, *args: Any, **given: Any) -> None:
             if self.ended:
-                raise _Done(0)  # the script caught the first one
+                raise _Done(0)  # the script caught the exception of the first fit
             bound = signature.bind(trainer, *args, **given)
             self.check(trainer, bound.arguments)
             fit(*bound.args, **bound.kwargs)
@@ -148,7 +148,7 @@ class _PatchedTrainer:
             self.end({"step": trainer.global_step, "limits": limits})
 
         trainer_class: Any = Trainer
-        trainer_class.__init__, trainer_class.fit = make_one, fit_once
+        trainer_class.__init__, trainer_class.fit = patched_init, patched_fit
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The user's arguments of `Trainer` with those of the task."""
@@ -173,13 +173,13 @@ class _PatchedTrainer:
             self.refuse("Trainer(fast_dev_run=...) ends after a few batches and saves nothing. Remove that argument.")
         recorders = [callback for callback in trainer.callbacks if isinstance(callback, _Recorder)]
         if not recorders:
-            self.refuse("the Trainer's callbacks were replaced after it was created. Use Trainer(callbacks=[...]).")
+            self.refuse("the Trainer's callbacks were replaced after it was created. Pass them: Trainer(callbacks=[...]).")
         recorders[0].redirect(trainer)  # before the checkpoint is read
         from_the_start = path in (None, "auto") or (parts is not None and "loop" not in parts and path not in ("last", "best"))
         if not from_the_start:
             self.refuse(
-                f"the script calls fit(ckpt_path={str(path)!r}), and so does not begin at step 0. Remove ckpt_path, or use "
-                "'auto', which starts at step 0 where there is no checkpoint."
+                f"the script calls fit(ckpt_path={str(path)!r}), so it does not start at step 0. Remove ckpt_path, or use "
+                "ckpt_path='auto', which starts at step 0 if there is no checkpoint."
             )
         if self.task.resume_from or path == "auto":
             for name in ("restore", "overrides", "strict"):
@@ -198,14 +198,14 @@ class _PatchedTrainer:
 
 
 def main(argv: list[str]) -> int:
-    """Run a task; `argv` is the file of the task, the script, and the arguments of the script."""
+    """Run a task; `argv` contains the file of the task, the script, and the arguments of the script."""
     file, script, *arguments = argv
     task = Task(**json.loads(Path(file).read_text("utf-8")))
     torch.manual_seed(task.seed)
     np.random.seed(task.seed)
     random.seed(task.seed)
     _PatchedTrainer(task).install()
-    sys.path.pop(0)  # the working folder, which "python -m" put there
+    sys.path.pop(0)  # the working folder, which "python -m" added
     try:
         run_script(script, arguments)
     except Exception as error:

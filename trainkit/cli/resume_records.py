@@ -1,4 +1,4 @@
-"""The records of `verify-resume`: what a run notes of each micro-batch, and how two runs are compared."""
+"""The records of `verify-resume`: a run writes one for each micro-batch, and the records of two runs are compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 __all__ = ["RunDifference", "fingerprint", "first_difference", "loss_of", "read_records"]
 
-_DEEPEST = 12
+_DEEPEST = 12  # maximum depth of nested containers
 _MOST_ROWS = 4096  # larger batches are compared as a whole
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _NOT_COMPARED = "not compared"
@@ -40,9 +40,9 @@ class RunDifference:
 
 
 def fingerprint(batch: Any) -> dict[str, list[str]]:
-    """Path of each tensor, array or value in a batch → a digest of it, then one of each sample along dimension 0.
+    """Path of each tensor, array or value in a batch → its digest, then the digest of each sample along dimension 0.
 
-    Of an unknown type there is only a text: "not compared" and the type.
+    For a value of an unknown type, there is only the text "not compared" with the type.
     """
     return {path or "batch": _digests(value) for path, value in _leaves(batch, "", 0)}
 
@@ -113,7 +113,7 @@ def loss_of(outputs: Any) -> dict[str, str] | None:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a run, without a last line that a kill cut off."""
+    """The records of a run, without an incomplete last line, which a kill may leave."""
     try:
         lines = path.read_text("utf-8").split("\n")
     except FileNotFoundError:
@@ -129,7 +129,7 @@ def first_difference(
     Args:
         first: Records of the uninterrupted run, from the first step of `second`.
         second: Records of the other run.
-        name: The name of the other run, such as "resumed".
+        name: The name of the other run, such as "the resumed run".
         killed: `second` may end earlier.
     """
     for one, other in zip(first, second, strict=False):
@@ -137,7 +137,7 @@ def first_difference(
             return difference
     if len(second) > len(first) or (len(second) < len(first) and not killed):
         step = (first if len(first) > len(second) else second)[min(len(first), len(second))]["step"]
-        text = f"the uninterrupted run had {len(first)} micro-batches from there, {name} {len(second)}"
+        text = f"the uninterrupted run had {len(first)} micro-batches in the compared steps, {name} had {len(second)}"
         return RunDifference("length", step, f"step {step}: {text}")
     return None
 
@@ -148,23 +148,23 @@ def _compare(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> Run
     for key in ("step", "epoch", "batch"):
         if one[key] != other[key]:
             there = f"step {other['step']} (epoch {other['epoch']}, batch {other['batch']})"
-            return RunDifference("order", step, f"{place}: {name} at {there}")
+            return RunDifference("order", step, f"{place}: {name} was at {there}")
     if (text := _compare_batches(one["leaves"], other["leaves"])) is not None:
         return RunDifference("batch", step, f"{place}: the batch differs: {text}")
     if one["rates"] != other["rates"]:
-        return RunDifference("rate", step, f"{place}: the learning rates are {one['rates']}, {name} {other['rates']}")
+        return RunDifference("rate", step, f"{place}: the learning rates are {one['rates']}, in {name} {other['rates']}")
     if one["loss"] != other["loss"]:
         values = [record["loss"]["value"] if record["loss"] else "none" for record in (one, other)]
-        return RunDifference("loss", step, f"{place}: the loss is {values[0]}, {name} {values[1]}")
+        return RunDifference("loss", step, f"{place}: the loss is {values[0]}, in {name} {values[1]}")
     if one["parameters"] != other["parameters"]:
-        return RunDifference("loss", step, f"{place}: the parameters differ after it")
+        return RunDifference("loss", step, f"{place}: the parameters differ after this step")
     return None
 
 
 def _compare_batches(one: Mapping[str, list[str]], other: Mapping[str, list[str]]) -> str | None:
     for path in {**one, **other}:
         if path not in one or path not in other:
-            return f"{path} is in only one of them"
+            return f"only one of the batches has {path}"
         if one[path] == other[path]:
             continue
         here, there = one[path][1:], other[path][1:]
@@ -172,7 +172,7 @@ def _compare_batches(one: Mapping[str, list[str]], other: Mapping[str, list[str]
             return f"{path}" if not (here or there) else f"{path} has {len(here)} and {len(there)} samples"
         differing = [index for index, pair in enumerate(zip(here, there, strict=True)) if pair[0] != pair[1]]
         if not differing:
-            return f"{path}: its dtype or shape"
+            return f"{path} has a different dtype or shape"
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
         return f"{path}, sample {differing[0]}{more} of {len(here)}"
     return None

@@ -14,7 +14,7 @@ from trainkit.config.settings import Settings
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, nearest
 
-__all__ = ["add_config_file", "add_flags", "flagged", "in_either_spelling", "of_file", "with_nearest"]
+__all__ = ["add_config_file", "add_flags", "allow_both_spellings", "settings_from_file", "settings_from_flags", "with_nearest"]
 
 _ALL = {**BACKEND, **DYNAMO, **KEYS}
 _SHORT = {  # Accelerate's short flags
@@ -46,25 +46,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 group.add_argument(f"--{name}", metavar=key.metavar, help=key.help)
     short = parser.add_argument_group("short flags")
     for flag, (name, value) in _SHORT.items():
-        short.add_argument(f"--{flag}", action="store_true", help=_written(name, value))
+        short.add_argument(f"--{flag}", action="store_true", help=f"same as {_written(name, value)}")
 
 
-def flagged(args: argparse.Namespace) -> Settings:
-    """The settings given by flags.
+def settings_from_flags(args: argparse.Namespace) -> Settings:
+    """The settings that were set by flags.
 
     Raises:
-        ConfigurationError: A wrong value, or contradictory flags.
+        ConfigurationError: A value is wrong, or flags contradict each other.
     """
     parts: dict[str, dict[str, Any]] = {"values": {}, "backend": {}, "dynamo": {}}
     short = {name: (f"--{flag}", value) for flag, (name, value) in _SHORT.items() if getattr(args, flag, False)}
     for flag, (name, value) in _SHORT.items():
         if getattr(args, flag, False) and short[name][1] != value:
-            raise ConfigurationError(f"--{flag} and {short[name][0]} contradict each other. Give one of them.")
+            raise ConfigurationError(f"--{flag} and {short[name][0]} contradict each other. Pass only one of them.")
     for name in _ALL:
         given = getattr(args, name, None)
         value = None if given is None else checked(name, given, _ALL, f"--{name}")
         if name in short and value not in (None, short[name][1]):
-            raise ConfigurationError(f"{_written(name, value)} and {short[name][0]} contradict each other. Give one of them.")
+            raise ConfigurationError(
+                f"{_written(name, value)} and {short[name][0]} contradict each other. Pass only one of them."
+            )
         if name in short:
             value = short[name][1]
         if value is not None:
@@ -76,10 +78,10 @@ def _written(name: str, value: Any) -> str:
     return f"--{name} {value}" if not isinstance(value, bool) else f"--{name}" if value else f"--no-{name}"
 
 
-def of_file(args: argparse.Namespace, env: Mapping[str, str]) -> Settings:
+def settings_from_file(args: argparse.Namespace, env: Mapping[str, str]) -> Settings:
     """The settings of `--config_file` or of the default file, if it exists.
 
-    On a node that another node started by ssh: the settings of the launch there.
+    On a node that `trainkit launch --hostfile` started by ssh: the settings of that command.
 
     Raises:
         ConfigurationError: The file cannot be read, or has a wrong value.
@@ -93,11 +95,11 @@ def of_file(args: argparse.Namespace, env: Mapping[str, str]) -> Settings:
     default = default_file()
     settings = read_settings(default) if default.exists() else Settings()
     if settings:
-        notice(f"using the settings of {default}. For others: --config_file FILE; for none: --config_file {os.devnull}")
+        notice(f"using the settings in {default}. For other settings: --config_file FILE; for none: --config_file {os.devnull}")
     return settings
 
 
-def in_either_spelling(parser: argparse.ArgumentParser) -> None:
+def allow_both_spellings(parser: argparse.ArgumentParser) -> None:
     """Accept every option with underscores or hyphens; `--help` shows one spelling."""
     known = parser._option_string_actions
     for option, action in list(known.items()):
@@ -109,7 +111,7 @@ def in_either_spelling(parser: argparse.ArgumentParser) -> None:
 def with_nearest(
     parser: argparse.ArgumentParser, error: Callable[[str], NoReturn], more: str = ""
 ) -> Callable[[str], NoReturn]:
-    """argparse's function for errors; for an unknown option with what to write instead, or the nearest name."""
+    """Extends argparse's function for errors: for an unknown option, it says what to write instead, or the nearest name."""
 
     def complain(message: str) -> NoReturn:
         words = message.removeprefix("unrecognized arguments: ").split()

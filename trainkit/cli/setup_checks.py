@@ -28,7 +28,7 @@ __all__ = ["CHECKS", "SETTINGS", "Check", "CheckContext", "WrongResultError"]
 
 _SAMPLES, _BATCH, _ACCUMULATION = 21, 2, 2
 _STEPS, _SAVED_AT = 6, 3
-_LARGEST = 1e-11  # relative difference of float64 sums in another order
+_LARGEST = 1e-11  # largest relative difference between float64 sums in different orders
 
 
 class WrongResultError(TrainkitError):
@@ -37,7 +37,7 @@ class WrongResultError(TrainkitError):
 
 @dataclass
 class CheckContext:
-    """What all checks use.
+    """The objects that all checks use.
 
     Attributes:
         strategy: A strategy that has joined its processes.
@@ -59,8 +59,8 @@ class Check(NamedTuple):
     """One line of the report.
 
     Attributes:
-        name: The subject.
-        run: Runs it on all processes; returns a text, raises if the check fails.
+        name: What is checked.
+        run: Runs the check on all processes; returns a description of the result, raises an error if the check fails.
         advice: What to do if it fails.
     """
 
@@ -78,7 +78,7 @@ def _require(condition: bool, text: str) -> None:
 
 
 def _processes(context: CheckContext) -> str:
-    """They are different processes with the same versions."""
+    """Check that the ranks are different processes with the same versions."""
     world = context.strategy.world
     mine = {"host": socket.gethostname(), "pid": os.getpid(), "torch": torch.__version__, "trainkit": __version__}
     found = world.exchange({**mine, "rank": world.rank, "device": str(context.strategy.device)})
@@ -98,7 +98,7 @@ def _processes(context: CheckContext) -> str:
 
 
 def _collectives(context: CheckContext) -> str:
-    """Tensors on the device over the backend; numbers and objects over the control group."""
+    """Exchange tensors on the device over the backend, and numbers and objects over the control group."""
     world, device = context.strategy.world, context.strategy.device
     began = time.monotonic()
     everyone = sum(range(1, world.size + 1))
@@ -108,18 +108,18 @@ def _collectives(context: CheckContext) -> str:
         _require(bool((total == everyone).all()), f"the sum of the ranks + 1 is {total[0].item()}, not {everyone}")
         parts = [torch.zeros(2, device=device) for _ in range(world.size)]
         dist.all_gather(parts, torch.full((2,), float(world.rank), device=device))
-        _require([part[0].item() for part in parts] == list(range(world.size)), f"gathered {parts}")
+        _require([part[0].item() for part in parts] == list(range(world.size)), f"all_gather of the ranks returned {parts}")
         last = torch.tensor([float(world.rank)], device=device)
         dist.broadcast(last, src=world.size - 1)
-        _require(last.item() == world.size - 1, f"the last rank broadcast {last.item()}")
+        _require(last.item() == world.size - 1, f"the broadcast from rank {world.size - 1} is {last.item()}")
     objects = world.exchange_state({"rank": world.rank, "tensor": torch.arange(world.rank)})
-    _require([len(one["tensor"]) for one in objects] == list(range(world.size)), f"exchanged {objects}")
+    _require([len(one["tensor"]) for one in objects] == list(range(world.size)), f"the exchange of objects returned {objects}")
     _require(
-        world.begin_largest([world.rank, -world.rank]).wait() == [world.size - 1, 0], "the largest of several numbers is wrong"
+        world.begin_largest([world.rank, -world.rank]).wait() == [world.size - 1, 0], "the maximum over the ranks is wrong"
     )
-    _require(world.sums([world.rank + 0.5]) == [everyone - 0.5 * world.size], "the sum of numbers is wrong")
+    _require(world.sums([world.rank + 0.5]) == [everyone - 0.5 * world.size], "the sum over the ranks is wrong")
     if world.size == 1:
-        return "one process has nothing to exchange"
+        return "not needed with one process"
     seconds = time.monotonic() - began
     return f"sum, gather, broadcast over {dist.get_backend()}, objects over the control group, in {seconds:.2f} s"
 
@@ -192,9 +192,9 @@ def _training(context: CheckContext) -> str:
     world = context.strategy.world
     _, module = _fit(context.make(), context.folder, _ACCUMULATION)
     _, reference = _fit(context.alone, context.folder / f"alone-{world.rank}", _ACCUMULATION * world.size)
-    apart = max(world.exchange(_difference(reference, module)))
-    text = f"parameters after {_STEPS} optimizer steps differ from those of one process by {apart:.1e} (relative)"
-    _require(apart <= _LARGEST, text)
+    difference = max(world.exchange(_difference(reference, module)))
+    text = f"parameters after {_STEPS} optimizer steps differ from those of one process by {difference:.1e} (relative)"
+    _require(difference <= _LARGEST, text)
     return f"{text}, at most {_LARGEST:.0e}"
 
 
@@ -202,7 +202,7 @@ def _training(context: CheckContext) -> str:
 
 
 def _evaluation(context: CheckContext) -> str:
-    """Every sample once, an exact mean, predictions in order."""
+    """Check that every sample is evaluated once, the mean is exact, and predictions are in order."""
     module, trainer = _Probe(), _trainer(context.make(), context.folder)
     (result,) = trainer.validate(module, _loader(), verbose=False)
     module.eval()
@@ -210,14 +210,14 @@ def _evaluation(context: CheckContext) -> str:
     with torch.no_grad():
         outputs = module.net(inputs)
         exact = float(((outputs - targets) ** 2).mean())
-    apart = abs(result["loss"] - exact) / exact
-    _require(apart <= 1e-12, f"the mean over {_SAMPLES} samples is {result['loss']!r}, not {exact!r}")
+    difference = abs(result["loss"] - exact) / exact
+    _require(difference <= 1e-12, f"the mean over {_SAMPLES} samples is {result['loss']!r}, not {exact!r}")
     predictions = trainer.predict(module, _loader())
     assert predictions is not None
     joined = torch.cat(predictions)
     _require(len(joined) == _SAMPLES, f"{len(joined)} predictions for {_SAMPLES} samples")
     _require(torch.allclose(joined, outputs, rtol=1e-12, atol=1e-14), "the predictions are not in the order of the data")
-    return f"{_SAMPLES} samples evaluated once, the mean exact ({apart:.1e}), predictions in order"
+    return f"{_SAMPLES} samples evaluated once each, exact mean (within {difference:.1e}), predictions in order"
 
 
 # ------------------------------------------------------------------------------------------------------------ checkpoint
@@ -232,23 +232,32 @@ def _checkpoint(context: CheckContext) -> str:
     open_checkpoint(path).verify()
     size = sum(file.stat().st_size for file in path.iterdir())
     _, resumed = _fit(context.make(), context.folder, _ACCUMULATION, ckpt_path=path)
-    apart = max(world.exchange(_difference(whole, resumed)))
-    _require(apart <= _LARGEST, f"a resumed run differs from an uninterrupted one by {apart:.1e} (relative)")
-    how = "bit for bit" if apart == 0 else f"within {apart:.1e}"
-    return f"written and read by {world.size} ({size / 1024:.0f} KiB); the resumed run equals an uninterrupted one {how}"
+    difference = max(world.exchange(_difference(whole, resumed)))
+    _require(difference <= _LARGEST, f"a resumed run differs from an uninterrupted one by {difference:.1e} (relative)")
+    how = "bit for bit" if difference == 0 else f"within {difference:.1e}"
+    done = f"written and read by {counted(world.size, 'process')} ({size / 1024:.0f} KiB)"
+    return f"{done}; the resumed run equals an uninterrupted one {how}"
 
 
 CHECKS = (
-    Check("processes", _processes, "Start them with the same Python environment, one for each GPU."),
+    Check("processes", _processes, "Start all processes in the same Python environment, one for each GPU."),
     Check(
         "collectives",
         _collectives,
-        "Check the network between the processes: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME set the interface, "
-        "NCCL_DEBUG=INFO prints what NCCL does. Try --backend gloo.",
+        "Check the network between the processes. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME set the network interface, "
+        "NCCL_DEBUG=INFO prints NCCL's log. Try --backend gloo.",
     ),
     Check("training", _training, "Try --backend gloo: if it works, check the other backend and its driver."),
-    Check("evaluation", _evaluation, "See the lines above: this check needs nothing else."),
-    Check("checkpoint", _checkpoint, "All processes need the same folder, on one file system: set TMPDIR."),
+    Check(
+        "evaluation",
+        _evaluation,
+        "See the error above. If it does not name a cause, report a bug with the output of: trainkit env",
+    ),
+    Check(
+        "checkpoint",
+        _checkpoint,
+        "All processes must be able to write to the same folder. Set another one: export TMPDIR=FOLDER",
+    ),
 )
 
 
@@ -256,13 +265,15 @@ CHECKS = (
 
 
 def _settings(context: CheckContext) -> str:
-    """A Trainer with the settings of the configuration file trains, and all processes have equal parameters."""
+    """Train with the settings of the configuration file, and check that all processes have equal parameters."""
     world = context.strategy.world
     trainer, module = Trainer(max_steps=2, seed=1, **_quiet(context.folder)), _Probe().float()
     trainer.fit(module, DataLoader(TensorDataset(*(part.float() for part in _data().tensors)), batch_size=_BATCH))
     done = counted(trainer.global_step, "optimizer step")
     sums = world.exchange([float(parameter.detach().double().sum()) for parameter in module.parameters()])
-    _require(all(math.isfinite(value) for value in sums[0]), f"after {done} parameters are {sums[0]}")
+    _require(
+        all(math.isfinite(value) for value in sums[0]), f"after {done} the sums of the parameters are not finite: {sums[0]}"
+    )
     _require(all(one == sums[0] for one in sums), f"after {done} the parameters of the processes differ")
     clip, window = trainer._arguments.gradient_clip_val, trainer.accumulate_grad_batches
     more = f", {window} micro-batches each" if window > 1 else ""
@@ -273,6 +284,7 @@ def _settings(context: CheckContext) -> str:
 SETTINGS = Check(
     "settings",
     _settings,
-    "Compare the configuration file with docs/how-to/many-gpus-and-nodes.md#a-configuration-file, or rewrite it: trainkit config",
+    "Compare the configuration file with docs/how-to/many-gpus-and-nodes.md#a-configuration-file, or write a new one: "
+    "trainkit config",
 )
 """The last check, if there is a configuration file."""

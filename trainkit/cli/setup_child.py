@@ -37,9 +37,9 @@ def main(arguments: Sequence[str]) -> int:
         if check is SETTINGS and settings is not None:
             os.environ[VARIABLE] = settings
         error: Exception | None = None
-        said = ""
+        result = ""
         try:
-            said = check.run(context)
+            result = check.run(context)
         except Exception as caught:
             error = caught
             text = f"{type(caught).__name__}: {caught}"
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         if world.agree(error) is not None:
             return 1
         if world.is_main:
-            print_line(check.name, True, said)
+            print_line(check.name, True, result)
             with (folder / "ended").open("a") as file:
                 file.write(f"{check.name}\n")
     return 0

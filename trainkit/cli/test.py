@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainkit.cli.launch_nodes import process_variables
-from trainkit.cli.settings_flags import add_config_file, in_either_spelling, of_file
+from trainkit.cli.settings_flags import add_config_file, allow_both_spellings, settings_from_file
 from trainkit.config.checked import checked_settings
 from trainkit.config.inherited import VARIABLE, with_environment
 from trainkit.config.settings import Settings
@@ -29,21 +29,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trainkit test`."""
     parser.epilog = (
         "Checks the environment, the processes, collectives, training and evaluation compared with one process, a checkpoint "
-        "that all processes write and read, and the exit. Takes about ten seconds and writes to a temporary folder. Exit code "
-        "0: all checks passed, 1: not."
+        "that all processes write and read, and the exit. Takes about ten seconds and writes to a temporary folder. Exit code: "
+        "0 if all checks pass, else 1."
     )
-    add_config_file(parser, "a file of trainkit config or Accelerate to test too (default: that of trainkit config)")
-    parser.add_argument("--nproc-per-node", metavar="N", type=int, help="number of processes (default: that of the file, or 2)")
+    add_config_file(
+        parser, "a file written by trainkit config or Accelerate, to test too (default: the file of trainkit config)"
+    )
+    parser.add_argument(
+        "--nproc-per-node", metavar="N", type=int, help="number of processes (default: the file's number, else 2)"
+    )
     several = automatic_strategy("cpu")
     parser.add_argument("--strategy", choices=(several,), default=several, help=f"strategy (default: {several})")
-    backend = "communication backend (default: nccl if there is a GPU per process, else gloo on the CPU)"
+    backend = "communication backend (default: nccl if there is a GPU for each process, else gloo on the CPU)"
     parser.add_argument("--backend", choices=("gloo", "nccl"), help=backend)
-    in_either_spelling(parser)
+    allow_both_spellings(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run all checks; 0 if all pass, 1 if one fails, 130 or 143 if interrupted or preempted before that."""
-    settings = checked_settings(of_file(args, os.environ))
+    settings = checked_settings(settings_from_file(args, os.environ))
     processes = _processes(args.nproc_per_node, settings)
     from trainkit.cli.setup_checks import CHECKS, SETTINGS
 
@@ -86,16 +90,18 @@ def _processes(given: int | None, settings: Settings) -> int:
             "another file, or none: --config_file " + os.devnull
         )
     if given is not None and given < 1:
-        raise ConfigurationError(f"--nproc-per-node must be at least 1, not {given}.")
+        raise ConfigurationError(f"--nproc-per-node must be at least 1, not {given}. For example: --nproc-per-node 2")
     single = settings.get("distributed_type") == "NO"
     if given is not None and single and given > 1:
-        raise ConfigurationError(f"{settings.source}: distributed_type: NO means one process, but --nproc-per-node is {given}.")
-    alone = 1 if single else 2
-    return given or settings.get("num_processes", alone) // settings.get("num_machines", 1)
+        raise ConfigurationError(
+            f"{settings.source}: distributed_type: NO means one process, but --nproc-per-node is {given}. Remove one."
+        )
+    default = 1 if single else 2
+    return given or settings.get("num_processes", default) // settings.get("num_machines", 1)
 
 
 def _environment(processes: int, backend: str | None) -> tuple[str, str, str | None]:
-    """A description, the backend to use, and what is missing, with a fix."""
+    """A description, the backend to use, and what is missing with a fix, or `None`."""
     import torch
     import torch.distributed as dist
 
@@ -113,11 +119,11 @@ def _environment(processes: int, backend: str | None) -> tuple[str, str, str | N
     elif chosen == "gloo" and not dist.is_gloo_available():
         problem = "this build of torch has no gloo.\nWhat to do: install another build of torch."
     elif chosen == "nccl" and not dist.is_nccl_available():
-        problem = "this build of torch has no NCCL.\nWhat to do: --backend gloo, or a CUDA build of torch."
+        problem = "this build of torch has no NCCL.\nWhat to do: pass --backend gloo, or install a CUDA build of torch."
     elif chosen == "nccl" and gpus < processes:
-        fewer = f"--nproc-per-node {gpus}, or " if gpus else ""
+        fewer = f"--nproc-per-node {gpus} or " if gpus else ""
         problem = (
-            f"NCCL needs a GPU for each of {processes} processes, but there are {gpus}.\nWhat to do: {fewer}--backend gloo"
+            f"NCCL needs a GPU for each of {processes} processes, but there are {gpus}.\nWhat to do: pass {fewer}--backend gloo"
         )
     return found, chosen, problem
 

@@ -14,7 +14,7 @@ __all__ = ["existing_script", "run_script", "script_traceback"]
 
 
 def existing_script(path: str, example: str) -> str:
-    """The path of a script, which must exist; `example` is a command for the message."""
+    """The path of a script; raises if it does not exist. `example` is a command for the message."""
     script = Path(path)
     if not script.is_file():
         found = "is a folder" if script.is_dir() else "does not exist"
@@ -33,7 +33,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def script_traceback(error: Exception, script: str) -> str:
-    """The traceback from the first frame of the script."""
+    """The traceback of an error, starting at the first frame in the script."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != script:
         trace = trace.tb_next

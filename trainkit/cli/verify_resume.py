@@ -31,21 +31,23 @@ _KILLED_LATER = 2  # optimizer steps between the save and the kill
 _TAIL = 40  # lines to show of a script's output if it left no traceback
 
 _HIDDEN = (
-    "Something that the {what} depends on is not in the checkpoint. Look for numbers, lists and generators that are plain "
-    "attributes of the module, a callback or the dataset. Fix: register_buffer(), or on_save_checkpoint and on_load_checkpoint."
+    "The {what} depends on something that is not in the checkpoint.\n"
+    "Look for numbers, lists and generators that are plain attributes of the module, a callback or the dataset.\n"
+    "Fix: register_buffer(), or on_save_checkpoint and on_load_checkpoint."
 )
 _ADVICE = {
-    "batch": "The dataset returned something that depends on more than the sample. Draw with the functions of torch, "
-    "numpy.random or random, which are seeded for each micro-batch, and not from your own generator, such as "
-    "numpy.random.default_rng(). Set a seed before data is created or split: trainkit.seed_everything(1).",
-    "order": "The position in the data was not restored. Your own loader needs state_dict() and load_state_dict().",
-    "rate": "Return your own learning-rate schedule from configure_optimizers, so that it is saved.",
-    "loss": "The batch and the learning rates are the same. " + _HIDDEN.format(what="loss"),
+    "batch": "The dataset returned something that depends on more than the sample.\n"
+    "Fix: draw random numbers with torch, numpy.random or random, which are seeded for each micro-batch,\n"
+    "and not from your own generator, such as numpy.random.default_rng().\n"
+    "Set a seed before data is created or split: trainkit.seed_everything(1).",
+    "order": "The position in the data was not restored.\nFix: add state_dict() and load_state_dict() to your own loader.",
+    "rate": "Fix: return your own learning-rate schedule from configure_optimizers, so that it is saved.",
+    "loss": "The batch and the learning rates are the same.\n" + _HIDDEN.format(what="loss"),
     "length": "The end of the run depends on the time or on something that is not in the checkpoint.",
 }
 _NOT_REPRODUCIBLE = (
-    "This was before the kill: two runs of the script differ even without a resume, so that no resume can be exact. On a GPU "
-    "try Trainer(deterministic=True)."
+    "This is before the kill: two runs of the script differ even without a resume, so no resume can be exact.\n"
+    "On a GPU, try Trainer(deterministic=True)."
 )
 
 
@@ -55,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Runs the script three times, unchanged, until its first fit() ends: for K+M optimizer steps; again, killed with "
         "SIGKILL after the checkpoint of step K; resumed up to step K+M. Compares the batches, losses and learning rates of "
-        "each step and the final state bit for bit. Checkpoints and logs go to a temporary folder. Exit code 0: all equal, 1: "
-        "not."
+        "each step and the final state bit for bit. Checkpoints and logs go to a temporary folder. Exit code: 0 if all are "
+        "equal, else 1."
     )
     _add_options(parser, steps=10, more=10)
     purpose = "a Python file that calls Trainer.fit; its own arguments come after --"
@@ -84,14 +86,16 @@ class _Command(argparse.Action):
         _add_options(ours, steps=argparse.SUPPRESS, more=argparse.SUPPRESS)
         unknown = ours.parse_known_args(rest[:at], namespace)[1]
         if unknown:
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}; the script's own come after --")
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}; write the script's arguments after --")
         namespace.args = rest[at + 1 :]
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the script three times; 0 if the resumed run equals the uninterrupted one bit for bit."""
     if args.steps < 1 or args.more < 1:
-        raise ConfigurationError(f"--steps and --more must be at least 1, not {args.steps} and {args.more}.")
+        raise ConfigurationError(
+            f"--steps and --more must be at least 1, not {args.steps} and {args.more}. For example: --steps 10"
+        )
     script = existing_script(args.script, "trainkit verify-resume train.py -- --its-own-arguments")
     with tempfile.TemporaryDirectory(prefix="trainkit-verify-resume-", ignore_cleanup_errors=True) as folder:
         return _Verification(Path(folder), [script, *args.args], args.steps, args.more).run()
@@ -108,7 +112,7 @@ class _Verification:
     def run(self) -> int:
         """Train, kill, resume, compare."""
         whole, killed = self._whole(), self._killed()
-        difference = first_difference(whole, killed, name="the second time", killed=True)
+        difference = first_difference(whole, killed, name="the second run", killed=True)
         if difference is not None:
             return _different(difference.text, _NOT_REPRODUCIBLE, _ADVICE[difference.kind])
         try:
@@ -116,7 +120,7 @@ class _Verification:
         except ConfigurationError as error:
             return _different(f"step {self._steps}, where it should resume: {error}")
         after = [record for record in whole if record["step"] > self._steps]
-        difference = first_difference(after, resumed, name="resumed", killed=False)
+        difference = first_difference(after, resumed, name="the resumed run", killed=False)
         if difference is not None:
             return _different(difference.text, _ADVICE[difference.kind])
         if found := list(compare_checkpoints(*(open_checkpoint(self._folder / name / END) for name in ("whole", "resumed")))):
@@ -124,11 +128,11 @@ class _Verification:
             return _different(f"the end, step {self._total}: {found[0]}{more}", _HIDDEN.format(what="state"))
         missing = {path for record in whole for path, digests in record["leaves"].items() if ":" in digests[0]}
         if missing:
-            print(f"Not compared, because of an unknown type: {', '.join(sorted(missing))} of the batches.")
+            print(f"Not compared, because the type is unknown: {', '.join(sorted(missing))} of the batches.")
         print(
-            f"All bit-identical: batches, losses and learning rates of the "
-            f"{counted(self._total - self._steps, 'optimizer step')} after the resume, and at the end every parameter, buffer "
-            "and optimizer slot."
+            f"All bit-identical: the batches, losses and learning rates of the "
+            f"{counted(self._total - self._steps, 'optimizer step')} after the resume,\n"
+            "and all parameters, buffers and optimizer state at the end."
         )
         return 0
 
@@ -139,7 +143,8 @@ class _Verification:
         if step < self._total:
             raise ConfigurationError(
                 f"The script's fit ends after {counted(step, 'optimizer step')} ({outcome.get('limits')}), but "
-                f"{self._total} are needed. Fix: --steps and --more of at most {step} together, or let the script train longer."
+                f"{self._total} are needed. Fix: use --steps and --more with a sum of at most {step}, or let the script train "
+                "longer."
             )
         return read_records(self._folder / "whole" / RECORDS)
 
@@ -147,9 +152,9 @@ class _Verification:
         text = f"again, saved at step {self._steps}, killed with SIGKILL at step {self._kill_at}"
         outcome, code = self._start(text, self._task("killed", seed=1, save_at=self._steps, kill_at=self._kill_at))
         if outcome:
-            raise TrainkitError(f"This time the script's fit ended by itself, after {outcome.get('step')} optimizer steps.")
+            raise TrainkitError(f"The second run was not killed: its fit ended after {outcome.get('step')} optimizer steps.")
         if code not in (-getattr(signal, "SIGKILL", 9), signal.SIGTERM):
-            raise TrainkitError(f"This time the script ended before step {self._kill_at}, with exit code {code}.")
+            raise TrainkitError(f"The second run ended before step {self._kill_at}, with exit code {code}.")
         return read_records(self._folder / "killed" / RECORDS)
 
     def _resumed(self) -> list[dict[str, Any]]:
@@ -167,7 +172,7 @@ class _Verification:
         """Run a task; its outcome (empty if it was killed) and exit code.
 
         Raises:
-            ConfigurationError: The script failed by itself, or cannot be verified.
+            ConfigurationError: The script failed, or cannot be verified.
         """
         folder = Path(task.folder)
         folder.mkdir()
@@ -179,7 +184,7 @@ class _Verification:
         script = self._command[0]
         if (folder / FAILURE).exists():
             print((folder / FAILURE).read_text("utf-8"), end="", file=sys.stderr, flush=True)
-            raise ConfigurationError(f"The script failed by itself, see above. First let it run: python {script} …")
+            raise ConfigurationError(f"The script raised an error, see above. First make this command work: python {script} …")
         outcome: dict[str, Any] = json.loads((folder / OUTCOME).read_text("utf-8")) if (folder / OUTCOME).exists() else {}
         if "refused" in outcome:
             raise ConfigurationError(f"{script} cannot be verified: {outcome['refused']}")
@@ -187,10 +192,10 @@ class _Verification:
             lines = (folder / "output.txt").read_text("utf-8", "replace").splitlines(keepends=True)[-_TAIL:]
             print("".join(lines), end="", file=sys.stderr, flush=True)
             if code:
-                raise ConfigurationError(f"The script failed by itself, with exit code {code}; its last output is above.")
+                raise ConfigurationError(f"The script failed with exit code {code}; its last output is above.")
             raise ConfigurationError(
-                "The script ended without a complete Trainer.fit. Fix: name a script that trains with a Trainer when it is "
-                "run; your own training loop with Accelerator cannot be verified."
+                "The script ended without a complete Trainer.fit. Fix: pass a script that trains with a Trainer when it is "
+                "run. A training loop with Accelerator cannot be verified."
             )
         return outcome, code
 
@@ -215,7 +220,7 @@ def _run_child(arguments: Sequence[str], output: Path) -> int:
             start_new_session=os.name == "posix",
         )
         with _no_orphans(process):
-            if hasattr(os, "waitid"):  # do not reap it yet: its number must stay taken until its group is killed
+            if hasattr(os, "waitid"):  # do not reap it yet: its process id must not be reused before its group is killed
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
             else:
                 process.wait()

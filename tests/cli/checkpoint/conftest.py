@@ -1,4 +1,4 @@
-"""Checkpoints to look at, without a run where none is needed."""
+"""Checkpoints for these tests, written without a run if possible."""
 
 from __future__ import annotations
 

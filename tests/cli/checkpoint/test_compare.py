@@ -32,14 +32,14 @@ def diff(*arguments: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, l
     return code, shown.out.splitlines()
 
 
-def test_two_runs_that_did_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_identical_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(3)
     first = trained(tmp_path / "a")
     torch.manual_seed(3)
     second = trained(tmp_path / "b")
     code, lines = diff(first, second, capsys=capsys)
     assert (code, lines) == (
-        0, ["equal, bit for bit: model, optimizer, state (callbacks, loggers and logged metrics not compared: --all)"],
+        0, ["equal, bit for bit: model, optimizer, state (not compared without --all: callbacks, loggers, logged metrics)"],
     )  # fmt: skip
     assert diff(first, first, "--all", capsys=capsys) == (0, ["equal, bit for bit: model, optimizer, state"])
     code, lines = diff(first, second, "--all", capsys=capsys)  # their folders
@@ -47,7 +47,7 @@ def test_two_runs_that_did_the_same(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(line.startswith("state: callbacks[") for line in lines[:-1])
 
 
-def test_what_differs_is_named(save: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_differences_are_named(save: Any, capsys: pytest.CaptureFixture[str]) -> None:
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     module(torch.randn(4, 3)).sum().backward()
@@ -97,7 +97,7 @@ def test_parts_that_only_one_has(save: Any, capsys: pytest.CaptureFixture[str]) 
     assert "state: models: 1 item and 2 items" in lines
 
 
-def test_a_damaged_one_is_no_difference(save: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_an_error(save: Any, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = save(TinyModule(), name="a"), save(TinyModule(), name="b")
     data = bytearray((second / "model.safetensors").read_bytes())
     data[-1] ^= 1
@@ -118,9 +118,9 @@ def other_nan() -> Tensor:
     (torch.tensor([NAN, 1.0]), torch.tensor([NAN, 1.0]), None),
     (torch.tensor([]), torch.tensor([]), None),
     (torch.tensor([math.inf]), torch.tensor([math.inf]), None),
-    (torch.tensor([NAN]), other_nan(), "1 of 1 element differs, by at most not a number; the first at [0]: nan and nan"),
+    (torch.tensor([NAN]), other_nan(), "1 of 1 element differs, by at most NaN; the first at [0]: nan and nan"),
     (torch.tensor([0.0, 0.0]), torch.tensor([0.0, -0.0]), "by at most 0; the first at [1]: 0.0 and -0.0"),
-    (torch.tensor([1.0, NAN]), torch.tensor([2.0, 1.0]), "2 of 2 elements differ, by at most not a number"),
+    (torch.tensor([1.0, NAN]), torch.tensor([2.0, 1.0]), "2 of 2 elements differ, by at most NaN"),
     (torch.tensor([math.inf]), torch.tensor([-math.inf]), "by at most inf"),
     (torch.tensor(1.0), torch.tensor(2.0), "by at most 1; the first at []: 1.0 and 2.0"),
     (torch.tensor([1]), torch.tensor([1.0]), "int64 [1] and float32 [1]"),
@@ -138,8 +138,8 @@ def test_bits_count(first: Tensor | None, second: Tensor | None, words: str | No
     assert (found is None) if words is None else (found is not None and words in found), found
 
 
-def test_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.cli.checkpoint.compare._PIECE", 7)
+def test_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit.cli.checkpoint.compare._CHUNK", 7)
     first = torch.arange(60.0).reshape(5, 12)
     second = first.clone()
     second[1, 3] += 1

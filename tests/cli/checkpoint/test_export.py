@@ -44,7 +44,7 @@ def test_the_whole_model(save: Any, tmp_path: Path, capsys: pytest.CaptureFixtur
     size = sum(tensor.nbytes for tensor in load_file(out / "model.safetensors").values())
     assert shown == [
         f"Wrote {out}: safetensors, 10 tensors, {size} B",
-        "  tied tensors are written once; omitted, each with the tensor that it shares: net.1.1.weight (net.0.weight)",
+        "  tied tensors are written once; not written, each with the tensor that it is tied to: net.1.1.weight (net.0.weight)",
     ]
     expected = module.state_dict()
     del expected["net.1.1.weight"]
@@ -59,14 +59,14 @@ def test_the_whole_model(save: Any, tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     "attribute, module", [("net", lambda m: m.net), ("net.1", lambda m: m.net[1]), ("head", lambda m: m.head)]
 )
-def test_an_attribute_opens_in_the_module_itself(save: Any, tmp_path: Path, attribute: str, module: Any) -> None:
+def test_an_exported_attribute_loads_into_the_module(save: Any, tmp_path: Path, attribute: str, module: Any) -> None:
     model = Two()
     assert export(save(model), tmp_path / "out", "--attribute", attribute) == 0
     found = load_file(tmp_path / "out" / "model.safetensors")
     expected = module(model).state_dict()
     if attribute == "net":
         del expected["1.1.weight"]
-    assert same(found, expected)  # what was stored under a name outside is there too
+    assert same(found, expected)  # includes tensors that were stored under a name outside the module
 
 
 @pytest.mark.parametrize("name, dtype", [
@@ -95,12 +95,12 @@ def test_several_files_and_an_index(save: Any, tmp_path: Path) -> None:
     index = json.loads((out / "model.safetensors.index.json").read_text())
     found = {name: load_file(out / file)[name] for name, file in index["weight_map"].items()}
     assert same(found, module.state_dict())
-    assert export(path, out) == 0  # again, in one file: what was left over would be read too
+    assert export(path, out) == 0  # again, in one file: remaining files would be read too
     assert sorted(os.listdir(out)) == ["model.safetensors", "trainkit_export.json"]
     assert same(load_file(out / "model.safetensors"), module.state_dict())
 
 
-def test_several_models_of_an_own_loop(save: Any, tmp_path: Path) -> None:
+def test_several_models_of_a_training_loop(save: Any, tmp_path: Path) -> None:
     first, second = nn.Linear(2, 2), nn.Sequential(nn.Linear(3, 3))
     path = save(first, second)
     for arguments, module in (([], first), (["--attribute", "model_1"], second), (["--attribute", "model_1/0"], second[0])):
@@ -108,7 +108,7 @@ def test_several_models_of_an_own_loop(save: Any, tmp_path: Path) -> None:
         assert same(load_file(tmp_path / "out" / "model.safetensors"), module.state_dict())
 
 
-def test_only_what_was_trained(save: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_trained_parameters(save: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module[0].requires_grad_(False)
     assert export(save(module, save="trainable"), tmp_path / "out") == 0
@@ -117,16 +117,16 @@ def test_only_what_was_trained(save: Any, tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["--attribute", "nett"], "The model has no module 'nett'. Did you mean 'net'? Modules: head, net, and those inside."),
+    (["--attribute", "nett"], "The model has no module 'nett'. Did you mean 'net'? Modules: head, net, and their submodules."),
     (["--attribute", "net.7"], "The model has no module 'net.7'."),
     (["--attribute", "net.0.weight"], "It is a parameter or buffer; expected a module."),
     (["--attribute", "scale"], "It is a parameter or buffer; expected a module."),
-    (["--format", "transformers"], "expected a transformers model, received another module. Fix: --format safetensors"),
+    (["--format", "transformers"], "expected a transformers model, but the module is not one. Fix: --format safetensors"),
     (["--format", "peft"], "expected a PEFT model"),
     (["--max-shard-size", "lots"], "max_shard_size must be a size such as '5GB'"),
     (["--dtype", "int8"], "invalid choice: 'int8'"),
 ])  # fmt: skip
-def test_a_mistake_writes_nothing(
+def test_wrong_arguments_write_nothing(
     save: Any, tmp_path: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = save(Two())
@@ -147,7 +147,7 @@ def test_a_damaged_checkpoint_writes_nothing(save: Any, tmp_path: Path, capsys: 
     assert os.listdir(tmp_path) == ["ck"]
 
 
-def test_what_is_there_is_not_overwritten(save: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_files_are_not_overwritten(save: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = save(TinyModule()), tmp_path / "out"
     out.mkdir()
     (out / "thesis.tex").write_text("all of it")
@@ -158,7 +158,7 @@ def test_what_is_there_is_not_overwritten(save: Any, tmp_path: Path, capsys: pyt
     )
     assert sorted(os.listdir(out)) == ["adapter_config.json", "thesis.tex"]
     assert export(path, out, "--overwrite") == 0
-    # a file that another program would take for a part of the export is removed; other files stay
+    # a file that another program would read as part of the export is removed; other files are kept
     assert sorted(os.listdir(out)) == ["model.safetensors", "thesis.tex", "trainkit_export.json"]
     assert export(path, out) == 0  # an earlier export
     (tmp_path / "file").touch()
@@ -177,7 +177,7 @@ def test_a_checkpoint_is_never_written_to(save: Any, tmp_path: Path, capsys: pyt
     assert files(tmp_path) == before
 
 
-def test_a_folder_that_cannot_be_made(save: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_created(save: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save(TinyModule())
     (tmp_path / "file").touch()
     assert export(path, tmp_path / "file" / "out") == 2
@@ -185,7 +185,7 @@ def test_a_folder_that_cannot_be_made(save: Any, tmp_path: Path, capsys: pytest.
     assert sorted(os.listdir(tmp_path)) == ["ck", "file"]
 
 
-def test_a_full_disk_leaves_what_was_there(
+def test_a_full_disk_keeps_existing_files(
     save: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, out = save(nn.Linear(200, 200)), tmp_path / "out"

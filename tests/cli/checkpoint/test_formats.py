@@ -27,7 +27,7 @@ pytestmark = [
 
 
 class Held(TrainModule):
-    """A model of another library, held as users hold it."""
+    """A module with a model of another library as an attribute."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def export(*arguments: object) -> int:
 
 
 def opened(model: Any, folder: Path, **options: Any) -> Any:
-    """The model in a folder, all of it found there."""
+    """The model in a folder, which must contain all of its weights."""
     again, about = type(model).from_pretrained(folder, output_loading_info=True, **options)
     assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), about
     return again.eval()
@@ -102,7 +102,7 @@ def test_a_model_held_as_an_attribute(name: str, save: Any, tmp_path: Path, caps
     assert equal(again, model)
     assert type(transformers.AutoConfig.from_pretrained(out)) is type(model.config)
     model.save_pretrained(tmp_path / "theirs")
-    # what is tied is written once, as they do it
+    # tied tensors are written once, as in transformers
     assert set(load_file(out / "model.safetensors")) == set(load_file(tmp_path / "theirs" / "model.safetensors"))
     generates = model.can_generate()
     assert (out / "generation_config.json").exists() == generates
@@ -113,7 +113,7 @@ def test_a_model_held_as_an_attribute(name: str, save: Any, tmp_path: Path, caps
         )
 
 
-def test_a_model_of_its_own_is_known_without_a_word(save: Any, tmp_path: Path) -> None:
+def test_the_format_of_a_model_is_detected(save: Any, tmp_path: Path) -> None:
     model = gpt2()
     assert export(save(model), tmp_path / "out") == 0
     assert equal(opened(model, tmp_path / "out"), model)
@@ -121,7 +121,7 @@ def test_a_model_of_its_own_is_known_without_a_word(save: Any, tmp_path: Path) -
     assert sorted(os.listdir(tmp_path / "plain")) == ["model.safetensors", "trainkit_export.json"]
 
 
-def test_the_whole_module_stays_plain_and_says_what_is_in_it(
+def test_a_module_with_a_model_is_exported_as_safetensors_with_a_hint(
     save: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert export(save(Held(gpt2())), tmp_path / "out") == 0
@@ -129,11 +129,11 @@ def test_the_whole_module_stays_plain_and_says_what_is_in_it(
     assert "net is a transformers model; to export it in that format: --attribute net" in shown
     assert "probe.weight" in load_file(tmp_path / "out" / "model.safetensors")
     assert export(save(Held(gpt2()), name="b"), tmp_path / "b-out", "--format", "transformers") == 2
-    assert "which contains net. Fix: --attribute net" in capsys.readouterr().err
+    assert "it contains net. Fix: --attribute net" in capsys.readouterr().err
 
 
-def test_ties_of_the_user(save: Any, tmp_path: Path) -> None:
-    """transformers knows nothing of them: each name has to be there."""
+def test_tied_parameters_of_the_user(save: Any, tmp_path: Path) -> None:
+    """transformers does not know them, so each name must be written."""
     model = gpt2(tie_word_embeddings=False)
     model.lm_head.weight = model.transformer.wte.weight
     assert export(save(Held(model)), tmp_path / "a", "--attribute", "net") == 0
@@ -170,7 +170,7 @@ def test_several_files(save: Any, tmp_path: Path) -> None:
     assert equal(opened(model, tmp_path / "out"), model)
 
 
-def test_weights_that_are_not_in_it(save: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_weights(save: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = gpt2()
     model.transformer.wte.requires_grad_(False)
     assert export(save(Held(model), save="trainable"), tmp_path / "out", "--attribute", "net") == 2
@@ -187,7 +187,7 @@ def peft() -> Any:
 
 
 def adapted(peft: Any, method: str, base: Any = llama, **options: Any) -> Any:
-    """A PEFT model whose every adapter parameter has a value of its own."""
+    """A PEFT model in which every adapter parameter has its own value."""
     torch.manual_seed(2)
     targets = {} if method in ("LNTuningConfig", "TrainableTokensConfig") else {"target_modules": ["q_proj", "v_proj"]}
     config = getattr(peft, method)(**{"task_type": "CAUSAL_LM", **targets, **options})
@@ -241,14 +241,14 @@ def test_an_adapter_is_what_peft_writes(
     ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (out, tmp_path / "theirs"))
     assert same(dict(sorted(ours.items())), dict(sorted(theirs.items())))
     config, reference = (json.loads((f / "adapter_config.json").read_text()) for f in (out, tmp_path / "theirs"))
-    for values in (config, reference):  # sets, whose order is any
+    for values in (config, reference):  # sets, which have no order
         values.update({key: sorted(value) for key, value in values.items() if isinstance(value, list)})
     assert config == reference
-    again = peft.PeftModel.from_pretrained(base(), out)  # a key that is missing would be a warning
+    again = peft.PeftModel.from_pretrained(base(), out)  # warns if a key is missing
     assert equal(again.eval(), model.eval())
 
 
-def test_an_adapter_of_a_module_that_is_no_transformers_model(save: Any, tmp_path: Path, peft: Any) -> None:
+def test_an_adapter_of_a_plain_module(save: Any, tmp_path: Path, peft: Any) -> None:
     def base() -> nn.Module:
         torch.manual_seed(1)
         return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -260,7 +260,7 @@ def test_an_adapter_of_a_module_that_is_no_transformers_model(save: Any, tmp_pat
     assert equal(again, model)
 
 
-def test_several_adapters_lie_as_peft_lays_them(
+def test_several_adapters_have_the_folders_of_peft(
     save: Any, tmp_path: Path, peft: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, out = adapted(peft, "LoraConfig"), tmp_path / "out"
@@ -275,16 +275,14 @@ def test_several_adapters_lie_as_peft_lays_them(
     again = peft.PeftModel.from_pretrained(llama(), out)
     again.load_adapter(out / "other", "other")
     assert equal(again, model)
-    # with what was trained only, there is nothing of the other
+    # if only trained parameters are saved, the other adapter is missing
     capsys.readouterr()
     assert export(save(Held(model), save="trainable", name="b"), tmp_path / "b-out", "--attribute", "net") == 0
     assert "the adapter 'default' was frozen and is not in the checkpoint" in capsys.readouterr().out
     assert sorted(os.listdir(tmp_path / "b-out")) == ["other", "trainkit_export.json"]
 
 
-def test_adapters_that_transformers_has_put_in(
-    save: Any, tmp_path: Path, peft: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_adapters_added_by_transformers(save: Any, tmp_path: Path, peft: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model = llama()
     model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     _change(model)
@@ -294,11 +292,11 @@ def test_adapters_that_transformers_has_put_in(
     tokens = torch.tensor([[3, 4, 5]])
     assert again.eval()(tokens).logits.equal(model.eval()(tokens).logits)
     assert export(path, tmp_path / "base", "--attribute", "net", "--format", "transformers") == 2
-    assert "has PEFT adapters, which the transformers format does not contain. Fix: --format peft" in capsys.readouterr().err
+    assert "has PEFT adapters, which the transformers format does not support. Fix: --format peft" in capsys.readouterr().err
 
 
-def test_the_base_within_a_peft_model(save: Any, tmp_path: Path, peft: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its names are not those that transformers knows, which would draw new numbers for them."""
+def test_the_base_model_inside_a_peft_model(save: Any, tmp_path: Path, peft: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers does not know its parameter names, and would initialize the parameters at random."""
     path = save(Held(adapted(peft, "LoraConfig")))
     inner = ["--attribute", "net.base_model.model"]
     assert export(path, tmp_path / "out", *inner, "--format", "transformers") == 2
@@ -311,15 +309,13 @@ def test_the_base_within_a_peft_model(save: Any, tmp_path: Path, peft: Any, caps
     assert (tmp_path / "own-out" / "adapter_config.json").exists()
 
 
-def test_an_adapter_of_which_a_part_is_not_in_it(
-    save: Any, tmp_path: Path, peft: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_incomplete_adapter(save: Any, tmp_path: Path, peft: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model = adapted(peft, "LoraConfig")
     for name, parameter in model.named_parameters():
         if "lora_A" in name:
             parameter.requires_grad_(False)
     assert export(save(Held(model), save="trainable"), tmp_path / "out", "--attribute", "net") == 2
-    assert "lacks 2 frozen ones of the adapter" in capsys.readouterr().err
+    assert "2 frozen ones of the adapter 'default' are missing (" in capsys.readouterr().err
     assert export(save(Held(model), name="whole"), tmp_path / "out", "--attribute", "net") == 0
 
 

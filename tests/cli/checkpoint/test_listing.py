@@ -15,10 +15,10 @@ from trainkit.cli.main import main
 
 
 def rows(text: str) -> list[dict[str, str]]:
-    """The table, by the titles of its columns, cut where they stand."""
+    """The rows of the table, as dicts of column title → cell."""
     lines = text.splitlines()
-    titles = ["NAME", "STEP", "EPOCHS", "RUN", "SAVED AT", "SIZE", "HOLDS", "METRICS", "STATE"]
-    # a column ends where its longest cell does; two blanks in the same place of all lines part two columns
+    titles = ["NAME", "STEP", "EPOCHS", "RUN", "SAVED AT", "SIZE", "CONTAINS", "METRICS", "STATE"]
+    # columns are separated where all lines have two blanks
     width = max(map(len, lines))
     blank = [all(not line[i : i + 1].strip() for line in lines) for i in range(width)] + [True]
     starts = [0] + [i for i in range(1, width) if not blank[i] and i >= 2 and blank[i - 1] and blank[i - 2]]
@@ -37,7 +37,7 @@ def test_the_newest_comes_first(run_folder: Path, capsys: pytest.CaptureFixture[
         ("step-00000008", "8", "2"), ("step-00000004", "4", "1"),
     ]  # fmt: skip
     for row in found:
-        assert row["HOLDS"] == "all"
+        assert row["CONTAINS"] == "all"
         assert row["STATE"] == "good"
         assert "val_loss=" in row["METRICS"]
         assert row["SIZE"].endswith("kB")
@@ -79,7 +79,7 @@ def test_all_runs_below_a_folder(run_folder: Path, capsys: pytest.CaptureFixture
     ]
 
 
-def test_what_is_wrong_stands_at_the_end(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_checkpoints_come_last(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_folder / "step-00000008" / "model.safetensors").unlink()
     (run_folder / "torn").mkdir()
     (run_folder / "torn" / "state.json").write_text("{}")
@@ -120,23 +120,23 @@ def test_json(save: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     ("all", True, "all"), ("trainable", True, "trainable"), ("all", False, "weights"),
     ("trainable", False, "trainable weights"),
 ])  # fmt: skip
-def test_what_it_holds(
+def test_contents(
     save: Any, tmp_path: Path, model: str, resumable: bool, word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # a metric, so that no column is empty
     contents = {"model": model, "optimizer": resumable, "resumable": resumable}
     save(TinyModule(), contents=contents, metrics={"loss": 1.0})
     assert main(["checkpoint", "ls", str(tmp_path)]) == 0
-    assert [row["HOLDS"] for row in rows(capsys.readouterr().out)] == [word]
+    assert [row["CONTAINS"] for row in rows(capsys.readouterr().out)] == [word]
 
 
-def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "ls", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path} contains no checkpoint.\n"
+    assert capsys.readouterr().out == f"{tmp_path} contains no checkpoints.\n"
     assert main(["checkpoint", "ls", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
     assert main(["checkpoint", "ls", str(tmp_path / "nowhere")]) == 2
-    assert "which does not exist. Fix: name the folder that the run saved to" in capsys.readouterr().err
+    assert "which does not exist. Fix: pass the folder that the run saved to" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert main(["checkpoint", "ls", str(tmp_path / "file")]) == 2
     assert "which is a file" in capsys.readouterr().err

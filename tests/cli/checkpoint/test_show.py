@@ -17,7 +17,7 @@ from trainkit.cli.checkpoint.text import bytes_text
 from trainkit.cli.main import main
 
 
-def test_what_is_in_it(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contents_of_a_checkpoint(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run_folder / "step-00000008"
     capsys.readouterr()
     assert main(["checkpoint", "show", str(path)]) == 0
@@ -45,7 +45,7 @@ def test_tensors_and_aliases(save: Any, capsys: pytest.CaptureFixture[str]) -> N
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["model", "a.weight", "BF16", "[2,", "3]"] in lines
     assert ["model", "b.bias", "BF16", "[2]"] in lines
-    assert ["model:", "b.weight", "is", "a.weight"] in lines
+    assert ["model:", "b.weight", "is", "tied", "to", "a.weight"] in lines
     assert len(list(path.glob("model-*.safetensors"))) == 3
 
 
@@ -90,7 +90,7 @@ def test_json(save: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert value["state"]["user"] == {"1": [1, 2], "nan": "nan", "t": "tensor float32 [20]"}
 
 
-def test_what_is_none_or_damaged(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_or_damaged_checkpoints(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "show", str(run_folder / "step-00000005")]) == 2
     assert "Did you mean 'step-0000000" in capsys.readouterr().err
     path = run_folder / "step-00000004"
@@ -101,17 +101,17 @@ def test_what_is_none_or_damaged(run_folder: Path, tmp_path: Path, capsys: pytes
     assert "state.json" in capsys.readouterr().err
 
 
-def test_a_header_that_lies(save: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_header(save: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = save(TinyModule())
     file = path / "model.safetensors"
     data = file.read_bytes()
     for lie in ((2**62).to_bytes(8, "little"), (len(data)).to_bytes(8, "little")):
         file.write_bytes(lie + data[8:])  # of the same size, so that only reading it shows
         assert main(["checkpoint", "show", str(path)]) == 2
-        assert "model.safetensors: header: " in capsys.readouterr().err
+        assert "model.safetensors has a malformed header: " in capsys.readouterr().err
     file.write_bytes(data[:8] + data[8:].replace(b'"shape":[1,4]', b'"shape":[1,x]'))
     assert main(["checkpoint", "show", str(path)]) == 2
-    assert "model.safetensors: header: " in capsys.readouterr().err
+    assert "model.safetensors has a malformed header: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size, text", [

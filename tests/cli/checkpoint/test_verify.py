@@ -44,14 +44,14 @@ def test_a_flipped_bit_of_any_file_is_named(run_folder: Path, capsys: pytest.Cap
     assert main(["checkpoint", "verify", str(path), str(good)]) == 0
 
 
-def test_it_is_what_the_sizes_do_not_tell(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_that_keeps_the_size(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(run_folder / "step-00000008" / "model.safetensors", -1)
     assert main(["checkpoint", "ls", str(run_folder), "--json"]) == 0
     assert [one["problem"] for one in json.loads(capsys.readouterr().out)] == [None, None]
     assert main(["checkpoint", "verify", str(run_folder)]) == 1
 
 
-def test_where_there_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "verify", str(tmp_path)]) == 2
     assert "which contains none" in capsys.readouterr().err
     assert main(["checkpoint", "verify", str(tmp_path / "nowhere")]) == 2
@@ -60,7 +60,7 @@ def test_where_there_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_message_names_files_without_their_folder() -> None:
-    """However the folder was given: the message has the whole path."""
+    """For absolute and relative folders; the message has the absolute path."""
     text = f"{os.path.abspath('runs/step-1')}/state.json: missing\n{os.path.abspath('runs/step-1')}/model.safetensors: missing"
     for path in ("runs/step-1", os.path.abspath("runs/step-1"), Path("runs/step-1")):
         assert on_one_line(text, path) == "state.json: missing; model.safetensors: missing"

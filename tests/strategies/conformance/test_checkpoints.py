@@ -36,7 +36,7 @@ class Saving(Callback):
 
 
 def train(setting: Setting, way: Way, folder: Path, like: Setting, stop: bool = False, resume: Path | None = None) -> Result:
-    """Train, and save to `folder` after three optimizer steps, or what has been loaded at once."""
+    """Train, and save to `folder` after three optimizer steps, or immediately after a load."""
     return by_trainer(setting, way, Saving(folder, SAVED, stop), like=like, resume=resume)
 
 
@@ -53,7 +53,7 @@ def after_the_save(result: Result) -> Result:
 
 @each
 def test_exact_resume(setting: Setting, run_dir: Path) -> None:
-    """Fresh processes continue as the ones that saved did: bit for bit, with shuffling, augmentation and dropout."""
+    """New processes continue bit for bit like the ones that saved, with shuffling, augmentation and dropout."""
     way = Way(accumulate=2, rest=1, optimizer="adamw", random=True)
     whole = combined(setting.launch(train, way, run_dir / "saved", setting))
     resumed = combined(setting.launch(train, way, run_dir / "again", setting, False, run_dir / "saved"))

@@ -1,4 +1,4 @@
-"""Under each strategy an own loop over `Accelerator` does what `Trainer` does, bit for bit."""
+"""Under each strategy a training loop with `Accelerator` equals `Trainer` bit for bit."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from helpers.conformance.training import EPOCHS, Way, assert_same, by_own_loop, 
 
 
 @pytest.mark.parametrize("setting", settings())
-def test_an_own_loop_is_the_trainer(setting: Setting) -> None:
-    """With shuffling, augmentation, dropout, accumulation, clipping, and a last window that is short."""
+def test_a_training_loop_equals_the_trainer(setting: Setting) -> None:
+    """With shuffling, augmentation, dropout, accumulation, clipping, and a short last accumulation window."""
     way = Way(accumulate=2, rest=1, clip=0.1, optimizer="adamw", random=True)
     own = combined(setting.launch(by_own_loop, way))
     assert own.steps == 5 * EPOCHS

@@ -1,4 +1,4 @@
-"""Which strategies the suite runs, and that one of another package needs nothing but its registration."""
+"""Which strategies the suite runs, and that a strategy of another package only needs to be registered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each strategy makes the optimizer steps of a loop that is written by hand for one device."""
+"""The optimizer steps of each strategy equal those of a loop that is written by hand for one device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_clipping_by_norm(setting: Setting) -> None:
 
 @each
 def test_clipping_by_value(setting: Setting) -> None:
-    """A strategy whose engine has the gradients refuses it, and says what to use."""
+    """A strategy whose engine keeps the gradients refuses it, and names what to use."""
     way = replace(ACCUMULATION, clip=0.01, by_value=True)
     if setting.kind.accumulates_in_engine:
         with pytest.raises(WorldError, match="ConfigurationError: .*clip"):
@@ -56,7 +56,7 @@ def short(setting: Setting) -> Way:
 
 @each
 def test_a_short_last_window(setting: Setting) -> None:
-    """Only rank 0 has a micro-batch at the end, of one sample; the others run padding or nothing, and it counts for nothing."""
+    """Only rank 0 has a last micro-batch, of one sample; the other ranks run padding, which is ignored, or nothing."""
     found = assert_as_by_hand(setting, short(setting))
     assert found.steps == 3 * EPOCHS
     micro_batches = [len(own) for own in found.losses.values()]
@@ -66,7 +66,7 @@ def test_a_short_last_window(setting: Setting) -> None:
 @each
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_no_loss_on_one_rank(setting: Setting, accumulate: int) -> None:
-    """Its gradient counts as zero; where a backward is a collective, it is refused on all ranks.
+    """Its gradient counts as zero; if the backward pass is collective, all ranks raise an error.
 
     The last rank has none at the end of the second window, and rank 0 none at the beginning of the third.
     """
@@ -83,7 +83,7 @@ def test_no_loss_on_one_rank(setting: Setting, accumulate: int) -> None:
 
 @each
 def test_no_loss_on_any_rank(setting: Setting) -> None:
-    """A window without a loss makes no optimizer step."""
+    """There is no optimizer step after an accumulation window without a loss."""
     window = ACCUMULATION.window(setting)
     way = replace(ACCUMULATION, without_loss=tuple(range(window, 2 * window)))
     if setting.shards_parameters:

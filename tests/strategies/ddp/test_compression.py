@@ -48,7 +48,7 @@ def test_compressed_gradients(name: str) -> None:
 
 @pytest.mark.world_size(2)
 def test_powersgd_when_other_parameters_are_trained() -> None:
-    """What it remembers of the old buckets does not fit the new ones."""
+    """Its state of the old buckets does not fit the new ones."""
 
     def before(module: nn.Module, window: int) -> None:
         module.get_submodule("first").requires_grad_(window >= 3)
@@ -56,7 +56,7 @@ def test_powersgd_when_other_parameters_are_trained() -> None:
     options = {"start_powerSGD_iter": 2, "min_compression_rate": 0.1}
     strategy = joined(comm_hook="powersgd", comm_state=options)
     module = over_strategy(strategy, PLAN, Net(width=16), before=before)
-    assert strategy._compression._power.iter == len(PLAN) - 1
+    assert strategy._compression._powersgd_state.iter == len(PLAN) - 1
     assert all(each == flat(module) for each in strategy.world.exchange(flat(module)))
 
 
@@ -69,7 +69,7 @@ def halving(state: dict[str, int], bucket: dist.GradBucket) -> torch.futures.Fut
 
 
 @pytest.mark.world_size(2)
-def test_a_hook_of_the_users() -> None:
+def test_a_custom_hook() -> None:
     state = {"calls": 0}
     strategy = joined(comm_hook=halving, comm_state=state)
     module = Net().double()
@@ -86,7 +86,7 @@ def test_a_hook_of_the_users() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_a_reduction_that_fails_is_not_taken_for_one_that_is_done(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_reduction_is_an_error(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     future: Future[Any] = Future()
     work = SimpleNamespace(get_future=lambda: future)
     monkeypatch.setattr(_compression.dist, "all_reduce", lambda tensor, async_op: work)

@@ -20,7 +20,7 @@ from trainkit.strategies import DDPStrategy
 
 EXACT = 1e-11
 
-# Windows of 2 × 2 and 3 × 2 micro-batches on two and three processes, with all that can happen to them.
+# Accumulation windows of 2 × 2 and 3 × 2 micro-batches on two and three processes, with all special cases.
 PLANS: dict[int, Plan] = {
     2: [[1, 2, 3, 4], [5, NoLoss, 6, 7], [8, 9, 10, NoLoss], [NoLoss] * 4, [11, 12, 13, 14], [15, 16, 17], [18]],
     3: [
@@ -51,12 +51,12 @@ def same(one: list[float], other: list[float], tolerance: float = EXACT) -> None
 
 
 def all_alike(results: list[list[float]]) -> list[float]:
-    """The parameters of one process, which are to the bit those of the others."""
+    """The parameters of one process, which must be bit-identical to those of the other processes."""
     assert all(result == results[0] for result in results)
     return results[0]
 
 
-# As the Trainer does it
+# As in the Trainer
 
 
 def train(plan: Plan, options: dict[str, Any]) -> list[float]:
@@ -76,7 +76,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @cache
 def trained(size: int) -> dict[str, list[list[float]]]:
-    """What each of the variants has come to on the processes of one world."""
+    """The results of all variants, computed on the processes of one world."""
     jobs: dict[str, Any] = {name: (train, PLANS[size], options) for name, options in VARIANTS.items()}
     if size == 2:
         jobs |= {f"static {name}": (train, EVEN, {"static_graph": True, **VARIANTS[name]}) for name in ("plain", "unused")}
@@ -105,13 +105,13 @@ def test_a_static_graph_with_accumulation(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "unused"])
-def test_micro_batches_that_count_for_nothing(name: str) -> None:
-    """Their losses are NaN. In the second window one process has a loss that counts for nothing, the other has none."""
+def test_micro_batches_with_weight_0(name: str) -> None:
+    """Their losses are NaN. In the second window one process has a loss with weight 0, and the other has no loss."""
     same(all_alike(trained(2)[f"weightless {name}"]), flat(by_hand(WITHOUT_WEIGHT, double())))
 
 
 @pytest.mark.world_size(2)
-def test_gradients_travel_with_the_last_micro_batch_only() -> None:
+def test_gradients_are_averaged_with_the_last_micro_batch_only() -> None:
     sent: list[int] = []
 
     def hook(state: list[int], bucket: Any) -> Any:
@@ -133,7 +133,7 @@ def test_gradients_travel_with_the_last_micro_batch_only() -> None:
     assert sent == [sum(p.numel() for p in module.parameters()) + 1] * 2
 
 
-# As a loop of one's own does it
+# As in a training loop with Accelerator
 
 
 def train_by_myself(plan: Plan, options: dict[str, Any], hold: bool = False) -> list[float]:
@@ -142,7 +142,7 @@ def train_by_myself(plan: Plan, options: dict[str, Any], hold: bool = False) -> 
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_loop_of_ones_own(name: str) -> None:
+def test_a_training_loop(name: str) -> None:
     same(all_alike(trained(2)[f"own {name}"]), flat(by_hand(OWN, double())))
 
 
@@ -153,12 +153,12 @@ def test_no_sync(static_graph: bool) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_trainer_and_own_loop(size: int) -> None:
-    """To the bit on two processes; on three their buckets differ by the witness, so sums may be in another order."""
+    """Bit-identical on two processes; on three, the probe parameter changes the buckets, so the order of sums may differ."""
     trainers, own = (all_alike(trained(size)[name]) for name in ("trainer's", "own"))
     same(trainers, own, 0.0 if size == 2 else EXACT)
 
 
-# What is alike on all processes
+# What is the same on all processes
 
 
 class Counting(Net):
@@ -197,7 +197,7 @@ def test_rank_0s_parameters_and_buffers() -> None:
 
 
 @pytest.mark.world_size(3)
-def test_modules_that_are_not_alike() -> None:
+def test_different_modules() -> None:
     strategy = joined()
     with pytest.raises(ModuleError, match=r"rank 0 and rank 2 have different modules, .*first.weight: float32\[8, 4\]; "):
         strategy.prepare_module(Net(width=9 if strategy.rank == 2 else 8))
@@ -283,7 +283,7 @@ def test_tear_down_leaves_the_module_alone() -> None:
     mine = module.last.weight.grad
     assert mine is not None
     assert not torch.equal(*strategy.all_gather(mine))
-    over_strategy(strategy, [[1, 2]], module)  # and once more
+    over_strategy(strategy, [[1, 2]], module)  # once again
 
 
 # One process
@@ -330,7 +330,7 @@ def test_on_one_process_it_is_the_base_class() -> None:
         ({"comm_hook": "powersgd", "comm_state": {"start_powerSGD_iter": 1}}, "PowerSGDState.*start_powerSGD_iter"),
     ],
 )
-def test_arguments_that_are_wrong(options: dict[str, Any], message: str) -> None:
+def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         DDPStrategy(device="cpu", **options)
 

@@ -68,14 +68,14 @@ DIFFERING = ("two buckets", "one bucket", "static, one bucket")
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_new_start_changes_no_bit(name: str) -> None:
+def test_a_restart_changes_no_bit(name: str) -> None:
     whole, resumed = (trained()[f"{name}, {stop}"] for stop in (None, 3))
     assert whole[0] == whole[1] == whole[2]
     assert whole == resumed
 
 
 @pytest.mark.parametrize("name", DIFFERING)
-def test_of_torchs_own_it_does(name: str) -> None:
+def test_torchs_own_buckets_change_bits(name: str) -> None:
     """So the test above can fail."""
     whole, resumed = (trained()[f"torch's {name}, {stop}"] for stop in (None, 3))
     assert whole[0] == whole[1] == whole[2]
@@ -83,7 +83,7 @@ def test_of_torchs_own_it_does(name: str) -> None:
 
 
 @pytest.mark.world_size(2)
-def test_the_buckets_are_those_of_the_last_layers_first_from_the_first_step_on() -> None:
+def test_the_buckets_are_final_in_the_first_step() -> None:
     joined()
     for options in OPTIONS.values():
         seen: list[int] = []
@@ -108,7 +108,7 @@ def test_the_buckets_are_those_of_the_last_layers_first_from_the_first_step_on()
         assert seen == expected * 3
 
 
-def test_a_torch_of_which_the_buckets_cannot_be_fixed() -> None:
+def test_a_torch_whose_buckets_cannot_be_fixed() -> None:
     """Its reducer has no such methods, or they do nothing."""
 
     class Other:
@@ -122,4 +122,4 @@ def test_a_torch_of_which_the_buckets_cannot_be_fixed() -> None:
         ddp = FixedDDP.__new__(FixedDDP)
         ddp.__dict__["reducer"] = reducer
         with pytest.warns(TrainkitWarning, match="rebuilds its buckets after the first step, .*may differ in the last bit"):
-            ddp._make_buckets()
+            ddp._build_buckets()

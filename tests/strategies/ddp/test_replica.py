@@ -1,4 +1,4 @@
-"""What happens to the set of trained parameters, and models of many kinds."""
+"""Changes of the set of trained parameters, and models of many kinds."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def same(one: list[float], other: list[float], tolerance: float = 1e-11) -> None
     assert max(abs(a - b) for a, b in zip(one, other, strict=True)) <= tolerance * scale
 
 
-# Parameters that are frozen and come back
+# Parameters that are frozen and unfrozen
 
 
 PLAN: Plan = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19], [20, NoLoss]]
 
 
 def fine_tune(module: nn.Module, window: int) -> None:
-    """The first layer from the second window on; in the fourth nothing but the first layer."""
+    """Train the first layer from the second window on; in the fourth window only the first layer."""
     assert isinstance(module, Net)
     module.first.requires_grad_(window >= 1)
     module.last.requires_grad_(window != 3)
@@ -58,7 +58,8 @@ def test_freezing_on_one_process_only() -> None:
         module.get_parameter("first.bias").requires_grad_(window == 0)
         module.get_parameter("last.bias").requires_grad_(window == 0 or strategy.rank == 0)
 
-    with pytest.raises(ModuleError, match=r"train different parameters, .*: 3 of 4 on rank 0, .* rank 1 \(2 of 4\)\. Freeze"):
+    hint = r"train different parameters, .*: rank 0 trains 3 of 4, rank 1 trains 2 of 4\. Freeze"
+    with pytest.raises(ModuleError, match=hint):
         over_strategy(strategy, [[1, 2], [3, 4]], Net(), before=before)
 
 
@@ -96,7 +97,7 @@ class Branching(Net):
 
 
 def decaying(module: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer that changes every parameter that has a gradient, be it zero."""
+    """An optimizer that changes every parameter that has a gradient, even a zero one."""
     return torch.optim.SGD(module.parameters(), lr=0.1, weight_decay=0.5)
 
 
@@ -107,7 +108,7 @@ def branch(options: dict[str, Any]) -> list[float]:
     return flat(over_strategy(joined(**options), UNUSED, Branching().double(), decaying))
 
 
-def test_what_no_process_uses_gets_no_gradient() -> None:
+def test_unused_parameters_get_no_gradient() -> None:
     options = {"find_unused_parameters": True}
     jobs = {"values": (branch, options), "views": (branch, {**options, "gradient_as_bucket_view": True})}
     for results in together(2, jobs).values():
@@ -166,7 +167,7 @@ class Mixed(Net):
 
 
 class Recomputing(Net):
-    """Its first layer is computed twice in each backward pass, in the way that only a static graph can bear."""
+    """Its first layer is recomputed in each backward pass in a way that only a static graph supports."""
 
     def forward(self, x: Tensor) -> Tensor:
         def part(x: Tensor) -> Tensor:

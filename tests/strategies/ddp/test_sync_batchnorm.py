@@ -1,4 +1,4 @@
-"""Synchronized BatchNorm takes the place of the user's layers, and gives it back. That it computes needs a GPU."""
+"""Synchronized BatchNorm layers replace the user's layers, which are restored later. Computing with them needs a GPU."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def test_layers_are_converted_and_restored() -> None:
         return [dist.get_world_size(layer.process_group) for layer in synced]
 
     assert groups() == [2, 2]
-    norms.follow(True)
+    norms.select_statistics(True)
     assert groups() == [1, 1]
-    norms.follow(True)
-    norms.follow(False)
+    norms.select_statistics(True)
+    norms.select_statistics(False)
     assert groups() == [2, 2]
     synced[0].running_mean = torch.full((3,), 7.0)
     model.eval()
@@ -62,7 +62,7 @@ def test_layers_are_converted_and_restored() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_in_a_loop_of_ones_own() -> None:
+def test_in_a_training_loop() -> None:
     strategy = joined()
     strategy.sync_batchnorm = True  # which is refused on the CPU; in eval mode the layers work there
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).requires_grad_(False)

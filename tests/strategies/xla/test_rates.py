@@ -1,4 +1,4 @@
-"""`Rate`: a learning rate of which no value is a constant of a compiled graph. Here on the CPU, where it is a number."""
+"""`Rate`: a learning rate that is never a constant of a compiled graph. Here on the CPU, where it is a number."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RATES = [0.1, 0.0, 1.0, 1e-17, 0.5, 0.0]
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -1.0, 0.3, 1e-9])
-def test_a_rate_keeps_off_the_numbers_that_are_constants(value: float) -> None:
+def test_a_rate_is_never_a_constant(value: float) -> None:
     rate = Rate(value, 0, {})
     assert float(rate) not in (0.0, 1.0, -1.0)
     assert np.float32(float(rate)) == np.float32(value)
@@ -35,7 +35,7 @@ def test_a_rate_keeps_off_the_numbers_that_are_constants(value: float) -> None:
     assert math.copysign(1.0, rate) == math.copysign(1.0, value)
 
 
-def test_what_is_worked_out_with_it_is_exact_and_keeps_off_too() -> None:
+def test_computed_values_are_exact_and_never_constants() -> None:
     rate, decay = Rate(1e-20, 0, {}), 0.01
     for found, exact in [
         (1 - rate * decay, 1.0),
@@ -51,15 +51,15 @@ def test_what_is_worked_out_with_it_is_exact_and_keeps_off_too() -> None:
         assert float(found) not in (0.0, 1.0, -1.0)
 
 
-def test_zeros_of_two_groups_are_two_numbers() -> None:
-    """Equal numbers would be one input of the graph, and when the rates were unlike they were two."""
+def test_zeros_of_two_groups_differ() -> None:
+    """Equal numbers would be one input of the graph, but different rates are two."""
     zeros = [float(Rate(0.0, group, {})) for group in range(4)]
     assert len({np.float32(zero).tobytes() for zero in zeros}) == 4
-    assert all(abs(zero) < 1e-44 for zero in zeros), "which XLA takes for 0"
+    assert all(abs(zero) < 1e-44 for zero in zeros), "XLA treats them as 0"
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_do_the_same(name: str) -> None:
+def test_optimizers_compute_the_same(name: str) -> None:
     found = []
     for steady in (False, True):
         torch.manual_seed(0)
@@ -102,7 +102,7 @@ def test_rates_are_restored_after_an_error() -> None:
     assert type(optimizer.param_groups[0]["lr"]) is float
 
 
-def test_tensor_rates_are_left_alone() -> None:
+def test_tensor_rates_are_unchanged() -> None:
     rate = torch.tensor(0.1)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate)
     with steady_rates(optimizer):

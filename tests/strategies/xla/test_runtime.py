@@ -1,4 +1,4 @@
-"""Which runtime of XLA's a run is on, and on how many of its devices: what can be told without torch_xla."""
+"""The XLA runtime of a run and its number of devices: tests that do not need torch_xla."""
 
 from __future__ import annotations
 
@@ -35,14 +35,12 @@ def no_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (RequestedDevices("xla", 4), {"PJRT_DEVICE": "TPU"}, {"PJRT_DEVICE": "TPU"}),
     ],
 )
-def test_the_runtime_is_the_one_that_is_asked_for(
-    wanted: RequestedDevices, env: dict[str, str], chosen: dict[str, str]
-) -> None:
+def test_the_requested_runtime(wanted: RequestedDevices, env: dict[str, str], chosen: dict[str, str]) -> None:
     choose_runtime(wanted, env)
     assert env == chosen
 
 
-def test_a_tpu_that_is_there_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_tpu_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_xla_runtime, "tpu_is_here", lambda: True)
     env: dict[str, str] = {}
     choose_runtime(RequestedDevices("auto", 4), env)
@@ -66,12 +64,12 @@ def test_a_tpu_that_is_there_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_a_runtime_that_cannot_be_is_refused(wanted: RequestedDevices, env: dict[str, str], message: str) -> None:
+def test_impossible_runtimes(wanted: RequestedDevices, env: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         choose_runtime(wanted, env)
 
 
-def test_a_notice_says_that_a_cpu_takes_the_place_of_a_tpu(caplog: Any) -> None:
+def test_a_notice_if_a_cpu_replaces_a_tpu(caplog: Any) -> None:
     caplog.set_level("INFO", "trainkit")
     choose_runtime(RequestedDevices("xla"), {"PJRT_DEVICE": "CPU"})
     assert caplog.messages == [
@@ -100,7 +98,7 @@ def runtime(here: int, hosts: int = 1, kind: str = "TPU") -> Any:
         (RequestedDevices("xla", 4), runtime(4, 2), 8),
     ],
 )
-def test_the_devices_are_those_of_the_runtime(wanted: RequestedDevices, there: Any, count: int) -> None:
+def test_the_number_of_devices_of_the_runtime(wanted: RequestedDevices, there: Any, count: int) -> None:
     assert count_devices(wanted, there) == count
 
 
@@ -114,7 +112,7 @@ def test_the_devices_are_those_of_the_runtime(wanted: RequestedDevices, there: A
         (RequestedDevices("xla", None, None, 1), runtime(4, 2), "num_nodes=1, but XLA's runtime has 2"),
     ],
 )
-def test_other_devices_than_those_are_refused(wanted: RequestedDevices, there: Any, message: str) -> None:
+def test_other_numbers_of_devices_are_refused(wanted: RequestedDevices, there: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         count_devices(wanted, there)
 
@@ -141,7 +139,7 @@ def test_without_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
         Trainer(strategy="xla", accelerator="cpu", logger=False)
 
 
-def test_with_a_torch_that_it_does_not_load_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incompatible_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     versions(monkeypatch, "1.13.2")
     with pytest.raises(MissingPackageError, match=r"torch_xla 1\.13\.2 needs torch 1\.13, but torch [23]\."):
         require()
@@ -162,7 +160,7 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     "name, fix", [("tpu_spawn", "strategy='xla'"), ("single_xla", "devices=1"), ("xla_debug", "Recompile")]
 )
-def test_names_of_lightnings_that_are_not_ours(name: str, fix: str) -> None:
+def test_unsupported_names_of_lightning(name: str, fix: str) -> None:
     with pytest.raises(ConfigurationError, match=fix):
         load_strategy(name)
 
@@ -171,25 +169,25 @@ def test_names_of_lightnings_that_are_not_ours(name: str, fix: str) -> None:
     "options, message",
     [
         ({"mode": "smpd"}, "mode must be 'spmd' or 'replicas', not 'smpd'"),
-        ({"mode": "replicas", "fsdp": True}, "do not work with replicas, .* Use mode='spmd'"),
-        ({"mode": "replicas", "pad_last_batch": True}, "do not work with replicas, .* Use mode='spmd'"),
+        ({"mode": "replicas", "fsdp": True}, "do not work with mode=.replicas., .* Use mode='spmd'"),
+        ({"mode": "replicas", "pad_last_batch": True}, "do not work with mode=.replicas., .* Use mode='spmd'"),
         ({"device": "cuda"}, "does not run on 'cuda'. Use device='xla'"),
         ({"timeout": 0}, "timeout must be a timedelta or a number of seconds"),
         ({"precision": "16-mixed"}, "does not work with XLAStrategy; it offers 32-true"),
     ],
 )
-def test_arguments_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+def test_contradictory_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         XLAStrategy(**options)
 
 
-def test_the_mode_is_what_the_process_was_started_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mode_depends_on_how_the_process_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
     assert XLAStrategy().mode == "spmd"
     monkeypatch.setenv("TRAINKIT_XLA_REPLICA", "1")
     assert (XLAStrategy().mode, XLAStrategy(mode="spmd").mode) == ("replicas", "spmd")
 
 
-def test_it_is_chosen_for_a_tpu_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_chosen_only_for_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[RequestedDevices] = []
     monkeypatch.setattr(XLAStrategy, "join", lambda self, wanted: joined.append(wanted))
     assert joined_strategy("auto", RequestedDevices("xla", 4), False).name == "xla"
@@ -204,7 +202,7 @@ def test_it_is_chosen_for_a_tpu_and_for_nothing_else(monkeypatch: pytest.MonkeyP
         joined_strategy(XLAStrategy(), RequestedDevices("cuda"), False)
 
 
-def test_what_a_device_holds() -> None:
+def test_the_memory_of_a_device() -> None:
     from helpers.runs.planned import Planned
     from helpers.runs.trainers import make_trainer
 

@@ -1,4 +1,4 @@
-"""`ReplicaTurns` and `ThreadWorld`: replicas that are threads of one process run one at a time."""
+"""`ReplicaScheduler` and `ThreadWorld`: replicas that are threads of one process run one at a time."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from helpers.patience import PATIENCE
 
 from trainkit.errors import ConfigurationError, ProcessFailedError
 from trainkit.strategies.xla import threads as _xla_threads
-from trainkit.strategies.xla.threads import ReplicaTurns, ThreadWorld, replica_turns
+from trainkit.strategies.xla.threads import ReplicaScheduler, ThreadWorld, replica_scheduler
 
 
 def replicas(size: int, function: Callable[[ThreadWorld], Any]) -> list[Any]:
     """What a function returned, or raised, in each of `size` replicas."""
-    turns = ReplicaTurns(size)
+    scheduler = ReplicaScheduler(size)
     ended: list[Any] = [None] * size
 
     def run(rank: int) -> None:
-        turns.launched.add(rank)
+        scheduler.launched.add(rank)
         error: BaseException | None = None
         try:
-            turns.enter(rank)
-            ended[rank] = function(ThreadWorld(rank, size, turns))
+            scheduler.join(rank)
+            ended[rank] = function(ThreadWorld(rank, size, scheduler))
         except BaseException as caught:
             ended[rank] = error = caught
         finally:
-            turns.leave(rank, error)
+            scheduler.leave(rank, error)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in reversed(threads):  # whichever starts first, rank 0 begins
+    for thread in reversed(threads):  # rank 0 runs first, in whatever order the threads start
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
@@ -54,7 +54,7 @@ def test_one_runs_at_a_time_until_it_waits() -> None:
     assert sorted(events[6:]) == [(rank, "goes on") for rank in range(3)]
 
 
-def test_what_they_tell_one_another() -> None:
+def test_exchanged_values() -> None:
     def function(world: ThreadWorld) -> Any:
         shared = {"list": [world.rank]}
         mine = world.exchange_state(shared)
@@ -71,20 +71,20 @@ def test_what_they_tell_one_another() -> None:
         ]
 
     first, second = replicas(2, function)
-    assert first[0] == {"list": [0]}, "each has got its own copy"
+    assert first[0] == {"list": [0]}, "each replica has its own copy"
     assert second[0] == {"list": [1]}
     assert first[1:] == second[1:]
     assert first[1:] == [[[0.0, 0.5], [1.0, 0.5]], [3.0], 10, "rank 1: ValueError: no", [1, 5], [0, 1]]
 
 
-def test_runs_of_one_kind_are_told_apart_by_their_order() -> None:
+def test_exchanges_of_one_name_are_distinguished_by_their_order() -> None:
     def function(world: ThreadWorld) -> Any:
         return [world.exchange(number * 10 + world.rank) for number in range(50)]
 
     assert replicas(2, function) == [[[n * 10, n * 10 + 1] for n in range(50)]] * 2
 
 
-def test_the_others_end_with_one_that_fails() -> None:
+def test_all_replicas_fail_if_one_fails() -> None:
     def function(world: ThreadWorld) -> Any:
         world.barrier()
         if world.rank == 1:
@@ -98,7 +98,7 @@ def test_the_others_end_with_one_that_fails() -> None:
         assert str(other) == "replica 1 has failed: ValueError: this one"
 
 
-def test_waiting_for_one_that_has_ended_is_an_error() -> None:
+def test_waiting_for_an_exited_replica_is_an_error() -> None:
     first, second = replicas(2, lambda world: None if world.rank == 0 else world.exchange(1))
     assert first is None
     assert isinstance(second, ProcessFailedError)
@@ -106,18 +106,18 @@ def test_waiting_for_one_that_has_ended_is_an_error() -> None:
 
 
 def test_between_runs_replicas_do_not_wait_for_their_turn() -> None:
-    """Unless `XLAStrategy.launch` has started them, which tells when they end."""
-    turns = ReplicaTurns(2)
+    """Unless `XLAStrategy.launch` started them, which leaves the run when they end."""
+    scheduler = ReplicaScheduler(2)
     over = threading.Barrier(2)
     found: list[Any] = []
 
     def run(rank: int) -> None:
-        world = ThreadWorld(rank, 2, turns)
-        for number in range(20):  # as fast as it can, whether the other one has left the run before or not
+        world = ThreadWorld(rank, 2, scheduler)
+        for number in range(20):  # without a pause, whether or not the other one has left the run
             first = world.exchange([rank, number])
-            world.rest()
+            world.leave_run()
             if number == 10:
-                over.wait(PATIENCE)  # neither holds a turn that the other needs to come here
+                over.wait(PATIENCE)  # neither blocks the other
             found.append(first)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
@@ -130,9 +130,9 @@ def test_between_runs_replicas_do_not_wait_for_their_turn() -> None:
 
 
 def test_the_runtime_must_run_one_graph_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_xla_threads, "_turns", None)
+    monkeypatch.setattr(_xla_threads, "_scheduler", None)
     monkeypatch.delenv("PJRT_CPU_ASYNC_CLIENT", raising=False)
     with pytest.raises(ConfigurationError, match=r"export PJRT_CPU_ASYNC_CLIENT=0\. XLAStrategy\.launch\(main\) sets it"):
-        replica_turns(2)
+        replica_scheduler(2)
     monkeypatch.setenv("PJRT_CPU_ASYNC_CLIENT", "0")
-    assert replica_turns(2) is replica_turns(2)
+    assert replica_scheduler(2) is replica_scheduler(2)

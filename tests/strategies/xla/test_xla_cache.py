@@ -29,7 +29,7 @@ class Line(TrainModule):
 
 
 def fit(folder: str | None) -> str:
-    """Train for a while; returns what is wrong."""
+    """Train for a while; returns the error."""
     from trainkit.errors import ConfigurationError
     from trainkit.strategies import XLAStrategy
 
@@ -61,7 +61,7 @@ def test_compiled_graphs_are_kept(tmp_path: Path) -> None:
     assert sorted(kept.iterdir()) == found, "the same graphs in another process"
 
 
-def test_a_folder_that_comes_too_late_or_cannot_be(tmp_path: Path) -> None:
+def test_a_late_or_unusable_cache_folder(tmp_path: Path) -> None:
     first, second = str(tmp_path / "a"), str(tmp_path / "b")
     said = run_xla(several_times, first, second)
     assert said[0] == ""

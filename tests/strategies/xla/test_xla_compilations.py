@@ -1,4 +1,4 @@
-"""How often XLA compiles: twice at the start, and once for each other shape, whatever happens in between."""
+"""The number of XLA compilations: two at the start, and one for each other shape, whatever else the run does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def after(trained: Trained, updates: int) -> int:
 
 
 def later(trained: Trained) -> dict[tuple[int, int], int]:
-    """Where graphs were compiled after the second update: (epoch, row) → how many, before it was done."""
+    """Compilations after the second optimizer step: (epoch, micro-batch) → number of graphs."""
     before, found = after(trained, 2), {}
     for place, count, made in zip(trained.places, trained.compilations, trained.updates, strict=True):
         if made > 2 and count > before:
@@ -45,7 +45,7 @@ def ends_at_zero(step: int) -> float:
 
 
 def through_one(step: int) -> float:
-    """From 0 by 1 to 0; half-way 2, which doubles a rate of 0.5 to exactly 1."""
+    """From 0 over 1 to 0; 2 half-way, which doubles a rate of 0.5 to exactly 1."""
     return step / 5 if step <= 10 else max(0.0, (18 - step) / 4)
 
 
@@ -72,7 +72,7 @@ def scheduled(kind: str, make: type[Net], optimizer: str) -> Trained:
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("make, optimizer", [(Net, "adamw"), (TwoGroups, "adamw"), (TwoGroups, "sgd")])
 def test_schedules(make: type[Net], optimizer: str, kind: str) -> None:
-    """Rates that are 0 and 1 compile nothing: there is the short batch's graph, and the evaluation's."""
+    """Rates of 0 and 1 compile nothing; the only graphs are those of the short batch and of the evaluation."""
     trained = under(kind, scheduled, make, optimizer)
     assert 0.0 in trained.rates
     if make is TwoGroups:
@@ -86,7 +86,7 @@ def filled_up(kind: str) -> Trained:
 
 
 @pytest.mark.parametrize("kind", FEW)
-def test_a_short_batch_that_is_filled_up_is_the_same_graph(kind: str) -> None:
+def test_a_padded_short_batch_has_the_same_graph(kind: str) -> None:
     assert later(under(kind, filled_up)) == {}
 
 
@@ -127,7 +127,7 @@ def logged(kind: str, every: int, bar: bool) -> tuple[Trained, dict[int, float]]
 @pytest.mark.parametrize("kind", FEW)
 @pytest.mark.parametrize("every, bar", [(1, False), (5, True)])
 def test_logging_and_validation(kind: str, every: int, bar: bool) -> None:
-    """Logged values are read when they have been computed, which compiles nothing; the one graph is the evaluation's."""
+    """Logged values are read after they are computed, which compiles nothing; the only graph is that of the evaluation."""
     trained, rows = under(kind, logged, every, bar)
     assert list(rows) == list(range(every, 21, every))
     assert sum(later(trained).values()) == 1
@@ -142,11 +142,11 @@ def accumulated(kind: str, samples: int) -> Trained:
 
 @pytest.mark.parametrize("kind", FEW)
 def test_accumulation(kind: str) -> None:
-    """A graph for the first, the middle and the last micro-batch of a window; another once the optimizer has state."""
+    """A graph each for the first, the middle and the last micro-batch of a window; a new one once the optimizer has state."""
     trained = under(kind, accumulated, 128)
     assert after(trained, 2) <= 6
     assert later(trained) == {}
-    trained = under(kind, accumulated, 80)  # ten micro-batches: the last window of an epoch is of two
+    trained = under(kind, accumulated, 80)  # ten micro-batches: the last window of an epoch has two
     assert later(trained) == {}
 
 
@@ -164,7 +164,7 @@ def test_saving(kind: str, run_dir: Path) -> None:
 
 
 def gone_on(kind: str, folder: Path) -> list[int]:
-    """From the newest checkpoint; the graphs that had been compiled after each row."""
+    """Resume from the newest checkpoint; returns the graphs that were compiled after each micro-batch."""
     notes = Notes()
     quiet(kind, notes, max_epochs=4).fit(Net("adamw", ends_at_zero), loader(kind, Numbers(80)), ckpt_path=folder)
     return notes.trained.compilations
@@ -186,7 +186,7 @@ def test_resuming(kind: str, run_dir: Path) -> None:
 
 
 class Counted(Callback):
-    """How many graphs had been run when each micro-batch was done."""
+    """The number of graphs that had run at the end of each micro-batch."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -194,7 +194,7 @@ class Counted(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         import torch_xla.debug.metrics as metrics
 
-        self.counts.append(metrics.metric_data("TensorsGraphSize")[0])  # noted whenever a graph is run
+        self.counts.append(metrics.metric_data("TensorsGraphSize")[0])  # recorded whenever a graph runs
 
 
 def run(kind: str, window: int, clip: float | None, workers: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What is easily overlooked: models that come back from XLA, steps that learn nothing, Adam's later steps, odd starts."""
+"""Corner cases: models that are moved back from XLA, steps without training, Adam's later steps, unusual starts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def there_and_back() -> list[Any]:
     return [same, len(list(module.parameters())), optimizers, str(module.first.weight.device.type)]
 
 
-def test_ties_hold_on_the_way_back_too() -> None:
+def test_tied_parameters_stay_tied_after_the_run() -> None:
     assert run_xla(there_and_back) == [True, 1, [True, True, True], "xla"]
 
 
@@ -77,7 +77,7 @@ def compiled(rates: tuple[float, float]) -> list[int]:
 
 
 def test_the_corrections_of_adams_first_steps_may_become_1() -> None:
-    """At once with these, after thousands of steps with others: they are constants of the graph then, if they are numbers."""
+    """Immediately with these betas, after thousands of steps with others: numbers would then be constants of the graph."""
     counts = run_xla(compiled, (0.4, 0.5))
     assert len(counts) == 64
     assert 1 - 0.5**60 == 1.0
@@ -118,7 +118,7 @@ def an_evaluation() -> list[int]:
     return sizes
 
 
-def test_the_mask_is_for_what_is_learnt_from() -> None:
+def test_the_sample_mask_in_training_only() -> None:
     assert run_xla(steps_without_a_loss) == 0
     assert run_xla(an_evaluation) == [2, 2, 2, 2, 2, 2, 2, 1], "only what is trained on is filled up"
 
@@ -146,8 +146,8 @@ def launched_for(devices: int, folder: str) -> None:
 
 
 @pytest.mark.skipif("__import__('os').environ.get('PJRT_DEVICE', 'CPU') != 'CPU'", reason="threads are the CPU's")
-def test_replicas_that_could_hang_or_are_others_than_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(WorldError, match=r"is not known\. Start it with XLAStrategy\.launch\(main\)"):
+def test_replicas_that_could_hang_or_differ_from_the_request(tmp_path: Path) -> None:
+    with pytest.raises(WorldError, match=r"your own training loop ends\. Start it with XLAStrategy\.launch\(main\)"):
         run_xla(plainly_launched, str(tmp_path), devices=2, env={"PJRT_CPU_ASYNC_CLIENT": "0"})
     with pytest.raises(WorldError, match=r"launch\(devices=3\): XLA's runtime has 2 devices on this host"):
         run_xla(launched_for, 3, str(tmp_path), devices=2)
@@ -189,7 +189,7 @@ def one_of_several(options: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("options", [{"fsdp": True}, {"mesh": {"data": 1}}])
-def test_one_device_of_several_is_not_divided(options: dict[str, Any]) -> None:
+def test_one_device_of_several_is_not_sharded(options: dict[str, Any]) -> None:
     said = run_xla(one_of_several, options, devices=2)
     assert said.startswith("devices=1 does not work with mesh or fsdp, which use all devices of the runtime. Use devices=2.")
 
@@ -203,5 +203,5 @@ def synced() -> float:
     return float(F.l1_loss(module.first[1].running_mean, torch.zeros(4, device=module.device)))
 
 
-def test_batch_norm_is_over_all_devices_anyway() -> None:
+def test_batch_norm_uses_all_devices() -> None:
     assert run_xla(synced, devices=2) > 0.0

@@ -1,4 +1,4 @@
-"""What a run can be under XLA: manual optimization, evaluations, all kinds of loaders and batches, hooks, callbacks."""
+"""Runs under XLA with manual optimization, evaluations, all kinds of loaders and batches, hooks, callbacks."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def evaluated(kind: str, samples: int) -> tuple[dict[str, float], dict[str, floa
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("samples", [1, 21])
 def test_evaluations(samples: int, kind: str) -> None:
-    """Exact on any number of samples: each counts once, and predictions come in order."""
+    """Exact for any number of samples: each counts once, and predictions are in order."""
     found, expected, predicted, plain, ids = under(kind, evaluated, samples)
     assert ids == list(range(samples))
     assert torch.allclose(predicted, plain, rtol=50 * limit(), atol=limit())
@@ -149,14 +149,14 @@ class Stream(IterableDataset[Any]):
 
 
 class Named(Numbers):
-    """Samples with a name and a number that is no tensor."""
+    """Samples with a name and a number that is not a tensor."""
 
     def __getitem__(self, index: int) -> Any:
         return {**super().__getitem__(index), "name": f"sample {index}", "more": {"index": index}}
 
 
 class Strict(Net):
-    """Looks at what it is given, and has no loss now and then."""
+    """Checks its batches, and sometimes returns no loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if "name" in batch:
@@ -184,7 +184,7 @@ def test_loaders(way: str, kind: str) -> None:
 
 
 class TwoLoaders(Net):
-    """Takes a batch of each of two loaders."""
+    """Trains on a batch from each of two loaders."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ def test_steps_without_a_loss(kind: str) -> None:
 
 
 class Moves(Net):
-    """Brings batches to the device itself."""
+    """Moves batches to the device itself."""
 
     def __init__(self) -> None:
         super().__init__("sgd")
@@ -266,7 +266,7 @@ def test_hooks_of_the_transfer(kind: str) -> None:
 
 
 class WithMetric(Net):
-    """Logs an object of torchmetrics."""
+    """Logs a torchmetrics object."""
 
     def __init__(self) -> None:
         import torchmetrics
@@ -326,7 +326,7 @@ def guarded(kind: str) -> tuple[int, bool]:
 
 @pytest.mark.parametrize("kind", FEW)
 def test_steps_that_are_not_finite_are_skipped(kind: str) -> None:
-    """And the others are made."""
+    """All other steps are run."""
     skipped, finite = under(kind, guarded)
     assert finite
     assert skipped == 1

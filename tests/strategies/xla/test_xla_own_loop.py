@@ -1,4 +1,4 @@
-"""A loop of one's own over the Accelerator does what the Trainer does under XLA, bit for bit."""
+"""Under XLA, a training loop with Accelerator equals the Trainer bit for bit."""
 
 from __future__ import annotations
 
@@ -107,13 +107,13 @@ def test_save_state_and_load_state(kind: str, run_dir: Path) -> None:
 
 
 def evaluated(kind: str) -> dict[str, Any]:
-    """An evaluation in an own loop, of 21 samples on whatever devices, and by a plain model."""
+    """An evaluation of 21 samples in a training loop, on any devices, and with a plain model."""
     net, again, data = Called(), Called(), Numbers(21)
     accelerator = Accelerator(strategy=strategy(kind))
     model = accelerator.prepare(net).eval()
     prepared = accelerator.prepare(DataLoader(data, 2))
     found, ids, counted = [], [], 0
-    full = 2 * accelerator.strategy.data_world.devices  # samples of a process's whole batch
+    full = 2 * accelerator.strategy.data_world.devices  # samples in a full batch of a process
     with torch.no_grad():
         for batch in prepared:
             outputs, numbers = accelerator.strategy.all_gather((model(batch["x"]), batch["id"]))

@@ -1,4 +1,4 @@
-"""XLA trains as plain torch does on a CPU: the same losses, gradient norms and parameters on the same global batches."""
+"""XLA trains like plain torch on a CPU: the same losses, gradient norms and parameters on the same global batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.xla.xla_cases import GPT, KINDS, Net, Numbers, Text, Trained, by_ha
 
 pytestmark = pytest.mark.xla
 
-SAMPLES = 79  # of which the last seven are a short batch
+SAMPLES = 79  # the last seven are a short batch
 
 
 def to_zero(step: int) -> float:
@@ -21,7 +21,7 @@ def to_zero(step: int) -> float:
 
 
 class ByTokens(Net):
-    """Its micro-batches count by the numbers of their samples, of which some are not there, and not by how many they are."""
+    """Weights its micro-batches by numbers in their samples instead of by their sizes."""
 
     def batch_weight(self, batch: dict[str, Any]) -> float:
         return float((batch["id"] % 3 + 1).sum())
@@ -65,7 +65,7 @@ def both(kind: str, name: str, epochs: int, precision: str = "32-true") -> tuple
     plainly = dict(way.plainly)
     if "weigh" in plainly:
         plainly["weigh"] = module.batch_weight
-    again = copy.deepcopy(module)  # the Trainer first: torch learns of XLA's device at the first backward pass, or never
+    again = copy.deepcopy(module)  # the Trainer first: torch detects XLA's device only at the first backward pass
     arguments = {"max_epochs": epochs, "precision": precision, **way.arguments}
     mine = train(kind, module, loader(kind, data), **arguments)
     if precision == "bf16-true":
@@ -86,7 +86,7 @@ def assert_same(mine: Trained, theirs: Trained, allowed: float, parameters: bool
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("name", list(WAYS))
 def test_parity(name: str, kind: str) -> None:
-    """Over thirty micro-batches, three of them short; compiled as a user's, where that does not take too long."""
+    """Over thirty micro-batches, three of them short; compiled as for a user if that does not take too long."""
     mine, theirs = under(kind, both, name, 3, optimized=name != "gpt")
     assert len(theirs.losses) == 30
     assert_same(mine, theirs, limit(), WAYS[name].options.get("optimizer") == "sgd")

@@ -1,4 +1,4 @@
-"""Checkpoints of XLA under other strategies, in another environment with another torch, and the other way round."""
+"""Checkpoints of XLA resumed under other strategies, in another environment with another torch, and vice versa."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def go(kind: str, *callbacks: Callback, **arguments: Any) -> Notes:
 
 
 def save(kind: str, folder: Path) -> None:
-    """Ten updates."""
+    """Ten optimizer steps."""
     go(kind, SaveAfterTen(folder))
 
 
 def go_on(kind: str, source: Path, copy: Path) -> dict[int, list[float]]:
-    """To the end; the losses of each update."""
+    """Train to the end; returns the losses of each optimizer step."""
     trained = go(kind, SaveAtOnce(copy), ckpt_path=source).trained
     found: dict[int, list[float]] = {}
     before = 10
@@ -51,7 +51,7 @@ def go_on(kind: str, source: Path, copy: Path) -> dict[int, list[float]]:
 
 @cache
 def undisturbed() -> list[float]:
-    """The losses of the last eight updates, by hand."""
+    """The losses of the last eight optimizer steps, by hand."""
     return by_hand(Net("adamw", falling), Numbers(SAMPLES), 2, clip=1.0).losses[10:]
 
 
@@ -68,7 +68,7 @@ def assert_goes_on(found: list[dict[int, list[float]]], source: Path, copy: Path
 
 @pytest.mark.parametrize("kind", FEW)
 def test_there(kind: str, run_dir: Path) -> None:
-    """Parameters and optimizer state come back bit for bit, and training continues as if it had not been elsewhere."""
+    """Parameters and optimizer state are restored bit for bit, and training continues as if it had not moved."""
     under(kind, save, run_dir / "saved")
     for other, size in OTHERS:
         copy = run_dir / f"{other}-{size}"
@@ -91,7 +91,7 @@ def test_from_one_configuration_to_another(kind: str, run_dir: Path) -> None:
 
 
 def test_the_comparison_can_fail(run_dir: Path) -> None:
-    """The updates of another schedule are not taken for these."""
+    """The optimizer steps of another schedule differ from these."""
     run_world(1, save, "auto", run_dir / "saved")
     [found] = run_world(1, go_on, "auto", run_dir / "saved", run_dir / "copy")
     assert_goes_on([found], run_dir / "saved", run_dir / "copy")
@@ -101,7 +101,7 @@ def test_the_comparison_can_fail(run_dir: Path) -> None:
 
 
 class Divided(Callback):
-    """How parameters and optimizer state are divided over the devices, after each update and when training begins."""
+    """The sharding of parameters and optimizer state, after each optimizer step and when training begins."""
 
     def __init__(self) -> None:
         self.specs: list[dict[str, str]] = []
@@ -132,8 +132,8 @@ def divided(kind: str, folder: Path) -> list[list[dict[str, str]]]:
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "mesh"])
-def test_state_is_divided_as_the_parameters_are(kind: str, run_dir: Path) -> None:
-    """Loaded state too, which is whole on each device else: the parameters drift away then, in the last digits."""
+def test_optimizer_state_is_sharded_like_the_parameters(kind: str, run_dir: Path) -> None:
+    """Also loaded state, which would otherwise be whole on each device; the parameters would then differ in the last digits."""
     whole, rest = under(kind, divided, run_dir / "saved")
     parameters = {name: spec for name, spec in whole[0].items() if "/" not in name}
     assert len(parameters) == len(whole[0]) == 4, "there is no state before the first update"

@@ -1,4 +1,4 @@
-"""What XLA cannot do is said, with what to do instead; what can be seen before the runtime begins is in test_xla_runtime.py."""
+"""Errors for what XLA does not support, with what to do instead; test_runtime.py has those before the runtime starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.xla
 
 
 def made(arguments: dict[str, Any], options: dict[str, Any]) -> None:
-    """A Trainer, or what is wrong with it."""
+    """A Trainer, or the error of creating it."""
     from trainkit.strategies import XLAStrategy
 
     Trainer(**{"strategy": XLAStrategy(**options), **arguments})
@@ -43,7 +43,7 @@ def made(arguments: dict[str, Any], options: dict[str, Any]) -> None:
         ({"accelerator": "gpu"}, {}, "accelerator='cuda' and .* name different devices"),
     ],
 )
-def test_arguments_that_cannot_work(arguments: dict[str, Any], options: dict[str, Any], message: str) -> None:
+def test_impossible_arguments(arguments: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(WorldError, match=rf"Error: .*{message}"):
         run_xla(made, arguments, options, devices=4)
 
@@ -59,8 +59,8 @@ def mesh_object(names: tuple[str, ...] | None) -> tuple[int, Any]:
     return trainer.world_size, trainer.strategy.mesh is mesh
 
 
-def test_a_mesh_of_ones_own() -> None:
-    """Over an axis of another name batches are not divided; without names it cannot be known."""
+def test_a_custom_mesh() -> None:
+    """Batches are sharded only over axes with certain names, so the axes must have names."""
     assert run_xla(mesh_object, ("data", "fsdp"), devices=4) == (4, True)
     assert run_xla(mesh_object, ("data", "model"), devices=4) == (2, True)
     with pytest.raises(WorldError, match="batches are sharded over axes named 'data' or 'fsdp'. Name an axis"):
@@ -116,7 +116,7 @@ def held_elsewhere() -> str:
     return ""
 
 
-def test_a_parameter_that_something_else_holds_on_to() -> None:
+def test_a_parameter_with_other_references() -> None:
     assert "Something refers to this parameter: a weak reference" in run_xla(held_elsewhere)
 
 
@@ -152,7 +152,7 @@ def ragged(kind: str, uneven: bool) -> None:
             pass
 
 
-def test_batches_that_cannot_be_put_side_by_side() -> None:
+def test_batches_that_cannot_be_concatenated() -> None:
     run_xla(ragged, "spmd", False, devices=4)
     with pytest.raises(WorldError, match=r"DataError: .*put side by side: they hold tensors of the shapes \(1, 4\), \(1, 5\)"):
         run_xla(ragged, "spmd", True, devices=4)
@@ -163,7 +163,7 @@ def launched() -> None:
 
 
 def test_processes_of_another_launcher() -> None:
-    """Each would be a run of its own, and nothing would say so."""
+    """Each process would train alone, without a message."""
     torchrun = {
         "RANK": "0",
         "LOCAL_RANK": "0",

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.xla
 
 
 class Noisy(Dataset[Any]):
-    """Samples with augmentation, drawn when they are fetched; each brings its number."""
+    """Samples with augmentation, drawn when they are fetched; each contains its number."""
 
     def __init__(self, samples: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -63,7 +63,7 @@ class Classifier(TrainModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def found(self) -> dict[str, Any]:
-        """What has been computed, on the CPU."""
+        """The results, on the CPU."""
         return {
             "ids": [ids.tolist() for ids, _ in self.told],
             "losses": [float(loss) for _, loss in self.told],
@@ -106,7 +106,7 @@ def _in_replica(index: int, folder: str, module: dict[str, Any], options: dict[s
 
 
 def in_replicas(folder: str, module: dict[str, Any], options: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each of two replicas has found."""
+    """The results of each of two replicas."""
     from trainkit.strategies import XLAStrategy
 
     XLAStrategy.launch(_in_replica, (folder, module, options), devices=2, start_method="fork")
@@ -120,13 +120,13 @@ def replicas(tmp_path: Path) -> Any:
 
 
 def alone(module: Classifier, **options: Any) -> dict[str, Any]:
-    """The same on one CPU, which accumulates what the replicas work on side by side."""
+    """The same on one CPU, which accumulates the micro-batches that the replicas process in parallel."""
     options["accumulate_grad_batches"] = 2 * options.pop("accumulate_grad_batches", 1)
     return fit("single", module, accelerator="cpu", devices=1, **options)
 
 
 def dealt_again(found: list[dict[str, Any]], name: str) -> list[Any]:
-    """What the replicas have of each micro-batch, in the order of the epoch."""
+    """The records of all replicas for each micro-batch, in the order of the epoch."""
     parts = [list(one[name]) for one in found]
     rows = max(map(len, parts))
     per_epoch = rows // 2
@@ -146,7 +146,7 @@ def dealt_again(found: list[dict[str, Any]], name: str) -> list[Any]:
     ids=["a rank without its last", "accumulated, clipped", "a short last", "both short"],
 )
 @pytest.mark.parametrize("weigh", [False, True], ids=["by samples", "by weight"])
-def test_two_replicas_do_what_one_process_does(replicas: Any, options: dict[str, Any], weigh: bool) -> None:
+def test_two_replicas_equal_one_process(replicas: Any, options: dict[str, Any], weigh: bool) -> None:
     found, expected = replicas({"weigh": weigh}, **options), alone(Classifier(weigh=weigh), **options)
     assert [one["world"] for one in found] == [2, 2]
     assert dealt_again(found, "ids") == expected["ids"]
@@ -160,10 +160,10 @@ def test_two_replicas_do_what_one_process_does(replicas: Any, options: dict[str,
     assert found[0]["metrics"]["val_loss"] == pytest.approx(expected["metrics"]["val_loss"], rel=2e-6)
 
 
-def test_buffers_are_those_of_the_main_replica(replicas: Any) -> None:
+def test_buffers_come_from_the_main_replica(replicas: Any) -> None:
     first, second = replicas({"norm": True})
     assert first["state"] == second["state"]
-    assert first["state"]["net.1.num_batches_tracked"] == 12  # two epochs of six rows, which it had a micro-batch in
+    assert first["state"]["net.1.num_batches_tracked"] == 12  # two epochs of six micro-batches on this replica
 
 
 def test_resumes_from_a_checkpoint_bit_for_bit(replicas: Any, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_no_loss_on_one_of_them_is_refused(replicas: Any) -> None:
         replicas({"silent": True})
 
 
-def test_the_failure_of_one_ends_all(replicas: Any) -> None:
+def test_one_failure_ends_all_replicas(replicas: Any) -> None:
     with pytest.raises(WorldError, match="the second replica has had enough"):
         replicas(fail=True)
 
@@ -238,14 +238,14 @@ def own_loops(folder: str) -> list[dict[str, Any]]:
     return [json.loads(Path(folder, f"own-{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_an_own_loop_is_the_trainer_bit_for_bit(replicas: Any, tmp_path: Path) -> None:
+def test_a_training_loop_equals_the_trainer_bit_for_bit(replicas: Any, tmp_path: Path) -> None:
     ours = replicas(accumulate_grad_batches=2, gradient_clip_val=0.1)
     own = run_xla(own_loops, str(tmp_path), devices=2)
     assert [one["main"] for one in own] == [True, False]
     for mine, theirs in zip(own, ours, strict=True):
         assert mine["state"] == theirs["state"]
         assert mine["gathered"] == [[0.0, 0.0], [1.0, 1.0]]
-        assert set(theirs["losses"]) <= set(mine["losses"])  # and those of micro-batches that count nothing
+        assert set(theirs["losses"]) <= set(mine["losses"])  # plus those of padding micro-batches
 
 
 # ------------------------------------------------------------------------------------------------------ how they start
@@ -254,7 +254,7 @@ def test_an_own_loop_is_the_trainer_bit_for_bit(replicas: Any, tmp_path: Path) -
 def _plain(index: int, folder: str) -> None:
     from trainkit.strategies import XLAStrategy
 
-    # Made by each of them it would be drawn by two threads at a time: until the Trainer is made they take no turns.
+    # Two threads would draw at the same time if each replica created it: they run one at a time only with a Trainer.
     found = fit(XLAStrategy(mode="replicas"), copy.deepcopy(_made[0]))
     Path(folder, f"{index}.json").write_text(json.dumps(found))
 
@@ -271,7 +271,7 @@ def plainly_launched(folder: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.skipif("__import__('os').environ.get('PJRT_DEVICE', 'CPU') != 'CPU'", reason="threads are the CPU's")
-def test_torch_xla_launch_will_do_if_the_runtime_is_told(replicas: Any, tmp_path: Path) -> None:
+def test_torch_xla_launch_with_the_environment_variable(replicas: Any, tmp_path: Path) -> None:
     with pytest.raises(WorldError, match=r"export PJRT_CPU_ASYNC_CLIENT=0\. XLAStrategy\.launch\(main\) sets it"):
         run_xla(plainly_launched, str(tmp_path), devices=2)
     found = run_xla(plainly_launched, str(tmp_path), devices=2, env={"PJRT_CPU_ASYNC_CLIENT": "0"})
@@ -287,6 +287,6 @@ def of_another_number(devices: int) -> str:
     return str(caught.value)
 
 
-def test_replicas_that_were_not_started_are_asked_for() -> None:
+def test_replicas_that_were_not_started() -> None:
     said = run_xla(of_another_number, 2, devices=1, env={"CPU_NUM_DEVICES": "1"})
     assert said.startswith("devices=2 and mode='replicas', but XLA's runtime has one replica. Start the replicas: ")

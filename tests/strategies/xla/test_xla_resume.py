@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xla
 def same_as_undisturbed(
     kind: str, run_dir: Path, kills: int, seed: int, workers: tuple[int, ...] = (0,), arguments: dict[str, Any] | None = None
 ) -> None:
-    """Losses, samples, augmentation, rates and parameters of a run that was killed are those of one that was not."""
+    """Check that losses, samples, augmentation, rates and parameters of a killed run equal those of an uninterrupted one."""
     whole, broken = (Life(run_dir / name, arguments=arguments or {}) for name in ("whole", "broken"))
     expected = lived(kind, whole)
     attempt = lives(kind, broken, kills, seed, workers)
@@ -51,7 +51,7 @@ def test_killed_often(kind: str, arguments: dict[str, Any], seed: int, run_dir: 
 
 @pytest.mark.parametrize("kind", FEW)
 def test_the_comparison_can_fail(kind: str, run_dir: Path) -> None:
-    """Another seed is another run, in its samples and its losses."""
+    """A run with another seed has other samples and losses."""
     first = lived(kind, Life(run_dir / "first", samples=16))
     other = lived(kind, Life(run_dir / "other", samples=16, arguments={"seed": 6}))
     assert [line[0] for line in first] == [line[0] for line in other]
@@ -60,7 +60,7 @@ def test_the_comparison_can_fail(kind: str, run_dir: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_other_numbers_of_devices(workers: int, run_dir: Path) -> None:
-    """Four devices, then two, then one, and two processes of DDP: each update has the samples of a run on four devices."""
+    """Four devices, then two, then one, then two processes of DDP: each optimizer step has the same samples."""
     arguments = {"global_batch_size": 8}
     whole, broken = (Life(run_dir / name, workers=workers, arguments=arguments) for name in ("whole", "broken"))
     expected = lived("spmd", whole)
@@ -76,7 +76,7 @@ def test_other_numbers_of_devices(workers: int, run_dir: Path) -> None:
 
 
 def by_update_of(folder: Path, what: int = 2) -> dict[int, list[Any]]:
-    """Of each update what the attempt that did it last has written of it: rows are others on other numbers of devices."""
+    """The records of each optimizer step, from the last attempt that ran it; micro-batches depend on the number of devices."""
     found: dict[int, list[Any]] = {}
     attempts = {int(path.stem.split("-")[1]) for path in folder.glob("journal-*.jsonl")}
     for attempt in sorted(attempts):
@@ -86,7 +86,7 @@ def by_update_of(folder: Path, what: int = 2) -> dict[int, list[Any]]:
 
 
 def test_losses_on_other_numbers_of_devices(run_dir: Path) -> None:
-    """Without dropout, whose masks are drawn by the device, they are those of four devices but for rounding."""
+    """Without dropout, whose masks depend on the device, they equal those of four devices except for rounding."""
     arguments = {"global_batch_size": 8}
     whole, broken = (Life(run_dir / name, dropout=0.0, arguments=arguments) for name in ("whole", "broken"))
     expected = lived("spmd", whole)

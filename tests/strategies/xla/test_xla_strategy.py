@@ -57,13 +57,13 @@ def dealt(kind: str, samples: int, window: int) -> dict[str, Any]:
 
 
 def of_all(found: list[dict[str, Any]], what: str) -> dict[tuple[int, int], list[Any]]:
-    """For each row what all processes had, in their order."""
+    """The values of all processes for each micro-batch, in rank order."""
     return {place: [x for own in found for x in own[what].get(place, [])] for place in found[0][what]}
 
 
 @pytest.mark.parametrize("samples, window", [(77, 1), (77, 2), (71, 3)])
 def test_the_arithmetic_of_ddp(samples: int, window: int) -> None:
-    """Sizes, lengths, windows, learning rates, and for each row the samples, augmented as they are there: bit for bit."""
+    """Sizes, lengths, windows, learning rates, and the augmented samples of each micro-batch are bit-identical."""
     theirs = run_world(4, dealt, "ddp", samples, window)
     for kind in ("spmd", "mesh"):
         mine = under(kind, dealt, samples, window)
@@ -85,7 +85,7 @@ def test_one_device_is_one_process() -> None:
 
 
 def last_batch(kind: str, samples: int, make: type[Net], options: dict[str, Any]) -> tuple[Trained, Trained, list[int]]:
-    """Two epochs by the Trainer and by hand, and how large the tensors were."""
+    """Two epochs by the Trainer and by hand, and the sizes of the tensors."""
     net, sizes = make("sgd"), []
 
     class Sizes(Callback):
@@ -100,7 +100,7 @@ def last_batch(kind: str, samples: int, make: type[Net], options: dict[str, Any]
 @pytest.mark.parametrize("samples, left", [(25, 1), (27, 3), (37, 5)])
 @pytest.mark.parametrize("pad", [False, True])
 def test_the_short_last_batch(kind: str, samples: int, left: int, pad: bool) -> None:
-    """Its gradient is that of its samples, whether it is filled up or not, on more devices than it has samples too."""
+    """Its gradient depends only on its samples, with and without padding, also on more devices than it has samples."""
     mine, theirs, sizes = under(kind, last_batch, samples, Masked if pad else Net, {"pad_last_batch": pad})
     full = [SIZE] * (samples // SIZE)
     assert sizes == 2 * [*full, SIZE if pad else left]
@@ -110,13 +110,13 @@ def test_the_short_last_batch(kind: str, samples: int, left: int, pad: bool) -> 
         assert torch.allclose(mine.parameters[name], value, rtol=2.5 * limit(), atol=limit()), name
 
 
-def test_a_mask_where_nothing_is_filled_up() -> None:
+def test_the_sample_mask_without_padding() -> None:
     mine, theirs, _ = under("spmd", last_batch, 27, Masked, {})
     close(mine.losses, theirs.losses, limit())
 
 
 @pytest.mark.parametrize("samples", [24, 27])
-def test_a_loss_that_does_not_leave_out_what_is_filled_up(samples: int) -> None:
+def test_a_loss_that_does_not_skip_the_padding(samples: int) -> None:
     with pytest.raises(WorldError, match="ModuleError: pad_last_batch=True pads short batches .*mask = self.sample_mask"):
         under("spmd", last_batch, samples, Net, {"pad_last_batch": True})
 
@@ -143,8 +143,8 @@ def tied(kind: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", FEW)
-def test_ties_hold(kind: str, run_dir: Path) -> None:
-    """A parameter that two layers share is one on the device, and in the checkpoint."""
+def test_tied_parameters(kind: str, run_dir: Path) -> None:
+    """A parameter that two layers share is one tensor on the device and in the checkpoint."""
     found = under(kind, tied, run_dir / "saved")
     assert found["same"] == [True, True]
     assert found["kept"]

@@ -1,4 +1,4 @@
-"""What a run under XLA prints is trainkit's: nothing of torch_xla's runtime, of what it is made of, and no warnings."""
+"""A run under XLA prints only trainkit's output: nothing from torch_xla's runtime or its libraries, and no warnings."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def locked(handle: Any, numel: int) -> torch.Tensor:
     return found
 
 
-def test_there_and_back(handle: Any, tmp_path: Path) -> None:
+def test_write_and_read(handle: Any, tmp_path: Path) -> None:
     tensor, again = locked(handle, 2**18), locked(handle, 2**18)
     tensor.copy_(torch.randn(2**18))
     handle.async_pwrite(tensor, str(tmp_path / "file"), 0)
@@ -47,8 +47,8 @@ def test_there_and_back(handle: Any, tmp_path: Path) -> None:
     assert (tmp_path / "file").stat().st_size == 2**20
 
 
-def test_a_read_that_the_system_refuses(handle: Any, tmp_path: Path) -> None:
-    """Into memory that begins in the middle of a block: DeepSpeed says that it has been read."""
+def test_a_refused_read(handle: Any, tmp_path: Path) -> None:
+    """Into memory that begins in the middle of a block: DeepSpeed reports success."""
     tensor = locked(handle, 2**18)
     tensor.fill_(1.0)
     handle.async_pwrite(tensor, str(tmp_path / "file"), 0)
@@ -59,7 +59,7 @@ def test_a_read_that_the_system_refuses(handle: Any, tmp_path: Path) -> None:
         handle.wait()
 
 
-def test_a_file_that_has_gone(handle: Any, tmp_path: Path) -> None:
+def test_a_missing_file(handle: Any, tmp_path: Path) -> None:
     with pytest.raises(OffloadError, match="the file was removed, or the disk of nvme_path failed"):
         handle.async_pread(locked(handle, 1024), str(tmp_path / "file"), 0)
 
@@ -73,7 +73,7 @@ def test_a_full_disk(handle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         handle.async_pwrite(locked(handle, 2**18), str(tmp_path / "file"), 0)
 
 
-def test_a_file_system_that_has_no_blocks_beforehand(handle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_preallocation(handle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*arguments: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
@@ -91,7 +91,7 @@ def test_a_folder_that_cannot_be_written(handle: Any, tmp_path: Path, monkeypatc
         handle.async_pwrite(locked(handle, 1024), str(tmp_path / "file"), 0)
 
 
-def test_deepspeed_is_left_as_it_was() -> None:
+def test_deepspeed_is_restored() -> None:
     imported(torch.device("cpu"))
     room: Any = importlib.import_module("deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper")
     other: Any = importlib.import_module("deepspeed.runtime.swap_tensor.optimizer_utils")

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration and the run: what both say must be the same, and what only the configuration says is done."""
+"""A DeepSpeed configuration and the run: values of both must be equal, and values of only the configuration are used."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_st
 
 
 class WithoutOptimizer(RegressionModule):
-    """Its configuration has one."""
+    """A module without an optimizer; its configuration has one."""
 
     configure_optimizers = TrainModule.configure_optimizers
 
 
 class Same(RegressionModule):
-    """Makes what the configuration says."""
+    """Creates the optimizer that the configuration also has."""
 
     def configure_optimizers(self) -> Any:
         from deepspeed.runtime.lr_schedules import WarmupLR
@@ -48,7 +48,7 @@ def case(make: type = RegressionModule, **arguments: Any) -> Case:
 
 
 def test_optimizer_and_scheduler_of_the_configuration() -> None:
-    """As if `configure_optimizers` had made them; and Adam without decay, as DeepSpeed has it."""
+    """As if `configure_optimizers` had created them; Adam has no weight decay by default, as in DeepSpeed."""
     told = config(3, optimizer=ADAM, scheduler=WARMUP)
     mine = train(case(WithoutOptimizer), strategy=ZeROStrategy(config=told, device="cpu"))
     other = train(case(Same), strategy=ZeROStrategy(stage=3, device="cpu"))
@@ -66,7 +66,7 @@ class SaveAt(Callback):
             trainer.save_checkpoint("saved")
 
 
-def test_they_resume_from_a_checkpoint() -> None:
+def test_configured_optimizer_and_scheduler_resume() -> None:
     told = config(optimizer=ADAM, scheduler=WARMUP)
     whole = train(case(WithoutOptimizer), SaveAt(3), strategy=ZeROStrategy(config=told, device="cpu"))
     rest = train(case(WithoutOptimizer), strategy=ZeROStrategy(config=told, device="cpu"), ckpt_path="saved")
@@ -87,7 +87,7 @@ def test_they_resume_from_a_checkpoint() -> None:
         (config(train_batch_size=64), {"global_batch_size": 32}, r"64, but the run has Trainer\(global_batch_size=32\)"),
     ],
 )
-def test_what_contradicts_the_trainer(told: Any, arguments: dict[str, Any], message: str) -> None:
+def test_contradictions_to_the_trainer(told: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Trainer(strategy=ZeROStrategy(config=told), accelerator="cpu", **arguments)
 
@@ -132,7 +132,7 @@ def test_what_contradicts_the_trainer(told: Any, arguments: dict[str, Any], mess
         ),
     ],
 )
-def test_what_contradicts_the_run(told: Any, make: type | None, message: str) -> None:
+def test_contradictions_to_the_run(told: Any, make: type | None, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         train(
             case(make or RegressionModule, global_batch_size=4),
@@ -147,7 +147,7 @@ def test_the_product_of_the_sizes() -> None:
 
 
 def of(kind: str, decay: float) -> type:
-    """A module with such an optimizer of torch's."""
+    """A module with this optimizer of torch."""
 
     class Module(RegressionModule):
         def configure_optimizers(self) -> Any:
@@ -159,7 +159,7 @@ def of(kind: str, decay: float) -> type:
 @pytest.mark.parametrize(
     "kind, decay, told",
     [
-        ("Adam", 0.0, {"type": "Adam"}),  # without decay the two are one
+        ("Adam", 0.0, {"type": "Adam"}),  # without decay both are the same
         ("Adam", 0.0, {"type": "AdamW", "params": {"torch_adam": True}}),
         ("Adam", 0.1, {"type": "Adam", "params": {"adam_w_mode": False}}),
         ("Adam", 0.1, {"type": "Adam", "params": {"adam_w_mode": "auto", "bias_correction": "auto"}}),
@@ -187,12 +187,12 @@ def test_an_adam_that_both_have(kind: str, decay: float, told: Any) -> None:
     ],
 )
 def test_another_adam(kind: str, told: Any, message: str) -> None:
-    """One whose decay is another, although the class is the same, or goes for the same."""
+    """An Adam with another kind of weight decay, of the same or an equivalent class."""
     with pytest.raises(ConfigurationError, match=message):
         train(case(of(kind, 0.1)), strategy=ZeROStrategy(config=config(optimizer=told), device="cpu"))
 
 
-def test_a_precision_that_is_named_twice_keeps_its_scale() -> None:
+def test_a_precision_that_is_set_twice_keeps_its_scale() -> None:
     half = config(torch_autocast={"enabled": True, "dtype": "float16"}, fp16={"initial_scale_power": 5})
     trainer = Trainer(strategy=ZeROStrategy(config=half), precision="16-mixed", accelerator="cpu")
     assert trainer.precision.scaler is not None
@@ -200,20 +200,20 @@ def test_a_precision_that_is_named_twice_keeps_its_scale() -> None:
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
-    """Ready batches, of which the loader does not know the size."""
+    """Complete batches, whose size the loader does not know."""
 
     def __iter__(self) -> Any:
         yield from DataLoader(Noisy(8), 2)
 
 
-def test_sizes_that_cannot_be_compared_are_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_notice_about_sizes_that_cannot_be_compared(caplog: pytest.LogCaptureFixture) -> None:
     strategy = ZeROStrategy(config=config(train_micro_batch_size_per_gpu=4), device="cpu")
     trainer = Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
     trainer.fit(RegressionModule(), DataLoader(Stream(), batch_size=None))
     assert "train_micro_batch_size_per_gpu of config cannot be checked: the loader has no batch_size" in caplog.text
 
 
-def test_auto_is_the_runs() -> None:
+def test_auto_takes_the_value_of_the_run() -> None:
     every = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
     auto = {"type": "SGD", "params": {"lr": "auto", "momentum": "auto"}}
     total = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 3, "warmup_max_lr": "auto"}}
@@ -223,7 +223,7 @@ def test_auto_is_the_runs() -> None:
     assert 0 < rates[-1] < 0.005, "it ends after the last update"
 
 
-def test_a_module_without_an_optimizer_needs_one_somewhere() -> None:
+def test_a_module_without_any_optimizer() -> None:
     with pytest.raises(MissingMethodError, match="WithoutOptimizer has no configure_optimizers"):
         train(case(WithoutOptimizer), strategy=ZeROStrategy(config=config(), device="cpu"))
 
@@ -251,14 +251,14 @@ def own_loop(told: Any, clip: float | None, plugin: bool = False) -> list[float]
 
 
 def refused(told: Any, clip: float | None) -> str:
-    """What is said of it."""
+    """The error message."""
     with pytest.raises(ConfigurationError) as caught:
         own_loop(told, clip)
     return str(caught.value)
 
 
 def loops() -> dict[str, list[float]]:
-    """Losses; what is clipped by what."""
+    """Losses of runs that are clipped by the configuration, by the loop, by both or not at all."""
     return {
         "configuration": own_loop(CLIP, None),
         "both": own_loop(CLIP, 0.05),
@@ -268,7 +268,7 @@ def loops() -> dict[str, list[float]]:
 
 
 def plugins() -> tuple[dict[str, list[float]], list[str]]:
-    """Losses, by what the loop clips by where the plugin says 0.05, or 0; and what was said."""
+    """Losses of loops with and without clipping, with a plugin that clips by 0.05 or 0, and the notices about clipping."""
     texts: list[str] = []
 
     class Said(logging.Handler):
@@ -287,12 +287,12 @@ def plugins() -> tuple[dict[str, list[float]], list[str]]:
     return found, [text for text in texts if "clip" in text]
 
 
-def test_an_own_loop_is_clipped_as_the_configuration_says() -> None:
-    """Whether it does so itself or leaves it to the configuration; another value is an error."""
+def test_a_training_loop_is_clipped_by_the_configuration() -> None:
+    """Whether it clips itself or not; a different value is an error."""
     losses, _ = run_world(2, loops)
     assert losses["configuration"] == losses["both"] == losses["loop"] != losses["none"]
     assert "'gradient_clipping': 0.05, but the run has clip_grad_norm_(..., 1.0)" in run_world(1, refused, CLIP, 1.0)[0]
-    # the plugin's number counts, as in Accelerate: said once, by the main process
+    # the plugin's number is used, as in Accelerate, with one notice on the main process
     (found, said), (_, other_said) = run_world(2, plugins)
     for name in ("configuration", "both", "another", "auto"):
         assert found[name] == losses["loop"], name
@@ -314,12 +314,12 @@ def test_an_own_loop_is_clipped_as_the_configuration_says() -> None:
         (config(scheduler=WARMUP), "has the 'scheduler' 'WarmupLR', but your own training loop must create it"),
     ],
 )
-def test_what_contradicts_an_own_loop(told: Any, message: str) -> None:
+def test_contradictions_to_a_training_loop(told: Any, message: str) -> None:
     assert message in run_world(1, refused, told, None)[0]
 
 
-def test_the_plan_knows_the_optimizer_of_the_configuration() -> None:
-    """Two tensors for each parameter, before anything is trained."""
+def test_the_plan_uses_the_optimizer_of_the_configuration() -> None:
+    """Two tensors for each parameter, before training starts."""
     total = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 3, "warmup_max_lr": "auto"}}
     trainer = Trainer(
         strategy=ZeROStrategy(config=config(optimizer=ADAM, scheduler=total)), accelerator="cpu", max_steps=5, logger=False

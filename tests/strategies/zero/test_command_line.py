@@ -32,7 +32,7 @@ def test_no_file_with_deepspeeds_configuration(line: str) -> None:
 
 
 def test_the_arguments_are_those_that_deepspeed_adds() -> None:
-    """Its own parser takes what we read."""
+    """DeepSpeed's own parser accepts the same arguments."""
     import argparse
 
     import deepspeed

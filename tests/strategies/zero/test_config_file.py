@@ -1,4 +1,4 @@
-"""DeepSpeed configurations, read: which option each key is, and what is refused, by its name."""
+"""Reading DeepSpeed configurations: the option of each key, and errors that name unsupported keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainkit.strategies.zero.config_file import read_config
 from trainkit.strategies.zero.deepspeed_config import ZeROConfig
 from trainkit.strategies.zero.zero_options import ZeROOptions
 
-# The form that the documentations of DeepSpeed, Accelerate and transformers show.
+# A configuration as in the documentation of DeepSpeed, Accelerate and transformers.
 USUAL = {
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2},
     "bf16": {"enabled": "auto"},
@@ -46,7 +46,7 @@ USUAL = {
 
 
 def changed(**sections: Any) -> dict[str, Any]:
-    """A small configuration with other sections, those of `zero` put into "zero_optimization"."""
+    """A small configuration with other sections; those of `zero` are added to "zero_optimization"."""
     zero = {"stage": 3, **sections.pop("zero", {})}
     return {"zero_optimization": zero, **sections}
 
@@ -85,7 +85,7 @@ def test_the_usual_file() -> None:
 
 
 def test_a_file_with_comments(caplog: pytest.LogCaptureFixture) -> None:
-    """DeepSpeed reads them with hjson; what nothing looks at in this stage is said."""
+    """DeepSpeed reads them with hjson; a notice names keys that have no effect in this stage."""
     Path("ds.json").write_text("// ours\n" + json.dumps(USUAL) + "\n")
     strategy = ZeROStrategy(config="ds.json")
     assert strategy.config == ZeROConfig(
@@ -194,7 +194,7 @@ def test_what_is_refused(config: Any, message: str) -> None:
         ZeROStrategy(config=config, device="cpu")
 
 
-def test_switched_off_features_are_no_matter() -> None:
+def test_disabled_features_are_accepted() -> None:
     assert read_config(changed(amp={"enabled": False}, curriculum_learning={"enabled": False})).options == {"stage": 3}
 
 
@@ -202,13 +202,13 @@ def test_switched_off_features_are_no_matter() -> None:
     "text, message",
     [("{", "is not valid JSON"), ("[1]", "contains a list"), ('{"a": 1, "a": 2}', "the key 'a' occurs twice")],
 )
-def test_files_that_are_none(text: str, message: str) -> None:
+def test_files_that_are_not_configurations(text: str, message: str) -> None:
     Path("ds.json").write_text(text)
     with pytest.raises(ConfigurationError, match=message):
         read_config("ds.json")
 
 
-def test_options_in_addition_to_it() -> None:
+def test_options_in_addition_to_a_configuration() -> None:
     with pytest.raises(
         ConfigurationError, match=r"ZeROStrategy got both config= and stage=2. Write these into the configuration"
     ):
@@ -217,7 +217,7 @@ def test_options_in_addition_to_it() -> None:
         ZeROStrategy(config=changed(bf16={"enabled": True}), precision="32-true", device="cpu")
 
 
-def test_an_option_that_there_is_not() -> None:
+def test_an_unknown_option() -> None:
     with pytest.raises(UnknownNameError, match="ZeROStrategy has no argument 'offload_optimiser'.*'offload_optimizer'"):
         ZeROStrategy(offload_optimiser="cpu")  # type: ignore[call-arg]
 

@@ -1,4 +1,4 @@
-"""DeepSpeed as the strategies start it: what it prints, and how the process ends."""
+"""DeepSpeed as the strategies start it: its output, and the exit of the process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Module(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 libc = ctypes.CDLL(None)
-libc.on_exit(ctypes.cast(libc.abort, ctypes.c_void_p), None)  # as what C++ clears up at the end may do
+libc.on_exit(ctypes.cast(libc.abort, ctypes.c_void_p), None)  # as C++ clean-up at exit may do
 trainer = Trainer(
     strategy="zero3", accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, enable_checkpointing=False,
     enable_model_summary=False, seed=1,
@@ -36,8 +36,8 @@ sys.exit(7)
 """
 
 
-def test_the_exit_code_is_the_scripts(run_dir: Path) -> None:
-    """Also if something aborts behind it; what was written is there, and nothing of DeepSpeed's."""
+def test_the_exit_code_of_the_script(run_dir: Path) -> None:
+    """Even if something aborts at exit; the script's output is complete, without output of DeepSpeed."""
     done = run_python("-c", SCRIPT)
     assert done.returncode == 7, done.stderr
     assert sorted(without_gloo(done.stdout).splitlines()) == ["written by C", "written by Python"]

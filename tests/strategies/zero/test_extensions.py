@@ -1,4 +1,4 @@
-"""What DeepSpeed compiles: what is missing is named, and no lock of a dead process is waited for."""
+"""DeepSpeed's extensions: errors name missing packages, and locks of dead processes are removed."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ def test_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of libaio; the strategy says so when it is made."""
+    """The headers of libaio; creating the strategy raises the error."""
     monkeypatch.setenv("CXX", "g++ -nostdinc")
     with pytest.raises(MissingPackageError, match="libaio with its headers, which is not installed.*apt install libaio-dev"):
         ZeROStrategy(stage=3, offload_optimizer="nvme", nvme_path=tmp_path)
 
 
-def test_what_came_compiled_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prebuilt_extensions_need_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(_extensions, "_prebuilt", lambda name: name == "async_io")
     require_async_io()
 
 
-def test_no_lock_is_no_matter(tmp_path: Path) -> None:
+def test_without_a_lock(tmp_path: Path) -> None:
     _clear(tmp_path)
 
 
-def test_the_lock_of_a_process_of_ours_that_was_killed(tmp_path: Path) -> None:
-    """The caller has the lock of the processes that are alive."""
+def test_the_lock_of_a_killed_process_of_trainkit(tmp_path: Path) -> None:
+    """The caller holds the lock that excludes live processes."""
     (tmp_path / "lock").touch()
     (tmp_path / _MARK).touch()
     _clear(tmp_path)
     assert not (tmp_path / "lock").exists()
 
 
-def test_a_lock_that_was_left_behind(tmp_path: Path) -> None:
+def test_an_abandoned_lock(tmp_path: Path) -> None:
     (tmp_path / "lock").touch()
     (tmp_path / "half.o").touch()
     for name in ("lock", "half.o"):

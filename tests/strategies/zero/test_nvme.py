@@ -1,4 +1,4 @@
-"""The disk that is offloaded to: a folder for each process, and what is refused before anything is written."""
+"""The disk for offload: a folder for each process, and errors before anything is written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainkit.errors import ConfigurationError
 from trainkit.strategies.zero.nvme import Folder, check_path, check_space
 
 
-def test_a_folder_comes_and_goes(tmp_path: Path) -> None:
+def test_a_folder_is_created_and_removed(tmp_path: Path) -> None:
     one, other = Folder(tmp_path), Folder(tmp_path)
     (one.path / "deep").mkdir(parents=True)
     (one.path / "deep" / "file").write_text("x")
@@ -51,7 +51,7 @@ def child(base: Path, what: str) -> tuple[subprocess.Popen[str], Path]:
     return process, path
 
 
-def test_what_a_killed_process_has_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+def test_files_of_a_killed_process_are_removed_by_the_next_one(tmp_path: Path) -> None:
     alive, used = child(tmp_path, "wait")
     killed, left = child(tmp_path, "wait")
     killed.send_signal(signal.SIGKILL)
@@ -67,13 +67,13 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next_one(tmp_path: Pat
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_process_that_ends_removes_its_own(tmp_path: Path) -> None:
+def test_a_process_removes_its_folder_at_exit(tmp_path: Path) -> None:
     process, _ = child(tmp_path, "end")
     assert process.wait() == 0
     assert not [*tmp_path.iterdir()]
 
 
-def test_what_others_have_there_stays(tmp_path: Path) -> None:
+def test_files_of_others_are_kept(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("x")
     (tmp_path / "mine.lock").write_text("x")
     Folder(tmp_path).close()
@@ -85,7 +85,7 @@ def test_a_path_that_can_be_used(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="is not a folder. Create one on a local disk: mkdir -p"):
         check_path(tmp_path / "nothing")
 
@@ -105,7 +105,7 @@ def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest
     assert not [*tmp_path.iterdir()]
 
 
-def test_room_on_the_disk(tmp_path: Path) -> None:
+def test_space_on_the_disk(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     check_space(tmp_path, free // 4, 4096, 2)
     with pytest.raises(ConfigurationError, match=r"needs .* GiB \(3 processes with .* GiB each\), but only .* GiB are free"):
@@ -113,6 +113,6 @@ def test_room_on_the_disk(tmp_path: Path) -> None:
 
 
 def test_memory_that_cannot_be_locked(tmp_path: Path) -> None:
-    """More than any machine has: the system refuses, as it does above a user's limit."""
+    """More memory than any machine has: the system refuses, as above a user's limit."""
     with pytest.raises(ConfigurationError, match=r"1024.0 GiB of page-locked memory .*ulimit -l unlimited"):
         check_space(tmp_path, 0, 2**40, 1)

@@ -44,7 +44,7 @@ def test_exact_resume(kind: str, precision: str, run_dir: Path) -> None:
 @ZERO
 @pytest.mark.parametrize("kind, size", UNDER)
 def test_portability(kind: str, size: int, run_dir: Path) -> None:
-    """Saved under one configuration, resumed under another one; under all in `test_zero_grid.py`."""
+    """Saved under one configuration, resumed under another; `test_zero_grid.py` has all pairs."""
     together(size, {"save": (save, case(), kind, run_dir / "saved")})
     assert len(tensors(run_dir / "saved")) == 4 + 3 * 4
     here = UNDER.index((kind, size))
@@ -59,7 +59,7 @@ def test_portability(kind: str, size: int, run_dir: Path) -> None:
     ],
 )
 def test_masters(kind: str, other: str, run_dir: Path) -> None:
-    """Under bf16-true the float32 masters are what is saved, exactly, and come back exactly under another stage."""
+    """Under bf16-true the float32 master weights are saved, and restored exactly under another stage."""
     together(2, {"save": (save, case("bf16-true"), kind, run_dir / "saved")})
     together(2, {"resume": (go_on, case("bf16-true"), other, run_dir / "saved", run_dir / "copy")})
     saved, again = tensors(run_dir / "saved"), tensors(run_dir / "copy")
@@ -69,7 +69,7 @@ def test_masters(kind: str, other: str, run_dir: Path) -> None:
 
 
 def test_counters_that_differ_within_a_group(run_dir: Path) -> None:
-    """A parameter that has been trained for fewer updates than others of its group cannot be held; it is said."""
+    """A parameter with fewer optimizer steps than others of its group is an error."""
     from trainkit.errors import StateMismatchError
     from trainkit.strategies.zero.stored_state import _refuse_differing
 
@@ -98,7 +98,7 @@ class OnDisk(Callback):
 @ZERO
 @pytest.mark.parametrize("kind", ["auto", "zero1", "zero3"])
 def test_no_process_reads_the_whole_checkpoint(kind: str, run_dir: Path) -> None:
-    """Where each takes its part, the rest stays on the disk; nothing of it is left when training begins."""
+    """Each process reads only its shard, and no file stays mapped when training begins."""
     together(1, {"save": (save, case(), "auto", run_dir / "saved")})
     seen = OnDisk()
     train(case(), seen, strategy=strategy(kind), ckpt_path=str(run_dir / "saved"))
@@ -106,7 +106,7 @@ def test_no_process_reads_the_whole_checkpoint(kind: str, run_dir: Path) -> None
 
 
 class Checkpointed(RegressionModule):
-    """With activations recomputed in the backward, by what torch wraps a layer in."""
+    """With torch's activation checkpointing wrapper around a layer."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -128,7 +128,7 @@ def test_activation_checkpointing_leaves_no_trace(before: type, kind: str, after
 
 
 class Longer(RegressionModule):
-    """With a layer more, which gets its gradients too."""
+    """With one more layer, which is trained too."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -139,7 +139,7 @@ class Longer(RegressionModule):
 
 
 def lengthened(kind: str, source: Path, copy: Path) -> tuple[str, int]:
-    """The error of a run whose model has one layer more, and how far it comes when it loads what fits."""
+    """The error of a run whose model has one more layer, and its progress when it loads only matching parameters."""
     longer = case(make=Longer)
     try:
         train(longer, strategy=strategy(kind), ckpt_path=str(source))
@@ -151,7 +151,7 @@ def lengthened(kind: str, source: Path, copy: Path) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("kind", ["zero2", pytest.param("zero3", marks=ZERO)])
-def test_what_fits_of_another_model(kind: str, run_dir: Path) -> None:
+def test_matching_parts_of_another_model(kind: str, run_dir: Path) -> None:
     """`strict=False`: a parameter that was not there starts with moments of zero."""
     together(2, {"save": (save, case(), kind, run_dir / "saved")})
     ends = together(2, {"go": (lengthened, kind, run_dir / "saved", run_dir / "copy")})["go"]

@@ -1,4 +1,4 @@
-"""Pieces of tensors in memory and in files."""
+"""Ranges of tensors in memory and in files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_on_a_disk(dtype: torch.dtype, tmp_path: Path) -> None:
     assert OnDisk(str(path), dtype, 3, 3).read().numel() == 0
 
 
-def test_a_file_that_has_gone(tmp_path: Path) -> None:
+def test_a_missing_file(tmp_path: Path) -> None:
     part = OnDisk(str(tmp_path / "file"), torch.float32, 0, 4)
     with pytest.raises(OffloadError, match="file cannot be read: the file was removed"):
         part.read()

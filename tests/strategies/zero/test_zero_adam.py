@@ -1,4 +1,4 @@
-"""DeepSpeed's own Adam, which is compiled: trained as torch's, with a state that moves between the two."""
+"""DeepSpeed's own Adam, which is compiled: trains like torch's, and their states are interchangeable."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def go_on(make: type, kind: str, source: Path, copy: Path) -> dict[Any, float]:
     "here, there", [("zero2-cpu", "auto"), ("zero3-cpu", "ddp"), ("auto", "zero3-cpu"), ("ddp", "zero2-cpu")]
 )
 def test_a_state_for_both(here: str, there: str, run_dir: Path) -> None:
-    """Saved with one, resumed with the other, bit for bit; with the losses of an undisturbed run."""
+    """Saved with one, resumed with the other, bit for bit, with the losses of an uninterrupted run."""
     own = {name: DeepSpeeds if name.startswith("zero") else Torchs for name in (here, there)}
     together(1 if here == "auto" else 2, {"save": (save, own[here], here, run_dir / "saved")})
     ends = together(1 if there == "auto" else 2, {"on": (go_on, own[there], there, run_dir / "saved", run_dir / "copy")})["on"]
@@ -80,8 +80,8 @@ def test_a_state_for_both(here: str, there: str, run_dir: Path) -> None:
     assert state["optimizers"][0]["class"] == "AdamW"
 
 
-def test_a_copy_leaves_the_optimizer_alone() -> None:
-    """When one of DeepSpeed's is deleted it takes its compiled part away."""
+def test_a_copy_does_not_affect_the_optimizer() -> None:
+    """Deleting one of DeepSpeed's optimizers destroys its compiled part."""
     module = DeepSpeeds()
     optimizer = module.configure_optimizers()
     assert count_slots(optimizer) == 2

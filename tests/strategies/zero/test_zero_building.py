@@ -22,7 +22,7 @@ pytestmark = pytest.mark.zero  # they take long
 
 
 class Built(RegressionModule):
-    """Makes its layers in `configure_model`; one initialises itself, one is initialised by `apply`."""
+    """Creates its layers in `configure_model`; one initializes itself, one is initialized by `apply`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -46,7 +46,7 @@ def small(layer: nn.Module) -> None:
 
 
 class Sizes(Callback):
-    """How many elements of the module are in this process before training and when `fit` has set it up."""
+    """The number of elements of the module in this process, before training and after `fit` has set it up."""
 
     def __init__(self) -> None:
         self.setup = -1
@@ -58,7 +58,7 @@ class Sizes(Callback):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("kind, size", [("zero3", 2), ("zero3-both-cpu", 1), ("zero3-cpu", 3)])
 def test_the_same_training(kind: str, size: int, precision: str) -> None:
-    """From the same first values."""
+    """From the same initial values."""
     arguments = {"precision": precision, "gradient_clip_val": 1.0}
     which = Case(samples=48, make=Built, options={"optimizer": "adamw"}, arguments=arguments)
     record, other = trained(which, size, strategy=strategy(kind)), trained(which, 1)
@@ -70,13 +70,13 @@ def test_the_same_training(kind: str, size: int, precision: str) -> None:
         assert record.losses[first] == pytest.approx(other.losses[first], rel=5e-3)
 
 
-def test_what_is_in_memory_and_what_is_left() -> None:
+def test_memory_during_and_after_a_run() -> None:
     assert run_world(2, divided) == [(0, [0, 0, 0, 0], True)] * 2
     assert divided() == (0, [96, 16, 96, 6], True)
 
 
 def divided() -> tuple[int, list[int], bool]:
-    """Elements that a process has whole when training begins, those at the end, and whether it can train again."""
+    """The elements of a process when training begins, those at the end, and whether it can train again."""
     module, watch = Built(), Sizes()
     which = Case(samples=12, make=lambda: module, arguments={"precision": "32-true"})
     train(which, watch, strategy=strategy("zero3"))
@@ -84,8 +84,8 @@ def divided() -> tuple[int, list[int], bool]:
     return watch.setup, left, len(train(which, strategy=strategy("zero3")).losses) > 0
 
 
-def test_what_stays_divided_is_for_stage_3() -> None:
-    """Another strategy would train nothing."""
+def test_sharded_parameters_need_stage_3() -> None:
+    """Another strategy could not train it."""
     for said in run_world(2, elsewhere):
         assert said.startswith("4 parameters are sharded by ZeRO-3: configure_model created them in an earlier run")
         assert said.endswith("Continue with strategy='zero3', or start from a checkpoint: Built.load_from_checkpoint(path)")
@@ -101,7 +101,7 @@ def elsewhere() -> str:
 
 
 class Late(Built):
-    """Initialises layers when all of them are there; one function asks torch for the shape, some draw, some do not."""
+    """Initializes layers after all are created; one function reads the shape, some draw random numbers, some do not."""
 
     def configure_model(self) -> None:
         super().configure_model()
@@ -112,7 +112,7 @@ class Late(Built):
 
 
 @pytest.mark.parametrize("kind, size", [("zero3", 2), ("zero3-both-cpu", 1)])
-def test_layers_can_be_initialised_later(kind: str, size: int) -> None:
+def test_layers_can_be_initialized_later(kind: str, size: int) -> None:
     which = Case(samples=12, make=Late, options={"optimizer": "adamw"}, arguments={"precision": "32-true"})
     losses = trained(which, size, strategy=strategy(kind)).losses
     assert losses == pytest.approx(trained(which, 1).losses, rel=2e-6)
@@ -125,14 +125,14 @@ class Bypassing(Built):
         self.net[0].bias.detach().fill_(1.0)
 
 
-def test_what_is_changed_behind_the_parameters_back_is_not_lost_silently() -> None:
+def test_a_lost_change_of_a_sharded_parameter_is_an_error() -> None:
     which = Case(samples=12, make=Bypassing, arguments={"precision": "32-true"})
     train(which, strategy="auto")
     with pytest.raises(
         ModuleError, match="configure_model changed 1 parameters through detach.* after their layers were created"
     ):
         train(which, strategy=strategy("zero3"))
-    assert nn.Linear(2, 2).weight.numel() == 4  # and nothing is divided any more
+    assert nn.Linear(2, 2).weight.numel() == 4  # layers are no longer sharded
 
 
 class Raises(Built):
@@ -141,7 +141,7 @@ class Raises(Built):
         raise RuntimeError("boom")
 
 
-def test_an_error_within_it() -> None:
+def test_an_error_while_building() -> None:
     before = nn.Linear.__init__, nn.Module.apply
     with pytest.raises(RuntimeError, match="boom"):
         train(Case(samples=12, make=Raises, arguments={"precision": "32-true"}), strategy=strategy("zero3"))
@@ -155,7 +155,7 @@ def test_checkpoints(kind: str, other: str, run_dir: Path) -> None:
     assert_portable(run_dir / "saved", other, 2, make=Built)
 
 
-def test_the_summary_counts_what_is_divided(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_counts_sharded_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     Trainer(
         strategy=strategy("zero3"),
         accelerator="cpu",
@@ -168,7 +168,7 @@ def test_the_summary_counts_what_is_divided(capsys: pytest.CaptureFixture[str]) 
 
 
 class BuiltWide(RegressionModule):
-    """Something that goes to a disk."""
+    """A module that is large enough for NVMe."""
 
     rates = Wide.rates
 
@@ -189,7 +189,7 @@ def test_nvme(kind: str, size: int) -> None:
     assert trained(which, size, strategy=strategy(kind)).losses == pytest.approx(trained(which, 1).losses, rel=2e-6)
 
 
-def test_what_is_left_of_a_disk() -> None:
+def test_parameters_after_offload_to_a_disk() -> None:
     """The values, in memory, after the folder was removed."""
     for values in run_world(2, gone):
         assert values

@@ -1,4 +1,4 @@
-"""The full grids of ZeRO, NVMe among them; a part runs in `test_zero.py` and `test_zero_state.py` wherever others do."""
+"""The full grids of ZeRO, including NVMe; `test_zero_strategy.py` and `test_stored_state.py` test a part of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TARGETS += [("zero2", 3), ("zero3", 3)]
 
 
 def made(precision: str, *kinds: str) -> type:
-    """What is trained: something large where a disk is to be used."""
+    """The module to train: a large one for offload to a disk."""
     if any(kind in NVME for kind in kinds):
         return Wide
     return Calm if precision == "bf16-true" else RegressionModule
@@ -41,7 +41,7 @@ def test_parity(kind: str, size: int, window: int, clip: float | None, precision
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("kind, size", SOURCES)
 def test_portability(kind: str, size: int, precision: str, run_dir: Path) -> None:
-    """Saved under one configuration, resumed under each."""
+    """Saved under one configuration, resumed under all."""
     for make in (made(precision), Wide):
         targets = [target for target in TARGETS if made(precision, kind, target[0]) is make]
         source = run_dir / make.__name__

@@ -1,4 +1,4 @@
-"""ZeRO in your own training loop, under manual optimization, and where nothing is trained."""
+"""ZeRO in your own training loop, with manual optimization, and without training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SOME = ["zero1", "zero2", "zero2-cpu", "zero3", "zero3-both-cpu"]
 
 
 def own_loop(kind: str, precision: str, clip: bool) -> list[float]:
-    """Two epochs, the last window of which is short and uneven."""
+    """Two epochs whose last accumulation window is short and uneven."""
     trainkit.seed_everything(5)
     accelerator = Accelerator(strategy=strategy(kind), precision=precision, gradient_accumulation_steps=2)
     net = RegressionModule().net
@@ -103,7 +103,7 @@ def of_ddp(size: int, precision: str, clip: bool) -> list[list[float]]:
     ],
 )
 def test_own_loop(kind: str, size: int, precision: str, clip: bool) -> None:
-    """As the Trainer, bit for bit, and as DDP."""
+    """Equal to the Trainer bit for bit, and to DDP."""
     own = run_world(size, own_loop, kind, precision, clip)
     assert own == run_world(size, by_trainer, kind, precision, clip)
     for mine, other in zip(own, of_ddp(size, precision, clip), strict=True):
@@ -124,7 +124,7 @@ class Gan(TrainModule):
         self.losses: list[tuple[float, float]] = []
 
     def judged(self, x: Tensor) -> Tensor:
-        """In float32, as losses are computed: in float16 the digits that are compared would not be there."""
+        """In float32, like losses: float16 does not have the digits that are compared."""
         return self.discriminator(x).float()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -181,7 +181,7 @@ class Evaluated(RegressionModule):
 
 
 def evaluate(kind: str, samples: int) -> tuple[Any, ...]:
-    """Before and after a fit: a test, a prediction, and the validation within it."""
+    """A test and a prediction before and after a fit, and the validation in it."""
     module, data = Evaluated(), DataLoader(Noisy(samples), 2)
     trainer = quiet_trainer(kind, max_epochs=1, global_batch_size=4)
     found: list[Any] = [trainer.test(module, data), [t.tolist() for t in trainer.predict(module, data)]]
@@ -193,7 +193,7 @@ def evaluate(kind: str, samples: int) -> tuple[Any, ...]:
 @pytest.mark.parametrize("kind", ["zero2", "zero3", "zero3-both-cpu"])
 @pytest.mark.parametrize("samples", [1, 9, 7])
 def test_evaluation(kind: str, samples: int) -> None:
-    """Exact on any data, also where a process has a batch less than another, or none."""
+    """Exact on any data, also if a process has fewer batches than another, or none."""
     (expected,) = run_world(1, evaluate, "auto", samples)
     for size in (1, 2):
         for found in run_world(size, evaluate, kind, samples):
@@ -208,7 +208,7 @@ def _numbers(value: Any) -> list[float]:
 
 
 class Broken(RegressionModule):
-    """The gradient of the third update is not finite, and its loss is."""
+    """The gradient of the third optimizer step is not finite, but its loss is."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -230,12 +230,12 @@ def guarded(kind: str, action: str) -> tuple[str, int, bool]:
 
 @pytest.mark.parametrize("kind", SOME)
 def test_gradients_that_are_not_finite(kind: str) -> None:
-    """They are used as under other strategies, and a guard sees them."""
+    """They are used as under other strategies, and `NonFiniteGuard` detects them."""
     for said, _, finite in run_world(1, guarded, kind, "raise"):
         assert "Not finite in optimizer step 3: the gradient of all parameters together" in said
         assert not finite
     for said, skipped, finite in run_world(2, guarded, kind, "skip"):
-        assert (said, skipped, finite) == ("", 2, True)  # the count of updates stays, and so the fourth step does it too
+        assert (said, skipped, finite) == ("", 2, True)  # a skipped step is not counted, so the fourth step is skipped too
 
 
 class NoLossOnOne(RegressionModule):
@@ -250,8 +250,8 @@ def fails() -> None:
     quiet_trainer("zero3", max_epochs=1).fit(NoLossOnOne(), DataLoader(Noisy(16), 2))
 
 
-def test_a_step_that_cannot_be_without_a_loss() -> None:
-    """All processes end, and the one that it is about says why."""
+def test_a_step_that_needs_a_loss() -> None:
+    """All processes end, and the process without a loss reports the reason."""
     first, second = start_world(2, fails).ends()
     assert not first[0]
     assert not second[0]
@@ -260,7 +260,7 @@ def test_a_step_that_cannot_be_without_a_loss() -> None:
 
 
 class OtherOrder(RegressionModule):
-    """Two layers of one size, which one process calls the other way round, once."""
+    """Two layers of the same size, which one process calls once in the opposite order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ def turns(kind: str) -> int:
 
 
 def test_gradients_in_another_order_on_one_process() -> None:
-    """Where they are added up as they come it is found at the next update; stage 1 adds them up in an order of its own."""
+    """Stage 2 sums gradients in the order of their computation, and detects this one step later; stage 1 has a fixed order."""
     for succeeded, said in start_world(2, turns, "zero2").ends():
         assert not succeeded
         assert "the processes computed gradients in different orders" in said
@@ -302,7 +302,7 @@ def test_part_of_the_parameters_cannot_be_clipped() -> None:
 
 
 def saved_and_loaded(kind: str, folder: str) -> None:
-    """Your own training loop saves in the middle, and another one resumes; weights for other programs too."""
+    """A training loop saves in the middle, and another one resumes; also saves weights for other programs."""
     trainkit.seed_everything(5)
     losses: list[list[float]] = []
     for start in (0, 4):

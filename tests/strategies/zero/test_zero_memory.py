@@ -1,4 +1,4 @@
-"""What ZeRO is said to hold is what it holds: real runs over gloo, tensors counted in the middle of an update."""
+"""The memory estimate of ZeRO equals real runs over gloo, whose tensors are counted during an optimizer step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def assert_update(kinds: list[str], precision: str, size: int) -> None:
 
 
 def assert_peak(kinds: list[str], precision: str, size: int, **options: Any) -> None:
-    """What torch allocates in a whole update is what the plan says of its largest moment."""
+    """The memory that torch allocates in an optimizer step equals the plan's largest moment."""
     for _ in range(3):  # a tensor that a thread of gloo happens to free is never noted as freed: that adds to some measurements
         by_rank = together(size, {"held": (_peaks, kinds, precision, options)})["held"]
         wrong = {}
@@ -69,13 +69,13 @@ def test_in_the_update(size: int, precision: str) -> None:
 
 
 def test_at_the_peak() -> None:
-    """On one process: what gloo's threads free torch does not note."""
+    """On one process: torch does not record what gloo's threads free."""
     for precision in ("32-true", "bf16-true"):
         assert_peak(["zero1", "zero2"], precision, 1)
 
 
 def test_two_buckets() -> None:
-    """One is filled while the other one travels."""
+    """One is filled while the other one is reduced."""
     assert_peak(["zero1", "zero2"], "32-true", 1, overlap_comm=True)
 
 
@@ -97,8 +97,8 @@ def test_in_autocast(size: int) -> None:
     assert_update([*STAGES], "bf16-mixed", size)
 
 
-def test_nothing_is_divided_twice() -> None:
-    """Over more processes a process holds less, and all of them together no less than what there is."""
+def test_memory_over_numbers_of_processes() -> None:
+    """With more processes each process holds less, but all together no less than the whole."""
     held = contents("32-true")
     for kind in STAGES:
         totals = [memory(kind).footprint(held, size).moments["update"] for size in (1, 2, 4, 8)]
@@ -108,7 +108,7 @@ def test_nothing_is_divided_twice() -> None:
 
 
 def test_a_large_model() -> None:
-    """Buckets, gathered parameters and sub-groups are as large as DeepSpeed's options say, and not as the model."""
+    """Buckets, gathered parameters and sub-groups have the sizes of DeepSpeed's options, not of the model."""
     large = Contents(tuple(Weight(50_000_000, 2, True) for _ in range(200)), flat_slots=2)
     device = memory("zero3-both-cpu").footprint(large, 8).device
     assert device.buffers == 2 * 2 * 500_000_000
@@ -118,14 +118,14 @@ def test_a_large_model() -> None:
     assert update.gradients == 2 * 1_250_000_000 + 4 * (1_000_000_000 + 50_000_000 // 8)
 
 
-def test_an_optimizer_that_zero_would_change() -> None:
+def test_an_unsupported_optimizer() -> None:
     weight = torch.nn.Parameter(torch.ones(2, 2, device="meta"))
     held = Contents((Weight(4, 4, True),), optimizers=(torch.optim.Adafactor([weight]),))
     with pytest.raises(OptimizerError, match="Adafactor does not work under ZeRO"):
         memory("zero1").footprint(held, 2)
 
 
-def test_a_strategy_counts_with_its_options() -> None:
+def test_the_estimate_uses_the_options_of_the_strategy() -> None:
     strategy = ZeROStrategy(stage=3, reduce_bucket_size=1000, param_persistence_threshold=0, device="cpu")
     trainer = make_trainer(strategy=strategy)
     rows = trainer.plan(Planned(), processes=[2]).rows

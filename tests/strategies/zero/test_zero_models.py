@@ -1,4 +1,4 @@
-"""Models as users have them under ZeRO: of `transformers`, with tied weights, with frozen ones, with LoRA adapters."""
+"""Users' models under ZeRO: of `transformers`, with tied weights, with frozen weights, with LoRA adapters."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Language(RegressionModule):
 
 
 class Translation(Language):
-    """A T5, one embedding of which is in three places."""
+    """A T5, in which three modules share one embedding."""
 
     def make(self) -> Any:
         from transformers import T5Config, T5ForConditionalGeneration
@@ -78,7 +78,7 @@ class Adapted(Language):
             torch.manual_seed(3)
             adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1))
             for name, parameter in adapted.named_parameters():
-                if "lora_B" in name:  # which begins as zeros, so that the adapters would learn nothing at first
+                if "lora_B" in name:  # initially zeros, so other parameters of the adapters would have no gradient at first
                     nn.init.normal_(parameter, std=0.1)
         return adapted
 
@@ -110,12 +110,12 @@ def test_checkpoints(make: type, kind: str, other: str, run_dir: Path) -> None:
     together(2, {"save": (save, case(make=make), kind, run_dir / "saved")})
     tied = ("wte.weight", "shared.weight", "lm_head.weight")
     stored = [name for name in tensors(run_dir / "saved") if name.startswith("model/") and name.endswith(tied)]
-    assert len(stored) == (0 if make is Adapted else 1)  # of adapters the base is not saved
+    assert len(stored) == (0 if make is Adapted else 1)  # for adapters the base model is not saved
     assert_portable(run_dir / "saved", other, 2, make=make)
 
 
 class BuiltLanguage(Language):
-    """The GPT-2, made by `configure_model` as `transformers` can make it layer by layer."""
+    """The GPT-2, created in `configure_model`, where `transformers` can create it layer by layer."""
 
     def make(self) -> Any:
         return None
@@ -127,29 +127,29 @@ class BuiltLanguage(Language):
 
 
 class Late(BuiltLanguage):
-    """Made as it is outside of it: it is initialised when all its layers are there."""
+    """Created with its class; it is initialized after all its layers are created."""
 
     def configure_model(self) -> None:
         self.net = Language.make(self)
 
 
 def test_configure_model() -> None:
-    """The same on any number of processes; `transformers` itself draws first values in another order for stage 3."""
+    """The same on any number of processes; `transformers` draws initial values in a different order for stage 3."""
     which = Case(samples=24, make=BuiltLanguage, arguments={"precision": "32-true"})
     losses = trained(which, 2, strategy=strategy("zero3")).losses
     assert losses == pytest.approx(trained(which, 1, strategy=strategy("zero3-both-cpu")).losses, rel=2e-5)
-    assert max(losses.values()) < 4.5  # what a model says that knows nothing is log(50) = 3.9
+    assert max(losses.values()) < 4.5  # an untrained model has log(50) = 3.9
 
 
 def test_configure_model_with_a_class() -> None:
-    """From the same first values as everywhere."""
+    """From the same initial values as under other strategies."""
     which = Case(samples=24, make=Late, arguments={"precision": "32-true"})
     losses = trained(which, 2, strategy=strategy("zero3")).losses
     assert losses == pytest.approx(trained(replace(which, make=Language), 1).losses, rel=2e-5)
 
 
 class LateAdapted(Adapted):
-    """The GPT-2 and its adapters, made by `configure_model`."""
+    """The GPT-2 and its adapters, created in `configure_model`."""
 
     def __init__(self, **options: Any) -> None:
         RegressionModule.__init__(self, **options)
@@ -166,7 +166,7 @@ def test_configure_model_with_adapters() -> None:
 
 
 class Speaking(Language):
-    """Generates at the end of each epoch: outputs of other lengths on each process, and other numbers of batches."""
+    """Generates at the end of each epoch: outputs of different lengths on each process, and different numbers of batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,8 +198,8 @@ def speak(kind: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", ["zero2", "zero3", "zero3-both-cpu"])
-def test_generation_keeps_in_step(kind: str) -> None:
-    """Five samples on two processes, each with an output of its own length."""
+def test_generation_stays_synchronized(kind: str) -> None:
+    """Five samples on two processes, whose outputs have different lengths."""
     expected = speak("auto")
     assert len({len(said) for said in expected}) > 2
     first, second = run_world(2, speak, kind)

@@ -1,4 +1,4 @@
-"""Offload to NVMe: what goes to the disk, what memory is left, and what happens when the disk fails."""
+"""Offload to NVMe: the files on disk, the memory that is still used, and failures of the disk."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ALONE = {"precision": "32-true"}
 
 
 def files(folder: Path) -> dict[str, int]:
-    """What lies under a folder: name → bytes."""
+    """The files in a folder: name → bytes."""
     return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*.swp")}
 
 
 class Measured(Callback):
-    """Looks at memory and disk in the last step."""
+    """Measures memory and disk in the last step."""
 
     def __init__(self) -> None:
         self.before = resident()
@@ -48,7 +48,7 @@ def resident() -> int:
 
 
 def measured(kind: str, options: dict[str, int]) -> tuple[int, dict[str, int]]:
-    """Of a process that trains: bytes that its memory has grown by, and the files of all."""
+    """Train; returns the growth of this process's memory in bytes, and the files of all processes."""
     ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: freed memory is returned to the system
     case = Case(samples=8, window=4, make=Deep, options={"optimizer": "adamw"}, arguments={"max_epochs": 2, **ALONE})
     watch = Measured()
@@ -72,25 +72,25 @@ def test_files_grow_and_memory_shrinks(size: int) -> None:
     least, both = run_world(size, measured, "zero3-both-nvme", small)[0]
     assert not on_disk
     state = sum(count for name, count in optimizer.items() if "/rank0/" in name)
-    assert state >= 3 * 4 * (elements - 728 * 728)  # masters and two tensors of AdamW, without what is frozen
+    assert state >= 3 * 4 * (elements - 728 * 728)  # master weights and two tensors of AdamW, except for frozen parameters
     assert state < 1.02 * 3 * 4 * elements + mib
     parameters = sum(count for name, count in both.items() if "float32params/rank0" in name)
     assert 4 * elements <= parameters < 1.02 * 4 * elements + mib
-    # what went to the disk has left memory, but for the buffers: four of a sub-group, and those of parameters
+    # offloaded tensors are no longer in memory, except for the buffers: four for a sub-group, and those for parameters
     assert less < memory - 0.75 * 3 * 4 * elements
     assert least < memory - 0.75 * 4 * 4 * elements
 
 
 @pytest.mark.parametrize("optimizer", ELEMENTWISE)
 def test_elementwise_optimizers(optimizer: str) -> None:
-    """Each has as many buffers as it needs."""
+    """Each has the number of buffers that it needs."""
     case = Case(samples=16, window=4, make=AnyOptimizer, options={"optimizer": optimizer}, arguments=ALONE)
     record = trained(case, 1, strategy=strategy("zero3-both-nvme", sub_group_size=400_000))
     assert record.losses == pytest.approx(trained(case, 1).losses, rel=2e-5)
 
 
 class AnyOptimizer(Wide):
-    """With an optimizer of torch's, in two groups; some of them with all the state that they can have."""
+    """With an optimizer of torch, in two groups; some optimizers with all optional state."""
 
     def configure_optimizers(self) -> Any:
         first, *rest = [p for p in self.net.parameters() if p.requires_grad]
@@ -100,7 +100,7 @@ class AnyOptimizer(Wide):
 
 
 def own_loop(kind: str) -> list[float]:
-    """Two models, with an optimizer each."""
+    """Two models, each with an optimizer."""
     trainkit.seed_everything(5)
     accelerator = Accelerator(strategy=strategy(kind))
     nets = [Wide().net, nn.Sequential(nn.Linear(6, 728), nn.Tanh(), nn.Linear(728, 728), nn.Tanh(), nn.Linear(728, 6))]
@@ -125,7 +125,7 @@ def test_several_optimizers(kind: str) -> None:
 
 
 def test_parameters_are_gathered_all_at_once() -> None:
-    """More of them than are read ahead, and what is changed stays."""
+    """More of them than are read ahead; changes are kept."""
     accelerator = Accelerator(strategy=strategy("zero3-both-nvme", param_buffer_count=1))
     net = Wide(layers=4).net
     before = [p.detach().clone() for p in net.parameters()]
@@ -144,7 +144,7 @@ def test_parameters_are_gathered_all_at_once() -> None:
 
 @pytest.mark.parametrize("kind", ["zero3-nvme", "zero3-both-nvme"])
 def test_a_file_that_is_removed_during_training(kind: str) -> None:
-    """It is said, and the folder goes."""
+    """An error names it, and the folder is removed."""
 
     class Remove(Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
@@ -166,13 +166,13 @@ def test_a_file_that_is_removed_during_training(kind: str) -> None:
     ],
 )
 def test_options(options: dict[str, Any]) -> None:
-    """However the disk is used, the losses are the same."""
+    """The losses are the same with all options of the disk."""
     which = Case(samples=24, make=Wide, options={"layers": 3, "optimizer": "adamw"}, arguments=ALONE)
     record = trained(which, 1, strategy=strategy("zero3-both-nvme", **options))
     assert record.losses == pytest.approx(trained(which, 1).losses, rel=2e-5)
 
 
-def test_a_block_that_no_disk_has() -> None:
+def test_an_invalid_block_size() -> None:
     with pytest.raises(ConfigurationError, match="aio_block_size must be a multiple of 4096 bytes, .* not 1000"):
         strategy("zero3-nvme", aio_block_size=1000)
 
@@ -187,7 +187,7 @@ def test_an_evaluation_alone(kind: str) -> None:
     assert not [*Path.cwd().iterdir()]
 
 
-def test_what_cannot_be_compiled_leaves_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_compilation_leaves_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> None:
         raise RuntimeError("the compiler failed")
 

@@ -1,4 +1,4 @@
-"""Options of ZeRO that change how it computes: what they must leave as it is, and what they must change."""
+"""Options of ZeRO that change how it computes: what they must change, and what they must not change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainkit.strategies.zero.optimizer_adapter import warn_slow_on_cpu
 pytestmark = pytest.mark.zero  # they take long
 
 
-def test_parameters_once_more_on_each_machine() -> None:
+def test_a_secondary_copy_of_the_parameters_per_node() -> None:
     record = run("zero3", 2, 4, 1.0, "32-true", hpz_partition_size=2)
     assert_same(record, expected(2, 4, 1.0, "32-true"), 2e-6)
 
@@ -36,20 +36,20 @@ def test_processes_that_cannot_be_grouped() -> None:
 
 
 @pytest.mark.parametrize("kind, precision", [("zero2", "32-true"), ("zero3", "32-true"), ("zero3", "bf16-mixed")])
-def test_gradients_that_travel_in_16_bits(kind: str, precision: str) -> None:
-    """Near to what they would be, and not the same."""
+def test_gradients_reduced_in_16_bits(kind: str, precision: str) -> None:
+    """Close to the exact values, but not equal."""
     record, other = run(kind, 2, 4, 1.0, precision, communication_dtype="bf16"), expected(2, 4, 1.0, precision)
     assert_same(record, other, 5e-3)
     assert record.losses != pytest.approx(other.losses, rel=2e-6)
 
 
-def test_communication_that_does_not_go_with_the_precision() -> None:
+def test_a_communication_dtype_that_contradicts_the_precision() -> None:
     with pytest.raises(ConfigurationError, match="'fp16' does not work with precision='bf16-mixed', which .* float32 or bfl"):
         run("zero2", 1, 1, None, "bf16-mixed", communication_dtype="fp16")
 
 
 class Checkpointed(RegressionModule):
-    """Recomputes a part of its activations in the backward pass, by DeepSpeed."""
+    """Recomputes a part of its activations in the backward pass with DeepSpeed."""
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         import deepspeed
@@ -66,7 +66,7 @@ def test_activation_checkpointing(kind: str) -> None:
     assert_same(record, expected(2, 4, 1.0, "32-true"), 2e-6)
 
 
-def test_its_settings_end_with_the_run() -> None:
+def test_checkpointing_settings_end_with_the_run() -> None:
     import deepspeed.runtime.activation_checkpointing.checkpointing as room
 
     case = Case(samples=8, batch_size=2, window=1, arguments={"precision": "32-true", "max_epochs": 1})
@@ -76,7 +76,7 @@ def test_its_settings_end_with_the_run() -> None:
 
 
 def in_float16(kind: str, scale: float, enabled: bool = True) -> tuple[Record, float]:
-    """A training on a CPU that DeepSpeed believes to compute in float16, as torch does on every CPU."""
+    """Train on a CPU, with DeepSpeed patched to support float16 there, as torch does on every CPU."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     with pytest.MonkeyPatch.context() as patched:
@@ -95,7 +95,7 @@ def in_float32() -> Record:
 
 @pytest.mark.parametrize("kind", ["zero1", "zero2-cpu", "zero3", "zero3-both-cpu"])
 def test_16_true(kind: str) -> None:
-    """Float32 masters and a loss scale, which is halved where gradients overflow."""
+    """Float32 master weights and a loss scale, which is halved if gradients overflow."""
     for record, scale in run_world(2, in_float16, kind, 1024.0):
         assert scale == 1024.0
         assert record.losses == pytest.approx({key: in_float32().losses[key] for key in record.losses}, rel=5e-3)
@@ -106,13 +106,13 @@ def test_16_true(kind: str) -> None:
 
 
 def test_16_true_without_a_loss_scale() -> None:
-    """As of `GradScalerKwargs(enabled=False)`: not even one that would overflow."""
+    """As with `GradScalerKwargs(enabled=False)`: no loss scale is used, not even one that would overflow."""
     (scaled, _), (plain, scale) = in_float16("zero2", 1024.0), in_float16("zero2", 2.0**24, enabled=False)
     assert scale == 1.0
     assert plain.losses == pytest.approx(scaled.losses, rel=5e-3)
 
 
-def test_16_true_where_there_is_none() -> None:
+def test_16_true_without_support() -> None:
     with pytest.raises(ConfigurationError, match="needs a device on which DeepSpeed supports float16, and 'cpu' is not one"):
         ZeROStrategy(3, device="cpu", precision="16-true")
 
@@ -127,7 +127,7 @@ def save_model(short: bool, folder: str) -> None:
 
 
 def test_save_model_in_16_bits(run_dir: Path) -> None:
-    """The masters, unless it is asked for; then the parameters as they are used."""
+    """By default the master weights are saved; with the option the 16-bit parameters."""
     for short in (False, True):
         together(2, {"save": (save_model, short, str(run_dir / str(short)))})
     masters, used = (load_file(run_dir / str(short) / "model.safetensors") for short in (False, True))
@@ -137,7 +137,7 @@ def test_save_model_in_16_bits(run_dir: Path) -> None:
     assert all(torch.equal(tensor, masters[name].bfloat16()) for name, tensor in used.items())
 
 
-def test_16_bits_of_which_there_are_none() -> None:
+def test_16_bit_weights_of_a_float32_model() -> None:
     with pytest.raises(ConfigurationError, match="zero3_save_16bit_model=True, but precision='32-true' has float32 parameters"):
         run("zero3", 1, 1, None, "32-true", zero3_save_16bit_model=True)
 
@@ -149,8 +149,8 @@ def test_16_bits_of_which_there_are_none() -> None:
         ("RMSprop", "RMSprop runs its steps on the CPU, .* Keep the optimizer on the device if it fits"),
     ],
 )
-def test_slow_updates_are_said(kind: str, said: str) -> None:
+def test_a_warning_about_slow_optimizer_steps(kind: str, said: str) -> None:
     optimizer: Any = getattr(torch.optim, kind)([torch.nn.Parameter(torch.ones(2))])
-    warn_slow_on_cpu(optimizer, torch.device("cpu"))  # which is where they would be computed anyway
+    warn_slow_on_cpu(optimizer, torch.device("cpu"))  # the forward also runs there, so there is no warning
     with pytest.warns(TrainkitWarning, match=said):
         warn_slow_on_cpu(optimizer, torch.device("cuda"))

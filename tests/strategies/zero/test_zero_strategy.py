@@ -1,4 +1,4 @@
-"""ZeRO trains as DDP does: losses, gradient norms and parameters on the same global batches."""
+"""ZeRO trains like DDP: the same losses, gradient norms and parameters on the same global batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainkit.strategies.zero.optimizer_adapter import refuse_optimizer
 
 
 def covering() -> list[tuple[str, int, int, float | None, str]]:
-    """Each pair of values of any two of the five, by few combinations of all."""
+    """A few combinations of five values that cover each pair of values."""
     values = (list(STAGES), [1, 2], [1, 4], [None, 1.0], ["32-true", "bf16-mixed", "16-mixed"])
     left = {((i, a), (j, b)) for i in range(5) for j in range(i + 1, 5) for a in values[i] for b in values[j]}
     chosen = []
@@ -57,7 +57,7 @@ def test_the_comparison_can_fail() -> None:
 
 
 def overflowing(kind: str) -> list[Any]:
-    """Losses with their updates' numbers, and the last loss scale, of a training whose first scales are too large."""
+    """Losses with their step numbers, and the last loss scale, of a training whose first scales are too large."""
     precision = Precision("16-mixed", init_scale=2.0**33, growth_interval=4)
     case = Case(samples=40, batch_size=2, arguments={"precision": precision, "gradient_clip_val": 1.0, "max_epochs": 2})
     losses = train(case, strategy=strategy(kind)).losses
@@ -67,7 +67,7 @@ def overflowing(kind: str) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["zero1", "zero2-cpu", "zero3"])
 def test_steps_that_overflow_are_skipped(kind: str) -> None:
-    """On all processes alike, and as under DDP: the scale is halved until gradients are finite, and doubled again later."""
+    """The same on all processes and under DDP: the scale is halved until gradients are finite, and later doubled again."""
     for mine, theirs in zip(run_world(2, overflowing, kind), run_world(2, overflowing, "ddp"), strict=True):
         assert mine[0] == pytest.approx(theirs[0], rel=5e-3)
         assert mine[1] == theirs[1] < 2.0**33
@@ -79,7 +79,7 @@ def test_steps_that_overflow_are_skipped(kind: str) -> None:
     "samples, window", [(21, 12), *(pytest.param(*case, marks=pytest.mark.zero) for case in ((21, 4), (50, 12)))]
 )
 def test_uneven_windows(kind: str, samples: int, window: int) -> None:
-    """The last windows have a short micro-batch, and fewer of them on some processes, or none."""
+    """The last windows have a short micro-batch, and some processes have fewer micro-batches or none."""
     case = Case(samples=samples, window=window, arguments={"precision": "32-true", "gradient_clip_val": 1.0})
     alone = trained(case, 1)
     for size in (2,) if window == 4 or samples == 21 else (3,):
@@ -90,7 +90,7 @@ def test_uneven_windows(kind: str, samples: int, window: int) -> None:
 @pytest.mark.parametrize("kind", list(STAGES))
 @pytest.mark.parametrize("window", [12, pytest.param(4, marks=pytest.mark.zero)])
 def test_parameters_that_get_no_gradient(kind: str, window: int) -> None:
-    """Nothing of an earlier window is used for a layer that a window, or its first micro-batch, has not used."""
+    """No gradient of an earlier window is used for a layer that a window, or its first micro-batch, does not use."""
     case = Case(samples=48, window=window, make=Sometimes, arguments={"precision": "32-true"})
     alone = trained(case, 1)
     for size in (1, 2):
@@ -110,7 +110,7 @@ def test_weights_of_zero(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", list(STAGES))
 def test_modules_are_restored_after_a_run(kind: str) -> None:
-    """After a run a module is as another strategy leaves it: whole, without hooks, to be copied and trained again."""
+    """After a run the module is like under another strategy: full, without hooks; it can be copied and trained again."""
     linear, module = nn.functional.linear, RegressionModule()
     trained_here(module, "auto")
     attributes = {name: sorted(vars(part)) for name, part in module.named_modules()}
@@ -167,35 +167,35 @@ def test_no_loss_on_a_stage_where_no_rank_waits(kind: str) -> None:
         ({"aio_queue_depth": None}, "aio_queue_depth must be a whole number ≥ 1, not None"),
         (
             {"stage": 2, "aio_queue_depth": 16},
-            "aio_queue_depth=16 has an effect with NVMe only, but this is ZeROStrategy.stage=2",
+            "aio_queue_depth=16 has an effect only with NVMe, but this is ZeROStrategy.stage=2",
         ),
-        ({"stage": 2, "sub_group_size": 10}, "sub_group_size=10 has an effect with stage 3 only, .* Remove sub_group_size"),
-        ({"stage": 3, "round_robin_gradients": True}, "round_robin_gradients=True has an effect with stages 1 and 2 only"),
+        ({"stage": 2, "sub_group_size": 10}, "sub_group_size=10 has an effect only with stage 3, .* Remove sub_group_size"),
+        ({"stage": 3, "round_robin_gradients": True}, "round_robin_gradients=True has an effect only with stages 1 and 2"),
         (
             {"stage": 3, "optimizer_buffer_count": 5},
-            "optimizer_buffer_count=5 has an effect with offload_optimizer='nvme' only",
+            "optimizer_buffer_count=5 has an effect only with offload_optimizer='nvme'",
         ),
         (
             {"stage": 3, "pin_memory": False},
-            "pin_memory=False has an effect with offload only, but this is .*offload_optimizer=None",
+            "pin_memory=False has an effect only with offload, but this is .*offload_optimizer=None",
         ),
-        ({"stage": 3, "max_params_in_cpu": 5}, "max_params_in_cpu=5 has an effect with offload_params='nvme' only"),
+        ({"stage": 3, "max_params_in_cpu": 5}, "max_params_in_cpu=5 has an effect only with offload_params='nvme'"),
         ({"timeout": -1}, "timeout must be a timedelta or a number of seconds"),
     ],
 )
-def test_arguments_that_cannot_work(arguments: dict[str, Any], message: str) -> None:
+def test_impossible_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         ZeROStrategy(**arguments)
 
 
 @pytest.mark.parametrize("kind", ["Adafactor", "LBFGS", "Muon", "SparseAdam"])
-def test_optimizers_that_zero_would_change(kind: str) -> None:
+def test_unsupported_optimizers(kind: str) -> None:
     optimizer = getattr(torch.optim, kind)([nn.Parameter(torch.ones(4, 4))])
     with pytest.raises(OptimizerError, match=f"{kind} does not work under ZeRO"):
         refuse_optimizer(optimizer)
 
 
-def test_such_an_optimizer_in_a_run() -> None:
+def test_an_unsupported_optimizer_in_a_run() -> None:
     module = RegressionModule(bias=False)
     module.configure_optimizers = lambda: torch.optim.Adafactor(module.parameters())  # type: ignore[method-assign]
     with pytest.raises(OptimizerError, match="Adafactor does not work under ZeRO"):
@@ -206,7 +206,7 @@ ELEMENTWISE = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam"
 
 
 class AnyOptimizer(RegressionModule):
-    """With an optimizer of torch's, in two groups."""
+    """With an optimizer of torch, in two groups."""
 
     def configure_optimizers(self) -> Any:
         first, *rest = self.net.parameters()
@@ -221,8 +221,8 @@ def test_elementwise_optimizers(optimizer: str, kind: str) -> None:
     assert trained(case, 1, strategy=strategy(kind)).losses == pytest.approx(trained(case, 1).losses, rel=2e-5)
 
 
-def test_how_many_tensors_an_optimizer_keeps() -> None:
-    """Found by a step of a copy, which has no effect outside."""
+def test_the_number_of_state_tensors_of_an_optimizer() -> None:
+    """Counted in a step of a copy, which has no side effects."""
     parameter = nn.Parameter(torch.ones(4))
     plain, adam = torch.optim.SGD([parameter], lr=0.1), torch.optim.AdamW([parameter], amsgrad=True)
     adam.register_step_post_hook(lambda *_: pytest.fail("a hook was called"))
@@ -233,7 +233,7 @@ def test_how_many_tensors_an_optimizer_keeps() -> None:
     assert not adam.state
 
 
-def test_clipping_by_value_is_refused_when_the_trainer_is_made() -> None:
+def test_clipping_by_value_is_refused_when_the_trainer_is_created() -> None:
     with pytest.raises(ConfigurationError, match="cannot be clipped by value under ZeRO.*gradient_clip_algorithm='norm'"):
         Trainer(strategy="zero2", accelerator="cpu", gradient_clip_val=0.5, gradient_clip_algorithm="value")
 

@@ -22,35 +22,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     ls = add("ls", "list the checkpoints of a folder, or of all runs below it, newest first")
     default = "trainkit_runs"
-    ls.add_argument("folder", metavar="FOLDER", nargs="?", default=default, help=f"default: ./{default}")
+    ls.add_argument(
+        "folder",
+        metavar="FOLDER",
+        nargs="?",
+        default=default,
+        help=f"a folder of checkpoints or of runs (default: ./{default})",
+    )
     ls.add_argument("--json", action="store_true", help="print JSON")
 
     show = add("show", "show what is in a checkpoint")
     show.add_argument("path", metavar="PATH", help="the checkpoint")
-    show.add_argument("--tensors", action="store_true", help="every tensor with its dtype and shape")
-    show.add_argument("--state", action="store_true", help="everything except tensor files: counters, callbacks, …")
+    show.add_argument("--tensors", action="store_true", help="also print each tensor with its dtype and shape")
+    show.add_argument("--state", action="store_true", help="also print the state: counters, callbacks, …")
     show.add_argument("--json", action="store_true", help="print JSON")
 
-    verify = add("verify", "compare every byte with the checksums of the save; exit code 1 if a checkpoint is damaged")
-    verify.add_argument("paths", metavar="PATH", nargs="+", help="a checkpoint, or a folder of them")
+    verify = add("verify", "compare all files with their checksums; exit code 1 if a checkpoint is damaged")
+    verify.add_argument("paths", metavar="PATH", nargs="+", help="a checkpoint, or a folder of checkpoints")
 
     diff = add("diff", "compare two checkpoints bit for bit; exit code 0 if they are equal, else 1")
     diff.add_argument("first", metavar="A", help="a checkpoint")
-    diff.add_argument("second", metavar="B", help="another one")
+    diff.add_argument("second", metavar="B", help="the checkpoint to compare it with")
     diff.add_argument("--all", action="store_true", help="also compare callbacks, loggers and logged metrics")
 
-    export = add("export", "write the weights in the formats of other programs")
+    export = add("export", "write the weights to files that other programs can open")
     export.add_argument("path", metavar="PATH", help="the checkpoint")
     export.add_argument("out", metavar="OUT", help="the folder to write to")
     export.add_argument("--attribute", metavar="NAME", help="export only the module with this path, with names relative to it")
     export.add_argument(
         "--format",
         choices=("safetensors", "transformers", "peft"),
-        help="default: transformers or peft for such a model, else safetensors",
+        help="file format (default: transformers or peft for models of these packages, else safetensors)",
     )
-    export.add_argument("--dtype", choices=("bf16", "fp16", "fp32", "fp64"), help="cast floating-point tensors")
-    export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="largest size of a file (default: 5GB)")
-    export.add_argument("--overwrite", action="store_true", help="write to a folder that contains other files")
+    export.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32", "fp64"), help="convert floating-point tensors (default: unchanged)"
+    )
+    export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="maximum size of a file (default: 5GB)")
+    export.add_argument("--overwrite", action="store_true", help="write to OUT even if it contains other files")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
 from trainkit.cli.checkpoint.exported_module import aliases_of
-from trainkit.cli.checkpoint.text import say, short
+from trainkit.cli.checkpoint.text import print_lines, short
 from trainkit.console import counted
 
 __all__ = ["CheckpointDifference", "compare_checkpoints", "compare_tensors", "compare_values", "run"]
 
-# When, where and how often a run saved: two identical runs differ in these.
-_OF_THE_RUN = ("run_id", "save_counter", "saved_at", "saved_by", "trainkit_version", "format_version", "files", "aliases")
-# Parts of the state that contain paths and times.
-_WITH_ALL = ("callbacks", "loggers", "metrics", "results")
-_PIECE = 1 << 22  # elements to compare at a time
+# Entries of the manifest in which even two identical runs differ.
+_NOT_COMPARED = ("run_id", "save_counter", "saved_at", "saved_by", "trainkit_version", "format_version", "files", "aliases")
+# Parts of the state that contain paths and times; compared with --all.
+_ONLY_WITH_ALL = ("callbacks", "loggers", "metrics", "results")
+_CHUNK = 1 << 22  # elements to compare at a time
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,13 +32,13 @@ def run(args: argparse.Namespace) -> int:
     first, second = open_checkpoint(args.first), open_checkpoint(args.second)
     counts: Counter[str] = Counter()
     for difference in compare_checkpoints(first, second, everything=args.all):
-        say(str(difference))
+        print_lines(str(difference))
         counts[difference.part] += 1
     if not counts:
-        skipped = "" if args.all else " (callbacks, loggers and logged metrics not compared: --all)"
-        say(f"equal, bit for bit: {', '.join(first.stems)}{skipped}")
+        skipped = "" if args.all else " (not compared without --all: callbacks, loggers, logged metrics)"
+        print_lines(f"equal, bit for bit: {', '.join(first.stems)}{skipped}")
         return 0
-    say(f"{counted(counts.total(), 'difference')}: " + ", ".join(f"{part} {n}" for part, n in counts.items()))
+    print_lines(f"{counted(counts.total(), 'difference')}: " + ", ".join(f"{part} {n}" for part, n in counts.items()))
     return 1
 
 
@@ -65,14 +65,14 @@ def compare_checkpoints(first: Checkpoint, second: Checkpoint, *, everything: bo
 
     Args:
         first: A checkpoint.
-        second: Another one.
+        second: The checkpoint to compare it with.
         everything: Also compare the states of callbacks and loggers, and the logged metrics. They contain paths and times.
 
     Raises:
-        CheckpointError: One of them is damaged.
+        CheckpointError: A checkpoint is damaged.
     """
     manifests = [vars(one.manifest) for one in (first, second)]
-    skipped = (*_OF_THE_RUN, *(() if everything else ("metrics",)))
+    skipped = (*_NOT_COMPARED, *(() if everything else ("metrics",)))
     for name in manifests[0]:
         if name not in skipped:
             for path, text in compare_values(manifests[0][name], manifests[1][name], name):
@@ -80,7 +80,7 @@ def compare_checkpoints(first: Checkpoint, second: Checkpoint, *, everything: bo
     yield from _compare_stems(first, second)
     states = [one.read({"state"}, unregistered=True).state for one in (first, second)]
     for key in sorted({*states[0], *states[1]}):
-        if everything or key not in _WITH_ALL:
+        if everything or key not in _ONLY_WITH_ALL:
             one, other = (state.get(key, _ABSENT) for state in states)
             for path, text in compare_values(one, other, key):
                 yield CheckpointDifference("state", path, text)
@@ -115,8 +115,8 @@ def compare_tensors(first: Tensor | None, second: Tensor | None) -> str | None:
         return f"{kinds[0]} and {kinds[1]}"
     one, other = first.detach().cpu().contiguous().reshape(-1), second.detach().cpu().contiguous().reshape(-1)
     count, at, largest = 0, -1, 0.0
-    for start in range(0, one.numel(), _PIECE):
-        a, b = one[start : start + _PIECE], other[start : start + _PIECE]
+    for start in range(0, one.numel(), _CHUNK):
+        a, b = one[start : start + _CHUNK], other[start : start + _CHUNK]
         unequal = (_bits(a) != _bits(b)).any(dim=1)
         if not bool(unequal.any()):
             continue
@@ -128,7 +128,7 @@ def compare_tensors(first: Tensor | None, second: Tensor | None) -> str | None:
         return None
     index = tuple(int(i) for i in np.unravel_index(at, tuple(first.shape) or (1,))) if first.dim() else ()
     values = f"{one[at].item()!r} and {other[at].item()!r}"
-    size = "not a number" if math.isnan(largest) else f"{largest:.3g}"
+    size = "NaN" if math.isnan(largest) else f"{largest:.3g}"
     of = counted(one.numel(), "element")
     return f"{count:,} of {of} differ{'s' if count == 1 else ''}, by at most {size}; the first at {list(index)}: {values}"
 

@@ -17,8 +17,8 @@ from trainkit.checkpoint.manifest import DIGEST, MANIFEST
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.weights import shard_size, write_weights
 from trainkit.cli.checkpoint.exported_module import read_module
-from trainkit.cli.checkpoint.formats import ExportFolder, lay_out
-from trainkit.cli.checkpoint.text import bytes_text, say
+from trainkit.cli.checkpoint.formats import ExportFolder, export_folders
+from trainkit.cli.checkpoint.text import bytes_text, print_lines
 from trainkit.console import counted
 from trainkit.errors import CheckpointWriteError, ConfigurationError
 
@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     )
     for where, folder in folders.items():
         size = sum(tensor.nbytes for tensor in folder.tensors.values())
-        say(f"Wrote {Path(args.out) / where}: {kind}, {counted(len(folder.tensors), 'tensor')}, {bytes_text(size)}")
-        say(*(f"  {note}" for note in folder.notes))
+        print_lines(f"Wrote {Path(args.out) / where}: {kind}, {counted(len(folder.tensors), 'tensor')}, {bytes_text(size)}")
+        print_lines(*(f"  {note}" for note in folder.notes))
     return 0
 
 
@@ -60,7 +60,7 @@ def export(
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
 ) -> tuple[str, dict[str, ExportFolder]]:
-    """Verify a checkpoint, then write one of its modules to a folder. After an error nothing is written.
+    """Verify a checkpoint, then write one of its modules to a folder. Writes nothing if there is an error.
 
     Args:
         path: The checkpoint.
@@ -75,7 +75,7 @@ def export(
         The format, and the written folders by their path in `out`.
 
     Raises:
-        ConfigurationError: An unknown attribute, a format that the module does not have, or an `out` with other files.
+        ConfigurationError: The attribute is unknown, the module does not support the format, or `out` contains other files.
         CheckpointError: The checkpoint is damaged or incomplete, or `out` cannot be written.
     """
     size = shard_size(max_shard_size)
@@ -84,9 +84,9 @@ def export(
     checkpoint = open_checkpoint(path)
     module = read_module(checkpoint, attribute)
     chosen = kind or module.kind
-    folders = lay_out(module, chosen, dtype)
+    folders = export_folders(module, chosen, dtype)
     if not any(folder.tensors for folder in folders.values()):
-        raise ConfigurationError(f"{path}: no tensor to export. Fix: name another checkpoint or attribute")
+        raise ConfigurationError(f"{path}: there is no tensor to export. Fix: choose another checkpoint or attribute")
     about = {
         "checkpoint": checkpoint.path.name,  # not its whole path: an export may be published
         "run_id": checkpoint.manifest.run_id,
@@ -112,7 +112,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
     if there and _MARK not in there and not overwrite:
         raise ConfigurationError(
             f"{target} is neither empty nor an earlier export; it contains {', '.join(there[:5])}"
-            f"{', …' if len(there) > 5 else ''}. Fix: choose another folder, or --overwrite"
+            f"{', …' if len(there) > 5 else ''}. Fix: choose another folder, or pass --overwrite"
         )
 
 

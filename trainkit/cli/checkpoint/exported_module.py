@@ -25,22 +25,22 @@ class ExportedModule:
     Attributes:
         tensors: The stored tensors.
         aliases: Name of a tied tensor → the name in `tensors` under which it is stored.
-        lacking: Parameters that the checkpoint does not contain because they were frozen.
+        missing_frozen: Names of parameters that the checkpoint does not contain because they were frozen.
         configs: Configurations of the `transformers` and PEFT models inside, by path; `""` is the module itself.
-        within: The PEFT model that contains this module, with adapters between its parameters; "" if there is none.
+        peft_parent: The PEFT model that contains this module, with adapters between its parameters; "" if there is none.
     """
 
     tensors: dict[str, Tensor]
     aliases: dict[str, str]
-    lacking: list[str]
+    missing_frozen: list[str]
     configs: dict[str, Mapping[str, Any]]
-    within: str = ""
+    peft_parent: str = ""
 
     @property
     def kind(self) -> str:
         """The default format of the module: "peft", "transformers" or "safetensors"."""
         own = self.configs.get("", {})
-        if self.within:
+        if self.peft_parent:
             return "safetensors"
         return "peft" if own.get("kind") == "peft" or own.get("adapters") else str(own.get("kind", "safetensors"))
 
@@ -68,8 +68,8 @@ def read_module(checkpoint: Checkpoint, attribute: str | None) -> ExportedModule
     own, own_aliases = _tensors_inside(tensors, aliases, path)
     own_configs = {p.removeprefix(path).removeprefix("."): config for p, config in configs.items() if _within(p, path)}
     stored = {*own, *own_aliases}
-    lacking = [name for name in _inside(trained, path) if name not in stored]
-    return ExportedModule(own, own_aliases, lacking, own_configs, _enclosing_peft_model(configs, path))
+    missing_frozen = [name for name in _inside(trained, path) if name not in stored]
+    return ExportedModule(own, own_aliases, missing_frozen, own_configs, _enclosing_peft_model(configs, path))
 
 
 def aliases_of(checkpoint: Checkpoint, stem: str, tensors: Container[str]) -> Mapping[str, str]:
@@ -138,4 +138,6 @@ def _unknown(attribute: str, path: str, names: list[str], configs: Mapping[str, 
     every = {".".join(module.split(".")[: depth + 1]) for module in modules for depth in range(module.count(".") + 1)}
     hint = nearest(path, tops) or nearest(path, sorted(every - {""}))
     is_tensor = " It is a parameter or buffer; expected a module." if path in names else ""
-    return f"The model has no module {attribute!r}.{is_tensor}{hint} Modules: {', '.join(tops) or 'none'}, and those inside."
+    return (
+        f"The model has no module {attribute!r}.{is_tensor}{hint} Modules: {', '.join(tops) or 'none'}, and their submodules."
+    )

@@ -14,7 +14,7 @@ from trainkit.cli.checkpoint.exported_module import ExportedModule
 from trainkit.errors import CheckpointError, ConfigurationError
 from trainkit.state.adapters import adapter_config, adapter_names, adapters_of
 
-__all__ = ["DTYPES", "ExportFolder", "cast", "lay_out"]
+__all__ = ["DTYPES", "ExportFolder", "cast", "export_folders"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -38,12 +38,12 @@ class ExportFolder:
     notes: list[str] = field(default_factory=list)
 
 
-def lay_out(module: ExportedModule, kind: str, dtype: str | None) -> dict[str, ExportFolder]:
+def export_folders(module: ExportedModule, kind: str, dtype: str | None) -> dict[str, ExportFolder]:
     """The folders to write, by their path in the export; `""` is the export itself.
 
     Raises:
-        ConfigurationError: The module does not have this format.
-        CheckpointError: The checkpoint lacks what the format needs.
+        ConfigurationError: The module cannot be exported in this format.
+        CheckpointError: The checkpoint does not contain all parameters that the format needs.
     """
     folders = {"safetensors": _plain, "transformers": _transformers, "peft": _peft}[kind](module)
     if dtype is not None:
@@ -56,7 +56,7 @@ def lay_out(module: ExportedModule, kind: str, dtype: str | None) -> dict[str, E
 
 
 def cast(tensor: Tensor, dtype: torch.dtype, name: str, notes: list[str]) -> Tensor:
-    """A floating-point tensor in another dtype; adds a note if values overflow. Other tensors stay as they are."""
+    """A floating-point tensor in another dtype; adds a note if values overflow. Other tensors are unchanged."""
     if not tensor.is_floating_point() or tensor.dtype == dtype:
         return tensor
     result = tensor.to(dtype)
@@ -84,11 +84,13 @@ def _json(values: Mapping[str, Any]) -> bytes:
 
 def _plain(module: ExportedModule) -> dict[str, ExportFolder]:
     folder = ExportFolder(dict(module.tensors))
-    if module.lacking:
-        folder.notes.append(f"the checkpoint contains only trained parameters; {len(module.lacking)} frozen ones are missing")
+    if module.missing_frozen:
+        folder.notes.append(
+            f"the checkpoint contains only trained parameters; {len(module.missing_frozen)} frozen ones are missing"
+        )
     if module.aliases:
         tied = ", ".join(f"{alias} ({stored})" for alias, stored in list(module.aliases.items())[:_SHOWN])
-        folder.notes.append(f"tied tensors are written once; omitted, each with the tensor that it shares: {tied}")
+        folder.notes.append(f"tied tensors are written once; not written, each with the tensor that it is tied to: {tied}")
     for path, config in module.configs.items():
         if path and config.get("kind") in ("transformers", "peft") and ".base_model." not in f".{path}":
             folder.notes.append(f"{path} is a {config['kind']} model; to export it in that format: --attribute {path}")
@@ -98,22 +100,22 @@ def _plain(module: ExportedModule) -> dict[str, ExportFolder]:
 def _transformers(module: ExportedModule) -> dict[str, ExportFolder]:
     own = module.configs.get("", {})
     if own.get("kind") != "transformers":
-        raise ConfigurationError(_not_that("a transformers model", "transformers", module))
-    if module.within:
+        raise ConfigurationError(_wrong_module("a transformers model", "transformers", module))
+    if module.peft_parent:
         raise ConfigurationError(
-            f"Expected a whole model, received the base model inside a PEFT model ({module.within}), which contains adapters. "
-            "Fix: export the PEFT model with --format peft; or merge them in Python first: model.merge_and_unload()"
+            f"Expected a whole model, got the base model inside a PEFT model ({module.peft_parent}), which contains adapters. "
+            "Fix: export the PEFT model with --format peft, or merge the adapters in Python first: model.merge_and_unload()"
         )
     if own.get("adapters"):
         raise ConfigurationError(
-            "The model has PEFT adapters, which the transformers format does not contain. Fix: --format peft; or merge them "
-            "into the weights in Python first: model.merge_and_unload() of a PeftModel"
+            "The model has PEFT adapters, which the transformers format does not support. Fix: --format peft, or merge them "
+            "into the weights in Python first: PeftModel.merge_and_unload()"
         )
-    if module.lacking:
+    if module.missing_frozen:
         raise CheckpointError(
-            f"The checkpoint contains only trained parameters: {len(module.lacking)} frozen ones are missing ("
-            f"{_some(module.lacking)}), and transformers would initialize them at random. Fix: --format safetensors writes the "
-            "trained ones; ModelCheckpoint(save='all') saves all"
+            f"The checkpoint contains only trained parameters: {len(module.missing_frozen)} frozen ones are missing ("
+            f"{_some(module.missing_frozen)}), and transformers would initialize them at random. Fix: use --format safetensors "
+            "to export the trained ones, or ModelCheckpoint(save='all') to save all"
         )
     config = own.get("config")
     tensors = dict(module.tensors)
@@ -129,7 +131,7 @@ def _transformers(module: ExportedModule) -> dict[str, ExportFolder]:
 def _tied_by_class(config: Any) -> dict[str, int]:
     """The parameters of a model of this configuration; those that `transformers` ties have the same number.
 
-    Empty if it is not installed or does not know the class. Tied tensors are then written under each name: a larger file.
+    Empty if `transformers` is not installed or does not have the class. Tied tensors are then written once for each name.
     """
     try:
         import transformers
@@ -140,44 +142,44 @@ def _tied_by_class(config: Any) -> dict[str, int]:
         with torch.device("meta"):
             model: Any = cls(cls.config_class.from_dict(dict(config)))
         return {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
-    except Exception:  # whatever the other package raises: the result is only an optimization
+    except Exception:  # any error of the other package: the result is only an optimization
         return {}
 
 
 def _peft(module: ExportedModule) -> dict[str, ExportFolder]:
     adapters, start = adapters_of(module.configs)
     if not adapters:
-        raise ConfigurationError(_not_that("a PEFT model", "peft", module))
+        raise ConfigurationError(_wrong_module("a PEFT model", "peft", module))
     tensors = {**module.tensors, **{alias: module.tensors[stored] for alias, stored in module.aliases.items()}}
     folders: dict[str, ExportFolder] = {}
     lost: list[str] = []
     for adapter, config in adapters.items():
-        names = adapter_names([*tensors, *module.lacking], adapter, adapters)
+        names = adapter_names([*tensors, *module.missing_frozen], adapter, adapters)
         missing = [name for name in names if name not in tensors]
         if not names or len(missing) == len(names):
             lost.append(adapter)
             continue
         if missing:
             raise CheckpointError(
-                f"The checkpoint contains only trained parameters and lacks {len(missing)} frozen ones of the adapter "
-                f"{adapter!r}: {_some(missing)}. Fix: ModelCheckpoint(save='all')"
+                f"The checkpoint contains only trained parameters: {len(missing)} frozen ones of the adapter {adapter!r} are "
+                f"missing ({_some(missing)}). Fix: save all of them with ModelCheckpoint(save='all')"
             )
         weights = {start + new: tensors[name] for name, new in names.items()}
         where = "" if adapter == "default" else adapter
         folders[where] = ExportFolder(weights, "adapter_model", {"adapter_config.json": adapter_config(config, module.configs)})
     if not folders:
-        raise CheckpointError(f"The checkpoint does not contain the adapters {', '.join(lost)}. Fix: name another checkpoint")
+        raise CheckpointError(f"The checkpoint does not contain the adapters {', '.join(lost)}. Fix: choose another checkpoint")
     for adapter in lost:
         next(iter(folders.values())).notes.append(f"the adapter {adapter!r} was frozen and is not in the checkpoint")
     return folders
 
 
-def _not_that(what: str, kind: str, module: ExportedModule) -> str:
+def _wrong_module(what: str, kind: str, module: ExportedModule) -> str:
     there = [path for path, config in module.configs.items() if path and config.get("kind") == kind]
     fix = f"--attribute {there[0]}" if there else "--format safetensors"
     return (
-        f"--format {kind}: expected {what}, received another module"
-        + (f", which contains {', '.join(there)}" if there else "")
+        f"--format {kind}: expected {what}, but the module is not one"
+        + (f"; it contains {', '.join(there)}" if there else "")
         + f". Fix: {fix}"
     )
 

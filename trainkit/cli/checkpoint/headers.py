@@ -14,7 +14,7 @@ __all__ = ["TensorHeader", "tensor_headers"]
 
 
 class TensorHeader(NamedTuple):
-    """What the header of a safetensors file says of a tensor; `dtype` as the format writes it: `F32`, `BF16`, …"""
+    """The entry of a tensor in the header of a safetensors file; `dtype` is spelled as in the file: `F32`, `BF16`, …"""
 
     file: str
     dtype: str
@@ -33,4 +33,4 @@ def tensor_headers(path: Path) -> dict[str, TensorHeader]:
             parts = {name: file.get_slice(name) for name in file.offset_keys()}
             return {name: TensorHeader(path.name, part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
     except (OSError, SafetensorError) as error:
-        raise CorruptCheckpointError(f"{path}: header: {error}") from error
+        raise CorruptCheckpointError(f"{path} has a malformed header: {error}") from error

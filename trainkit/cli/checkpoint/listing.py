@@ -9,13 +9,13 @@ from typing import Any
 from trainkit.checkpoint.folder import ListedCheckpoint, candidates, folders_below, list_checkpoints
 from trainkit.checkpoint.identify import is_checkpoint
 from trainkit.checkpoint.reader import inspect_checkpoint
-from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, holds, on_one_line, say, table
+from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, contents_text, on_one_line, print_lines, table
 from trainkit.errors import CheckpointNotFoundError
 from trainkit.paths import local_path
 
 __all__ = ["checkpoints_at", "run"]
 
-_HEADER = ("NAME", "STEP", "EPOCHS", "RUN", "SAVED AT", "SIZE", "HOLDS", "METRICS", "STATE")
+_HEADER = ("NAME", "STEP", "EPOCHS", "RUN", "SAVED AT", "SIZE", "CONTAINS", "METRICS", "STATE")
 _RUN_SHOWN = 8  # characters of the run's id
 
 
@@ -25,11 +25,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(as_json([_described(one) for one in found]))
     elif not found:
-        say(f"{args.folder} contains no checkpoint.")
+        print_lines(f"{args.folder} contains no checkpoints.")
     else:
         several = len({one.path.parent for one in found}) > 1
         names = [str(one.path.relative_to(folder)) if several else one.path.name for one in found]
-        say(*table(_HEADER, map(_row, found, names), right="STEP EPOCHS SIZE"))
+        print_lines(*table(_HEADER, map(_row, found, names), right="STEP EPOCHS SIZE"))
     return 0
 
 
@@ -44,7 +44,7 @@ def checkpoints_at(path: Path) -> list[ListedCheckpoint]:
     if not path.is_dir():
         raise CheckpointNotFoundError(
             f"Expected a folder of checkpoints, got {str(path)!r}, which {'is a file' if path.exists() else 'does not exist'}. "
-            "Fix: name the folder that the run saved to: trainkit checkpoint ls <default_root_dir>"
+            "Fix: pass the folder that the run saved to: trainkit checkpoint ls <default_root_dir>"
         )
     found = list_checkpoints(path) or candidates(*folders_below(path))
     return sorted(found, key=lambda one: one.problem is not None)
@@ -58,7 +58,7 @@ def _row(one: ListedCheckpoint, name: str) -> tuple[str, ...]:
     metrics = ", ".join(f"{name}={value:.4g}" for name, value in manifest.metrics.items())
     size = bytes_text(sum(entry.size for entry in manifest.files.values()))
     saved = manifest.saved_at[:19].replace("T", " ")
-    about = (str(manifest.step), str(manifest.epoch), manifest.run_id[:_RUN_SHOWN], saved, size, holds(manifest))
+    about = (str(manifest.step), str(manifest.epoch), manifest.run_id[:_RUN_SHOWN], saved, size, contents_text(manifest))
     return (name, *about, metrics, state)
 
 

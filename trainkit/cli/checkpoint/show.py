@@ -11,7 +11,7 @@ from typing import Any
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
 from trainkit.cli.checkpoint.headers import TensorHeader, tensor_headers
-from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, holds, say, short, table
+from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, contents_text, print_lines, short, table
 from trainkit.console import counted
 
 __all__ = ["groups_of", "run"]
@@ -30,18 +30,18 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(as_json(_described(checkpoint, headers, state, args)))
         return 0
-    say(*_about(checkpoint.path, checkpoint.manifest), "", *_files(checkpoint.manifest, headers))
-    say("", *_parts(headers), *_optimizers(state))
+    print_lines(*_about(checkpoint.path, checkpoint.manifest), "", *_files(checkpoint.manifest, headers))
+    print_lines("", *_parts(headers), *_optimizers(state))
     if isinstance(values := state.get("hyper_parameters"), Mapping) and values:
-        say("hyper-parameters", *_tree(values, _INDENT))
+        print_lines("hyper-parameters", *_tree(values, _INDENT))
     if args.tensors:
         every = [(stem, name, header) for stem, own in headers.items() for name, header in own.items()]
         rows = [(stem, name, header.dtype, str(list(header.shape))) for stem, name, header in every]
-        say("", *table(("OF", "TENSOR", "DTYPE", "SHAPE"), rows))
+        print_lines("", *table(("OF", "TENSOR", "DTYPE", "SHAPE"), rows))
         for stem, names in checkpoint.manifest.aliases.items():
-            say(*(f"{stem}: {alias} is {stored}" for alias, stored in names.items()))
+            print_lines(*(f"{stem}: {alias} is tied to {stored}" for alias, stored in names.items()))
     if args.state:
-        say("", "state", *_tree(state, _INDENT))
+        print_lines("", "state", *_tree(state, _INDENT))
     return 0
 
 
@@ -93,7 +93,7 @@ def _about(path: Path, manifest: Manifest) -> list[str]:
         "position": short(manifest.position),
         "run": f"{manifest.run_id}, save {manifest.save_counter}",
         "saved": f"{manifest.saved_at} by {manifest.saved_by or 'the user'}, trainkit {manifest.trainkit_version}",
-        "holds": holds(manifest),
+        "contains": contents_text(manifest),
         "metrics": metrics or "none",
         "seed": f"{manifest.seed} (order {manifest.order_version}, keys {manifest.key_version})",
         "ran on": f"{manifest.world_size} × {manifest.strategy}, {manifest.precision}",
@@ -109,7 +109,7 @@ def _files(manifest: Manifest, headers: _Headers) -> list[str]:
         for name, entry in sorted(manifest.files.items())
     ]
     total = bytes_text(sum(entry.size for entry in manifest.files.values()))
-    return [*table(("FILE", "SIZE", "HOLDS", "SHA-256"), rows, right="SIZE"), f"{counted(len(rows), 'file')}, {total}"]
+    return [*table(("FILE", "SIZE", "CONTAINS", "SHA-256"), rows, right="SIZE"), f"{counted(len(rows), 'file')}, {total}"]
 
 
 def _parts(headers: _Headers) -> list[str]:

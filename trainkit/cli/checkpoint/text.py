@@ -19,10 +19,10 @@ __all__ = [
     "about_manifest",
     "as_json",
     "bytes_text",
+    "contents_text",
     "escaped",
-    "holds",
     "on_one_line",
-    "say",
+    "print_lines",
     "short",
     "table",
 ]
@@ -35,7 +35,7 @@ def escaped(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in text)
 
 
-def say(*lines: str) -> None:
+def print_lines(*lines: str) -> None:
     """Print lines, with unprintable characters escaped."""
     for line in lines:
         print(escaped(line))
@@ -59,7 +59,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: str = "")
 
 
 def bytes_text(size: int) -> str:
-    """Such as `1.2 GB`, in powers of 1000."""
+    """A number of bytes as text, such as `1.2 GB`, in powers of 1000."""
     value, units = float(size), ["B", "kB", "MB", "GB", "TB"]
     while value >= 999.5 and len(units) > 1:
         value /= 1000
@@ -68,13 +68,13 @@ def bytes_text(size: int) -> str:
 
 
 def on_one_line(text: str, path: object) -> str:
-    """A message on one line, without the path of the checkpoint before the names of its files."""
+    """A message on one line, in which the files of the checkpoint are named without its path."""
     for folder in (os.path.abspath(str(path)), str(path)):  # the absolute path first, which may end with the other
         text = text.replace(f"{folder}/", "").replace(f"{folder}\\", "")
     return "; ".join(text.splitlines())
 
 
-def holds(manifest: Manifest) -> str:
+def contents_text(manifest: Manifest) -> str:
     """What a checkpoint contains: `all`, `trainable`, `weights` or `trainable weights`."""
     model = str(manifest.contents.get("model", "all"))
     if manifest.contents.get("resumable", False):

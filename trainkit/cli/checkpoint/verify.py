@@ -8,7 +8,7 @@ from pathlib import Path
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.cli.checkpoint.headers import tensor_headers
 from trainkit.cli.checkpoint.listing import checkpoints_at
-from trainkit.cli.checkpoint.text import bytes_text, on_one_line, say
+from trainkit.cli.checkpoint.text import bytes_text, on_one_line, print_lines
 from trainkit.errors import CheckpointError, CheckpointNotFoundError
 
 __all__ = ["run", "verify"]
@@ -21,14 +21,15 @@ def run(args: argparse.Namespace) -> int:
         found = [one.path for one in checkpoints_at(given)]
         if not found:
             raise CheckpointNotFoundError(
-                f"Expected a checkpoint or a folder of them, got {str(given)!r}, which contains none."
+                f"Expected a checkpoint or a folder of checkpoints, got {str(given)!r}, which contains none. "
+                "Fix: pass the folder that the run saved to: trainkit checkpoint verify <default_root_dir>"
             )
         paths += [path for path in found if path not in paths]
     bad = 0
     for path in paths:
         problem, size = verify(path)
         bad += problem is not None
-        say(f"good  {path}  ({bytes_text(size)})" if problem is None else f"BAD   {path}: {on_one_line(problem, path)}")
+        print_lines(f"good  {path}  ({bytes_text(size)})" if problem is None else f"BAD   {path}: {on_one_line(problem, path)}")
     return 1 if bad else 0
 
 

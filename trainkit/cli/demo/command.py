@@ -86,8 +86,8 @@ class Result:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `trainkit demo` to a parser."""
-    parser.add_argument("--max-steps", type=int, metavar="N", help=f"optimizer steps (default: {FULL.max_steps})")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the run (default: 0)")
+    parser.add_argument("--max-steps", type=int, metavar="N", help=f"number of optimizer steps (default: {FULL.max_steps})")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
     parser.add_argument(
         "--root", default="trainkit_runs/demo", metavar="DIR", help="folder for all files (default: ./trainkit_runs/demo)"
     )
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo and print the results."""
     if args.max_steps is not None and args.max_steps < 1:
         raise ConfigurationError(f"--max-steps: expected a number ≥ 1, got {args.max_steps}. Fix: --max-steps 100")
-    # check before the training, not a minute into it
+    # check before the training, which takes a minute
     for package, extra in (("tensorboard", "tensorboard"), ("matplotlib", "plot")):
         if not is_installed(package):
             raise missing_package(package, extra, "The demo")
@@ -147,13 +147,13 @@ def train(size: Size, seed: int, root: Path, max_steps: int | None = None) -> Re
     )
     _introduce(data, model, max_steps)
     if _has_checkpoints(unfinished):
-        print(f"The run that was stopped continues. To start over, remove {unfinished}.", flush=True)
+        print(f"Resuming the run that was interrupted. To start over, remove {unfinished}.", flush=True)
         trainer.fit(model, datamodule=data, ckpt_path="auto")
     else:
         trainer.fit(model, datamodule=data)
     # The last validation may be some steps old. Without loggers, so that no step has two values in the files.
-    judge = Trainer(logger=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=1, seed=seed)
-    [metrics] = judge.validate(model, datamodule=data, verbose=False)
+    evaluator = Trainer(logger=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=1, seed=seed)
+    [metrics] = evaluator.validate(model, datamodule=data, verbose=False)
 
     folder = Path(csv.log_dir or root)
     windows = data.val.all()
@@ -218,7 +218,7 @@ def report(result: Result, seconds: float) -> None:
     print("\nNext:")
     print(f"  {_python()} -m tensorboard.main --logdir {shlex.quote(str(folder.parent))}")
     print(f"  {_python()} -m trainkit plot {shlex.quote(str(folder))}")
-    print("  examples/byte_gpt.py in the repository is this run as a script of your own, to change.")
+    print("  examples/byte_gpt.py in the repository is the same run as a script that you can change.")
 
 
 def _python() -> str:

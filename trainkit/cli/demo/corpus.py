@@ -18,7 +18,7 @@ from trainkit.module.data_module import DataModule
 
 __all__ = ["Corpus", "SourceCode", "Windows", "is_validation", "read_corpus", "source_files"]
 
-# Skipped: installed packages, tests, what some distributions do not ship, and generated tables.
+# Skipped: installed packages, tests, packages that some distributions do not ship, and generated tables.
 _OTHERS = {"__pycache__", "dist-packages", "site-packages"}
 _TESTS = {"idle_test", "test", "tests"}
 _NOT_EVERYWHERE = {"ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo"}
@@ -116,10 +116,10 @@ class Windows(Dataset[Tensor]):
     Args:
         text: At least `length + 1` bytes.
         length: The number of predicted bytes per window.
-        limit: The largest number of windows, spread evenly over the text.
+        limit: The maximum number of windows, spread evenly over the text.
 
     Raises:
-        ConfigurationError: A length or limit below 1.
+        ConfigurationError: `length` or `limit` is less than 1.
         DataError: The text is shorter than one window.
     """
 
@@ -131,7 +131,7 @@ class Windows(Dataset[Tensor]):
         if self.total < 1:
             raise DataError(
                 f"expected a text of at least {length + 1} bytes for windows of length {length}, got {len(text)}. "
-                f"Fix: a longer text, or length={max(len(text) - 1, 1)}"
+                f"Fix: use a longer text, or length={max(len(text) - 1, 1)}"
             )
         self.count = self.total if limit is None else min(limit, self.total)
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -17,10 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run_dir",
         metavar="RUN_DIR",
         nargs="+",
-        help="a run's folder (…/version_3), or a folder above it, for the newest run; several, up to 10, are compared",
+        help="a run's folder (…/version_3), or a folder above it, for the newest run; several runs, at most 10, are compared",
     )
     parser.add_argument(
-        "--out", metavar="FILE", help="the HTML file (default: report.html in the run's folder; for several runs, here)"
+        "--out",
+        metavar="FILE",
+        help="the HTML file (default: report.html in the run's folder; for several runs, the current folder)",
     )
 
 

@@ -18,9 +18,9 @@ __all__ = ["Key", "bokeh_script", "embed", "metric_chart", "styles_of", "time_ch
 Key = tuple[str, str]
 """(label of a run, name of a metric)."""
 
-_FEW = 40  # up to this number of points, they have markers
-_MOST_IN_ALL = 400_000  # points of a page
-_MOST = 2000  # points of a line
+_FEW = 40  # a line with at most this number of points has markers
+_MOST_IN_ALL = 400_000  # maximum number of points on a page
+_MOST = 2000  # maximum number of points of a line
 _LARGEST = 1e100  # numbers near the largest float64 overflow in the axes
 
 
@@ -41,7 +41,7 @@ def styles_of(keys: Sequence[Key], runs: Sequence[RunData]) -> dict[Key, Style]:
 
 
 def thinned(points: Series, most: int) -> tuple[Any, Any]:
-    """Steps and values as arrays; of a long series the lowest and the highest value of each interval, and one gap."""
+    """Steps and values as arrays; for a long series only the lowest value, the highest value and one gap of each interval."""
     steps = np.array([step for step, _ in points], dtype=np.float64)
     values = np.array([value for _, value in points], dtype=np.float64)
     values[~(np.abs(values) < _LARGEST)] = np.nan
@@ -61,7 +61,7 @@ def thinned(points: Series, most: int) -> tuple[Any, Any]:
 
 
 def most_points(lines: int) -> int:
-    """How many points a line may have if a page has this number of lines."""
+    """The maximum number of points of a line on a page with this number of lines."""
     return max(100, min(_MOST, _MOST_IN_ALL // max(1, lines)))
 
 
@@ -72,7 +72,7 @@ def metric_chart(series: Mapping[Key, Series], styles: Mapping[Key, Style], shar
         series: Its lines.
         styles: Their styles.
         shared: The range of the x-axis that all panels share.
-        most: Number of points of a line; longer ones are thinned.
+        most: Maximum number of points of a line; longer ones are thinned.
         several: Whether there are several runs, for the names in the tooltip.
     """
     from bokeh.models import NumeralTickFormatter
@@ -121,22 +121,22 @@ def _figure(x_range: Any, x_label: str, tooltips: list[tuple[str, str]], formatt
 
 
 def timed(runs: Sequence[RunData]) -> list[RunData]:
-    """The runs to draw over time: those whose start is known, or a single one that has saved at least twice."""
+    """The runs to draw over time: those whose start is known, or a single run with at least two checkpoints."""
     return [run for run in runs if run.starts or (len(runs) == 1 and len(_checkpoint_times(run)) > 1)]
 
 
 def time_chart(runs: Sequence[RunData], colors: Mapping[str, str]) -> Any:
-    """Step over time: the clock for one run, the time since its start for several."""
+    """The step over time: the time of day for one run, the time since the start of each run for several."""
     from bokeh.models import NumeralTickFormatter
 
     known = timed(runs)
     if one := len(runs) == 1:
         scale, unit = 1e-3, "UTC"  # milliseconds since 1970
-        chart = _figure(shared_range(), "time (UTC)", _tips("@x{%F %T} UTC"), {"@x": "datetime"})
+        chart = _figure(shared_range(), "time (UTC)", _tooltips("@x{%F %T} UTC"), {"@x": "datetime"})
         _mark_gaps(chart, known[0])
     else:
         scale, unit = _unit(max(max(_times(run)) - min(_times(run)) for run in known))
-        chart = _figure(shared_range(), f"{unit} since the start", _tips(f"@x{{0.00}} {unit}"), {})
+        chart = _figure(shared_range(), f"{unit} since the start", _tooltips(f"@x{{0.00}} {unit}"), {})
     for run in known:
         origin = 0.0 if one else min(_times(run))
         for start in run.starts:
@@ -152,12 +152,12 @@ def time_chart(runs: Sequence[RunData], colors: Mapping[str, str]) -> Any:
     return chart
 
 
-def _tips(when: str) -> list[tuple[str, str]]:
+def _tooltips(when: str) -> list[tuple[str, str]]:
     return [("", "$name"), ("time", when), ("step", "@y{0,0}")]
 
 
 def _mark_gaps(chart: Any, run: RunData) -> None:
-    """Shade the time between the starts of a run, and show the clock."""
+    """Shade the time between the starts of a run, and label the axis with the time of day."""
     from bokeh.models import DatetimeTickFormatter
     from bokeh.models.annotations import BoxAnnotation
 

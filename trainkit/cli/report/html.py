@@ -1,4 +1,4 @@
-"""Pieces of HTML; all text of users is escaped."""
+"""Pieces of HTML, in which all text from the user's files is escaped."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ __all__ = ["card", "data", "definitions", "duration", "element", "number", "safe
 
 
 def safe(text: object) -> str:
-    """Text with the characters of HTML escaped, and control characters as their escapes."""
+    """Text with special characters of HTML and control characters escaped."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in str(text))
     return html.escape(shown)
 
 
 def element(tag: str, *content: str, css: str = "") -> str:
-    """An element around HTML."""
+    """An HTML element with this content."""
     return f"<{tag}{f' class={css!r}' if css else ''}>{''.join(content)}</{tag}>"
 
 
 def section(heading: str, content: str) -> str:
-    """A heading and HTML; nothing without content."""
+    """A section with a heading; empty without content."""
     return f"<section><h2>{safe(heading)}</h2>{content}</section>\n" if content else ""
 
 
 def card(content: str, css: str = "") -> str:
-    """A box around HTML."""
+    """A box with this content."""
     return f"<div class='card {css}'>{content}</div>" if css else f"<div class='card'>{content}</div>"
 
 
 def table(header: Sequence[str], rows: Iterable[str], right: Sequence[str] = ()) -> str:
-    """A table that scrolls sideways where it does not fit.
+    """A table that scrolls horizontally if it does not fit.
 
     Args:
         header: The titles of the columns.
@@ -49,7 +49,7 @@ def definitions(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def data(value: float) -> str:
-    """A number as it is read, with the whole number of the log as its value."""
+    """A rounded number as text, with the exact value of the log in the attribute `value`."""
     return f"<data value='{value!r}'>{number(value)}</data>"
 
 
@@ -61,12 +61,12 @@ def number(value: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Such as `2026-11-20 15:07:48 UTC`."""
+    """A time as text, such as `2026-11-20 15:07:48 UTC`."""
     return f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def duration(seconds: float) -> str:
-    """Such as `2 h 05 min`."""
+    """A duration as text, such as `2 h 05 min`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, left = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""The page of a report: sections of HTML, each omitted if the runs have nothing for it."""
+"""The page of a report: sections of HTML, each omitted if the runs have no data for it."""
 
 from __future__ import annotations
 
@@ -126,13 +126,13 @@ def _time(runs: Sequence[RunData], colors: dict[str, str], elements: dict[str, s
         return ""
     keys = []
     if any(run.starts for run in runs):
-        keys.append("<span>line: the step</span>")
+        keys.append("<span>line: step</span>")
     if any(len(run.starts) > 1 for run in runs):
         keys.append("<span>▲ resumed</span>")
         if len(runs) == 1:
             keys.append("<span>gray: no events in the log</span>")
     if any(run.checkpoints for run in runs):
-        keys.append("<span>◆ a checkpoint that is kept</span>")
+        keys.append("<span>◆ checkpoint</span>")
     return f"<figure>{element('div', *keys, css='keys')}{elements['time']}</figure>{starts_tables(runs, colors)}"
 
 

@@ -1,4 +1,4 @@
-"""What a run has left in its folder: metrics, hyper-parameters, checkpoints, and the times of its event files."""
+"""The data in the folder of a run: metrics, hyper-parameters, checkpoints, and the times of its event files."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["KINDS", "LoggedStart", "RunData", "kind_of", "read_run", "report_fol
 KINDS = ("Metrics", "Learning rates", "Throughput", "Memory")
 """The kinds of metrics, in the order of the page."""
 
-_LATEST = 32503680000.0  # the year 3000: a later time is not one
+_LATEST = 32503680000.0  # the year 3000; a larger number is not a time
 
 
 class LoggedStart(NamedTuple):
-    """One start of a run, as its event file shows it.
+    """One start of a run, from its event file.
 
     Attributes:
         opened: When the file was opened, in seconds since 1970.
-        end: When the last event that was kept was written.
+        end: When the last event in the file was written.
         points: (time, highest step so far) of its events.
     """
 
@@ -42,7 +42,7 @@ class LoggedStart(NamedTuple):
 
 @dataclass
 class RunData:
-    """A run; what it has not left is empty.
+    """A run; attributes are empty if the folder has no such data.
 
     Attributes:
         label: Its short name.
@@ -51,7 +51,7 @@ class RunData:
         hparams: Flat hyper-parameters.
         checkpoints: Valid ones, newest first, then damaged ones.
         starts: Its starts, in order.
-        notes: What could not be read.
+        notes: Messages about data that could not be read.
     """
 
     label: str
@@ -64,7 +64,7 @@ class RunData:
 
     @property
     def manifest(self) -> Manifest | None:
-        """That of the newest valid checkpoint."""
+        """The manifest of the newest valid checkpoint."""
         return next((one.manifest for one in self.checkpoints if one.problem is None), None)
 
     @property
@@ -91,12 +91,12 @@ def kind_of(name: str) -> str:
 
 
 def report_folders(run_dirs: Sequence[str]) -> dict[Path, list[str]]:
-    """The folders of the runs, each once, with what to note about them.
+    """The folders of the runs, each once, with notes about them.
 
-    A run without metrics is one too if it has checkpoints; the note says where its metrics may be.
+    A run may have only checkpoints; a note then says where its metrics may be.
 
     Raises:
-        ConfigurationError: Too many runs, or a folder without metrics and checkpoints.
+        ConfigurationError: There are too many runs, or a folder has neither metrics nor checkpoints.
     """
     found = dict(map(_report_folder, run_dirs))
     return {folder: found[folder] for folder in unique(list(found))}
@@ -138,7 +138,7 @@ def _only_checkpoints(folder: Path) -> bool:
 
 
 def _home(folder: Path) -> Path:
-    """The folder of the run: that of its metrics, or the one above it (`TensorBoardLogger(sub_dir=)`)."""
+    """The folder of the run: the folder of its metrics, or the one above it (`TensorBoardLogger(sub_dir=)`)."""
     return next((one for one in (folder, *folder.resolve().parents) if re.fullmatch(r"version_\d+", one.name)), folder)
 
 
@@ -161,7 +161,7 @@ def _hparams(run: RunData, folder: Path, home: Path) -> dict[str, Any]:
 def _starts(folder: Path) -> list[LoggedStart]:
     starts = []
     for name in event_files(folder):
-        if "/" in name:  # of add_scalars
+        if "/" in name:  # written by add_scalars
             continue
         times = [(time, step) for time, step in event_times(folder / name) if 0 < time < _LATEST]
         if times:
@@ -170,7 +170,7 @@ def _starts(folder: Path) -> list[LoggedStart]:
     highest = 0
     for number, start in enumerate(starts):
         points = []
-        for time, step in start.points:  # a metric of an evaluation may be logged by the number of its batch
+        for time, step in start.points:  # the step of an evaluation metric may be the index of its batch
             highest = max(highest, step)
             points.append((time, highest))
         starts[number] = start._replace(points=points)
@@ -178,7 +178,7 @@ def _starts(folder: Path) -> list[LoggedStart]:
 
 
 def saved_time(manifest: Manifest) -> float:
-    """When a checkpoint was saved, in seconds since 1970; NaN if it does not say."""
+    """When a checkpoint was saved, in seconds since 1970; NaN if the manifest has no valid time."""
     try:
         return datetime.fromisoformat(manifest.saved_at.replace("Z", "+00:00")).timestamp()
     except ValueError:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from trainkit.checkpoint.folder import ListedCheckpoint
 from trainkit.checkpoint.manifest import Manifest
-from trainkit.cli.checkpoint.text import bytes_text, holds, on_one_line
+from trainkit.cli.checkpoint.text import bytes_text, contents_text, on_one_line
 from trainkit.cli.report.html import card, data, duration, number, safe, table, time_text
 from trainkit.cli.report.run_data import KINDS, RunData, kind_of, saved_time
 from trainkit.loggers.metrics_reader import Series
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def facts(run: RunData) -> dict[str, str]:
-    """What is known of a run, with HTML values."""
+    """The facts about a run: name → HTML."""
     found = {}
     if run.last_step is not None:
         found["last step"] = number(run.last_step)
@@ -34,7 +34,7 @@ def facts(run: RunData) -> dict[str, str]:
         found["last epoch (from 0)"] = number(max(epochs))
     if run.starts:
         first, last = run.starts[0].opened, max(start.end for start in run.starts)
-        found |= {"first logged": time_text(first), "last logged": time_text(last), "in between": duration(last - first)}
+        found |= {"first logged": time_text(first), "last logged": time_text(last), "time between": duration(last - first)}
     if len(run.starts) > 1:
         found["resumed"] = "once" if len(run.starts) == 2 else f"{len(run.starts) - 1} times"
     if run.checkpoints:
@@ -138,7 +138,7 @@ def _checkpoint_row(one: ListedCheckpoint, names: Sequence[str], damaged: bool) 
     saved = saved_time(about)
     cells = [_number_cell(number(about.step)), _number_cell(number(about.epoch))]
     cells += [_cell(time_text(saved) if math.isfinite(saved) else "", True), _number_cell(bytes_text(_size(one)))]
-    cells.append(_cell(safe(holds(about))))
+    cells.append(_cell(safe(contents_text(about))))
     cells += [_number_cell(data(about.metrics[name]) if name in about.metrics else "") for name in names]
     return f"<tr><th class='nowrap'>{safe(one.path.name)}</th>{''.join(cells)}{last}</tr>"
 
@@ -173,10 +173,10 @@ def _differs(name: str, row: Sequence[str]) -> bool:
 
 
 def environment_table(runs: Sequence[RunData]) -> str:
-    """What the newest checkpoint of each run says about how it was trained."""
+    """How each run was trained, from its newest checkpoint."""
     described = [{} if run.manifest is None else _environment(run.manifest) for run in runs]
     names = list(dict.fromkeys(name for one in described for name in one))
-    return _compared("of the newest checkpoint", {name: [one.get(name, "") for one in described] for name in names}, runs)
+    return _compared("newest checkpoint", {name: [one.get(name, "") for one in described] for name in names}, runs)
 
 
 def _environment(manifest: Manifest) -> dict[str, str]:
