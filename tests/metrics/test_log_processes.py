@@ -55,7 +55,9 @@ def test_a_group_of_some_processes_is_refused() -> None:
     """It is not taken and ignored: the mean over all would pass for that over the group."""
     torch.distributed.init_process_group("gloo")
     alone = [torch.distributed.new_group([rank]) for rank in (0, 1)][torch.distributed.get_rank()]
-    with pytest.raises(MetricError, match=r"log\('rank', sync_dist_group=...\): .*Leave it out: self.log\('rank', value\)"):
+    with pytest.raises(
+        MetricError, match=r"log\('rank', sync_dist_group=...\): .*Remove the argument: self.log\('rank', value\)"
+    ):
         fitted({"sync_dist_group": alone})
 
 

@@ -191,7 +191,7 @@ def test_the_value_of_a_function_that_does_not_come_back() -> None:
         assert results == {"early": 6.0}  # what it came to when the checkpoint was made
     several = run_threads(2, started, step, 4, 5)[0][0]
     with pytest.warns(
-        TrainkitWarning, match=r"log\('early'\): it is reduced by a function, .* its value of this epoch is missing"
+        TrainkitWarning, match=r"log\('early'\): .* its function reduce_fx, .* Its value for this epoch is missing"
     ):
         ((results, _),) = run_threads(1, ended, several, step, 4, 8, 5)
     assert results == {}
@@ -273,7 +273,7 @@ def test_an_object_whose_states_cannot_be_joined_says_so() -> None:
 
     states = run_threads(2, pearson)[0]
     with pytest.warns(
-        TrainkitWarning, match=r"pearson: what this torchmetrics object had gathered on 2 processes cannot be joined"
+        TrainkitWarning, match=r"pearson: the states of this torchmetrics object from 2 processes cannot be combined"
     ):
         merged = merge_states(states, 0, 1)
     assert merged["objects"]["pearson"]["updates"] == 1

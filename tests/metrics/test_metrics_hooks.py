@@ -96,7 +96,9 @@ def test_in_a_training_batch_it_is_by_step(hook: str) -> None:
 def test_in_a_hook_of_the_epoch_it_is_by_epoch(hook: str) -> None:
     _, logger = fitted(module(**{hook: lambda self, n: self.log("x", float(n))}), max_epochs=2)
     assert logger.of("x") == ({4: 0.0} if hook == "on_train_start" else {4: 0.0, 8: 1.0})
-    with pytest.raises(MetricError, match=r"log\('x', on_step=True\) needs a batch; in an epoch hook only on_epoch=True"):
+    with pytest.raises(
+        MetricError, match=r"log\('x', on_step=True\): an epoch hook has no batch\. Use on_step=False, on_epoch=True"
+    ):
         fitted(module(**{hook: lambda self, n: self.log("x", 1.0, on_step=True)}))
 
 

@@ -52,7 +52,7 @@ def test_all_that_is_wrong_is_said() -> None:
 @pytest.mark.parametrize(
     "other, words",
     [
-        ({"on_epoch": True}, "logged on rank 0 with on_epoch=False, on rank 1 with on_epoch=True. Give the same"),
+        ({"on_epoch": True}, "logged on rank 0 with on_epoch=False, on rank 1 with on_epoch=True. Pass the same"),
         ({"how": "sum"}, "reduce_fx='mean', on rank 1 with reduce_fx='sum'"),
         (
             {"how": "object", "on_step": False},
@@ -154,5 +154,5 @@ def test_values_for_a_function_are_in_the_order_of_the_data() -> None:
     )
     assert values_of(group) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert apply("x", lambda values: values.median(), values_of(group)) == 2.0
-    with pytest.raises(MetricError, match=r"log\('x'\): a metric must come to one number"):
+    with pytest.raises(MetricError, match=r"log\('x'\): the result must be a number or a tensor with one element"):
         apply("x", lambda values: values, [1.0, 2.0])

@@ -173,7 +173,7 @@ def test_an_unknown_reduction(reduction: Any, words: str) -> None:
 
 
 def test_a_function_that_does_not_come_to_a_number() -> None:
-    with pytest.raises(MetricError, match=r"log\('x'\): a metric must come to one number, but it is tensor\(\[0\., 1\.\]"):
+    with pytest.raises(MetricError, match=r"log\('x'\): the result must be a number .* not tensor\(\[0\., 1\.\]"):
         validated(lambda m, i: m.log("x", float(i), reduce_fx=torch.clone), [1, 1])
 
 
@@ -244,13 +244,13 @@ def test_what_is_no_number(value: Any, words: str) -> None:
 
 @pytest.mark.parametrize("name", ["", 3, None, ["x"]])
 def test_a_name_that_is_none(name: Any) -> None:
-    with pytest.raises(MetricError, match="the name of a metric must be a string"):
+    with pytest.raises(MetricError, match="the name of a metric must be a non-empty string"):
         trained(lambda m, i: m.log(name, 1.0))
 
 
 @pytest.mark.parametrize("name", ["step", "epoch"])
 def test_names_that_every_row_has_already(name: str) -> None:
-    with pytest.raises(MetricError, match=f"every row that the loggers get has a '{name}' already"):
+    with pytest.raises(MetricError, match=f"the name is reserved, because loggers write a '{name}' column"):
         trained(lambda m, i: m.log(name, 1.0))
     trainer, _ = trained(lambda m, i: m.log(name, 1.0, logger=False))
     assert trainer.callback_metrics[name].item() == 1.0

@@ -201,7 +201,7 @@ def test_an_object_of_another_library() -> None:
 
     assert job(None, False) == {"strange": 4.0}
     assert run_threads(2, job, True) == [{"strange": 2.0}] * 2
-    with pytest.raises(MetricError, match=r"log\('strange'\): what a Strange gathers on several processes cannot be combined"):
+    with pytest.raises(MetricError, match=r"log\('strange'\): the states of a Strange on several processes cannot be combined"):
         run_threads(2, job, False)
 
 
@@ -248,7 +248,7 @@ def test_a_value_that_is_no_number_is_an_error_everywhere() -> None:
         return str(caught.value)
 
     first, second = run_threads(2, job)
-    assert first.startswith("log('values'): a metric must come to one number")
+    assert first.startswith("log('values'): the result must be a number or a tensor with one element")
     assert second == f"rank 0: MetricError: {first}"  # it had no batch and no object
 
 
