@@ -79,12 +79,12 @@ def test_what_cannot_be_exchanged() -> None:
     with star(2) as channels:
         with pytest.raises(TypeError):
             channels[0].exchange("key", object())
-        with pytest.raises(ValueError, match=r"at most 16777216 bytes a process, and this value has 17000\d\d\d"):
+        with pytest.raises(ValueError, match=r"at most 16777216 bytes per process, but this value has 17000\d\d\d"):
             channels[1].exchange("key", "x" * 17_000_000)
         with ThreadPoolExecutor(1) as pool:
             other = pool.submit(channels[0].exchange, "key", 1)
             eventually(channels[0], lambda: "key" in channels[0]._waiters)
-            with pytest.raises(ValueError, match="'key' is under way in another thread"):
+            with pytest.raises(ValueError, match="'key' is already running in another thread"):
                 channels[0].exchange("key", 2)
             assert channels[1].exchange("key", 3) == [1, 3] == other.result(PATIENCE)
 
@@ -198,9 +198,9 @@ def test_who_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_failure_is_known_everywhere(failing: int) -> None:
-    heard: list[list[Any]] = [[], [], []]
+    received: list[list[Any]] = [[], [], []]
     with star(3) as channels:
-        for channel, list_of_it in zip(channels, heard, strict=True):
+        for channel, list_of_it in zip(channels, received, strict=True):
             channel.on_failure(list_of_it.append)
             channel.enter_run()
         with ThreadPoolExecutor(1) as pool:
@@ -216,14 +216,14 @@ def test_a_failure_is_known_everywhere(failing: int) -> None:
             assert failure is not None
             assert (failure.rank, failure.kind, failure.text, failure.run) == (failing, "error", "the traceback", 1)
             assert abs(time.time() - failure.time) < PATIENCE
-        assert [[failure.rank for failure in list_of_it] for list_of_it in heard] == [[failing]] * 3
+        assert [[failure.rank for failure in list_of_it] for list_of_it in received] == [[failing]] * 3
         assert channels[failing].own_failure is not None
 
 
 def test_a_failure_that_all_get_over() -> None:
-    heard: list[Failure | None] = []
+    received: list[Failure | None] = []
     with star(2) as channels:
-        channels[0].on_failure(heard.append)
+        channels[0].on_failure(received.append)
         for turn in range(3):
             for channel in channels:
                 channel.enter_run()
@@ -243,7 +243,7 @@ def test_a_failure_that_all_get_over() -> None:
             assert all_at_once(2, lambda rank, turn=turn: channels[rank].exchange("a", turn)) == [[turn, turn]] * 2
             for channel in channels:
                 channel.leave_run()
-    assert [failure if failure is None else failure.run for failure in heard] == [1, None, 3, None, 5, None]
+    assert [failure if failure is None else failure.run for failure in received] == [1, None, 3, None, 5, None]
 
 
 def test_a_fatal_failure_stands() -> None:
@@ -267,9 +267,9 @@ def test_who_says_goodbye_has_not_failed(leaving: int) -> None:
         eventually(other, lambda: leaving in other.exited)
         assert other.exited[leaving].kind == "left"
         assert other.failure is None
-        with pytest.raises(ProcessFailedError, match=f"rank {leaving} has left"):
+        with pytest.raises(ProcessFailedError, match=f"rank {leaving} has exited"):
             other.exchange("a", 1)
-        with pytest.raises(ProcessFailedError, match=f"but rank {leaving} has left"):
+        with pytest.raises(ProcessFailedError, match=f"but rank {leaving} has exited"):
             other.enter_run()
 
 
@@ -308,7 +308,7 @@ def test_who_leaves_in_the_middle_of_a_run_has_failed(leaving: int) -> None:
         channels[leaving].close()
         other = channels[1 - leaving]
         eventually(other, lambda: other.failure is not None)
-        assert str(other.failure) == f"rank {leaving} has left in the middle of a run, by sys.exit(3)"
+        assert str(other.failure) == f"rank {leaving} has exited in the middle of a run, by sys.exit(3)"
 
 
 def test_who_is_blamed_is_known_to_all() -> None:

@@ -40,8 +40,8 @@ def test_the_line_of_a_script() -> None:
 
 
 def test_a_frame_outside_of_the_package() -> None:
-    assert find_call(None) == ("", "an unknown place")
-    assert find_call(sys._getframe()) == ("", "an unknown place")
+    assert find_call(None) == ("", "an unknown line")
+    assert find_call(sys._getframe()) == ("", "an unknown line")
 
 
 def test_what_is_counted() -> None:

@@ -62,7 +62,7 @@ def test_an_error_whose_text_is_an_error() -> None:
     [
         ("error", "rank 3 failed: ValueError: boom"),
         ("died", "rank 3 has died (no traceback: killed, out of memory?)"),
-        ("left", "rank 3 has left: its script ended while the others were still in a run"),
+        ("left", "rank 3 has exited: its script ended while other ranks were still in a run"),
         ("lost", "the connection to rank 3 is lost: it no longer answers"),
     ],
 )

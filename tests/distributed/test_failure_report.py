@@ -104,8 +104,8 @@ def test_a_death(size: int, rank: int, where: str) -> None:
     "how, code, text",
     [
         ("_exit", 0, "rank 1 has died (no traceback: killed, out of memory?)"),
-        ("3", 3, "rank 1 has left in the middle of a run, by sys.exit(3)"),
-        ("0", 0, "rank 1 has left in the middle of a run, by sys.exit(0)"),
+        ("3", 3, "rank 1 has exited in the middle of a run, by sys.exit(3)"),
+        ("0", 0, "rank 1 has exited in the middle of a run, by sys.exit(0)"),
     ],
 )
 def test_an_exit_in_a_run(how: str, code: int, text: str) -> None:
@@ -122,7 +122,7 @@ def test_an_exit_between_runs(rank: int) -> None:
     ended = end(2, "one_ends", rank, "0", "outside")
     assert ended.codes[rank] == 0
     assert ended.codes[1 - rank] == 1
-    assert f"rank {rank} has left: its script ended" in ended.output
+    assert f"rank {rank} has exited: its script ended" in ended.output
 
 
 # ------------------------------------------------------------------------------------------------------ all of them end

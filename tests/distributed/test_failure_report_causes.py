@@ -64,7 +64,7 @@ def test_a_rank_left_by_one_that_was_asked_to_end_is_asked_to_end_too() -> None:
         theirs = report_failure(channels[0], RuntimeError(CLOSED))
         assert isinstance(theirs, Preempted)
         assert theirs.code == 143
-        assert str(theirs) == "rank 1 was told to end: SIGTERM before the first step"
+        assert str(theirs) == "rank 1 received a stop request: SIGTERM before the first step"
 
 
 def test_what_was_there_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

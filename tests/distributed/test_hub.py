@@ -18,7 +18,7 @@ class Star:
         self.hub = Hub(size, lambda rank, message: self.received[rank].append(message))
 
     def give(self, rank: int, key: str, value: Any = None) -> None:
-        self.hub.receive(rank, {"give": key, "value": value})
+        self.hub.receive(rank, {"exchange": key, "value": value})
 
     def begin(self, *ranks: int) -> None:
         for rank in ranks:
@@ -66,9 +66,9 @@ def test_exchanges_do_not_mix() -> None:
 def test_what_was_taken_back_does_not_count() -> None:
     star = Star(2)
     star.give(0, "a", "old")
-    star.hub.receive(0, {"take back": "a"})
+    star.hub.receive(0, {"withdraw": "a"})
     assert star.hub.waiting == 0
-    star.hub.receive(0, {"take back": "a"})
+    star.hub.receive(0, {"withdraw": "a"})
     star.give(1, "a", 1)
     star.give(0, "a", "new")
     assert star.take() == [[{"result": "a", "values": ["new", 1]}]] * 2
@@ -80,13 +80,13 @@ def test_a_process_that_is_gone_ends_exchanges_that_need_it() -> None:
     star.give(1, "given", 1)
     star.give(0, "not given", 0)
     star.hub.on_exit(1, "died")
-    received = star.take("void")
-    assert [[m["void"] for m in messages] for messages in received] == [["not given"], [], []]
+    received = star.take("canceled")
+    assert [[m["canceled"] for m in messages] for messages in received] == [["not given"], [], []]
     assert received[0][0]["why"]["kind"] == "died"
     star.give(2, "given", 2)
     assert [m["values"] for m in star.take("result")[2]] == [[0, 1, 2]]
     star.give(2, "later", 2)
-    assert [m["void"] for m in star.take("void")[2]] == ["later"]
+    assert [m["canceled"] for m in star.take("canceled")[2]] == ["later"]
     assert star.hub.waiting == 0
 
 
@@ -95,18 +95,18 @@ def test_the_first_failure_counts_and_ends_exchanges() -> None:
     star.begin(0, 1, 2)
     star.give(0, "a", 0)
     star.fail(2)
-    assert [m["why"]["rank"] for m in star.take("void")[0]] == [2]
+    assert [m["why"]["rank"] for m in star.take("canceled")[0]] == [2]
     star.fail(1)
     assert star.failed() == [[], [], []]
     star.give(1, "b", 1)
-    assert [m["why"]["rank"] for m in star.take("void")[1]] == [2]
+    assert [m["why"]["rank"] for m in star.take("canceled")[1]] == [2]
     assert star.hub.waiting == 0
 
 
 def test_a_rank_that_asks_gets_an_acknowledgment() -> None:
     star = Star(2)
     star.fail(1, number=7)
-    star.hub.receive(0, {"take back": "a", "number": 3})
+    star.hub.receive(0, {"withdraw": "a", "number": 3})
     assert star.take("acknowledged") == [[{"acknowledged": 3}], [{"acknowledged": 7}]]
 
 
@@ -156,9 +156,9 @@ def test_an_error_that_ends_processes_stays_that_of_the_first_in_the_run() -> No
     star.end(0, 1, 2, fine=False)
     assert star.failed() == [[1]] * 3
     star.hub.receive(2, {"fail": Failure(2, "error", "of 2").record(), "of": 1})
-    assert star.take("fallen") == [[{"fallen": 2}]] * 3
+    assert star.take("failed rank") == [[{"failed rank": 2}]] * 3
     star.hub.receive(1, {"fail": Failure(1, "error", "of 1").record(), "of": 1})
-    assert star.take() == [[{"fallen": 1}]] * 3
+    assert star.take() == [[{"failed rank": 1}]] * 3
     assert star.hub._failures[None].rank == 1
 
 
@@ -218,7 +218,7 @@ def test_who_has_left_a_run_by_the_way_out_is_missing_in_it() -> None:
     star = Star(2)
     star.begin(0, 1)
     star.end(1, fine=False)
-    star.hub.receive(1, {"bye": ["exit", "sys.exit(3)"]})
+    star.hub.receive(1, {"exit": ["exit", "sys.exit(3)"]})
     [failed] = star.take("failed")[0]
     assert (failed["failed"]["kind"], failed["failed"]["summary"], failed["failed"]["run"]) == ("exit", "sys.exit(3)", None)
 
@@ -248,9 +248,9 @@ def test_all_know_the_runs_of_the_main_process() -> None:
     star = Star(2)
     star.begin(0)
     star.end(0, fine=False)
-    assert star.take("main")[1] == [
-        {"main": {"begun": 1, "open": [1], "broken": []}},
-        {"main": {"begun": 1, "open": [], "broken": [1]}},
+    assert star.take("main runs")[1] == [
+        {"main runs": {"begun": 1, "open": [1], "broken": []}},
+        {"main runs": {"begun": 1, "open": [], "broken": [1]}},
     ]
 
 
@@ -309,6 +309,6 @@ def test_one_that_has_asked_may_go() -> None:
 
 def test_who_says_goodbye_says_how_many_collectives_it_has_begun() -> None:
     star = Star()
-    star.hub.receive(2, {"bye": ["left", ""], "begun": 7})
+    star.hub.receive(2, {"exit": ["left", ""], "begun": 7})
     star.hub.on_exit(1, "died")
     assert [m["begun"] for m in star.take("exited")[0]] == [7, None]

@@ -20,7 +20,7 @@ def test_a_run_that_cannot_be() -> None:
         watchdogs = [Watchdog(channel) for channel in channels]
         channels[1].announce_end()
         channels[0].wait(lambda: 1 in channels[0].exited, PATIENCE)
-        with pytest.raises(ProcessFailedError, match="a run needs all 2 processes, but rank 1 has left"):
+        with pytest.raises(ProcessFailedError, match="a run needs all 2 processes, but rank 1 has exited"):
             watchdogs[0].entered()
         for watchdog in watchdogs:
             watchdog.close()
@@ -50,7 +50,7 @@ def test_the_grace_begins_with_the_failure_and_not_with_the_run(monkeypatch: pyt
         channels[1].enter_run()
         watchdog._known -= 3600.0  # that long ago
         channels[1].post_failure("error", "boom")
-        channels[1].close()  # so all has been heard
+        channels[1].close()  # all messages have been received by then
         assert channels[0].wait(lambda: 1 in channels[0].exited, PATIENCE)
         time.sleep(0.2)
         watchdog.close()

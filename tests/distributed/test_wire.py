@@ -21,9 +21,9 @@ class End:
     """One side of a pair of connections, served by a loop; what it hears and how it ends can be waited for."""
 
     def __init__(self, connection: socket.socket, limit: int) -> None:
-        self.heard: Queue[Any] = Queue()
+        self.received: Queue[Any] = Queue()
         self.ended: Queue[Exception] = Queue()
-        self.wire = JsonConnection(connection, self.heard.put, self.ended.put, limit)
+        self.wire = JsonConnection(connection, self.received.put, self.ended.put, limit)
 
 
 @contextmanager
@@ -48,10 +48,10 @@ def test_lines_in_pieces() -> None:
         text = encode([1, "é\n"]) + encode({"a": None}) + encode(2)
         for byte in text[:-1]:
             theirs.send(bytes([byte]))
-        assert [end.heard.get(timeout=PATIENCE) for _ in range(2)] == [[1, "é\n"], {"a": None}]
-        assert end.heard.empty()
+        assert [end.received.get(timeout=PATIENCE) for _ in range(2)] == [[1, "é\n"], {"a": None}]
+        assert end.received.empty()
         theirs.send(text[-1:])
-        assert end.heard.get(timeout=PATIENCE) == 2
+        assert end.received.get(timeout=PATIENCE) == 2
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_connection_ends(said: bytes, why: type[Exception]) -> None:
             theirs.shutdown(socket.SHUT_WR)
         assert isinstance(end.ended.get(timeout=PATIENCE), why)
         assert theirs.recv(100) == b""  # it was closed
-        assert end.heard.empty()
+        assert end.received.empty()
 
 
 def test_a_peer_that_does_not_listen_keeps_no_process_waiting() -> None:
@@ -81,7 +81,7 @@ def test_a_peer_that_does_not_listen_keeps_no_process_waiting() -> None:
     with served() as (loop, end, theirs):
         loop.call(lambda: [loop.send(end.wire, line) for _ in range(8)])  # more than the connection takes
         theirs.sendall(encode("still there?"))
-        assert end.heard.get(timeout=PATIENCE) == "still there?"
+        assert end.received.get(timeout=PATIENCE) == "still there?"
         received = b""
         while len(received) < 8 * len(line):
             received += theirs.recv(1 << 20)
