@@ -85,7 +85,7 @@ def host_world(wanted: RequestedDevices, xr: Any, timeout: timedelta) -> World:
 def _checked(world: World, size: int) -> World:
     if world.size != size:
         raise ConfigurationError(
-            f"there are {world.size} processes ({world.launcher}), but XLA's runtime knows of {size}: each would train alone. "
+            f"there are {world.size} processes ({world.launcher}), but XLA's runtime has {size}: each would train alone. "
             "Start the script once on each host, or let the runtime start the processes: XLAStrategy.launch(main)"
         )
     return world

@@ -70,7 +70,7 @@ def test_output_is_not_held_back(launch: Launch, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("text, gpus, expected", [("4", 0, 4), ("auto", 0, 1), ("auto", 8, 8), ("gpu", 2, 2)])
-def test_processes_of_a_machine(launch: Launch, text: str, gpus: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_a_node(launch: Launch, text: str, gpus: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert launch("--nproc-per-node", text, "script.py").per_node == expected
@@ -130,7 +130,7 @@ def test_the_workers_get_the_variables_as_they_are(launch: Launch) -> None:
     (["--max-restarts", "-1", "script.py"], "--max-restarts must be an integer ≥ 0, not '-1'."),
     (["--max-restarts", "x", "script.py"], "--max-restarts must be an integer ≥ 0, not 'x'."),
     (["--master-port", "0", "script.py"], "--master-port must be an integer from 1 to 65535, not 0."),
-    (["--nnodes", "x", "script.py"], "--nnodes must be a number of nodes, or the smallest and the largest as 2:4"),
+    (["--nnodes", "x", "script.py"], "--nnodes must be a number of nodes, or a range such as 2:4"),
     (["--nnodes", "2", "script.py"], "2 nodes need the address of the one with --node-rank 0. Give it to all"),
     (["--nnodes", "2", "--master-addr", "a", "--node-rank", "2", "script.py"], "--node-rank 2: the ranks of 2 nodes are 0 to"),
     (["--node-rank", "1", "script.py"], "--node-rank 1 with one node. Set the number of nodes: --nnodes N"),

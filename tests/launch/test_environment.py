@@ -252,7 +252,7 @@ CONTRADICTIONS = {
     "SLURM without a number of tasks": ("SLURM_STEP_ID=0 SLURM_PROCID=0", ["SLURM_NTASKS is not", "srun"]),
     "SLURM without nodes": (
         "SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_NNODES=2",
-        ["the node of rank 0 is not known", "export MASTER_ADDR=$(scontrol show hostnames"],
+        ["the node of rank 0 is unknown", "export MASTER_ADDR=$(scontrol show hostnames"],
     ),
     "a list of nodes that is none": (variables(STEP, SLURM_STEP_NODELIST="node[3-"), ["list of nodes", "'node[3-'"]),
     "jsrun without hosts": (JSRUN, ["LSB_MCPU_HOSTS", "jsrun -E MASTER_ADDR=host"]),

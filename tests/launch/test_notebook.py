@@ -484,7 +484,7 @@ def test_in_a_kernel(run_dir: Path) -> None:
     assert not any(alive(int((run_dir / f"ready-{rank}").read_text())) for rank in (0, 1))
     assert "Traceback" not in stopped.stderr
     assert trainer.error.startswith(
-        "ConfigurationError: devices=2 needs 2 processes, and they cannot be started from a notebook"
+        "ConfigurationError: devices=2 needs 2 processes, but they cannot be started from a notebook"
     )
     assert "notebook_launcher(function, num_processes=2)" in trainer.error
     assert after.value == "(True, True)"
