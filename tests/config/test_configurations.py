@@ -35,7 +35,7 @@ def test_the_number_of_steps() -> None:
         (lambda: ProjectConfiguration(save_on_each_node=True), UnsupportedArgumentError, "put project_dir on a shared disk"),
         (lambda: GradientAccumulationPlugin(0), ConfigurationError, r"num_steps=\) must be an integer ≥ 1, not 0"),
         (lambda: GradientAccumulationPlugin(True), ConfigurationError, "must be an integer"),
-        (lambda: GradientAccumulationPlugin(2, sync_with_dataloader=False), UnsupportedArgumentError, "Leave it out"),
+        (lambda: GradientAccumulationPlugin(2, sync_with_dataloader=False), UnsupportedArgumentError, "Remove it"),
         (lambda: GradientAccumulationPlugin(2, sync_each_batch=True), UnsupportedArgumentError, "strategy='zero2'"),
         (lambda: DataLoaderConfiguration(data_seed=3), UnsupportedArgumentError, r"trainkit.set_seed\(3\) before Accelerator"),
     ],

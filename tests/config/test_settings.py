@@ -102,5 +102,5 @@ def test_zero_as_little_as_it_says() -> None:
 def test_a_key_in_two_places() -> None:
     one = Settings.out_of({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 2}, {}, "conf.yaml")
     assert (one.values, one.backend) == ({"gradient_accumulation_steps": 2}, {})
-    with pytest.raises(ConfigurationError, match="conf.yaml has gradient_accumulation_steps twice, 2 and 3"):
+    with pytest.raises(ConfigurationError, match="conf.yaml sets gradient_accumulation_steps twice, to 2 and to 3"):
         Settings.out_of({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 3}, {}, "conf.yaml")

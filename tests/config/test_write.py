@@ -51,7 +51,7 @@ def test_one_that_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> Non
         write_settings(SETTINGS, "file/conf.yaml")
     for name in ("conf.yaml", os.devnull):
         Path("conf.yaml").mkdir(exist_ok=True)
-        with pytest.raises(ConfigurationError, match=f"{name} exists and is not a file. Name another one."):
+        with pytest.raises(ConfigurationError, match=f"{name} exists and is not a file. Choose another path."):
             write_settings(SETTINGS, name)
     assert {path.name for path in tmp_path.iterdir()} == {"file", "conf.yaml"}
     assert not Path(os.devnull).is_file()
