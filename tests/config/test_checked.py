@@ -1,4 +1,4 @@
-"""Settings of a run, held against each other."""
+"""The settings of a run, checked for contradictions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainkit.config.settings import Settings
 from trainkit.errors import ConfigurationError
 
 
-def test_what_leaves_things_open_is_gone() -> None:
+def test_values_that_mean_not_set_are_removed() -> None:
     before = Settings(
         {"distributed_type": "DEEPSPEED", "gradient_accumulation_steps": "auto"},
         {"gradient_clipping": "auto", "zero_stage": 3},

@@ -45,6 +45,6 @@ def test_what_is_refused(make: Callable[[], Any], kind: type[Exception], message
         make()
 
 
-def test_what_has_no_effect_is_taken() -> None:
+def test_arguments_without_effect_are_accepted() -> None:
     given = DataLoaderConfiguration(use_seedable_sampler=True, non_blocking=True, use_stateful_dataloader=True)
     assert given.even_batches

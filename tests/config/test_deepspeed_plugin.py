@@ -1,4 +1,4 @@
-"""`DeepSpeedPlugin`: which ZeRO it asks for, and that this is what trains."""
+"""`DeepSpeedPlugin`: the configuration of ZeRO, and training with it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_the_default_is_stage_2() -> None:
     assert repr(strategy(plugin).config) == repr(ZeROStrategy(stage=2).config)
 
 
-def test_every_argument_arrives() -> None:
-    """As the file of the sequence-to-sequence example asks for it."""
+def test_every_argument_is_in_the_configuration() -> None:
+    """As in the file of the sequence-to-sequence example."""
     plugin = DeepSpeedPlugin(
         gradient_accumulation_steps=4,
         gradient_clipping=1.0,
@@ -95,7 +95,7 @@ def test_a_configuration(run_dir: Path) -> None:
 
 
 def test_an_init_flag_of_another_stage() -> None:
-    """Accelerate's own files have it; it says that it has no effect, as Accelerate does."""
+    """Accelerate's own files have it; a warning says that it has no effect, as in Accelerate."""
     with pytest.warns(UserWarning, match="zero3_init_flag=True.* has no effect in stage 2: only stage 3 shards"):
         plugin = DeepSpeedPlugin(zero_stage=2, zero3_init_flag=True)
     assert not plugin.divides_at_once
@@ -139,7 +139,7 @@ def test_what_is_refused(make: Callable[[], Any], kind: type[Exception], message
         make()
 
 
-def test_files_that_are_no_configuration() -> None:
+def test_invalid_configuration_files() -> None:
     Path("comments.json").write_text("// ours\n{}")
     with pytest.raises(ConfigurationError, match=r"is not valid JSON: .*strategy=ZeROStrategy\(config='comments.json'\)"):
         DeepSpeedPlugin("comments.json")
@@ -180,7 +180,7 @@ def all_trained() -> dict[str, list[float]]:
     }
 
 
-def test_it_trains_with_exactly_that(run_dir: Path) -> None:
+def test_training_uses_the_configuration(run_dir: Path) -> None:
     [losses] = run_world(1, all_trained)
     assert losses["plugin"] == losses["clipped"]
     assert losses["plugin"] != losses["unclipped"]

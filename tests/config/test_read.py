@@ -1,4 +1,4 @@
-"""Configuration files, read: Accelerate's and ours, key by key, and what is refused of them."""
+"""Reading configuration files, Accelerate's and ours: each key, and values that are refused."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_wrong_values(text: str, words: str) -> None:
     ("fp16: true", "fp16 is from an old version of Accelerate; write mixed_precision: fp16."),
     ("base_job_name: x\ncompute_environment: AMAZON_SAGEMAKER\nec2_instance_type: y", "compute_environment: 'AMAZON_SAGEMAKER"),
 ])  # fmt: skip
-def test_what_accelerate_has_and_we_have_not(text: str, words: str) -> None:
+def test_unsupported_values_of_accelerate(text: str, words: str) -> None:
     with pytest.raises(UnsupportedArgumentError) as caught:
         read(text)
     assert words in str(caught.value)

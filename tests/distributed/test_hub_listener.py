@@ -1,4 +1,4 @@
-"""How processes find the main process, and what they say if they do not."""
+"""How processes connect to the main process, and the errors if they cannot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def shared_of(addresses: list[str], port: int) -> dict[str, Any]:
     return {"addresses": addresses, "port": port, "token": "token", "answer": "answer"}
 
 
-def test_a_job_of_one_machine_is_not_reachable_from_others() -> None:
+def test_a_job_on_one_node_is_not_reachable_from_other_nodes() -> None:
     listener, shared = open_listener("127.0.0.1")
     with listener:
         assert listener.getsockname()[0] == "127.0.0.1"
@@ -30,7 +30,7 @@ def test_a_job_of_one_machine_is_not_reachable_from_others() -> None:
 
 
 @pytest.mark.parametrize("master", ["some.host", None, ""])
-def test_a_machine_has_several_addresses(master: str | None) -> None:
+def test_a_node_has_several_addresses(master: str | None) -> None:
     listener, shared = open_listener(master)
     with listener:
         addresses = shared["addresses"]
@@ -41,7 +41,7 @@ def test_a_machine_has_several_addresses(master: str | None) -> None:
             pass
 
 
-def test_the_words_are_never_the_same() -> None:
+def test_the_tokens_are_never_the_same() -> None:
     words = set()
     for _ in range(3):
         listener, shared = open_listener("localhost")
@@ -130,7 +130,7 @@ def test_the_next_address_is_tried() -> None:
         assert all_at_once(2, meet) == [True, True]
 
 
-def test_strangers_are_not_let_in() -> None:
+def test_connections_without_the_token_are_closed() -> None:
     shared = Shared()
     strangers = [
         b"GET / HTTP/1.1\r\n\r\n",
@@ -163,14 +163,14 @@ def test_strangers_are_not_let_in() -> None:
 
 
 def leftover(connection: socket.socket) -> bytes:
-    """What comes until the other side closes."""
+    """The data until the other side closes."""
     try:
         return connection.recv(1000)
     except ConnectionResetError:
         return b""
 
 
-def test_who_does_not_come_is_named_everywhere() -> None:
+def test_a_rank_that_does_not_connect_is_named_on_all_ranks() -> None:
     shared = Shared()
 
     def meet(rank: int) -> str:

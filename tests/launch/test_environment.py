@@ -289,7 +289,7 @@ def test_lists_of_nodes(text: str, expected: list[str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["node[", "node]", "node[3-1]", "node[a-b]", "node[]", "a,,node[1", "node[1]]"])
-def test_what_is_no_list_of_nodes(text: str) -> None:
+def test_invalid_lists_of_nodes(text: str) -> None:
     with pytest.raises(ConfigurationError, match="list of nodes"):
         list(hosts(text))
 
@@ -301,7 +301,7 @@ def test_tasks_of_nodes(text: str, expected: list[int]) -> None:
     assert tasks_of_nodes(text) == expected
 
 
-def test_tasks_that_are_none() -> None:
+def test_an_invalid_number_of_tasks() -> None:
     with pytest.raises(ConfigurationError, match="2\\(x3\\),1.*'2x3'"):
         tasks_of_nodes("2x3")
 

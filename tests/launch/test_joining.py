@@ -1,4 +1,4 @@
-"""Becoming one of the processes of a run, on real processes: what is used, what is refused, and what is left alone."""
+"""Becoming one of the processes of a run, on real processes: what is used, refused, and left unchanged."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_launcher() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_what_contradicts_the_launcher() -> None:
+def test_arguments_that_contradict_the_launcher() -> None:
     for wanted, words in (
         (
             RequestedDevices("cpu", 4),
@@ -211,7 +211,7 @@ def test_a_group_of_the_user() -> None:
     group = dist.group.WORLD
     joining._destroy_groups(os.getpid())
     assert again.control is None
-    assert dist.group.WORLD is group  # it is not ours to destroy
+    assert dist.group.WORLD is group  # the group belongs to the user
     dist.barrier()
 
 
@@ -240,7 +240,7 @@ def wants_two() -> None:
 
 
 @pytest.mark.world_size(3)
-def test_machines_are_told_apart_by_their_names() -> None:
+def test_nodes_are_distinguished_by_their_host_names() -> None:
     """Where no launcher says which machine a process is on: ranks 0 and 2 on one, 1 on another."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", timeout=SHORT)
@@ -272,8 +272,8 @@ def test_torchruns_store_is_the_memory() -> None:
     assert run_world(2, remembers, env=env) == [(None, "text")] * 2
 
 
-def test_what_killed_processes_have_left_in_torchruns_store_is_not_read() -> None:
-    """One that is early would connect to where the other one was before the restart."""
+def test_data_of_killed_processes_in_torchruns_store_is_not_read() -> None:
+    """A process that is early would connect to the old address of another process."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
     for restarts in range(3):
@@ -288,7 +288,7 @@ def joins_late() -> int:
 
 @pytest.mark.parametrize("hosted", [True, False], ids=["the agent's store", "rank 0's store"])
 def test_a_group_of_ours_that_the_user_has_destroyed_is_created_again(hosted: bool) -> None:
-    """As scripts for torchrun do at their end; one that is early would find the other one's address of the last time."""
+    """As scripts for torchrun do at their end. A process that is early must not find an old address of another process."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
     assert run_world(2, joins_again_and_again, env=agent if hosted else {}) == [[3.0] * 5] * 2
@@ -321,7 +321,7 @@ def test_a_port_that_is_in_use() -> None:
             run_world(1, joins, env=env)
 
 
-def test_processes_that_do_not_come() -> None:
+def test_processes_that_do_not_connect() -> None:
     env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
     with pytest.raises(WorldError, match=r"rank 1 of 2 could not connect to all other ranks at 127.0.0.1:\d+ within 1 s"):
         run_world(1, joins, 1.0, env=env)
@@ -390,7 +390,7 @@ def test_our_group_is_destroyed_at_the_end(env: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 @pytest.mark.world_size(2)
 def test_no_thread_of_gloo_is_left_at_the_end() -> None:
-    """One that still drops what it has worked on would end the process by SIGABRT."""
+    """A thread that still releases a tensor would end the process by SIGABRT."""
     world = join(CPU, timeout=SHORT)
     world.barrier()
     assert "pt_gloo_runloop" in thread_names()

@@ -69,7 +69,7 @@ def test_one_mps_device() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_gpu_that_is_not_there() -> None:
+def test_a_gpu_that_does_not_exist() -> None:
     with pytest.raises(ConfigurationError, match="GPU 3 does not exist"):
         joined_strategy("auto", RequestedDevices("auto", 1, (3,)), False)
     with pytest.raises(ConfigurationError, match="Use accelerator='cpu'"):
@@ -83,7 +83,7 @@ def test_one_process(name: str) -> None:
     assert (made.name, made.world.size, str(made.device)) == ("ddp" if name == "ddp" else "single", 1, "cpu")
 
 
-def test_two_devices_at_once() -> None:
+def test_two_different_devices() -> None:
     with pytest.raises(ConfigurationError, match="name different devices. Pass only one"):
         joined_strategy(Strategy("cpu"), RequestedDevices("cuda"), False)
 

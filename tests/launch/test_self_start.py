@@ -1,4 +1,4 @@
-"""A script that is started once and asks for several processes: its command line is run again, exactly."""
+"""A script that is started once and requests several processes: exactly its command line is run again."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_same_command_line_is_run(arguments: list[str], tmp_path: Path) -> N
 
 @pytest.mark.parametrize("arguments", [["script.py", "0"], ["-m", "script", "0"]], ids=["script", "module"])
 def test_a_script_that_goes_elsewhere_before_it_uses_trainkit(arguments: list[str], tmp_path: Path) -> None:
-    """`import trainkit` alone loads nothing. The workers find the folder that the script makes, and make none in it."""
+    """`import trainkit` alone loads nothing. The workers find the folder that the script creates, and create none in it."""
     head = 'import os, trainkit\nos.makedirs("run", exist_ok=True)\nos.chdir("run")\n'
     (tmp_path / "script.py").write_text(head + SCRIPT)
     done = run_python(*arguments, cwd=tmp_path, env={"FOLDER": str(tmp_path)})
@@ -92,7 +92,7 @@ def test_a_program_that_was_installed(tmp_path: Path) -> None:
 
 
 def test_a_script_that_joins(tmp_path: Path) -> None:
-    """What the Trainer does, with real process groups; the workers' error is the last that is said, once."""
+    """What the Trainer does, with real process groups; the error of the workers is printed last, once."""
     (tmp_path / "script.py").write_text("""\
 import sys
 from datetime import timedelta
@@ -122,7 +122,7 @@ AGAIN = "trainkit: devices=2 needs 2 processes, and each of them runs this scrip
 
 
 def test_one_process_and_then_two(tmp_path: Path) -> None:
-    """Where the number was left open the script can be run again, and says before that it is."""
+    """If `devices` was not set the script can be run again, and a notice says so."""
     (tmp_path / "script.py").write_text(TWICE.format(first={}))
     done = run_python("-u", "script.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

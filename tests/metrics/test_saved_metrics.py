@@ -26,7 +26,7 @@ BATCHES = 150  # values are summed up by 64
 
 
 def through_json(state: dict[str, Any]) -> dict[str, Any]:
-    """As a checkpoint gives it back, in memory of its own."""
+    """As restored from a checkpoint, in its own memory."""
     tensors: dict[str, Tensor] = {}
     data = dumps(state, tensors)
     return loads(data, {"state.safetensors": {key: tensor.clone() for key, tensor in tensors.items()}}, "state.json")
@@ -79,7 +79,7 @@ def many(run: Run, index: int) -> None:
 
 
 def bits(rows: Any) -> str:
-    """Every number as it is, NaN and −0.0 too; a graph, which no checkpoint holds, does not count."""
+    """Every number exactly, including NaN and −0.0; a graph is not part of a checkpoint and does not count."""
     return re.sub(r", grad_fn=<\w+>|, requires_grad=True", "", repr(rows))
 
 
@@ -118,7 +118,7 @@ def test_many_resumes_in_one_epoch() -> None:
     assert bits(rows + run.rows) == bits(whole.rows)
 
 
-def test_a_function_that_cannot_be_called_yet_and_does_not_come_back() -> None:
+def test_a_function_that_is_not_passed_again() -> None:
     def of_two(values: Tensor) -> Tensor:
         return values[1]
 
@@ -135,7 +135,7 @@ def test_a_function_that_cannot_be_called_yet_and_does_not_come_back() -> None:
 
 
 def test_a_state_is_small_and_independent() -> None:
-    """One tensor for the kept values of a metric, and nothing of it changes with what is logged later."""
+    """One tensor for the stored values of a metric; later calls of `log` do not change it."""
     run = Run()
     for index in range(63):
         run.batch(index, many)

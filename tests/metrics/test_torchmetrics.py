@@ -1,4 +1,4 @@
-"""torchmetrics objects on several processes: what they come to is what one object comes to that has seen everything."""
+"""torchmetrics objects on several processes compute the value of one object that has seen all batches."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class AllKinds(torchmetrics.Metric):
 
 
 class Metrics(nn.Module):
-    """Torchmetrics objects of all sorts; `loose` is not known to the module."""
+    """All kinds of torchmetrics objects; `loose` is not an attribute of the module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def test_an_object_of_another_library() -> None:
         run_threads(2, job, False)
 
 
-def test_states_that_do_not_go_together() -> None:
+def test_states_that_cannot_be_combined() -> None:
     class Shapes(torchmetrics.Metric):
         def __init__(self) -> None:
             super().__init__()
