@@ -66,7 +66,7 @@ def test_one_that_is_there_is_replaced_and_that_is_said(
 @pytest.mark.parametrize("flags, words", [
     (["--num_processes", "3", "--num_machines", "2"], "the command line: num_processes: 3 is the total of all machines"),
     (["--zero_stage", "9"], "--zero_stage must be a whole number from 1 to 3, not '9'."),
-    (["--zero_stage", "2"], "zero_stage is for DeepSpeed, but distributed_type is not given."),
+    (["--zero_stage", "2"], "zero_stage is for DeepSpeed, but distributed_type is not set."),
     (["--mixed", "bf16"], "unrecognized arguments: --mixed"),
     (["--zero_stege", "2"], "unrecognized arguments: --zero_stege 2. Did you mean '--zero_stage'?\n"),
     ([], "There is no terminal to ask questions on. Pass flags: trainkit config --num_processes 2"),

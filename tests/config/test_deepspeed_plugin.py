@@ -111,7 +111,7 @@ def test_16_bits_of_another_stage(caplog: pytest.LogCaptureFixture) -> None:
     "make, kind, message",
     [
         (lambda: DeepSpeedPlugin(zero_stage=0), ConfigurationError, "unknown ZeRO stage 0.*remove the plugin"),
-        (lambda: DeepSpeedPlugin(zero_stage=4), ConfigurationError, "Stages are 1, 2 and 3"),
+        (lambda: DeepSpeedPlugin(zero_stage=4), ConfigurationError, "ZeRO stage 4. Use 1, 2 or 3"),
         (lambda: DeepSpeedPlugin({"zero_optimization": {"stage": 0}}), ConfigurationError, "stage 0"),
         (lambda: DeepSpeedPlugin({"gradient_clipping": 1.0}), ConfigurationError, '"zero_optimization": .* is missing'),
         (lambda: DeepSpeedPlugin({"zero_optimization": 3}), ConfigurationError, '"zero_optimization": .* is missing'),

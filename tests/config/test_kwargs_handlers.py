@@ -125,7 +125,7 @@ def test_a_profile_without_a_schedule() -> None:
         (lambda: GradScalerKwargs(init_scale=0), ConfigurationError, "a number > 0"),
         (lambda: GradScalerKwargs(growth_interval=0), ConfigurationError, "≥ 1"),
         (lambda: InitProcessGroupKwargs(init_method="tcp://a:1"), UnsupportedArgumentError, "MASTER_ADDR and MASTER_PORT"),
-        (lambda: ProfileKwargs(activities=["cup"]), ConfigurationError, "there are cpu, cuda. Did you mean 'cpu'?"),
+        (lambda: ProfileKwargs(activities=["cup"]), ConfigurationError, "Use 'cpu' or 'cuda'. Did you mean 'cpu'?"),
         (lambda: ProfileKwargs(schedule_option={"wiat": 1}), ConfigurationError, "unknown option 'wiat'. Did you mean 'wait'?"),
         (lambda: ProfileKwargs(schedule_option={"wait": 1}), ConfigurationError, "warmup, active must be set"),
     ],

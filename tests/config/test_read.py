@@ -135,7 +135,7 @@ def test_wrong_values(text: str, words: str) -> None:
     (accelerates(tpu_use_cluster=True), "start each machine of a TPU slice with gcloud"),
     (accelerates(mpirun_config={"mpirun_hostfile": "x"}), "start the script with mpirun, which trainkit detects"),
     (accelerates(rdzv_backend="etcd"), "rdzv_backend: 'etcd' is not supported; remove it."),
-    ("fp16: true", "fp16 is from an old version of Accelerate; write mixed_precision: fp16."),
+    ("fp16: true", "fp16 is a key of an old version of Accelerate; write mixed_precision: fp16."),
     ("base_job_name: x\ncompute_environment: AMAZON_SAGEMAKER\nec2_instance_type: y", "compute_environment: 'AMAZON_SAGEMAKER"),
 ])  # fmt: skip
 def test_unsupported_values_of_accelerate(text: str, words: str) -> None:
@@ -146,7 +146,8 @@ def test_unsupported_values_of_accelerate(text: str, words: str) -> None:
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"no configuration file x.yaml. Write one with: trainkit config --config_file x"
+        ConfigurationError,
+        match="the configuration file x.yaml does not exist. Create it with: trainkit config --config_file x",
     ):
         read_settings("x.yaml")
     with pytest.raises(ConfigurationError, match="cannot be read"):

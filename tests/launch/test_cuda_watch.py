@@ -42,7 +42,7 @@ def test_the_line_is_noted(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     found = cuda_watch._where
     assert re.fullmatch(rf"{HERE}: torch\.cuda\.init\(\)", found or "")
     with pytest.warns(
-        TrainkitWarning, match=rf"notebook_launcher starts processes, but .* has initialized CUDA .* at {HERE}: torch"
+        TrainkitWarning, match=rf"notebook_launcher starts processes, but .* has already initialized CUDA, at {HERE}: torch"
     ):
         warn_if_cuda_initialized("notebook_launcher")
 

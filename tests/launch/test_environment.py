@@ -247,7 +247,7 @@ CONTRADICTIONS = {
     ),
     "two MPIs": (f"{OPEN_MPI} PMI_RANK=0 PMI_SIZE=2", ["two launchers disagree", "3 of 4", "0 of 2"]),
     "MPI without a size": ("OMPI_COMM_WORLD_RANK=0", ["OMPI_COMM_WORLD_SIZE is not"]),
-    "MPI on several nodes": (TWO_NODES, ["on which one rank 0 runs", "mpirun -x MASTER_ADDR=$(hostname)"]),
+    "MPI on several nodes": (TWO_NODES, ["the node of rank 0 is unknown", "mpirun -x MASTER_ADDR=$(hostname)"]),
     "task number too large": (variables(STEP, SLURM_PROCID="8"), ["SLURM_PROCID=8", "SLURM_STEP_NUM_TASKS=8"]),
     "SLURM without a number of tasks": ("SLURM_STEP_ID=0 SLURM_PROCID=0", ["SLURM_NTASKS is not", "srun"]),
     "SLURM without nodes": (

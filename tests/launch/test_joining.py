@@ -161,7 +161,7 @@ def test_arguments_that_contradict_the_launcher() -> None:
         ),
         (RequestedDevices("cpu", 1), ["devices=1 contradicts", "--nproc-per-node 1 script.py"]),
         (RequestedDevices("cpu", None, None, 2), ["num_nodes=2 contradicts"]),
-        (RequestedDevices("cpu", 1, None, 2), ["devices=1, num_nodes=2 contradicts", "Leave them out"]),
+        (RequestedDevices("cpu", 1, None, 2), ["devices=1, num_nodes=2 contradicts", "Remove devices=1, num_nodes=2"]),
     ):
         with pytest.raises(ConfigurationError) as caught:
             join(wanted, timeout=SHORT)

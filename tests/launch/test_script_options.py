@@ -53,6 +53,6 @@ def test_an_argument_that_contradicts_the_variables() -> None:
 def test_an_argument_without_variables() -> None:
     assert placed(None, ["--local_rank=0"]) is None
     with pytest.raises(
-        ConfigurationError, match=r"--local_rank=1 says .* RANK, .* are not set, so it would train alone. Start"
+        ConfigurationError, match=r"--local_rank=1 means .* RANK, .* are not set, so it would train alone. Start"
     ):
         placed(None, ["--local_rank=1"])

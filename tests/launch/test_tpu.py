@@ -56,7 +56,8 @@ def test_a_tpu_is_used_where_it_can_be(
     monkeypatch.setattr(tpu, "tpu_is_here", lambda: here)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
     assert tpu_is_chosen(env) is chosen
-    said = ["this host has a TPU, which is not used: torch_xla is not installed. To use it: pip install 'trainkit-torch[xla]'"]
+    fix = "To use it: pip install 'trainkit-torch[xla]'"
+    said = [f"this host has a TPU, but torch_xla is not installed; not using the TPU. {fix}"]
     assert caplog.messages == (said if here and not installed else [])
 
 
@@ -101,7 +102,7 @@ def test_replicas_on_several_hosts() -> None:
 
 def test_an_unknown_address_is_an_error() -> None:
     with pytest.raises(
-        ConfigurationError, match="2 processes on 2 hosts, but not the address of the first host.*MASTER_ADDR=host0"
+        ConfigurationError, match="2 processes on 2 hosts, but the address of the first host is unknown.*MASTER_ADDR=host0"
     ):
         place_in_slice(0, 2, 0, 1, {}, 1)
 

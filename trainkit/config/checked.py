@@ -67,7 +67,7 @@ def _backend_problems(settings: Settings) -> Iterator[str]:
         yield (
             f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} for DeepSpeed, but distributed_type is "
             f"{kind or 'not set'}. Write distributed_type: DEEPSPEED (--use_deepspeed), or remove "
-            f"{'this key' if len(given) == 1 else 'these keys'}."
+            f"{', '.join(given)}."
         )
     file = given.get(CONFIG_FILE)
     twice = [name for name, value in given.items() if name not in NOT_IN_FILE and value != "auto"]

@@ -18,7 +18,7 @@ def known_backend(backend: Any) -> str:
     """The name of a backend of `torch.compile`; a `ConfigurationError` if torch does not know it."""
     name, known = str(backend).lower(), torch._dynamo.list_backends(exclude_tags=None)
     if name not in known:
-        raise ConfigurationError(f"unknown dynamo_backend={backend!r}. Use one of {', '.join(known)}.{nearest(name, known)}")
+        raise ConfigurationError(f"dynamo_backend={backend!r}: expected one of {', '.join(known)}.{nearest(name, known)}")
     return name
 
 
