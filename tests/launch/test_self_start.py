@@ -143,8 +143,8 @@ def test_devices_1_and_then_2(option: dict[str, object], tmp_path: Path) -> None
     *_, last = done.stderr.splitlines()
     assert last == (
         "trainkit.errors.ConfigurationError: devices=2 needs 2 processes, and each of them runs this script from its first "
-        "line. An earlier Trainer in the script has devices=1 or strategy='single', which is for one process. Use devices=2 for "
-        "all Trainers of the script, or move the part for one process to a separate script and load its checkpoint here."
+        "line. An earlier Trainer in the script has devices=1 or strategy='single', which is for one process. Use devices=2 "
+        "for all Trainers of the script, or move the part for one process to a separate script and load its checkpoint here."
     )
     assert done.stderr.count("trainkit.errors.ConfigurationError") == 1
 
