@@ -207,5 +207,5 @@ class _ReplicaExchange(ThreadExchange):
         super().__init__(name, None, world.rank, world.size)
         self._world = world
 
-    def exchange(self, value: Any, looking: Callable[[], None] | None = None) -> list[Any]:
+    def exchange(self, value: Any, while_waiting: Callable[[], None] | None = None) -> list[Any]:
         return [json.loads(text) for text in self._world.gather(f"thread exchange {self._name}", json.dumps(value))]

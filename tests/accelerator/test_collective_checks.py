@@ -279,7 +279,7 @@ def ends_before_the_main_process(last: str) -> None:
         if last == "dies":
             os._exit(0)
         return
-    world.channel.wait(lambda: 1 in world.channel.gone, PATIENCE)  # type: ignore[union-attr]
+    world.channel.wait(lambda: 1 in world.channel.exited, PATIENCE)  # type: ignore[union-attr]
     if last == "evaluate":
         with torch.no_grad():
             loop.model.eval()
@@ -316,7 +316,7 @@ def test_a_script_that_ends_before_that_of_the_main_process(last: str, run_dir: 
             ended.output,
         )
     else:
-        why = r"has died \(no traceback" if last == "dies" else "has left: its script ended"
+        why = r"has died \(no traceback" if last == "dies" else "has exited: its script ended"
         assert re.search(rf"rank 0 (was )?ended because rank 1 {why}", ended.output)
 
 

@@ -1,4 +1,4 @@
-"""Accelerate itself: it writes what the other tests read, and reads what we write."""
+"""Accelerate itself writes the files that other tests read, and reads the files that we write."""
 
 from __future__ import annotations
 

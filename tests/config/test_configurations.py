@@ -35,7 +35,7 @@ def test_the_number_of_steps() -> None:
         (lambda: ProjectConfiguration(save_on_each_node=True), UnsupportedArgumentError, "put project_dir on a shared disk"),
         (lambda: GradientAccumulationPlugin(0), ConfigurationError, r"num_steps=\) must be an integer ≥ 1, not 0"),
         (lambda: GradientAccumulationPlugin(True), ConfigurationError, "must be an integer"),
-        (lambda: GradientAccumulationPlugin(2, sync_with_dataloader=False), UnsupportedArgumentError, "Leave it out"),
+        (lambda: GradientAccumulationPlugin(2, sync_with_dataloader=False), UnsupportedArgumentError, "Remove it"),
         (lambda: GradientAccumulationPlugin(2, sync_each_batch=True), UnsupportedArgumentError, "strategy='zero2'"),
         (lambda: DataLoaderConfiguration(data_seed=3), UnsupportedArgumentError, r"trainkit.set_seed\(3\) before Accelerator"),
     ],
@@ -45,6 +45,6 @@ def test_what_is_refused(make: Callable[[], Any], kind: type[Exception], message
         make()
 
 
-def test_what_has_no_effect_is_taken() -> None:
+def test_arguments_without_effect_are_accepted() -> None:
     given = DataLoaderConfiguration(use_seedable_sampler=True, non_blocking=True, use_stateful_dataloader=True)
     assert given.even_batches

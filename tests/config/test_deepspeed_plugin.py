@@ -1,4 +1,4 @@
-"""`DeepSpeedPlugin`: which ZeRO it asks for, and that this is what trains."""
+"""`DeepSpeedPlugin`: the configuration of ZeRO, and training with it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_the_default_is_stage_2() -> None:
     assert repr(strategy(plugin).config) == repr(ZeROStrategy(stage=2).config)
 
 
-def test_every_argument_arrives() -> None:
-    """As the file of the sequence-to-sequence example asks for it."""
+def test_every_argument_is_in_the_configuration() -> None:
+    """As in the file of the sequence-to-sequence example."""
     plugin = DeepSpeedPlugin(
         gradient_accumulation_steps=4,
         gradient_clipping=1.0,
@@ -95,8 +95,8 @@ def test_a_configuration(run_dir: Path) -> None:
 
 
 def test_an_init_flag_of_another_stage() -> None:
-    """Accelerate's own files have it; it says that it has no effect, as Accelerate does."""
-    with pytest.warns(UserWarning, match="zero3_init_flag=True.* is for stage 3.*this is stage 2: it has no effect"):
+    """Accelerate's own files have it; a warning says that it has no effect, as in Accelerate."""
+    with pytest.warns(UserWarning, match="zero3_init_flag=True.* has no effect in stage 2: only stage 3 shards"):
         plugin = DeepSpeedPlugin(zero_stage=2, zero3_init_flag=True)
     assert not plugin.divides_at_once
     assert not plugin.zero3_init_flag
@@ -110,20 +110,20 @@ def test_16_bits_of_another_stage(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     "make, kind, message",
     [
-        (lambda: DeepSpeedPlugin(zero_stage=0), ConfigurationError, "stage 0 of ZeRO.*leave the plugin out"),
-        (lambda: DeepSpeedPlugin(zero_stage=4), ConfigurationError, "Stages are 1, 2 and 3"),
+        (lambda: DeepSpeedPlugin(zero_stage=0), ConfigurationError, "unknown ZeRO stage 0.*remove the plugin"),
+        (lambda: DeepSpeedPlugin(zero_stage=4), ConfigurationError, "ZeRO stage 4. Use 1, 2 or 3"),
         (lambda: DeepSpeedPlugin({"zero_optimization": {"stage": 0}}), ConfigurationError, "stage 0"),
         (lambda: DeepSpeedPlugin({"gradient_clipping": 1.0}), ConfigurationError, '"zero_optimization": .* is missing'),
         (lambda: DeepSpeedPlugin({"zero_optimization": 3}), ConfigurationError, '"zero_optimization": .* is missing'),
-        (lambda: DeepSpeedPlugin({"zero_optimization": 3}, zero_stage=1), ConfigurationError, "must be a map, not 3"),
-        (lambda: DeepSpeedPlugin(GIVEN, zero_stage=2), ConfigurationError, "zero_optimization.stage: 3. Give one of them"),
+        (lambda: DeepSpeedPlugin({"zero_optimization": 3}, zero_stage=1), ConfigurationError, "must be a dict, not 3"),
+        (lambda: DeepSpeedPlugin(GIVEN, zero_stage=2), ConfigurationError, "zero_optimization.stage: 3. Remove one of them"),
         (lambda: DeepSpeedPlugin(7), ConfigurationError, "a dict or the path of a JSON file, not 7"),
         (lambda: DeepSpeedPlugin("nowhere.json"), ConfigurationError, "'nowhere.json'. cannot be read: No such file"),
         (lambda: DeepSpeedPlugin(offload_optimizer_device="disk"), ConfigurationError, "'none', 'cpu' or 'nvme'"),
         (lambda: DeepSpeedPlugin(gradient_clipping=-1.0), ConfigurationError, "a number ≥ 0, or 'auto'"),
         (lambda: DeepSpeedPlugin(gradient_clipping="1.0"), ConfigurationError, "a number ≥ 0, or 'auto'"),
         (lambda: DeepSpeedPlugin(gradient_accumulation_steps=0), ConfigurationError, "a whole number ≥ 1, or 'auto'"),
-        (lambda: DeepSpeedPlugin(is_train_batch_min=False), UnsupportedArgumentError, "Give the training loader first"),
+        (lambda: DeepSpeedPlugin(is_train_batch_min=False), UnsupportedArgumentError, "pass the training loader first"),
         (lambda: DeepSpeedPlugin(transformer_moe_cls_names="A"), UnsupportedArgumentError, "set_z3_leaf_modules"),
         (lambda: DeepSpeedPlugin(enable_msamp=True), UnsupportedArgumentError, "mixed_precision='bf16'"),
         (lambda: strategy(DeepSpeedPlugin(zero_stage=2, offload_param_device="cpu")), ConfigurationError, "needs stage 3"),
@@ -139,12 +139,12 @@ def test_what_is_refused(make: Callable[[], Any], kind: type[Exception], message
         make()
 
 
-def test_files_that_are_no_configuration() -> None:
+def test_invalid_configuration_files() -> None:
     Path("comments.json").write_text("// ours\n{}")
-    with pytest.raises(ConfigurationError, match=r"is no JSON: .*strategy=ZeROStrategy\(config='comments.json'\)"):
+    with pytest.raises(ConfigurationError, match=r"is not valid JSON: .*strategy=ZeROStrategy\(config='comments.json'\)"):
         DeepSpeedPlugin("comments.json")
     Path("list.json").write_text("[1]")
-    with pytest.raises(ConfigurationError, match=r"must hold a map, not \[1\]"):
+    with pytest.raises(ConfigurationError, match=r"must contain a JSON object, not \[1\]"):
         DeepSpeedPlugin("list.json")
 
 
@@ -180,7 +180,7 @@ def all_trained() -> dict[str, list[float]]:
     }
 
 
-def test_it_trains_with_exactly_that(run_dir: Path) -> None:
+def test_training_uses_the_configuration(run_dir: Path) -> None:
     [losses] = run_world(1, all_trained)
     assert losses["plugin"] == losses["clipped"]
     assert losses["plugin"] != losses["unclipped"]

@@ -1,4 +1,4 @@
-"""What travels to the processes that `trainkit launch` starts."""
+"""The settings that the processes of `trainkit launch` inherit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS = Settings(
 )
 
 
-def test_what_comes_is_what_was_sent_but_for_the_place() -> None:
+def test_settings_without_the_launchers_keys_are_inherited() -> None:
     sent = carry(SETTINGS)
     assert inherited_settings(sent) == Settings(
         {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16"},
@@ -42,7 +42,7 @@ def test_a_process_that_drives_all_devices_knows_how_many() -> None:
     assert inherited_settings(carry(settings)).devices == 4
 
 
-def test_nothing_to_say() -> None:
+def test_empty_settings() -> None:
     assert carry(Settings(source="x")) == {}
     assert carry(Settings({"num_processes": 2})) == {}
     assert inherited_settings({}) == Settings()
@@ -55,8 +55,8 @@ def test_debugging(name: str) -> None:
     assert not any(debugging({name: value}) for value in ("0", "false", "no", ""))
 
 
-def test_what_beats_what_of_debug_mode() -> None:
-    """An option the environment, that a file; ours Accelerate's variable."""
+def test_the_precedence_of_debug_mode() -> None:
+    """A flag beats the environment, which beats a file; our variable beats Accelerate's."""
     both = {"TRAINKIT_DEBUG_MODE": "0", "ACCELERATE_DEBUG_MODE": "yes"}
     assert not debugging(both)
     for env, on in ((both, False), ({"ACCELERATE_DEBUG_MODE": "yes"}, True)):
@@ -68,7 +68,7 @@ def test_what_beats_what_of_debug_mode() -> None:
         assert debugging(env | carry(with_environment(Settings(), Settings(), env))) is on
 
 
-def test_accelerates_launcher_is_not_taken_for_ours() -> None:
+def test_accelerates_launcher_is_a_warning() -> None:
     quiet = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_DEEPSPEED": "false"}
     assert inherited_settings(quiet) == Settings()
     with pytest.warns(

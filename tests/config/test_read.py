@@ -1,4 +1,4 @@
-"""Configuration files, read: Accelerate's and ours, key by key, and what is refused of them."""
+"""Reading configuration files, Accelerate's and ours: each key, and values that are refused."""
 
 from __future__ import annotations
 
@@ -95,15 +95,15 @@ def test_unknown_keys(text: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("text, words", [
-    ("num_processes: 0", "conf.yaml: num_processes must be a whole number from 1 on, not 0."),
-    ("num_processes: -1", "conf.yaml: num_processes must be a whole number from 1 on, not -1."),
-    ("num_processes: true", "num_processes must be a whole number from 1 on, not True."),
+    ("num_processes: 0", "conf.yaml: num_processes must be a whole number ≥ 1, not 0."),
+    ("num_processes: -1", "conf.yaml: num_processes must be a whole number ≥ 1, not -1."),
+    ("num_processes: true", "num_processes must be a whole number ≥ 1, not True."),
     ("main_process_port: 70000", "main_process_port must be a whole number from 0 to 65535, not 70000."),
     ("mixed_precision: bf61", "mixed_precision must be one of no, fp16, bf16, not 'bf61'. Did you mean 'bf16'?"),
     ("distributed_type: 3", "distributed_type must be one of NO, MULTI_CPU, MULTI_GPU, DEEPSPEED, XLA, not 3."),
     ("use_cpu: perhaps", "use_cpu must be true or false, not 'perhaps'."),
-    ("gpu_ids: 0,0", "gpu_ids must be all, or numbers of GPUs such as 0,1, not '0,0'."),
-    ("gradient_accumulation_steps: 0", "gradient_accumulation_steps must be a whole number from 1 on, or auto, not 0."),
+    ("gpu_ids: 0,0", "gpu_ids must be all, or different GPU numbers such as 0,1, not '0,0'."),
+    ("gradient_accumulation_steps: 0", "gradient_accumulation_steps must be a whole number ≥ 1, or auto, not 0."),
     ("main_process_ip: [a]", "main_process_ip must be text, not ['a']."),
     ("deepspeed_config: {zero_stage: 4}", "conf.yaml: deepspeed_config: zero_stage must be a whole number from 1 to 3, not 4."),
     ("deepspeed_config: {gradient_clipping: -1}", "gradient_clipping must be a number ≥ 0, or auto, not -1."),
@@ -111,10 +111,10 @@ def test_unknown_keys(text: str, words: str) -> None:
     ("deepspeed_config: {offload_param_device: disk}", "offload_param_device must be one of none, cpu, nvme, not 'disk'."),
     ("deepspeed_config: 3", "conf.yaml: deepspeed_config must contain keys and values, not 3."),
     ("[1, 2]", "conf.yaml must contain keys and values, such as num_processes: 2, not '[1, 2]'."),
-    ("a: b: c", "conf.yaml is no YAML: mapping values are not allowed here"),
+    ("a: b: c", "conf.yaml is not valid YAML: mapping values are not allowed here"),
     ("gradient_accumulation_steps: 2\ndeepspeed_config: {gradient_accumulation_steps: 4}",
-     "conf.yaml has gradient_accumulation_steps twice, 2 and 4. Give one of them."),
-    ("dynamo_backend: eager\ndynamo_config: {dynamo_backend: inductor}", "conf.yaml has dynamo_backend twice, inductor and ea"),
+     "conf.yaml sets gradient_accumulation_steps twice, to 2 and to 4. Remove one of them."),
+    ("dynamo_backend: eager\ndynamo_config: {dynamo_backend: inductor}", "conf.yaml sets dynamo_backend twice, to inductor an"),
 ])  # fmt: skip
 def test_wrong_values(text: str, words: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
@@ -126,19 +126,19 @@ def test_wrong_values(text: str, words: str) -> None:
     (FSDP, "conf.yaml: distributed_type: FSDP is not supported; ZeRO shards parameters: write distributed_type: DEEP"),
     (accelerates(distributed_type="MULTI_XPU"), "distributed_type: MULTI_XPU is not supported; there is no strategy for these"),
     (accelerates(mixed_precision="fp8"), "mixed_precision: fp8 is not supported; write bf16, or fp16."),
-    (accelerates(deepspeed_config={"zero_stage": 0}), "deepspeed_config: zero_stage: 0 is not supported; without ZeRO it is"),
-    (accelerates(deepspeed_config={"deepspeed_multinode_launcher": "openmpi"}), "start the script by mpirun, which is recogni"),
+    (accelerates(deepspeed_config={"zero_stage": 0}), "deepspeed_config: zero_stage: 0 is not supported; for DDP, write dis"),
+    (accelerates(deepspeed_config={"deepspeed_multinode_launcher": "openmpi"}), "start the script with mpirun, which trainkit"),
     (accelerates(deepspeed_config={"deepspeed_moe_layer_cls_names": "A"}), "call DeepSpeed yourself, before the model is prep"),
     (accelerates(dynamo_config={"dynamo_backend": "OFI"}), "dynamo_config: dynamo_backend: OFI is not supported; write induct"),
     (accelerates(dynamo_config={"dynamo_use_regional_compilation": True}), "compile the parts that repeat in the script"),
-    (accelerates(enable_cpu_affinity=True), "enable_cpu_affinity: True is not supported; start the script by numactl."),
-    (accelerates(tpu_use_cluster=True), "start each machine of a TPU slice by gcloud"),
-    (accelerates(mpirun_config={"mpirun_hostfile": "x"}), "start the script by mpirun, which is recognized"),
-    (accelerates(rdzv_backend="etcd"), "rdzv_backend: 'etcd' is not supported; leave it out."),
-    ("fp16: true", "fp16 is from an old version of Accelerate; write mixed_precision: fp16."),
+    (accelerates(enable_cpu_affinity=True), "enable_cpu_affinity: True is not supported; start the script with numactl."),
+    (accelerates(tpu_use_cluster=True), "start each machine of a TPU slice with gcloud"),
+    (accelerates(mpirun_config={"mpirun_hostfile": "x"}), "start the script with mpirun, which trainkit detects"),
+    (accelerates(rdzv_backend="etcd"), "rdzv_backend: 'etcd' is not supported; remove it."),
+    ("fp16: true", "fp16 is a key of an old version of Accelerate; write mixed_precision: fp16."),
     ("base_job_name: x\ncompute_environment: AMAZON_SAGEMAKER\nec2_instance_type: y", "compute_environment: 'AMAZON_SAGEMAKER"),
 ])  # fmt: skip
-def test_what_accelerate_has_and_we_have_not(text: str, words: str) -> None:
+def test_unsupported_values_of_accelerate(text: str, words: str) -> None:
     with pytest.raises(UnsupportedArgumentError) as caught:
         read(text)
     assert words in str(caught.value)
@@ -146,7 +146,8 @@ def test_what_accelerate_has_and_we_have_not(text: str, words: str) -> None:
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"no configuration file x.yaml. Write one with: trainkit config --config_file x"
+        ConfigurationError,
+        match="the configuration file x.yaml does not exist. Create it with: trainkit config --config_file x",
     ):
         read_settings("x.yaml")
     with pytest.raises(ConfigurationError, match="cannot be read"):

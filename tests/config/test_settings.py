@@ -1,4 +1,4 @@
-"""`Settings`: which come out on top, and what they come to."""
+"""`Settings`: which settings count, and what they mean."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILE = Settings(
 )
 
 
-def test_what_is_over_counts() -> None:
+def test_the_upper_settings_count() -> None:
     flags = Settings({"num_processes": 4}, {"zero_stage": 2}, {"dynamo_mode": "default"}, "the command line")
     both = flags.over(FILE)
     assert both == Settings(
@@ -28,7 +28,7 @@ def test_what_is_over_counts() -> None:
     assert flags.over(Settings()) == flags
 
 
-def test_another_kind_of_run_leaves_deepspeed_behind() -> None:
+def test_another_distributed_type_removes_deepspeed() -> None:
     assert Settings({"distributed_type": "MULTI_CPU"}).over(FILE).backend == {}
     assert Settings({"distributed_type": "DEEPSPEED"}).over(FILE).backend == FILE.backend
 
@@ -51,7 +51,7 @@ def test_strategies(kind: str, strategy: str) -> None:
     assert (settings.strategy, settings.plugin()) == (strategy, None)
 
 
-def test_what_is_left_open_is_open() -> None:
+def test_values_that_are_not_set() -> None:
     assert (Settings().strategy, Settings().plugin(), Settings().devices) == (None, None, None)
     assert FILE.strategy is None
 
@@ -62,7 +62,7 @@ def test_devices_of_one_process() -> None:
     assert Settings({"distributed_type": "MULTI_GPU", "num_processes": 8}).devices is None
 
 
-def test_zero_exactly() -> None:
+def test_all_options_of_zero() -> None:
     settings = Settings(
         {"distributed_type": "DEEPSPEED", "gradient_accumulation_steps": 4},
         {
@@ -91,7 +91,7 @@ def test_zero_exactly() -> None:
     }
 
 
-def test_zero_as_little_as_it_says() -> None:
+def test_only_the_given_options_of_zero() -> None:
     plugin = Settings(
         {"distributed_type": "DEEPSPEED", "gradient_accumulation_steps": "auto"}, {"gradient_clipping": "auto"}
     ).plugin()
@@ -102,5 +102,5 @@ def test_zero_as_little_as_it_says() -> None:
 def test_a_key_in_two_places() -> None:
     one = Settings.out_of({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 2}, {}, "conf.yaml")
     assert (one.values, one.backend) == ({"gradient_accumulation_steps": 2}, {})
-    with pytest.raises(ConfigurationError, match="conf.yaml has gradient_accumulation_steps twice, 2 and 3"):
+    with pytest.raises(ConfigurationError, match="conf.yaml sets gradient_accumulation_steps twice, to 2 and to 3"):
         Settings.out_of({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 3}, {}, "conf.yaml")

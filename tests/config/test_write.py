@@ -1,4 +1,4 @@
-"""Configuration files, written."""
+"""Writing configuration files."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SETTINGS = Settings(
 
 
 @pytest.mark.parametrize("name", ["conf.yaml", "new/folder/conf.json"])
-def test_what_is_written_is_read(name: str) -> None:
+def test_written_files_can_be_read(name: str) -> None:
     assert write_settings(SETTINGS, name) == Path(name)
     found = read_settings(name)
     assert (found.values, found.backend, found.dynamo) == (SETTINGS.values, SETTINGS.backend, SETTINGS.dynamo)
 
 
-def test_the_form_is_accelerates() -> None:
+def test_the_format_is_accelerates() -> None:
     write_settings(SETTINGS, "conf.yaml")
     assert Path("conf.yaml").read_text("utf-8") == (
         "compute_environment: LOCAL_MACHINE\n"
@@ -45,19 +45,19 @@ def test_the_form_is_accelerates() -> None:
     )
 
 
-def test_one_that_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     Path("file").write_text("kept")
     with pytest.raises(ConfigurationError, match="cannot be written"):
         write_settings(SETTINGS, "file/conf.yaml")
     for name in ("conf.yaml", os.devnull):
         Path("conf.yaml").mkdir(exist_ok=True)
-        with pytest.raises(ConfigurationError, match=f"{name} exists and is not a file. Name another one."):
+        with pytest.raises(ConfigurationError, match=f"{name} exists and is not a file. Choose another path."):
             write_settings(SETTINGS, name)
     assert {path.name for path in tmp_path.iterdir()} == {"file", "conf.yaml"}
     assert not Path(os.devnull).is_file()
 
 
-def test_one_that_a_link_leads_to() -> None:
+def test_a_symbolic_link_is_kept() -> None:
     Path("link.yaml").symlink_to("real.yaml")
     Path("real.yaml").write_text("")
     assert write_settings(SETTINGS, "link.yaml") == Path("link.yaml")

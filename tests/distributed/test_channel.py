@@ -1,4 +1,4 @@
-"""`Channel`: exchanges from any thread, and how soon every process knows that another one has failed."""
+"""`Channel`: exchanges from any thread, and how soon every process knows about the failure of another one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_key_can_be_used_again() -> None:
 
 
 def test_many_threads_at_once() -> None:
-    """Each rank has several threads that exchange in orders of their own."""
+    """Each rank has several threads, which exchange in different orders."""
     size, threads, turns = 3, 6, 30
 
     def work(number: int) -> None:
@@ -66,7 +66,7 @@ def test_many_threads_at_once() -> None:
         assert not any(channel._waiters for channel in channels)
 
 
-def test_an_exchange_waits_as_long_as_it_takes() -> None:
+def test_an_exchange_has_no_time_limit() -> None:
     def give(rank: int) -> Any:
         time.sleep(0.3 * rank)
         return channels[rank].exchange("late", rank)
@@ -75,22 +75,22 @@ def test_an_exchange_waits_as_long_as_it_takes() -> None:
         assert all_at_once(3, give) == [[0, 1, 2]] * 3
 
 
-def test_what_cannot_be_exchanged() -> None:
+def test_values_that_cannot_be_exchanged() -> None:
     with star(2) as channels:
         with pytest.raises(TypeError):
             channels[0].exchange("key", object())
-        with pytest.raises(ValueError, match=r"at most 16777216 bytes a process, and this value has 17000\d\d\d"):
+        with pytest.raises(ValueError, match=r"at most 16777216 bytes per process, but this value has 17000\d\d\d"):
             channels[1].exchange("key", "x" * 17_000_000)
         with ThreadPoolExecutor(1) as pool:
             other = pool.submit(channels[0].exchange, "key", 1)
             eventually(channels[0], lambda: "key" in channels[0]._waiters)
-            with pytest.raises(ValueError, match="'key' is under way in another thread"):
+            with pytest.raises(ValueError, match="'key' is already running in another thread"):
                 channels[0].exchange("key", 2)
             assert channels[1].exchange("key", 3) == [1, 3] == other.result(PATIENCE)
 
 
-def test_a_signal_takes_back_what_was_given() -> None:
-    """A later exchange of the same name must not see the old value."""
+def test_a_signal_withdraws_the_value() -> None:
+    """A later exchange with the same key must not see the old value."""
 
     class InterruptError(Exception):
         pass
@@ -128,8 +128,8 @@ def test_a_closed_channel_exchanges_nothing(rank: int) -> None:
         channels[rank].close()
 
 
-def test_who_waits_looks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it finds may end the wait; what it has given is then taken back."""
+def test_a_waiting_rank_calls_the_function_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception in the function ends the wait; the value is then withdrawn."""
     monkeypatch.setattr("trainkit.distributed.channel._LOOK", 0.01)
     looks: list[int] = []
 
@@ -146,8 +146,8 @@ def test_who_waits_looks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("complete", [False, True])
-def test_who_breaks_off_stays_in_step(complete: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exchange that it has broken off is the next one, unless all had given theirs by then."""
+def test_an_interrupted_exchange_is_repeated(complete: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next exchange has the same number, unless all ranks had sent their values before the interruption."""
     monkeypatch.setattr("trainkit.distributed.channel._LOOK", 0.01)
 
     with star(2) as channels, ThreadPoolExecutor(1) as pool:
@@ -166,8 +166,8 @@ def test_who_breaks_off_stays_in_step(complete: bool, monkeypatch: pytest.Monkey
         assert all_at_once(2, lambda rank: teams[rank].exchange(rank)) == [[0, 1]] * 2
 
 
-def test_what_all_are_doing() -> None:
-    """They answer whatever their main threads are in."""
+def test_ask_returns_what_each_rank_is_doing() -> None:
+    """Ranks answer whatever their main threads are doing."""
     nothing = {"begun": 0, "where": None, "checks": 0}
     with star(3) as channels:
         channels[1].collectives.checks = 4
@@ -182,7 +182,7 @@ def test_what_all_are_doing() -> None:
     assert channels[1].ask() is None
 
 
-def test_who_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainkit.distributed.channel._ANSWER", 0.05)
     hangs = threading.Event()
     with star(2) as channels:
@@ -197,10 +197,10 @@ def test_who_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_failure_is_known_everywhere(failing: int) -> None:
-    heard: list[list[Any]] = [[], [], []]
+def test_a_failure_is_known_on_all_ranks(failing: int) -> None:
+    received: list[list[Any]] = [[], [], []]
     with star(3) as channels:
-        for channel, list_of_it in zip(channels, heard, strict=True):
+        for channel, list_of_it in zip(channels, received, strict=True):
             channel.on_failure(list_of_it.append)
             channel.enter_run()
         with ThreadPoolExecutor(1) as pool:
@@ -216,14 +216,14 @@ def test_a_failure_is_known_everywhere(failing: int) -> None:
             assert failure is not None
             assert (failure.rank, failure.kind, failure.text, failure.run) == (failing, "error", "the traceback", 1)
             assert abs(time.time() - failure.time) < PATIENCE
-        assert [[failure.rank for failure in list_of_it] for list_of_it in heard] == [[failing]] * 3
+        assert [[failure.rank for failure in list_of_it] for list_of_it in received] == [[failing]] * 3
         assert channels[failing].own_failure is not None
 
 
-def test_a_failure_that_all_get_over() -> None:
-    heard: list[Failure | None] = []
+def test_a_failure_that_all_ranks_catch() -> None:
+    received: list[Failure | None] = []
     with star(2) as channels:
-        channels[0].on_failure(heard.append)
+        channels[0].on_failure(received.append)
         for turn in range(3):
             for channel in channels:
                 channel.enter_run()
@@ -243,10 +243,10 @@ def test_a_failure_that_all_get_over() -> None:
             assert all_at_once(2, lambda rank, turn=turn: channels[rank].exchange("a", turn)) == [[turn, turn]] * 2
             for channel in channels:
                 channel.leave_run()
-    assert [failure if failure is None else failure.run for failure in heard] == [1, None, 3, None, 5, None]
+    assert [failure if failure is None else failure.run for failure in received] == [1, None, 3, None, 5, None]
 
 
-def test_a_fatal_failure_stands() -> None:
+def test_a_fatal_failure_is_permanent() -> None:
     with star(2) as channels:
         channels[1].post_failure("error", "boom", fatal=True)
         for channel in channels:
@@ -256,7 +256,7 @@ def test_a_fatal_failure_stands() -> None:
 
 
 @pytest.mark.parametrize("leaving", [0, 2])
-def test_who_says_goodbye_has_not_failed(leaving: int) -> None:
+def test_an_announced_exit_is_not_a_failure(leaving: int) -> None:
     with star(3) as channels:
         for channel in channels:
             channel.enter_run()
@@ -267,15 +267,15 @@ def test_who_says_goodbye_has_not_failed(leaving: int) -> None:
         eventually(other, lambda: leaving in other.exited)
         assert other.exited[leaving].kind == "left"
         assert other.failure is None
-        with pytest.raises(ProcessFailedError, match=f"rank {leaving} has left"):
+        with pytest.raises(ProcessFailedError, match=f"rank {leaving} has exited"):
             other.exchange("a", 1)
-        with pytest.raises(ProcessFailedError, match=f"but rank {leaving} has left"):
+        with pytest.raises(ProcessFailedError, match=f"but rank {leaving} has exited"):
             other.enter_run()
 
 
 @pytest.mark.parametrize("leaving", [0, 1])
-def test_who_ends_in_a_loop_of_its_own_has_not_failed(leaving: int) -> None:
-    """No process leaves that run before the script ends. A rank in a collective that it has not entered reports it missing."""
+def test_a_script_that_ends_in_its_own_loop_has_not_failed(leaving: int) -> None:
+    """No process leaves that run before the script ends. A rank in a collective that the other has not entered reports it."""
     with star(2) as channels:
         for channel in channels:
             channel.enter_run()
@@ -298,7 +298,7 @@ def test_who_ends_in_a_loop_of_its_own_has_not_failed(leaving: int) -> None:
 
 
 @pytest.mark.parametrize("leaving", [0, 1])
-def test_who_leaves_in_the_middle_of_a_run_has_failed(leaving: int) -> None:
+def test_an_exit_in_the_middle_of_a_run_is_a_failure(leaving: int) -> None:
     with star(2) as channels:
         for channel in channels:
             channel.enter_run()
@@ -308,10 +308,10 @@ def test_who_leaves_in_the_middle_of_a_run_has_failed(leaving: int) -> None:
         channels[leaving].close()
         other = channels[1 - leaving]
         eventually(other, lambda: other.failure is not None)
-        assert str(other.failure) == f"rank {leaving} has left in the middle of a run, by sys.exit(3)"
+        assert str(other.failure) == f"rank {leaving} has exited in the middle of a run, by sys.exit(3)"
 
 
-def test_who_is_blamed_is_known_to_all() -> None:
+def test_all_ranks_know_the_failed_ranks() -> None:
     with star(3) as channels:
         channels[2].announce_end()
         eventually(channels[1], lambda: 2 in channels[1].exited)
@@ -323,8 +323,8 @@ def test_who_is_blamed_is_known_to_all() -> None:
         assert (channels[0].failure.rank, channels[0].failure.kind) == (2, "left")
 
 
-def test_a_hub_that_hangs_does_not_keep_the_failure_from_this_process() -> None:
-    """All threads of the main process may hang. Who has waited for it in vain must know all the same, to write its stacks."""
+def test_a_failure_is_known_on_this_process_if_the_hub_hangs() -> None:
+    """All threads of the main process may hang. A rank that waits for it must still know the failure, to write its stacks."""
     hangs = threading.Event()
     with star(2) as channels:
         for channel in channels:
@@ -341,7 +341,7 @@ def test_a_hub_that_hangs_does_not_keep_the_failure_from_this_process() -> None:
 
 
 def in_run(dying: int, how: str) -> Any:
-    """What a rank knows of one that dies, and how long after its death."""
+    """What a rank knows about a rank that dies, and how long after its death."""
     member = Member()
     member.watchdog.close()
     member.watchdog.entered()
@@ -366,7 +366,7 @@ def in_run(dying: int, how: str) -> Any:
 
 
 @pytest.mark.parametrize("dying, how", [(0, "kill"), (1, "kill"), (2, "exit")])
-def test_a_death_is_known_at_once(dying: int, how: str) -> None:
+def test_a_killed_process_is_known_immediately(dying: int, how: str) -> None:
     ends = start_world(3, in_run, dying, how).ends()
     assert ends[dying] == (False, "ended with -9" if how == "kill" else "ended with 0")
     for rank in {0, 1, 2} - {dying}:
@@ -402,7 +402,7 @@ def with_children(dying: int) -> Any:
 
 
 @pytest.mark.parametrize("dying", [0, 1])
-def test_a_dead_process_with_living_children_is_dead(dying: int) -> None:
+def test_a_killed_process_with_living_children(dying: int) -> None:
     fine, late = start_world(2, with_children, dying).ends()[1 - dying]
     assert fine, late
     assert late < SOON
@@ -410,7 +410,7 @@ def test_a_dead_process_with_living_children_is_dead(dying: int) -> None:
 
 @pytest.mark.world_size(2)
 def test_an_exchange_costs_little() -> None:
-    """Much less than polling would; about 0.2 ms each on two free cores. Where others work too, the quickest of them."""
+    """Much less than polling: about 0.2 ms on two free cores. On a busy machine the fastest exchange counts."""
     member = Member()
     took = []
     for turn in range(100):

@@ -40,8 +40,8 @@ def test_the_line_of_a_script() -> None:
 
 
 def test_a_frame_outside_of_the_package() -> None:
-    assert find_call(None) == ("", "an unknown place")
-    assert find_call(sys._getframe()) == ("", "an unknown place")
+    assert find_call(None) == ("", "an unknown line")
+    assert find_call(sys._getframe()) == ("", "an unknown line")
 
 
 def test_what_is_counted() -> None:
@@ -75,14 +75,14 @@ def test_another_thread_sees_where_it_waits() -> None:
     assert tracker.record()["where"] is None
 
 
-def test_what_is_known_already_counts() -> None:
+def test_a_known_location_is_used() -> None:
     tracker = CollectiveTracker()
     with tracker:
         tracker.location = ("forward", "train.py:3")
         assert tracker.record()["where"] == ["forward", "train.py:3"]
 
 
-def test_it_is_two_calls() -> None:
+def test_a_collective_costs_two_calls() -> None:
     """It is around each reduction of each step."""
     tracker, calls = CollectiveTracker(), []
     sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code.co_name) if event == "call" else None)

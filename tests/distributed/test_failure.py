@@ -1,4 +1,4 @@
-"""What is said of a failure, and how a consequence is distinguished from a cause."""
+"""The text of a failure, and how a consequence is distinguished from a cause."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LATE = "[/__w/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000m
         (None, False, False),
     ],
 )
-def test_what_a_collective_raises(error: BaseException | None, communication: bool, timeout: bool) -> None:
+def test_errors_of_collectives(error: BaseException | None, communication: bool, timeout: bool) -> None:
     assert is_communication(error) is communication
     assert is_timeout(error) is timeout
 
@@ -50,8 +50,8 @@ class BrokenError(RuntimeError):
         return str(self.missing)  # type: ignore[attr-defined]
 
 
-def test_an_error_whose_text_is_an_error() -> None:
-    """It must not be told as another one, nor keep the others from being told."""
+def test_an_error_whose_str_raises() -> None:
+    """The failure must still be reported to the other ranks, as the same error."""
     assert summary(BrokenError()) == "BrokenError"
     assert not is_communication(BrokenError())
     assert not is_timeout(BrokenError())
@@ -62,15 +62,15 @@ def test_an_error_whose_text_is_an_error() -> None:
     [
         ("error", "rank 3 failed: ValueError: boom"),
         ("died", "rank 3 has died (no traceback: killed, out of memory?)"),
-        ("left", "rank 3 has left: its script ended while the others were still in a run"),
+        ("left", "rank 3 has exited: its script ended while other ranks were still in a run"),
         ("lost", "the connection to rank 3 is lost: it no longer answers"),
     ],
 )
-def test_what_is_said_of_a_failure(kind: str, text: str) -> None:
+def test_the_text_of_a_failure(kind: str, text: str) -> None:
     assert str(Failure(3, kind, "ValueError: boom")) == text
 
 
-def test_a_failure_travels() -> None:
+def test_a_failure_as_json() -> None:
     failure = Failure(3, "error", "ValueError: boom", "x" * 100_000, run=2)
     back = Failure(**failure.record())
     assert (back.rank, back.kind, back.summary, back.time, back.run) == (3, "error", "ValueError: boom", failure.time, 2)

@@ -1,4 +1,4 @@
-"""What a process that fails says and where, and that all of them end: on processes that end in every way."""
+"""What a failed process prints, and that all processes end, for every kind of exit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainkit.errors import Preempted
 
 pytestmark = pytest.mark.prompt
 
-SOON = within(4.5)  # seconds; who waits in vain for another one does so for longer
+SOON = within(4.5)  # seconds; a process that waits forever for another one takes longer
 CLOSED = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:18343."
 
 
@@ -36,7 +36,7 @@ def end(size: int, name: str, *given: Any) -> Ended:
 
 
 def assert_last_traceback(ended: Ended, rank: int, error: str) -> None:
-    """The last thing on the terminal is one error of one rank; no other traceback of the same run is there."""
+    """The last output on the terminal is one error of one rank; there is no other traceback of the same run."""
     lines = [line.removeprefix(f"[rank{rank}]: ") for line in ended.output.rstrip().splitlines()]
     assert lines[-1] == error
     start = max(number for number, line in enumerate(lines) if line.startswith("Traceback"))
@@ -77,7 +77,7 @@ def trouble(how: str) -> None:
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("size, rank", [(2, 0), (2, 1), (4, 2)])
 def test_an_error(size: int, rank: int, where: str) -> None:
-    """The first traceback is the last thing on the terminal, and the only one."""
+    """The first traceback is the last output on the terminal, and the only traceback."""
     ended = end(size, "one_ends", rank, "raise", where)
     assert ended.codes == [1] * size
     assert max(ended.seconds) < LIMIT
@@ -104,8 +104,8 @@ def test_a_death(size: int, rank: int, where: str) -> None:
     "how, code, text",
     [
         ("_exit", 0, "rank 1 has died (no traceback: killed, out of memory?)"),
-        ("3", 3, "rank 1 has left in the middle of a run, by sys.exit(3)"),
-        ("0", 0, "rank 1 has left in the middle of a run, by sys.exit(0)"),
+        ("3", 3, "rank 1 has exited in the middle of a run, by sys.exit(3)"),
+        ("0", 0, "rank 1 has exited in the middle of a run, by sys.exit(0)"),
     ],
 )
 def test_an_exit_in_a_run(how: str, code: int, text: str) -> None:
@@ -122,7 +122,7 @@ def test_an_exit_between_runs(rank: int) -> None:
     ended = end(2, "one_ends", rank, "0", "outside")
     assert ended.codes[rank] == 0
     assert ended.codes[1 - rank] == 1
-    assert f"rank {rank} has left: its script ended" in ended.output
+    assert f"rank {rank} has exited: its script ended" in ended.output
 
 
 # ------------------------------------------------------------------------------------------------------ all of them end
@@ -148,7 +148,7 @@ def all_end(how: str) -> None:
 
 
 @pytest.mark.parametrize("how, code", [("nothing", 0), ("0", 0), ("3", 3), ("preempted", 143)])
-def test_all_end_alike(how: str, code: int) -> None:
+def test_all_ranks_exit_the_same_way(how: str, code: int) -> None:
     ended = end(3, "all_end", how)
     assert ended.codes == [code] * 3
     assert ended.output == ""
@@ -162,7 +162,7 @@ def test_ctrl_c() -> None:
     assert_last_traceback(ended, 0, "KeyboardInterrupt")
 
 
-def test_the_same_error_everywhere() -> None:
+def test_the_same_error_on_all_ranks() -> None:
     ended = end(3, "all_end", "raise")
     assert ended.codes == [1, 1, 1]
     assert ended.output.count("Traceback") == 1
@@ -195,7 +195,7 @@ def first_in_the_run_last_at_its_end(catches: bool, leaves: bool) -> None:
             assert member.channel.wait(lambda: len(member.channel.exited) == 2, LIMIT)
 
 
-def test_the_same_error_everywhere_when_the_first_is_the_slowest() -> None:
+def test_the_same_error_on_all_ranks_when_the_first_is_the_slowest() -> None:
     ended = end(3, "first_in_the_run_last_at_its_end", False, False)
     assert ended.codes == [1, 1, 1]
     assert ended.output.count("Traceback") == 1
@@ -204,8 +204,8 @@ def test_the_same_error_everywhere_when_the_first_is_the_slowest() -> None:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_the_same_error_everywhere_when_the_first_catches_it(leaves: bool) -> None:
-    """It prints nothing, be it still there or gone: the others must."""
+def test_the_same_error_on_all_ranks_when_the_first_catches_it(leaves: bool) -> None:
+    """It prints nothing, whether it is still running or not, so the other ranks must print the error."""
     ended = end(3, "first_in_the_run_last_at_its_end", True, leaves)
     assert ended.codes == [1, 0, 1]
     assert ended.output.count("Traceback") >= 1
@@ -235,7 +235,7 @@ def test_different_errors() -> None:
 
 
 def the_launcher_sends_sigterm(early: bool) -> None:
-    """Rank 1 fails; rank 0 does to it what a launcher does when a process has ended, while it waits to print."""
+    """Rank 1 fails. While it waits to print, rank 0 sends it SIGTERM, as a launcher does after a process has ended."""
     member = Member()
     other = member.channel.exchange("pids", os.getpid())[1]
     now()
@@ -244,7 +244,7 @@ def the_launcher_sends_sigterm(early: bool) -> None:
 
         def post(*given: Any, **named: Any) -> Any:
             failure = posted(*given, **named)
-            if early:  # the others have heard of it, and this process does not get the processor
+            if early:  # the other ranks know, but this process does not get the processor
                 time.sleep(0.5)
             else:
                 Path("posted").touch()
@@ -262,7 +262,7 @@ def the_launcher_sends_sigterm(early: bool) -> None:
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_the_first_that_failed_prints_though_the_launcher_wants_it_to_end(early: bool) -> None:
+def test_the_first_failed_rank_prints_its_traceback_in_spite_of_sigterm(early: bool) -> None:
     ended = end(2, "the_launcher_sends_sigterm", early)
     assert ended.codes == [1, 1]
     assert ended.seconds[0] > 0.4
@@ -321,7 +321,7 @@ def test_bare_processes(fail: bool) -> None:
 
 
 def test_mp_spawn() -> None:
-    """Its wrapper catches the error, and the parent shows that of the process that ends first."""
+    """Its wrapper catches the error, and the parent shows the error of the process that ends first."""
     done = run_python("-u", write_script("mp.spawn(main, nprocs=2)"))
     assert done.returncode == 1
     assert "-- Process 1 terminated with the following error:" in done.stderr

@@ -1,4 +1,4 @@
-"""How a process tells an error of its own from what another one's failure looks like; in one process."""
+"""How a process distinguishes its own error from the consequence of another rank's failure; in one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainkit.errors import Preempted, ProcessFailedError
 CLOSED = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:18343."
 
 
-def test_one_process_reports_to_no_other() -> None:
+def test_a_single_process_reports_nothing() -> None:
     error = ValueError("boom")
     assert report_failure(None, error) is error
 
@@ -41,7 +41,7 @@ def test_a_broken_connection_whose_cause_comes_later() -> None:
         assert "rank 1 has died" in str(ending)
 
 
-def test_a_broken_connection_without_a_cause_is_an_error_like_any_other() -> None:
+def test_a_broken_connection_without_a_cause() -> None:
     with star(2) as channels:
         channels[0].enter_run()
         channels[1].enter_run()
@@ -51,7 +51,7 @@ def test_a_broken_connection_without_a_cause_is_an_error_like_any_other() -> Non
         assert (channels[0].failure.rank, channels[0].failure.kind) == (0, "error")
 
 
-def test_a_rank_left_by_one_that_was_asked_to_end_is_asked_to_end_too() -> None:
+def test_a_stop_request_to_another_rank_is_a_stop_request() -> None:
     with star(2) as channels:
         for channel in channels:
             channel.enter_run()
@@ -64,10 +64,10 @@ def test_a_rank_left_by_one_that_was_asked_to_end_is_asked_to_end_too() -> None:
         theirs = report_failure(channels[0], RuntimeError(CLOSED))
         assert isinstance(theirs, Preempted)
         assert theirs.code == 143
-        assert str(theirs) == "rank 1 was told to end: SIGTERM before the first step"
+        assert str(theirs) == "rank 1 received a stop request: SIGTERM before the first step"
 
 
-def test_what_was_there_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_previous_hook_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     before = sys.excepthook
     with star(2) as channels:
         for channel in channels:

@@ -1,4 +1,4 @@
-"""`Hub`: what it tells whom, without a connection."""
+"""`Hub`: which messages it sends to which rank, without a connection."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from trainkit.distributed.hub import Hub
 
 
 class Star:
-    """A hub, and what each process has been told since it was last asked."""
+    """A hub, and the messages that each rank has received since the last `take`."""
 
     def __init__(self, size: int = 3) -> None:
         self.received: list[list[Any]] = [[] for _ in range(size)]
         self.hub = Hub(size, lambda rank, message: self.received[rank].append(message))
 
     def give(self, rank: int, key: str, value: Any = None) -> None:
-        self.hub.receive(rank, {"give": key, "value": value})
+        self.hub.receive(rank, {"exchange": key, "value": value})
 
     def begin(self, *ranks: int) -> None:
         for rank in ranks:
@@ -32,18 +32,18 @@ class Star:
         self.hub.receive(rank, {"fail": Failure(rank, "error", f"of {rank}", run=run).record(), "number": number})
 
     def take(self, *kinds: str) -> list[list[Any]]:
-        """What each was told of these kinds; it is forgotten."""
+        """The messages of these kinds for each rank; they are removed."""
         found = [[m for m in messages if not kinds or kinds[0] in m] for messages in self.received]
         for messages in self.received:
             messages.clear()
         return found
 
     def failed(self) -> list[list[int]]:
-        """The ranks whose failures each was told of."""
+        """For each rank, the failed ranks in its messages."""
         return [[m["failed"]["rank"] for m in messages] for messages in self.take("failed")]
 
 
-def test_an_exchange_is_complete_when_all_have_given() -> None:
+def test_an_exchange_is_complete_when_all_ranks_have_sent_a_value() -> None:
     star = Star()
     star.give(2, "a", "two")
     star.give(0, "a", "zero")
@@ -63,54 +63,54 @@ def test_exchanges_do_not_mix() -> None:
     assert star.hub.waiting == 1
 
 
-def test_what_was_taken_back_does_not_count() -> None:
+def test_a_withdrawn_value_does_not_count() -> None:
     star = Star(2)
     star.give(0, "a", "old")
-    star.hub.receive(0, {"take back": "a"})
+    star.hub.receive(0, {"withdraw": "a"})
     assert star.hub.waiting == 0
-    star.hub.receive(0, {"take back": "a"})
+    star.hub.receive(0, {"withdraw": "a"})
     star.give(1, "a", 1)
     star.give(0, "a", "new")
     assert star.take() == [[{"result": "a", "values": ["new", 1]}]] * 2
 
 
-def test_a_process_that_is_gone_ends_exchanges_that_need_it() -> None:
+def test_an_exit_cancels_exchanges_that_need_the_rank() -> None:
     star = Star()
     star.give(0, "given", 0)
     star.give(1, "given", 1)
     star.give(0, "not given", 0)
     star.hub.on_exit(1, "died")
-    received = star.take("void")
-    assert [[m["void"] for m in messages] for messages in received] == [["not given"], [], []]
+    received = star.take("canceled")
+    assert [[m["canceled"] for m in messages] for messages in received] == [["not given"], [], []]
     assert received[0][0]["why"]["kind"] == "died"
     star.give(2, "given", 2)
     assert [m["values"] for m in star.take("result")[2]] == [[0, 1, 2]]
     star.give(2, "later", 2)
-    assert [m["void"] for m in star.take("void")[2]] == ["later"]
+    assert [m["canceled"] for m in star.take("canceled")[2]] == ["later"]
     assert star.hub.waiting == 0
 
 
-def test_the_first_failure_counts_and_ends_exchanges() -> None:
+def test_the_first_failure_counts_and_cancels_exchanges() -> None:
     star = Star()
     star.begin(0, 1, 2)
     star.give(0, "a", 0)
     star.fail(2)
-    assert [m["why"]["rank"] for m in star.take("void")[0]] == [2]
+    assert [m["why"]["rank"] for m in star.take("canceled")[0]] == [2]
     star.fail(1)
     assert star.failed() == [[], [], []]
     star.give(1, "b", 1)
-    assert [m["why"]["rank"] for m in star.take("void")[1]] == [2]
+    assert [m["why"]["rank"] for m in star.take("canceled")[1]] == [2]
     assert star.hub.waiting == 0
 
 
 def test_a_rank_that_asks_gets_an_acknowledgment() -> None:
     star = Star(2)
     star.fail(1, number=7)
-    star.hub.receive(0, {"take back": "a", "number": 3})
+    star.hub.receive(0, {"withdraw": "a", "number": 3})
     assert star.take("acknowledged") == [[{"acknowledged": 3}], [{"acknowledged": 7}]]
 
 
-def test_a_failure_is_over_when_all_are_out_of_the_run() -> None:
+def test_a_failure_is_over_when_all_ranks_have_left_the_run() -> None:
     star = Star()
     star.begin(0, 1, 2)
     star.fail(1)
@@ -136,7 +136,7 @@ def test_a_run_inside_another_that_fails_leaves_the_outer_one_alone() -> None:
     assert star.failed()[0] == [1]
 
 
-def test_a_failure_in_a_run_that_the_others_have_left_concerns_no_other_rank() -> None:
+def test_a_failure_in_a_run_that_the_other_ranks_have_left() -> None:
     star = Star()
     star.begin(0, 1, 2)
     star.end(0, 2)
@@ -146,8 +146,8 @@ def test_a_failure_in_a_run_that_the_others_have_left_concerns_no_other_rank() -
     assert star.failed() == [[1], [1], [1]]
 
 
-def test_an_error_that_ends_processes_stays_that_of_the_first_in_the_run() -> None:
-    """Whichever process is first to end by it: all must name the same one, for only that one prints its traceback."""
+def test_a_fatal_error_names_the_first_failed_rank_of_the_run() -> None:
+    """Whichever process ends first: all ranks must name the same one, because only that one prints its traceback."""
     star = Star()
     star.begin(0, 1, 2)
     star.fail(1)
@@ -156,14 +156,14 @@ def test_an_error_that_ends_processes_stays_that_of_the_first_in_the_run() -> No
     star.end(0, 1, 2, fine=False)
     assert star.failed() == [[1]] * 3
     star.hub.receive(2, {"fail": Failure(2, "error", "of 2").record(), "of": 1})
-    assert star.take("fallen") == [[{"fallen": 2}]] * 3
+    assert star.take("failed rank") == [[{"failed rank": 2}]] * 3
     star.hub.receive(1, {"fail": Failure(1, "error", "of 1").record(), "of": 1})
-    assert star.take() == [[{"fallen": 1}]] * 3
+    assert star.take() == [[{"failed rank": 1}]] * 3
     assert star.hub._failures[None].rank == 1
 
 
 @pytest.mark.parametrize("of", [None, 1])
-def test_an_error_that_is_not_of_the_last_run_that_failed(of: int | None) -> None:
+def test_a_fatal_error_of_another_run(of: int | None) -> None:
     star = Star(2)
     for run in (1, 2):
         star.begin(0, 1)
@@ -174,7 +174,7 @@ def test_an_error_that_is_not_of_the_last_run_that_failed(of: int | None) -> Non
     assert star.failed() == [[0], [0]]
 
 
-def test_a_failure_counts_for_those_that_have_yet_to_begin_the_run() -> None:
+def test_a_failure_counts_for_ranks_that_have_not_begun_the_run() -> None:
     star = Star(2)
     star.begin(1)
     star.fail(1)
@@ -187,7 +187,7 @@ def test_a_failure_counts_for_those_that_have_yet_to_begin_the_run() -> None:
 
 
 @pytest.mark.parametrize("kind", ["died", "left"])
-def test_who_is_gone_from_a_run_fails(kind: str) -> None:
+def test_an_exit_in_a_run_is_a_failure(kind: str) -> None:
     star = Star()
     star.begin(0, 1, 2)
     star.end(2)
@@ -195,7 +195,7 @@ def test_who_is_gone_from_a_run_fails(kind: str) -> None:
     assert star.failed() == [[1], [], [1]]
 
 
-def test_who_is_gone_after_the_run_does_not() -> None:
+def test_an_exit_after_the_run_is_not_a_failure() -> None:
     star = Star()
     star.begin(0, 1, 2)
     star.end(1, 2)
@@ -206,7 +206,7 @@ def test_who_is_gone_after_the_run_does_not() -> None:
     assert not [m for m in received[0] if "failed" in m]
 
 
-def test_who_is_gone_before_a_run_fails_when_another_begins_it() -> None:
+def test_an_exit_before_a_run_is_a_failure_when_another_rank_begins_it() -> None:
     star = Star(2)
     star.hub.on_exit(1, "left")
     assert star.failed() == [[], []]
@@ -214,16 +214,16 @@ def test_who_is_gone_before_a_run_fails_when_another_begins_it() -> None:
     assert star.failed()[0] == [1]
 
 
-def test_who_has_left_a_run_by_the_way_out_is_missing_in_it() -> None:
+def test_sys_exit_in_a_run_is_a_failure() -> None:
     star = Star(2)
     star.begin(0, 1)
     star.end(1, fine=False)
-    star.hub.receive(1, {"bye": ["exit", "sys.exit(3)"]})
+    star.hub.receive(1, {"exit": ["exit", "sys.exit(3)"]})
     [failed] = star.take("failed")[0]
     assert (failed["failed"]["kind"], failed["failed"]["summary"], failed["failed"]["run"]) == ("exit", "sys.exit(3)", None)
 
 
-def test_who_has_failed_and_is_gone_has_not_died() -> None:
+def test_an_exit_after_a_failure_is_not_a_new_failure() -> None:
     star = Star(2)
     star.begin(0, 1)
     star.fail(1)
@@ -234,7 +234,7 @@ def test_who_has_failed_and_is_gone_has_not_died() -> None:
     assert [m["exited"]["summary"] for m in received if "exited" in m] == ["of 1"]
 
 
-def test_nothing_is_heard_of_who_is_gone() -> None:
+def test_messages_of_a_rank_that_has_exited_are_ignored() -> None:
     star = Star(2)
     star.hub.on_exit(1, "died")
     star.take()
@@ -244,17 +244,17 @@ def test_nothing_is_heard_of_who_is_gone() -> None:
     assert star.hub.waiting == 0
 
 
-def test_all_know_the_runs_of_the_main_process() -> None:
+def test_all_ranks_know_the_runs_of_the_main_process() -> None:
     star = Star(2)
     star.begin(0)
     star.end(0, fine=False)
-    assert star.take("main")[1] == [
-        {"main": {"begun": 1, "open": [1], "broken": []}},
-        {"main": {"begun": 1, "open": [], "broken": [1]}},
+    assert star.take("main runs")[1] == [
+        {"main runs": {"begun": 1, "open": [1], "broken": []}},
+        {"main runs": {"begun": 1, "open": [], "broken": [1]}},
     ]
 
 
-# ------------------------------------------------------------------------------------------------- what all are doing
+# ------------------------------------------------------------------------------------------------- what each rank is doing
 
 
 def ask(star: Star, *ranks: int) -> None:
@@ -267,7 +267,7 @@ def answer(star: Star, *ranks: int) -> None:
         star.hub.receive(rank, {"answer": rank * 10})
 
 
-def test_all_are_asked_once_however_many_want_to_know() -> None:
+def test_ranks_are_asked_once_for_several_questions() -> None:
     star = Star()
     ask(star, 1, 2)
     assert star.take() == [[{"asked": True}]] * 3
@@ -284,7 +284,7 @@ def test_all_are_asked_once_however_many_want_to_know() -> None:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_of_one_that_is_gone_nothing_is_known(before: bool) -> None:
+def test_a_rank_that_has_exited_has_no_answer(before: bool) -> None:
     star = Star()
     if before:
         star.hub.on_exit(2, "left")
@@ -295,7 +295,7 @@ def test_of_one_that_is_gone_nothing_is_known(before: bool) -> None:
     assert star.take("result") == [[], [{"result": "of 1", "values": [0, 10, None]}], []]
 
 
-def test_one_that_has_asked_may_go() -> None:
+def test_a_rank_that_asked_may_exit() -> None:
     star = Star()
     ask(star, 2)
     answer(star, 0)
@@ -307,8 +307,8 @@ def test_one_that_has_asked_may_go() -> None:
     assert star.take("result")[1] == [{"result": "of 1", "values": [0, 10, None]}]
 
 
-def test_who_says_goodbye_says_how_many_collectives_it_has_begun() -> None:
+def test_an_announced_exit_has_the_number_of_collectives() -> None:
     star = Star()
-    star.hub.receive(2, {"bye": ["left", ""], "begun": 7})
+    star.hub.receive(2, {"exit": ["left", ""], "begun": 7})
     star.hub.on_exit(1, "died")
     assert [m["begun"] for m in star.take("exited")[0]] == [7, None]

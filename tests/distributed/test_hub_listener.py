@@ -1,4 +1,4 @@
-"""How processes find the main process, and what they say if they do not."""
+"""How processes connect to the main process, and the errors if they cannot."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from trainkit.errors import ProcessFailedError
 
 
 def shared_of(addresses: list[str], port: int) -> dict[str, Any]:
-    return {"addresses": addresses, "port": port, "word": "word", "answer": "answer"}
+    return {"addresses": addresses, "port": port, "token": "token", "answer": "answer"}
 
 
-def test_a_job_of_one_machine_is_not_reachable_from_others() -> None:
+def test_a_job_on_one_node_is_not_reachable_from_other_nodes() -> None:
     listener, shared = open_listener("127.0.0.1")
     with listener:
         assert listener.getsockname()[0] == "127.0.0.1"
@@ -30,7 +30,7 @@ def test_a_job_of_one_machine_is_not_reachable_from_others() -> None:
 
 
 @pytest.mark.parametrize("master", ["some.host", None, ""])
-def test_a_machine_has_several_addresses(master: str | None) -> None:
+def test_a_node_has_several_addresses(master: str | None) -> None:
     listener, shared = open_listener(master)
     with listener:
         addresses = shared["addresses"]
@@ -41,12 +41,12 @@ def test_a_machine_has_several_addresses(master: str | None) -> None:
             pass
 
 
-def test_the_words_are_never_the_same() -> None:
+def test_the_tokens_are_never_the_same() -> None:
     words = set()
     for _ in range(3):
         listener, shared = open_listener("localhost")
         listener.close()
-        words |= {shared["word"], shared["answer"]}
+        words |= {shared["token"], shared["answer"]}
     assert len(words) == 6
 
 
@@ -122,7 +122,7 @@ def test_the_next_address_is_tried() -> None:
                 return True
         connection, _ = listener.accept()
         with connection:
-            assert json.loads(connection.recv(1000)) == {"word": shared["word"], "rank": 1}
+            assert json.loads(connection.recv(1000)) == {"token": shared["token"], "rank": 1}
             connection.sendall(encode({"welcome": shared["answer"]}))
         return True
 
@@ -130,11 +130,11 @@ def test_the_next_address_is_tried() -> None:
         assert all_at_once(2, meet) == [True, True]
 
 
-def test_strangers_are_not_let_in() -> None:
+def test_connections_without_the_token_are_closed() -> None:
     shared = Shared()
     strangers = [
         b"GET / HTTP/1.1\r\n\r\n",
-        encode({"word": "guess", "rank": 1}),
+        encode({"token": "guess", "rank": 1}),
         encode({"rank": 1}),
         encode([1]),
         b"x" * 10_000,
@@ -146,7 +146,7 @@ def test_strangers_are_not_let_in() -> None:
             return Channel.open(0, 2, "127.0.0.1", shared.of(0))
         known = shared.of(1)(None)
         place = ("127.0.0.1", known["port"])
-        strangers.extend(encode({"word": known["word"], "rank": wrong}) for wrong in (0, 2, "1", None, -1))
+        strangers.extend(encode({"token": known["token"], "rank": wrong}) for wrong in (0, 2, "1", None, -1))
         for said in strangers:
             with socket.create_connection(place, 10) as connection:
                 connection.sendall(said)
@@ -163,14 +163,14 @@ def test_strangers_are_not_let_in() -> None:
 
 
 def leftover(connection: socket.socket) -> bytes:
-    """What comes until the other side closes."""
+    """The data until the other side closes."""
     try:
         return connection.recv(1000)
     except ConnectionResetError:
         return b""
 
 
-def test_who_does_not_come_is_named_everywhere() -> None:
+def test_a_rank_that_does_not_connect_is_named_on_all_ranks() -> None:
     shared = Shared()
 
     def meet(rank: int) -> str:
@@ -180,4 +180,5 @@ def test_who_does_not_come_is_named_everywhere() -> None:
             Channel.open(rank, 3, "127.0.0.1", shared.of(rank), limit=0.5)
         return str(caught.value)
 
-    assert all_at_once(3, meet)[:2] == ["ranks [2] have not connected within 0.5 s; their own messages say why."] * 2
+    text = "ranks [2] did not connect within 0.5 s. The reason is in their own error messages."
+    assert all_at_once(3, meet)[:2] == [text] * 2

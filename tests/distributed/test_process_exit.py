@@ -1,4 +1,4 @@
-"""What a process leaves behind: its stacks, and a word for torchrun."""
+"""What a process writes before it exits: its stacks, and the error file of torchrun."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_error_file_of_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         watchdog = Watchdog(channels[0])
         channels[0]._failures = {}
         watchdog.entered()
-        assert not path.exists()  # all have got over it
+        assert not path.exists()  # the process continues
         watchdog.close()
     assert theirs["message"] == "rank 0 ended because rank 1 failed: ValueError: boom\nValueError: boom"
     assert theirs["extraInfo"]["timestamp"] == message["extraInfo"]["timestamp"]

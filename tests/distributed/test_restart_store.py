@@ -1,4 +1,4 @@
-"""What outlives a restart; with the stores of an agent, it is tried in test_agent.py and test_joining.py."""
+"""Texts that survive a restart. test_agent.py and test_joining.py test them with the stores of an agent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AT = {"MASTER_ADDR": "h", "MASTER_PORT": "2"}
     ({"TORCHELASTIC_USE_AGENT_STORE": "False", **AT}, None),
     ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TRAINKIT_RESTART_STORE": "a:1", **AT}, "RestartStore('a', 1, '')"),
 ])  # fmt: skip
-def test_folders_line(env: dict[str, str], expected: str | None) -> None:
+def test_the_store_of_the_environment(env: dict[str, str], expected: str | None) -> None:
     memory = RestartStore.of(env)
     assert (None if memory is None else repr(memory)) == expected
 

@@ -1,4 +1,4 @@
-"""Connecting to a store: that it ends, whatever the other side does."""
+"""Connecting to a store ends in time, whatever the other side does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def connect(port: int) -> TCPStore:
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux only")
 def test_the_connection_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else ends it when the cable is cut: the store waits for an answer for ever."""
+    """Without keepalive, the store waits forever for an answer when the cable is cut."""
     watched: list[tuple[int, float]] = []
     enable_keepalive = stores.enable_keepalive
 
@@ -43,8 +43,8 @@ def test_the_connection_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(os.listdir("/dev/fd")) == files + 2  # the two ends of one connection
 
 
-def test_a_peer_that_says_nothing() -> None:
-    """Like torch with a peer that accepts the connection but is no store; test_joining.py tries it with a real store."""
+def test_a_silent_peer() -> None:
+    """Like a peer that accepts the connection but is not a store; test_joining.py tests this with torch."""
     released = threading.Event()
 
     def waits() -> Any:
@@ -57,7 +57,7 @@ def test_a_peer_that_says_nothing() -> None:
     released.set()
 
 
-def test_errors_come_through() -> None:
+def test_errors_of_connect_are_raised() -> None:
     def fail() -> TCPStore:
         raise RuntimeError("of torch")
 

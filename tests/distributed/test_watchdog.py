@@ -1,10 +1,11 @@
-"""The end of processes that another one's failure has left waiting, and of none but these."""
+"""The watchdog ends processes that wait for a failed rank, and no others."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -37,7 +38,7 @@ def end(size: int, name: str, *given: Any) -> Ended:
 
 
 def one_fails(member: Member, error: BaseException | None = None) -> Callable[[], None]:
-    """A run in which rank 1 fails, by `ValueError("boom")` if nothing else is said, and the others wait for it."""
+    """A run in which rank 1 fails, with `ValueError("boom")` by default, and the other ranks wait for it."""
 
     def work() -> None:
         member.step()
@@ -56,7 +57,7 @@ def stacks_of(rank: int, folder: str = "out") -> str:
 # ------------------------------------------------------------------------------------------------- who is ended, and how
 
 
-def the_others_wait(failing: int, grace: float) -> None:
+def other_ranks_wait(failing: int, grace: float) -> None:
     member = Member(grace=grace)
 
     def work() -> None:
@@ -72,8 +73,8 @@ def the_others_wait(failing: int, grace: float) -> None:
 
 
 @pytest.mark.parametrize("size, failing, grace", [(2, 1, 3.0), (4, 0, GRACE), (4, 2, GRACE)])
-def test_who_waits_for_one_that_has_failed(size: int, failing: int, grace: float) -> None:
-    ended = end(size, "the_others_wait", failing, grace)
+def test_ranks_that_wait_for_a_failed_rank_are_ended(size: int, failing: int, grace: float) -> None:
+    ended = end(size, "other_ranks_wait", failing, grace)
     assert ended.codes == [1] * size
     assert max(ended.seconds) < LIMIT
     for rank in set(range(size)) - {failing}:
@@ -145,14 +146,14 @@ def test_a_folder_that_cannot_be_written() -> None:
     assert "Its stacks are in the lines above\n" in ended.output
 
 
-def an_error_that_is_no_text() -> None:
+def an_error_that_cannot_be_encoded() -> None:
     member = Member(grace=GRACE)
-    work = one_fails(member, ValueError("cannot read file\udcff.jpg"))  # as os.listdir gives a name that is no UTF-8
+    work = one_fails(member, ValueError("cannot read file\udcff.jpg"))  # like a name of os.listdir that is not UTF-8
     member.run(work)
 
 
-def test_an_error_that_cannot_be_encoded_ends_them_too() -> None:
-    ended = end(3, "an_error_that_is_no_text")
+def test_an_error_that_cannot_be_encoded() -> None:
+    ended = end(3, "an_error_that_cannot_be_encoded")
     assert ended.codes == [1, 1, 1]
     for rank in (0, 2):
         assert "rank 1 failed: ValueError: cannot read file\\udcff.jpg" in stacks_of(rank)
@@ -160,7 +161,7 @@ def test_an_error_that_cannot_be_encoded_ends_them_too() -> None:
     assert ended.output.rstrip().endswith("ValueError: cannot read file\\udcff.jpg")
 
 
-def it_is_ended_while_it_adds_its_error() -> None:
+def a_rank_is_ended_while_it_appends_its_error() -> None:
     member = Member()
     plain = Path.open
 
@@ -183,8 +184,8 @@ def it_is_ended_while_it_adds_its_error() -> None:
     member.run(work)
 
 
-def test_stacks_once_written_stay() -> None:
-    assert end(2, "it_is_ended_while_it_adds_its_error").codes == [1, 1]
+def test_written_stacks_are_kept() -> None:
+    assert end(2, "a_rank_is_ended_while_it_appends_its_error").codes == [1, 1]
     text = stacks_of(0)
     assert text.startswith("rank 0, process ")
     assert "    member.watchdog._write(member.channel.failure)\n" in text
@@ -216,7 +217,7 @@ def asleep_too() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_one_hangs(size: int) -> None:
-    """All write their stacks, and end within the timeout and the grace."""
+    """All ranks write their stacks, and end within the timeout and the grace period."""
     ended = end(size, "it_hangs", size)
     assert ended.codes == [1] * size
     assert max(ended.seconds) < within(TIMEOUT + GRACE + 2.0)
@@ -225,23 +226,25 @@ def test_one_hangs(size: int) -> None:
     assert "and here another thread" in stacks_of(1)
     for rank in range(size):
         assert ("member.step()" in stacks_of(rank)) == (rank != 1)
-        assert "waited too long for another: RuntimeError: Timed out waiting 2000ms" in stacks_of(rank)
+        assert "waited too long for another rank: RuntimeError: Timed out waiting 2000ms" in stacks_of(rank)
         assert "trainkit-watchdog" not in stacks_of(rank)
-    assert "waited too long for another one; the stacks of each are next to " in ended.output
+    assert re.search(r"waited too long for another rank; the stacks of all ranks are in \S+stacks\n", ended.output)
     assert "rank 1 was ended because rank " in ended.output
     assert ended.output.count("Traceback") == 1
-    assert "Timed out waiting 2000ms" in ended.output.rstrip().rpartition("\n")[2]
+    error, advice = ended.output.rstrip().split("\n")[-2:]
+    assert "Timed out waiting 2000ms" in error
+    assert re.match(r"trainkit: rank \d waited too long in a collective\. Expected: all ranks .* raise timeout=", advice)
 
 
-def one_is_told_to_end() -> None:
+def one_rank_is_preempted() -> None:
     member = Member()
     work = one_fails(member, Preempted("SIGTERM before the first step"))
     member.run(work)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_that_waits_for_one_that_was_asked_to_end(size: int) -> None:
-    ended = end(size, "one_is_told_to_end")
+def test_a_rank_that_waits_for_a_preempted_rank(size: int) -> None:
+    ended = end(size, "one_rank_is_preempted")
     assert ended.codes == [143] * size
     assert ended.output == ""
     assert not Path("out").exists()
@@ -280,8 +283,8 @@ def all_fail_and_end(tear_down: float) -> None:
         member.run(work, lambda: time.sleep(tear_down * member.rank))
 
 
-def test_an_error_that_all_catch_at_their_ends() -> None:
-    """The main process ends first, but not before it could tell the others that the error is over."""
+def test_an_error_that_all_ranks_catch_before_they_exit() -> None:
+    """The main process ends first, but only after it has notified the other ranks that the error is over."""
     ended = end(3, "all_fail_and_end", 0.7)
     assert ended.codes == [0, 0, 0]
     assert ended.output == ""
@@ -308,8 +311,8 @@ def one_fails_and_catches(then: str) -> None:
 
 
 @pytest.mark.parametrize("then", ["nothing", "next run"])
-def test_an_error_that_one_has_and_catches_ends_all(then: str) -> None:
-    """Whatever that one does next: all have ended soon, and none says that it went well."""
+def test_an_error_that_only_one_rank_catches_ends_all_ranks(then: str) -> None:
+    """Whatever that rank does next, all ranks end soon, and none reports success."""
     ended = end(3, "one_fails_and_catches", then)
     assert ended.codes == [1, 1, 1]
     assert max(ended.seconds) < LIMIT
@@ -317,10 +320,10 @@ def test_an_error_that_one_has_and_catches_ends_all(then: str) -> None:
     for rank in (0, 2):
         assert f"rank {rank} was ended because rank 1 failed: ValueError: boom" in ended.output
     if then == "nothing":
-        assert "ValueError: boom\ntrainkit: this error was caught on rank 1, but the other processes were in" in ended.output
+        assert "ValueError: boom\ntrainkit: this error was caught on rank 1, but the other ranks were still" in ended.output
 
 
-def test_an_error_that_one_has_and_catches_is_over_if_the_others_get_out_of_the_run() -> None:
+def test_a_caught_error_is_over_if_the_other_ranks_leave_the_run() -> None:
     ended = end(3, "one_fails_and_catches", "what the others wait for")
     assert ended.codes == [0, 0, 0]
     assert ended.output == "caught: boom\n"
@@ -346,14 +349,14 @@ def the_last_steps_take_long(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["ends", "dies"])
-def test_who_is_not_needed_any_more_may_go(how: str) -> None:
+def test_a_rank_that_is_no_longer_needed_may_exit(how: str) -> None:
     ended = end(2, "the_last_steps_take_long", how)
     assert ended.codes == [0, 0]
     assert max(ended.seconds[1], LONG) < ended.seconds[0]
     assert ended.output == "done\n"
 
 
-def test_who_fails_after_the_run_has_failed() -> None:
+def test_a_second_failure_of_a_run() -> None:
     ended = end(2, "the_last_steps_take_long", "fails")
     assert ended.codes == [1, 1]
     assert "rank 0 was ended because rank 1 failed: ValueError: boom" in ended.output
@@ -373,14 +376,14 @@ def it_cleans_up_for_long() -> None:
     member.run(work, tear_down)
 
 
-def test_who_has_failed_may_clean_up() -> None:
+def test_a_failed_rank_may_clean_up() -> None:
     ended = end(2, "it_cleans_up_for_long")
     assert ended.codes == [1, 1]
     assert max(ended.seconds[0], LONG) < ended.seconds[1]
     assert ended.output.index("torn down") < ended.output.index("Traceback")
 
 
-def all_are_told_to_end() -> None:
+def all_ranks_are_preempted() -> None:
     member = Member(grace=GRACE)
 
     def work() -> None:
@@ -391,14 +394,14 @@ def all_are_told_to_end() -> None:
     def tear_down() -> None:
         if member.rank == 0:
             assert member.channel.wait(lambda: len(member.channel.exited) == 2, LIMIT)
-            time.sleep(LONG)  # it has more to tidy up than the others
+            time.sleep(LONG)  # it has more to clean up than the other ranks
             print("tidy")
 
     member.run(work, tear_down)
 
 
-def test_a_rank_that_was_asked_to_end_may_take_its_time() -> None:
-    ended = end(3, "all_are_told_to_end")
+def test_a_preempted_rank_has_time_to_clean_up() -> None:
+    ended = end(3, "all_ranks_are_preempted")
     assert ended.codes == [143, 143, 143]
     assert ended.output == "tidy\n"
     assert ended.seconds[0] > max(LONG, *ended.seconds[1:])

@@ -15,12 +15,12 @@ from trainkit.distributed.watchdog import Watchdog
 from trainkit.errors import ProcessFailedError
 
 
-def test_a_run_that_cannot_be() -> None:
+def test_a_run_without_all_ranks() -> None:
     with star(2) as channels:
         watchdogs = [Watchdog(channel) for channel in channels]
         channels[1].announce_end()
         channels[0].wait(lambda: 1 in channels[0].exited, PATIENCE)
-        with pytest.raises(ProcessFailedError, match="a run needs all 2 processes, but rank 1 has left"):
+        with pytest.raises(ProcessFailedError, match="a run needs all 2 processes, but rank 1 has exited"):
             watchdogs[0].entered()
         for watchdog in watchdogs:
             watchdog.close()
@@ -40,7 +40,7 @@ def test_its_thread_ends_with_the_channel(first: str) -> None:
 
 
 def test_the_grace_begins_with_the_failure_and_not_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the channel's thread is slow to call who listens, and the watchdog's is woken before it has."""
+    """Also if the watchdog's thread wakes up before the channel's thread has called the listeners."""
     ends: list[Any] = []
     monkeypatch.setattr(Watchdog, "_end", lambda self, failure: ends.append(failure))
     with star(2) as channels:
@@ -50,14 +50,14 @@ def test_the_grace_begins_with_the_failure_and_not_with_the_run(monkeypatch: pyt
         channels[1].enter_run()
         watchdog._known -= 3600.0  # that long ago
         channels[1].post_failure("error", "boom")
-        channels[1].close()  # so all has been heard
+        channels[1].close()  # all messages have been received by then
         assert channels[0].wait(lambda: 1 in channels[0].exited, PATIENCE)
         time.sleep(0.2)
         watchdog.close()
     assert ends == []
 
 
-def test_it_looks_whether_the_main_thread_waits_for_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_main_thread_waits_for_a_rank_that_has_exited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainkit.distributed.watchdog._LOOK", 0.01)
     ended = threading.Event()
     ends: list[Any] = []

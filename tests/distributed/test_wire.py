@@ -1,4 +1,4 @@
-"""`Wire` and `Loop`: lines that come in pieces, connections that end, and a thread that leaves nothing behind."""
+"""`JsonConnection` and `ConnectionLoop`: lines in pieces, connections that end, and the end of the thread."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from trainkit.distributed.wire import ConnectionLoop, JsonConnection, enable_kee
 
 
 class End:
-    """One side of a pair of connections, served by a loop; what it hears and how it ends can be waited for."""
+    """One side of a pair of connections, served by a loop; its messages and its end are in queues."""
 
     def __init__(self, connection: socket.socket, limit: int) -> None:
-        self.heard: Queue[Any] = Queue()
+        self.received: Queue[Any] = Queue()
         self.ended: Queue[Exception] = Queue()
-        self.wire = JsonConnection(connection, self.heard.put, self.ended.put, limit)
+        self.wire = JsonConnection(connection, self.received.put, self.ended.put, limit)
 
 
 @contextmanager
@@ -48,10 +48,10 @@ def test_lines_in_pieces() -> None:
         text = encode([1, "é\n"]) + encode({"a": None}) + encode(2)
         for byte in text[:-1]:
             theirs.send(bytes([byte]))
-        assert [end.heard.get(timeout=PATIENCE) for _ in range(2)] == [[1, "é\n"], {"a": None}]
-        assert end.heard.empty()
+        assert [end.received.get(timeout=PATIENCE) for _ in range(2)] == [[1, "é\n"], {"a": None}]
+        assert end.received.empty()
         theirs.send(text[-1:])
-        assert end.heard.get(timeout=PATIENCE) == 2
+        assert end.received.get(timeout=PATIENCE) == 2
 
 
 @pytest.mark.parametrize(
@@ -73,22 +73,22 @@ def test_a_connection_ends(said: bytes, why: type[Exception]) -> None:
             theirs.shutdown(socket.SHUT_WR)
         assert isinstance(end.ended.get(timeout=PATIENCE), why)
         assert theirs.recv(100) == b""  # it was closed
-        assert end.heard.empty()
+        assert end.received.empty()
 
 
-def test_a_peer_that_does_not_listen_keeps_no_process_waiting() -> None:
+def test_a_peer_that_does_not_read_blocks_no_process() -> None:
     line = encode("x" * 1_000_000)
     with served() as (loop, end, theirs):
         loop.call(lambda: [loop.send(end.wire, line) for _ in range(8)])  # more than the connection takes
         theirs.sendall(encode("still there?"))
-        assert end.heard.get(timeout=PATIENCE) == "still there?"
+        assert end.received.get(timeout=PATIENCE) == "still there?"
         received = b""
         while len(received) < 8 * len(line):
             received += theirs.recv(1 << 20)
         assert received == 8 * line
 
 
-def test_what_is_to_be_sent_is_sent_before_the_end() -> None:
+def test_pending_lines_are_sent_before_the_end() -> None:
     line = encode("x" * 1_000_000)
     received = []
 
@@ -105,7 +105,7 @@ def test_what_is_to_be_sent_is_sent_before_the_end() -> None:
     assert b"".join(received) == line
 
 
-def test_who_never_listens_does_not_hold_up_the_end() -> None:
+def test_a_peer_that_never_reads_does_not_delay_the_end() -> None:
     with served() as (loop, end, _):
         loop.call(lambda: loop.send(end.wire, encode("x" * 8_000_000)))
 
@@ -124,8 +124,8 @@ def test_an_error_in_the_thread_ends_it() -> None:
     loop.stop()
 
 
-def test_a_child_does_not_hold_the_connection() -> None:
-    """What a loader's worker has inherited must not make a dead process look alive."""
+def test_a_forked_child_closes_the_connection() -> None:
+    """A connection that a DataLoader worker has inherited must not make a killed process look alive."""
     with served() as (loop, _, theirs):
         ready, release = os.pipe(), os.pipe()
         with warnings.catch_warnings():
@@ -144,7 +144,7 @@ def test_a_child_does_not_hold_the_connection() -> None:
             os.close(number)
 
 
-def test_the_system_watches_the_other_side() -> None:
+def test_keepalive_is_enabled() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as connection:
         enable_keepalive(connection, 30.0)
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

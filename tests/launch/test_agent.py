@@ -40,7 +40,7 @@ def gone(pids: list[list[int]]) -> bool:
     return not any(alive(pid) for each in pids for pid in each)
 
 
-def test_workers_know_their_place(tmp_path: Path) -> None:
+def test_workers_know_their_ranks(tmp_path: Path) -> None:
     script = """
 import json
 names = [name for name in os.environ if name.startswith(("RANK", "WORLD", "LOCAL", "GROUP", "ROLE", "MASTER", "TORCHELASTIC"))]
@@ -68,23 +68,23 @@ json.dump({name: os.environ[name] for name in names}, open(f"{folder}/env-{rank}
     assert int(first["OMP_NUM_THREADS"]) >= 1
 
 
-def test_the_code_is_that_of_the_first_that_failed(tmp_path: Path) -> None:
+def test_the_exit_code_is_that_of_the_first_failed_worker(tmp_path: Path) -> None:
     script = 'ready()\nif rank == "1":\n    sys.exit(7)\ntime.sleep(0.6)\nsys.exit(9)\n'
     agent = start_agent(script, tmp_path)
     assert (agent.code(), agent.output) == (7, "")
 
 
 def test_all_have_ended_ten_seconds_after_a_failure() -> None:
-    assert workers._PATIENCE + workers._SHUTDOWN < 9.5
+    assert workers._FAILURE_TIMEOUT + workers._SHUTDOWN < 9.5
 
 
-def test_the_others_are_ended_when_one_has_failed(tmp_path: Path) -> None:
-    """They get a while to say what they have to say, then SIGTERM, and SIGKILL if they do not hear."""
+def test_other_workers_are_ended_after_a_failure(tmp_path: Path) -> None:
+    """They have time to print their errors; then they get SIGTERM, and SIGKILL if they ignore it."""
     script = WITH_CHILD + (
         'if rank == "1":\n    time.sleep(0.2)\n    raise SystemExit("the first traceback")\n'
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1000)\n"
     )
-    agent = start_agent(script, tmp_path, limits={"_PATIENCE": 0.5, "_SHUTDOWN": 0.5})
+    agent = start_agent(script, tmp_path, limits={"_FAILURE_TIMEOUT": 0.5, "_SHUTDOWN": 0.5})
     pids = agent.ready()
     assert agent.code() == 1
     assert agent.output == "the first traceback\n"  # and nothing after it
@@ -98,7 +98,7 @@ def test_a_killed_worker_is_named(tmp_path: Path) -> None:
     os.kill(pids[1][0], signal.SIGKILL)
     assert agent.code() == 137
     assert time.monotonic() - start < within(10)
-    assert agent.output == "trainkit: rank 1 was ended by SIGKILL (as the kernel does when memory runs out).\n"
+    assert agent.output == "trainkit: rank 1 was ended by SIGKILL (possibly out of memory).\n"
     wait_until(lambda: gone(pids), within(1.0))
 
 
@@ -114,8 +114,8 @@ def test_a_signal_to_the_agent_goes_to_the_workers(tmp_path: Path, number: signa
     assert not list(tmp_path.glob("ready-1-*"))  # a preempted group is not restarted
 
 
-def test_one_worker_that_was_asked_to_end_ends_all(tmp_path: Path) -> None:
-    """As trainkit's workers do: they agree, and all leave with 143."""
+def test_a_stop_request_to_one_worker_ends_all(tmp_path: Path) -> None:
+    """As trainkit's workers do: they agree, and all exit with 143."""
     script = SAVING + "ready()\nwhile not os.path.exists(f'{folder}/agreed'):\n    time.sleep(0.01)\n"
     script += "time.sleep(0.5 * int(rank))\nsys.exit(143)\n"
     agent = start_agent(script, tmp_path, max_restarts=3)
@@ -131,12 +131,12 @@ def test_a_worker_that_does_not_end_in_time_is_killed(tmp_path: Path) -> None:
     pids = agent.ready()
     agent.signal(signal.SIGTERM)
     assert agent.code() == 143
-    assert agent.output == "trainkit: rank 1 had not ended 0 s after SIGTERM, and was killed.\n"
+    assert agent.output == "trainkit: rank 1 did not end within 0 s after SIGTERM, and was killed.\n"
     assert gone(pids)
 
 
-def test_sigterm_twice_within_a_moment_is_once(tmp_path: Path) -> None:
-    """A batch system tells all processes of the job."""
+def test_a_repeated_sigterm_counts_once(tmp_path: Path) -> None:
+    """A batch system signals all processes of the job."""
     script = """
 count = 0
 def count_them(number, frame):
@@ -188,7 +188,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
 
 
 class Starting:
-    """The agent is about to start its workers, and does so when it has got a signal."""
+    """An agent that starts its workers only after it has received a signal."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -223,7 +223,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
 def test_a_lost_guard_is_a_failure(tmp_path: Path) -> None:
-    """Torch elastic takes it for a lost worker: all workers are ended and restarted, as often as allowed."""
+    """Torch elastic treats it as a lost worker: all workers are ended and restarted, as often as allowed."""
     agent = start_agent(WITH_CHILD + "time.sleep(1000)\n", tmp_path, max_restarts=1)
     for restart in (0, 1):
         pids = agent.ready(restart)
@@ -324,21 +324,20 @@ def test_restarts(tmp_path: Path) -> None:
     assert agent.code() == 0
     lines = agent.output.splitlines()
     assert [line for line in lines if line.startswith("trainkit")] == [
-        "trainkit: rank 1 was ended by SIGKILL (as the kernel does when memory runs out); restarting all processes "
-        "(restart 1 of 2).",
+        "trainkit: rank 1 was ended by SIGKILL (possibly out of memory); restarting all processes (restart 1 of 2).",
         "trainkit: rank 1 ended with exit code 5; restarting all processes (restart 2 of 2).",
     ]
     assert sorted(lines[-2:]) == ["rank 0 done after 2", "rank 1 done after 2"]
 
 
-def test_restarts_come_to_an_end(tmp_path: Path) -> None:
+def test_the_number_of_restarts_is_limited(tmp_path: Path) -> None:
     agent = start_agent(FAILS_TWICE, tmp_path, max_restarts=1)
     assert agent.code() == 5
     assert agent.output.count("trainkit") == 1
 
 
 def test_each_start_has_a_new_store_and_one_restart_store(tmp_path: Path) -> None:
-    """Else workers would find the addresses that those of the last start have left at the store."""
+    """Otherwise workers would read addresses of the previous start from the store."""
     script = """
 from torch.distributed import TCPStore
 from trainkit.distributed.restart_store import RestartStore, restarts
@@ -355,7 +354,7 @@ sys.exit(restart < 1)
     assert lines == ["0 False None", "1 False abc0"]
 
 
-def test_the_port_that_was_asked_for(tmp_path: Path) -> None:
+def test_the_requested_port_is_used(tmp_path: Path) -> None:
     port = free_port()
     agent = start_agent(
         'say(os.environ["MASTER_PORT"])\nsys.exit(restart < 1)\n', tmp_path, 1, master_port=port, max_restarts=1
@@ -419,10 +418,10 @@ if restart == 0:
 
 @pytest.mark.parametrize("options, words", [
     ({"node_rank": 1, "join_timeout": 1.0}, ["no answer from 127.0.0.1:", "within 1 s", "--node-rank 0"]),
-    ({"node_rank": 0, "join_timeout": 1.0}, ["fewer than 2 nodes have come to 127.0.0.1:", "within 1 s"]),
-    ({"node_rank": 0, "master_addr": None}, ["2 nodes need the address of the first one", "--master-addr"]),
+    ({"node_rank": 0, "join_timeout": 1.0}, ["fewer than 2 nodes connected to 127.0.0.1:", "within 1 s", "TRAINKIT_JOIN_TI"]),
+    ({"node_rank": 0, "master_addr": None}, ["2 nodes need the address of the first node", "--master-addr"]),
 ])  # fmt: skip
-def test_machines_that_do_not_meet(options: dict[str, object], words: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_nodes_that_do_not_connect(options: dict[str, object], words: list[str], caplog: pytest.LogCaptureFixture) -> None:
     given = {"least": 2, "most": 2, "master_addr": "127.0.0.1", "master_port": free_port(), **options}
     start = time.monotonic()
     try:
@@ -438,7 +437,9 @@ def test_another_program_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainkit.launch.rendezvous._ANSWER", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=rf"what answers at 127.0.0.1:{port} is not a launcher of this job"):
+        with pytest.raises(
+            ConfigurationError, match=rf"the program that answers at 127.0.0.1:{port} is not a launcher of this job"
+        ):
             Rendezvous((2, 2), ("127.0.0.1", port), 1, 1.0).next_rendezvous()
 
 

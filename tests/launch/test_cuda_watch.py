@@ -42,7 +42,7 @@ def test_the_line_is_noted(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     found = cuda_watch._where
     assert re.fullmatch(rf"{HERE}: torch\.cuda\.init\(\)", found or "")
     with pytest.warns(
-        TrainkitWarning, match=rf"notebook_launcher starts processes, but .* has initialized CUDA .* at {HERE}: torch"
+        TrainkitWarning, match=rf"notebook_launcher starts processes, but .* has already initialized CUDA, at {HERE}: torch"
     ):
         warn_if_cuda_initialized("notebook_launcher")
 
@@ -51,7 +51,7 @@ def test_a_script_that_starts_its_processes_is_warned(monkeypatch: pytest.Monkey
     def warned(launch: str) -> None:
         raise RuntimeError(launch)  # before the process is replaced
 
-    monkeypatch.setattr("trainkit.launch.self_start.command_again", lambda processes: ["python", "train.py"])
+    monkeypatch.setattr("trainkit.launch.self_start.start_command", lambda processes: ["python", "train.py"])
     monkeypatch.setattr("trainkit.launch.self_start.warn_if_cuda_initialized", warned)
     with pytest.raises(RuntimeError, match="devices=2"):
         become_agent(2)
@@ -68,7 +68,7 @@ def test_a_thread(gpu: None) -> None:
 def test_an_earlier_line(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_initialized", True)
     watch_cuda()
-    assert cuda_watch._where == "an earlier line than 'import trainkit' (import it first to see which)"
+    assert cuda_watch._where == "a line before 'import trainkit' (to see which, import trainkit first)"
 
 
 def test_nothing_is_watched_without_debug_mode(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

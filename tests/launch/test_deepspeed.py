@@ -1,4 +1,4 @@
-"""Scripts started by DeepSpeed's own launcher, as it is: which place their processes take, and how they end."""
+"""Scripts started by DeepSpeed's own launcher: the ranks of their processes, and how they end."""
 
 from __future__ import annotations
 

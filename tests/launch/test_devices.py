@@ -56,7 +56,7 @@ def test_the_cpu(gpus: Any) -> None:
 def test_mps(gpus: Any) -> None:
     gpus(0)
     assert device_of(RequestedDevices("mps"), World()) == torch.device("mps")
-    with pytest.raises(ConfigurationError, match="accelerator='mps': there is one such device.*2 processes"):
+    with pytest.raises(ConfigurationError, match="accelerator='mps': there is only one MPS device.*2 processes"):
         device_of(RequestedDevices("mps"), World(0, 2, local_size=2))
 
 
@@ -79,7 +79,7 @@ def test_a_gpu_for_each_process(gpus: Any, wanted: RequestedDevices, count: int,
     (RequestedDevices("cuda"), 0, "rank 1: torch sees no GPU. Use accelerator='cpu'"),
     (RequestedDevices("cuda"), 2, "rank 1: this node has 3 processes, but torch sees 2 GPUs.*--nproc-per-node 2"),
     (RequestedDevices("cuda", 2, (0, 1)), 4, r"rank 1: devices=\[0, 1\] names 2 GPUs, but this node has 3 processes"),
-    (RequestedDevices("cuda", 3, (0, 1, 4)), 4, r"rank 1: devices=\[0, 1, 4\]: there is no GPU number 4; torch sees 4, from 0"),
+    (RequestedDevices("cuda", 3, (0, 1, 4)), 4, r"rank 1: devices=\[0, 1, 4\]: GPU 4 does not exist: torch sees 4 GPUs, numb"),
 ])  # fmt: skip
 def test_too_few_gpus(gpus: Any, wanted: RequestedDevices, count: int, words: str) -> None:
     """All ranks raise the error of the rank without a GPU, so that none waits for it."""

@@ -247,12 +247,12 @@ CONTRADICTIONS = {
     ),
     "two MPIs": (f"{OPEN_MPI} PMI_RANK=0 PMI_SIZE=2", ["two launchers disagree", "3 of 4", "0 of 2"]),
     "MPI without a size": ("OMPI_COMM_WORLD_RANK=0", ["OMPI_COMM_WORLD_SIZE is not"]),
-    "MPI on several nodes": (TWO_NODES, ["on which one rank 0 runs", "mpirun -x MASTER_ADDR=$(hostname)"]),
+    "MPI on several nodes": (TWO_NODES, ["the node of rank 0 is unknown", "mpirun -x MASTER_ADDR=$(hostname)"]),
     "task number too large": (variables(STEP, SLURM_PROCID="8"), ["SLURM_PROCID=8", "SLURM_STEP_NUM_TASKS=8"]),
     "SLURM without a number of tasks": ("SLURM_STEP_ID=0 SLURM_PROCID=0", ["SLURM_NTASKS is not", "srun"]),
     "SLURM without nodes": (
         "SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_NNODES=2",
-        ["the node of rank 0 is not known", "export MASTER_ADDR=$(scontrol show hostnames"],
+        ["the node of rank 0 is unknown", "export MASTER_ADDR=$(scontrol show hostnames"],
     ),
     "a list of nodes that is none": (variables(STEP, SLURM_STEP_NODELIST="node[3-"), ["list of nodes", "'node[3-'"]),
     "jsrun without hosts": (JSRUN, ["LSB_MCPU_HOSTS", "jsrun -E MASTER_ADDR=host"]),
@@ -289,7 +289,7 @@ def test_lists_of_nodes(text: str, expected: list[str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["node[", "node]", "node[3-1]", "node[a-b]", "node[]", "a,,node[1", "node[1]]"])
-def test_what_is_no_list_of_nodes(text: str) -> None:
+def test_invalid_lists_of_nodes(text: str) -> None:
     with pytest.raises(ConfigurationError, match="list of nodes"):
         list(hosts(text))
 
@@ -301,7 +301,7 @@ def test_tasks_of_nodes(text: str, expected: list[int]) -> None:
     assert tasks_of_nodes(text) == expected
 
 
-def test_tasks_that_are_none() -> None:
+def test_an_invalid_number_of_tasks() -> None:
     with pytest.raises(ConfigurationError, match="2\\(x3\\),1.*'2x3'"):
         tasks_of_nodes("2x3")
 

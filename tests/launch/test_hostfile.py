@@ -34,16 +34,16 @@ def test_deepspeed_reads_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text, words", [
-    ("a slots=4\n\nb\n", "hosts, line 3: expected a host and its number of processes, as 'node1 slots=8', not 'b'."),
+    ("a slots=4\n\nb\n", "hosts, line 3: expected a host and its number of processes, such as 'node1 slots=8', not 'b'."),
     ("a slots=0", "hosts, line 1: .* not 'a slots=0'."),
     ("a slots=-1", "hosts, line 1: "),
     ("a slots = 4", "hosts, line 1: "),
     ("a slots=4 max_slots=8", "hosts, line 1: .* not 'a slots=4 max_slots=8'."),
     ("slots=4", "hosts, line 1: "),
     ("-oProxyCommand=x slots=4", "hosts, line 1: "),
-    ("a slots=4\nb slots=4\na slots=2", "hosts, line 3: 'a' is in line 1 already. Name each host once, with all its slots."),
-    ("a slots=4\nme@a slots=4", "hosts, line 2: 'a' is in line 1 already"),
-    ("# nothing\n\n", "hosts names no host. It should have lines such as: node1 slots=8"),
+    ("a slots=4\nb slots=4\na slots=2", "hosts, line 3: 'a' is already in line 1. Name each host once, with all its slots."),
+    ("a slots=4\nme@a slots=4", "hosts, line 2: 'a' is already in line 1"),
+    ("# nothing\n\n", "hosts contains no hosts. Expected lines such as: node1 slots=8"),
 ])  # fmt: skip
 def test_wrong_lines(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(text)

@@ -1,4 +1,4 @@
-"""The interface that gloo takes."""
+"""The network interface that gloo uses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def led(**env: str) -> str | None:
     return env.get(GLOO)
 
 
-def test_a_name_that_leads_out_is_left_alone(machine: Any) -> None:
+def test_a_host_name_that_other_nodes_can_reach(machine: Any) -> None:
     machine(["10.0.0.7"], master="192.168.3.7")
     assert led() is None
     machine(["127.0.1.1", "10.0.0.7"], master="192.168.3.7")
@@ -42,7 +42,7 @@ def test_a_name_that_leads_out_is_left_alone(machine: Any) -> None:
 
 
 @pytest.mark.parametrize("own", [["127.0.1.1"], ["::1", "127.0.0.1"], []], ids=["debian", "localhost", "unknown"])
-def test_a_name_that_leads_nowhere(machine: Any, own: list[str]) -> None:
+def test_a_host_name_that_is_a_loopback_address(machine: Any, own: list[str]) -> None:
     machine(own, master="192.168.3.7", outside="10.0.0.7")
     assert led() == "ib0"
     machine(own, outside="10.0.0.7")  # this is the master, and its name leads nowhere here
@@ -51,7 +51,7 @@ def test_a_name_that_leads_nowhere(machine: Any, own: list[str]) -> None:
     assert led() is None
 
 
-def test_what_the_user_has_set_stays(machine: Any) -> None:
+def test_the_interface_of_the_user_is_kept(machine: Any) -> None:
     machine(["127.0.1.1"], master="192.168.3.7")
     assert led(GLOO_SOCKET_IFNAME="mine") == "mine"
 

@@ -1,4 +1,4 @@
-"""Becoming one of the processes of a run, on real processes: what is used, what is refused, and what is left alone."""
+"""Becoming one of the processes of a run, on real processes: what is used, refused, and left unchanged."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_launcher() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_what_contradicts_the_launcher() -> None:
+def test_arguments_that_contradict_the_launcher() -> None:
     for wanted, words in (
         (
             RequestedDevices("cpu", 4),
@@ -161,14 +161,16 @@ def test_what_contradicts_the_launcher() -> None:
         ),
         (RequestedDevices("cpu", 1), ["devices=1 contradicts", "--nproc-per-node 1 script.py"]),
         (RequestedDevices("cpu", None, None, 2), ["num_nodes=2 contradicts"]),
-        (RequestedDevices("cpu", 1, None, 2), ["devices=1, num_nodes=2 contradicts", "Leave them out"]),
+        (RequestedDevices("cpu", 1, None, 2), ["devices=1, num_nodes=2 contradicts", "Remove devices=1, num_nodes=2"]),
     ):
         with pytest.raises(ConfigurationError) as caught:
             join(wanted, timeout=SHORT)
         assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
         assert not dist.is_initialized()  # nothing was begun
     world = join(RequestedDevices("cpu", 2), timeout=SHORT)
-    with pytest.raises(ConfigurationError, match="devices=4 contradicts what was started: 2 processes on 1 node"):
+    with pytest.raises(
+        ConfigurationError, match="devices=4 contradicts the processes that were started: 2 processes on 1 node"
+    ):
         join(RequestedDevices("cpu", 4), timeout=SHORT)
     assert join(CPU, timeout=SHORT) is world
 
@@ -193,7 +195,9 @@ def test_a_group_of_the_user() -> None:
     assert dist.group.WORLD is group
     assert (world.rank, world.local_rank, world.local_size, world.nodes) == (dist.get_rank(), dist.get_rank(), 2, 1)
     assert lines == (["2 processes, of the process group that you initialized."] if world.rank == 0 else [])
-    with pytest.raises(ConfigurationError, match="devices=3 contradicts what was started: 2 processes on 1 node, by your own"):
+    with pytest.raises(
+        ConfigurationError, match="devices=3 contradicts the processes that were .*: 2 processes on 1 node, by your"
+    ):
         join(RequestedDevices("cpu", 3), timeout=SHORT)
     assert world.sums([1]) == [2]
     dist.barrier()
@@ -205,9 +209,9 @@ def test_a_group_of_the_user() -> None:
     assert again is not world
     assert again.sums([1]) == [2]
     group = dist.group.WORLD
-    joining._leave(os.getpid())
+    joining._destroy_groups(os.getpid())
     assert again.control is None
-    assert dist.group.WORLD is group  # it is not ours to destroy
+    assert dist.group.WORLD is group  # the group belongs to the user
     dist.barrier()
 
 
@@ -227,9 +231,7 @@ def spawned(method: str, rank: int) -> tuple[int, ...]:
 
 
 def test_a_process_of_multiprocessing_without_a_group() -> None:
-    with pytest.raises(
-        WorldError, match=r"devices=2 in a process of multiprocessing.*torch.distributed.init_process_group\('gloo'"
-    ):
+    with pytest.raises(WorldError, match=r"devices=2 in a multiprocessing child.*torch.distributed.init_process_group\('gloo'"):
         run_world(1, wants_two, env=NOT_STARTED)
 
 
@@ -238,7 +240,7 @@ def wants_two() -> None:
 
 
 @pytest.mark.world_size(3)
-def test_machines_are_told_apart_by_their_names() -> None:
+def test_nodes_are_distinguished_by_their_host_names() -> None:
     """Where no launcher says which machine a process is on: ranks 0 and 2 on one, 1 on another."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", timeout=SHORT)
@@ -270,8 +272,8 @@ def test_torchruns_store_is_the_memory() -> None:
     assert run_world(2, remembers, env=env) == [(None, "text")] * 2
 
 
-def test_what_killed_processes_have_left_in_torchruns_store_is_not_read() -> None:
-    """One that is early would connect to where the other one was before the restart."""
+def test_data_of_killed_processes_in_torchruns_store_is_not_read() -> None:
+    """A process that is early would connect to the old address of another process."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
     for restarts in range(3):
@@ -286,7 +288,7 @@ def joins_late() -> int:
 
 @pytest.mark.parametrize("hosted", [True, False], ids=["the agent's store", "rank 0's store"])
 def test_a_group_of_ours_that_the_user_has_destroyed_is_created_again(hosted: bool) -> None:
-    """As scripts for torchrun do at their end; one that is early would find the other one's address of the last time."""
+    """As scripts for torchrun do at their end. A process that is early must not find an old address of another process."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
     assert run_world(2, joins_again_and_again, env=agent if hosted else {}) == [[3.0] * 5] * 2
@@ -315,13 +317,13 @@ def remembers() -> tuple[str | None, str | None]:
 def test_a_port_that_is_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(taken.getsockname()[1])}
-        with pytest.raises(WorldError, match=r"cannot meet at 127.0.0.1:\d+: the port is in use. Choose another"):
+        with pytest.raises(WorldError, match=r"rank 0 cannot listen at 127.0.0.1:\d+: the port is in use. Choose another"):
             run_world(1, joins, env=env)
 
 
-def test_processes_that_do_not_come() -> None:
+def test_processes_that_do_not_connect() -> None:
     env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
-    with pytest.raises(WorldError, match=r"rank 1 of 2 has not met the others at 127.0.0.1:\d+ within 1 s"):
+    with pytest.raises(WorldError, match=r"rank 1 of 2 could not connect to all other ranks at 127.0.0.1:\d+ within 1 s"):
         run_world(1, joins, 1.0, env=env)
 
 
@@ -329,7 +331,7 @@ def test_another_program_that_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port}
-        with pytest.raises(WorldError, match=rf"rank 1 of 2 has not met the others at 127.0.0.1:{port} within 1 s.*no answer"):
+        with pytest.raises(WorldError, match=rf"1 of 2 could not connect .* ranks at 127.0.0.1:{port} within 1 s.*no answer"):
             run_world(1, joins_impatiently, env=env)
 
 
@@ -381,19 +383,19 @@ def test_our_group_is_destroyed_at_the_end(env: pytest.MonkeyPatch) -> None:
         env.setattr(joining, "_joined", joining._Joined(World(), of, ours))
         if failed:
             env.setattr("sys.last_value", ValueError(), raising=False)
-        joining._leave(process)
+        joining._destroy_groups(process)
         assert len(destroyed) == expected, (ours, process, failed)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 @pytest.mark.world_size(2)
 def test_no_thread_of_gloo_is_left_at_the_end() -> None:
-    """One that still drops what it has worked on would end the process by SIGABRT."""
+    """A thread that still releases a tensor would end the process by SIGABRT."""
     world = join(CPU, timeout=SHORT)
     world.barrier()
     assert "pt_gloo_runloop" in thread_names()
     dist.barrier()
-    joining._leave(os.getpid())
+    joining._destroy_groups(os.getpid())
     assert "pt_gloo_runloop" not in thread_names()
     assert not dist.is_initialized()
 

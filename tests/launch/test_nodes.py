@@ -1,4 +1,4 @@
-"""What the environment says about the nodes of a job."""
+"""The nodes of a job, from environment variables."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ POD = "KUBERNETES_SERVICE_HOST=10.96.0.1"
     ("LOCAL_RANK=0 TORCHELASTIC_RUN_ID=x PET_NNODES=2 RANK=0 WORLD_SIZE=2", Nodes()),  # inside a worker
     ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=5", Nodes()),
 ])  # fmt: skip
-def test_what_the_environment_says(text: str, expected: Nodes) -> None:
+def test_nodes_from_the_environment(text: str, expected: Nodes) -> None:
     assert read_nodes(dict(word.split("=", 1) for word in text.split())) == expected
 
 
@@ -56,7 +56,7 @@ def test_ranges(text: str, expected: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "4:2", "a", "1:", ":2", "1:b", "-1", "1:2:3"])
-def test_no_ranges(text: str) -> None:
+def test_invalid_ranges(text: str) -> None:
     with pytest.raises(ConfigurationError, match="--nnodes must be a number of nodes"):
         node_range(text, "--nnodes")
 

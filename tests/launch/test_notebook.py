@@ -63,14 +63,14 @@ def test_the_parameters_are_those_of_accelerate() -> None:
 
 @pytest.mark.parametrize("options, error, message", [
     ({"function": 3}, ConfigurationError, r"must be the function itself, not 3: notebook_launcher\(train\)"),
-    ({"args": 3}, ConfigurationError, r"args must be a tuple of the function's arguments, as args=\(model,\), not 3"),
+    ({"args": 3}, ConfigurationError, r"args must be a tuple of arguments, such as args=\(model,\), not 3"),
     ({"args": "ab"}, ConfigurationError, "args must be a tuple"),
     ({"num_processes": 0}, ConfigurationError, r"\(num_processes=\) must be an integer ≥ 1 or None, not 0"),
     ({"num_processes": True}, ConfigurationError, r"\(num_processes=\) must be an integer ≥ 1 or None, not True"),
     ({"mixed_precision": "fp8"}, UnsupportedArgumentError, "mixed_precision: fp8 is not supported; write bf16, or fp16"),
     ({"mixed_precision": "half"}, ConfigurationError, "mixed_precision must be one of no, fp16, bf16"),
     ({"max_restarts": -1}, ConfigurationError, r"\(max_restarts=\) must be an integer ≥ 0"),
-    ({"num_nodes": 2}, ConfigurationError, r"num_nodes=2 needs the address of the first node.*master_addr='host0'"),
+    ({"num_nodes": 2}, ConfigurationError, r"num_nodes=2 needs an address of the first node.*master_addr='host0'"),
     ({"num_nodes": 2, "node_rank": 2}, ConfigurationError, "node_rank=2 must be less than num_nodes=2"),
     ({"use_port": "many"}, ConfigurationError, "use_port must be a port from 0 to 65535, not 'many'"),
     ({"use_port": 70000}, ConfigurationError, "use_port must be a port"),
@@ -87,7 +87,7 @@ def test_arguments_that_are_wrong(options: dict[str, Any], error: type[Exception
 def test_a_process_of_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigurationError, match="this is one of 2 that a launcher has started.*Call the function itself"):
+    with pytest.raises(ConfigurationError, match="this is one of 2 processes that a launcher .*Call the function itself"):
         notebook_launcher(nothing, num_processes=1)
 
 
@@ -484,7 +484,7 @@ def test_in_a_kernel(run_dir: Path) -> None:
     assert not any(alive(int((run_dir / f"ready-{rank}").read_text())) for rank in (0, 1))
     assert "Traceback" not in stopped.stderr
     assert trainer.error.startswith(
-        "ConfigurationError: devices=2 needs 2 processes, and they cannot be started from a notebook"
+        "ConfigurationError: devices=2 needs 2 processes, but they cannot be started from a notebook"
     )
     assert "notebook_launcher(function, num_processes=2)" in trainer.error
     assert after.value == "(True, True)"

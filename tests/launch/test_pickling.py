@@ -89,7 +89,7 @@ def test_what_cannot_be_sent_is_named(function: Callable[..., Any], args: tuple[
     text = str(caught.value)
     assert what in text
     assert "be sent to other processes: TypeError: cannot pickle" in text
-    assert text.endswith("Create it inside the function, or pass what it is made of.")
+    assert text.endswith("Create it inside the function, or pass the values that it is built from.")
 
 
 def test_bound_objects_are_refused() -> None:

@@ -100,7 +100,7 @@ def test_other_hosts_are_stopped_after_a_failure(run: Run, tmp_path: Path) -> No
 def test_the_terminal_of_a_host_that_does_not_end_hangs_up(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     deaf = "trap 'touch left' HUP; while read -r line; do :; done"
     assert run(grace=0.1, a=part(deaf), b=part(ends(5))) == 5
-    assert "trainkit: not ended in time: a. Closing the connection ends what runs there" in capfd.readouterr().err
+    assert "trainkit: hosts that did not end in time: a. Closing the connections to end them." in capfd.readouterr().err
     wait_until((tmp_path / "left").exists)
 
 
@@ -145,7 +145,7 @@ def test_the_traceback_of_the_first_failure_is_last(run: Run, capfd: pytest.Capt
 
 def test_a_lost_connection(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(a=part("err 'Connection to a closed by remote host.'; exit 255"), b=part(f"told signal; {ends(143)}")) == 1
-    line = "trainkit: a ended without an exit code: connection lost, or agent killed; ssh says: Connection to"
+    line = "trainkit: a ended without an exit code: connection lost, or agent killed; error of ssh: Connection to"
     assert line in capfd.readouterr().err.splitlines()[-1]
 
 
@@ -157,7 +157,7 @@ NOT_READY = {
     ),
     "silent": (
         {"a": "exit 255\n"},
-        "a cannot be reached: ssh gives no reason. This must work without a question: .*/ssh -o Batch",
+        "a cannot be reached: ssh printed no error. This command must work without a prompt: .*/ssh -o Batch",
     ),
     "failed": (
         {"a": part(ends(0)), "b": "echo no such thing >&2; exit 3\n"},
@@ -165,7 +165,7 @@ NOT_READY = {
     ),
     "nothing there": (
         {"a": "echo python: No module named trainkit >&2; exit 1\n"},
-        "must be there under the same paths as here",
+        "must exist there, under the same paths as on this host",
     ),
     "no python": (
         {"a": "exec /nowhere/python\n"},
@@ -173,12 +173,12 @@ NOT_READY = {
     ),
     "slow": (
         {"a": part(ends(0)), "b": "while read -r line; do :; done\n"},
-        r"not ready after 1 s: (a, )?b\. If the set-up",
+        r"hosts that are not ready after 1 s: (a, )?b\. If the set-up",
     ),
     "torch": ({"a": part(ends(0)), "b": part(ends(0), torch="1.0")}, "b has torch 1.0, but a has "),
     "Python": (
         {"a": part(ends(0), Python="2.7"), "b": part(ends(0))},
-        "b has Python .*, but a has 2.7. All hosts must have the same",
+        "b has Python .*, but a has 2.7. All hosts need the same version",
     ),
     "trainkit": ({"a": part(ends(0), trainkit="9")}, "a has trainkit 9, but this host has "),
 }
@@ -337,7 +337,7 @@ def test_no_list_of_processes_shows_values(run: Run, tmp_path: Path) -> None:
     lists = "grep -l -r hiddenhidden /proc/[0-9]*/cmdline 2> /dev/null; ! grep -q -r hiddenhidden /proc/$$/cmdline && exit 5"
     if not Path("/proc/self/cmdline").exists():
         pytest.skip("there is no /proc")
-    with pytest.raises(ConfigurationError, match="ended with exit code 5: it gives no reason"):
+    with pytest.raises(ConfigurationError, match="ended with exit code 5: it printed no error"):
         run(a=host_script("python", str(tmp_path), lists, exports, []))
 
 
@@ -348,12 +348,12 @@ def test_another_python(run: Run, python: str, tmp_path: Path, capfd: pytest.Cap
 
 
 @pytest.mark.parametrize("setup, words", [
-    ("exit 3", "exit code 3: it gives no reason"),
-    ("false", "exit code 1: it gives no reason"),
+    ("exit 3", "exit code 3: it printed no error"),
+    ("false", "exit code 1: it printed no error"),
     ("source nowhere.sh", "exit code 1: .*nowhere.sh: No such file or directory"),
     ("if [", "exit code [12]: .*syntax error"),
     ("}", "exit code [12]: "),
-    ("", "exit code 1: .*cd: .*must be there under the same paths"),
+    ("", "exit code 1: .*cd: .*must exist there, under the same paths"),
     ("TRAINKIT_PYTHON=/nowhere/python", "exit code 127: .*/nowhere/python: No such file or directory"),
 ])  # fmt: skip
 def test_a_setup_that_fails(run: Run, python: str, tmp_path: Path, setup: str, words: str) -> None:

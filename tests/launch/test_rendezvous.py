@@ -1,4 +1,4 @@
-"""How launchers meet: two of them in threads of this process; as real processes in test_agent.py."""
+"""How launchers find each other: two of them in threads of this process; as real processes in test_agent.py."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_a_single_node() -> None:
     alone.leave()
 
 
-def test_two_that_are_numbered() -> None:
-    """They have the numbers that were given, a new place for the workers at each start, and count alike."""
+def test_two_nodes_with_ranks() -> None:
+    """They keep their ranks, and have a new address for the workers and the same count at each start."""
     pair = launchers(0, 1)
     met = both(lambda index: pair[index].next_rendezvous())
     assert [(one.rank, one.world_size) for one in met] == [(0, 2), (1, 2)]
@@ -83,7 +83,7 @@ def test_two_that_are_numbered() -> None:
     assert [one.is_closed() for one in pair] == [True, True]
 
 
-def test_numbers_that_are_given_twice() -> None:
+def test_two_nodes_with_the_same_rank() -> None:
     pair = launchers(0, 1)
     pair[1]._node_rank = 0
     for error in both(lambda index: pair[index].next_rendezvous()):
@@ -92,7 +92,7 @@ def test_numbers_that_are_given_twice() -> None:
     close(pair)
 
 
-def test_those_without_a_number_come_after_the_others() -> None:
+def test_nodes_without_a_rank_come_last() -> None:
     pair = launchers(None, 3)
     met = both(lambda index: pair[index].next_rendezvous())
     assert [one.rank for one in met] == [1, 0]

@@ -1,4 +1,4 @@
-"""What is read from the command line of a script, and what of it contradicts the variables."""
+"""Options on the command line of a script, and options that contradict the variables."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_argument_that_agrees() -> None:
     assert placed(None, []) is None
 
 
-def test_where_only_the_argument_says_it() -> None:
+def test_only_the_argument_has_the_local_rank() -> None:
     """`torch.distributed.launch` of torch 1.8 and before."""
     assert placed(replace(PLACE, local_rank=None), ["--local_rank=1"]) == PLACE
 
@@ -53,6 +53,6 @@ def test_an_argument_that_contradicts_the_variables() -> None:
 def test_an_argument_without_variables() -> None:
     assert placed(None, ["--local_rank=0"]) is None
     with pytest.raises(
-        ConfigurationError, match=r"--local_rank=1 says .* RANK, .* are not set, so it would train alone. Start"
+        ConfigurationError, match=r"--local_rank=1 means .* RANK, .* are not set, so it would train alone. Start"
     ):
         placed(None, ["--local_rank=1"])

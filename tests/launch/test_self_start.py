@@ -1,4 +1,4 @@
-"""A script that is started once and asks for several processes: its command line is run again, exactly."""
+"""A script that is started once and requests several processes: exactly its command line is run again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers.support import run_python, without_gloo
 
 from trainkit.errors import ConfigurationError
 from trainkit.launch import self_start
-from trainkit.launch.self_start import command_again, folder_at_start
+from trainkit.launch.self_start import folder_at_start, start_command
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="exec is not the same elsewhere")
 
@@ -63,7 +63,7 @@ def test_the_same_command_line_is_run(arguments: list[str], tmp_path: Path) -> N
 
 @pytest.mark.parametrize("arguments", [["script.py", "0"], ["-m", "script", "0"]], ids=["script", "module"])
 def test_a_script_that_goes_elsewhere_before_it_uses_trainkit(arguments: list[str], tmp_path: Path) -> None:
-    """`import trainkit` alone loads nothing. The workers find the folder that the script makes, and make none in it."""
+    """`import trainkit` alone loads nothing. The workers find the folder that the script creates, and create none in it."""
     head = 'import os, trainkit\nos.makedirs("run", exist_ok=True)\nos.chdir("run")\n'
     (tmp_path / "script.py").write_text(head + SCRIPT)
     done = run_python(*arguments, cwd=tmp_path, env={"FOLDER": str(tmp_path)})
@@ -92,7 +92,7 @@ def test_a_program_that_was_installed(tmp_path: Path) -> None:
 
 
 def test_a_script_that_joins(tmp_path: Path) -> None:
-    """What the Trainer does, with real process groups; the workers' error is the last that is said, once."""
+    """What the Trainer does, with real process groups; the error of the workers is printed last, once."""
     (tmp_path / "script.py").write_text("""\
 import sys
 from datetime import timedelta
@@ -122,7 +122,7 @@ AGAIN = "trainkit: devices=2 needs 2 processes, and each of them runs this scrip
 
 
 def test_one_process_and_then_two(tmp_path: Path) -> None:
-    """Where the number was left open the script can be run again, and says before that it is."""
+    """If `devices` was not set the script can be run again, and a notice says so."""
     (tmp_path / "script.py").write_text(TWICE.format(first={}))
     done = run_python("-u", "script.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -130,7 +130,7 @@ def test_one_process_and_then_two(tmp_path: Path) -> None:
     assert first == "{} 1"
     assert sorted(others) == ["{'devices': 2} 2"] * 2 + ["{} 2"] * 2
     told, started = done.stderr.splitlines()
-    assert told.startswith(f"{AGAIN}: what it has done so far with one process is repeated with 2. ")
+    assert told.startswith(f"{AGAIN}: the runs that it has finished with one process are repeated with 2. ")
     assert started == "trainkit: 2 processes, started by this script (it requests them)."
 
 
@@ -143,8 +143,8 @@ def test_devices_1_and_then_2(option: dict[str, object], tmp_path: Path) -> None
     *_, last = done.stderr.splitlines()
     assert last == (
         "trainkit.errors.ConfigurationError: devices=2 needs 2 processes, and each of them runs this script from its first "
-        "line. An earlier Trainer in it has devices=1 or strategy='single', which is for one process. Use devices=2 for all "
-        "Trainers of the script, or move the part for one process to a script of its own and load its checkpoint here."
+        "line. An earlier Trainer in the script has devices=1 or strategy='single', which is for one process. Use devices=2 "
+        "for all Trainers of the script, or move the part for one process to a separate script and load its checkpoint here."
     )
     assert done.stderr.count("trainkit.errors.ConfigurationError") == 1
 
@@ -186,25 +186,25 @@ def start(
 ])  # fmt: skip
 def test_options_of_the_interpreter(started: pytest.MonkeyPatch, arguments: list[str], script: int, tmp_path: Path) -> None:
     start(started, ["python3", *arguments], file=str(tmp_path / "script.py"))
-    assert command_again(2) == [sys.executable, *arguments]
+    assert start_command(2) == [sys.executable, *arguments]
     assert folder_at_start() == f"{tmp_path}/"
     start(started, ["python3", *arguments], file="/elsewhere/script.py")  # it had gone elsewhere before it used trainkit
-    assert command_again(2) == [sys.executable, *arguments]
+    assert start_command(2) == [sys.executable, *arguments]
     assert folder_at_start() == "/elsewhere/"
     full = [*arguments[:script], "/elsewhere/script.py", *arguments[script + 1 :]]
     start(started, ["python3", *full], file="/elsewhere/script.py")
-    assert command_again(2) == [sys.executable, *full]
+    assert start_command(2) == [sys.executable, *full]
     assert folder_at_start() == str(tmp_path)
 
 
 def test_modules_and_folders(started: pytest.MonkeyPatch, tmp_path: Path) -> None:
     start(started, ["python", "-um", "package.module", "x"], file="/x/package/module.py", spec="package.module")
-    assert command_again(2) == [sys.executable, "-um", "package.module", "x"]
+    assert start_command(2) == [sys.executable, "-um", "package.module", "x"]
     folder = str(tmp_path / "a folder")
     start(started, ["python", folder, "x"], file=f"{folder}/__main__.py", spec="__main__")
-    assert command_again(2) == [sys.executable, folder, "x"]
+    assert start_command(2) == [sys.executable, folder, "x"]
     start(started, ["python", "a/app.pyz"], file="/x/a/app.pyz/__main__.py", spec="__main__")
-    assert command_again(2) == [sys.executable, "a/app.pyz"]
+    assert start_command(2) == [sys.executable, "a/app.pyz"]
     assert folder_at_start() == "/x/"
 
 
@@ -212,7 +212,7 @@ def test_a_program_that_runs_the_script_of_another(started: pytest.MonkeyPatch, 
     """`coverage run script.py`: the module that is __main__ is not what was started."""
     for program in ("/bin/coverage", "bin/coverage"):
         start(started, ["python", program, "run", "script.py", "x"], file=str(tmp_path / "script.py"))
-        assert command_again(2) == [sys.executable, program, "run", "script.py", "x"]
+        assert start_command(2) == [sys.executable, program, "run", "script.py", "x"]
         assert folder_at_start() == str(tmp_path)
 
 
@@ -225,7 +225,7 @@ REFUSED = {
     "a notebook": lambda m: m.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: object())),
     "a frozen program": lambda m: m.setattr(sys, "frozen", True, raising=False),
     "an interactive Python": lambda m: m.setattr(sys, "ps1", ">>> ", raising=False),
-    "a process of multiprocessing": lambda m: m.setattr("multiprocessing.parent_process", lambda: object()),
+    "a multiprocessing child": lambda m: m.setattr("multiprocessing.parent_process", lambda: object()),
     "a program that Python is embedded in": lambda m: m.setattr(sys, "executable", ""),
 }
 
@@ -234,7 +234,7 @@ REFUSED = {
 def test_what_cannot_be_run_again(started: pytest.MonkeyPatch, reason: str) -> None:
     REFUSED[reason](started)
     with pytest.raises(ConfigurationError) as caught:
-        command_again(4)
+        start_command(4)
     text = str(caught.value)
     assert f"cannot be started from {reason.removesuffix(' as a program')}: " in text
     assert "notebook_launcher(function, num_processes=4)" in text
@@ -245,7 +245,7 @@ def test_what_cannot_be_run_again(started: pytest.MonkeyPatch, reason: str) -> N
 def test_standard_input_with_arguments(started: pytest.MonkeyPatch) -> None:
     start(started, ["python", "-", "x"], argv="-")
     with pytest.raises(ConfigurationError, match="from standard input"):
-        command_again(2)
+        start_command(2)
 
 
 def test_the_shell_of_ipython_is_a_notebook(started: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,8 @@ def test_a_tpu_is_used_where_it_can_be(
     monkeypatch.setattr(tpu, "tpu_is_here", lambda: here)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
     assert tpu_is_chosen(env) is chosen
-    said = ["this host has a TPU, which is not used: torch_xla is not installed. To use it: pip install 'trainkit-torch[xla]'"]
+    fix = "To use it: pip install 'trainkit-torch[xla]'"
+    said = [f"this host has a TPU, but torch_xla is not installed; not using the TPU. {fix}"]
     assert caplog.messages == (said if here and not installed else [])
 
 
@@ -66,8 +67,8 @@ def test_one_process_needs_no_place() -> None:
     assert place_in_slice(0, 1, 0, 1, torchrun, 77) is None
 
 
-def test_processes_of_one_host_meet_there() -> None:
-    """At a port that those of another run on it, which another process has started, do not take."""
+def test_the_address_of_processes_on_one_host() -> None:
+    """The port differs from that of another run on the host, which another process has started."""
     first, second = (place_in_slice(rank, 4, rank, 4, {}, 77) for rank in (0, 3))
     other = place_in_slice(0, 4, 0, 4, {}, 78)
     assert first is not None
@@ -81,7 +82,7 @@ def test_processes_of_one_host_meet_there() -> None:
     assert other.master_port != first.master_port
 
 
-def test_hosts_of_a_slice_meet_at_the_first() -> None:
+def test_the_address_of_several_hosts() -> None:
     env = {"TPU_WORKER_HOSTNAMES": "10.0.0.5, 10.0.0.6,10.0.0.7", "TPU_WORKER_ID": "2"}
     places = [place_in_slice(rank, 3, 0, 1, env, parent) for rank, parent in enumerate((11, 12, 13))]
     found = [(p.rank, p.size, p.node, p.nodes, p.master_addr) for p in places if p is not None]
@@ -99,16 +100,16 @@ def test_replicas_on_several_hosts() -> None:
     assert (place.local_rank, place.local_size, place.node, place.nodes, place.master_addr) == (1, 4, 1, 2, "a")
 
 
-def test_where_they_meet_must_be_known() -> None:
+def test_an_unknown_address_is_an_error() -> None:
     with pytest.raises(
-        ConfigurationError, match="2 processes on 2 hosts, but not the address of the first host.*MASTER_ADDR=host0"
+        ConfigurationError, match="2 processes on 2 hosts, but the address of the first host is unknown.*MASTER_ADDR=host0"
     ):
         place_in_slice(0, 2, 0, 1, {}, 1)
 
 
-def test_processes_that_the_runtime_does_not_know_of_are_refused() -> None:
+def test_processes_outside_of_the_runtime_are_refused() -> None:
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    with pytest.raises(ConfigurationError, match="has started 2 processes .*XLA's runtime knows of 1: each would train alone"):
+    with pytest.raises(ConfigurationError, match="has started 2 processes .*XLA's runtime has 1: each would train alone"):
         place_in_slice(0, 1, 0, 1, torchrun, 1)
     fitting = place_in_slice(1, 2, 0, 1, torchrun, 1)
     assert fitting is not None

@@ -55,7 +55,7 @@ class Job:
         self._call = ["-m", "trainkit"] if patient else ["-c", IMPATIENT]
 
     def start(self, host: int, per_node: int = 1, instead: tuple[Path, Path] | None = None, **task: Any) -> None:
-        """Start its part on a host."""
+        """Start the part of a host."""
         machines = ["--nnodes", "2", "--node-rank", str(host), "--master-addr", ADDRESSES[0], "--master-port", "29500"]
         processes = ["--nproc-per-node", str(per_node), "--max-restarts", str(self._restarts)]
         script = [str(TESTS / "helpers/launch/two_hosts.py"), json.dumps({**asdict(self._task), **task})]
@@ -94,7 +94,7 @@ class Job:
         return time.monotonic() - begin
 
     def worlds(self, attempt: int) -> list[dict[str, Any]]:
-        """What the processes of an attempt have said of their world."""
+        """What the processes of an attempt have written about their world."""
         files = sorted(self.folder.glob(f"world-{attempt}-*"), key=lambda file: int(file.name.rpartition("-")[2]))
         return [json.loads(file.read_text()) for file in files]
 
@@ -124,8 +124,8 @@ def went_on(job: Job) -> bool:
     return first["restarts"] == second["restarts"] == 1 and 0 < first["step"] == second["step"] <= 3
 
 
-def test_two_hosts_are_as_one(hosts: Hosts, tmp_path: Path, expected: dict[tuple[int, int], str]) -> None:
-    """With no word about the network: the name of neither host leads to an address."""
+def test_two_hosts_compute_the_losses_of_one(hosts: Hosts, tmp_path: Path, expected: dict[tuple[int, int], str]) -> None:
+    """Without settings for the network: neither host name resolves to an address."""
     job = Job(hosts, tmp_path / "run", patient=True).start_both()
     assert job.codes() == [0, 0], job
     facts = {"size": 2, "local_rank": 0, "local_size": 1, "nodes": 2, "restarts": 0, "step": 0}
@@ -168,7 +168,7 @@ def test_a_cut_and_mended_cable(hosts: Hosts, tmp_path: Path, expected: dict[tup
 @pytest.mark.slow
 @pytest.mark.parametrize("told", [False, True])
 def test_a_cable_that_stays_cut(hosts: Hosts, tmp_path: Path, told: bool, expected: dict[tuple[int, int], str]) -> None:
-    """With the limits that users have: no process waits forever, and a start by hand resumes."""
+    """With the default limits: no process waits forever, and a manual start resumes."""
     job = Job(hosts, tmp_path / "run", patient=True, gate=3, patience=SILENCE).start_both()
     job.at_the_gate()
     begin = time.monotonic()
@@ -192,7 +192,7 @@ def test_a_cable_that_stays_cut(hosts: Hosts, tmp_path: Path, told: bool, expect
 
 @pytest.mark.slow
 def test_a_short_interruption_does_no_harm(hosts: Hosts, tmp_path: Path, expected: dict[tuple[int, int], str]) -> None:
-    """Of twelve seconds, with the limits that users have."""
+    """Of twelve seconds, with the default limits."""
     job = Job(hosts, tmp_path / "run", patient=True, gate=3, patience=SILENCE).start_both()
     job.at_the_gate()
     hosts.cut()
@@ -209,7 +209,7 @@ def test_a_short_interruption_does_no_harm(hosts: Hosts, tmp_path: Path, expecte
 
 @pytest.mark.parametrize("host", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_killed_host_comes_back(hosts: Hosts, tmp_path: Path, host: int, expected: dict[tuple[int, int], str]) -> None:
-    """The other one waits for it, also for the first, which keeps what the agents know of each other."""
+    """The other host waits for it, also for the first host, which hosts the store of the agents."""
     job = Job(hosts, tmp_path / "run", restarts=1, gate=3).start_both()
     job.at_the_gate()
     hosts.kill(host)
@@ -245,7 +245,7 @@ def test_a_killed_host_ends_the_other(hosts: Hosts, tmp_path: Path, host: int, e
 @pytest.mark.slow
 @pytest.mark.parametrize("host", [0, 1])
 def test_a_host_without_power(hosts: Hosts, tmp_path: Path, host: int, expected: dict[tuple[int, int], str]) -> None:
-    """Nothing is heard of it any more, not even that its connections have ended."""
+    """It sends nothing any more, not even the end of its connections."""
     job = Job(hosts, tmp_path / "run", gate=3).start_both()
     job.at_the_gate()
     hosts.cut()

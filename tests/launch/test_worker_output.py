@@ -1,4 +1,4 @@
-"""What worker processes write comes out on `sys.stdout` and `sys.stderr`: one live, the others by lines."""
+"""The output of workers appears on `sys.stdout` and `sys.stderr`: one live, the others line by line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WHERE: contextvars.ContextVar[str] = contextvars.ContextVar("WHERE", default="no
 
 
 class Cell(io.StringIO):
-    """Keeps what is written, and for which cell."""
+    """Stores what is written, and for which cell."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_a_template_is_before_each_line_of_each_process(cells: Cells) -> None:
 
 
 def test_output_is_read_where_it_is_not_wanted(cells: Cells) -> None:
-    """A process that writes must not wait for room, nor fail."""
+    """A process that writes must neither wait for space in the pipe nor fail."""
     out, _ = cells()
     streams = WorkerOutput()
     out.close()

@@ -145,7 +145,7 @@ def test_a_worker_that_ignores_sigterm_is_killed(
     """With everything that it has started; after a failure, and when elastic asks for the end."""
     failure = "sleep 100" if stopped else "exit 3"
     script = f'if [ "$RANK" = 4 ]; then {failure}; fi; trap "" TERM; sleep 100 & echo $! > {tmp_path}/child; wait; sleep 100'
-    for name in ("_PATIENCE", "_SHUTDOWN"):
+    for name in ("_FAILURE_TIMEOUT", "_SHUTDOWN"):
         monkeypatch.setattr(module, name, 0.3)
     workers = start(script, grace=0.3)
     child = pid(tmp_path / "child")

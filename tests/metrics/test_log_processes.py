@@ -45,17 +45,19 @@ def test_rank_zero_only_is_the_value_of_rank_zero_on_every_rank(rank_zero_only: 
 
 @pytest.mark.parametrize("sync_dist", [False, True])
 def test_values_are_reduced_with_and_without_sync_dist(sync_dist: bool) -> None:
-    """As documented: it has no effect, since a value of one rank only would be a wrong one."""
+    """As documented, it has no effect: the value of a single rank would be wrong."""
     for found in run_world(2, fitted, {"sync_dist": sync_dist}):
         assert (found["rank_epoch"], found["val_rank"]) == (0.5, 0.5)
 
 
 @pytest.mark.world_size(2)
 def test_a_group_of_some_processes_is_refused() -> None:
-    """It is not taken and ignored: the mean over all would pass for that over the group."""
+    """It is not silently ignored: the mean over all ranks is not the mean over the group."""
     torch.distributed.init_process_group("gloo")
     alone = [torch.distributed.new_group([rank]) for rank in (0, 1)][torch.distributed.get_rank()]
-    with pytest.raises(MetricError, match=r"log\('rank', sync_dist_group=...\): .*Leave it out: self.log\('rank', value\)"):
+    with pytest.raises(
+        MetricError, match=r"log\('rank', sync_dist_group=...\): .*Remove the argument: self.log\('rank', value\)"
+    ):
         fitted({"sync_dist_group": alone})
 
 

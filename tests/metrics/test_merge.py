@@ -23,7 +23,7 @@ State = dict[str, Any]
 
 
 def through_json(state: Any) -> Any:
-    """As a checkpoint gives it back, in memory of its own."""
+    """As restored from a checkpoint, in its own memory."""
     tensors: dict[str, Tensor] = {}
     data = dumps({"states": state}, tensors)
     return loads(data, {"state.safetensors": {key: tensor.clone() for key, tensor in tensors.items()}}, "state.json")["states"]
@@ -109,7 +109,7 @@ def test_twice_in_one_epoch() -> None:
 
 @pytest.mark.parametrize("before, after", CHANGES)
 def test_metrics_that_are_not_logged_again(before: int, after: int) -> None:
-    """Also a process that had no part in them knows of them: it is no error that it has not logged them."""
+    """A process that takes over no saved values knows the metrics too: not logging them is not an error."""
 
     def step(run: Run, m: int) -> None:
         if m < 12:
@@ -181,7 +181,7 @@ def test_what_waits_since_an_earlier_epoch(before: int, after: int) -> None:
     assert run_threads(after, flushed) == [[(True, {"rare_step": 3.0, "other": 1.0})]] * after
 
 
-def test_the_value_of_a_function_that_does_not_come_back() -> None:
+def test_the_value_of_a_function_that_is_not_passed_again() -> None:
     def step(run: Run, m: int) -> None:
         if m < 4:
             run.log("early", float(m), on_step=False, on_epoch=True, reduce_fx=lambda values: values.sum())
@@ -191,7 +191,7 @@ def test_the_value_of_a_function_that_does_not_come_back() -> None:
         assert results == {"early": 6.0}  # what it came to when the checkpoint was made
     several = run_threads(2, started, step, 4, 5)[0][0]
     with pytest.warns(
-        TrainkitWarning, match=r"log\('early'\): it is reduced by a function, .* its value of this epoch is missing"
+        TrainkitWarning, match=r"log\('early'\): .* its function reduce_fx, .* Its value for this epoch is missing"
     ):
         ((results, _),) = run_threads(1, ended, several, step, 4, 8, 5)
     assert results == {}
@@ -273,7 +273,7 @@ def test_an_object_whose_states_cannot_be_joined_says_so() -> None:
 
     states = run_threads(2, pearson)[0]
     with pytest.warns(
-        TrainkitWarning, match=r"pearson: what this torchmetrics object had gathered on 2 processes cannot be joined"
+        TrainkitWarning, match=r"pearson: the states of this torchmetrics object from 2 processes cannot be combined"
     ):
         merged = merge_states(states, 0, 1)
     assert merged["objects"]["pearson"]["updates"] == 1

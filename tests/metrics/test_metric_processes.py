@@ -146,7 +146,7 @@ def logs_one_that_gathers_at_each_step(in_world: bool) -> str:
 
 
 def test_an_object_that_gathers_at_each_step() -> None:
-    """In a row in which not all have a batch it would wait for ever; on one process it gathers nothing."""
+    """It would wait forever in a row in which not all ranks have a batch; on one process it gathers nothing."""
     for said in run_world(2, logs_one_that_gathers_at_each_step, True):
-        assert "log('mean'): MeanMetric(dist_sync_on_step=True) would gather at each step" in said
+        assert "log('mean'): MeanMetric(dist_sync_on_step=True) gathers at each step" in said
     assert logs_one_that_gathers_at_each_step(False) == ""

@@ -96,7 +96,9 @@ def test_in_a_training_batch_it_is_by_step(hook: str) -> None:
 def test_in_a_hook_of_the_epoch_it_is_by_epoch(hook: str) -> None:
     _, logger = fitted(module(**{hook: lambda self, n: self.log("x", float(n))}), max_epochs=2)
     assert logger.of("x") == ({4: 0.0} if hook == "on_train_start" else {4: 0.0, 8: 1.0})
-    with pytest.raises(MetricError, match=r"log\('x', on_step=True\) needs a batch; in an epoch hook only on_epoch=True"):
+    with pytest.raises(
+        MetricError, match=r"log\('x', on_step=True\): an epoch hook has no batch\. Use on_step=False, on_epoch=True"
+    ):
         fitted(module(**{hook: lambda self, n: self.log("x", 1.0, on_step=True)}))
 
 
@@ -121,7 +123,7 @@ def test_in_a_hook_of_an_evaluation_it_is_by_epoch(name: str, hook: str) -> None
 
 @pytest.mark.parametrize("hook", NOWHERE)
 def test_where_there_is_nothing_that_it_could_belong_to(hook: str) -> None:
-    """A value logged there would be lost: there is no step or epoch any more, or not yet."""
+    """A value logged there would be lost: no step or epoch is running."""
     loader = None if hook == "train_dataloader" else tiny_loader()
     with pytest.raises(MetricError, match=r"log\('x'\) cannot be called here"):
         make_trainer().fit(module(**{hook: lambda self, n: self.log("x", 1.0)}), loader, tiny_loader())
@@ -256,7 +258,7 @@ def test_ten_loaders_are_told_apart() -> None:
 
 
 def test_rows_are_written_at_log_boundaries_and_at_the_end_of_an_epoch(run_dir: Path) -> None:
-    """Eleven micro-batches in windows of two are six updates an epoch."""
+    """Eleven micro-batches in accumulation windows of two are six optimizer steps per epoch."""
 
     def step(self: Any, n: int) -> None:
         self.log("x", float(n), on_step=True, on_epoch=True)

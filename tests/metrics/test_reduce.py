@@ -1,4 +1,4 @@
-"""What several processes have told of their metrics: whether it goes together, and what it comes to."""
+"""The reports of several ranks on their metrics: whether they match, and their reduction."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def one(*of_ranks: list[list[Any]]) -> list[Any]:
 # ------------------------------------------------------------------------------------------------- does it go together
 
 
-def complaint(*of_ranks: list[list[Any]], worked: list[int] | None = None, step: bool = False) -> str:
+def complaint(*of_ranks: list[list[Any]], last_stamps: list[int] | None = None, step: bool = False) -> str:
     with pytest.raises(MetricError) as caught:
-        check(groups(of_ranks), worked or [9] * len(of_ranks), step=step)
+        check(groups(of_ranks), last_stamps or [9] * len(of_ranks), step=step)
     return str(caught.value)
 
 
-def test_what_all_have_logged_goes_together() -> None:
+def test_the_same_metrics_on_all_ranks() -> None:
     check(groups([[told("a"), told("b")], [told("b"), told("a")]]), [0, 0])
     check({}, [0, 0])
 
@@ -44,7 +44,7 @@ def test_a_metric_that_is_missing_names_key_and_ranks() -> None:
     assert "logged on rank 5, not on ranks 0-4, 6-15." in complaint(*[[told()] if r == 5 else [] for r in range(16)])
 
 
-def test_all_that_is_wrong_is_said() -> None:
+def test_all_differences_are_in_the_message() -> None:
     text = complaint([told("a"), told("b")], [told("b", on_epoch=True), told("c")])
     assert [line.split(":")[0] for line in text.splitlines()] == ["log('a')", "log('b')", "log('c')"]
 
@@ -52,7 +52,7 @@ def test_all_that_is_wrong_is_said() -> None:
 @pytest.mark.parametrize(
     "other, words",
     [
-        ({"on_epoch": True}, "logged on rank 0 with on_epoch=False, on rank 1 with on_epoch=True. Give the same"),
+        ({"on_epoch": True}, "logged on rank 0 with on_epoch=False, on rank 1 with on_epoch=True. Pass the same"),
         ({"how": "sum"}, "reduce_fx='mean', on rank 1 with reduce_fx='sum'"),
         (
             {"how": "object", "on_step": False},
@@ -73,9 +73,9 @@ def test_the_main_processs_own_need_not_be_logged_by_others() -> None:
 def test_a_process_without_batches_is_exempt() -> None:
     check(groups([[told()], []]), [3, -1])
     check(groups([[told(since=7)], []]), [7, 6])  # first logged in a row in which only rank 0 had a batch
-    complaint([told(since=7)], [], worked=[7, 7])
-    complaint([told(since=7)], [], [told(since=5)], worked=[7, 6, 7])  # rank 2 has logged it when rank 1 still had batches
-    complaint([told(since=-1)], [], worked=[0, 0])
+    complaint([told(since=7)], [], last_stamps=[7, 7])
+    complaint([told(since=7)], [], [told(since=5)], last_stamps=[7, 6, 7])  # rank 2 has logged it when rank 1 still had batches
+    complaint([told(since=-1)], [], last_stamps=[0, 0])
     check(groups([[told(since=-1)], []]), [-1, -1])
 
 
@@ -90,7 +90,7 @@ def test_a_process_without_batches_of_a_loader_is_exempt() -> None:
 
 def test_of_a_step_the_newest_values_are_needed() -> None:
     check(groups([[told(step=[1.0, 1, 7])], []]), [7, 6], step=True)
-    complaint([told(step=[1.0, 1, 7])], [], worked=[7, 7], step=True)
+    complaint([told(step=[1.0, 1, 7])], [], last_stamps=[7, 7], step=True)
     check(groups([[told(step=[1.0, 1, 7])], [told(step=[1.0, 1, 2])]]), [7, 7], step=True)
 
 
@@ -123,7 +123,7 @@ def test_what_was_agreed_on_is_not_reduced_again() -> None:
     assert steps("sum", [6.0, None, 4], [1.0, 1, 4]) == (1.0, 4)
 
 
-def test_numbers_that_are_none() -> None:
+def test_nan() -> None:
     for how in ("mean", "sum", "min", "max"):
         assert math.isnan(steps(how, [1.0, 1, 0], [math.nan, 1, 0])[0])
         assert math.isnan(steps(how, [math.nan, 1, 0], [1.0, 1, 0])[0])
@@ -154,5 +154,5 @@ def test_values_for_a_function_are_in_the_order_of_the_data() -> None:
     )
     assert values_of(group) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert apply("x", lambda values: values.median(), values_of(group)) == 2.0
-    with pytest.raises(MetricError, match=r"log\('x'\): a metric must come to one number"):
+    with pytest.raises(MetricError, match=r"log\('x'\): the result must be a number or a tensor with one element"):
         apply("x", lambda values: values, [1.0, 2.0])

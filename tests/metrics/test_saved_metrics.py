@@ -26,7 +26,7 @@ BATCHES = 150  # values are summed up by 64
 
 
 def through_json(state: dict[str, Any]) -> dict[str, Any]:
-    """As a checkpoint gives it back, in memory of its own."""
+    """As restored from a checkpoint, in its own memory."""
     tensors: dict[str, Tensor] = {}
     data = dumps(state, tensors)
     return loads(data, {"state.safetensors": {key: tensor.clone() for key, tensor in tensors.items()}}, "state.json")
@@ -79,7 +79,7 @@ def many(run: Run, index: int) -> None:
 
 
 def bits(rows: Any) -> str:
-    """Every number as it is, NaN and −0.0 too; a graph, which no checkpoint holds, does not count."""
+    """Every number exactly, including NaN and −0.0; a graph is not part of a checkpoint and does not count."""
     return re.sub(r", grad_fn=<\w+>|, requires_grad=True", "", repr(rows))
 
 
@@ -118,7 +118,7 @@ def test_many_resumes_in_one_epoch() -> None:
     assert bits(rows + run.rows) == bits(whole.rows)
 
 
-def test_a_function_that_cannot_be_called_yet_and_does_not_come_back() -> None:
+def test_a_function_that_is_not_passed_again() -> None:
     def of_two(values: Tensor) -> Tensor:
         return values[1]
 
@@ -130,12 +130,12 @@ def test_a_function_that_cannot_be_called_yet_and_does_not_come_back() -> None:
             second.batch(1, lambda run, _: run.log("second", 2.0, on_step=False, on_epoch=True, reduce_fx=of_two))
             assert second.end() == {"second": 2.0}
         else:
-            with pytest.warns(TrainkitWarning, match=r"log\('second'\): it is reduced by a function.*log it in the last batch"):
+            with pytest.warns(TrainkitWarning, match=r"log\('second'\): .* its function reduce_fx.*log it in the last batch"):
                 assert second.end() == {}
 
 
 def test_a_state_is_small_and_independent() -> None:
-    """One tensor for the kept values of a metric, and nothing of it changes with what is logged later."""
+    """One tensor for the stored values of a metric; later calls of `log` do not change it."""
     run = Run()
     for index in range(63):
         run.batch(index, many)
@@ -204,7 +204,9 @@ def test_other_options_in_the_epoch_that_continues_are_an_error(before: dict[str
     first = Run()
     first.batch(0, one(**before))
     second = resumed(first)
-    with pytest.raises(MetricError, match=r"log\('x'\) had other options before the checkpoint.*Log it as before"):
+    with pytest.raises(
+        MetricError, match=r"log\('x'\): the options differ from those before the checkpoint.*Use the same options"
+    ):
         second.batch(1, one(**after))
     third = resumed(first)
     third.store.discard()
@@ -402,8 +404,8 @@ def test_an_object_that_is_not_logged_again() -> None:
     with pytest.warns(TrainkitWarning) as caught:
         assert second.end() == {"mse_epoch": 1.0}  # found by its path
     assert sorted(str(warning.message)[:60] for warning in caught) == [
-        "log('largest'): it is a torchmetrics object, which a checkpo",
-        "log('mae'): it is a torchmetrics object, which a checkpoint ",
+        "log('largest'): a checkpoint cannot contain its torchmetrics",
+        "log('mae'): a checkpoint cannot contain its torchmetrics obj",
     ]
     assert "keep the object as an attribute of the module" in str(caught[0].message)
 
@@ -427,7 +429,7 @@ def test_an_object_whose_states_cannot_be_joined_says_so() -> None:
 
     first.batch(0, step(metrics[0]))
     second = resumed(first)
-    with pytest.warns(TrainkitWarning, match=r"log\('own'\): what this Own had gathered before the resume cannot be added"):
+    with pytest.warns(TrainkitWarning, match=r"log\('own'\): the state of this Own from before the resume cannot be combined"):
         second.batch(1, step(metrics[1]))
     assert second.end() == {"own": 1.0}
 
@@ -439,7 +441,7 @@ def test_a_number_in_the_place_of_an_object(number: bool) -> None:
     first = Run()
     first.batch(0, lambda run, _: run.log("x", 1.0 if number else metric, on_step=False, on_epoch=True))
     second = resumed(first)
-    with pytest.raises(MetricError, match="had other options") if number else nullcontext():
+    with pytest.raises(MetricError, match="options differ from those before") if number else nullcontext():
         second.batch(1, lambda run, _: run.log("x", metric if number else 1.0, on_step=False, on_epoch=True))
 
 
@@ -461,8 +463,8 @@ def test_objects_of_a_module_alone() -> None:
     assert other.unlogged.compute() == 3.0
     state["unlogged"]["states"]["mean_value"] += 1
     assert other.unlogged.compute() == 3.0  # in memory of its own
-    with pytest.warns(TrainkitWarning, match="torchmetrics objects that the module does not have: gone"):
+    with pytest.warns(TrainkitWarning, match="torchmetrics objects that the module does not have; ignoring them: gone"):
         restore_objects(other, {"gone": state["unlogged"]})
     assert other.unlogged._update_count == 0
-    with pytest.warns(TrainkitWarning, match="unlogged: the MeanMetric in the checkpoint has other states"):
+    with pytest.warns(TrainkitWarning, match="unlogged: the states of this MeanMetric in the checkpoint differ"):
         restore_objects(other, {"unlogged": {"updates": 1, "states": {}, "counters": {}}})

@@ -1,4 +1,4 @@
-"""What `log` takes, and what a step and an epoch of it come to. Where it may be called: `test_metrics_hooks.py`."""
+"""Which values `log` accepts, and their reduction by step and by epoch. See also `test_metrics_hooks.py`."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_sums_of_any_dtype_are_taken_in_float64(dtype: torch.dtype) -> None:
 
 
 def test_an_epoch_holds_a_bounded_number_of_values() -> None:
-    """However long it is; a function of all values is the exception that needs them."""
+    """However long the epoch is, except for a function of all values, which needs them."""
     held: list[int] = []
 
     def step(module: TinyModule, i: int) -> None:
@@ -129,7 +129,7 @@ def test_batch_size_takes_whatever_is_a_number(size: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [-1, "4", math.nan, math.inf, True, [4], torch.ones(2)])
-def test_batch_size_that_is_none(size: Any) -> None:
+def test_an_invalid_batch_size(size: Any) -> None:
     with pytest.raises(MetricError, match=r"log\('x'\): batch_size must be a number of samples ≥ 0, not .*len\(x\)"):
         validated(lambda m, i: m.log("x", 1.0, batch_size=size), [1])
 
@@ -172,8 +172,8 @@ def test_an_unknown_reduction(reduction: Any, words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_a_function_that_does_not_come_to_a_number() -> None:
-    with pytest.raises(MetricError, match=r"log\('x'\): a metric must come to one number, but it is tensor\(\[0\., 1\.\]"):
+def test_a_function_that_does_not_return_a_number() -> None:
+    with pytest.raises(MetricError, match=r"log\('x'\): the result must be a number .* not tensor\(\[0\., 1\.\]"):
         validated(lambda m, i: m.log("x", float(i), reduce_fx=torch.clone), [1, 1])
 
 
@@ -210,7 +210,7 @@ def test_log_dict_takes_a_dict() -> None:
         (math.inf, math.inf),
     ],
 )
-def test_whatever_is_a_number(value: Any, number: float) -> None:
+def test_values_that_are_numbers(value: Any, number: float) -> None:
     trainer, logger = trained(lambda m, i: m.log("x", value, on_step=True, on_epoch=True, prog_bar=True))
     assert logger.of("x_step") == dict.fromkeys((1, 2, 3, 4), number)
     assert logger.of("x_epoch") == {4: number}
@@ -235,7 +235,7 @@ def test_whatever_is_a_number(value: Any, number: float) -> None:
         (torchmetrics.MeanMetric, "not the class MeanMetric. Use an object: MeanMetric()"),
     ],
 )
-def test_what_is_no_number(value: Any, words: str) -> None:
+def test_values_that_are_not_numbers(value: Any, words: str) -> None:
     with pytest.raises(MetricError) as caught:
         trained(lambda m, i: m.log("x", value))
     assert "log('x')" in str(caught.value)
@@ -243,14 +243,14 @@ def test_what_is_no_number(value: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", 3, None, ["x"]])
-def test_a_name_that_is_none(name: Any) -> None:
-    with pytest.raises(MetricError, match="the name of a metric must be a string"):
+def test_an_invalid_name(name: Any) -> None:
+    with pytest.raises(MetricError, match="the name of a metric must be a non-empty string"):
         trained(lambda m, i: m.log(name, 1.0))
 
 
 @pytest.mark.parametrize("name", ["step", "epoch"])
-def test_names_that_every_row_has_already(name: str) -> None:
-    with pytest.raises(MetricError, match=f"every row that the loggers get has a '{name}' already"):
+def test_reserved_names(name: str) -> None:
+    with pytest.raises(MetricError, match=f"the name is reserved, because loggers write a '{name}' column"):
         trained(lambda m, i: m.log(name, 1.0))
     trainer, _ = trained(lambda m, i: m.log(name, 1.0, logger=False))
     assert trainer.callback_metrics[name].item() == 1.0

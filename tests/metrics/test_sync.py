@@ -52,7 +52,7 @@ def test_an_epoch_takes_one_exchange_and_one_more_for_functions() -> None:
     assert run_threads(2, job, torch.median) == [2, 2]
 
 
-def test_one_process_asks_no_other() -> None:
+def test_one_process_exchanges_nothing() -> None:
     class Alone(World):
         def _gathered(self, data: bytes) -> list[bytes]:
             raise AssertionError
@@ -204,7 +204,7 @@ def test_callbacks_decide_on_values_that_are_the_same() -> None:
 
 
 def test_what_is_logged_in_a_window_without_a_batch_weighs_nothing() -> None:
-    """Hooks around the update run in every process, also in one that has no micro-batch in the window."""
+    """Hooks around the optimizer step run on every rank, even without a micro-batch in the accumulation window."""
 
     def job(world: FakeWorld) -> Any:
         run = Run(world)

@@ -1,4 +1,4 @@
-"""torchmetrics objects on several processes: what they come to is what one object comes to that has seen everything."""
+"""torchmetrics objects on several processes compute the value of one object that has seen all batches."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class AllKinds(torchmetrics.Metric):
 
 
 class Metrics(nn.Module):
-    """Torchmetrics objects of all sorts; `loose` is not known to the module."""
+    """All kinds of torchmetrics objects; `loose` is not an attribute of the module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,11 +201,11 @@ def test_an_object_of_another_library() -> None:
 
     assert job(None, False) == {"strange": 4.0}
     assert run_threads(2, job, True) == [{"strange": 2.0}] * 2
-    with pytest.raises(MetricError, match=r"log\('strange'\): what a Strange gathers on several processes cannot be combined"):
+    with pytest.raises(MetricError, match=r"log\('strange'\): the states of a Strange on several processes cannot be combined"):
         run_threads(2, job, False)
 
 
-def test_states_that_do_not_go_together() -> None:
+def test_states_that_cannot_be_combined() -> None:
     class Shapes(torchmetrics.Metric):
         def __init__(self) -> None:
             super().__init__()
@@ -248,7 +248,7 @@ def test_a_value_that_is_no_number_is_an_error_everywhere() -> None:
         return str(caught.value)
 
     first, second = run_threads(2, job)
-    assert first.startswith("log('values'): a metric must come to one number")
+    assert first.startswith("log('values'): the result must be a number or a tensor with one element")
     assert second == f"rank 0: MetricError: {first}"  # it had no batch and no object
 
 

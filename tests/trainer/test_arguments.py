@@ -306,7 +306,7 @@ def test_val_check_interval(value: Any) -> None:
         ({"precision": "bf16-mixd"}, "Did you mean 'bf16-mixed'?"),
         ({"accelerator": "gup"}, "Did you mean 'gpu'?"),
         ({"accelerator": None}, "unknown accelerator None"),
-        ({"accelerator": "hpu"}, "is not in this version. Use 'auto', 'cpu', 'gpu', 'mps' or 'tpu'"),
+        ({"accelerator": "hpu"}, "is not supported. Use 'auto', 'cpu', 'gpu', 'mps' or 'tpu'"),
         ({"accelerator": "tpu", "strategy": "ddp"}, "accelerator='tpu' works with strategy='xla', not with 'ddp'"),
         ({"strategy": "sngle"}, "Did you mean 'single'?"),
         ({"strategy": "horovod"}, "strategy='auto'"),
@@ -441,7 +441,7 @@ def test_limits_that_cannot_be() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_gpu_that_is_not_there() -> None:
-    assert "there is no GPU number 3" in refused(devices=[3])
+    assert "GPU 3 does not exist" in refused(devices=[3])
     assert "Use accelerator='cpu'" in refused(accelerator="cuda")
 
 

@@ -109,7 +109,7 @@ def test_a_loss_of_frozen_parameters_has_no_graph() -> None:
 @pytest.mark.parametrize("where", ["training_step", "validation_step"])
 def test_a_metric_that_is_no_number(where: str) -> None:
     message = failed(MetricError, Failing(lambda m, b: m.log("x", "high"), where))
-    assert message == "log('x'): a metric must be a number, a tensor of one element or a Metric, not 'high'."
+    assert message == "log('x'): a metric must be a number, a tensor with one element or a Metric, not 'high'."
 
 
 def test_a_monitor_that_was_never_logged() -> None:

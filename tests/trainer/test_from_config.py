@@ -77,7 +77,7 @@ def test_a_bare_trainer(configured: Any, text: str, expected: tuple[Any, ...], c
     trainer = bare()
     assert shown(trainer) == expected
     assert str(trainer.strategy.device) == "cpu"
-    assert "by conf.yaml: " in caplog.text
+    assert "settings of conf.yaml: " in caplog.text
 
 
 def test_zero_is_what_it_says(configured: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -85,8 +85,8 @@ def test_zero_is_what_it_says(configured: Any, caplog: pytest.LogCaptureFixture)
     strategy: Any = bare().strategy
     assert (strategy.stage, strategy.config.offload_optimizer, strategy.config.offload_params) == (2, "cpu", None)
     assert (
-        "by conf.yaml: accumulate_grad_batches=4, gradient_clip_val=1.0, strategy='zero2', offload_optimizer_device='cpu', "
-        "precision='bf16-true'."
+        "settings of conf.yaml: accumulate_grad_batches=4, gradient_clip_val=1.0, strategy='zero2', "
+        "offload_optimizer_device='cpu', precision='bf16-true'."
     ) in caplog.text
 
 
@@ -210,10 +210,9 @@ def test_real_processes(tmp_path: Path) -> None:
         env={"TRAINKIT_CONFIG_FILE": "default.yaml", "PYTHONPATH": found_there},
     )
     assert done.returncode == 0, done.stderr
-    assert "trainkit: using the settings in default.yaml. For other settings: --config_file FILE; for none: " in done.stderr
-    said = (
-        "by the command line and default.yaml: accumulate_grad_batches=2, gradient_clip_val=1.0, strategy='zero2', precision="
-    )
+    assert "trainkit: using the settings of default.yaml. For others: --config_file FILE; for none: " in done.stderr
+    options = "accumulate_grad_batches=2, gradient_clip_val=1.0, strategy='zero2', precision="
+    said = f"settings of the command line and default.yaml: {options}"
     assert done.stderr.count(said) == 1, "one process prints_here"
     found = [json.loads(Path(f"rank-{rank}.json").read_text()) for rank in range(2)]
     for rank, one in enumerate(found):

@@ -144,7 +144,7 @@ def after_fit(verb: str) -> None:
     assert channel is not None
     now()
     if trainer.is_global_zero:
-        channel.wait(lambda: 1 in channel.gone)
+        channel.wait(lambda: 1 in channel.exited)
         if verb == "save_checkpoint":
             trainer.save_checkpoint("mine")
         else:

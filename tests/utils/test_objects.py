@@ -14,7 +14,7 @@ from trainkit.utils import broadcast_object_list, gather_object, tqdm
 
 
 def on_several() -> list[Any]:
-    with pytest.raises(ConfigurationError, match="one of several, and has not joined them yet. Create the Accelerator"):
+    with pytest.raises(ConfigurationError, match="one of several, but has not joined them yet. Create the Accelerator"):
         gather_object([1])
     accelerator = Accelerator()
     rank = accelerator.strategy.rank

@@ -142,9 +142,9 @@ class CollectiveChecks:
         self._mine = verb, place or find_call(sys._getframe())[1]
         self._ahead = {}
         self._get_over()
-        looking = None if self._world.channel is None else self._look
+        while_waiting = None if self._world.channel is None else self._look
         try:
-            return self._team.exchange([*self._mine, self._collectives.begun, value], looking)
+            return self._team.exchange([*self._mine, self._collectives.begun, value], while_waiting)
         except ProcessFailedError as error:
             self._refuse(error)
         finally:
@@ -306,7 +306,7 @@ def _defined(hook: Callable[..., Any]) -> str:
     while (inner := getattr(found, "func", None) or getattr(found, "__wrapped__", None)) is not None:
         found = inner
     code = getattr(found, "__code__", None)
-    return "an unknown place" if code is None else f"{code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}"
+    return "an unknown line" if code is None else f"{code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}"
 
 
 def described(tensors: Iterable[Tensor]) -> str:

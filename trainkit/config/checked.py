@@ -14,7 +14,7 @@ __all__ = ["checked_settings"]
 
 
 def checked_settings(settings: Settings) -> Settings:
-    """The settings of a run, without the values `auto` and `no` that leave a key open.
+    """The settings of a run, without the values `auto` and `no`, which mean that a key is not set.
 
     Raises:
         ConfigurationError: Two keys contradict each other, or a key needs another one.
@@ -32,7 +32,7 @@ def checked_settings(settings: Settings) -> Settings:
     dynamo: dict[str, Any] = {} if settings.dynamo.get("dynamo_backend") == "no" else dict(settings.dynamo)
     found = Settings(values, backend, dynamo, settings.source)
     with found.attribute_errors(*found.of_place):
-        found.plugin()  # has checks of its own
+        found.plugin()  # runs its own checks
     return found
 
 
@@ -40,7 +40,7 @@ def _contradictions(settings: Settings) -> Iterator[str]:
     kind, processes = settings.get("distributed_type"), settings.get("num_processes", 1)
     machines, rank = settings.get("num_machines", 1), settings.get("machine_rank", 0)
     if rank >= machines and "num_machines" in settings.values:
-        yield f"machine_rank: {rank}, and num_machines: {machines}. Write a number from 0 to {machines - 1}."
+        yield f"machine_rank: {rank} is too large for num_machines: {machines}. Write a number from 0 to {machines - 1}."
     if "num_processes" in settings.values and processes % machines:
         yield (
             f"num_processes: {processes} is the total of all machines, and is not divisible by num_machines: {machines}. "
@@ -48,7 +48,7 @@ def _contradictions(settings: Settings) -> Iterator[str]:
         )
     if machines > 1 and settings.get("main_process_port") == 0:
         yield (
-            f"main_process_port: 0 means any free port, but num_machines: {machines} need to know it. Write "
+            f"main_process_port: 0 means any free port, but num_machines: {machines} needs a fixed port. Write "
             "main_process_port: 29500"
         )
     if kind == "NO" and (processes > 1 or machines > 1):
@@ -66,7 +66,8 @@ def _backend_problems(settings: Settings) -> Iterator[str]:
     if given and not settings.takes_section:
         yield (
             f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} for DeepSpeed, but distributed_type is "
-            f"{kind or 'not given'}. Write distributed_type: DEEPSPEED (--use_deepspeed), or remove what is for DeepSpeed."
+            f"{kind or 'not set'}. Write distributed_type: DEEPSPEED (--use_deepspeed), or remove "
+            f"{', '.join(given)}."
         )
     file = given.get(CONFIG_FILE)
     twice = [name for name, value in given.items() if name not in NOT_IN_FILE and value != "auto"]
@@ -76,11 +77,11 @@ def _backend_problems(settings: Settings) -> Iterator[str]:
             "deepspeed_config_file."
         )
     if HOSTFILE in given and settings.get("num_machines") == 1:
-        yield "deepspeed_hostfile names machines, but num_machines: 1. Remove one of them."
+        yield "deepspeed_hostfile is for several machines, but num_machines: 1. Remove one of the two keys."
     if file is not None and file != "auto" and not Path(file).is_file():
-        yield f"deepspeed_config_file: there is no file {file!r}."
+        yield f"deepspeed_config_file: the file {file!r} does not exist. Write the path of a JSON file for DeepSpeed."
 
 
 def _dynamo_problems(settings: Settings) -> Iterator[str]:
     if settings.dynamo and settings.dynamo.get("dynamo_backend") is None:
-        yield f"{', '.join(settings.dynamo)} without dynamo_backend compiles nothing. Add dynamo_backend: inductor"
+        yield f"{', '.join(settings.dynamo)}: without dynamo_backend nothing is compiled. Add dynamo_backend: inductor"

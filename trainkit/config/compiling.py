@@ -15,10 +15,10 @@ __all__ = ["known_backend", "refuse_compiled"]
 
 
 def known_backend(backend: Any) -> str:
-    """The name of a backend of `torch.compile`; a `ConfigurationError` if torch has none of that name."""
+    """The name of a backend of `torch.compile`; a `ConfigurationError` if torch does not know it."""
     name, known = str(backend).lower(), torch._dynamo.list_backends(exclude_tags=None)
     if name not in known:
-        raise ConfigurationError(f"dynamo_backend={backend!r}: torch has {', '.join(known)}.{nearest(name, known)}")
+        raise ConfigurationError(f"dynamo_backend={backend!r}: expected one of {', '.join(known)}.{nearest(name, known)}")
     return name
 
 
@@ -27,5 +27,5 @@ def refuse_compiled(backend: str, strategy: Strategy) -> None:
     if not strategy.compiles:
         raise UnsupportedArgumentError(
             f"dynamo_backend={backend!r} does not work with {type(strategy).__name__}, whose hooks and tensors do not "
-            "support compiled code. Leave it out, or use strategy='ddp'."
+            "support compiled code. Remove dynamo_backend, or use strategy='ddp'."
         )

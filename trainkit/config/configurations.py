@@ -93,13 +93,13 @@ class GradientAccumulationPlugin:
         self.num_steps = whole_number(self.num_steps, "GradientAccumulationPlugin(num_steps=)", 1)
         if not self.sync_with_dataloader:
             raise UnsupportedArgumentError(
-                "GradientAccumulationPlugin(sync_with_dataloader=False): no accumulation window crosses the end of an epoch. "
-                "Leave it out: the gradient of the last window is the mean over its micro-batches."
+                "GradientAccumulationPlugin(sync_with_dataloader=False) is not supported: no accumulation window crosses the "
+                "end of an epoch. Remove it: the gradient of the last window is the mean over its micro-batches."
             )
         if self.sync_each_batch:
             raise UnsupportedArgumentError(
-                "GradientAccumulationPlugin(sync_each_batch=True): gradients are synchronized once per accumulation window. "
-                "Leave it out; to keep fewer gradients in memory use strategy='zero2' or 'zero3'."
+                "GradientAccumulationPlugin(sync_each_batch=True) is not supported: gradients are synchronized once per "
+                "accumulation window. Remove it; to keep fewer gradients in memory use strategy='zero2' or 'zero3'."
             )
 
 

@@ -92,15 +92,15 @@ class DeepSpeedPlugin:
             self._put(config, name, keys)
         if given and _found(config, _KEYS["zero_stage"]) is None:
             raise ConfigurationError(
-                'DeepSpeedPlugin(hf_ds_config=): {"zero_optimization": {"stage": 1, 2 or 3}} is missing. Without ZeRO leave '
-                "the plugin out, which is DDP on several processes."
+                'DeepSpeedPlugin(hf_ds_config=): {"zero_optimization": {"stage": 1, 2 or 3}} is missing. Add it; or, to train '
+                "without ZeRO, remove the plugin: several processes then use DDP."
             )
         zero = config.setdefault("zero_optimization", {})
         zero.setdefault("stage", 2)
         if zero["stage"] not in (1, 2, 3) or isinstance(zero["stage"], bool):
             raise ConfigurationError(
-                f"DeepSpeedPlugin: stage {zero['stage']!r} of ZeRO. Stages are 1, 2 and 3; to train without ZeRO leave the "
-                "plugin out: several processes then use DDP."
+                f"DeepSpeedPlugin: unknown ZeRO stage {zero['stage']!r}. Use 1, 2 or 3; or, to train without ZeRO, remove the "
+                "plugin: several processes then use DDP."
             )
         self.deepspeed_config: dict[str, Any] = config
         for name, keys in _KEYS.items():
@@ -110,28 +110,30 @@ class DeepSpeedPlugin:
         self.zero3_save_16bit_model = self.zero3_save_16bit_model is True
         if self.zero3_init_flag and zero["stage"] != 3:
             warn(
-                "DeepSpeedPlugin(zero3_init_flag=True) is for stage 3, which shards parameters, and this is stage "
-                f"{zero['stage']}: it has no effect."
+                f"DeepSpeedPlugin(zero3_init_flag=True) has no effect in stage {zero['stage']}: only stage 3 shards "
+                "parameters. Remove it, or use zero_stage=3."
             )
         self.zero3_init_flag = self.divides_at_once = zero["stage"] == 3 and self.zero3_init_flag is not False
 
     def _refuse_unsupported(self) -> None:
         for name in ("offload_optimizer_device", "offload_param_device"):
             if getattr(self, name) not in (None, *_PLACES):
-                raise ConfigurationError(f"DeepSpeedPlugin({name}={getattr(self, name)!r}): 'none', 'cpu' or 'nvme'.")
+                raise ConfigurationError(f"DeepSpeedPlugin({name}={getattr(self, name)!r}): use 'none', 'cpu' or 'nvme'.")
         steps, norm = self.gradient_accumulation_steps, self.gradient_clipping
         if steps not in (None, "auto") and (isinstance(steps, bool | str) or steps != int(steps) or steps < 1):
-            raise ConfigurationError(f"DeepSpeedPlugin(gradient_accumulation_steps={steps!r}): a whole number ≥ 1, or 'auto'.")
+            raise ConfigurationError(
+                f"DeepSpeedPlugin(gradient_accumulation_steps={steps!r}): expected a whole number ≥ 1, or 'auto'."
+            )
         if norm not in (None, "auto") and (isinstance(norm, bool | str) or not 0 <= norm < math.inf):
-            raise ConfigurationError(f"DeepSpeedPlugin(gradient_clipping={norm!r}): a number ≥ 0, or 'auto'.")
+            raise ConfigurationError(f"DeepSpeedPlugin(gradient_clipping={norm!r}): expected a number ≥ 0, or 'auto'.")
         if not self.is_train_batch_min:
             raise UnsupportedArgumentError(
-                "DeepSpeedPlugin(is_train_batch_min=False): sizes are those of the first loader that prepare receives. Give "
-                "the training loader first."
+                "DeepSpeedPlugin(is_train_batch_min=False) is not supported: batch sizes are those of the first loader that "
+                "prepare receives. Remove it, and pass the training loader first."
             )
         if self.transformer_moe_cls_names is not None:
             raise UnsupportedArgumentError(
-                "DeepSpeedPlugin(transformer_moe_cls_names=): call DeepSpeed yourself, before prepare: "
+                "DeepSpeedPlugin(transformer_moe_cls_names=) is not supported. Call DeepSpeed yourself, before prepare: "
                 "deepspeed.utils.set_z3_leaf_modules(model, [MixtralSparseMoeBlock])"
             )
         if self.enable_msamp:
@@ -156,18 +158,18 @@ class DeepSpeedPlugin:
 
     def described(self) -> dict[str, Any]:
         """Return the strategy, the configuration file and the offload devices, if given."""
-        words = {"strategy": self.strategy, "deepspeed_config_file": self.hf_ds_config}
-        words |= {name: getattr(self, name) for name in ("offload_optimizer_device", "offload_param_device")}
-        return {name: value for name, value in words.items() if value not in _NOTHING}
+        options = {"strategy": self.strategy, "deepspeed_config_file": self.hf_ds_config}
+        options |= {name: getattr(self, name) for name in ("offload_optimizer_device", "offload_param_device")}
+        return {name: value for name, value in options.items() if value not in _NOTHING}
 
     def config_for(self, short: bool) -> dict[str, Any]:
-        """Return `deepspeed_config` for 16-bit parameters; or for float32, where no 16-bit ones can be saved."""
+        """Return `deepspeed_config` for 16-bit parameters; or for float32, without the option to save 16-bit parameters."""
         zero = self.deepspeed_config["zero_optimization"]
         kept = {name: value for name, value in zero.items() if short or name != _KEYS["zero3_save_16bit_model"][-1]}
         return {**self.deepspeed_config, "zero_optimization": kept}
 
     def _put(self, config: dict[str, Any], name: str, keys: tuple[str, ...]) -> None:
-        """Write an argument into the configuration, which must not have another value for it."""
+        """Write an argument into the configuration, which must not have a different value for it."""
         value = getattr(self, name)
         if value is None or (
             value in (False, "none") and name.endswith(("_device", "_path", "_model")) and not _found(config, keys)
@@ -177,12 +179,12 @@ class DeepSpeedPlugin:
         for key in keys[:-1]:
             section = section.setdefault(key, {})
             if not isinstance(section, dict):
-                raise ConfigurationError(f"DeepSpeedPlugin(hf_ds_config=): {key!r} must be a map, not {section!r}.")
+                raise ConfigurationError(f"DeepSpeedPlugin(hf_ds_config=): {key!r} must be a dict, not {section!r}.")
         known = section.get(keys[-1])
         if known not in (None, "auto", value):
             raise ConfigurationError(
-                f"DeepSpeedPlugin({name}={value!r}) and hf_ds_config, which has {'.'.join(keys)}: {known!r}. Give one of them, "
-                'or write "auto" into the configuration.'
+                f"DeepSpeedPlugin({name}={value!r}) contradicts hf_ds_config, which has {'.'.join(keys)}: {known!r}. Remove "
+                'one of them, or write "auto" into the configuration.'
             )
         section[keys[-1]] = value
 
@@ -193,18 +195,20 @@ def _read(given: Any) -> dict[str, Any]:
     if isinstance(given, Mapping):
         return copy.deepcopy(dict(given))
     if not isinstance(given, str | os.PathLike):
-        raise ConfigurationError(f"DeepSpeedPlugin(hf_ds_config=): a dict or the path of a JSON file, not {given!r}.")
+        raise ConfigurationError(f"DeepSpeedPlugin(hf_ds_config=): expected a dict or the path of a JSON file, not {given!r}.")
     try:
         content = json.loads(Path(given).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"DeepSpeedPlugin(hf_ds_config={str(given)!r}) cannot be read: {error.strerror}.") from error
     except ValueError as error:
         raise ConfigurationError(
-            f"DeepSpeedPlugin(hf_ds_config={str(given)!r}) is no JSON: {error}. For a file with comments use "
+            f"DeepSpeedPlugin(hf_ds_config={str(given)!r}) is not valid JSON: {error}. For a file with comments use "
             f"Accelerator(strategy=ZeROStrategy(config={str(given)!r}))"
         ) from error
     if not isinstance(content, dict):
-        raise ConfigurationError(f"DeepSpeedPlugin(hf_ds_config={str(given)!r}) must hold a map, not {str(content)[:60]}.")
+        raise ConfigurationError(
+            f"DeepSpeedPlugin(hf_ds_config={str(given)!r}): the file must contain a JSON object, not {str(content)[:60]}."
+        )
     return content
 
 

@@ -1,4 +1,4 @@
-"""Keys, values and flags of Accelerate that trainkit does not have: which are allowed, and what to write instead."""
+"""Keys, values and flags of Accelerate that trainkit does not support: which are allowed, and what to write instead."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ EMPTY: tuple[Any, ...] = (None, "", {}, [])
 
 _OFF: tuple[Any, ...] = (False, "no", "false", *EMPTY)
 _FSDP = "ZeRO shards parameters: write distributed_type: DEEPSPEED and deepspeed_config: {zero_stage: 3}"
-_SLICE = "start each machine of a TPU slice by gcloud compute tpus tpu-vm ssh --worker=all"
-_MPIRUN = "start the script by mpirun, which is recognized"
-_BACKENDS = (  # which this torch does not have
+_SLICE = "start each machine of a TPU slice with gcloud compute tpus tpu-vm ssh --worker=all"
+_MPIRUN = "start the script with mpirun, which trainkit detects"
+_BACKENDS = (  # torch no longer has them
     *("aot_torchxla_trace_once", "aot_ts_nvfuser", "fx2trt", "hpu_backend", "ipex", "neuron", "nvprims_nvfuser", "ofi"),
     "torchxla_trace_once",
 )
@@ -22,18 +22,18 @@ UNUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("command_file", "commands"), (EMPTY, _SLICE)),
     "compute_environment": (("LOCAL_MACHINE", *EMPTY), "start the script with trainkit launch on the machine itself"),
     "downcast_bf16": (_OFF, "write mixed_precision: bf16"),
-    "enable_cpu_affinity": (_OFF, "start the script by numactl"),
+    "enable_cpu_affinity": (_OFF, "start the script with numactl"),
     "fp8_config": (EMPTY, "write mixed_precision: bf16"),
     **dict.fromkeys(("fsdp_config", "megatron_lm_config", "parallelism_config", "tp_config"), (EMPTY, _FSDP)),
-    "ipex_config": (EMPTY, "leave it out"),
+    "ipex_config": (EMPTY, "remove it"),
     "main_training_function": ((), ""),
     "mpirun_config": (EMPTY, _MPIRUN),
-    "rdzv_backend": (("static", "c10d", *EMPTY), "leave it out"),
+    "rdzv_backend": (("static", "c10d", *EMPTY), "remove it"),
     "same_network": ((), ""),
     **dict.fromkeys(("tpu_env", "tpu_name", "tpu_vm", "tpu_zone"), (EMPTY, _SLICE)),
     **dict.fromkeys(("tpu_use_cluster", "tpu_use_sudo"), (_OFF, _SLICE)),
 }
-"""Ignored keys → (allowed values, or () for any; what to do instead of another value)."""
+"""Ignored keys → (allowed values, or () for any; what to do instead of using any other value)."""
 
 UNUSED_IN_SECTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "deepspeed_exclusion_filter": (EMPTY, "remove the machines from the hostfile"),
@@ -51,9 +51,9 @@ INSTEAD: dict[str, dict[str, str]] = {
     "deepspeed_multinode_launcher": {
         "mpich": _MPIRUN,
         "mvapich": _MPIRUN,
-        "nossh": "write standard, and start each machine",
+        "nossh": "write standard, and start each machine yourself",
         "openmpi": _MPIRUN,
-        "slurm": "start trainkit launch once on each machine by srun, and remove num_machines",
+        "slurm": "start trainkit launch once on each machine with srun, and remove num_machines",
     },
     "distributed_type": {
         "FSDP": _FSDP,
@@ -65,21 +65,21 @@ INSTEAD: dict[str, dict[str, str]] = {
     },
     "dynamo_backend": dict.fromkeys(_BACKENDS, "write inductor, or another of torch._dynamo.list_backends()"),
     "mixed_precision": {"fp8": "write bf16, or fp16"},
-    "zero_stage": {"0": "without ZeRO it is DDP: write distributed_type: MULTI_GPU (or MULTI_CPU) and no deepspeed_config"},
+    "zero_stage": {"0": "for DDP, write distributed_type: MULTI_GPU (or MULTI_CPU) and no deepspeed_config"},
 }
-"""Key → a value of Accelerate's that is not supported → what to write."""
+"""Key → a value of Accelerate that is not supported → what to write."""
 
 FLAGS: dict[str, str] = {
     **dict.fromkeys(("use_fsdp", "fsdp", "use_megatron_lm", "megatron_lm"), "write --use_deepspeed --zero_stage 3"),
     **dict.fromkeys(("use_parallelism_config", "parallelism_config"), "write --use_deepspeed --zero_stage 3"),
     "num_cpu_threads_per_process": "set it in the environment: OMP_NUM_THREADS=4 trainkit launch ...",
-    "enable_cpu_affinity": "start it by numactl",
+    "enable_cpu_affinity": "start it with numactl",
     "fp8": "write --mixed_precision bf16",
     "mpirun_hostfile": _MPIRUN,
     "tpu_": _SLICE,
-    "main_training_function": "leave it out: the whole script is run",
-    **dict.fromkeys(("same_network", "rdzv_backend", "rdzv_conf", "monitor_interval"), "leave it out"),
-    "no_python": "leave it out: the script must be Python",
+    "main_training_function": "remove it: the whole script is run",
+    **dict.fromkeys(("same_network", "rdzv_backend", "rdzv_conf", "monitor_interval"), "remove it"),
+    "no_python": "remove it: the script must be Python",
     **{name: fix for name, (_, fix) in UNUSED_IN_SECTIONS.items()},
 }
 """Flags of `accelerate launch`, or their beginnings → what to write."""

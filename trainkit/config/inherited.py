@@ -59,7 +59,7 @@ def debugging(env: Mapping[str, str] | None = None) -> bool:
 
 
 def with_environment(settings: Settings, flags: Settings, env: Mapping[str, str]) -> Settings:
-    """The settings with debug mode from the flags, else from the environment, else as they are (from a file)."""
+    """The settings with debug mode from the flags, else from the environment; otherwise unchanged (from a file)."""
     debug = _debugging(env)
     if debug is None or "debug" in flags.values:
         return settings
@@ -67,5 +67,5 @@ def with_environment(settings: Settings, flags: Settings, env: Mapping[str, str]
 
 
 def _debugging(env: Mapping[str, str]) -> bool | None:
-    """Debug mode by the environment; `None`: not set."""
+    """Debug mode in the environment; `None`: not set."""
     return next((env[name].lower() in _YES for name in _DEBUG if env.get(name)), None)

@@ -56,7 +56,7 @@ class Key:
 
 
 def _whole(least: int, most: int | None = None) -> Callable[[Any], int]:
-    bounds = f"a whole number from {least} " + ("on" if most is None else f"to {most}")
+    bounds = f"a whole number ≥ {least}" if most is None else f"a whole number from {least} to {most}"
 
     def read(value: Any) -> int:
         text = str(value).strip()
@@ -116,7 +116,7 @@ def _gpus(value: Any) -> str:
     text = str(value).replace(" ", "")
     parts = text.split(",")
     if text != "all" and (not all(part.isascii() and part.isdigit() for part in parts) or len(set(parts)) < len(parts)):
-        raise ValueError("all, or numbers of GPUs such as 0,1")
+        raise ValueError("all, or different GPU numbers such as 0,1")
     return text
 
 
@@ -151,9 +151,9 @@ KEYS: dict[str, Key] = {
     "mixed_precision": Key(_mixed_precision, "precision of the computation: no (float32), fp16 or bf16", "NAME"),
     "num_processes": Key(_whole(1), "total number of processes on all machines"),
     "num_machines": Key(_whole(1), "number of machines"),
-    "machine_rank": Key(_whole(0), "the number of this machine, from 0", "R"),
+    "machine_rank": Key(_whole(0), "rank of this machine, from 0", "R"),
     "main_process_ip": Key(_text, "address of machine 0, reachable from the other machines", "HOST"),
-    "main_process_port": Key(_whole(0, 65535), "a free port of machine 0; 0: any, for one machine", "PORT"),
+    "main_process_port": Key(_whole(0, 65535), "a free port of machine 0; 0: any free port (one machine only)", "PORT"),
     "use_cpu": Key(_truth, "run on the CPU even if there are GPUs", switch=True),
     "gpu_ids": Key(_gpus, "GPUs to use: all, or numbers such as 0,1", "IDS"),
     "gradient_accumulation_steps": _STEPS,
@@ -173,10 +173,10 @@ BACKEND: dict[str, Key] = {
     "zero3_init_flag": Key(_truth, "shard a transformers model while it is built (stage 3): true or false", "BOOL"),
     "zero3_save_16bit_model": Key(_truth, "save_model writes 16-bit parameters (stage 3): true or false", "BOOL"),
     CONFIG_FILE: Key(_text, "DeepSpeed's own configuration, in JSON, instead of the keys above", "FILE"),
-    HOSTFILE: Key(_text, "start the machines named in this file by ssh", "FILE"),
+    HOSTFILE: Key(_text, "start the machines named in this file over ssh", "FILE"),
     MULTINODE_LAUNCHER: Key(
         _one_of("standard", "pdsh"),
-        "standard: start each machine yourself; pdsh: start those of deepspeed_hostfile by ssh",
+        "standard: start each machine yourself; pdsh: start those of deepspeed_hostfile over ssh",
         "NAME",
     ),
 }
@@ -209,7 +209,7 @@ def checked(name: str, value: Any, table: Mapping[str, Key], label: str) -> Any:
 
     Raises:
         ConfigurationError: A wrong value.
-        UnsupportedArgumentError: A value of Accelerate's that is not supported; the message says what to write.
+        UnsupportedArgumentError: A value of Accelerate that is not supported; the message says what to write.
     """
     for known, fix in INSTEAD.get(name, {}).items():
         if str(value).strip().lower() == known.lower():

@@ -115,26 +115,29 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         if self.dim != 0:
-            raise UnsupportedArgumentError(f"DistributedDataParallelKwargs(dim={self.dim}): only 0. Put the samples first.")
+            raise UnsupportedArgumentError(
+                f"DistributedDataParallelKwargs(dim={self.dim}): only dim=0 is supported. Put the samples first."
+            )
         hook = self.hook
         if hook not in _HOOKS:
             raise ConfigurationError(
-                f"DistributedDataParallelKwargs(comm_hook={hook!r}): there are {', '.join(_HOOKS)}.{nearest(hook, _HOOKS)}"
+                f"DistributedDataParallelKwargs: unknown comm_hook={hook!r}. Use one of {', '.join(_HOOKS)}."
+                f"{nearest(hook, _HOOKS)}"
             )
         if hook == "batched_power_sgd" or str(self.comm_wrapper) != "no":
-            said = f"comm_hook={hook!r}" if hook == "batched_power_sgd" else f"comm_wrapper={str(self.comm_wrapper)!r}"
+            given = f"comm_hook={hook!r}" if hook == "batched_power_sgd" else f"comm_wrapper={str(self.comm_wrapper)!r}"
             raise UnsupportedArgumentError(
-                f"DistributedDataParallelKwargs({said}) is not supported. Use comm_hook='power_sgd', or give the function "
+                f"DistributedDataParallelKwargs({given}) is not supported. Use comm_hook='power_sgd', or pass the function "
                 "itself: Accelerator(strategy=DDPStrategy(comm_hook=function, comm_state=state))"
             )
 
         if self.comm_state_option and hook != "power_sgd":
             owner = "DistributedDataParallelKwargs(comm_state_option=...)"
-            raise ConfigurationError(f"{owner} is for comm_hook='power_sgd', not for {hook!r}. Leave it out.")
+            raise ConfigurationError(f"{owner} is for comm_hook='power_sgd', not for {hook!r}. Remove it.")
         if not self.broadcast_buffers:
             notice(
                 "DistributedDataParallelKwargs(broadcast_buffers=False) has no effect: every optimizer step ends with rank 0's "
-                "buffers on all ranks, so that a checkpoint holds what each rank evaluates with. Leave it out."
+                "buffers on all ranks, so that a checkpoint contains the buffers that each rank evaluates with. Remove it."
             )
 
     @property
@@ -217,14 +220,14 @@ class InitProcessGroupKwargs(KwargsHandler):
         if self.init_method not in (None, "env://"):
             raise UnsupportedArgumentError(
                 f"InitProcessGroupKwargs(init_method={self.init_method!r}): the launcher sets the address of the process "
-                "group as MASTER_ADDR and MASTER_PORT. Leave it out; or call torch.distributed.init_process_group yourself "
+                "group as MASTER_ADDR and MASTER_PORT. Remove it; or call torch.distributed.init_process_group yourself "
                 "before Accelerator(), which then uses your group."
             )
 
     def strategy_options(self) -> dict[str, Any]:
         """Return the given options, under the names of a strategy."""
-        said = {"process_group_backend": self.backend, "timeout": self.timeout}
-        return {name: value for name, value in said.items() if value is not None}
+        options = {"process_group_backend": self.backend, "timeout": self.timeout}
+        return {name: value for name, value in options.items() if value is not None}
 
 
 @dataclass
@@ -267,17 +270,17 @@ class ProfileKwargs(KwargsHandler):
         for activity in self.activities or ():
             if activity not in _ACTIVITIES:
                 raise ConfigurationError(
-                    f"ProfileKwargs(activities=[{activity!r}]): there are {', '.join(_ACTIVITIES)}."
+                    f"ProfileKwargs: unknown activity {activity!r}. Use {' or '.join(map(repr, _ACTIVITIES))}."
                     f"{nearest(str(activity), _ACTIVITIES)}"
                 )
         if self.schedule_option is not None:
             known = (*_CYCLE, "repeat", "skip_first", "skip_first_wait")
             for name in self.schedule_option:
                 if name not in known:
-                    raise ConfigurationError(f"ProfileKwargs(schedule_option=) has no {name!r}.{nearest(name, known)}")
+                    raise ConfigurationError(f"ProfileKwargs(schedule_option=): unknown option {name!r}.{nearest(name, known)}")
             if missing := [name for name in _CYCLE if name not in self.schedule_option]:
                 raise ConfigurationError(
-                    f"ProfileKwargs(schedule_option=) lacks {', '.join(missing)}. For example: "
+                    f"ProfileKwargs(schedule_option=): {', '.join(missing)} must be set. Example: "
                     "{'wait': 1, 'warmup': 1, 'active': 3, 'repeat': 1, 'skip_first': 0}"
                 )
 
@@ -301,10 +304,10 @@ def sorted_handlers(handlers: Iterable[Any] | None) -> dict[type[KwargsHandler],
         kind = next((one for one in KwargsHandler.__subclasses__() if isinstance(handler, one)), None)
         if kind is None:
             raise ConfigurationError(
-                f"kwargs_handlers: {handler!r} is none of {', '.join(known)}, which are in trainkit.utils."
+                f"kwargs_handlers: expected objects of {', '.join(known)} from trainkit.utils, not {handler!r}."
                 f"{nearest(type(handler).__name__, known)}"
             )
         if kind in found:
-            raise ConfigurationError(f"kwargs_handlers has two {kind.__name__}. Give one.")
+            raise ConfigurationError(f"kwargs_handlers contains two {kind.__name__}. Pass only one.")
         found[kind] = handler
     return found

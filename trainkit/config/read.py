@@ -46,7 +46,7 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
     sections = {name: _section(content.pop(name, None), table, name, source) for name, table in SECTIONS.items()}
     for name in _OLD:
         if name in content:
-            raise UnsupportedArgumentError(f"{source}: {name} is from an old version of Accelerate; write {_OLD[name]}.")
+            raise UnsupportedArgumentError(f"{source}: {name} is a key of an old version of Accelerate; write {_OLD[name]}.")
     values = _values(content, KEYS, UNUSED, source)
     backend, dynamo = sections.values()
     return Settings.out_of(values, backend, dynamo, source)
@@ -57,7 +57,7 @@ def _content(path: Path, source: str) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigurationError(
-            f"there is no configuration file {source}. Write one with: trainkit config --config_file {source}"
+            f"the configuration file {source} does not exist. Create it with: trainkit config --config_file {source}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{source} cannot be read: {error}.") from error
@@ -65,7 +65,7 @@ def _content(path: Path, source: str) -> dict[str, Any]:
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
         kind = "JSON" if path.suffix == ".json" else "YAML"
-        raise ConfigurationError(f"{source} is no {kind}: {' '.join(str(error).split())}.") from error
+        raise ConfigurationError(f"{source} is not valid {kind}: {' '.join(str(error).split())}.") from error
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):

@@ -70,14 +70,14 @@ class Settings:
             if name in other:
                 value = other.pop(name)
                 if home.setdefault(name, value) != value:
-                    raise ConfigurationError(f"{source} has {name} twice, {home[name]} and {value}. Give one of them.")
+                    raise ConfigurationError(f"{source} sets {name} twice, to {home[name]} and to {value}. Remove one of them.")
         return cls(values, backend, dynamo, source)
 
     def __bool__(self) -> bool:
         return bool(self.values or self.backend or self.dynamo)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of a key of any part."""
+        """The value of a key, in any part."""
         return {**self.dynamo, **self.backend, **self.values}.get(name, default)
 
     def over(self, below: Settings) -> Settings:
@@ -105,13 +105,13 @@ class Settings:
     def attribute_errors(self, *names: str) -> Iterator[None]:
         """In this context an error names these keys as its cause, instead of arguments that the user did not write."""
         values = ((name, self.get(name)) for name in names)
-        said = ", ".join(f"{name}: {_written(value)}" for name, value in values if value is not None)
+        written = ", ".join(f"{name}: {_written(value)}" for name, value in values if value is not None)
         try:
             yield
         except ConfigurationError as error:
-            if not said or str(error).startswith(self.source):
+            if not written or str(error).startswith(self.source):
                 raise
-            raise type(error)(f"{self.source} ({said}): {str(error).removeprefix('config: ')}") from error
+            raise type(error)(f"{self.source} ({written}): {str(error).removeprefix('config: ')}") from error
 
     @property
     def of_place(self) -> tuple[str, ...]:

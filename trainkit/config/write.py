@@ -25,7 +25,7 @@ def write_settings(settings: Settings, path: str | os.PathLike[str]) -> Path:
     """
     target = Path(os.path.realpath(path))  # keep a symbolic link
     if target.exists() and not target.is_file():
-        raise ConfigurationError(f"{path} exists and is not a file. Name another one.")
+        raise ConfigurationError(f"{path} exists and is not a file. Choose another path.")
     content = _content(settings)
     text = json.dumps(content, indent=2) + "\n" if target.suffix == ".json" else yaml.safe_dump(content, allow_unicode=True)
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")

@@ -24,11 +24,11 @@ SILENCE_LIMIT = 30.0  # seconds of silence after which a node counts as lost
 _CONNECT_LIMIT = 10.0  # seconds in which all must have connected
 _ACKNOWLEDGE_LIMIT = 1.0  # seconds to wait for the hub to acknowledge a message
 _CLEARED = 60.0  # seconds that a run waits until all ranks have left an earlier run that failed
-_LOOK = 1.0  # seconds until a waiting rank first asks what the other ranks are doing; the pause doubles each time
+_LOOK = 1.0  # seconds until a waiting rank first calls `while_waiting`; the pause doubles each time
 _SELDOM = 8.0  # longest pause
 _ANSWER = 2.0  # seconds for all ranks to answer
 
-_QUESTION = "what all are doing"
+_QUESTION = "what each rank is doing"
 _Call = Callable[[], None]
 
 
@@ -43,19 +43,19 @@ class _Waiter:
 
 
 class Channel:
-    """One process's end of the connection; made by `open`. All methods are for any thread.
+    """One process's end of the connection, created by `open`. All methods can be called from any thread.
 
     Attributes:
         rank: of this process.
         size: the number of processes.
         changed: notified whenever `failure`, `exited`, `failed_ranks` or `runs` has changed.
         exited: the ranks that have exited, with the reason.
-        failed_ranks: the ranks that exit with an error, or have done so.
+        failed_ranks: the ranks that exit, or have exited, with an error.
         runs: the runs of this process.
         collectives: the collectives of this process.
-        hub_lost: the main process has exited, so that nothing is known of the other ranks any more.
+        hub_lost: the main process has exited, so there is no more news about the other ranks.
         closed: no message is sent or received any more.
-        traceback: of the error that ends a run on this process; empty while there is none.
+        traceback: the traceback of the error that ends a run on this process; empty if there is no error.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -66,7 +66,7 @@ class Channel:
         self.runs, self.collectives = Runs(), CollectiveTracker()
         self.hub_lost = self.closed = False
         self.traceback = ""
-        self._failures: dict[int | None, Failure] = {}  # replaced, never changed, like `exited`: read without the lock
+        self._failures: dict[int | None, Failure] = {}  # replaced, never modified, like `exited`: read without the lock
         self._waiters: dict[str, _Waiter] = {}
         self._listeners: list[Callable[[Failure | None], None]] = []
         self._last_begun: dict[int, int] = {}  # for ranks that have exited: number of collectives that had begun
@@ -74,7 +74,7 @@ class Channel:
         self._announced: tuple[str, str] | None = None
         self._posted: Failure | None = None
         self._sent = self._acknowledged = 0
-        self._main = Runs()  # those of the main process
+        self._main_runs = Runs()  # the runs of the main process
         self._link = (LocalHubConnection if rank == 0 else HubConnection)(rank, size, self._on_message, self._on_lost)
         inherited.add(self)
 
@@ -84,7 +84,7 @@ class Channel:
         rank: int,
         size: int,
         master_addr: str | None,
-        share: Callable[[Any], Any],
+        from_main: Callable[[Any], Any],
         *,
         limit: float = _CONNECT_LIMIT,
         silence_limit: float = SILENCE_LIMIT,
@@ -95,7 +95,7 @@ class Channel:
             rank: of this process.
             size: the number of processes.
             master_addr: the address of the node of rank 0, from the launcher; `None` if unknown.
-            share: returns the value of rank 0 on all ranks, like `trainkit.distributed.world.World.from_main`.
+            from_main: returns the value of rank 0 on all ranks, like `trainkit.distributed.world.World.from_main`.
             limit: seconds in which all ranks must connect.
             silence_limit: seconds of silence after which a node counts as lost.
 
@@ -104,7 +104,7 @@ class Channel:
         """
         channel = cls(rank, size)
         try:
-            channel._link.open(master_addr, share, limit, silence_limit)
+            channel._link.open(master_addr, from_main, limit, silence_limit)
         except BaseException:
             channel.close()
             raise
@@ -112,39 +112,39 @@ class Channel:
 
     # ------------------------------------------------------------------------------------------------ exchanging
 
-    def exchange(self, key: str, value: Any, looking: _Call | None = None, complete: _Call | None = None) -> list[Any]:
+    def exchange(self, key: str, value: Any, while_waiting: _Call | None = None, complete: _Call | None = None) -> list[Any]:
         """The values of all ranks, in the order of the ranks; waits without a time limit.
 
         Args:
             key: the same on all ranks; can be used again when the exchange is complete.
             value: JSON, at most 16 MiB.
-            looking: called from time to time while it waits; an exception in it ends the wait.
-            complete: called in another thread when the values of all ranks are there: on all ranks or on none, even if the
-                wait was ended before.
+            while_waiting: called from time to time during the wait; an exception in it ends the wait.
+            complete: called in another thread when the values of all ranks have arrived: on all ranks or on none, even if the
+                wait has already ended.
 
         Raises:
-            ProcessFailedError: a rank failed or exited before it gave its value.
+            ProcessFailedError: a rank failed or exited before it sent its value.
             ValueError: the value is too large.
         """
-        line = encode({"give": key, "value": value})
+        line = encode({"exchange": key, "value": value})
         if len(line) > LIMIT:
-            raise ValueError(f"an exchange takes at most {LIMIT} bytes a process, and this value has {len(line)}. Use a file.")
+            raise ValueError(f"an exchange has at most {LIMIT} bytes per process, but this value has {len(line)}. Use a file.")
         waiter = _Waiter(complete)
         try:
             with self.changed:
                 if self.closed or self.hub_lost:
-                    raise ProcessFailedError(f"exchange {key!r} cannot be: {self.exited.get(0, 'the channel is closed')}.")
+                    raise ProcessFailedError(f"exchange {key!r} cannot start: {self.exited.get(0, 'the channel is closed')}.")
                 if key in self._waiters:
-                    raise ValueError(f"exchange {key!r} is under way in another thread of this process.")
+                    raise ValueError(f"exchange {key!r} is already running in another thread. Use another key.")
                 self._waiters[key] = waiter
             self._link.send(line)
             pause = _LOOK
-            while not waiter.done.wait(None if looking is None else pause):
-                looking()  # type: ignore[misc]
+            while not waiter.done.wait(None if while_waiting is None else pause):
+                while_waiting()  # type: ignore[misc]
                 pause = min(2 * pause, _SELDOM)
         except BaseException:  # such as a signal: the value must not count for a later exchange with this key
             if self._waiters.get(key) is waiter:
-                self._send_and_wait({"take back": key})  # if the result was sent before that, it is here by then
+                self._send_and_wait({"withdraw": key})  # a result that was sent before has arrived by then
             raise
         finally:
             if self._waiters.get(key) is waiter:
@@ -190,7 +190,7 @@ class Channel:
 
     @property
     def ending(self) -> str:
-        """How this process is leaving its current run: a kind of `announce_exit`, "error", or "" if it is not leaving."""
+        """How this process is leaving its current run: a kind of `announce_exit`, or "error"; "" if it is not leaving."""
         if not self._failing_runs.intersection(self.runs.open[-1:]):
             return ""
         return self._announced[0] if self._announced is not None else "error"
@@ -217,7 +217,7 @@ class Channel:
             self._post(replace(cause, run=None))
 
     def report_missing_rank(self) -> None:
-        """Report it to all ranks if this one waits in a collective for a rank that exited before it called that collective."""
+        """Report to all ranks if this rank waits in a collective for a rank that exited before it called that collective."""
         begun, inside = self.collectives.begun, self.collectives.depth > 0
         end = next((end for end in self.exited.values() if inside and self._last_begun.get(end.rank, begun) < begun), None)
         if end is not None:
@@ -230,7 +230,7 @@ class Channel:
             self.changed.notify_all()
 
     def announce_exit(self, kind: str, text: str = "") -> None:
-        """Announce how this process will exit: "exit", "preempted" or "interrupt". It is no failure if all ranks do so."""
+        """Announce how this process will exit: "exit", "preempted" or "interrupt". Not a failure if all ranks do so."""
         self.mark_failed()
         self._announced = (kind, text)
 
@@ -256,9 +256,9 @@ class Channel:
         def cannot_begin() -> bool:
             return self.closed or bool(self.exited) or None in self._failures
 
-        self.wait(lambda: self._earlier(number) is None or cannot_begin(), _CLEARED)
+        self.wait(lambda: self._earlier_failure(number) is None or cannot_begin(), _CLEARED)
         with self.changed:
-            cause = self._earlier(number) or self.cause if cannot_begin() else self._earlier(number)
+            cause = self._earlier_failure(number) or self.cause if cannot_begin() else self._earlier_failure(number)
             if self.closed or cause is not None:
                 raise ProcessFailedError(f"a run needs all {self.size} processes, but {cause or 'the channel is closed'}.")
             self._announced, self.traceback = None, ""
@@ -272,19 +272,19 @@ class Channel:
             fine = self.runs.open[-1] not in self._failing_runs
             self._failing_runs.discard(self.runs.end(fine))
             self.changed.notify_all()
-        self._send_and_wait({"end": fine})  # heard by the hub, an exit from now on is no failure of this run
+        self._send_and_wait({"end": fine})  # once the hub has received it, an exit is not a failure of this run
 
-    def _earlier(self, number: int) -> Failure | None:
+    def _earlier_failure(self, number: int) -> Failure | None:
         """A failure that prevents the run with this number."""
         return next((one for run, one in self._failures.items() if run is None or run < number), None)
 
     # ----------------------------------------------------------------------------------------------------- ending
 
     def announce_end(self) -> None:
-        """Announce a normal exit, so that the end of the connection is no failure."""
+        """Announce a normal exit, so that the end of the connection does not count as a failure."""
         while self.runs.open:  # the runs of your own training loop end with the script; other ranks may continue
             self.leave_run()
-        self._link.send(encode({"bye": self._announced or ("left", ""), "begun": self.collectives.begun}))
+        self._link.send(encode({"exit": self._announced or ("left", ""), "begun": self.collectives.begun}))
 
     def close(self) -> None:
         """Close the connections; may be called again."""
@@ -306,17 +306,17 @@ class Channel:
         return self._acknowledged >= number
 
     def _post(self, failure: Failure, of: int | None = None) -> None:
-        heard = self._send_and_wait({"fail": failure.record(), "of": of})
-        # without a hub, or with one that hangs with all its threads, the stacks must be written all the same
-        if self.hub_lost or self.closed or (failure.kind == "timeout" and not heard):
-            self._note(failure)
+        acknowledged = self._send_and_wait({"fail": failure.record(), "of": of})
+        # the stacks must be written even if there is no hub, or all threads of its process hang
+        if self.hub_lost or self.closed or (failure.kind == "timeout" and not acknowledged):
+            self._add_failure(failure)
 
     def _on_message(self, message: dict[str, Any]) -> None:
         """A message of the hub; in the thread of the connection."""
         if "result" in message:
             self._end_exchange(message["result"], message["values"])
-        elif "void" in message:
-            self._end_exchange(message["void"], [], Failure(**message["why"]))
+        elif "canceled" in message:
+            self._end_exchange(message["canceled"], [], Failure(**message["why"]))
         elif "asked" in message:
             self._link.send(encode({"answer": self.collectives.record()}))
         elif "failed" in message:  # sent once for each run
@@ -339,16 +339,16 @@ class Channel:
         waiter.done.set()
 
     def _update(self, message: dict[str, Any]) -> None:
-        """A message that only changes what the channel knows; called with the lock."""
-        if "fallen" in message:
-            self.failed_ranks |= {message["fallen"]}
+        """Store the content of a message; called with the lock."""
+        if "failed rank" in message:
+            self.failed_ranks |= {message["failed rank"]}
         elif "exited" in message:
             end = Failure(**message["exited"])
             if message["begun"] is not None:
                 self._last_begun[end.rank] = message["begun"]
             self.exited = {**self.exited, end.rank: end}
-        elif "main" in message:
-            self._main = Runs(**message["main"])
+        elif "main runs" in message:
+            self._main_runs = Runs(**message["main runs"])
         elif "acknowledged" in message:
             self._acknowledged = message["acknowledged"]
 
@@ -361,10 +361,10 @@ class Channel:
             self.exited = {**self.exited, 0: end}
             self._release(end)
             self.changed.notify_all()
-        if any(self._main.missing(number) for number in self.runs.open):
-            self._note(replace(end, run=None))
+        if any(self._main_runs.missing(number) for number in self.runs.open):
+            self._add_failure(replace(end, run=None))
 
-    def _note(self, failure: Failure) -> None:
+    def _add_failure(self, failure: Failure) -> None:
         if failure.run not in self._failures:
             self._change({**self._failures, failure.run: failure})
 
@@ -378,7 +378,7 @@ class Channel:
                 listener(self.failure)
 
     def _release(self, why: Failure) -> None:
-        """End all exchanges: they cannot complete any more."""
+        """End all exchanges, which cannot complete any more."""
         for waiter in list(self._waiters.values()):
             if not waiter.done.is_set():
                 waiter.why = why

@@ -1,4 +1,4 @@
-"""`CollectiveTracker`: counts the collectives of a process, so that other ranks can see when it waits for nothing."""
+"""`CollectiveTracker`: counts the collectives of a process, so that other ranks can see when it waits forever."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _OURS = "trainkit"
 
 
 class CollectiveTracker:
-    """The collectives of one process: `with tracker:` around each one in which the main thread may wait.
+    """The collectives of one process: use `with tracker:` around each one in which the main thread may wait.
 
-    As all ranks call the same collectives, each has the same number on all ranks. So a rank in a collective whose number
-    another rank has not reached waits for that rank: forever, if that rank calls something else first.
+    All ranks call the same collectives, so each collective has the same number on all ranks. A rank in a collective whose
+    number another rank has not reached waits for that rank. It waits forever if that rank calls something else first.
 
     Attributes:
         begun: the number of collectives that have begun.
@@ -57,7 +57,7 @@ class CollectiveTracker:
             location: the attribute, unless the forward is part of another collective.
         """
         thread = threading.get_ident()
-        # no calls in between: nothing that a signal could interrupt
+        # no calls between these lines, which a signal could interrupt
         if not self.depth:
             self.location, self.thread = location, thread
         self.begun += 1
@@ -70,7 +70,7 @@ class CollectiveTracker:
             self._end_forward()
 
     def in_forward(self) -> bool:
-        """Whether a forward runs. torch calls no hook for one that Ctrl-C has ended: it is ended here."""
+        """Whether a forward runs. torch calls no hook for a forward that Ctrl-C has ended; it is ended here."""
         if self._forward is not None and not _runs(*self._forward[1:]):
             self._end_forward()
         return self._forward is not None
@@ -89,7 +89,7 @@ class CollectiveTracker:
         begun, forward = self.begun, self._forward
         waiting = self.depth and (forward is None or _runs(*forward[1:]))
         where = list(self.location or find_call(sys._current_frames().get(self.thread))) if waiting else None
-        # `checks` is read last: what had begun at that count cannot have come after a later check
+        # `checks` is read last: a collective in `begun` cannot have begun after a later check
         return {"begun": begun, "where": where, "checks": self.checks}
 
 
@@ -101,7 +101,7 @@ def find_call(frame: FrameType | None) -> tuple[str, str]:
     """
     verb, script = find_caller(frame)
     if script is None:
-        return verb, "an unknown place"
+        return verb, "an unknown line"
     return verb, f"{file_name_of(script)}:{script.f_lineno}"
 
 

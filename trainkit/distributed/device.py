@@ -1,4 +1,4 @@
-"""The device of a name, if it is there."""
+"""Find a device by name, and its random generators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def find_device(device: str | torch.device) -> torch.device:
     """The device; of `"auto"` the current CUDA device, else MPS, else the CPU.
 
     Raises:
-        ConfigurationError: it is not there, or of a kind that no strategy of one device runs on.
+        ConfigurationError: the device does not exist, or its type is not supported.
     """
     if str(device) == "auto":
         if torch.cuda.is_available():
@@ -30,7 +30,10 @@ def find_device(device: str | torch.device) -> torch.device:
             )
         count = torch.cuda.device_count()
         if resolved.index is not None and resolved.index >= count:
-            raise ConfigurationError(f"device {str(resolved)!r}: there are {count} CUDA devices, numbered from 0.")
+            raise ConfigurationError(
+                f"device {str(resolved)!r} does not exist: torch sees {count} CUDA device{'' if count == 1 else 's'}. Use "
+                f"{'cuda:0' if count == 1 else f'an index from 0 to {count - 1}'}."
+            )
         return torch.device("cuda", torch.cuda.current_device() if resolved.index is None else resolved.index)
     if resolved.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigurationError("device 'mps': this machine or build of torch has no MPS. Use accelerator='cpu'.")

@@ -1,4 +1,4 @@
-"""`Failure`: what is known of a rank that has failed or exited. `Runs`: the runs that a process is in."""
+"""`Failure`: why a rank failed or exited. `Runs`: the runs that a process is in."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LONGEST = 65536  # characters of a traceback that are sent
 
 @dataclass(frozen=True)
 class Failure:
-    """Why other ranks cannot count on a rank any more.
+    """Why a rank failed or exited.
 
     Attributes:
         rank: the rank.
@@ -66,11 +66,11 @@ class Failure:
         return {
             "died": f"{who} has died (no traceback: killed, out of memory?)",
             "lost": f"the connection to {who} is lost: it no longer answers",
-            "left": f"{who} has left: its script ended while the others were still in a run",
-            "exit": f"{who} has left in the middle of a run, by {self.summary}",
-            "preempted": f"{who} was told to end: {self.summary}",
+            "left": f"{who} has exited: its script ended while other ranks were still in a run",
+            "exit": f"{who} has exited in the middle of a run, by {self.summary}",
+            "preempted": f"{who} received a stop request: {self.summary}",
             "interrupt": f"{who} was interrupted (Ctrl-C)",
-            "timeout": f"{who} waited too long for another: {self.summary}",
+            "timeout": f"{who} waited too long for another rank: {self.summary}",
         }.get(self.kind, f"{who} failed: {self.summary}")
 
     @property
@@ -116,7 +116,7 @@ class Runs:
         return number <= self.begun and number not in self.open
 
     def missing(self, number: int) -> bool:
-        """Whether another rank in that run would wait in vain if this process exited now."""
+        """Whether another rank in that run would wait forever if this process exited now."""
         return not self.over(number) or number in self.broken
 
     def record(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class Runs:
 
 def summary(error: BaseException) -> str:
     """An error in one line."""
-    # gloo's messages begin with a place in its source
+    # gloo's messages begin with a location in its source
     first = re.sub(r"^\[\S+\.\w+:\d+\] ", "", _message_of(error).strip().partition("\n")[0])
     name, limit = type(error).__name__, _LINES if isinstance(error, CollectiveError) else _LINE
     return f"{name}: {first[:limit]}" if first else name
@@ -143,7 +143,7 @@ def is_timeout(error: BaseException | None) -> bool:
 
 
 def names_another_failure(text: str) -> bool:
-    """Whether the last lines of a process, from trainkit or torch, are about the failure of another one."""
+    """Whether the last lines of a process, from trainkit or torch, report the failure of another process."""
     return re.search(r"rank \d+ (was )?ended because ", text) is not None or any(
         words in text for words in _CLOSED + _TIMED_OUT
     )

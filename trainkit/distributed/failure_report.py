@@ -1,4 +1,4 @@
-"""Reports the failure of a process to the other ranks, and prints its traceback only if it was the first to fail."""
+"""Report the failure of a process to the other ranks, and print its traceback only if it was the first to fail."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ __all__ = ["FailureReport", "report_failure"]
 _CAUSE = 4.0  # seconds to wait for the cause of a broken connection
 _LAST = 5.0  # seconds that the first failed rank waits for the other ranks to exit before it prints
 _OVER = 60.0  # seconds to wait until all ranks have left a failed run or have exited
+_TIMEOUT_HELP = (
+    "waited too long in a collective. Expected: all ranks call the same collective within the timeout. Read the stacks to find "
+    "the rank that hangs; if it only needs more time, raise timeout=, for example DDPStrategy(timeout=timedelta(hours=2))."
+)
 
 
 def report_failure(channel: Channel | None, error: BaseException) -> BaseException:
@@ -34,9 +38,9 @@ def report_failure(channel: Channel | None, error: BaseException) -> BaseExcepti
         error: the error.
 
     Returns:
-        The error to raise from this one. It is the error itself, or, if that is only the consequence of another rank's failure
-        (a closed connection, an exchange that cannot complete): a `ProcessFailedError` that names
-        that rank, its `CollectiveError`, or `Preempted` if it was preempted.
+        The error to raise from this one. Usually that is the error itself. If it is only the consequence of another rank's
+        failure (a closed connection, an exchange that cannot complete), it is a `ProcessFailedError` that names that rank, its
+        `CollectiveError`, or `Preempted` if that rank was preempted.
     """
     if channel is None:
         return error
@@ -80,10 +84,10 @@ def _cause(channel: Channel, error: BaseException) -> Failure | None:
 
 
 class FailureReport:
-    """Announces the exit of this process to the other ranks, and lets the terminal show the first error last.
+    """Announces the exit of this process to the other ranks, and makes the first error the last output on the terminal.
 
     An uncaught error is printed as one line if it is the consequence of another rank's. The first failed rank waits until the
-    other ranks have exited and then prints its traceback. To be made in the main thread.
+    other ranks have exited and then prints its traceback. Must be created in the main thread.
 
     Args:
         channel: the channel to the other ranks; closed when this process exits.
@@ -94,7 +98,7 @@ class FailureReport:
         self._process = os.getpid()
         self._uncaught = False
         self._before = sys.excepthook
-        self._hook = self._print  # one object, so that it is recognised
+        self._hook = self._print  # one object, to compare with `is`
         sys.excepthook = self._hook
         atexit.register(self._exit)
 
@@ -115,7 +119,7 @@ class FailureReport:
                 self._before(kind, error, trace)
             return
         self._uncaught = True
-        with _sigterm_ignored():  # before it is reported: a launcher must not end this process before it has printed
+        with _sigterm_ignored():  # from before the report on: a launcher must not end this process before it has printed
             self._print_error(kind, error, trace)
 
     def _print_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -126,6 +130,8 @@ class FailureReport:
             with suppress(KeyboardInterrupt):
                 channel.wait(self._others_have_ended, _LAST)
             self._before(kind, error, trace)
+            if is_timeout(error) and channel.runs.begun:
+                print(f"trainkit: rank {channel.rank} {_TIMEOUT_HELP}", file=sys.stderr)
             sys.stderr.flush()
             return
         if ending is not error or isinstance(error, ProcessFailedError):
@@ -137,7 +143,7 @@ class FailureReport:
         end_after_others(channel, first)
 
     def _prints_its_error(self, rank: int) -> bool:
-        """Whether another rank exits with its error, and so prints it. It may have caught the error and exited normally."""
+        """Whether another rank exits with its error and prints it. It may have caught the error and exited normally."""
         channel = self._channel
         channel.wait(lambda: rank in {*channel.failed_ranks, *channel.exited}, _CAUSE)
         return rank in channel.failed_ranks
@@ -153,9 +159,9 @@ class FailureReport:
         channel.close()
 
     def _finish_caught_error(self) -> None:
-        """After an error in a run that was caught: if not all ranks leave that run, this process fails after all.
+        """After an error in a run that was caught: end this process as failed, unless all ranks leave that run.
 
-        The main process waits for that, too, as the other ranks learn of it only through it.
+        The main process also waits for this decision, because the other ranks learn of it only through the main process.
         """
         channel = self._channel
         if channel.own_failure is not None and not _has_escaped():
@@ -167,8 +173,8 @@ class FailureReport:
             return
         if multiprocessing.parent_process() is None:
             print(
-                f"{failure.text}trainkit: this error was caught on rank {channel.rank}, but the other processes were in the "
-                "middle of the run and have been ended. Catch it on all of them alike, or on none.",
+                f"{failure.text}trainkit: this error was caught on rank {channel.rank}, but the other ranks were still in the "
+                "run and were ended. Catch the error on all ranks, or on none.",
                 file=sys.stderr,
                 flush=True,
             )
@@ -176,13 +182,13 @@ class FailureReport:
         end_process(1)
 
     def _others_have_ended(self) -> bool:
-        """The main process exits after all other ranks but the first failed one: see `end_after_others`."""
+        """Whether all other ranks have exited. The main process is last but for the first failed rank: `end_after_others`."""
         return self._channel.hub_lost or len(self._channel.exited) == self._channel.size - 1
 
 
 @contextmanager
 def _sigterm_ignored() -> Iterator[None]:
-    """Ignore SIGTERM, which a launcher sends to all other processes when one has exited."""
+    """Ignore SIGTERM, which a launcher sends to all other processes after one has exited."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

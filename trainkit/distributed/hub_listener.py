@@ -40,7 +40,7 @@ def open_listener(master_addr: str | None) -> tuple[socket.socket, dict[str, Any
     return listener, {
         "addresses": _addresses(master_addr),
         "port": listener.getsockname()[1],
-        "word": secrets.token_hex(16),
+        "token": secrets.token_hex(16),
         "answer": secrets.token_hex(16),
     }
 
@@ -51,7 +51,7 @@ def _addresses(master_addr: str | None) -> list[str]:
     if master_addr not in _LOOPBACK:
         for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((target, 9))  # sends nothing: it only asks which of our addresses would be used
+                probe.connect((target, 9))  # sends nothing; only finds out which local address would be used
                 found.append(probe.getsockname()[0])
         with contextlib.suppress(OSError):
             found += [str(one[4][0]) for one in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
@@ -68,7 +68,7 @@ class HubListener:
         shared: the second result of `open_listener`.
         size: the number of processes.
         silence_limit: see `enable_keepalive`.
-        enter: `enter(rank, connection)` is called for each rank; sets the handlers of the connection.
+        on_connect: `on_connect(rank, connection)` is called for each rank; sets the handlers of the connection.
 
     Attributes:
         missing: ranks that have not connected yet.
@@ -81,19 +81,19 @@ class HubListener:
         shared: dict[str, Any],
         size: int,
         silence_limit: float,
-        enter: Callable[[int, JsonConnection], None],
+        on_connect: Callable[[int, JsonConnection], None],
     ) -> None:
         self._loop, self._listener, self._shared, self._size = loop, listener, shared, size
-        self._silence_limit, self._on_connect = silence_limit, enter
+        self._silence_limit, self._on_connect = silence_limit, on_connect
         self._unauthenticated: set[JsonConnection] = set()
         self.missing = set(range(1, size))
 
     def open(self) -> None:
-        """Start to accept; in the loop's thread."""
+        """Start to accept connections in the loop's thread."""
         self._loop.listen(self._listener, self._accept)
 
     def close(self) -> None:
-        """Stop to accept, and drop connections that have not authenticated."""
+        """Stop accepting connections, and drop those that have not authenticated."""
         self._loop.forget(self._listener)
         for wire in self._unauthenticated:
             self._loop.drop(wire)
@@ -118,7 +118,7 @@ class HubListener:
 
     def _authenticate(self, wire: JsonConnection, message: Any) -> None:
         self._unauthenticated.discard(wire)
-        known = isinstance(message, dict) and hmac.compare_digest(str(message.get("word")), str(self._shared["word"]))
+        known = isinstance(message, dict) and hmac.compare_digest(str(message.get("token")), str(self._shared["token"]))
         if not known or message.get("rank") not in self.missing:
             self._loop.drop(wire)
             return
@@ -132,20 +132,20 @@ def connect(rank: int, shared: dict[str, Any], limit: float, silence_limit: floa
     """An authenticated connection to the main process.
 
     Raises:
-        ProcessFailedError: not reached within `limit` seconds; the message says where, and what to do.
+        ProcessFailedError: no connection within `limit` seconds; the message has the addresses and the fix.
     """
     end = monotonic() + limit
     addresses, port = shared["addresses"], shared["port"]
     failures = []
     for number, address in enumerate(addresses):
-        share = (end - monotonic()) / (len(addresses) - number)
+        seconds = (end - monotonic()) / (len(addresses) - number)
         try:
-            connection = socket.create_connection((address, port), max(share, 0.1))
+            connection = socket.create_connection((address, port), max(seconds, 0.1))
         except OSError as error:
             failures.append(f"{address}: {error}")
             continue
         try:
-            connection.sendall(encode({"word": shared["word"], "rank": rank}))
+            connection.sendall(encode({"token": shared["token"], "rank": rank}))
             answer = _first_line(connection)
             if hmac.compare_digest(str(answer.get("welcome")), str(shared["answer"])):
                 enable_keepalive(connection, silence_limit)
@@ -158,7 +158,7 @@ def connect(rank: int, shared: dict[str, Any], limit: float, silence_limit: floa
         f"rank {rank} on {socket.gethostname()} cannot reach the main process on port {port} within {limit:g} s: "
         f"{'; '.join(failures)}. trainkit needs one TCP connection from each process to the main process, in addition to the "
         f"collectives. Allow it in the firewall; to choose the port: export {PORT_VARIABLE}=29501 on the node of rank 0. If "
-        "the name in MASTER_ADDR leads elsewhere: export MASTER_ADDR=<an address of that node> on all nodes."
+        "the name in MASTER_ADDR resolves to another host: export MASTER_ADDR=<an address of that node> on all nodes."
     )
 
 
@@ -168,6 +168,6 @@ def _first_line(connection: socket.socket) -> Any:
     while not line.endswith(b"\n"):
         byte = connection.recv(1)
         if not byte or len(line) > _MAX_HELLO:
-            raise ValueError("closed without a message" if not byte else "not a message of trainkit")
+            raise ValueError("closed without a message" if not byte else "not a trainkit message")
         line += byte
     return json.loads(line)

@@ -1,4 +1,4 @@
-"""The parameters of a module that is passed to a strategy: no shards, and on the device of the strategy."""
+"""Prepare the parameters of a module for a strategy: refuse sharded parameters, and move them to a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["move_module", "move_state", "refuse_sharded", "whole_shape"]
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:
-    """The shape of the whole parameter, of which this process may hold a shard only."""
+    """The shape of the whole parameter, of which this process may have only a shard."""
     for info in strategy_infos():
         if info.shape_attribute is not None and hasattr(parameter, info.shape_attribute):
             return torch.Size(getattr(parameter, info.shape_attribute))
@@ -24,7 +24,7 @@ def whole_shape(parameter: Tensor) -> torch.Size:
 
 
 def refuse_sharded(module: nn.Module) -> None:
-    """Refuse a module whose parameters an earlier run has left sharded over processes.
+    """Refuse a module whose parameters are still sharded over processes by an earlier run.
 
     Raises:
         ConfigurationError: parameters are sharded, as DeepSpeed leaves them.
@@ -63,9 +63,9 @@ def move_state(optimizer: Optimizer) -> None:
 
 @contextmanager
 def _swapping(module: nn.Module) -> Iterator[None]:
-    """Within it a module is moved by swapping the contents of its parameters.
+    """In this context a module is moved by swapping the contents of its parameters.
 
-    A parameter cannot hold an XLA tensor otherwise, and a new parameter would be neither tied nor known to an optimizer.
+    Otherwise a parameter cannot contain an XLA tensor, and a new parameter would be neither tied nor known to an optimizer.
     """
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)

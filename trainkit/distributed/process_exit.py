@@ -1,4 +1,4 @@
-"""The exit of a process: stacks, the error file for torchrun, the order in which ranks end, and the exit itself."""
+"""The exit of a process: stacks, the error file for torchrun, the order in which ranks exit, and the exit itself."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def stacks() -> str:
 
 
 def write_error_file(failure: Failure, rank: int) -> None:
-    """Write the error file, from which torchrun shows why a process failed: that of the process that it sees end first.
+    """Write the error file, from which torchrun shows why a process failed. It shows the file of the first process that ends.
 
     Args:
-        failure: the first failure, so that the right traceback is shown whichever process that is.
+        failure: the first failure, so that the file of any process has the right traceback.
         rank: the rank of this process.
     """
     path = os.environ.get(_ERROR_FILE)
@@ -92,12 +92,12 @@ def release_groups(groups: list[Any]) -> None:
     """Release process groups, and wait until their threads have ended.
 
     A gloo thread needs the GIL to release a tensor. If it requests the GIL while the interpreter shuts down, the process ends
-    by SIGABRT, whatever its exit code (pytorch/pytorch#190489). A pending operation is waited for too, and its peer may be
-    gone: so there is a timeout.
+    by SIGABRT, whatever its exit code (pytorch/pytorch#190489). This also waits for a pending operation, whose peer may have
+    exited, so there is a timeout.
 
     Args:
-        groups: the only references to these groups. The threads of other groups stay: torch's DDP keeps a reference to its
-            group. Such a thread released its tensors long ago.
+        groups: the only references to these groups. The threads of other groups continue: torch's DDP keeps a reference to its
+            group. Such a thread has no more tensors to release.
     """
     _run_within(_GROUP_LINGER, groups.clear)
 

@@ -1,4 +1,4 @@
-"""`RestartStore`: a few short texts that outlive a restart of the processes, in the store of the launcher."""
+"""`RestartStore`: a few short texts that survive a restart of the processes, in the store of the launcher."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 __all__ = ["RESTART_STORE", "RestartStore", "restarts"]
 
-RESTART_STORE = "TRAINKIT_RESTART_STORE"  # "host:port" of the store of our own launcher
+RESTART_STORE = "TRAINKIT_RESTART_STORE"  # "host:port" of the store of trainkit's launcher
 _TIMEOUT = timedelta(seconds=30)
 
 
 class RestartStore:
-    """Texts by name, in the store that the launcher hosts over all restarts.
+    """Texts by key, in the store that the launcher keeps over all restarts.
 
     Args:
-        host: of the store.
-        port: there.
-        run: tells the jobs apart that use the same store.
+        host: the host of the store.
+        port: the port of the store.
+        run: an id that distinguishes jobs that use the same store.
     """
 
     def __init__(self, host: str, port: int, run: str) -> None:
@@ -34,18 +34,18 @@ class RestartStore:
 
     @classmethod
     def of(cls, env: Mapping[str, str]) -> RestartStore | None:
-        """The store that the environment variables name; `None` where no launcher can restart this process."""
+        """The store in the environment variables; `None` if no launcher can restart this process."""
         host, _, port = env.get(RESTART_STORE, "").rpartition(":")
-        if not host and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun hosts one store over all restarts
+        if not host and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun keeps one store over all restarts
             host, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
         return cls(host, int(port), env.get("TORCHELASTIC_RUN_ID", "")) if host and port.isdigit() else None
 
     def set(self, key: str, text: str) -> None:
-        """Keep a text under a name."""
+        """Store a text under a key."""
         self._store().set(self._name(key), text)
 
     def get(self, key: str) -> str | None:
-        """The text that is kept under a name; `None` if there is none."""
+        """The text of a key; `None` if there is none."""
         store = self._store()
         if not store.check([self._name(key)]):
             return None
@@ -65,6 +65,6 @@ class RestartStore:
 
 
 def restarts(env: Mapping[str, str]) -> int:
-    """How many times the launcher has restarted the processes, as far as it says so."""
+    """How many times the launcher has restarted the processes; 0 if unknown."""
     count = env.get("TORCHELASTIC_RESTART_COUNT", "")
     return int(count) if count.isdigit() else 0

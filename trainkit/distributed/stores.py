@@ -1,4 +1,4 @@
-"""`connected`: a connection to a store of torch within a time limit; torch has none where the other side is silent."""
+"""`connected`: connect to a store of torch within a time limit. torch has no limit if the other side is silent."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from trainkit.distributed.wire import enable_keepalive
 
 __all__ = ["connected"]
 
-_SILENCE = 15.0  # seconds after which a node that no longer answers is taken to be gone
+_SILENCE = 15.0  # seconds of silence after which a node counts as lost
 _T = TypeVar("_T")
 
 
 def connected(connect: Callable[[], _T], port: int, limit: float) -> _T:
-    """Call `connect` in a thread, where it cannot keep signals from being handled; end its connections with the other node.
+    """Call `connect` in a thread, so that this thread can handle signals. Its connections end when the other node is lost.
 
     Args:
         connect: connects to a store.
-        port: of the store, at the other end.
+        port: the port of the store.
         limit: seconds.
 
     Raises:
-        TimeoutError: it has not returned in that time.
-        RuntimeError: what it has raised; also `ValueError`.
+        TimeoutError: `connect` did not return in that time.
+        RuntimeError: raised by `connect`; also `ValueError`.
     """
     results: list[_T] = []
     errors: list[Exception] = []
@@ -51,5 +51,5 @@ def connected(connect: Callable[[], _T], port: int, limit: float) -> _T:
             if stat.S_ISSOCK(os.fstat(number).st_mode):
                 with socket.socket(fileno=os.dup(number)) as link:
                     if link.family in (socket.AF_INET, socket.AF_INET6) and link.getpeername()[1] == port:
-                        enable_keepalive(link, _SILENCE)  # else an operation waits without limit if there is no answer
+                        enable_keepalive(link, _SILENCE)  # otherwise an operation without an answer waits forever
     return results[0]

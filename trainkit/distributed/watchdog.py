@@ -21,8 +21,8 @@ from trainkit.errors import Preempted, ProcessFailedError
 
 __all__ = ["Watchdog"]
 
-_GRACE = 3.0  # seconds that a process has to leave a run by an error of its own after another rank has failed
-_ENDING = 30.0  # seconds that it has once it is leaving, or if the other rank was ended by a signal
+_GRACE = 3.0  # seconds for a process to leave a run with its own error after another rank has failed
+_ENDING = 30.0  # seconds for a process that is already leaving the run, or if a signal ended the other rank
 _LOOK = 1.0  # seconds between checks whether the main thread waits for a rank that has exited
 _CODES = {"preempted": 143, "interrupt": 130}
 _ABOVE = "the lines above"
@@ -33,8 +33,8 @@ class Watchdog:
 
     A collective with a rank that has exited may never return, and nothing in Python can interrupt it. If all ranks leave the
     failed run, no process is ended. If a rank has waited too long for another one, which then counts as hanging, all ranks in a
-    run write their stacks at once. A rank whose script has finished, as your own training loop may on one rank first, only ends
-    the ranks that wait for it.
+    run write their stacks immediately. A rank whose script has finished (one rank may be the first to finish your own training
+    loop) only ends the ranks that wait for it.
 
     Args:
         channel: reports failures.
@@ -52,7 +52,7 @@ class Watchdog:
         self._writing = threading.Lock()
         self._written: tuple[Failure | None, str] = (None, "")  # the failure for which stacks were written, and the file
         self._text = ""  # the stacks written last
-        channel.on_failure(self._heard)
+        channel.on_failure(self._on_failure)
         self._thread = threading.Thread(target=self._watch, name="trainkit-watchdog", daemon=True)
         self._thread.start()
 
@@ -76,7 +76,7 @@ class Watchdog:
 
     def left(self) -> None:
         """The main thread leaves the run, normally or by an error."""
-        self._complete()
+        self._append_error()
         self._channel.leave_run()
 
     def close(self) -> None:
@@ -86,12 +86,14 @@ class Watchdog:
             self._channel.changed.notify_all()
         self._thread.join()
 
-    def _heard(self, failure: Failure | None) -> None:
+    def _on_failure(self, failure: Failure | None) -> None:
         if failure is not None and failure.kind == "timeout" and self._channel.runs.open:
             where = self._write(failure)
             if failure.rank == self._channel.rank:
+                stacks_of_all = where if where == _ABOVE else Path(where).parent
                 write_stderr(
-                    f"trainkit: rank {failure.rank} waited too long for another one; the stacks of each are next to {where}\n"
+                    f"trainkit: rank {failure.rank} waited too long for another rank; the stacks of all ranks are in "
+                    f"{stacks_of_all}\n"
                 )
 
     def _watch(self) -> None:
@@ -114,7 +116,7 @@ class Watchdog:
             channel.report_missing_rank()
 
     def _recovered(self, failure: Failure, limit: float) -> bool:
-        """Wait until the time is up. Returns whether this failure is over or has another limit by then."""
+        """Wait until the time is up. Returns whether this failure is over or has a different limit by then."""
         pause = max(0.0, self._known + limit - time.monotonic())
         channel = self._channel
         return channel.wait(lambda: self._done or channel.failure is not failure or self._limit() != limit, pause)
@@ -129,7 +131,7 @@ class Watchdog:
         if failure is None or not runs:
             return None
         ending = self._channel.ending
-        if ending in ("exit", *_CODES):  # all ranks agreed on this exit, or it ends the other ranks
+        if ending in ("exit", *_CODES):  # either all ranks agreed on this exit, or it ends the other ranks
             return None
         earlier = failure.run is not None and failure.run < runs[0]  # the other ranks are leaving that run
         return _ENDING if ending or earlier or failure.kind in _CODES else self._grace
@@ -143,8 +145,8 @@ class Watchdog:
                 self._written = (failure, _save(self.folder, self._channel.rank, self._text))
             return self._written[1]
 
-    def _complete(self) -> None:
-        """Append the error of this process to stacks that were written before it was known."""
+    def _append_error(self) -> None:
+        """Append the error of this process to stacks that were written before the error was raised."""
         with self._writing:
             failure, where = self._written
             if failure is not None and failure is self._channel.failure and where != _ABOVE and self._error() not in self._text:
@@ -153,7 +155,7 @@ class Watchdog:
 
     def _error(self) -> str:
         error = self._channel.traceback
-        return f"\nThe run on this rank ended by an error:\n{error}" if error else ""
+        return f"\nThe run on this rank ended with an error:\n{error}" if error else ""
 
     def _end(self, failure: Failure) -> None:
         rank = self._channel.rank
@@ -166,7 +168,7 @@ class Watchdog:
 
 
 def _save(folder: str | Path | None, rank: int, text: str, *, more: bool = False) -> str:
-    """Write stacks, or append to them, as the process may be ended at any moment. Returns where they are."""
+    """Write stacks, or append to them. Returns where they are."""
     problem = ""
     if folder is not None:
         path = Path(folder, "stacks", f"rank-{rank}.txt")

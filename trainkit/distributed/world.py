@@ -1,8 +1,8 @@
-"""`World`: the rank and size of a process, and small collectives that keep the ranks in step.
+"""`World`: the rank and size of a process, and small collectives that synchronize the ranks.
 
-These collectives carry numbers, names and decisions. They use gloo on the CPU with a group of their own, so that they neither
-wait for a device nor mix with the collectives of the gradients. Every rank calls the same methods in the same order, from its
-main thread; for other threads there is `World.thread_exchange`.
+These collectives exchange numbers, names and decisions. They use their own gloo group on the CPU, so they neither wait for a
+device nor mix with the collectives of the gradients. Every rank calls the same methods in the same order, from its main
+thread; other threads use `World.thread_exchange`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class World:
         devices: number of devices per process, each with its own micro-batch.
         launcher: what started the processes, for messages.
         control: a gloo group of all ranks, used by this object only.
-        channel: the connection in addition to the collectives.
+        channel: the connection between all ranks that works without collectives.
         watchdog: ends this process when another rank has failed.
         restarts: how many times the launcher has restarted the processes after a failure.
-        memory: keeps values over such a restart.
+        memory: keeps texts over such a restart.
 
     Attributes:
         collectives: counts the collectives of this process: `with world.collectives:` around each one of the main thread.
@@ -95,13 +95,13 @@ class World:
         return self.size * self.devices
 
     def exchange(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order. Values are JSON: lists, dicts, strings, numbers (nan, too)."""
+        """The values of all ranks, in rank order. Values are JSON: lists, dicts, strings, numbers (including nan)."""
         if self.size == 1:
             return [value]
         return [json.loads(bytes(data)) for data in self._gathered(json.dumps(value).encode())]
 
     def exchange_state(self, value: Any) -> list[Any]:
-        """Like `exchange`, for values that a checkpoint can hold: tuples, bytes, arrays, tensors and more.
+        """Like `exchange`, for values that a checkpoint can contain: tuples, bytes, arrays, tensors and more.
 
         If there are several ranks, tensors are returned on the CPU.
 
@@ -123,11 +123,11 @@ class World:
 
     def agree(self, error: BaseException | None = None) -> str | None:
         """The error of the first rank that has one, with its rank; `None` if no rank has one."""
-        said = self.exchange(None if error is None else f"{type(error).__name__}: {error}")
-        return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None), None)
+        errors = self.exchange(None if error is None else f"{type(error).__name__}: {error}")
+        return next((f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None), None)
 
     def rows(self, values: Sequence[float]) -> list[list[float]]:
-        """The numbers of each rank, in float64; all ranks give the same number of them."""
+        """The numbers of each rank, in float64; all ranks pass the same number of values."""
         if self.size == 1:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.float64)
@@ -159,7 +159,7 @@ class World:
             self._memory.set(key, text)
 
     def load_text(self, key: str) -> str | None:
-        """The text that was kept under a key, before a restart or since. Collective."""
+        """The text of a key, stored before a restart or since. Collective."""
         remembered = self._memory.get(key) if self._memory is not None and self.is_main else None
         text: str | None = self.from_main(remembered)
         return text
@@ -172,7 +172,7 @@ class World:
     def thread_exchange(self, name: str) -> ThreadExchange:
         """Exchanges for a thread other than the main thread, or for a wait that may be long."""
         if self.size > 1 and self.channel is None:
-            raise ValueError(f"{self!r} has no channel, and a team of several processes needs one")
+            raise ValueError(f"{self!r} has no channel, which exchanges in a thread need. Use World(channel=Channel.open(...))")
         return ThreadExchange(name, self.channel if self.size > 1 else None, self.rank, self.size)
 
     def _gathered(self, data: bytes) -> list[memoryview]:
@@ -216,10 +216,10 @@ class Pending:
 
 
 class ThreadExchange:
-    """`World.exchange` without collectives: for one thread at a time, which may be any, and without a time limit.
+    """`World.exchange` without collectives and without a time limit, for any thread, but one thread at a time.
 
     Args:
-        name: its name, the same on all ranks; there is one of each name at a time.
+        name: its name, the same on all ranks. Only one `ThreadExchange` has the name at a time.
         channel: the connection; `None` for a single process.
         rank: the rank of this process.
         size: the world size.
@@ -236,18 +236,18 @@ class ThreadExchange:
         self._name, self._channel = name, channel
         self.completed = 0
 
-    def exchange(self, value: Any, looking: Callable[[], None] | None = None) -> list[Any]:
+    def exchange(self, value: Any, while_waiting: Callable[[], None] | None = None) -> list[Any]:
         """The values of all ranks, in rank order; JSON.
 
         An exchange that an error or a signal ended before it was complete does not count: the next one takes its place.
 
         Args:
             value: the value of this rank.
-            looking: called from time to time while it waits; an exception in it ends the wait.
+            while_waiting: called from time to time during the wait; an exception in it ends the wait.
         """
         if self._channel is None:
             return [value]
-        return self._channel.exchange(f"{self._name}/{self.completed + 1}", value, looking, self._complete)
+        return self._channel.exchange(f"{self._name}/{self.completed + 1}", value, while_waiting, self._complete)
 
     def _complete(self) -> None:
         self.completed += 1

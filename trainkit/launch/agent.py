@@ -1,6 +1,6 @@
 """The launcher of a node: `run_job` starts the workers, passes signals on to them and returns their exit code.
 
-Torch elastic runs in a thread: it finds the other nodes, numbers the workers and watches a guard for each of them. The main
+Torch elastic runs in a thread. It finds the other nodes, numbers the workers and watches a guard for each of them. The main
 thread handles signals and starts, watches, ends and restarts the workers.
 """
 
@@ -36,14 +36,14 @@ from trainkit.launch.environment import LAUNCHER
 from trainkit.launch.interface import set_gloo_interface
 from trainkit.launch.rank_info import is_local
 from trainkit.launch.rendezvous import BACKEND, NodesChanged, Rendezvous
-from trainkit.launch.verdict import FAILED, INTERRUPTED, PREEMPTED, Verdict, judge
+from trainkit.launch.verdict import FAILED, INTERRUPTED, PREEMPTED, Verdict, make_verdict
 from trainkit.launch.workers import Workers
 
 __all__ = ["Job", "run_job", "run_to_end"]
 
 _REPEAT = 1.0  # seconds within which a repeated signal counts once: a batch system signals the launcher and its process group
 _LEAVE = 2.0  # seconds for elastic's thread to end when the job is over
-_STEP = 0.05  # seconds between two looks at the workers
+_STEP = 0.05  # seconds between two checks of the workers
 _PORT = 29500
 _LOST = "torch elastic has stopped the processes"
 _STOP_AND_CONTINUE = [getattr(signal, name) for name in ("SIGTSTP", "SIGCONT") if hasattr(signal, name)]
@@ -55,7 +55,7 @@ class Job:
 
     Attributes:
         command: the command line of a worker.
-        environment: its environment variables; the launcher adds its rank and so on.
+        environment: its environment variables; the launcher adds its rank and the other variables of torch elastic.
         per_node: workers on this node.
         least: smallest number of nodes.
         most: largest number of nodes.
@@ -138,7 +138,7 @@ class _Run:
         return Verdict(INTERRUPTED if self._received[0] == signal.SIGINT else PREEMPTED, True, None, None)
 
     def close(self) -> None:
-        """Leave the other nodes."""
+        """Disconnect from the other nodes."""
         if self._rendezvous.leave() and self._elastic is not None:
             self._elastic.join(_LEAVE)
 
@@ -161,10 +161,10 @@ class _Run:
                 workers.stopped |= not self._elastic.is_alive()
                 workers.check()
         finally:
-            if workers is not None:  # none is left, whatever was raised
+            if workers is not None:  # whatever was raised, no worker stays behind
                 workers.kill_leftovers()
         if workers is not None:
-            verdict = self._judge(workers)
+            verdict = self._make_verdict(workers)
         succeeded = verdict is not None and verdict.code == 0
         pids.rename(folder / guard.DONE) if succeeded else pids.unlink()
         while self._elastic.is_alive() and not self._received and not (succeeded and self._rendezvous.is_closed()):
@@ -194,13 +194,13 @@ class _Run:
             self._error = error
 
     def _start_workers(self, folder: Path) -> Workers | None:
-        """Start the workers, if all guards have reported and no signal has come."""
+        """Start the workers, if all guards have reported and there was no signal."""
         job = self._job
         files = [folder / guard.place_file(local_rank) for local_rank in range(job.per_node)]
         if not all(file.exists() for file in files):
             return None
         shared = dict(job.environment)
-        if job.per_node > 1:  # else each worker would use all cores
+        if job.per_node > 1:  # otherwise each worker would use all cores
             shared.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // job.per_node)))
         if job.most > 1 and job.master_addr is not None and not is_local(job.master_addr):
             set_gloo_interface(shared, job.master_addr)
@@ -210,12 +210,12 @@ class _Run:
         environments = [{**shared, **json.loads(file.read_text()), **own} for file in files]
         return None if self._noted else Workers(job.command, environments, folder / guard.WORKERS, job.grace, job.output)
 
-    def _judge(self, workers: Workers) -> Verdict | None:
+    def _make_verdict(self, workers: Workers) -> Verdict | None:
         """The verdict on workers that have ended; `None` if elastic has ended them."""
         ended = [(end.rank, end.code) for end in workers.ended if end.rank not in workers.terminated]
         if workers.stopped and workers.terminated and not any(code for _, code in ended):
             return None
-        return judge(ended, [] if workers.stopped else sorted(workers.terminated), self._received, self._job.grace)
+        return make_verdict(ended, [] if workers.stopped else sorted(workers.terminated), self._received, self._job.grace)
 
     def _handle_signals(self, workers: Workers | None) -> None:
         """Pass the signals of this process on to the workers."""
@@ -229,7 +229,7 @@ class _Run:
             elif number == signal.SIGINT or number not in self._received or now - self._last > _REPEAT:
                 self._received.append(number)
                 self._last = now
-                if workers is not None:  # to which a closed terminal is a request to end
+                if workers is not None:  # for workers a closed terminal is a stop request
                     workers.signal(signal.SIGTERM if number == getattr(signal, "SIGHUP", 0) else number)
 
 
@@ -250,9 +250,9 @@ def run_to_end(job: Job) -> Verdict:
     """Run a job to its end; returns the verdict on it."""
     if job.most > 1 and job.master_addr is None:
         raise ConfigurationError(
-            f"{job.most} nodes need the address of the first one. Give it on all nodes: --master-addr HOST"
+            f"{job.most} nodes need the address of the first node. Set it on all nodes: --master-addr HOST"
         )
-    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # which does not fill up as a disk does
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # memory: a full disk does not matter
     with _quiet(), tempfile.TemporaryDirectory(prefix="trainkit-", dir=place, ignore_cleanup_errors=True) as folder:
         run = _Run(job)
         with _signals(run.note):
@@ -264,7 +264,7 @@ def run_to_end(job: Job) -> Verdict:
 
 @contextmanager
 def _signals(note: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Note the signals to this process, but those that are ignored, by nohup or a shell's &."""
+    """Note the signals to this process, except those that are ignored (nohup, or & in a shell)."""
     before = {}
     if threading.current_thread() is threading.main_thread():
         names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGTSTP", "SIGCONT")
@@ -282,13 +282,13 @@ def _signals(note: Callable[[int, FrameType | None], None]) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence elastic's log and warnings: our own messages say what users need. Restore the environment."""
+    """Silence elastic's log and warnings, because our own messages are enough for users. Restore the environment."""
     log, silent = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
     before, log.propagate = log.propagate, False
     log.addHandler(silent)
     variables = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHELASTIC_SIGNALS_TO_HANDLE")  # torch sets the second one
     given = {name: os.environ[name] for name in variables if name in os.environ}
-    os.environ[variables[0]] = "1"  # else a node that joins waits for the address of a store, which the others know
+    os.environ[variables[0]] = "1"  # otherwise a node that joins waits for the address of a store
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

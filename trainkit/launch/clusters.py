@@ -1,4 +1,4 @@
-"""The place of a process that SLURM, MPI or LSF has started, by the environment variables that they set."""
+"""The ranks of a process that SLURM, MPI or LSF has started, from the environment variables that they set."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def slurm_place(env: Mapping[str, str]) -> RankInfo | None:
 
 
 def _tasks(env: Mapping[str, str], size: int) -> list[int]:
-    """The number of tasks of each node; empty if it is not known."""
+    """The number of tasks of each node; empty if unknown."""
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
         text = env.get(name)
         if text:
@@ -76,7 +76,7 @@ def _slurm_address(env: Mapping[str, str], nodes: int | None) -> tuple[str, int]
         address = "127.0.0.1"
     if not address:
         raise ConfigurationError(
-            "SLURM_STEP_NODELIST and SLURM_JOB_NODELIST are not set, so the node of rank 0 is not known. Set its address: "
+            "SLURM_STEP_NODELIST and SLURM_JOB_NODELIST are not set, so the node of rank 0 is unknown. Set its address: "
             'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         )
     return address, port_number(env, "MASTER_PORT") or stable_port(job, step)
@@ -88,7 +88,7 @@ def tasks_of_nodes(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
         if match is None:
-            raise ConfigurationError(f"expected SLURM's number of tasks of each node, as '2(x3),1', not {text!r}.")
+            raise ConfigurationError(f"expected SLURM's number of tasks of each node, such as '2(x3),1', not {text!r}.")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -107,13 +107,13 @@ def _expanded(part: str, text: str) -> Iterator[str]:
     match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]*)\](.*)", part)
     if match is None:
         if not part or "[" in part or "]" in part:
-            raise ConfigurationError(f"expected SLURM's list of nodes, as 'node[03-05,9],gpu7', not {text!r}.")
+            raise ConfigurationError(f"expected SLURM's list of nodes, such as 'node[03-05,9],gpu7', not {text!r}.")
         yield part
         return
     for piece in match[2].split(","):
         span = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", piece)
         if span is None or int(span[2] or span[1]) < int(span[1]):
-            raise ConfigurationError(f"expected SLURM's list of nodes, as 'node[03-05,9],gpu7', not {text!r}.")
+            raise ConfigurationError(f"expected SLURM's list of nodes, such as 'node[03-05,9],gpu7', not {text!r}.")
         for index in range(int(span[1]), int(span[2] or span[1]) + 1):
             for rest in _expanded(match[3], text) if match[3] else [""]:
                 yield f"{match[1]}{index:0{len(span[1])}d}{rest}"
@@ -124,16 +124,16 @@ def _expanded(part: str, text: str) -> Iterator[str]:
 
 def mpi_place(env: Mapping[str, str]) -> RankInfo | None:
     """A process of `mpirun`: Open MPI, MVAPICH, MPICH or Intel MPI."""
-    found = [(names, said) for names in _MPI if (said := _rank_and_size(env, names[1], names[2])) is not None]
+    found = [(names, pair) for names in _MPI if (pair := _rank_and_size(env, names[1], names[2])) is not None]
     if not found:
         return None
     (launcher, rank, size, local_rank, local_size), (index, count) = found[0]
-    for names, said in found[1:]:
-        if said != (index, count):
+    for names, (other_index, other_count) in found[1:]:
+        if (other_index, other_count) != (index, count):
             raise ConfigurationError(
-                f"two launchers disagree: {launcher} says that this is process {index} of {count} ({rank}, {size}), {names[0]} "
-                f"that it is process {said[0]} of {said[1]} ({names[1]}, {names[2]}). Before mpirun, unset the variables of "
-                f"the other one: unset {names[1]} {names[2]}"
+                f"two launchers disagree: this is process {index} of {count} for {launcher} ({rank}, {size}), but process "
+                f"{other_index} of {other_count} for {names[0]} ({names[1]}, {names[2]}). Before mpirun, unset the variables "
+                f"of the launcher that you do not use: unset {names[1]} {names[2]}"
             )
     hydra = rank == "PMI_RANK"
     here = number(env, local_size, "PMI_LOCAL_SIZE") if hydra else number(env, local_size)
@@ -174,7 +174,7 @@ def _mpi_address(env: Mapping[str, str], size: int, local_size: int | None) -> t
         address = _first_of_batch(env)
     if not address:
         raise ConfigurationError(
-            "mpirun has started processes on several nodes, and does not say on which one rank 0 runs. Set it, on the first "
+            "mpirun has started processes on several nodes, but the node of rank 0 is unknown. Set its address, on the first "
             "node: mpirun -x MASTER_ADDR=$(hostname) …   (Open MPI), or mpirun -genv MASTER_ADDR $(hostname) …   (MPICH, "
             "Intel MPI)"
         )
@@ -202,7 +202,7 @@ def jsrun_place(env: Mapping[str, str]) -> RankInfo | None:
         raise ConfigurationError("JSM_NAMESPACE_RANK is set, but JSM_NAMESPACE_SIZE is not. Start the script with jsrun.")
     listed = env.get("LSB_MCPU_HOSTS", "").split()
     names, slots = listed[::2], listed[1::2]
-    if len(names) > 1 and slots[:1] == ["1"]:  # the node of the batch script, on which jsrun starts nothing
+    if len(names) > 1 and slots[:1] == ["1"]:  # the node of the batch script, where jsrun starts nothing
         names = names[1:]
     address = env.get("MASTER_ADDR", "").strip() or (names[0] if names else "")
     if not address and size > 1:

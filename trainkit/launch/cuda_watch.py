@@ -25,9 +25,9 @@ def watch_cuda() -> None:
 
     _watching = True
     if torch.cuda.is_initialized():
-        _where = "an earlier line than 'import trainkit' (import it first to see which)"
+        _where = "a line before 'import trainkit' (to see which, import trainkit first)"
     else:
-        torch.cuda._lazy_call(_note)  # torch has no public hook
+        torch.cuda._lazy_call(_record_line)  # torch has no public hook
 
 
 def warn_if_cuda_initialized(launcher: str) -> None:
@@ -38,12 +38,12 @@ def warn_if_cuda_initialized(launcher: str) -> None:
     """
     if _where is not None:
         warn(
-            f"{launcher} starts processes, but this process has initialized CUDA before, at {_where}. It may hold GPU memory "
+            f"{launcher} starts processes, but this process has already initialized CUDA, at {_where}. It may use GPU memory "
             "that they need. Move that line after the one that creates the Accelerator or Trainer, or into the function."
         )
 
 
-def _note() -> None:
+def _record_line() -> None:
     global _where
     _, frame = find_caller(sys._getframe())
     if frame is None or frame.f_globals.get("__name__") == "threading":

@@ -12,9 +12,9 @@ from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.self_start import in_notebook
 
-__all__ = ["check_wanted", "device_of", "processes_of_a_machine"]
+__all__ = ["check_wanted", "device_of", "processes_per_node"]
 
-# The command that starts another number of processes, by launcher.
+# Launcher → the command that starts the requested number of processes.
 _HOW = {
     "torchrun": "torchrun --nproc-per-node {each} script.py",
     "deepspeed": "deepspeed --num_gpus {each} script.py",
@@ -27,7 +27,7 @@ _HOW = {
 }
 
 
-def processes_of_a_machine(wanted: RequestedDevices) -> int:
+def processes_per_node(wanted: RequestedDevices) -> int:
     """Number of processes of a node if no launcher has started any: the requested number, else one for each GPU."""
     if wanted.per_node is not None and wanted.per_node >= 0:
         return wanted.per_node
@@ -52,7 +52,7 @@ def check_wanted(wanted: RequestedDevices, size: int, local_size: int | None, no
         launcher: What started the processes, for the message.
 
     Raises:
-        ConfigurationError: They do; the message has the command that starts the requested number of processes.
+        ConfigurationError: They contradict each other; the message has the command for the requested number of processes.
     """
     each = None if wanted.per_node == -1 else wanted.per_node
     machines = wanted.nodes
@@ -63,8 +63,8 @@ def check_wanted(wanted: RequestedDevices, size: int, local_size: int | None, no
     how = _HOW.get(launcher, "trainkit launch --nproc-per-node {each} script.py")
     number = each or max(1, size // (nodes or 1))
     raise ConfigurationError(
-        f"{asked} contradicts what was started: {there}, by {launcher}. Leave {'it' if ',' not in asked else 'them'} out, or "
-        f"start as many processes: {how.format(each=number, all=number * (machines or nodes or 1))}"
+        f"{asked} contradicts the processes that were started: {there}, by {launcher}. Remove {asked}, or start the requested "
+        f"number of processes: {how.format(each=number, all=number * (machines or nodes or 1))}"
     )
 
 
@@ -93,16 +93,16 @@ def device_of(wanted: RequestedDevices, world: World) -> torch.device:
     if not cuda:
         if wanted.accelerator == "mps" and world.local_size > 1:
             raise ConfigurationError(
-                f"accelerator='mps': there is one such device, but this node has {world.local_size} processes. Use "
+                f"accelerator='mps': there is only one MPS device, but this node has {world.local_size} processes. Use "
                 "accelerator='cpu', or one process: devices=1"
             )
         return torch.device("mps" if wanted.accelerator == "mps" else "cpu")
     index, problem = _gpu(wanted, world)
     ranks = world.exchange({"problem": problem, "gpu": None if problem else _identity(index)})
-    for rank, said in enumerate(ranks):
-        if said["problem"]:
-            raise ConfigurationError(f"rank {rank}: {said['problem']}")
-    _refuse_sharing([said["gpu"] for said in ranks])
+    for rank, found in enumerate(ranks):
+        if found["problem"]:
+            raise ConfigurationError(f"rank {rank}: {found['problem']}")
+    _refuse_shared_gpus([found["gpu"] for found in ranks])
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -110,19 +110,20 @@ def device_of(wanted: RequestedDevices, world: World) -> torch.device:
 def _gpu(wanted: RequestedDevices, world: World) -> tuple[int, str | None]:
     """The index of this process's GPU, and what is wrong with it."""
     if not torch.cuda.is_available():
-        return 0, "torch sees no GPU. Use accelerator='cpu', or install a build of torch for CUDA."
+        return 0, "torch sees no GPU. Use accelerator='cpu', or install a CUDA build of torch."
     count = torch.cuda.device_count()
     if wanted.indices is not None:
         if world.local_rank >= len(wanted.indices):
             return 0, (
                 f"devices={list(wanted.indices)} names {counted(len(wanted.indices), 'GPU')}, but this node has "
-                f"{world.local_size} processes. Name one for each."
+                f"{world.local_size} processes. Name one GPU for each process."
             )
         index = wanted.indices[world.local_rank]
         if index >= count:
-            return 0, f"devices={list(wanted.indices)}: there is no GPU number {index}; torch sees {count}, from 0."
+            seen = f"torch sees {counted(count, 'GPU')}, numbered from 0"
+            return 0, f"devices={list(wanted.indices)}: GPU {index} does not exist: {seen}. Use smaller numbers."
         return index, None
-    if count == 1:  # a batch system may show each process its own; a shared one is found below
+    if count == 1:  # a batch system may show each process its own GPU; `device_of` finds shared ones
         return 0, None
     if world.local_rank >= count:
         return 0, (
@@ -138,12 +139,12 @@ def _identity(index: int) -> str:
     return str(getattr(properties, "uuid", ""))
 
 
-def _refuse_sharing(gpus: list[str]) -> None:
+def _refuse_shared_gpus(gpus: list[str]) -> None:
     known: dict[str, int] = {}
     for rank, gpu in enumerate(gpus):
         if gpu and gpu in known:
             raise ConfigurationError(
-                f"ranks {known[gpu]} and {rank} have the same GPU, but each process needs its own. Start as many processes as "
-                "there are GPUs, and let the batch system show each process all GPUs of the node, or its own one."
+                f"ranks {known[gpu]} and {rank} have the same GPU, but each process needs its own. Start one process per GPU, "
+                "and let the batch system show each process all GPUs of the node, or only its own."
             )
         known[gpu] = rank

@@ -1,4 +1,4 @@
-"""`read_place`: which launcher started this process, by environment variables: torchrun, DeepSpeed, SLURM, MPI, LSF, …"""
+"""`read_place`: which launcher started this process, from environment variables: torchrun, DeepSpeed, SLURM, MPI, LSF, …"""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ __all__ = ["LAUNCHER", "SCRIPT", "RankInfo", "read_place"]
 _TORCHRUN = ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 _DEEPSPEED = ("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 
-# Set by our own agent: what started it, for messages.
+# Set by trainkit's launcher: what started it, for messages.
 LAUNCHER = "TRAINKIT_LAUNCHER"
 SCRIPT = "this script"
 
 _FIX = (
-    "Start the processes with: trainkit launch --nproc-per-node N script.py   (or torchrun), which set all of RANK, "
-    "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; or unset these variables."
+    "Start the processes with: trainkit launch --nproc-per-node N script.py   (or torchrun), which sets RANK, WORLD_SIZE, "
+    "LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Or unset these variables."
 )
 
 
 def read_place(env: Mapping[str, str]) -> RankInfo | None:
-    """The place of this process among those that a launcher started.
+    """The ranks of this process, if a launcher started it.
 
     Args:
         env: the environment variables, as in `os.environ`.
 
     Returns:
-        The place; `None` if no launcher started several processes: in a shell, a notebook, the script of a batch job, an
+        The ranks; `None` if no launcher started several processes: in a shell, a notebook, the script of a batch job, an
         interactive shell in an allocation, a single task.
 
     Raises:
@@ -40,24 +40,24 @@ def read_place(env: Mapping[str, str]) -> RankInfo | None:
     """
     plain = _plain(env)
     if plain is not None and env.get("LOCAL_RANK", "") != "":
-        return plain  # a complete set; other variables are of what started that launcher
+        return plain  # a complete set; other variables belong to what started that launcher
     outer = _cluster(env)
     if plain is None or outer is None:
         return plain or outer or _kubernetes(env)
     if (plain.rank, plain.size) != (outer.rank, outer.size):
         raise ConfigurationError(
-            f"two launchers disagree: RANK={plain.rank} and WORLD_SIZE={plain.size}, but {outer.launcher} says that this is "
-            f"process {outer.rank} of {outer.size} ({outer.reason}). Unset RANK and WORLD_SIZE, or set LOCAL_RANK, MASTER_ADDR "
-            "and MASTER_PORT too, if they are right."
+            f"two launchers disagree: RANK={plain.rank} and WORLD_SIZE={plain.size}, but this is process {outer.rank} of "
+            f"{outer.size} for {outer.launcher} ({outer.reason}). Unset RANK and WORLD_SIZE; or, if they are right, also set "
+            "LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
         )
     return outer
 
 
 def _cluster(env: Mapping[str, str]) -> RankInfo | None:
-    """The place by a batch system or MPI. In a SLURM job mpirun counts, not its daemons, which srun started."""
+    """The ranks set by a batch system or MPI. In a SLURM job mpirun counts, not its daemons, which srun started."""
     jsrun, mpi, slurm = jsrun_place(env), mpi_place(env), slurm_place(env)
     if mpi is not None and slurm is not None and (mpi.rank, mpi.size) == (slurm.rank, slurm.size):
-        return slurm  # srun --mpi=pmi2 sets both, and SLURM's say more
+        return slurm  # srun --mpi=pmi2 sets both, and SLURM's variables contain more
     place = jsrun or mpi or slurm
     if place is None or place.size == 1:
         return None
@@ -71,7 +71,7 @@ def _cluster(env: Mapping[str, str]) -> RankInfo | None:
 
 
 def _plain(env: Mapping[str, str]) -> RankInfo | None:
-    """The place by RANK and WORLD_SIZE, which torchrun, the Kubernetes operators or the user set."""
+    """The ranks in RANK and WORLD_SIZE, which torchrun, the Kubernetes operators or the user set."""
     rank, size = number(env, "RANK"), number(env, "WORLD_SIZE")
     if rank is None:
         _check_lone_size(env, size)
@@ -160,7 +160,7 @@ def _in_kubernetes(env: Mapping[str, str]) -> bool:
 
 
 def _one_in_each_pod(env: Mapping[str, str], place: RankInfo) -> RankInfo:
-    """The training operator numbers its pods; each runs the processes that its command starts, here one."""
+    """The training operator numbers its pods. Each pod runs the processes that its command starts, in this case one."""
     each = env.get("PET_NPROC_PER_NODE", "1")
     if each.isdigit() and int(each) > 1:
         raise ConfigurationError(
@@ -171,7 +171,7 @@ def _one_in_each_pod(env: Mapping[str, str], place: RankInfo) -> RankInfo:
 
 
 def _kubernetes(env: Mapping[str, str]) -> RankInfo | None:
-    """The place by the PET_ variables, which are for torchrun, in a pod whose command is the script itself."""
+    """The ranks in the PET_ variables, which are for torchrun, in a pod whose command is the script itself."""
     text = env.get("PET_NNODES", "1").strip()
     if text in ("", "1", "1:1"):
         return None
@@ -179,7 +179,7 @@ def _kubernetes(env: Mapping[str, str]) -> RankInfo | None:
     address, port = env.get("PET_MASTER_ADDR", "").strip(), port_number(env, "PET_MASTER_PORT")
     if nodes is None or rank is None or not address or port is None:
         raise ConfigurationError(
-            f"PET_NNODES={text}: this pod is one of several, but its rank and the address of the first one are not set. Set "
+            f"PET_NNODES={text}: this pod is one of several, but its rank or the address of the first pod is not set. Set "
             "the command of the pods to: trainkit launch script.py   (or torchrun). To run this process alone: unset "
             "PET_NNODES"
         )

@@ -1,8 +1,8 @@
 """A guard: the process that torch elastic starts in place of a worker, run by the path of this file.
 
 Elastic ends all its processes when one has failed or exited with 143. So it numbers and watches guards, and the launcher starts
-the workers. A guard reports its variables and waits for the launcher; if the launcher was killed, it kills the workers and what
-they have started. It imports the standard library only: that takes 10 ms and 10 MB.
+the workers. A guard reports its variables and waits for the launcher. If the launcher was killed, the guard kills the workers
+and what they have started. It imports only the standard library, which takes 10 ms and 10 MB.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 
 __all__ = ["DONE", "WORKERS", "guard", "place_file"]
 
-WORKERS = "workers"  # in the launcher's folder: the process IDs of the workers, while there are any or some are to be started
+WORKERS = "workers"  # in the launcher's folder: the process IDs of the workers; exists until all of them have ended
 DONE = "done"  # the file's name when all workers have succeeded
 _STEP = 0.05  # seconds
 _PLACE = (

@@ -27,7 +27,7 @@ def read_hostfile(path: str | Path) -> list[Host]:
     """The hosts of a file, in its order; `#` begins a comment.
 
     Raises:
-        ConfigurationError: no such file, a wrong line, a host that is named twice, or no host.
+        ConfigurationError: no such file, a wrong line, a host that is named twice, or no hosts.
     """
     try:
         text = Path(path).read_text("utf-8")
@@ -41,13 +41,13 @@ def read_hostfile(path: str | Path) -> list[Host]:
             continue
         match = re.fullmatch(r"([^\s-]\S*)\s+slots=0*([1-9]\d*)", content)  # ssh would take -x for an option
         if match is None:
-            problem = f"expected a host and its number of processes, as 'node1 slots=8', not {content!r}."
+            problem = f"expected a host and its number of processes, such as 'node1 slots=8', not {content!r}."
             raise ConfigurationError(f"{path}, line {number}: {problem}")
         host = Host(match[1], int(match[2]))
         if host.address in hosts:
-            problem = f"{host.address!r} is in line {hosts[host.address][1]} already. Name each host once, with all its slots."
+            problem = f"{host.address!r} is already in line {hosts[host.address][1]}. Name each host once, with all its slots."
             raise ConfigurationError(f"{path}, line {number}: {problem}")
         hosts[host.address] = host, number
     if not hosts:
-        raise ConfigurationError(f"{path} names no host. It should have lines such as: node1 slots=8")
+        raise ConfigurationError(f"{path} contains no hosts. Expected lines such as: node1 slots=8")
     return [host for host, _ in hosts.values()]

@@ -1,4 +1,4 @@
-"""`set_gloo_interface`: set the network interface of gloo, where gloo would choose one that other nodes cannot reach.
+"""`set_gloo_interface`: set the network interface of gloo if gloo would choose one that other nodes cannot reach.
 
 gloo uses the address of the host name. On many hosts that is a loopback address (`127.0.1.1` in `/etc/hosts`).
 """

@@ -1,4 +1,4 @@
-"""`join`: how this process becomes one of the processes of a run, which the user, a launcher or this script has started."""
+"""`join`: make this process one of the processes of a run, which the user, a launcher or this script has started."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from trainkit.distributed.restart_store import RestartStore, restarts
 from trainkit.distributed.watchdog import Watchdog
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
-from trainkit.launch.devices import check_wanted, device_of, processes_of_a_machine
+from trainkit.launch.devices import check_wanted, device_of, processes_per_node
 from trainkit.launch.environment import RankInfo, read_place
 from trainkit.launch.process_group import default_group, make_default_group
 from trainkit.launch.script_options import placed
-from trainkit.launch.self_start import become_agent, command_again
+from trainkit.launch.self_start import become_agent, start_command
 
 __all__ = ["device_of", "join", "joined", "note_single_process", "processes", "single_world"]
 
 
 @dataclass(frozen=True)
 class _Joined:
-    """The world of this process, and its default process group; `ours`: whether `join` has made the group."""
+    """The world of this process, and its default process group; `ours`: whether `join` has created the group."""
 
     world: World
     group: Any
@@ -43,7 +43,7 @@ class _Joined:
     failure_report: FailureReport | None = None
 
     def close(self) -> None:
-        """Leave the other processes."""
+        """Disconnect from the other processes."""
         if self.failure_report is not None:
             self.failure_report.close()
         if self.world.channel is not None:
@@ -54,11 +54,11 @@ class _Joined:
 
 
 _joined: _Joined | None = None  # shared by all runs of the process
-_earlier: set[int | None] = set()  # devices that earlier runs of this process have asked for, as a single process
+_earlier: set[int | None] = set()  # `devices` of earlier runs of this process with one process
 
 
 def processes(wanted: RequestedDevices) -> int:
-    """The number of processes of a run on these devices, whether they are started already or not.
+    """The number of processes of a run on these devices, whether or not they have been started.
 
     Raises:
         ConfigurationError: The variables of a launcher, or its `--local_rank`, contradict each other.
@@ -66,7 +66,7 @@ def processes(wanted: RequestedDevices) -> int:
     if default_group() is not None:
         return dist.get_world_size()
     place = _place()
-    return processes_of_a_machine(wanted) * (wanted.nodes or 1) if place is None else place.size
+    return processes_per_node(wanted) * (wanted.nodes or 1) if place is None else place.size
 
 
 def note_single_process(devices: int | None) -> None:
@@ -123,7 +123,7 @@ def joined() -> World:
     place = _place()
     if default_group() is not None or (place is not None and place.size > 1):
         raise ConfigurationError(
-            "this process is one of several, and has not joined them yet. Create the Accelerator (or Trainer) before."
+            "this process is one of several, but has not joined them yet. Create the Accelerator (or Trainer) first."
         )
     return World()
 
@@ -137,13 +137,13 @@ def single_world() -> World:
 
 
 def _place() -> RankInfo | None:
-    """What a launcher says about this process, in environment variables and on the command line."""
+    """The ranks of this process that a launcher has set, in environment variables and on the command line."""
     return placed(read_place(os.environ), sys.argv[1:])
 
 
 def _start(wanted: RequestedDevices) -> None:
     """Start the processes; does not return."""
-    each, nodes = processes_of_a_machine(wanted), wanted.nodes or 1
+    each, nodes = processes_per_node(wanted), wanted.nodes or 1
     if nodes > 1:
         raise ConfigurationError(
             f"num_nodes={nodes}: a script can start processes on its own node only. Start it on each node: "
@@ -157,9 +157,9 @@ def _start(wanted: RequestedDevices) -> None:
         )
     if multiprocessing.parent_process() is not None:
         raise ConfigurationError(
-            f"devices={each} in a process of multiprocessing, which cannot start others. If it is one of several that train "
-            "together, call this before you create the Trainer: torch.distributed.init_process_group('gloo', rank=rank, "
-            "world_size=N, init_method='tcp://127.0.0.1:29500')   ('nccl' for GPUs). Else use devices=1."
+            f"devices={each} in a multiprocessing child, which cannot start other processes. If it is one of several processes "
+            "that train together, call this before you create the Trainer: torch.distributed.init_process_group('gloo', "
+            "rank=rank, world_size=N, init_method='tcp://127.0.0.1:29500')   ('nccl' for GPUs). Otherwise use devices=1."
         )
     if wanted.accelerator == "cuda" or (wanted.accelerator == "auto" and torch.cuda.is_available()):
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -168,7 +168,7 @@ def _start(wanted: RequestedDevices) -> None:
                 f"devices={each}, but torch sees {gpus} GPU{'' if gpus == 1 else 's'}. Use devices={max(1, gpus)}, or "
                 f"accelerator='cpu', devices={each}."
             )
-    command_again(each)  # its message comes before that about earlier runs
+    start_command(each)  # its error comes before the message about earlier runs
     _mention_earlier_runs(each)
     become_agent(each)
 
@@ -182,14 +182,14 @@ def _mention_earlier_runs(each: int) -> None:
     again = f"devices={each} needs {each} processes, and each of them runs this script from its first line"
     if 1 in _earlier:
         raise ConfigurationError(
-            f"{again}. An earlier Trainer in it has devices=1 or strategy='single', which is for one process. Use "
-            f"devices={each} for all Trainers of the script, or move the part for one process to a script of its own and load "
+            f"{again}. An earlier Trainer in the script has devices=1 or strategy='single', which is for one process. Use "
+            f"devices={each} for all Trainers of the script, or move the part for one process to a separate script and load "
             "its checkpoint here."
         )
     if _earlier:
         notice(
-            f"{again}: what it has done so far with one process is repeated with {each}. To do it once, create the first "
-            f"Trainer with devices={each} too, or move that part to a script of its own and load its checkpoint."
+            f"{again}: the runs that it has finished with one process are repeated with {each}. To run them once, create the "
+            f"first Trainer with devices={each} too, or move that part to a separate script and load its checkpoint."
         )
 
 
@@ -203,7 +203,7 @@ def _enter(wanted: RequestedDevices, place: RankInfo | None, backend: str | None
         return _Joined(World(launcher="your own process group"), default_group(), ours=False)
     control = dist.new_group(backend="gloo", timeout=timeout)
     world = _world(place or _place_in_group(), control)
-    atexit.register(_leave, os.getpid())
+    atexit.register(_destroy_groups, os.getpid())
     set_printing(main=world.is_main, rank=world.rank)
     _write_whole_lines()
     nodes = f" on {world.nodes} nodes" if world.nodes > 1 else ""
@@ -216,7 +216,7 @@ def _enter(wanted: RequestedDevices, place: RankInfo | None, backend: str | None
 
 
 def _write_whole_lines() -> None:
-    """Write whole lines if a launcher has turned buffering off (python -u): else lines of several processes get mixed."""
+    """Write whole lines if a launcher has turned buffering off (python -u), so that lines of several processes do not mix."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.write_through:
             stream.reconfigure(line_buffering=True, write_through=False)
@@ -228,7 +228,7 @@ def _backend(wanted: RequestedDevices) -> str:
 
 
 def _place_in_group() -> RankInfo:
-    """The place of this process in the user's group; with its node, if a launcher has started it with the same rank."""
+    """The ranks of this process in the user's group; with its node, if a launcher has started it with the same rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     place = RankInfo(rank, size, None, None, None, None, os.environ.get("MASTER_ADDR", ""), 0, "your own process group", "")
     try:
@@ -241,7 +241,7 @@ def _place_in_group() -> RankInfo:
 
 
 def _world(place: RankInfo, control: Any) -> World:
-    """The world; what no launcher says about the nodes follows from the host names."""
+    """The world. Facts about the nodes that no launcher has set are derived from the host names."""
     world = World(place.rank, place.size, control=control)
     channel = Channel.open(place.rank, place.size, place.master_addr or None, world.from_main)
     facts = world.exchange([socket.gethostname(), restarts(os.environ)])
@@ -264,17 +264,17 @@ def _world(place: RankInfo, control: Any) -> World:
     )
 
 
-def _leave(process: int) -> None:
-    """Destroy the process groups that `join` has made, when the process with this ID exits.
+def _destroy_groups(process: int) -> None:
+    """Destroy the process groups that `join` has created, when the process with this ID exits.
 
-    Not after an error: the others may have exited, and waiting for them would keep this process from exiting.
+    Not after an error: the other ranks may have exited, and waiting for them would keep this process from exiting.
     """
     global _joined
     if _joined is None or os.getpid() != process or getattr(sys, "last_value", None) is not None:
         return
     joined, _joined = _joined, None
     groups = [joined.world.control]
-    if joined.group is not None and joined.group is default_group():  # else the user has destroyed all groups
+    if joined.group is not None and joined.group is default_group():  # otherwise the user has destroyed all groups
         if joined.ours:
             groups.append(joined.group)
             dist.destroy_process_group()

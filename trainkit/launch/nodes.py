@@ -1,4 +1,4 @@
-"""What the environment says about the nodes of a job to `trainkit launch`, which starts the workers of one of them."""
+"""The nodes of a job, from environment variables, for `trainkit launch`, which starts the workers of one node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Nodes", "grace", "join_timeout", "node_range", "quietly", "read_node
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a job, as far as they are known; `None`: not set.
+    """The nodes of a job; `None`: not set.
 
     Attributes:
         least: smallest number of nodes that the job runs on.
@@ -43,21 +43,21 @@ class Nodes:
 
 
 def read_nodes(env: Mapping[str, str]) -> Nodes:
-    """The nodes by the variables of Kubernetes' training operators, or of a batch system with one process on each node.
+    """The nodes in the variables of Kubernetes' training operators, or of a batch system with one process on each node.
 
     Raises:
         ConfigurationError: the variables contradict each other, or several processes were started on a node.
     """
     if env.get("LOCAL_RANK") and env.get("TORCHELASTIC_RUN_ID"):
-        return Nodes()  # inside a worker, whose own place the variables describe
+        return Nodes()  # inside a worker: the variables contain its own ranks
     if env.get("PET_NNODES"):
         return _kubernetes(env)
     place = jsrun_place(env) or mpi_place(env) or slurm_place(env)
     if place is not None and place.size > 1:
         if place.local_size not in (None, 1) or (place.nodes is not None and place.nodes != place.size):
             raise ConfigurationError(
-                f"{place.launcher} has started {place.size} processes, several on a node, and each would start workers of its "
-                "own. Start one on each node: srun --ntasks-per-node=1 trainkit launch …   Or remove trainkit launch: "
+                f"{place.launcher} has started {place.size} processes, several on a node, and each would start its own "
+                "workers. Start one on each node: srun --ntasks-per-node=1 trainkit launch …   Or remove trainkit launch: "
                 f"{place.launcher} then starts the script itself, once for each GPU."
             )
         return Nodes(place.size, place.size, place.rank, place.master_addr, place.master_port, source=place.launcher)
@@ -69,7 +69,7 @@ def node_range(text: str, name: str) -> tuple[int, int]:
     low, between, high = text.strip().partition(":")
     high = high if between else low
     if not low.isdigit() or not high.isdigit() or not 1 <= int(low) <= int(high):
-        raise ConfigurationError(f"{name} must be a number of nodes, or the smallest and the largest as 2:4, not {text!r}.")
+        raise ConfigurationError(f"{name} must be a number of nodes, or a range such as 2:4, not {text!r}.")
     return int(low), int(high)
 
 
@@ -117,7 +117,7 @@ def _kubernetes(env: Mapping[str, str]) -> Nodes:
 
 
 def _pods(env: Mapping[str, str]) -> Nodes:
-    """Pods numbered by RANK and WORLD_SIZE, which is all that the first operator for PyTorch sets."""
+    """Pods numbered by RANK and WORLD_SIZE: the first operator for PyTorch sets nothing else."""
     rank, size = number(env, "RANK"), number(env, "WORLD_SIZE")
     if "KUBERNETES_SERVICE_HOST" not in env or rank is None or size is None or size < 2:
         return Nodes()

@@ -1,8 +1,8 @@
 """`notebook_launcher`: run a function of a notebook or script in several fresh processes.
 
-`trainkit.launch.agent` starts the processes; the pickled call and its result go through a folder. Beyond that, users rely
-on what Accelerate's function checks and prints, on errors that name what cannot be sent or which rank has failed, on the source
-of cells in tracebacks, and on XLA, whose runtime starts the processes itself.
+`trainkit.launch.agent` starts the processes; the pickled call and its result go through a folder. This module adds the checks
+and output of Accelerate's function, errors that name what cannot be sent or which rank has failed, the source of cells in
+tracebacks, and XLA, whose runtime starts the processes itself.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def notebook_launcher(
     if not callable(function):
         raise ConfigurationError(f"{_NAME}: the first argument must be the function itself, not {function!r}: {_NAME}(train)")
     if not isinstance(args, tuple | list):
-        raise ConfigurationError(f"{_NAME}: args must be a tuple of the function's arguments, as args=(model,), not {args!r}.")
+        raise ConfigurationError(f"{_NAME}: args must be a tuple of arguments, such as args=(model,), not {args!r}.")
     mixed_precision = checked("mixed_precision", mixed_precision, KEYS, "mixed_precision")
     num_processes = whole_number(num_processes, f"{_NAME}(num_processes=)", 1, optional=True)
     max_restarts = whole_number(max_restarts, f"{_NAME}(max_restarts=)")
@@ -130,7 +130,7 @@ def _launch(
     output = WorkerOutput(template) if template is not None or is_redirected() else None
     task = {
         "argv": sys.argv,
-        # of cells, which are in no file, for tracebacks
+        # the source of cells, which are not files, for tracebacks
         "sources": {name: entry for name, entry in list(linecache.cache.items()) if len(entry) == 4 and entry[1] is None},
         "shows_progress": {} if output is None else progress,
         "replicas": replicas,
@@ -150,15 +150,17 @@ def _launch(
         try:
             verdict = run_to_end(job)
         except ConfigurationError as error:
-            raise ConfigurationError(f"{error} (In {_NAME}: master_addr, use_port and node_rank.)") from error
+            raise ConfigurationError(
+                f"{error} (In {_NAME} these are the arguments master_addr, use_port and node_rank.)"
+            ) from error
         failures, result = read_reports(Path(folder))
     _raise_failure(verdict, failures)
     try:
         return None if result is None else load(result)
     except Exception as error:
         raise ConfigurationError(
-            f"{_NAME}: the function has returned, but its result cannot be read here: {summary(error)}. Return numbers, "
-            "tensors and a state_dict, or save the result to a file."
+            f"{_NAME}: the function has returned, but its result cannot be loaded in this process: {summary(error)}. Return "
+            "numbers, tensors and a state_dict, or save the result to a file."
         ) from error
 
 
@@ -174,9 +176,12 @@ def _write(folder: Path, call: bytes, task: Mapping[str, Any]) -> None:
 
 
 def _command(shows_progress: bool) -> tuple[str, ...]:
-    """The command of a process, which finds modules where this one does."""
+    """The command of a process, with the module search path of this one."""
     if not sys.executable:
-        raise ConfigurationError(f"{_NAME} needs a Python executable, but sys.executable is empty: Python is embedded here.")
+        raise ConfigurationError(
+            f"{_NAME} needs a Python executable, but sys.executable is empty, because Python is embedded in another program. "
+            "Start the script with: python script.py"
+        )
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     unbuffered = () if shows_progress else ("-u",)  # so that the output of a killed process is not lost
     code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from trainkit.launch.notebook_child import main; main()"
@@ -184,7 +189,7 @@ def _command(shows_progress: bool) -> tuple[str, ...]:
 
 
 def _raise_failure(verdict: Verdict, failures: list[dict[str, Any]]) -> None:
-    """Raise the error of the run: first what the function raised, then what cannot be sent, then what follows from another."""
+    """Raise the error of the run: an error of the function first, then an object that cannot be sent, then consequences."""
     first = min(failures, key=lambda failure: (failure["follows"], failure["refused"]), default=None)
     if verdict.code == INTERRUPTED:
         raise KeyboardInterrupt
@@ -214,7 +219,8 @@ def _nodes(num_nodes: int, node_rank: int, master_addr: str, port: str, endpoint
         return {"master_port": None if port == _PORT else int(port)}
     if master_addr == _LOCAL and not endpoint:
         raise ConfigurationError(
-            f"{_NAME}: num_nodes={num_nodes} needs the address of the first node, as the others reach it: master_addr='host0'"
+            f"{_NAME}: num_nodes={num_nodes} needs an address of the first node that the other nodes can reach. Set it on all "
+            "nodes: master_addr='host0'"
         )
     place = {"node_rank": node_rank, "master_addr": master_addr, "master_port": int(port)}
     return {"least": num_nodes, "most": num_nodes, **place}
@@ -235,15 +241,15 @@ def _join_timeout(conf: dict[str, Any], node_rank: int) -> float:
 
 
 def _refuse_worker(num_nodes: int) -> None:
-    """Refuse in a process that a launcher started: each of them would start processes of its own."""
+    """Refuse to run in a process that a launcher started: each of them would start its own processes."""
     try:
         place = read_place(os.environ)
     except ConfigurationError:  # the new processes have their own variables
         return
     if place is not None and place.size not in (1, num_nodes):
         raise ConfigurationError(
-            f"{_NAME} starts processes, but this is one of {place.size} that {place.launcher} has started ({place.reason}). "
-            "Call the function itself, or start the script alone: python script.py"
+            f"{_NAME} starts processes, but this is one of {place.size} processes that {place.launcher} has started "
+            f"({place.reason}). Call the function itself, or start the script without a launcher: python script.py"
         )
 
 

@@ -46,13 +46,13 @@ def _launch_replicas(folder: str, task: dict[str, Any]) -> None:
     from trainkit.distributed.process_exit import end_process
     from trainkit.registry import load_strategy
 
-    os.environ.clear()  # of variables of the agent, which XLA's runtime would take for those of a launcher
+    os.environ.clear()  # the agent's variables, which XLA's runtime would mistake for those of a launcher
     os.environ.update(task["environment"])
     # the runtime would wait for its processes, which do not get the signals that this one gets
     signal.signal(signal.SIGINT, lambda *_: end_process(130))
     try:
         load_strategy("xla").launch(run_replica, (folder,), devices=task["replicas"] or None)
-    except Exception as error:  # of the runtime, if no replica has reported one
+    except Exception as error:  # an error of the runtime, if no replica has reported one
         _report(_start_folder(folder), 0, summary(error), follows=True)
         raise
 
@@ -62,7 +62,7 @@ def run_replica(index: int, folder: str) -> None:
     try:
         _run(folder, index, index)
     except Exception as error:
-        if not isinstance(error, ProcessFailedError):  # of another replica, which prints it
+        if not isinstance(error, ProcessFailedError):  # the failure of another replica, which prints it
             _print_error(type(error), error, error.__traceback__)  # without the frames of the runtime
         raise SystemExit(1) from None
 
@@ -82,7 +82,7 @@ def _run(folder: str, rank: int, local_rank: int) -> None:
             "send it by value: cloudpickle.register_pickle_by_value(module)"
         )
         _report(reports, rank, why, refused=True)
-        if rank == 0 and not isinstance(error, ImportError | AttributeError):  # their message says it all
+        if rank == 0 and not isinstance(error, ImportError | AttributeError):  # their message is enough
             traceback.print_exception(error)
         raise SystemExit(1) from None
     try:
@@ -110,7 +110,7 @@ def _report(folder: Path, rank: int, summary: str, refused: bool = False, follow
 
 
 def _restore(task: dict[str, Any], local_rank: int) -> None:
-    """Take the arguments, the source of cells and the kind of output from the notebook's process."""
+    """Set the arguments, the source of cells and the kind of output as in the notebook's process."""
     sys.argv[:] = task["argv"]
     linecache.cache.update((name, tuple(entry)) for name, entry in task["sources"].items())
     for name, shows_progress in task["shows_progress"].items():
@@ -121,7 +121,7 @@ def _restore(task: dict[str, Any], local_rank: int) -> None:
 
 
 def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the traceback from the user's function on; nothing for Ctrl-C, which the notebook shows."""
+    """Print the traceback, starting at the user's function; nothing for Ctrl-C, which the notebook shows."""
     if kind is KeyboardInterrupt:
         return
     inner = trace

@@ -1,7 +1,7 @@
 """Pickle a function and its arguments for the processes that `notebook_launcher` starts, and its result on the way back.
 
 cloudpickle sends what is defined in a cell or a script by value, and what is in a module by name. This is the only module of
-trainkit that unpickles anything: bytes that its own processes exchange during one call, never a file of the user.
+trainkit that unpickles: only bytes that its own processes exchange during one call, never a file of the user.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from trainkit.errors import ConfigurationError
 __all__ = ["dump_call", "dump_result", "load"]
 
 _MAX_DEPTH = 8  # how deep to search an object for the part that cannot be pickled
-_NOT_SENT = "{part} cannot be sent to other processes: {reason}. Create it inside the function, or pass what it is made of."
+_NOT_SENT = (
+    "{part} cannot be sent to other processes: {reason}. Create it inside the function, or pass the values that it is built "
+    "from."
+)
 _NOT_RETURNED = (
     "the function has returned, but {part} cannot be sent back: {reason}. Return numbers, tensors, a state_dict or "
     "accelerator.unwrap_model(model), or save the result to a file."
@@ -36,7 +39,7 @@ class _BoundError(Exception):
 
 class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
-        """Refuse what is bound to a process group; move tensors to the CPU, or every process would use the same device."""
+        """Refuse objects of a process group. Move tensors to the CPU: otherwise every process would use the same device."""
         kind: Any = type(obj)
         is_strategy = any(base.__module__ == "trainkit.strategy" for base in kind.__mro__)
         if issubclass(kind, World) or (is_strategy and obj.joined):
@@ -76,12 +79,12 @@ def _dump_or_explain(value: Any, parts: Mapping[str, Any], message: str) -> byte
     try:
         return _dump(value)
     except Exception as error:
-        part, why = _first_culprit(parts) or (next(iter(parts)), error)
+        part, why = _first_unpicklable(parts) or (next(iter(parts)), error)
         reason = "it belongs to this process" if isinstance(why, _BoundError) else summary(why).rstrip(".")
         raise ConfigurationError(f"notebook_launcher: {message.format(part=part, reason=reason)}") from error
 
 
-def _first_culprit(parts: Mapping[str, Any], depth: int = 0) -> tuple[str, Exception] | None:
+def _first_unpicklable(parts: Mapping[str, Any], depth: int = 0) -> tuple[str, Exception] | None:
     """Name and type of the innermost part that cannot be pickled, and the error."""
     for name, value in parts.items():
         try:
@@ -89,7 +92,7 @@ def _first_culprit(parts: Mapping[str, Any], depth: int = 0) -> tuple[str, Excep
         except Exception as error:
             known = isinstance(error, _BoundError) and hasattr(value, "__dict__") and not inspect.isroutine(value)
             inner = {} if known or depth >= _MAX_DEPTH else _parts(name, value)  # users know an Accelerator, not its parts
-            return _first_culprit(inner, depth + 1) or (f"{name} (of type {type(value).__name__})", error)
+            return _first_unpicklable(inner, depth + 1) or (f"{name} (of type {type(value).__name__})", error)
     return None
 
 

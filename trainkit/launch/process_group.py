@@ -1,4 +1,4 @@
-"""torch's default process group: the user's, or one of the processes that a launcher has started."""
+"""torch's default process group: the user's, or one that connects the processes that a launcher has started."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _LATE = 5.0  # seconds that torch's own message about a timeout may take
 
 _alone: Any = None  # the process group of a process that is the only one
 
-# The store of the groups of this process, and the number of groups. The user may destroy a group; what it has left in the store
-# must not be read by the next.
+# The store of the groups of this process, and the number of groups so far. The user may destroy a group; the next group must
+# not read what it has left in the store.
 _store: tuple[tuple[str, int, int, int], Any] | None = None
 _groups = 0
 
@@ -37,7 +37,7 @@ def default_group() -> Any:
 
 @contextmanager
 def alone(backend: str) -> Iterator[None]:
-    """Give the only process a process group, for a library that needs one. Runs ignore it."""
+    """Create a process group for a single process, for a library that needs one. Runs ignore it."""
     global _alone
     from torch.distributed import HashStore  # not in every build of torch
 
@@ -52,15 +52,15 @@ def alone(backend: str) -> Iterator[None]:
 
 
 def make_default_group(place: RankInfo, backend: str, timeout: timedelta) -> None:
-    """Make the default process group with the other processes.
+    """Create the default process group with the other processes.
 
     Args:
-        place: rank, world size, and where the processes meet.
-        backend: of the group.
-        timeout: of its collectives.
+        place: rank, world size, and the address and port of rank 0.
+        backend: the backend of the group.
+        timeout: the timeout of its collectives.
 
     Raises:
-        ConfigurationError: the processes do not find each other.
+        ConfigurationError: the processes cannot connect to each other.
     """
     from torch.distributed import PrefixStore, Store  # not in every build of torch
 
@@ -82,7 +82,7 @@ def _launcher_hosts_store() -> bool:
 
 
 def _connect(place: RankInfo, timeout: timedelta) -> Any:
-    """The store of the processes, when all have connected to it."""
+    """The store of the processes, after all of them have connected to it."""
     from torch.distributed import TCPStore  # not in every build of torch
 
     hosted = _launcher_hosts_store()
@@ -105,10 +105,11 @@ def _connect(place: RankInfo, timeout: timedelta) -> Any:
         where = f"{place.master_addr}:{place.master_port}"
         if server and "address already in use" in str(error).lower():
             raise ConfigurationError(
-                f"the processes cannot meet at {where}: the port is in use. Choose another one: export MASTER_PORT=…"
+                f"rank 0 cannot listen at {where}: the port is in use. Choose another port for all processes: export "
+                "MASTER_PORT=29501"
             ) from error
         raise ConfigurationError(
-            f"rank {place.rank} of {place.size} has not met the others at {where} within {timeout.total_seconds():.0f} s. "
-            "Start all processes, set MASTER_ADDR and MASTER_PORT to the node of rank 0, and let no firewall block that port. "
-            f"torch says: {str(error).splitlines()[0]}"
+            f"rank {place.rank} of {place.size} could not connect to all other ranks at {where} within "
+            f"{timeout.total_seconds():.0f} s. Start all processes, set MASTER_ADDR and MASTER_PORT to an address and a free "
+            f"port of the node of rank 0, and open that port in the firewall. Error of torch: {str(error).splitlines()[0]}"
         ) from error

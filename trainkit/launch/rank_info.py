@@ -1,4 +1,4 @@
-"""`RankInfo`: the ranks that a launcher has set for this process; and how to read such numbers from environment variables."""
+"""`RankInfo`: the ranks that a launcher has set for this process. Functions that read numbers from environment variables."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def number(env: Mapping[str, str], *names: str) -> int | None:
         return None
     text = env[name].strip()
     if not text.isascii() or not text.isdigit():
-        raise ConfigurationError(f"{name} must be an integer ≥ 0, not {env[name]!r}. Correct or unset it: unset {name}")
+        raise ConfigurationError(f"{name} must be an integer ≥ 0, not {env[name]!r}. Correct it, or unset it: unset {name}")
     return int(text)
 
 
@@ -66,7 +66,7 @@ def port_number(env: Mapping[str, str], name: str) -> int | None:
 
 
 def stable_port(*job: str | None) -> int:
-    """A port that is the same for all processes of a job, and most likely another one for another job."""
+    """A port that is the same for all processes of a job, and most likely different for another job."""
     text = ".".join(part or "" for part in job)
     return _FIRST_PORT + zlib.crc32(text.encode()) % _PORTS
 
@@ -77,14 +77,14 @@ def is_local(address: str) -> bool:
 
 
 def checked(place: RankInfo, rank: str, size: str, local_rank: str = "", local_size: str = "") -> RankInfo:
-    """The place, if its numbers are consistent.
+    """The ranks, if they are consistent.
 
     Args:
-        place: what was read.
-        rank: the variable of the rank, for messages.
-        size: of the number of processes.
-        local_rank: of the local rank.
-        local_size: of the number of local processes.
+        place: the numbers that were read.
+        rank: the name of the variable of the rank, for messages.
+        size: the name of the variable of the number of processes.
+        local_rank: the name of the variable of the local rank.
+        local_size: the name of the variable of the number of local processes.
 
     Raises:
         ConfigurationError: the numbers contradict each other.
@@ -98,9 +98,8 @@ def checked(place: RankInfo, rank: str, size: str, local_rank: str = "", local_s
     for low, lower, high, higher in pairs:
         if lower is not None and higher is not None and lower >= higher:
             raise ConfigurationError(
-                f"{low}={lower}, but {high}={higher}, which allows 0 to {higher - 1}. {place.launcher} sets these variables; "
-                "if you set them yourself, set all of them, or unset them and use: trainkit launch --nproc-per-node N "
-                "script.py"
+                f"{low}={lower}, but {high}={higher}, which allows 0 to {higher - 1}. {place.launcher} sets these variables. "
+                "If you set them yourself, set all of them, or unset them and use: trainkit launch --nproc-per-node N script.py"
             )
     if place.local_size is not None and place.local_size > place.size:
         raise ConfigurationError(

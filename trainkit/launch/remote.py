@@ -1,9 +1,9 @@
 """`run_hosts`: run the parts of a job on several hosts by `ssh -tt`; returns the exit code of the host that failed first.
 
 ssh opens a terminal on each host. When ssh ends, because this process or the connection does, the terminal hangs up, which ends
-what runs there. A terminal alone merges the two streams of output, has no key for SIGTERM and no word for a silent network.
+the processes in it. A terminal alone merges the two output streams, cannot send SIGTERM, and does not detect a silent network.
 So the other end, `trainkit.cli.launch_child`, sends lines that begin with a mark and the kind of line: `1` and `2` for
-output, `v` for its versions when it is ready, `c` for its exit code; `s` asks for the script. It gets `START`,
+output, `v` for its versions when it is ready, `c` for its exit code; `s` requests the script. It receives `START`,
 `HEARTBEAT` and `SIGNAL`.
 """
 
@@ -35,12 +35,12 @@ MARK = b"\x1e"
 START, HEARTBEAT, SIGNAL = b"start", b"heartbeat", b"signal "  # lines to the hosts
 _LINE_END = re.compile(rb"\r?\n|\r(?=[^\n])")  # a progress bar returns to the start of the line
 
-# a terminal without escapes, in which a line "~." would close the connection; no questions; no word when the terminal closes
+# a terminal without escapes (a line "~." would close the connection); no prompts; no message when the terminal closes
 _OPTIONS = ("-tt", "-enone", "-oBatchMode=yes", "-oLogLevel=ERROR", "-oConnectTimeout=10", "-oServerAliveInterval=20")
-_NO_MASTER = "-oControlMaster=no"  # a connection that the user shares is used; one that ssh leaves open holds its output open
-# bash reads the script from the terminal, so that no list of processes shows the values in it
+_NO_MASTER = "-oControlMaster=no"  # use the user's shared connection, but open none: it would keep the output open
+# bash reads the script from the terminal, so that its values do not appear in the list of processes
 _READ_SCRIPT = """exec bash -c 'stty raw -echo && printf "\\036s\\n" && eval "$(head -c {})"'"""
-_STEP = 0.05  # seconds between two looks at the hosts
+_STEP = 0.05  # seconds between two checks of the hosts
 _HEARTBEAT = 10.0  # seconds
 _FAILURE_TIMEOUT = 15.0  # seconds for the other hosts to end by themselves after a failure
 _AGENT_TIMEOUT = 15.0  # seconds for an agent to end, in addition to the grace period of its workers
@@ -195,8 +195,8 @@ class _Launcher:
                 raise ConfigurationError(_why_not_ready(self._ended[0], ssh))
             if time.monotonic() > deadline:
                 raise ConfigurationError(
-                    f"not ready after {join_timeout:.0f} s: {', '.join(missing)}. If the set-up takes longer, set more "
-                    "seconds: export TRAINKIT_JOIN_TIMEOUT=1800"
+                    f"hosts that are not ready after {join_timeout:.0f} s: {', '.join(missing)}. If the set-up takes longer, "
+                    "wait longer: export TRAINKIT_JOIN_TIMEOUT=1800"
                 )
         return True
 
@@ -207,7 +207,7 @@ class _Launcher:
                 other, same = expected.setdefault(package, (host.name, version))
                 if version != same:
                     raise ConfigurationError(
-                        f"{host.name} has {package} {version}, but {other} has {same}. All hosts must have the same. To use "
+                        f"{host.name} has {package} {version}, but {other} has {same}. All hosts need the same version. To use "
                         "another Python on a host: --setup 'TRAINKIT_PYTHON=/path/to/python'"
                     )
 
@@ -234,7 +234,7 @@ class _Launcher:
                 sent += 1
 
     async def _result(self) -> int:
-        """The exit code of the job; the user reads last why it is not 0."""
+        """The exit code of the job. If it is not 0, the last output is the reason."""
         await self._explain_missing_codes()
         codes = [1 if host.code is None else host.code for host in self._hosts]
         if signal.SIGINT in self._signals[:1]:
@@ -251,10 +251,10 @@ class _Launcher:
 
     async def _explain_missing_codes(self) -> None:
         for host in (host for host in self._ended if host.code is None):
-            why = f"; ssh says: {host.last_line}" if host.process.returncode == _SSH_FAILED and host.last_line else ""
+            why = f"; error of ssh: {host.last_line}" if host.process.returncode == _SSH_FAILED and host.last_line else ""
             await self._show(2, f"{host.name} ended without an exit code: connection lost, or agent killed{why}")
         if late := [host.name for host in self._hosts if host not in self._ended]:
-            await self._show(2, f"not ended in time: {', '.join(late)}. Closing the connection ends what runs there.")
+            await self._show(2, f"hosts that did not end in time: {', '.join(late)}. Closing the connections to end them.")
 
 
 async def _connect(name: str, script: str, ssh: Sequence[str]) -> asyncio.subprocess.Process:
@@ -273,13 +273,13 @@ def _why_not_ready(host: _Host, ssh: Sequence[str]) -> str:
     code = host.process.returncode
     if code == _SSH_FAILED:
         return (
-            f"{host.name} cannot be reached: {why or 'ssh gives no reason'}. This must work without a question: "
+            f"{host.name} cannot be reached: {why or 'ssh printed no error'}. This command must work without a prompt: "
             f"{shlex.join(ssh)} -o BatchMode=yes {host.name} true"
         )
     hint = ""
     if "No module named" in why or ": cd: " in why or code in (126, 127):
         hint = (
-            f" trainkit {__version__}, its Python and the working directory must be there under the same paths as here. To use "
-            "another Python: --setup 'TRAINKIT_PYTHON=/path/to/python'; for packages that are missing: --export PYTHONPATH"
+            f" trainkit {__version__}, its Python and the working directory must exist there, under the same paths as on this "
+            "host. To use another Python: --setup 'TRAINKIT_PYTHON=/path/to/python'; for missing packages: --export PYTHONPATH"
         )
-    return f"the set-up of {host.name} ended with exit code {code}: {why or 'it gives no reason'}.{hint}"
+    return f"the set-up of {host.name} ended with exit code {code}: {why or 'it printed no error'}.{hint}"

@@ -1,6 +1,6 @@
 """`Rendezvous`: how the launchers of a job find each other and number their nodes; registered with torch elastic.
 
-Of torch's handlers, "static" numbers the nodes as the user does, but cannot restart them; "c10d" can, but numbers them itself.
+torch's handler "static" keeps the node numbers of the user, but cannot restart nodes; "c10d" can, but numbers them itself.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ BACKEND = "trainkit"
 _LOOPBACK = "127.0.0.1"
 _ANSWER = 15.0  # seconds: timeout of the store's operations
 _HEARTBEAT = 5  # seconds between two heartbeats at torch's rendezvous; a node that misses three is lost
-_LAST_CALL = 30.0  # seconds that the smallest number of nodes waits for more
+_LAST_CALL = 30.0  # seconds to wait for more nodes when the smallest number has joined
 _POLL = 0.5  # seconds
-_LEAVE = 3.0  # seconds for which the node that hosts the store waits for the others to learn that the job is over
+_LEAVE = 3.0  # seconds that the node that hosts the store waits for the other nodes to learn that the job is over
 _LOST = (RendezvousError, RuntimeError)  # what torch raises when the connection to the store is lost
 
 
@@ -54,7 +54,7 @@ class NodesChanged(Exception):  # noqa: N818
 class Rendezvous(RendezvousHandler):
     """torch's dynamic rendezvous with the node ranks that the user gave and one number of restarts for all nodes.
 
-    The store of the launchers lives as long as they do. The workers of each start get a new one, on the first node. A single
+    The store of the launchers exists as long as they do. The workers of each start get a new store, on the first node. A single
     node hosts both stores on the loopback interface.
 
     Args:
@@ -93,15 +93,15 @@ class Rendezvous(RendezvousHandler):
             cause = str(error.__cause__).partition("\n")[0]
             if self._node_rank == 0:
                 raise ConfigurationError(
-                    f"cannot use port {port} of this node: {cause}. Choose another, on all nodes: --master-port PORT"
+                    f"cannot use port {port} of this node: {cause}. Choose another port on all nodes: --master-port PORT"
                 ) from error
             raise ConfigurationError(
-                f"no answer from {self.where} within {timeout:.0f} s ({cause}). Start the node with --node-rank 0 there, give "
-                "all nodes the same --master-addr and --master-port, and let no firewall block that port."
+                f"no answer from {self.where} within {timeout:.0f} s ({cause}). Start the node with --node-rank 0 there, use "
+                "the same --master-addr and --master-port on all nodes, and open that port in the firewall."
             ) from error
         except TimeoutError as error:
             raise ConfigurationError(
-                f"what answers at {self.where} is not a launcher of this job. Choose another port, on all nodes: "
+                f"the program that answers at {self.where} is not a launcher of this job. Choose another port on all nodes: "
                 "--master-port PORT"
             ) from error
         store.set_timeout(timedelta(seconds=_ANSWER))
@@ -127,14 +127,14 @@ class Rendezvous(RendezvousHandler):
             self._workers = _loopback_store(self._first[1])
             place = RendezvousStoreInfo(_LOOPBACK, self._workers.port)
             return RendezvousInfo(PrefixStore(f"start{self.restarts}", self._store), 0, 1, place)
-        met = self._join()
-        self._round, self._size = met.store, met.world_size
+        info = self._join()
+        self._round, self._size = info.store, info.world_size
         try:
-            self._round.set(f"trainkit/{met.rank}", json.dumps([self._node_rank, self.restarts]))
+            self._round.set(f"trainkit/{info.rank}", json.dumps([self._node_rank, self.restarts]))
             facts = [json.loads(self._round.get(f"trainkit/{index}")) for index in range(self._size)]
             _refuse_duplicates([node_rank for node_rank, _ in facts])
             order = sorted(range(self._size), key=lambda index: (facts[index][0] is None, facts[index][0], index))
-            rank = order.index(met.rank)
+            rank = order.index(info.rank)
             self._workers = TCPStore(self._address, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
             port = None if self._workers is None else self._workers.port
             place = RendezvousStoreInfo.build(rank, PrefixStore("trainkit", self._round), self._address, port)
@@ -151,16 +151,16 @@ class Rendezvous(RendezvousHandler):
                 return inner.next_rendezvous()
             except RendezvousGracefulExitError as error:  # which torch's launcher does not expect
                 self.needed = False
-                raise RendezvousClosedError("this node is not needed: the job has as many as it takes") from error
+                raise RendezvousClosedError("this node is not needed: the job already has all its nodes") from error
             except RendezvousClosedError as error:
-                raise RendezvousClosedError(f"another node has ended the job that meets at {self.where}") from error
+                raise RendezvousClosedError(f"another node has ended the job at {self.where}") from error
             except RendezvousTimeoutError as error:
-                few = f"fewer than {self._nodes[0]} nodes have come to {self.where} within {self._timeout:.0f} s"
-                raise RendezvousTimeoutError(few) from error
+                few = f"fewer than {self._nodes[0]} nodes connected to {self.where} within {self._timeout:.0f} s"
+                raise RendezvousTimeoutError(f"{few}. Start all nodes, or set a longer TRAINKIT_JOIN_TIMEOUT") from error
             except (DistError, RendezvousConnectionError) as error:
                 if self._node_rank == 0 or time.monotonic() > deadline:
                     raise self._lost() from error
-            notice(f"the connection to the first node, {self.where}, is lost; waiting for it.")
+            notice(f"the connection to the first node, {self.where}, is lost; waiting until it answers again.")
             time.sleep(_POLL)
             try:
                 inner = self._connect(deadline - time.monotonic())
@@ -192,10 +192,10 @@ class Rendezvous(RendezvousHandler):
             self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """See `RendezvousHandler`. 0 if the store cannot be reached: the workers notice that themselves.
+        """See `RendezvousHandler`. 0 if the store cannot be reached, which the workers detect themselves.
 
         Raises:
-            NodesChanged: there are some.
+            NodesChanged: nodes are waiting.
         """
         with contextlib.suppress(*_LOST):
             if self._inner is not None and self._inner.num_nodes_waiting() > 0:
@@ -203,16 +203,16 @@ class Rendezvous(RendezvousHandler):
         return 0
 
     def shutdown(self) -> bool:
-        """Nothing: elastic calls this after each start; see `leave`."""
+        """Do nothing: elastic calls this after each start; see `leave`."""
         return True
 
     def leave(self) -> bool:
-        """End the job for all launchers; wait until they know if the store is here. Returns whether this one is connected."""
+        """End the job for all launchers. The host of the store waits until they know. Returns whether this one is connected."""
         self._workers = None
         with contextlib.suppress(*_LOST):
-            told = self._inner is not None and self._inner.shutdown()
+            closed = self._inner is not None and self._inner.shutdown()
             deadline = time.monotonic() + _LEAVE
-            left = self._round.add("trainkit/left", 1) if told and self._round is not None else self._size
+            left = self._round.add("trainkit/left", 1) if closed and self._round is not None else self._size
             while not self._node_rank and left < self._size and time.monotonic() < deadline:
                 time.sleep(_POLL / 5)
                 left = self._round.add("trainkit/left", 0) if self._round is not None else self._size
@@ -235,7 +235,7 @@ def _loopback_store(port: int) -> TCPStore:
 def _refuse_duplicates(node_ranks: list[int | None]) -> None:
     for rank in node_ranks:
         if rank is not None and (count := node_ranks.count(rank)) > 1:
-            raise ConfigurationError(f"{count} nodes were started with --node-rank {rank}. Number them 0, 1, …, each once.")
+            raise ConfigurationError(f"{count} nodes were started with --node-rank {rank}. Use each of 0, 1, … once.")
 
 
 rendezvous_handler_registry.register(BACKEND, lambda params: params.get("handler"))  # in LaunchConfig.rdzv_configs

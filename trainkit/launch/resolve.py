@@ -34,7 +34,7 @@ def read_wanted(accelerator: Any, devices: Any, num_nodes: Any) -> RequestedDevi
     """
     if accelerator in ("hpu", "ipu"):
         raise UnsupportedArgumentError(
-            f"accelerator={accelerator!r} is not in this version. Use 'auto', 'cpu', 'gpu', 'mps' or 'tpu'."
+            f"accelerator={accelerator!r} is not supported. Use 'auto', 'cpu', 'gpu', 'mps' or 'tpu'."
         )
     if not isinstance(accelerator, str) or accelerator not in _KINDS:
         raise UnknownNameError(
@@ -116,9 +116,9 @@ def joined_strategy(
     sync_batchnorm: bool,
     precision: str | int | Precision | None = None,
     arguments: StepArguments | None = None,
-    said: str = "",
+    message: str = "",
 ) -> Strategy:
-    """The strategy on its device, after this process has joined the others of the run.
+    """The strategy on its device, after this process has joined the other processes of the run.
 
     Args:
         strategy: a name or an object; "auto": one device, or DDP on several.
@@ -126,7 +126,7 @@ def joined_strategy(
         sync_batchnorm: compute BatchNorm statistics over all processes.
         precision: its precision.
         arguments: those of the `Trainer`; what the strategy does not support is refused.
-        said: a notice to print after joining, when the main process is known.
+        message: a notice to print after joining, when the main process is known.
 
     Raises:
         ConfigurationError: arguments that contradict each other or the devices of this process.
@@ -150,8 +150,8 @@ def joined_strategy(
     made.join(wanted)
     if made.info.one_device:
         made.world = single_world()
-    if said:
-        notice(said)
+    if message:
+        notice(message)
     if precision is not None:
         made.use_precision(precision)
     return made
@@ -166,14 +166,14 @@ def _single_device(wanted: RequestedDevices) -> torch.device | str:
         return torch.device("cuda", index)
     if index:
         raise ConfigurationError(
-            f"devices=[{index}]: there is no GPU number {index} for accelerator={wanted.accelerator!r}. Remove devices."
+            f"devices=[{index}]: GPU {index} does not exist for accelerator={wanted.accelerator!r}. Remove devices."
         )
     return wanted.accelerator
 
 
 def _check_device(made: Strategy, wanted: RequestedDevices) -> None:
     if not made.accepts(wanted.accelerator):
-        raise ConfigurationError(f"accelerator={wanted.accelerator!r} and {made!r} name different devices. Give one of them.")
+        raise ConfigurationError(f"accelerator={wanted.accelerator!r} and {made!r} name different devices. Pass only one.")
 
 
 def _synchronize_batchnorm(made: Strategy) -> None:

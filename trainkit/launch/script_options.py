@@ -1,4 +1,4 @@
-"""What is read from the command line of a script: options that its launcher passes, above all `--local_rank`."""
+"""Options that a launcher passes on the command line of a script, in particular `--local_rank`."""
 
 from __future__ import annotations
 
@@ -41,36 +41,36 @@ def option(argv: Sequence[str], name: str) -> str | None:
 
 
 def placed(place: RankInfo | None, argv: Sequence[str]) -> RankInfo | None:
-    """The place of this process, checked against the `--local_rank` on its command line.
+    """The ranks of this process, checked against the `--local_rank` on its command line.
 
     DeepSpeed's launcher and `torch.distributed.launch` pass it in addition to environment variables.
 
     Args:
-        place: what the environment variables say; `None`: this is a single process.
+        place: the ranks in environment variables; `None`: this is a single process.
         argv: the arguments of the script.
 
     Returns:
-        The place, with the local rank if only the argument says it.
+        The ranks, with the local rank from the argument if no variable sets it.
 
     Raises:
         ConfigurationError: the argument contradicts the variables, or is not 0 and there are no variables.
     """
-    said = local_rank(argv)
-    if said is None:
+    given = local_rank(argv)
+    if given is None:
         return place
     if place is None:
-        if said == 0:  # a single process has this local rank too
+        if given == 0:  # a single process has this local rank too
             return None
         raise ConfigurationError(
-            f"--local_rank={said} says that this is one of several processes, but RANK, WORLD_SIZE, MASTER_ADDR and "
+            f"--local_rank={given} means that this is one of several processes, but RANK, WORLD_SIZE, MASTER_ADDR and "
             "MASTER_PORT are not set, so it would train alone. Start the script with a launcher, which sets them: trainkit "
             "launch --nproc-per-node N script.py   (or deepspeed, or torchrun). For a single process, remove --local_rank."
         )
     if place.local_rank is None:
-        return replace(place, local_rank=said)
-    if place.local_rank != said:
+        return replace(place, local_rank=given)
+    if place.local_rank != given:
         raise ConfigurationError(
-            f"--local_rank={said}, but the local rank of this process is {place.local_rank} according to {place.launcher} "
+            f"--local_rank={given}, but the local rank of this process is {place.local_rank} according to {place.launcher} "
             f"({place.reason}). Remove --local_rank: the launcher passes it if necessary."
         )
     return place

@@ -1,4 +1,4 @@
-"""A script that requests several processes and was started as one becomes the launcher that runs its command line N times."""
+"""A script that was started as one process and requests N becomes a launcher that runs its command line N times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainkit.errors import ConfigurationError
 from trainkit.launch.cuda_watch import warn_if_cuda_initialized
 from trainkit.launch.start_dir import FOLDER
 
-__all__ = ["become_agent", "command_again", "folder_at_start", "in_notebook", "serve"]
+__all__ = ["become_agent", "folder_at_start", "in_notebook", "serve", "start_command"]
 
 _RUNNERS = {"pytest", "pytest.__main__", "unittest.__main__", "ipykernel_launcher", "IPython.__main__", "doctest"}
 _PROGRAMS = {"pytest", "py.test", "ipython", "ipython3", "jupyter", "jupyter-lab", "jupyter-notebook"}
@@ -30,7 +30,7 @@ def in_notebook() -> bool:
 
 
 def become_agent(processes: int) -> NoReturn:
-    """Replace this process by a launcher that runs the same command line once for each process, and exits with their exit code.
+    """Replace this process with a launcher that runs the same command line once for each process and returns their exit code.
 
     The launcher is a new Python in the same process (same process ID, same terminal): nothing of the script stays in memory or
     runs after this. Functions that the script has registered with `atexit` run, and its output is flushed, before.
@@ -41,7 +41,7 @@ def become_agent(processes: int) -> NoReturn:
     Raises:
         ConfigurationError: this command line cannot be run again.
     """
-    command = command_again(processes)
+    command = start_command(processes)
     warn_if_cuda_initialized(f"devices={processes}")
     code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from trainkit.launch.self_start import serve; serve()"
     agent = [sys.executable, "-c", code, str(processes), *command]
@@ -52,7 +52,7 @@ def become_agent(processes: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
-    if os.name == "nt":  # where exec returns to the shell at once
+    if os.name == "nt":  # exec would return to the shell immediately
         os._exit(subprocess.call(agent))
     os.execv(sys.executable, agent)
 
@@ -76,25 +76,24 @@ def serve() -> NoReturn:
     sys.exit(code)
 
 
-def command_again(processes: int) -> list[str]:
+def start_command(processes: int) -> list[str]:
     """The command line that has started this process.
 
     Args:
         processes: how many to start, for the message.
 
     Raises:
-        ConfigurationError: it would not do the same again: a notebook, `-c`, standard input, a test.
+        ConfigurationError: it cannot be repeated: a notebook, `-c`, standard input, a test.
     """
     main = sys.modules.get("__main__")
     _, kind = _script(sys.orig_argv)
-    reason = _hindrance(main, kind)
+    reason = _why_not_repeatable(main, kind)
     if reason is not None:
         raise ConfigurationError(
-            f"devices={processes} needs {processes} processes, and they cannot be started from {reason}: its command line "
-            "cannot be run once for each of them. Put the training into a function, with the Trainer in it, and start that: "
-            f"from trainkit import notebook_launcher; notebook_launcher(function, num_processes={processes}). Or write it to a "
-            f"file, and start that: trainkit launch --nproc-per-node {processes} script.py   (or python script.py). Or use "
-            "devices=1."
+            f"devices={processes} needs {processes} processes, but they cannot be started from {reason}: its command line "
+            "cannot be run once for each of them. Create the Trainer inside a function, and start the function: from trainkit "
+            f"import notebook_launcher; notebook_launcher(function, num_processes={processes}). Or write the code to a file, "
+            f"and start it: trainkit launch --nproc-per-node {processes} script.py   (or python script.py). Or use devices=1."
         )
     return [sys.executable, *sys.orig_argv[1:]]
 
@@ -102,8 +101,8 @@ def command_again(processes: int) -> list[str]:
 def folder_at_start() -> str | None:
     """The working directory in which the script was started; `None` if unknown.
 
-    Python has put it in front of the relative path of the script. Where that does not show it (a module, an absolute path, a
-    program that runs another one's script), it is the working directory when trainkit was imported.
+    Python puts it in front of the relative path of the script. If that does not show it (a module, an absolute path, a program
+    that runs another script), this is the working directory when trainkit was imported.
     """
     at, kind = _script(sys.orig_argv)
     file = getattr(sys.modules.get("__main__"), "__file__", None)
@@ -114,14 +113,14 @@ def folder_at_start() -> str | None:
     return FOLDER
 
 
-def _hindrance(main: ModuleType | None, kind: str) -> str | None:
-    """What the command line cannot be run again from; `None` if it can."""
+def _why_not_repeatable(main: ModuleType | None, kind: str) -> str | None:
+    """The kind of program whose command line cannot be run again; `None` if it can."""
     name = getattr(getattr(main, "__spec__", None), "name", None)
     program = os.path.basename(sys.argv[0]).removesuffix(".exe") if sys.argv else ""
     if in_notebook() or name in ("ipykernel_launcher", "IPython.__main__"):
         return "a notebook"
     if multiprocessing.parent_process() is not None:
-        return "a process of multiprocessing"
+        return "a multiprocessing child"
     if getattr(sys, "frozen", False):
         return "a frozen program"
     if kind == "command":

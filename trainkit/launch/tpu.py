@@ -1,4 +1,4 @@
-"""Whether this host has a TPU, without loading torch_xla; and the place of a process on a TPU slice."""
+"""Whether this host has a TPU, without loading torch_xla; and the ranks of a process on a TPU slice."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def tpu_is_chosen(env: Mapping[str, str] = os.environ) -> bool:
         return False
     if importlib.util.find_spec("torch_xla") is None:
         notice(
-            "this host has a TPU, which is not used: torch_xla is not installed. To use it: pip install 'trainkit-torch[xla]'"
+            "this host has a TPU, but torch_xla is not installed; not using the TPU. To use it: pip install "
+            "'trainkit-torch[xla]'"
         )
         return False
     return True
@@ -66,7 +67,7 @@ def runtime_is_loaded() -> bool:
 def place_in_slice(
     rank: int, size: int, local_rank: int, local_size: int, env: Mapping[str, str], parent: int
 ) -> RankInfo | None:
-    """The place of this process on a TPU slice; `None` if it is the only one.
+    """The ranks of this process on a TPU slice; `None` if it is the only one.
 
     Args:
         rank: rank of the process in XLA's runtime.
@@ -77,12 +78,12 @@ def place_in_slice(
         parent: id of the process that started those of this host, so that two runs on it use different ports.
 
     Raises:
-        ConfigurationError: a launcher has started another number of processes, or the address of the first host is not set.
+        ConfigurationError: a launcher has started a different number of processes, or the first host's address is not set.
     """
     started = read_place(env)
     if started is not None and started.size not in (1, size):
         raise ConfigurationError(
-            f"{started.launcher} has started {started.size} processes ({started.reason}), but XLA's runtime knows of {size}: "
+            f"{started.launcher} has started {started.size} processes ({started.reason}), but XLA's runtime has {size}: "
             "each would train alone. Start the script once on each host; with mode='spmd' it uses all devices of the host, "
             "with mode='replicas' it starts its processes: XLAStrategy.launch(main)"
         )
@@ -93,10 +94,10 @@ def place_in_slice(
     address = env.get("MASTER_ADDR", "").strip() or ("127.0.0.1" if nodes == 1 else hosts[0] if hosts else "")
     if not address:
         raise ConfigurationError(
-            f"XLA's runtime knows of {size} processes on {nodes} hosts, but not the address of the first host. Set it on all "
-            "of them: export MASTER_ADDR=host0"
+            f"XLA's runtime has {size} processes on {nodes} hosts, but the address of the first host is unknown. Set it on all "
+            "hosts: export MASTER_ADDR=host0"
         )
     job = str(parent) if nodes == 1 else ",".join(hosts) or address
     port = port_number(env, "MASTER_PORT") or stable_port("xla", job)
     node = rank // local_size
-    return RankInfo(rank, size, local_rank, local_size, node, nodes, address, port, "XLA's runtime", f"which knows of {size}")
+    return RankInfo(rank, size, local_rank, local_size, node, nodes, address, port, "XLA's runtime", f"it reports {size}")

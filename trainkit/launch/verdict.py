@@ -1,4 +1,4 @@
-"""`judge`: what the exits of the workers mean: the exit code of the job, whether to restart, and what to tell the user."""
+"""`make_verdict`: from the exits of the workers: the exit code of the job, whether to restart, and the message to the user."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["FAILED", "INTERRUPTED", "PREEMPTED", "Verdict", "judge"]
+__all__ = ["FAILED", "INTERRUPTED", "PREEMPTED", "Verdict", "make_verdict"]
 
 FAILED = 1
 INTERRUPTED = 130  # the exit code after Ctrl-C
-PREEMPTED = 143  # the exit code of a run that got a stop request and has saved
+PREEMPTED = 143  # the exit code of a run that received a stop request and has saved
 _KILLED = 137
 _MANY = 8  # ranks that a message names
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of the workers.
+    """How the workers ended, and what follows for the job.
 
     Attributes:
         code: the exit code.
         final: whether the workers must not be restarted.
-        first: what happened first, if something went wrong.
-        message: for the user at the end. A failed process has printed a traceback; one that was killed has not.
+        first: the first failure, if there was one.
+        message: for the user at the end: about killed processes, which have not printed a traceback.
     """
 
     code: int
@@ -32,12 +32,12 @@ class Verdict:
     message: str | None
 
 
-def judge(ended: Sequence[tuple[int, int]], killed: Sequence[int], received: Sequence[int], grace: float) -> Verdict:
-    """What became of the workers.
+def make_verdict(ended: Sequence[tuple[int, int]], killed: Sequence[int], received: Sequence[int], grace: float) -> Verdict:
+    """The verdict on workers that have ended.
 
     Args:
         ended: rank and exit code, negative for a signal, of the workers that ended by themselves, in that order.
-        killed: the ranks of the workers that did not.
+        killed: the ranks of the workers that did not end by themselves.
         received: the signals that the launcher got.
         grace: seconds that workers had after a signal.
     """
@@ -62,7 +62,7 @@ def _preempted_code(codes: Sequence[int], received: Sequence[int]) -> int:
 
 
 def _shell_code(codes: Sequence[int]) -> int:
-    """The first code as a shell gives it: 128 + the signal."""
+    """The first code as a shell reports it: 128 + the signal."""
     return _KILLED if not codes else codes[0] if codes[0] >= 0 else 128 - codes[0]
 
 
@@ -70,15 +70,15 @@ def _too_slow(killed: Sequence[int], received: Sequence[int], grace: float) -> s
     if not killed:
         return None
     ranks = ", ".join(map(str, killed[:_MANY]))
-    after = f"after {_signal_name(received[0])}" if received else "after the others"
-    are, were = ("ranks", "were") if len(killed) > 1 else ("rank", "was")
-    return f"{are} {ranks} had not ended {grace:.0f} s {after}, and {were} killed"
+    after = f"after {_signal_name(received[0])}" if received else "after the other ranks"
+    noun, were = ("ranks", "were") if len(killed) > 1 else ("rank", "was")
+    return f"{noun} {ranks} did not end within {grace:.0f} s {after}, and {were} killed"
 
 
 def _exit(rank: int, code: int) -> str:
     if code >= 0:
         return f"rank {rank} ended with exit code {code}"
-    why = " (as the kernel does when memory runs out)" if -code == getattr(signal, "SIGKILL", 0) else ""
+    why = " (possibly out of memory)" if -code == getattr(signal, "SIGKILL", 0) else ""
     return f"rank {rank} was ended by {_signal_name(-code)}{why}"
 
 

@@ -1,4 +1,4 @@
-"""`WorkerOutput`: show what workers print on this process's `sys.stdout` and `sys.stderr`, also in a notebook."""
+"""`WorkerOutput`: show the output of workers on this process's `sys.stdout` and `sys.stderr`, also in a notebook."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_redirected() -> bool:
 
 
 def shows_progress() -> dict[str, bool]:
-    """For each stream, whether it can redraw a line: a terminal or a notebook can, a file cannot."""
+    """For each stream, whether it can redraw a line, as a terminal and a notebook can, but a file cannot."""
     streams = {name: getattr(sys, name) for name in _NAMES}
     return {name: _is_notebook(one) or (one is not None and bool(one.isatty())) for name, one in streams.items()}
 

@@ -20,9 +20,9 @@ from trainkit.errors import ConfigurationError
 __all__ = ["End", "Workers", "deadline", "end_with_parent"]
 
 _PREEMPTED = 143
-_PATIENCE = 4.0  # seconds in which the other workers may end by themselves after a failure: they print their own errors
+_FAILURE_TIMEOUT = 4.0  # seconds for the other workers to end by themselves after a failure and print their own errors
 _SHUTDOWN = 5.0  # seconds after a second signal, and between SIGTERM and SIGKILL
-_SWEEP = 0.5  # seconds in which killed processes disappear
+_SWEEP = 0.5  # seconds for killed processes to disappear
 _POSIX = os.name == "posix"
 _KILL = signal.SIGKILL if _POSIX else signal.SIGTERM
 _LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
@@ -51,17 +51,17 @@ def deadline(signals: Sequence[tuple[int, float]], ended: Sequence[End], grace: 
     leaving = [end.when for end in ended if interrupted or end.code == _PREEMPTED]
     if leaving:
         return leaving[0] + grace
-    if signals:  # after Ctrl-C the user is there, and can press it again
+    if signals:  # after Ctrl-C there is no limit: the user can press it again
         return math.inf if interrupted else signals[0][1] + grace
-    return min((end.when + _PATIENCE for end in ended if end.code), default=math.inf)
+    return min((end.when + _FAILURE_TIMEOUT for end in ended if end.code), default=math.inf)
 
 
 class Workers:
-    """The worker processes of one start, which run when this has been created. Each has a session of its own.
+    """The worker processes of one start. Creating this object starts them, each in its own session.
 
     Args:
-        command: of each worker.
-        environments: their variables, by local rank.
+        command: the command line of each worker.
+        environments: their environment variables, by local rank.
         pids: the file that gets their process IDs.
         grace: seconds to save and exit after a signal.
         output: gets the local rank, the rank and the process of each worker, with the pipes `stdout` and `stderr`.
@@ -69,7 +69,7 @@ class Workers:
     Attributes:
         ended: the workers that have exited, in that order.
         terminated: the ranks of workers that did not end in time.
-        stopped: elastic has asked for the end; `terminated` workers have not failed.
+        stopped: elastic has requested the end; `terminated` workers have not failed.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Workers:
         return len(self.ended) == len(self._ranks)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the workers, which are to end."""
+        """Send a signal to the workers, which must then end."""
         self._signals.append((number, time.monotonic()))
         self._send(number)
 

@@ -47,7 +47,7 @@ def merge_states(states: Mapping[str, Any] | Sequence[Mapping[str, Any]], rank: 
         for entry in state["metrics"]:
             found.setdefault((entry["name"], entry["suffix"], entry["updated"]), {})[old] = entry
     mine = range(rank, len(states), size)
-    entries = [_metric(by_rank, mine, size) for by_rank in found.values() if rank == 0 or not _of_main(by_rank)]
+    entries = [_metric(by_rank, mine, size) for by_rank in found.values() if rank == 0 or not _is_main_only(by_rank)]
     objects: dict[str, list[Any]] = {}
     for old in mine:
         for path, kept in states[old]["objects"].items():
@@ -55,7 +55,7 @@ def merge_states(states: Mapping[str, Any] | Sequence[Mapping[str, Any]], rank: 
     return {"stamp": -1, "metrics": entries, "objects": {path: _object(path, kept) for path, kept in objects.items()}}
 
 
-def _of_main(by_rank: Mapping[int, Mapping[str, Any]]) -> bool:
+def _is_main_only(by_rank: Mapping[int, Mapping[str, Any]]) -> bool:
     entry = next(iter(by_rank.values()))
     return bool(entry["main_only"] and entry["updated"])
 
@@ -83,7 +83,7 @@ def _for_numbers(how: str, entries: Sequence[Mapping[str, Any]]) -> State:
     if totals := [entry["total"] for entry in entries if entry["total"] is not None]:
         # the total of a mean is a sum
         merged = merge_values("sum" if how == "mean" else how, [unstored(one, None) for one in totals], [], False)
-        total = _where(totals[0], merged)
+        total = _with_value(totals[0], merged)
     return {
         "total": total,
         "values": list(chain.from_iterable(map(_values, entries))),
@@ -118,13 +118,13 @@ def _values(entry: Mapping[str, Any]) -> list[Any]:
     return list(values.unbind()) if isinstance(values, Tensor) else list(values)
 
 
-def _where(stored: Any, value: Tensor) -> Any:
+def _with_value(stored: Any, value: Tensor) -> Any:
     return {**stored, "value": value} if isinstance(stored, Mapping) else value
 
 
 def _step_value(by_rank: Mapping[int, Mapping[str, Any]]) -> Tensor | None:
     """The value of the step as the next log boundary would have reduced it; for a function the newest value."""
-    told = []
+    reports = []
     for old, entry in by_rank.items():
         if entry["step_value"] is not None:
             (number,) = read([unstored(entry["step_value"], None)])
@@ -132,8 +132,8 @@ def _step_value(by_rank: Mapping[int, Mapping[str, Any]]) -> Tensor | None:
             weight = 1 if entry["step_weight"] is None and len(by_rank) == 1 else entry["step_weight"]
             step = [number, weight, entry["stamp"]]
             options = [entry["on_step"], entry["on_epoch"], False, None]
-            told.append(RankRecord(old, [entry["name"], entry["suffix"], options, how, False, 0, step, False, False, None]))
-    reduced = step_number(told)
+            reports.append(RankRecord(old, [entry["name"], entry["suffix"], options, how, False, 0, step, False, False, None]))
+    reduced = step_number(reports)
     if reduced is None:
         return None
     value = reduced[0]
@@ -148,7 +148,8 @@ def _object(name: str, states: Sequence[Mapping[str, Any]]) -> State:
         return merge_objects(states)
     except (ValueError, RuntimeError) as error:
         warn(
-            f"{name}: what this torchmetrics object had gathered on {len(states)} processes cannot be joined for fewer "
-            f"({error}): what the first had is used, so its value of this epoch is not exact."
+            f"{name}: the states of this torchmetrics object from {len(states)} processes cannot be combined ({error}). Only "
+            "the state of the first process is used, so the value for this epoch is not exact. For an exact value, resume on "
+            "the number of processes that saved the checkpoint."
         )
         return dict(states[0])

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from trainkit.errors import MetricError
-from trainkit.metrics.saved_metrics import without_it
+from trainkit.metrics.saved_metrics import value_if_missing
 from trainkit.metrics.values import one_element, reduction_of, stacked
 
 __all__ = ["MetricInfo", "Record", "Scope", "cadence"]
 
 _RESERVED = ("epoch", "step")  # columns that the loggers fill
-_CHUNK = 64  # values of an epoch that are kept until they are added up: one kernel instead of 64, and bounded memory
+_CHUNK = 64  # number of values of an epoch that are kept before they are added up: one kernel instead of 64, bounded memory
 
 
 class Scope(Enum):
@@ -47,18 +47,18 @@ def cadence(name: str, signature: tuple[Any, ...]) -> tuple[bool, bool]:
     _, logger, on_step, on_epoch, _, scope, *_ = signature
     if scope is Scope.NOWHERE:
         raise MetricError(
-            f"log({name!r}) cannot be called here: there is no step or epoch that it belongs to. Call it in a step, or in "
-            "a hook between on_train_start and on_train_end, or in a validation or test hook."
+            f"log({name!r}) cannot be called here: no step or epoch is running. Call it in a step, in a hook between "
+            "on_train_start and on_train_end, or in a validation or test hook."
         )
     on_step = scope is Scope.TRAIN_BATCH if on_step is None else on_step
     on_epoch = scope is not Scope.TRAIN_BATCH if on_epoch is None else on_epoch
     if on_step and not scope.in_batch:
-        raise MetricError(f"log({name!r}, on_step=True) needs a batch; in an epoch hook only on_epoch=True is possible.")
+        raise MetricError(f"log({name!r}, on_step=True): an epoch hook has no batch. Use on_step=False, on_epoch=True.")
     if not on_step and not on_epoch:
-        raise MetricError(f"log({name!r}): with on_step=False and on_epoch=False nothing is logged. Set one of them.")
+        raise MetricError(f"log({name!r}): with on_step=False and on_epoch=False nothing is logged. Set one of them to True.")
     if name in _RESERVED and logger is not False:
         raise MetricError(
-            f"log({name!r}): every row that the loggers get has a {name!r} already. Use another name, or logger=False."
+            f"log({name!r}): the name is reserved, because loggers write a {name!r} column. Use another name, or logger=False."
         )
     return on_step, on_epoch
 
@@ -121,7 +121,7 @@ class Record(MetricInfo):
         weight: the samples in `total`.
         stamp: the stamp of the store at the last value.
         since: the stamp of the store at the first value of the epoch; -1 outside batches.
-        awaits: after a restore, until it is logged again: the saved state that belongs to its function or object.
+        awaits: the saved state that belongs to its function or object; set from a restore until the metric is logged again.
     """
 
     __slots__ = ("awaits", "fresh", "main_only", "reduce_fx", "signature", "since", "stamp", "stamps", "step_value",
@@ -181,11 +181,12 @@ class Record(MetricInfo):
             self.total = self.total + part
         self.values, self.weights = [], []
 
-    def take(self, metric: Any) -> None:
+    def log_object(self, metric: Any) -> None:
         """Log another batch of a torchmetrics object, which keeps its own state."""
         if metric is not self.torchmetric:
             raise MetricError(
-                f"log({self.name!r}): in this epoch the name stood for another Metric or for numbers. Use one name for each."
+                f"log({self.name!r}): the name was already used in this epoch for another Metric or for numbers. Use different "
+                "names."
             )
         if not self.on_step:
             return
@@ -194,8 +195,9 @@ class Record(MetricInfo):
             self.step_value, self.fresh = one_element(self.name, latest), True
         elif not self.on_epoch:
             raise MetricError(
-                f"log({self.name!r}, metric) by step: {type(metric).__name__} has no value of this batch, as update() makes "
-                "none. Call it, metric(preds, target), or log it by epoch: on_step=False, on_epoch=True"
+                f"log({self.name!r}, metric, on_step=True): {type(metric).__name__} has no value for this batch, because "
+                "update() does not compute one. Call metric(preds, target) instead of metric.update(preds, target), or log it "
+                "by epoch: on_step=False, on_epoch=True"
             )
 
     def agree(self, value: Any, stamp: int) -> None:
@@ -210,8 +212,8 @@ class Record(MetricInfo):
     def epoch_value(self) -> Tensor | None:
         """The value of the epoch on this rank; `None` if it has none. A torchmetrics object is reset."""
         if self.awaits is not None:
-            ended, value = without_it(self)
-            if ended:
+            missing, value = value_if_missing(self)
+            if missing:
                 return value
         if self.torchmetric is not None:
             value = self.torchmetric.compute() if self.on_epoch else None

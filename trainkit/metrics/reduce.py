@@ -27,8 +27,8 @@ __all__ = [
     "epoch_number",
     "fingerprint",
     "groups",
+    "report_of",
     "step_number",
-    "tell",
     "values_of",
 ]
 
@@ -40,7 +40,7 @@ class RankRecord(MetricInfo):
 
     Args:
         rank: the rank.
-        data: an item of the result of `tell`.
+        data: an item of the result of `report_of`.
 
     Attributes:
         how: see `Record`, like `main_only` and `since`.
@@ -69,14 +69,14 @@ def described(record: Record) -> list[Any]:
     return [record.name, record.suffix, options, record.how, record.main_only, record.since]
 
 
-def tell(records: Iterable[Record], *, epoch: bool = False) -> list[list[Any]]:
+def report_of(records: Iterable[Record], *, epoch: bool = False) -> list[list[Any]]:
     """The report of this rank on its metrics, as JSON. All values are read with one wait for the device.
 
     Args:
         records: the metrics.
         epoch: include the values of the epoch.
     """
-    told: list[list[Any]] = []
+    report: list[list[Any]] = []
     waiting: list[Any] = []  # values to read, and their places in the report
     places: list[tuple[list[Any], int]] = []
 
@@ -106,10 +106,10 @@ def tell(records: Iterable[Record], *, epoch: bool = False) -> list[list[Any]]:
                     ended = []
                     later(record.total, ended)
                     ended.append(record.weight)
-        told.append([*described(record), step, record.fresh, record.awaits is not None, ended, record.loaders])
+        report.append([*described(record), step, record.fresh, record.awaits is not None, ended, record.loaders])
     for (into, index), number in zip(places, read(waiting), strict=True):
         into[index] = number
-    return told
+    return report
 
 
 def groups(gathered: Iterable[Iterable[Sequence[Any]]]) -> Groups:
@@ -126,7 +126,7 @@ def groups(gathered: Iterable[Iterable[Sequence[Any]]]) -> Groups:
 
 
 def check(
-    found: Groups, worked: Sequence[int], gaps: Sequence[Sequence[Sequence[int]]] | None = None, *, step: bool = False
+    found: Groups, last_stamps: Sequence[int], gaps: Sequence[Sequence[Sequence[int]]] | None = None, *, step: bool = False
 ) -> None:
     """Check that every rank that should have logged a metric has logged it, with the same options.
 
@@ -135,21 +135,21 @@ def check(
 
     Args:
         found: the metrics of all ranks.
-        worked: for each rank the stamp of its last batch; negative if it had none.
+        last_stamps: for each rank the stamp of its last batch; negative if it had none.
         gaps: for each rank the earlier stamps at which other ranks had a batch and it had none, as [first, end].
         step: check the values of a step: only those with the newest stamp are required.
 
     Raises:
-        MetricError: the ranks have not logged the same; names metrics and ranks.
+        MetricError: the ranks did not log the same metrics; the message names metrics and ranks.
     """
-    gaps = [[]] * len(worked) if gaps is None else gaps
+    gaps = [[]] * len(last_stamps) if gaps is None else gaps
     wrong: list[str] = []
     for group in found.values():
         first = group[0]
         if first.main_only and all(one.rank == 0 for one in group):
             continue
         needed = _newest(group) if step else min(one.since for one in group)
-        had = [_had_batch(needed, last, none) for last, none in zip(worked, gaps, strict=True)]
+        had = [_had_batch(needed, last, none) for last, none in zip(last_stamps, gaps, strict=True)]
         wrong += _missing(group, had)
         wrong += [_differing(first, other) for other in group[1:] if _options(first) != _options(other)][:1]
     if wrong:
@@ -157,14 +157,14 @@ def check(
 
 
 def _missing(group: Sequence[RankRecord], had: Sequence[bool]) -> list[str]:
-    """A complaint if ranks that had a batch have not logged a metric."""
+    """An error message if ranks that had a batch did not log a metric; otherwise an empty list."""
     first, there = group[0], sorted({one.rank for one in group})
     missing = [rank for rank, needed in enumerate(had) if needed and rank not in there]
     if not missing:
         return []
     return [
-        f"log({first.full_name!r}): logged on {_ranks(there)}, not on {_ranks(missing)}. Log it on every rank, "
-        f"or the value of the main process only: log({first.name!r}, value, rank_zero_only=True)"
+        f"log({first.full_name!r}): logged on {_ranks(there)}, not on {_ranks(missing)}. Log it on every rank, or log only "
+        f"the value of the main process: log({first.name!r}, value, rank_zero_only=True)"
     ]
 
 
@@ -183,8 +183,8 @@ def _differing(first: RankRecord, other: RankRecord) -> str:
     here = ", ".join(f"{name}={one!r}" for name, one, _ in which)
     there = ", ".join(f"{name}={another!r}" for name, _, another in which)
     return (
-        f"log({first.full_name!r}): logged on rank {first.rank} with {here}, on rank {other.rank} with {there}. Give the same "
-        "on every rank."
+        f"log({first.full_name!r}): logged on rank {first.rank} with {here}, on rank {other.rank} with {there}. Pass the "
+        "same options on every rank."
     )
 
 

@@ -1,4 +1,4 @@
-"""`MetricResults`: the values of metrics for `trainer.callback_metrics` and the like."""
+"""`MetricResults`: the values of metrics for `trainer.callback_metrics` and similar attributes."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from trainkit.metrics.values import is_metric_object, one_element, reduction_of,
 if TYPE_CHECKING:
     from trainkit.metrics.record import Record
 
-__all__ = ["adopt", "capture", "fill", "stored", "unstored", "warn_missing", "without_it"]
+__all__ = ["adopt", "capture", "fill", "stored", "unstored", "value_if_missing", "warn_missing"]
 
 
 def stored(value: Any) -> Any:
@@ -45,7 +45,7 @@ def capture(metric: Record, path: str | None, *, updated: bool = True) -> dict[s
     Args:
         metric: the metric.
         path: the path of its torchmetrics object in the module, if it has one.
-        updated: it was logged in this epoch; False: only the value of a step waits for the next log boundary.
+        updated: whether it was logged in this epoch; if not, only the value of a step waits for the next log boundary.
     """
     prog_bar, logger, _, _, _, scope, main_only = metric.signature[:7]  # a restored one has more items
     entry: dict[str, Any] = {
@@ -80,7 +80,7 @@ def capture(metric: Record, path: str | None, *, updated: bool = True) -> dict[s
 
 
 def _stored_values(values: list[Any]) -> Any:
-    """One tensor for values of the same kind. They are not added up, since the sum would depend on the moment of the save."""
+    """One tensor for values of the same kind. They are not added up: the sum would depend on the moment of the save."""
     if values and all(isinstance(v, Tensor) and v.dtype is values[0].dtype and v.device == values[0].device for v in values):
         return stored(torch.stack([value.detach().reshape(()) for value in values]))
     return [stored(value) for value in values]
@@ -115,7 +115,7 @@ def fill(metric: Record, entry: Mapping[str, Any], device: torch.device | None, 
     metric.awaits["so_far"] = unstored(entry["so_far"], device)
 
 
-def without_it(metric: Record) -> tuple[bool, Tensor | None]:
+def value_if_missing(metric: Record) -> tuple[bool, Tensor | None]:
     """Whether the function or object of a metric is missing at the end of the epoch, and the value in that case.
 
     For a function it is its result when the checkpoint was saved. For an object there is no value, and a warning.
@@ -132,11 +132,11 @@ def without_it(metric: Record) -> tuple[bool, Tensor | None]:
 def warn_missing(metric: Record) -> None:
     """Warn that the function or object for the value of the epoch is missing."""
     is_object = metric.how == "object"
-    what = "a torchmetrics object" if is_object else "reduced by a function, reduce_fx=…"
+    what = "its torchmetrics object" if is_object else "its function reduce_fx"
     fix = "keep the object as an attribute of the module" if is_object else "log it in the last batch of the epoch"
     warn(
-        f"log({metric.name!r}): it is {what}, which a checkpoint cannot hold, and was not logged again between the resume "
-        f"and the end of the epoch: its value of this epoch is missing. To have it, {fix}."
+        f"log({metric.name!r}): a checkpoint cannot contain {what}, and the metric was not logged again between the resume "
+        f"and the end of the epoch. Its value for this epoch is missing. Fix: {fix}."
     )
 
 

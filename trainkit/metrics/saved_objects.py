@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from trainkit.console import warn
 
 __all__ = [
+    "can_interleave",
     "capture_objects",
     "count_updates",
-    "in_turn",
     "join_object",
     "merge_objects",
     "merge_values",
@@ -80,7 +80,7 @@ def restore_objects(module: nn.Module, states: Mapping[str, Any]) -> dict[str, A
     objects = metric_objects(module)
     lost = sorted(set(states) - set(objects))
     if lost:
-        warn(f"the checkpoint has the state of torchmetrics objects that the module does not have: {', '.join(lost)}.")
+        warn(f"the checkpoint contains torchmetrics objects that the module does not have; ignoring them: {', '.join(lost)}.")
     for path, part in objects.items():  # all resets first: the reset of a wrapper resets the object inside
         if path in states or updates_of(part):
             part.reset()
@@ -102,7 +102,10 @@ def object_state(metric: Any) -> dict[str, Any]:
 
 def _set_object(path: str, metric: Any, state: Mapping[str, Any]) -> None:
     if set(state["states"]) != set(metric._defaults):
-        warn(f"{path}: the {type(metric).__name__} in the checkpoint has other states than the module's, which was reset.")
+        warn(
+            f"{path}: the states of this {type(metric).__name__} in the checkpoint differ from those of the current object, "
+            "which is not restored and starts empty."
+        )
         return
     for name, value in [*state["states"].items(), *state["counters"].items()]:
         setattr(metric, name, on_device(value, metric))
@@ -113,7 +116,7 @@ def _set_object(path: str, metric: Any, state: Mapping[str, Any]) -> None:
 def on_device(value: Any, metric: Any) -> Any:
     """A copy of a state on the object's device, since metrics change their states in place."""
     if isinstance(value, list):
-        keep = bool(getattr(metric, "compute_on_cpu", False))  # such lists are on the CPU
+        keep = bool(getattr(metric, "compute_on_cpu", False))  # its lists stay on the CPU
         return [one.clone() if keep and isinstance(one, Tensor) else on_device(one, metric) for one in value]
     return value.to(metric.device, copy=True) if isinstance(value, Tensor) else value
 
@@ -121,26 +124,26 @@ def on_device(value: Any, metric: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------------- several
 
 
-def in_turn(states: Sequence[Mapping[str, Any]], updates: Sequence[int]) -> bool:
+def can_interleave(states: Sequence[Mapping[str, Any]], updates: Sequence[int]) -> bool:
     """Whether lists have one item per update, so that lists of several ranks can be interleaved in the order of the data."""
     per_object = zip(states, updates, strict=True)
     return all(len(v) == count for state, count in per_object for v in state.values() if isinstance(v, list))
 
 
-def merge_values(how: str, values: Sequence[Any], updates: Sequence[int], alternate: bool) -> Any:
+def merge_values(how: str, values: Sequence[Any], updates: Sequence[int], interleave: bool) -> Any:
     """Merge one state of several objects, as if a single object had seen the updates of all of them.
 
     Args:
         how: See `reduction_names`.
         values: The state of each object.
         updates: Number of updates of each object.
-        alternate: Take the items of lists in turn. False: append one list to the other.
+        interleave: Take one item of each list in turn. False: append one list to the other.
 
     Raises:
         ValueError: The states cannot be merged.
     """
     if all(isinstance(value, list) for value in values):
-        if not alternate:
+        if not interleave:
             return list(chain.from_iterable(values))
         items = chain.from_iterable(zip_longest(*values, fillvalue=_MISSING))
         return [item for item in items if item is not _MISSING]
@@ -186,18 +189,18 @@ def merge_objects(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return dict(used[0])
     how, names = used[0]["reductions"], list(used[0]["states"])
     if any(list(state["states"]) != names for state in used):
-        raise ValueError("they have different states")
+        raise ValueError("the objects have different states")
     counters = _merged_counters([state["counters"] for state in states], used[0]["counters"])
     updates = [state["updates"] for state in used]
-    alternate = in_turn([state["states"] for state in used], updates)
-    merged = {name: merge_values(how[name], [state["states"][name] for state in used], updates, alternate) for name in names}
+    interleave = can_interleave([state["states"] for state in used], updates)
+    merged = {name: merge_values(how[name], [state["states"][name] for state in used], updates, interleave) for name in names}
     return {"updates": sum(updates), "counters": counters, "states": merged, "reductions": dict(how)}
 
 
 def _merged_counters(counters: Sequence[Mapping[str, Any]], names: Collection[str]) -> dict[str, Any]:
     """Merge `max_val` and `min_val`, which are named for their reduction."""
     if "_num_vals_seen" in names:
-        raise ValueError("it counts what it has seen")
+        raise ValueError("its counter _num_vals_seen cannot be merged")
     return {name: merge_values(name[:3], [one[name] for one in counters], [], False) for name in names}
 
 
@@ -217,8 +220,9 @@ def join_object(name: str, metric: Any, state: Mapping[str, Any]) -> None:
         }
     except (ValueError, RuntimeError):
         warn(
-            f"log({name!r}): what this {type(metric).__name__} had gathered before the resume cannot be added to what it has "
-            "now: its value of this epoch is of the batches since. Keep it as an attribute of the module: self.metric = …"
+            f"log({name!r}): the state of this {type(metric).__name__} from before the resume cannot be combined with its "
+            "current state. Its value for this epoch covers only the batches since the resume. Keep the object as an attribute "
+            "of the module: self.metric = …"
         )
         return
     for key, value in joined.items():

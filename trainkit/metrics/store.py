@@ -74,7 +74,7 @@ class MetricStore:
         self._several = world.size > 1
         self._metrics: dict[tuple[str, str], Record] = {}  # of this epoch
         self._waiting: dict[tuple[str, str], Record] = {}  # of an earlier one: step values that wait for a log boundary
-        self._unheard: dict[int, Any] = {}  # objects that only the main process logs, if this is another rank
+        self._skipped: dict[int, Any] = {}  # objects that only the main process logs, if this is another rank
         self.scope = Scope.NOWHERE
         self.batch: Any = None
         self._size: tuple[Any, int] = (None, 0)
@@ -97,18 +97,18 @@ class MetricStore:
         rank_zero_only: bool,
     ) -> None:
         if rank_zero_only and self._world.rank:
-            self._pass_over(value)
+            self._skip(value)
             return
         signature = (prog_bar, logger, on_step, on_epoch, reduce_fx, self.scope, rank_zero_only)
         if not isinstance(name, str) or not name:
-            raise MetricError(f"log: the name of a metric must be a string, not {name!r}. For example: log('loss', loss)")
+            raise MetricError(f"log: the name of a metric must be a non-empty string, not {name!r}. Example: log('loss', loss)")
         key = (name, self.suffix if add_dataloader_idx else "")
         metric = self._metrics.get(key)
         if metric is None or metric.signature != signature:
             metric = self._declare(key, metric, signature, value)
         metric.stamp = self.stamp
         if metric.torchmetric is not None:
-            metric.take(value)
+            metric.log_object(value)
             if self._several:
                 metric.step_weight = self._weight(name, batch_size)
             return
@@ -124,7 +124,7 @@ class MetricStore:
                     metric.stamps.append(self.stamp)
 
     def _declare(self, key: tuple[str, str], known: Record | None, signature: tuple[Any, ...], value: Any) -> Record:
-        """The record of a name that is logged for the first time in an epoch, or with other options than before."""
+        """The record of a name that is logged for the first time in an epoch, or with different options than before."""
         if known is not None and alike(known.signature, signature):
             return known
         on_step, on_epoch = cadence(key[0], signature)
@@ -143,10 +143,10 @@ class MetricStore:
         self._metrics[key] = metric
         return metric
 
-    def _pass_over(self, value: Any) -> None:
-        """A value that only the main process logs, on another rank: objects are still reset at the end of the epoch."""
+    def _skip(self, value: Any) -> None:
+        """On another rank, skip a value that only the main process logs. An object is still reset at the end of the epoch."""
         if callable(getattr(value, "reset", None)):
-            self._unheard[id(value)] = value
+            self._skipped[id(value)] = value
 
     def _weight(self, name: str, batch_size: Any) -> float:
         """`batch_size` if given, else the number of samples of the current batch."""
@@ -165,7 +165,7 @@ class MetricStore:
         """Whether a value of a step waits for a log boundary on this rank."""
         return bool(self._waiting) or any(metric.fresh for metric in self._metrics.values())
 
-    def _take_fresh(self) -> dict[tuple[str, str], Record]:
+    def _pop_fresh(self) -> dict[tuple[str, str], Record]:
         """The metrics with values of the step that were not published yet; they count as published now."""
         fresh = {key: metric for key, metric in self._metrics.items() if metric.fresh}
         for metric in fresh.values():
@@ -176,7 +176,7 @@ class MetricStore:
         """At a log boundary: read the values of the step, all at once, and pass them to the progress bar and the loggers.
 
         Raises:
-            MetricError: a rank that had batches has not logged the same metrics, or with other options.
+            MetricError: a rank with batches did not log the same metrics, or logged them with different options.
         """
         waiting, self._waiting = self._waiting, {}
         if self._several:
@@ -184,7 +184,7 @@ class MetricStore:
             ended = end_step(self._world, self._metrics, waiting, self.stamp, seen)
             self.results.add(seen)
         else:
-            fresh = [*({**waiting, **self._take_fresh()}.values())]
+            fresh = [*({**waiting, **self._pop_fresh()}.values())]
             ended = [*zip(fresh, read([m.step_value for m in fresh]), strict=True)]
         self._publish(ended, for_step=True)
 
@@ -196,15 +196,15 @@ class MetricStore:
             had_batch: whether this rank had a batch in the row.
             count: number of batches of the stage so far, with those of this row; the step of the values of the last batch.
         """
-        for step, ended in end_row(world, self._take_fresh().values(), had_batch, count):
+        for step, ended in end_row(world, self._pop_fresh().values(), had_batch, count):
             self._publish(ended, for_step=True, step=step)
 
     def flush_epoch(self) -> dict[str, float]:
         """At the end of an epoch: reduce, pass to the progress bar and the loggers, and reset. Returns the values by name.
 
         Raises:
-            MetricError: a rank that had batches has not logged the same metrics, or with other options; or the result of a
-                function or an object is not a number.
+            MetricError: a rank with batches did not log the same metrics, or logged them with different options; or the result
+                of a function or an object is not a number.
         """
         seen: dict[str, Any] = {}
         evaluation = self.scope in _EVALUATION
@@ -243,9 +243,9 @@ class MetricStore:
 
     def _forget(self) -> None:
         self._metrics, self._size, self.schema = {}, (None, 0), 0
-        for value in self._unheard.values():
+        for value in self._skipped.values():
             value.reset()
-        self._unheard = {}
+        self._skipped = {}
 
     def _publish(self, ended: Ended, *, for_step: bool, step: int | None = None) -> None:
         to_loggers: dict[str, float] = {}
@@ -288,10 +288,10 @@ class MetricStore:
         """Compare the metrics of this epoch with those of the other ranks.
 
         Raises:
-            MetricError: a rank that had batches has not logged the same metrics, or with other options.
+            MetricError: a rank with batches did not log the same metrics, or logged them with different options.
         """
-        told = [[*entry, None, False, False, None] for entry in self.schema_entries()]
-        gathered = world.exchange([self.stamp, told])
+        reports = [[*entry, None, False, False, None] for entry in self.schema_entries()]
+        gathered = world.exchange([self.stamp, reports])
         check(groups(metrics for _, metrics in gathered), [stamp for stamp, _ in gathered])
 
     def logged_at(self, name: str) -> int | None:
@@ -331,7 +331,7 @@ class MetricStore:
         self.discard()
         self.stamp = int(state["stamp"])
         for entry in state["metrics"]:
-            # a signature that no call has, so that the next call is compared
+            # a signature that no call can have, so that the options of the next call are compared
             options = (entry["prog_bar"], entry["logger"], entry["on_step"], entry["on_epoch"], entry["reduce_fx"] or _unknown)
             key = (entry["name"], entry["suffix"])
             signature = (*options, Scope(entry["scope"]), entry["main_only"], None)
@@ -352,15 +352,15 @@ class MetricStore:
 def _other_options(name: str, resumed: bool) -> MetricError:
     if resumed:
         return MetricError(
-            f"log({name!r}) had other options before the checkpoint, in the epoch that continues. Log it as before until "
-            "the epoch ends, or resume from a checkpoint of an epoch's end."
+            f"log({name!r}): the options differ from those before the checkpoint, in the same epoch. Use the same options "
+            "until the epoch ends, or resume from a checkpoint saved at the end of an epoch."
         )
     return MetricError(
-        f"log({name!r}) was called twice in one epoch with different options or from hooks of different kinds. Use one "
-        "name for each."
+        f"log({name!r}) was called twice in one epoch with different options or from hooks of different kinds. Use a "
+        "different name for each call."
     )
 
 
 def _unknown(values: Tensor) -> Tensor:
-    """Placeholder for a function of the user that was not passed again yet."""
+    """Placeholder for a function of the user that has not been passed again yet."""
     raise AssertionError(values)

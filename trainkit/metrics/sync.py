@@ -14,7 +14,7 @@ from torch import Tensor
 from trainkit.distributed.world import World
 from trainkit.errors import MetricError
 from trainkit.metrics.record import MetricInfo, Record, Scope
-from trainkit.metrics.reduce import Groups, RankRecord, apply, check, epoch_number, groups, step_number, tell, values_of
+from trainkit.metrics.reduce import Groups, RankRecord, apply, check, epoch_number, groups, report_of, step_number, values_of
 from trainkit.metrics.saved_metrics import warn_missing
 from trainkit.metrics.torchmetrics import computed, states_of
 from trainkit.metrics.values import one_element, read
@@ -39,12 +39,12 @@ def end_step(
         callback: receives the values.
 
     Raises:
-        MetricError: the ranks have not logged the same.
+        MetricError: the ranks did not log the same metrics.
     """
     fresh = [record for record in records.values() if record.fresh]
-    gathered = world.exchange([stamp, tell(fresh)])
-    found = groups(told for _, told in gathered)
-    check(found, [worked for worked, _ in gathered], step=True)
+    gathered = world.exchange([stamp, report_of(fresh)])
+    found = groups(report for _, report in gathered)
+    check(found, [last_stamp for last_stamp, _ in gathered], step=True)
     for record in fresh:
         record.fresh = False
     old = [record for key, record in waiting.items() if key not in found]
@@ -56,8 +56,8 @@ def end_step(
 
 def agree_on_steps(world: World, records: Records, *, last: bool) -> dict[str, Any]:
     """The values of the step by name; `last`: see `step_number`."""
-    told = tell([record for record in records.values() if record.step_value is not None])
-    return _by_name(_agree_on(world, groups(world.exchange(told)), records, last=last))
+    report = report_of([record for record in records.values() if record.step_value is not None])
+    return _by_name(_agree_on(world, groups(world.exchange(report)), records, last=last))
 
 
 def end_row(world: World, fresh: Iterable[Record], had_batch: bool, count: int) -> list[tuple[int, Ended]]:
@@ -69,13 +69,13 @@ def end_row(world: World, fresh: Iterable[Record], had_batch: bool, count: int) 
         had_batch: whether this rank had a batch.
         count: the number of the last batch in the row.
     """
-    gathered = world.exchange([had_batch, tell(fresh)])
+    gathered = world.exchange([had_batch, report_of(fresh)])
     number = count - sum(had for had, _ in gathered)
     rows: list[tuple[int, Ended]] = []
-    for rank, (had, told) in enumerate(gathered):
+    for rank, (had, report) in enumerate(gathered):
         number += had
-        if told:
-            rows.append((number, [(metric, metric.step[0]) for data in told if (metric := RankRecord(rank, data)).step]))
+        if report:
+            rows.append((number, [(metric, metric.step[0]) for data in report if (metric := RankRecord(rank, data)).step]))
     return rows
 
 
@@ -99,17 +99,17 @@ def end_epoch(
         last: True in an evaluation, see `step_number`.
 
     Raises:
-        MetricError: the ranks have not logged the same, or a value is not a number.
+        MetricError: the ranks did not log the same metrics, or a value is not a number.
     """
-    stamps, all_gaps, told = zip(*world.exchange([stamp, gaps, tell(records.values(), epoch=True)]), strict=True)
-    found = groups(told)
+    stamps, all_gaps, reports = zip(*world.exchange([stamp, gaps, report_of(records.values(), epoch=True)]), strict=True)
+    found = groups(reports)
     check(found, stamps, all_gaps)
     steps = _agree_on(world, found, records, last=last)
     if not last:
         callback.update(_by_name(steps))
     numbers = {key: group for key, group in found.items() if group[0].on_epoch and group[0].how not in ("function", "object")}
     values = {key: epoch_number(group) for key, group in numbers.items()}
-    values |= _made(world, found, records)
+    values |= _computed_values(world, found, records)
     for record in records.values():
         if record.torchmetric is not None:
             record.torchmetric.reset()
@@ -156,7 +156,7 @@ def _agree_on(world: World, found: Groups, records: Records, *, last: bool) -> d
     there = {key: step for key, group in found.items() if (step := step_number(group, last=last)) is not None}
     lists = {key: values for key, (values, _) in there.items() if isinstance(values, list)}
     alike = all(len(found[key]) == world.size and not any(one.awaits for one in found[key]) for key in lists)
-    applied = _first_of(world, {key: _applied(records.get(key), values) for key, values in lists.items()}, alone=alike)
+    applied = _first_of(world, {key: _apply_call(records.get(key), values) for key, values in lists.items()}, alone=alike)
     agreed: dict[Key, tuple[list[RankRecord], float]] = {}
     for key, (value, stamp) in there.items():
         number = applied[key] if isinstance(value, list) else value
@@ -172,7 +172,7 @@ def _agree_on(world: World, found: Groups, records: Records, *, last: bool) -> d
 # ---------------------------------------------------------------------------------------------- functions and objects
 
 
-def _applied(record: Record | None, values: list[float]) -> Callable[[], float] | None:
+def _apply_call(record: Record | None, values: list[float]) -> Callable[[], float] | None:
     """A call of the function of a metric, if this rank has the function."""
     if record is None or record.awaits is not None:
         return None
@@ -181,7 +181,7 @@ def _applied(record: Record | None, values: list[float]) -> Callable[[], float] 
 
 
 def _first_of(world: World, calls: Mapping[Key, Callable[[], float] | None], *, alone: bool = False) -> dict[Key, float | None]:
-    """The result of each call on the first rank that can make it, which is used on all ranks.
+    """The result of each call from the first rank that can make it; all ranks use this result.
 
     Args:
         world: the ranks.
@@ -189,7 +189,7 @@ def _first_of(world: World, calls: Mapping[Key, Callable[[], float] | None], *, 
         alone: all ranks can make all calls with the same results; nothing is exchanged.
 
     Raises:
-        MetricError: a call has failed on another rank. The rank where it failed raises its own error.
+        MetricError: a call failed on another rank. The rank where it failed raises its own error.
     """
     own: list[float | None] = []
     error: Exception | None = None
@@ -211,18 +211,18 @@ def _first_of(world: World, calls: Mapping[Key, Callable[[], float] | None], *, 
     return {key: next((v for v in column if v is not None), None) for key, column in zip(calls, columns, strict=True)}
 
 
-def _made(world: World, found: Groups, records: Records) -> dict[Key, float | None]:
+def _computed_values(world: World, found: Groups, records: Records) -> dict[Key, float | None]:
     """The values of the epoch that a function or an object computes; nothing is exchanged if there are none."""
     calls = _object_calls(world, found, records)
     for key, group in found.items():
         if group[0].how == "function" and group[0].on_epoch:
-            calls[key] = _reducing(group, records.get(key))
-    made = _first_of(world, calls)
-    for key, value in made.items():
+            calls[key] = _reduce_call(group, records.get(key))
+    values = _first_of(world, calls)
+    for key, value in values.items():
         record = records.get(key)
         if value is None and record is not None:
             warn_missing(record)
-    return made
+    return values
 
 
 def _object_calls(world: World, found: Groups, records: Records) -> dict[Key, Callable[[], float] | None]:
@@ -230,19 +230,19 @@ def _object_calls(world: World, found: Groups, records: Records) -> dict[Key, Ca
     objects = {key: group for key, group in found.items() if group[0].how == "object" and group[0].on_epoch}
     shared = [key for key, group in objects.items() if not group[0].main_only]
     for key in shared:
-        _refuse_strange(objects[key])
+        _refuse_other_libraries(objects[key])
     gathered = world.exchange_state([_states(records.get(key)) for key in shared]) if shared else []
-    calls = {key: _computing(records.get(key), [states[n] for states in gathered]) for n, key in enumerate(shared)}
+    calls = {key: _compute_call(records.get(key), [states[n] for states in gathered]) for n, key in enumerate(shared)}
     # in the order of `objects`, which is the same on all ranks, as their results are matched by position
     main_only = [key for key in objects if key not in calls]
-    return calls | {key: _computing(records.get(key), [_states(records.get(key))]) for key in main_only}
+    return calls | {key: _compute_call(records.get(key), [_states(records.get(key))]) for key in main_only}
 
 
-def _reducing(group: list[RankRecord], record: Record | None) -> Callable[[], float] | None:
+def _reduce_call(group: list[RankRecord], record: Record | None) -> Callable[[], float] | None:
     """A call of a function with all values of the epoch, or its result before the resume if it was not passed again."""
     values = values_of(group)
     if record is None or record.awaits is None:
-        return _applied(record, values) if values else None
+        return _apply_call(record, values) if values else None
     so_far, own = record.awaits["so_far"], len(record.values)
     return (lambda: read([so_far])[0]) if so_far is not None and own == len(values) else None
 
@@ -257,7 +257,7 @@ def _states(record: Record | None) -> dict[str, Any]:
     return {} if state is None else {"": {"updates": state["updates"], "states": state["states"]}}
 
 
-def _computing(record: Record | None, gathered: list[dict[str, Any]]) -> Callable[[], float] | None:
+def _compute_call(record: Record | None, gathered: list[dict[str, Any]]) -> Callable[[], float] | None:
     if record is None or record.torchmetric is None:
         return None
     name, metric = record.full_name, record.torchmetric
@@ -266,12 +266,12 @@ def _computing(record: Record | None, gathered: list[dict[str, Any]]) -> Callabl
     return lambda: read([one_element(name, computed(name, metric, gathered))])[0]
 
 
-def _refuse_strange(group: list[RankRecord]) -> None:
+def _refuse_other_libraries(group: list[RankRecord]) -> None:
     """Refuse objects of other libraries, whose states cannot be combined."""
     for one in group:
         if one.epoch is not None and not one.epoch[1]:
             raise MetricError(
-                f"log({one.full_name!r}): what a {one.epoch[0]} gathers on several processes cannot be combined: it is no "
-                f"torchmetrics Metric. Log a number: log({one.name!r}, metric.compute()), or the main process's alone: "
-                "rank_zero_only=True"
+                f"log({one.full_name!r}): the states of a {one.epoch[0]} on several processes cannot be combined, because it "
+                f"is not a torchmetrics Metric. Log a number: log({one.name!r}, metric.compute()), or only the value of the "
+                "main process: rank_zero_only=True"
             )

@@ -1,6 +1,6 @@
 """Computes the value of a torchmetrics object from its states on all ranks.
 
-torchmetrics' own synchronization is not used: it treats a rank without batches as one that has seen zeros, requires the same
+torchmetrics' own synchronization is not used: it treats a rank without batches as a rank that saw zeros, requires the same
 number and type of tensors on each rank, and needs them on the device of the process group of the gradients.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trainkit.errors import MetricError
-from trainkit.metrics.saved_objects import in_turn, merge_values, on_device, reduction_names, updates_of
+from trainkit.metrics.saved_objects import can_interleave, merge_values, on_device, reduction_names, updates_of
 from trainkit.nested import map_tensors
 
 __all__ = ["compact", "computed", "states_of"]
@@ -54,35 +54,35 @@ def computed(name: str, metric: Any, gathered: Sequence[Mapping[str, Any]]) -> A
         MetricError: the states cannot be combined.
     """
     parts = _parts(metric)
-    with _kept(list(parts.values())):
+    with _restored_after(list(parts.values())):
         for path, part in parts.items():
-            told = [states[path] for states in gathered if path in states]
+            found = [states[path] for states in gathered if path in states]
             try:
-                _take(part, [one["states"] for one in told], [one["updates"] for one in told])
+                _set_states(part, [one["states"] for one in found], [one["updates"] for one in found])
             except (ValueError, RuntimeError, TypeError, KeyError) as error:
                 raise MetricError(
                     f"log({name!r}): the states of this {type(part).__name__} on different processes cannot be combined: "
-                    f"{error}. Log a number, or the value of the main process only: rank_zero_only=True"
+                    f"{error}. Log a number, or only the value of the main process: rank_zero_only=True"
                 ) from error
         return metric.compute()
 
 
-def _take(part: Any, states: Sequence[Mapping[str, Any]], updates: Sequence[int]) -> None:
+def _set_states(part: Any, states: Sequence[Mapping[str, Any]], updates: Sequence[int]) -> None:
     """Set the states of an object to the combined states of several."""
     part._to_sync, part._computed = False, None
     if not states:
         return
-    alternate, names = in_turn(states, updates), reduction_names(part)
+    interleave, names = can_interleave(states, updates), reduction_names(part)
     for name in part._defaults:
         values = [on_device(state[name], part) for state in states]
         how = names[name]
         if len(values) == 1:
             value = values[0]
         elif how == "other" or (how == "none" and isinstance(values[0], Tensor)):  # as in torchmetrics
-            value = torch.stack(values) if isinstance(values[0], Tensor) else merge_values("cat", values, updates, alternate)
+            value = torch.stack(values) if isinstance(values[0], Tensor) else merge_values("cat", values, updates, interleave)
             value = value if how == "none" else part._reductions[name](value)
         else:
-            value = merge_values(how, values, updates, alternate)
+            value = merge_values(how, values, updates, interleave)
         setattr(part, name, value)
     part._update_count = sum(updates)
     if hasattr(part, "_num_vals_seen"):
@@ -90,8 +90,8 @@ def _take(part: Any, states: Sequence[Mapping[str, Any]], updates: Sequence[int]
 
 
 @contextmanager
-def _kept(parts: Sequence[Any]) -> Iterator[None]:
-    """Restore the states of objects afterwards."""
+def _restored_after(parts: Sequence[Any]) -> Iterator[None]:
+    """Restore the states of the objects at the end of the block."""
     names = ("_to_sync", "_computed", "_update_count", "_num_vals_seen")
     before = [
         (part, {name: getattr(part, name) for name in (*part._defaults, *names) if hasattr(part, name)}) for part in parts

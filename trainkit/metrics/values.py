@@ -63,19 +63,19 @@ def reduction_of(name: str, reduce_fx: Any) -> Any:
 
 
 def is_metric_object(name: str, value: Any) -> bool:
-    """Whether a value is a torchmetrics `Metric`; refuses values that cannot be logged, before an epoch is spent on them."""
+    """Whether a value is a torchmetrics `Metric`. Values that cannot be logged raise an error now, not after an epoch."""
     if isinstance(value, Tensor) and value.is_complex():
-        raise MetricError(f"log({name!r}): a metric is a real number, not a complex one. Use .abs() or .real")
+        raise MetricError(f"log({name!r}): expected a real number, not a complex one. Use value.abs() or value.real")
     if isinstance(value, type):
         raise MetricError(f"log({name!r}): expected a value, not the class {value.__name__}. Use an object: {value.__name__}()")
     if not (callable(getattr(value, "compute", None)) and callable(getattr(value, "reset", None))):
         return False
     if hasattr(value, "items"):
-        raise MetricError(f"log({name!r}): {type(value).__name__} holds several metrics. Use self.log_dict(collection)")
+        raise MetricError(f"log({name!r}): {type(value).__name__} contains several metrics. Use self.log_dict(collection)")
     if getattr(value, "dist_sync_on_step", False) and dist.is_available() and dist.is_initialized():
         raise MetricError(
-            f"log({name!r}): {type(value).__name__}(dist_sync_on_step=True) would gather at each step, where not every process "
-            "need have a batch. Leave it out: values are joined over the processes when they are needed."
+            f"log({name!r}): {type(value).__name__}(dist_sync_on_step=True) gathers at each step, but not every process has a "
+            "batch in each step. Remove the argument: trainkit combines the values of all processes."
         )
     return True
 
@@ -91,13 +91,13 @@ def weight_of(name: str, batch_size: Any) -> float:
         weight = math.nan
     if not (math.isfinite(weight) and weight >= 0.0):
         raise MetricError(
-            f"log({name!r}): batch_size must be a number of samples ≥ 0, not {batch_size!r}. For example: batch_size=len(x)"
+            f"log({name!r}): batch_size must be a number of samples ≥ 0, not {batch_size!r}. Example: batch_size=len(x)"
         )
     return weight
 
 
 TO_HOST: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {}
-"""Device type → function that reads several values, instead of a stack, which XLA would compile for each length."""
+"""Device type → function that reads several values. It replaces a stack, which XLA would compile for each length."""
 
 
 def stacked(values: list[Any]) -> Tensor:
@@ -130,7 +130,8 @@ def one_element(name: str, value: Any) -> Any:
     if isinstance(value, Number):
         return number_of(name, value)
     raise MetricError(
-        f"log({name!r}): a metric must come to one number, but it is {value!r}. Log its parts: log_dict(metric.compute())"
+        f"log({name!r}): the result must be a number or a tensor with one element, not {value!r}. Log its parts: "
+        "log_dict(metric.compute())"
     )
 
 
@@ -139,7 +140,7 @@ def one_number(name: str, value: Any, enable_graph: bool) -> Any:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise MetricError(
-                f"log({name!r}): a metric is one number, not a tensor of shape {tuple(value.shape)}. "
+                f"log({name!r}): expected a number or a tensor with one element, not a tensor of shape {tuple(value.shape)}. "
                 "Reduce it first, for example with .mean()."
             )
         return value if enable_graph else value.detach().clone()  # the caller may change its tensor in place
@@ -149,14 +150,14 @@ def one_number(name: str, value: Any, enable_graph: bool) -> Any:
 def number_of(name: str, value: Any) -> float:
     """Convert any number (numpy scalars, booleans) to a float."""
     if isinstance(value, str | bytes) or value is None:
-        raise MetricError(f"log({name!r}): a metric must be a number, a tensor of one element or a Metric, not {value!r}.")
+        raise MetricError(f"log({name!r}): a metric must be a number, a tensor with one element or a Metric, not {value!r}.")
     if getattr(value, "size", None) == 1 and hasattr(value, "item"):
         value = value.item()  # a numpy array of one element
     try:
         return float(value)
     except (TypeError, ValueError):
         raise MetricError(
-            f"log({name!r}): a metric must be a number, a tensor of one element or a Metric, not {type(value).__name__}. "
+            f"log({name!r}): a metric must be a number, a tensor with one element or a Metric, not {type(value).__name__}. "
             "Use log_dict for a dict of metrics."
         ) from None
 
@@ -170,5 +171,5 @@ def check_group(name: str, group: Any) -> None:
     if group is not torch.distributed.group.WORLD:
         raise MetricError(
             f"log({name!r}, sync_dist_group=...): expected None or torch.distributed.group.WORLD, got {group!r}. A metric is "
-            f"reduced over all processes. Leave it out: self.log({name!r}, value)"
+            f"reduced over all processes. Remove the argument: self.log({name!r}, value)"
         )

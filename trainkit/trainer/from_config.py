@@ -52,7 +52,7 @@ def with_settings(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
     complete = given | {name: taken[name] for name in taken.keys() & given.keys()} | made
     if complete["accumulate_grad_batches"] is None:
         complete["accumulate_grad_batches"] = 1
-    return complete, f"by {settings.source}: {', '.join(said)}." if said else ""
+    return complete, f"settings of {settings.source}: {', '.join(said)}." if said else ""
 
 
 def _precision(strategy: Any, precision: str) -> dict[str, Any]:

@@ -302,7 +302,7 @@ class SavePolicy:
             return "Ctrl-C came twice"
         agreed = run.signals.received is not None and isinstance(exception, Preempted | KeyboardInterrupt)
         if self._world.size > 1 and not agreed:
-            return "an error on one of several processes leaves the others behind"
+            return "an error stopped the run, and a save needs all processes at the same step"
         if run.train_loader is None or run.progress.global_step == run.progress.first_step:
             return "no optimizer step was made yet"
         engine = run.accelerator

@@ -75,7 +75,7 @@ class _Channel:
         self,
         key: str,
         value: Any,
-        looking: Callable[[], None] | None = None,
+        while_waiting: Callable[[], None] | None = None,
         complete: Callable[[], None] | None = None,
     ) -> list[Any]:
         found = self._hub.exchange(self._rank, key, json.dumps(value))

@@ -173,6 +173,6 @@ def test_processes_of_another_launcher() -> None:
         "MASTER_PORT": "29511",
     }
     with pytest.raises(
-        WorldError, match="ConfigurationError: .* has started 2 processes .* XLA's runtime knows of 1: each would train"
+        WorldError, match="ConfigurationError: .* has started 2 processes .* XLA's runtime has 1: each would train"
     ):
         run_xla(launched, env=torchrun)
