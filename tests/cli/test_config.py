@@ -155,7 +155,7 @@ def test_wrong_answers_are_asked_again(say: Said, capsys: pytest.CaptureFixture[
     told = capsys.readouterr().out
     for words in (
         "  expected cpu, gpu or tpu, not 'cpus'.\n",
-        "  num_machines must be a whole number from 1 on, not 'x'.\n",
+        "  num_machines must be a whole number ≥ 1, not 'x'.\n",
         "  machine_rank cannot be 2: the ranks are 0 to 1.\n",
         "  main_process_ip must be text, not ''.\n",
         "  main_process_port cannot be 0: all nodes need the port.\n",
@@ -163,7 +163,7 @@ def test_wrong_answers_are_asked_again(say: Said, capsys: pytest.CaptureFixture[
         "  the stage must be a whole number from 1 to 3, not '5'.\n",
         "  expected no, 1, 2, 3 or the path of a file, but there is no file 'nowhere.json'.\n",
         "  expected none or cpu, not 'nvme'.\n",
-        "  gradient_accumulation_steps must be a whole number from 1 on, or auto, not '0'.\n",
+        "  gradient_accumulation_steps must be a whole number ≥ 1, or auto, not '0'.\n",
         "  gradient_clipping must be a number ≥ 0, or auto, not 'x'.\n",
         "  mixed_precision: fp8 is not supported; write bf16, or fp16.\n",
     ):

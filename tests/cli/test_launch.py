@@ -130,7 +130,7 @@ def test_workers_get_unchanged_variables(launch: Launch) -> None:
     (["--max-restarts", "-1", "script.py"], "--max-restarts must be an integer ≥ 0, not '-1'."),
     (["--max-restarts", "x", "script.py"], "--max-restarts must be an integer ≥ 0, not 'x'."),
     (["--master-port", "0", "script.py"], "--master-port must be an integer from 1 to 65535, not 0."),
-    (["--nnodes", "x", "script.py"], "--nnodes must be a number of nodes, or the smallest and the largest as 2:4"),
+    (["--nnodes", "x", "script.py"], "--nnodes must be a number of nodes, or a range such as 2:4"),
     (["--nnodes", "2", "script.py"], "2 nodes need the address of the node with rank 0. Pass it on all nodes"),
     (["--nnodes", "2", "--master-addr", "a", "--node-rank", "2", "script.py"], "--node-rank 2, but the ranks of 2 nodes are "),
     (["--node-rank", "1", "script.py"],

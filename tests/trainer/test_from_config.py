@@ -210,7 +210,7 @@ def test_real_processes(tmp_path: Path) -> None:
         env={"TRAINKIT_CONFIG_FILE": "default.yaml", "PYTHONPATH": found_there},
     )
     assert done.returncode == 0, done.stderr
-    assert "trainkit: using the settings of default.yaml. For others: --config_file FILE; for none: " in done.stderr
+    assert "trainkit: using the settings in default.yaml. For other settings: --config_file FILE; for none: " in done.stderr
     options = "accumulate_grad_batches=2, gradient_clip_val=1.0, strategy='zero2', precision="
     said = f"settings of the command line and default.yaml: {options}"
     assert done.stderr.count(said) == 1, "one process prints_here"
