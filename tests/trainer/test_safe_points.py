@@ -81,7 +81,7 @@ def test_a_timer_fires_again_after_each_interval() -> None:
 
     points.every(timedelta(milliseconds=5), act)
     woken = threading.Event()
-    run.wake = woken.set  # type: ignore[method-assign]
+    run.request_safe_point = woken.set  # type: ignore[method-assign]
     for expected in (1, 2):
         assert woken.wait(PATIENCE)
         woken.clear()

@@ -149,8 +149,8 @@ def test_on_two_processes(tmp_path: Path) -> None:
 
 
 def forget_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(current, "_by_all", WeakValueDictionary())
-    monkeypatch.setattr(current, "_made", current._Made())
+    monkeypatch.setattr(current, "_of_process", WeakValueDictionary())
+    monkeypatch.setattr(current, "_of_thread", current._OfThread())
 
 
 def test_a_process_that_is_alone_needs_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Contexts of an own loop: in a precision, without gradients travelling, under the profiler."""
+"""Context managers for your own training loop: precision, no synchronization of gradients, profiler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ContextVerbs"]
 
 
 class ContextVerbs(PrepareVerbs):
-    """The verbs of `trainkit.Accelerator` for `with`."""
+    """The context managers of `trainkit.Accelerator`."""
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Within it the forward is computed in the accelerator's precision.
@@ -30,9 +30,9 @@ class ContextVerbs(PrepareVerbs):
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Within it gradients are added up and do not travel: they do with the first backward pass after it.
+        """Within it gradients are accumulated and not averaged over the processes: the first backward pass after it does that.
 
-        `accumulate` does so by itself, and scales the losses.
+        `accumulate` does this by itself, and scales the losses.
 
         Args:
             model: as `prepare` returned it.
@@ -44,7 +44,7 @@ class ContextVerbs(PrepareVerbs):
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
-        """Within it torch's profiler records, and what it gives is `torch.profiler.profile`.
+        """Within it torch's profiler records; it yields the `torch.profiler.profile`.
 
         Args:
             profile_handler: instead of the one in `kwargs_handlers`.

@@ -1,4 +1,4 @@
-"""`Accelerator`: prepare, accumulate, backward, clip, step. The one implementation, for the `Trainer` and for own loops."""
+"""`Accelerator`: prepare, accumulate, backward, clip, step. The one implementation, for `Trainer` and your own loops."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _NULL = nullcontext()
 class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
     """The verbs of a training loop, for those who write their own; `Trainer` uses the same ones.
 
-    Its arguments are Accelerate's; those after `fsdp_plugin` are given by name. What is not given is as
-    `trainkit launch --config_file` says, if the process was started so.
+    Its arguments are Accelerate's; those after `fsdp_plugin` are given by name. Arguments that are not given come from
+    `trainkit launch --config_file`, if the process was started that way.
 
     Args:
         device_placement: put models, optimizers and batches on the device.
         split_batches: a loader's `batch_size` is that of all processes together.
         mixed_precision: `"no"`, `"fp16"` or `"bf16"`: float32 parameters, and a forward under autocast. Under DeepSpeed's
             ZeRO, as there, parameters in 16 bits with float32 masters.
-        gradient_accumulation_steps: micro-batches in an update.
+        gradient_accumulation_steps: micro-batches in an optimizer step.
         cpu: run on the CPU though there is a GPU.
         dataloader_config: a `DataLoaderConfiguration`.
         deepspeed_plugin: a `DeepSpeedPlugin`: ZeRO.
@@ -56,12 +56,12 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         project_dir: folder of the project.
         project_config: a `ProjectConfiguration`.
         gradient_accumulation_plugin: a `GradientAccumulationPlugin`.
-        dispatch_batches: only `False`: each process reads what it works on.
+        dispatch_batches: only `False`: each process reads its own batches.
         even_batches: a rank without data at the end of an epoch gets padding micro-batches. `False`:
             only where a whole window has none for it, and in an evaluation never.
         use_seedable_sampler: no effect: the order of an epoch always is a function of the seed and its number.
-        step_scheduler_with_optimizer: a prepared scheduler advances with updates, once for each process (with `split_batches`
-            once); `False`: by one with each call.
+        step_scheduler_with_optimizer: a prepared scheduler advances with each optimizer step, once for each process (with
+            `split_batches` once); `False`: by one with each call.
         kwargs_handlers: options of `trainkit.utils`, such as `GradScalerKwargs`.
         dynamo_backend: compile models by `torch.compile` with this backend.
         strategy: `"auto"` (DDP if a launcher has started several processes, else one device), `"ddp"`, `"zero1"`, … or a
@@ -145,14 +145,14 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         self._trackers = Trackers(list(options.log_with), options.project, self.strategy)
         self.accumulation = AccumulationState(options.steps, self.strategy.begin_micro_batch)
         self.strategy.begin_micro_batch(self.accumulation.current)
-        self._filled: BatchPadding | None = None
+        self._batch_padding: BatchPadding | None = None  # of the first loader
         self._seed: int | None = None
         self.averages_in_step = self.strategy.averages_in_step and self.world.size > 1
         self.before_step: Callable[[Optimizer], None] | None = None
         self._averaged: set[int] = set()  # ids of optimizers whose gradients are averaged already
         self._models: list[nn.Module] = []
-        self._bare: list[nn.Module] = []  # the user's own, without what is wrapped around them
-        self._given: dict[int, nn.Module] = {}  # what prepare has returned for models, by its id
+        self._bare: list[nn.Module] = []  # the user's own, without wrappers
+        self._given: dict[int, nn.Module] = {}  # the models that prepare has returned, by id
         self._optimizers: list[PreparedOptimizer] = []
         self._schedulers: list[PreparedScheduler] = []
         self._loaders: list[PreparedLoader] = []
@@ -160,11 +160,11 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         ProcessVerbs.__init__(self, options.strategy, self.reading, options.plugin)
         CheckpointVerbs.__init__(self, options, Prepared(self._bare, self._optimizers, self._schedulers, self._loaders))
         self._weighing: Weighing | None = None
-        self._watched = ExitStack()  # the optimizers that were given to prepare
-        self._building = ExitStack()  # what models of transformers are made in
+        self._watched = ExitStack()  # the hooks of optimizers that were passed to prepare
+        self._building = ExitStack()  # the context in which models of transformers are created
 
     def _begin_building(self) -> None:
-        """Let models of `transformers` be divided as they are made, where a user has asked for that."""
+        """Shard models of `transformers` while they are created, if the user has asked for that."""
         plugin = self.options.plugin
         if plugin is not None and plugin.divides_at_once:
             self._building.enter_context(self.strategy.building(pretrained=True))
@@ -180,7 +180,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
 
     @property
     def even_batches(self) -> bool:
-        """Whether all processes get the same number of batches, of loaders that are prepared from here on."""
+        """Whether all processes get the same number of batches; setting it affects loaders that are prepared later."""
         return self._even
 
     @even_batches.setter
@@ -196,7 +196,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in an update."""
+        """Micro-batches in an optimizer step."""
         return self.accumulation.size
 
     @gradient_accumulation_steps.setter
@@ -208,7 +208,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch is the last of its window, so that its update is due."""
+        """Whether the current micro-batch is the last of its window, so that an optimizer step is due."""
         return self.accumulation.current.last
 
     @property
@@ -217,13 +217,13 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         return self.accumulation.clears
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Work on one micro-batch within it. With a loader that was not prepared, it counts the micro-batches itself.
+        """A context manager for one micro-batch. With a loader that was not prepared, it counts the micro-batches itself.
 
         Args:
-            *models: those that are called within, as `prepare` returned them.
+            *models: those that are called within it, as `prepare` returned them.
 
         Raises:
-            ConfigurationError: one that was not prepared.
+            ConfigurationError: one was not prepared.
         """
         for model in models:
             if id(model) not in self._given and self._own:
@@ -232,7 +232,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         self.reading.working()
         if state.pending is not None:
             state.enter(self.reading.loader)
-        elif not state.delivered and not self.reading.active:  # else it is called again for the same batch
+        elif not state.delivered and not self.reading.active:  # otherwise it is called again for the same batch
             state.count()
         state.start_body()
         return _NULL
@@ -289,8 +289,8 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         self._weighing, self._begun = None, False
         self._begin_stepping()
         self.accumulation.reset()
-        self._filled = None
-        if self._own:  # a Trainer does so when it begins
+        self._batch_padding = None
+        if self._own:  # a Trainer does this when it begins
             self.strategy.precision.reset()
         self.strategy.teardown()
         if self._watchdog is not None and self._watches:

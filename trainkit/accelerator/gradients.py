@@ -23,13 +23,13 @@ class GradientVerbs(PrepareVerbs):
     """The verbs of `trainkit.Accelerator` that work on gradients.
 
     Attributes:
-        skip_asked: the optimizer step of the current window is to be skipped.
-        unspent: gradients of a whole window wait for a step.
+        skip_requested: the optimizer step of the current window is to be skipped.
+        step_pending: the gradients of a window are complete, and no optimizer step has used them.
     """
 
     averages_in_step: bool
-    skip_asked: bool
-    unspent: bool
+    skip_requested: bool
+    step_pending: bool
     _averaged: set[int]
     _backwards: int
     _begun: bool
@@ -46,11 +46,11 @@ class GradientVerbs(PrepareVerbs):
         Args:
             loss: a scalar; `None`: this micro-batch has nothing to learn from, its gradient counts as zero.
             weight: how much it counts among the micro-batches of its window, on all processes: a number ≥ 0, such as that of
-                the tokens that `loss` is the mean of. Default: the number of its samples, or what `batch_weight` says.
+                the tokens that `loss` is the mean of. Default: the number of its samples, or the result of `batch_weight`.
             **kwargs: for `Tensor.backward`.
 
         Raises:
-            ConfigurationError: nothing has been prepared; or a weight is no number, or given for a part of a window only.
+            ConfigurationError: nothing has been prepared; or a weight is not a number, or given for a part of a window only.
         """
         if self._averaged:
             self._averaged.clear()  # of gradients that were not used
@@ -63,17 +63,17 @@ class GradientVerbs(PrepareVerbs):
         if loss is None or share == 0.0:
             self.strategy.skip_backward(loss, micro)
         else:
-            if self._filled is not None:
-                self._filled.note_backward()
+            if self._batch_padding is not None:
+                self._batch_padding.note_backward()
             if share != 1.0:
                 loss = loss * share
             self.strategy.backward(loss, micro, **kwargs)
-        self.unspent = micro.last
+        self.step_pending = micro.last
         if self._weighing is not None and micro.last:
-            self._weighing.settle(self._bare, self.optimizers)
+            self._weighing.correct_gradients(self._bare, self.optimizers)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Take the loss scale of `16-mixed` out of the gradients, before they are looked at; clipping does it by itself.
+        """Divide the gradients by the loss scale of `16-mixed`, before they are read; clipping does this by itself.
 
         Args:
             optimizer: of these optimizers, prepared or torch's own; default: all.
@@ -120,26 +120,26 @@ class GradientVerbs(PrepareVerbs):
     def any_rank_had_loss(self, had_loss: bool) -> bool:
         """Whether any rank had a loss in the current window, given whether this rank had one. All ranks call it.
 
-        It averages the gradients first where no backward pass has: those of a rank without a loss are zero.
+        It first averages the gradients if no backward pass has done that: those of a rank without a loss are zero.
         """
         self._average(self.optimizers)
         found = self.strategy.any_loss(had_loss)
         if not found:
-            self.strategy.sync_buffers()  # no update does it
+            self.strategy.sync_buffers()  # otherwise the optimizer step does it
         return found
 
     def _begin_own_backward(self, loss: Tensor | None) -> None:
-        """In your own training loop, what must be right before a backward pass."""
+        """In your own training loop, the checks before a backward pass."""
         state = self.accumulation
         if state.size > 1 and (state.pending is not None or state.by_hand is not False):
             self._by_hand()
         state.note_backward()
         if state.current.first:
-            self.skip_asked = False  # of a window that is over
-        if not self._begun:  # asked here: at every step, a call counts
+            self.skip_requested = False  # of a window that is over
+        if not self._begun:  # checked here, because a call at every step takes time
             self._check_begun("backward")
-        if self.unspent:
-            self._check_spent()
+        if self.step_pending:
+            self._check_step_pending()
         self.reading.working()
         self._backwards += 1
         if not self.strategy.precision.entered:
@@ -148,13 +148,13 @@ class GradientVerbs(PrepareVerbs):
             self._compare("backward", None if loss is None else [loss])
 
     def _by_hand(self) -> None:
-        """`backward` outside of `accumulate`: as in Accelerate its loss is divided all the same, and each step updates."""
+        """`backward` outside of `accumulate`: as in Accelerate its loss is still divided, and each step updates."""
         steps = self.accumulation.size
         if self.accumulation.note_by_hand():
             notice(
-                f"gradient_accumulation_steps={steps}, and backward is called outside of accumulate(): as in Accelerate "
-                f"each loss is divided by {steps}, and each optimizer.step() is an update. To accumulate gradients: with "
-                "accelerator.accumulate(model): around the body of the loop."
+                f"gradient_accumulation_steps={steps}, but backward is called outside of accumulate(): as in Accelerate, "
+                f"each loss is divided by {steps}, and each optimizer.step() updates the parameters. To accumulate gradients, "
+                "put the body of the loop under: with accelerator.accumulate(model):"
             )
 
     def _check_precision(self) -> None:
@@ -170,7 +170,7 @@ class GradientVerbs(PrepareVerbs):
     def _weighed(self, weight: float | Tensor | None) -> float:
         if self._weighing is None:
             if any(loader.weighs for loader in self._loaders):
-                raise ConfigurationError("backward(weight=) and prepare(batch_weight=) say the same thing. Give one of them.")
+                raise ConfigurationError("backward(weight=) and prepare(batch_weight=) set the same thing. Give one of them.")
             self._weighing = Weighing(self.accumulation, self.strategy.world, self.strategy, self.collective_checks)
         return self._weighing.share(weight)
 
@@ -179,32 +179,33 @@ class GradientVerbs(PrepareVerbs):
             return
         if not (self._models or self._optimizers):
             raise ConfigurationError(
-                f"{verb} before prepare: there is no model yet. First: model, optimizer, loader = "
+                f"{verb} was called before prepare. First: model, optimizer, loader = "
                 "accelerator.prepare(model, optimizer, loader)"
             )
         if self.strategy.world.size > 1 and not self._models:
             raise ConfigurationError(
-                f"{verb}: an optimizer has been prepared and no model has, so the gradients would not be averaged over the "
-                "processes. Give the model too: model, optimizer = accelerator.prepare(model, optimizer)"
+                f"{verb}: an optimizer has been prepared but no model, so the gradients would not be averaged over the "
+                "processes. Prepare the model too: model, optimizer = accelerator.prepare(model, optimizer)"
             )
         self._numbered.check()
         self._begun = True
 
-    def _check_spent(self) -> None:
+    def _check_step_pending(self) -> None:
         """ZeRO drops the gradients of a window that had no step when the next one begins: refuse that."""
         if self.accumulation.current.first and self.strategy.accumulates_in_engine and len(self._optimizers) == 1:
             raise ConfigurationError(
-                "under ZeRO the gradients of several backward passes are added up within a window only, and there has been no "
-                "step since the last one. Use Accelerator(gradient_accumulation_steps=n), or accelerator.no_sync(model) around "
-                "all but the last; of two losses make one: accelerator.backward(loss1 + loss2)."
+                "under ZeRO the gradients of several backward passes are accumulated only within a window, and there has been "
+                "no optimizer step since the last one. Use Accelerator(gradient_accumulation_steps=n), or "
+                "accelerator.no_sync(model) around all backward passes but the last. Add up several losses: "
+                "accelerator.backward(loss1 + loss2)."
             )
 
     def _compare(self, verb: str, tensors: Iterable[Tensor] | None) -> None:
-        """In debug mode: that all processes have called it in the same place, with the same tensors."""
+        """In debug mode, check that all processes call `verb` in the same place with the same tensors."""
         self.collective_checks.compare(verb, None if tensors is None else described(tensors))
 
     def _complete(self, parameters: list[Tensor]) -> None:
-        """Make the gradients of the optimizers that these parameters belong to what they will be updated by."""
+        """Average and unscale the gradients of the optimizers that these parameters belong to."""
         if self.strategy.precision.scaler is None and not (self.accumulation.current.uneven or self.averages_in_step):
             return
         wanted = {id(parameter) for parameter in parameters}
@@ -213,7 +214,7 @@ class GradientVerbs(PrepareVerbs):
                 self.unscale_gradients(own)
 
     def _average(self, optimizers: Iterable[Optimizer]) -> None:
-        """Average the gradients over the processes where the backward passes have not: once for each optimizer."""
+        """Average the gradients over the processes if the backward passes have not: once for each optimizer."""
         micro = self.accumulation.current
         if not (micro.last and (micro.uneven or self.averages_in_step)):
             return
@@ -224,7 +225,7 @@ class GradientVerbs(PrepareVerbs):
                 self.strategy.reduce_gradients(parameters, micro)
 
     def _averaged_closure(self, own: Optimizer, closure: Callable[[], Any]) -> Any:
-        """A closure's loss and gradients, over all processes: an optimizer that decides by them decides the same on each."""
+        """Average a closure's loss and gradients over the processes: an optimizer that decides by them decides the same."""
         loss = closure()
         self._averaged.discard(id(own))
         self._average([own])
@@ -236,10 +237,10 @@ class GradientVerbs(PrepareVerbs):
 
 def _listed(verb: str, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
     found = [parameters] if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable) else list(parameters)
-    odd = next((one for one in found if not isinstance(one, Tensor)), None)
-    if odd is not None:
+    other = next((one for one in found if not isinstance(one, Tensor)), None)
+    if other is not None:
         raise ConfigurationError(
-            f"{verb} takes parameters, and there is {with_article(type(odd).__name__)}. For example: "
+            f"{verb} takes parameters, but received {with_article(type(other).__name__)}. For example: "
             f"accelerator.{verb}(model.parameters(), 1.0)"
         )
     return found

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PrepareVerbs"]
 
-_LOOKED_AT = 16  # of a list, which may be one of all batches: whether it is one of objects to prepare shows at its beginning
+_CHECKED = 16  # number of items of a list to check: it may be a long list of batches, or a list of objects to prepare
 
 
 class PrepareVerbs:
@@ -44,7 +44,7 @@ class PrepareVerbs:
 
     strategy: Strategy
     accumulation: AccumulationState
-    _filled: BatchPadding | None
+    _batch_padding: BatchPadding | None
     options: Options
     collective_checks: CollectiveChecks
     reading: Reading
@@ -61,7 +61,10 @@ class PrepareVerbs:
 
     @property
     def seed(self) -> int:
-        """That of order and randomness: of `set_seed`, called before the first loader is prepared. Collective at first."""
+        """The seed of order and randomness, as `set_seed` has set it before the first loader is prepared.
+
+        Collective when it is first read.
+        """
         if self._seed is None:
             self._seed = int(self.strategy.world.from_main(resolve_seed(None)))
         return self._seed
@@ -93,8 +96,8 @@ class PrepareVerbs:
     ) -> Any:
         """Models, optimizers, loaders and schedulers, ready for this accelerator, in the order they were given.
 
-        A loader gives its batches on the device, in the order and under the random state that (seed, epoch) determine. A model
-        is moved in place, so that an optimizer made before stays valid.
+        A loader yields its batches on the device, in the order and under the random state that (seed, epoch) determine. A model
+        is moved in place, so that an optimizer created before stays valid.
 
         Args:
             *objects: in any order; each once. `None` stays `None`.
@@ -116,9 +119,11 @@ class PrepareVerbs:
     ) -> Any:
         placed = self._placements(objects, device_placement)
         self._check_objects(objects, placed)
-        loaders = {place: self._looked_at(item) for place, item in enumerate(objects) if _is_loader(item, place)}
+        loaders = {place: self._loader_to_read(item) for place, item in enumerate(objects) if _is_loader(item, place)}
         if batch_weight is not None and not loaders:
-            raise ConfigurationError("prepare(batch_weight=) is for a loader, and there is none among the arguments.")
+            raise ConfigurationError(
+                "prepare(batch_weight=) needs a loader among the arguments: prepare(model, loader, batch_weight=...)"
+            )
         self.collective_checks.wait("prepare")  # errors in the arguments have been raised, and nothing has been changed
         self._begin_watching()
         prepared: dict[int, Any] = {}
@@ -134,7 +139,7 @@ class PrepareVerbs:
         return prepared[0] if len(objects) == 1 else tuple(prepared[place] for place in range(len(objects)))
 
     def _begin_watching(self) -> None:
-        """From here on this process ends if another one fails."""
+        """From now on, this process ends if another one fails."""
         if self._watchdog is not None and not self._watches:
             self._watchdog.entered()
             self._watches = True
@@ -160,19 +165,19 @@ class PrepareVerbs:
 
         Args:
             model: not prepared yet.
-            device_placement: as of `prepare`.
-            evaluation_mode: it is not trained: it is put on the device, computes in the precision and is compiled, but nothing
-                is put around it that exchanges gradients. `model.eval()` is yours to call.
+            device_placement: as for `prepare`.
+            evaluation_mode: it is not trained: it is put on the device, computes in the precision and is compiled, but gets no
+                wrapper that exchanges gradients. Call `model.eval()` yourself.
 
         Raises:
-            ConfigurationError: no model, or prepared already.
-            UnsupportedArgumentError: `evaluation_mode` where parameters or optimizer states are divided.
+            ConfigurationError: not a model, or prepared already.
+            UnsupportedArgumentError: `evaluation_mode` where parameters or optimizer states are sharded.
         """
         strategy = self.strategy
         if evaluation_mode and (strategy.shards_optimizer_state or strategy.shards_parameters):
             raise UnsupportedArgumentError(
-                f"prepare_model(evaluation_mode=True): what {type(strategy).__name__} prepares it divides over the processes. "
-                "A model that is whole on each needs no preparation: model.to(accelerator.device).eval()"
+                f"prepare_model(evaluation_mode=True) is not supported under {type(strategy).__name__}, which shards the "
+                "models that it prepares. A model that is not sharded needs no preparation: model.to(accelerator.device).eval()"
             )
         prepared: nn.Module = self._prepared_as(nn.Module, model, device_placement, evaluation_mode)
         return prepared
@@ -185,7 +190,7 @@ class PrepareVerbs:
             device_placement: no effect: an optimizer keeps its state where its parameters are.
 
         Raises:
-            ConfigurationError: no optimizer, or prepared already.
+            ConfigurationError: not an optimizer, or prepared already.
         """
         return self._prepared_as(Optimizer, optimizer, device_placement)
 
@@ -195,8 +200,8 @@ class PrepareVerbs:
         """`prepare` for a loader; `slice_fn_for_dispatch` can only be `None`."""
         if slice_fn_for_dispatch is not None:
             raise UnsupportedArgumentError(
-                "prepare_data_loader(slice_fn_for_dispatch=...): batches are not dispatched. Leave it out: each process reads "
-                "what it works on."
+                "prepare_data_loader(slice_fn_for_dispatch=...) is not supported: each process reads its own batches. Fix: "
+                "remove it."
             )
         prepared: PreparedLoader = self._prepared_as(object, data_loader, device_placement)
         return prepared
@@ -214,7 +219,9 @@ class PrepareVerbs:
         if given is None:
             return [self.options.device_placement] * len(objects)
         if len(given) != len(objects):
-            raise ConfigurationError(f"device_placement has {len(given)} values, and there are {len(objects)} objects.")
+            raise ConfigurationError(
+                f"device_placement must have a value for each object: it has {len(given)} for {len(objects)} objects."
+            )
         return [self.options.device_placement if value is None else bool(value) for value in given]
 
     def _is_prepared(self, item: Any) -> bool:
@@ -228,10 +235,10 @@ class PrepareVerbs:
 
         Args:
             model: prepared or not.
-            keep_fp32_wrapper: no effect: nothing is put on the user's own model.
-            keep_torch_compile: of a model that was compiled, what `torch.compile` made of it. The names in its state begin
-                with `_orig_mod.`, which is why the default is not Accelerate's. A compilation of what `prepare` returned
-                goes with that.
+            keep_fp32_wrapper: no effect: the user's own model is not changed.
+            keep_torch_compile: of a model that was compiled, return the compiled one. The names in its state begin with
+                `_orig_mod.`, which is why the default is not Accelerate's. A compilation of what `prepare` returned is removed
+                in any case.
         """
         return without_wrappers(model, self.strategy, keep_torch_compile)
 
@@ -252,8 +259,8 @@ class PrepareVerbs:
         elsewhere = next((p.device for p in model.parameters() if p.device != self.strategy.device), None)
         if elsewhere is not None:
             raise ConfigurationError(
-                f"device_placement=False, and the model has parameters on {elsewhere}, where this process works on "
-                f"{self.strategy.device}. Put it there: model.to(accelerator.device); or leave device_placement out."
+                f"device_placement=False, but the model has parameters on {elsewhere}, and the device of this process is "
+                f"{self.strategy.device}. Move the model: model.to(accelerator.device); or remove device_placement."
             )
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
@@ -270,8 +277,8 @@ class PrepareVerbs:
         self._schedulers.append(prepared)
         return prepared
 
-    def _looked_at(self, loader: Any) -> tuple[Any, int | None, int]:
-        """The loader to read, the number of its micro-batches that count, and of batches of its next epoch to skip."""
+    def _loader_to_read(self, loader: Any) -> tuple[Any, int | None, int]:
+        """The loader to read, the number of its micro-batches to use, and the number of batches of its next epoch to skip."""
         skipped = 0
         if isinstance(loader, SkippedLoader):
             loader, skipped = loader.loader, loader.skipped
@@ -286,7 +293,7 @@ class PrepareVerbs:
         self, given: Any, loader: Any, end: int | None, skipped: int, placed: bool, weigh: Callable[[Any], float] | None
     ) -> PreparedLoader:
         more: dict[str, Any] = {} if placed else {"transfer": lambda batch, m: batch}
-        # loaders that are read side by side must not have the same order and the same augmentation
+        # loaders that are read at the same time must not have the same order and the same augmentation
         prepared = self.prepare_loader(
             loader,
             window=True,
@@ -309,10 +316,10 @@ class PrepareVerbs:
             window: its batches make up accumulation windows (a training loader).
             **options: such as `stage`, `index`, `limit`, `weigh`.
         """
-        filled, strategy = None, self.strategy
+        batch_padding, strategy = None, self.strategy
         if strategy.pad_last_batch and window and not options.get("index"):  # the first one is what is trained on
-            filled = BatchPadding.of(loader, batch_size_of(loader), strategy.data_world.devices, strategy.move)
-            self._filled = filled
+            batch_padding = BatchPadding.of(loader, batch_size_of(loader), strategy.data_world.devices, strategy.move)
+            self._batch_padding = batch_padding
         prepared = PreparedLoader(
             loader,
             device=strategy.device,
@@ -320,7 +327,7 @@ class PrepareVerbs:
             window=self.accumulation.size if window else None,
             world=strategy.data_world,
             ahead=strategy.ahead,
-            filled=filled,
+            filled=batch_padding,
             **{"seed": self.seed, "stage": Stage.TRAIN, **options},
         )
         self._loaders.append(prepared)
@@ -337,14 +344,14 @@ class PrepareVerbs:
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Within it processes may have different numbers of batches; of prepared loaders they may anyway.
+        """Within it processes may have different numbers of batches; with prepared loaders they always may.
 
         Args:
             joinables: the models that are trained, as `prepare` returned them.
-            even_batches: instead of `Accelerator(even_batches=)`, for loaders that are begun within.
+            even_batches: instead of `Accelerator(even_batches=)`, for loaders whose iteration begins within it.
 
         Raises:
-            ConfigurationError: something that has not been prepared.
+            ConfigurationError: a model has not been prepared.
         """
         for model in joinables:
             self._check_prepared("join_uneven_inputs", model)
@@ -364,7 +371,7 @@ class PrepareVerbs:
     def _check_prepared(self, verb: str, model: Any) -> None:
         if not isinstance(model, nn.Module) or all(self.unwrap_model(model) is not one for one in self._bare):
             raise ConfigurationError(
-                f"{verb}: {type(model).__name__} has not been prepared. Give what prepare returned: model = "
+                f"{verb}: {type(model).__name__} has not been prepared. Pass what prepare returned: model = "
                 "accelerator.prepare(model)"
             )
 
@@ -373,21 +380,20 @@ def _is_loader(item: Any, place: int) -> bool:
     """Whether it is a loader, and not a model, an optimizer, a scheduler or `None`.
 
     Raises:
-        ConfigurationError: it is none of these.
+        ConfigurationError: it is something else.
     """
     if item is None or isinstance(item, nn.Module | Optimizer) or (hasattr(item, "step") and hasattr(item, "state_dict")):
         return False
-    first = islice(item, _LOOKED_AT) if isinstance(item, list | tuple) else ()
+    first = islice(item, _CHECKED) if isinstance(item, list | tuple) else ()
     several = any(isinstance(one, nn.Module | Optimizer | DataLoader) for one in first)
     if several or isinstance(item, str | bytes | Mapping):
         raise ConfigurationError(
-            f"prepare: argument {place} is {with_article(type(item).__name__)}. Give the objects one by one, "
-            f"prepare(model, optimizer, "
-            "loader); several loaders read together are a CombinedLoader."
+            f"prepare: argument {place} is {with_article(type(item).__name__)}. Pass the objects one by one: prepare(model, "
+            "optimizer, loader). To read several loaders together, pass a CombinedLoader."
         )
     if isinstance(item, CombinedLoader | Iterable | SkippedLoader):
         return True
     raise ConfigurationError(
         f"prepare: argument {place} is {with_article(type(item).__name__)}; expected a model, an optimizer, a loader "
-        f"or a scheduler."
+        "or a scheduler."
     )

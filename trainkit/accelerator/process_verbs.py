@@ -39,7 +39,7 @@ class ProcessVerbs:
 
     Attributes:
         strategy: of the run.
-        meeting: compares what the processes call.
+        collective_checks: compares what the processes call.
     """
 
     def __init__(self, strategy: Strategy, batch: CurrentBatch | None = None, plugin: Plugin | None = None) -> None:
@@ -176,7 +176,7 @@ class ProcessVerbs:
             ConfigurationError: `process_index` is missing.
         """
         if process_index is None:
-            raise ConfigurationError("on_process needs the number of the process: @accelerator.on_process(process_index=1)")
+            raise ConfigurationError("on_process needs the rank of the process: @accelerator.on_process(process_index=1)")
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         return only_where(lambda: self.world.size == 1 or self.process_index == process_index, function, "on_process")
@@ -189,7 +189,7 @@ class ProcessVerbs:
         """
         if local_process_index is None:
             raise ConfigurationError(
-                "on_local_process needs the number of the process on its machine: "
+                "on_local_process needs the rank of the process on its node: "
                 "@accelerator.on_local_process(local_process_index=1)"
             )
         if function is None:
@@ -209,8 +209,6 @@ class ProcessVerbs:
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """This process's contiguous part of `inputs`; the sizes of the parts differ by at most 1.
 
-        :
-
         ```python
         with accelerator.split_between_processes(["A", "B", "C"]) as prompts:
             ...  # ["A", "B"] on the first of two processes, ["C"] on the second
@@ -223,7 +221,7 @@ class ProcessVerbs:
                 drop it then. Tensors are moved to the device.
 
         Raises:
-            ConfigurationError: `inputs` cannot be divided, or the values of a dict differ in length.
+            ConfigurationError: `inputs` cannot be split, or the values of a dict differ in length.
         """
         with self._processes.split(inputs, apply_padding) as part:
             yield part

@@ -68,9 +68,9 @@ class Trainer:
 
     Args: Where it runs
         accelerator: `"auto"`, `"cpu"`, `"gpu"` (`"cuda"`), `"mps"` or `"tpu"`.
-        devices: processes of a machine, one a device: a number, `-1` for all GPUs, or a list of GPUs. `"auto"`: all GPUs in
+        devices: processes on a node, one per device: a number, `-1` for all GPUs, or a list of GPUs. `"auto"`: all GPUs in
             a script, one in a notebook, one process on the CPU.
-        num_nodes: machines.
+        num_nodes: number of nodes.
         strategy: `"auto"`, `"ddp"`, `"zero1"` to `"zero3"`, `"zero3_offload"`, `"xla"`, or a
             `Strategy`.
         sync_batchnorm: BatchNorm takes its statistics over all processes (CUDA).
@@ -78,7 +78,7 @@ class Trainer:
             `Precision`.
         seed: of order, augmentation and dropout (default: the one given to `seed_everything`, else torch's own).
         deterministic: `True`: torch raises on nondeterministic kernels; `"warn"`: it warns.
-        benchmark: let cuDNN choose kernels by trying.
+        benchmark: let cuDNN choose kernels by benchmarking.
 
     Args: How long
         max_epochs: largest number of epochs; -1: no limit. Without it, `max_steps` and `max_time`: 1000.
@@ -171,19 +171,20 @@ class Trainer:
     ) -> None:
         given = dict(locals())
         refuse_unknown("Trainer", unknown, [name for name in given if name not in ("self", "unknown")])
-        given, said = with_settings(asked := check_switches(given))
+        given, settings_notice = with_settings(asked := check_switches(given))
         self._arguments = TrainerArguments(**{name: given[name] for name in TrainerArguments.__dataclass_fields__})
         wanted, kind = read_wanted(given["accelerator"], given["devices"], num_nodes), given["strategy"]
         with attribute_errors(asked):
-            self.strategy = joined_strategy(kind, wanted, sync_batchnorm, given["precision"], self._arguments, said)
+            precision, arguments = given["precision"], self._arguments
+            self.strategy = joined_strategy(kind, wanted, sync_batchnorm, precision, arguments, settings_notice)
         self._flags = deterministic, benchmark, detect_anomaly
         self._run = Run.before_the_first(self._arguments, self.strategy, seed)
         self.inference_mode, self.profiler = inference_mode, make_profiler(profiler)
         self.loggers = attach_loggers(self, logger)
         attached = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)
         self._run.callbacks = attached
-        self._brought_callbacks: list[Callback] = []  # by the module's configure_callbacks
-        self._displaced_callbacks: list[Callback] = []  # by those
+        self._module_callbacks: list[Callback] = []  # from configure_callbacks of the module
+        self._replaced_callbacks: list[Callback] = []  # that those have replaced
 
     def fit(
         self,
@@ -212,8 +213,8 @@ class Trainer:
                 named by its path is an error.
             restore: only these parts of it, of "model", "optimizer", "scheduler", "scaler", "loop" (counters, position in the
                 data, metrics), "callbacks", "loggers" (default: all).
-            overrides: options of the optimizer to be put over the restored ones, such as `{"lr": 1e-4}`; under a schedule
-                `lr` is what the schedule starts from, and what is left of it is scaled.
+            overrides: options of the optimizer that replace the restored ones, such as `{"lr": 1e-4}`; with a schedule `lr`
+                is what the schedule starts from, and the rest of the schedule is scaled.
             strict: names that are missing in the checkpoint or in the model are an error. `False`: a notice lists them, and
                 the optimizer starts without state for parameters that were not there. Other shapes are an error always.
 
@@ -437,7 +438,7 @@ class Trainer:
 
     @property
     def should_stop(self) -> bool:
-        """Set it to end training after the next optimizer step, or at once in a validation or at an epoch's end."""
+        """Set it to end training after the next optimizer step, or immediately in a validation or at an epoch's end."""
         return self._run.progress.should_stop
 
     @should_stop.setter
@@ -494,7 +495,7 @@ class Trainer:
     @seed.setter
     def seed(self, seed: int) -> None:
         if self.stage is not None:
-            raise ConfigurationError("a run keeps the seed that it began with. Assign it before: trainer.seed = 42")
+            raise ConfigurationError("the seed cannot change during a run. Assign it before: trainer.seed = 42")
         self._run.seed, self._run.seed_given = resolve_seed(seed), True
 
     @property
@@ -582,12 +583,12 @@ class Trainer:
 
     @property
     def global_rank(self) -> int:
-        """The number of this process among all."""
+        """The rank of this process."""
         return self.strategy.rank
 
     @property
     def local_rank(self) -> int:
-        """The number of this process among those of its machine."""
+        """The rank of this process on its node."""
         return self.strategy.local_rank
 
     @property
@@ -600,7 +601,7 @@ class Trainer:
         """See `trainkit.TrainModule.sample_mask`.
 
         Raises:
-            ModuleError: no batch is being worked on.
+            ModuleError: there is no current batch.
         """
         run = self._run
         loader = run.train_loader if run.evaluation_plan is None and self.stage == "fit" else None
@@ -608,7 +609,7 @@ class Trainer:
             return loader.sample_mask
         batch = run.metrics.batch if self.stage is not None else None
         if batch is None:
-            raise ModuleError("self.sample_mask is of the batch that is being worked on, and there is none. Use it in a step.")
+            raise ModuleError("self.sample_mask belongs to the current batch, and there is none. Use it in training_step.")
         return torch.ones(batch_size(batch), dtype=torch.bool, device=self.device)
 
     @property
@@ -684,19 +685,19 @@ class Trainer:
 
     @property
     def val_dataloaders(self) -> Any:
-        """The validation loader as the user gave it, or the list of them; `None` without one."""
+        """The validation loader as the user passed it, or the list of them; `None` without one."""
         sources = self._run.evaluation_sources.get("validation", [])
         return sources[0] if len(sources) == 1 else sources or None
 
     @property
     def test_dataloaders(self) -> Any:
-        """The test loader as the user gave it, or the list of them; `None` without one."""
+        """The test loader as the user passed it, or the list of them; `None` without one."""
         sources = self._run.evaluation_sources.get("test", [])
         return sources[0] if len(sources) == 1 else sources or None
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The loader to predict on as the user gave it, or the list of them; `None` without one."""
+        """The loader to predict on as the user passed it, or the list of them; `None` without one."""
         sources = self._run.evaluation_sources.get("predict", [])
         return sources[0] if len(sources) == 1 else sources or None
 
@@ -756,19 +757,19 @@ class Trainer:
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of a training epoch, at most; infinity where only its end tells."""
+        """Micro-batches of a training epoch, at most; infinity if unknown."""
         return self._run.max_batches
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """The number of updates that a whole fit makes, for schedulers; infinity where that is not known.
+        """The number of optimizer steps in the whole fit, for schedulers; infinity if unknown.
 
         Raises:
             ModuleError: read before the training loader is known, which is when `configure_optimizers` is called.
         """
         if self._run.train_loader is None:
             raise ModuleError(
-                "estimated_stepping_batches is not known yet: the training loader is asked for after setup. Read it in "
+                "estimated_stepping_batches is not known yet: the training loader is created after setup. Read it in "
                 "configure_optimizers: OneCycleLR(optimizer, 0.1, total_steps=self.trainer.estimated_stepping_batches)"
             )
         length, epochs = self.num_training_batches, self.max_epochs
@@ -777,7 +778,7 @@ class Trainer:
         updates = math.ceil(length / self.accumulate_grad_batches) * epochs
         return updates if self.max_steps == -1 else min(updates, self.max_steps)
 
-    # ------------------------------------------------------------------------------------------------------- its own room
+    # ---------------------------------------------------------------------------------------------------- for this package
 
     def _hook_owners(self, module: TrainModule) -> dict[str, tuple[str, ...]]:
         """For each hook the classes that handle it, in order."""
@@ -785,7 +786,7 @@ class Trainer:
 
     @property
     def _save_policy(self) -> SavePolicy:
-        """What saves the checkpoints of the fit; there is one from the start of a fit on."""
+        """What saves the checkpoints of the fit; it exists from the start of a fit on."""
         assert self._run.save_policy is not None
         return self._run.save_policy
 
@@ -799,8 +800,8 @@ class Trainer:
         fitted = run.train_loader is not None and run.given_module is run.fitted
         if run.given_module is None or not (weights_only or fitted):
             raise ModuleError(
-                "save_checkpoint saves a run, and this Trainer has had no fit of this module. Call trainer.fit(module, ...) "
-                "first, or save the weights of a module that it has evaluated: save_checkpoint(path, weights_only=True)"
+                "save_checkpoint saves a run, but this Trainer has not run fit with this module. Call trainer.fit(module, ...) "
+                "first, or save only the weights of a module that it has evaluated: save_checkpoint(path, weights_only=True)"
             )
         if run.save_policy is None:
             run.save_policy = SavePolicy(run)
@@ -808,10 +809,10 @@ class Trainer:
 
 
 def _check_switch(name: str, value: Any) -> None:
-    """Refuse what is no switch, most likely an argument that was given by position in another order."""
+    """Refuse a value that is not True or False, most likely another argument that was passed by position."""
     if isinstance(value, str) or value not in (True, False):
         raise ConfigurationError(
-            f"{name} must be True or False, not {value!r}. If another argument is meant, give it by name, such as "
+            f"{name} must be True or False, not {value!r}. If you mean another argument, pass it by name, such as "
             "ckpt_path='last' or datamodule=data."
         )
 
