@@ -195,7 +195,7 @@ def test_streams_end_together() -> None:
 
 @pytest.mark.world_size(2)
 def test_a_stream_without_a_batch_on_any_process_is_refused_by_all() -> None:
-    with pytest.raises(EmptyLoaderError, match="validation loader 0 gave no batch"):
+    with pytest.raises(EmptyLoaderError, match="validation loader 0 yielded no batch"):
         trainer_of().validate(Watches(), DataLoader(Stream(None, 0), batch_size=2), verbose=False)
 
 

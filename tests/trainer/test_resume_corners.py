@@ -255,7 +255,7 @@ def test_a_position_that_does_not_fit_leaves_an_own_loop_as_it_was() -> None:
     accelerator.save_state("there")
     accelerator, model, _ = loop(3)
     before = parameters_of(model)
-    with pytest.raises(StateMismatchError, match="lies inside a micro-batch"):
+    with pytest.raises(StateMismatchError, match="is inside a micro-batch"):
         accelerator.load_state("there", resume_loaders=True)
     assert same(parameters_of(model), before)
 
@@ -273,7 +273,7 @@ def test_an_interrupted_trainer_can_be_used() -> None:
 def test_a_refused_fit_inside_a_fit_leaves_the_outer_one_its_signals() -> None:
     class Nested(Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            with pytest.raises(ConfigurationError, match="in the middle of 'fit'"):
+            with pytest.raises(ConfigurationError, match="is running 'fit'"):
                 trainer.fit(Adam(), tiny_loader())
 
     recorder = Recorder()
@@ -297,7 +297,7 @@ def test_weights_of_another_module_are_not_saved_as_the_runs() -> None:
     trainer = make_trainer()
     trainer.fit(Adam(), tiny_loader())
     trainer.validate(Adam(), tiny_loader(8), verbose=False)
-    with pytest.raises(Exception, match="no fit of this module"):
+    with pytest.raises(Exception, match="has not run fit with this module"):
         trainer.save_checkpoint("there")
     trainer.save_checkpoint("there", weights_only=True)
 

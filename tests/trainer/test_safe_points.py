@@ -246,7 +246,7 @@ def test_ranks_with_different_numbers_of_optimizer_steps_are_an_error() -> None:
 
     first, second = ranks(work)
     assert first == second
-    assert "4 updates" in first
+    assert "4 optimizer steps" in first
     assert "another one 3" in first
 
 

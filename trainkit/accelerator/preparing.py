@@ -18,7 +18,7 @@ from trainkit.accelerator.in_precision import InPrecision, without_wrappers
 from trainkit.accelerator.options import Options
 from trainkit.accelerator.reading import Reading
 from trainkit.accelerator.skipping import SkippedLoader, skip_first_batches
-from trainkit.console import with_article
+from trainkit.console import counted, with_article
 from trainkit.data.assembling import BatchPadding
 from trainkit.data.combined import CombinedLoader
 from trainkit.data.loader import PreparedLoader
@@ -220,7 +220,7 @@ class PrepareVerbs:
             return [self.options.device_placement] * len(objects)
         if len(given) != len(objects):
             raise ConfigurationError(
-                f"device_placement must have a value for each object: it has {len(given)} for {len(objects)} objects."
+                f"device_placement must have one value per object, but has {len(given)} for {counted(len(objects), 'object')}."
             )
         return [self.options.device_placement if value is None else bool(value) for value in given]
 

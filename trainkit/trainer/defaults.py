@@ -204,6 +204,6 @@ def _make_log_folders(loggers: list[Logger]) -> None:
                 Path(folder).mkdir(parents=True, exist_ok=True)  # log_dir does not create a folder whose version was given
         except OSError as error:
             raise ConfigurationError(
-                f"{type(logger).__name__}: cannot create the log folder {folder}: {error}. "
-                "Fix: choose another one, save_dir='runs' or Trainer(default_root_dir='runs')"
+                f"{type(logger).__name__}: the log folder {folder} cannot be created: {error}. "
+                "Fix: use a folder that can be written, save_dir='runs' or Trainer(default_root_dir='runs')"
             ) from error
