@@ -242,7 +242,7 @@ def test_what_cannot_be_sent_is_named() -> None:
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
             return (number for number in range(3))
 
-    with pytest.raises(ConfigurationError, match=r"predict_step returns must be tensors.*generator.*PredictionWriter"):
+    with pytest.raises(ConfigurationError, match=r"predict_step must return tensors.*generator.*PredictionWriter"):
         trainer_of().predict(Module(), tiny_loader(8))
 
 

@@ -171,12 +171,11 @@ class Trainer:
     ) -> None:
         given = dict(locals())
         refuse_unknown("Trainer", unknown, [name for name in given if name not in ("self", "unknown")])
-        given, settings_notice = with_settings(asked := check_switches(given))
+        given, notes = with_settings(asked := check_switches(given))
         self._arguments = TrainerArguments(**{name: given[name] for name in TrainerArguments.__dataclass_fields__})
         wanted, kind = read_wanted(given["accelerator"], given["devices"], num_nodes), given["strategy"]
         with attribute_errors(asked):
-            precision, arguments = given["precision"], self._arguments
-            self.strategy = joined_strategy(kind, wanted, sync_batchnorm, precision, arguments, settings_notice)
+            self.strategy = joined_strategy(kind, wanted, sync_batchnorm, given["precision"], self._arguments, notes)
         self._flags = deterministic, benchmark, detect_anomaly
         self._run = Run.before_the_first(self._arguments, self.strategy, seed)
         self.inference_mode, self.profiler = inference_mode, make_profiler(profiler)
