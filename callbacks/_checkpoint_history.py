@@ -26,10 +26,10 @@ class Save:
     """One save in progress, and what it has changed in the history, so that this can be undone.
 
     Attributes:
-        position: of the run.
-        score: the monitor's value of that step, None if there is none.
-        path: the checkpoint, "" before it is known and after the save has failed.
-        committed: it is complete.
+        position: Of the run.
+        score: The monitor's value of that step, None if there is none.
+        path: The checkpoint, "" before it is known and after the save has failed.
+        committed: It is complete.
     """
 
     position: tuple[Any, ...]
@@ -48,9 +48,9 @@ class CheckpointHistory(Callback):
     the save fails. Mappings are replaced, never changed: the writer's thread reads them.
 
     Attributes:
-        best_k_models: path → score of the best checkpoints, the best first, NaN last, of equals the older first.
-        last_model_path: the newest checkpoint, complete or being written; "" if there is none.
-        current_score: the score of the newest, None if it was not ranked.
+        best_k_models: Path → score of the best checkpoints, the best first, NaN last, of equals the older first.
+        last_model_path: The newest checkpoint, complete or being written; "" if there is none.
+        current_score: The score of the newest, None if it was not ranked.
     """
 
     dirpath: str | None

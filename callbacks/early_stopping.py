@@ -30,27 +30,27 @@ class EarlyStopping(Callback):
     processes use the same value, so they decide the same.
 
     Args:
-        monitor: name of the metric, as passed to `self.log`.
-        min_delta: minimum change that is an improvement, not inclusive; at least 0.
-        patience: number of checks in a row without an improvement that stop training.
-        verbose: print improvements and the reason for stopping.
+        monitor: Name of the metric, as passed to `self.log`.
+        min_delta: Minimum change that is an improvement, not inclusive; at least 0.
+        patience: Number of checks in a row without an improvement that stop training.
+        verbose: Print improvements and the reason for stopping.
         mode: `"min"` if smaller is better, `"max"` if larger is better.
-        strict: raise an error if the metric was never logged; if False, warn once and skip the check.
-        check_finite: stop training if the metric is NaN or infinite.
-        stopping_threshold: stop training if the metric is better than this.
-        divergence_threshold: stop training if the metric is worse than this.
+        strict: Raise an error if the metric was never logged; if False, warn once and skip the check.
+        check_finite: Stop training if the metric is NaN or infinite.
+        stopping_threshold: Stop training if the metric is better than this.
+        divergence_threshold: Stop training if the metric is worse than this.
         check_on_train_epoch_end: True: check at the end of each training epoch, False: after each validation. None: after
             each validation, and at the end of training epochs if there is no validation or it does not log the metric.
-        log_rank_zero_only: with several processes, print on the main process only.
+        log_rank_zero_only: With several processes, print on the main process only.
 
     Attributes:
-        best_score: the best value so far, a scalar tensor on the CPU.
-        wait_count: number of checks since the last improvement.
-        stopped_epoch: the epoch in which it stopped, 0 if it did not.
-        stopping_reason: a text; None if it did not stop.
+        best_score: The best value so far, a scalar tensor on the CPU.
+        wait_count: Number of checks since the last improvement.
+        stopped_epoch: The epoch in which it stopped, 0 if it did not.
+        stopping_reason: A text; None if it did not stop.
 
     Raises:
-        ConfigurationError: an argument out of its range.
+        ConfigurationError: An argument out of its range.
         MissingMetricError: `monitor` was never logged and `strict` is True; while training.
 
     Example:

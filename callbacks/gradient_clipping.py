@@ -27,16 +27,16 @@ class GradientClipping(Callback):
     device.
 
     Args:
-        gradient_clip_val: maximum norm of all gradients of the optimizer together, or maximum absolute value of each
+        gradient_clip_val: Maximum norm of all gradients of the optimizer together, or maximum absolute value of each
             element; greater than 0. `inf` only logs the norm. None leaves the value to an overridden
             `configure_gradient_clipping`.
         gradient_clip_algorithm: `"norm"` scales all gradients by one factor (Pascanu, Mikolov, Bengio: On the
             difficulty of training recurrent neural networks, ICML 2013); `"value"` clips each element.
-        norm_type: the norm; `inf` is the largest absolute value. Only for `"norm"`.
-        log_norm: log the norm at log boundaries.
+        norm_type: The norm; `inf` is the largest absolute value. Only for `"norm"`.
+        log_norm: Log the norm at log boundaries.
 
     Raises:
-        ConfigurationError: an argument out of its range; when training starts: manual optimization, or a `norm_type`
+        ConfigurationError: An argument out of its range; when training starts: manual optimization, or a `norm_type`
             other than 2 with a module that overrides `configure_gradient_clipping`.
 
     Example:

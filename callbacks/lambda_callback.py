@@ -14,19 +14,20 @@ __all__ = ["LambdaCallback"]
 
 
 class LambdaCallback(Callback):
-    """Calls the given functions as hooks.
+    """Runs functions as hooks, without a class of your own.
 
     Args:
-        **hooks: hook name = function; called with the arguments of the hook, `(trainer, module, ...)`.
+        **hooks: Name of a hook → a function that gets the arguments of the hook, `(trainer, module, ...)`.
 
     Raises:
-        UnknownNameError: no hook has that name.
-        HookError: a function cannot be called with its hook's arguments.
-        ConfigurationError: an argument is not a function.
+        UnknownNameError: There is no hook of this name.
+        HookError: A function cannot be called with its hook's arguments.
+        ConfigurationError: An argument is not a function.
 
     Example:
         ```python
-        trainer = Trainer(callbacks=[LambdaCallback(on_train_start=lambda trainer, module: print("off we go"))])
+        announce = LambdaCallback(on_train_epoch_end=lambda trainer, module: print("epoch", trainer.current_epoch))
+        trainer = Trainer(callbacks=[announce])
         ```
     """
 

@@ -30,11 +30,11 @@ class LearningRateMonitor(Callback):
     Args:
         logging_interval: `"step"`, `"epoch"`, or None: each optimizer at the interval of its scheduler (by step without
             one).
-        log_momentum: also log the momentum (or the first beta), as `<name>-momentum`.
-        log_weight_decay: also log the weight decay, as `<name>-weight_decay`.
+        log_momentum: Also log the momentum (or the first beta), as `<name>-momentum`.
+        log_weight_decay: Also log the weight decay, as `<name>-weight_decay`.
 
     Raises:
-        ConfigurationError: an unknown interval; a Trainer without a logger (when training starts).
+        ConfigurationError: An unknown interval; a Trainer without a logger (when training starts).
 
     Example:
         ```python

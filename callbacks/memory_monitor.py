@@ -26,9 +26,9 @@ class ProcessMemory:
     """One process in one stage.
 
     Attributes:
-        node: the rank of its node.
-        host: its resident memory; None if not measured.
-        device: the memory that torch has allocated on its device; None if there is none, or if not measured.
+        node: The rank of its node.
+        host: Its resident memory; None if not measured.
+        device: The memory that torch has allocated on its device; None if there is none, or if not measured.
     """
 
     node: int
@@ -44,7 +44,7 @@ class StageMemory:
         stage: `"setup"`, `"sanity_check"`, `"train"`, `"train_epoch"`, `"validate"`, `"test"`, `"predict"`.
         epoch: `trainer.current_epoch` at its end.
         step: `trainer.global_step` at its end.
-        processes: each process, by rank.
+        processes: Each process, by rank.
     """
 
     stage: str
@@ -92,14 +92,14 @@ class MemoryMonitor(Callback):
         logging_interval: `"epoch"`: each training epoch is also a stage, `"train_epoch"`, and logged; `"step"`: log
             at log boundaries; None: log nothing. The metrics are `memory/host`, `memory/host_peak`, `memory/device`,
             `memory/device_peak`, in MB (10^6 bytes), of the process with the most; peaks are since the last boundary.
-        verbose: print the lines.
+        verbose: Print the lines.
 
     Attributes:
-        stages: the latest run of each stage.
-        history: all runs of stages, in the order of their ends.
+        stages: The latest run of each stage.
+        history: All runs of stages, in the order of their ends.
 
     Raises:
-        ConfigurationError: an unknown interval.
+        ConfigurationError: An unknown interval.
 
     Example:
         ```python

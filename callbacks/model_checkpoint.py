@@ -52,38 +52,38 @@ class ModelCheckpoint(CheckpointHistory):
     newer one is complete, but only those that it has saved in this run. A checkpoint is ranked only by a value of its own step.
 
     Args:
-        dirpath: the folder; default: `checkpoints` in the folder of the run's logger (`<save_dir>/<name>/version_N`), or
+        dirpath: The folder; default: `checkpoints` in the folder of the run's logger (`<save_dir>/<name>/version_N`), or
             in `<default_root_dir>/version_N` without one; set when training starts. The same for all processes.
-        filename: name of a checkpoint, with metrics, `epoch` (from 0) and `step` in braces:
+        filename: Name of a checkpoint, with metrics, `epoch` (from 0) and `step` in braces:
             `"{epoch:02d}-{val_loss:.2f}"`. Default: `"step-{step:08d}"`. A `/` becomes `_`. If the name exists,
             `-v1`, `-v2`, … is appended.
-        monitor: the metric, as passed to `self.log`, that ranks checkpoints.
-        verbose: print each save.
+        monitor: The metric, as passed to `self.log`, that ranks checkpoints.
+        verbose: Print each save.
         save_last: True: a file `last` in the folder contains the name of the newest checkpoint.
-        save_top_k: number of best checkpoints to keep; -1 keeps all checkpoints, 0 ranks none. Needs `monitor`, except -1.
-        save_on_exception: save the last complete step on an error; on SIGTERM and Ctrl-C it is always saved. An error on one
+        save_top_k: Number of best checkpoints to keep; -1 keeps all checkpoints, 0 ranks none. Needs `monitor`, except -1.
+        save_on_exception: Save the last complete step on an error; on SIGTERM and Ctrl-C it is always saved. An error on one
             of several processes saves nothing, because the others are in the middle of a step.
-        save_weights_only: save only the model, from which no run can resume.
+        save_weights_only: Save only the model, from which no run can resume.
         mode: `"min"` if smaller is better, `"max"` if larger is better.
-        auto_insert_metric_name: insert names before values: `epoch=02-val_loss=0.31`.
-        every_n_train_steps: number of optimizer steps between two saves.
-        train_time_interval: time between two saves.
-        every_n_epochs: number of epochs between two saves.
-        save_on_train_epoch_end: when to save by epochs. True: at the end of the training epoch, False: after each validation
+        auto_insert_metric_name: Insert names before values: `epoch=02-val_loss=0.31`.
+        every_n_train_steps: Number of optimizer steps between two saves.
+        train_time_interval: Time between two saves.
+        every_n_epochs: Number of epochs between two saves.
+        save_on_train_epoch_end: When to save by epochs. True: at the end of the training epoch, False: after each validation
             in it. None: after each validation if `monitor` is given and logged by then, else at the end of the epoch.
         enable_version_counter: False: a checkpoint replaces one of the same name, unless that is one of the best and remains
             so.
-        keep_last: number of the newest checkpoints to keep that are not among the best; -1: all. 0: save only the best.
+        keep_last: Number of the newest checkpoints to keep that are not among the best; -1: all. 0: save only the best.
         save: `"all"` of the model, or `"trainable"`: trained parameters, buffers and a fingerprint of the others. None:
             `"trainable"` for a model with PEFT adapters.
 
     Attributes:
-        best_k_models: path → value of `monitor` of the `save_top_k` best checkpoints, the best first; scalar tensors.
-        last_model_path: the newest checkpoint, complete or being written; "" if there is none.
-        current_score: the value of `monitor` that ranks the newest; None if it is not ranked.
+        best_k_models: Path → value of `monitor` of the `save_top_k` best checkpoints, the best first; scalar tensors.
+        last_model_path: The newest checkpoint, complete or being written; "" if there is none.
+        current_score: The value of `monitor` that ranks the newest; None if it is not ranked.
 
     Raises:
-        ConfigurationError: an argument out of its range.
+        ConfigurationError: An argument out of its range.
         MissingMetricError: `monitor`, or a metric in `filename`, was never logged; while training.
 
     Example:
@@ -168,12 +168,12 @@ class ModelCheckpoint(CheckpointHistory):
         """The path of a checkpoint.
 
         Args:
-            metrics: by name, including `epoch` and `step`; numbers, or tensors of one element.
-            filename: another template.
+            metrics: By name, including `epoch` and `step`; numbers, or tensors of one element.
+            filename: Another template.
             ver: N of `-vN`.
 
         Raises:
-            MissingMetricError: the template needs a metric that is missing.
+            MissingMetricError: The template needs a metric that is missing.
         """
         template = filename or self.filename
         name = fill(template or DEFAULT_TEMPLATE, metrics, insert=template is not None and self.auto_insert_metric_name)

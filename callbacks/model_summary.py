@@ -33,7 +33,7 @@ class ModelSummary(Callback):
     table shows the sizes of inputs and outputs of each layer. Modes and random state are restored.
 
     Args:
-        max_depth: depth of nested layers to list; -1 lists all, 0 prints nothing.
+        max_depth: Depth of nested layers to list; -1 lists all, 0 prints nothing.
 
     Raises:
         ConfigurationError: `max_depth` is not an integer of at least -1.
@@ -60,12 +60,12 @@ class LayerSummary:
     """One line of the table.
 
     Attributes:
-        name: the layer's name in the module, with dots.
-        kind: its class.
-        parameters: number of elements of its parameters, including those of nested layers; each tensor once.
-        training: whether it is in training mode; None for the line of parameters that belong to no layer.
-        in_size: sizes of the inputs of its `forward`, `"?"` if not a tensor; None without an example input.
-        out_size: sizes of its outputs, in the same form.
+        name: The layer's name in the module, with dots.
+        kind: Its class.
+        parameters: Number of elements of its parameters, including those of nested layers; each tensor once.
+        training: Whether it is in training mode; None for the line of parameters that belong to no layer.
+        in_size: Sizes of the inputs of its `forward`, `"?"` if not a tensor; None without an example input.
+        out_size: Sizes of its outputs, in the same form.
     """
 
     name: str
@@ -81,15 +81,15 @@ class Summary:
     """The result of `summarize`; `str()` of it is the table.
 
     Attributes:
-        layers: the lines, in the order of `named_modules`.
-        trainable: number of elements of parameters with `requires_grad`.
-        non_trainable: number of elements of the others.
-        size_bytes: bytes of all parameters, each in its own dtype.
-        modules_in_train_mode: number of submodules in training mode, at any depth.
-        modules_in_eval_mode: number of the others.
-        shared: number of parameters with more than one name; each counts once.
-        uninitialized: number of parameters of lazy modules, whose size is not known yet; they count 0.
-        has_sizes: whether a forward was run for the sizes.
+        layers: The lines, in the order of `named_modules`.
+        trainable: Number of elements of parameters with `requires_grad`.
+        non_trainable: Number of elements of the others.
+        size_bytes: Bytes of all parameters, each in its own dtype.
+        modules_in_train_mode: Number of submodules in training mode, at any depth.
+        modules_in_eval_mode: Number of the others.
+        shared: Number of parameters with more than one name; each counts once.
+        uninitialized: Number of parameters of lazy modules, whose size is not known yet; they count 0.
+        has_sizes: Whether a forward was run for the sizes.
     """
 
     layers: list[LayerSummary] = field(default_factory=list)
@@ -153,10 +153,10 @@ def summarize(
     """Count a module's parameters, layer by layer.
 
     Args:
-        module: any module; if it has an `example_input_array` (a tensor, a tuple of positional or a dict of keyword
+        module: Any module; if it has an `example_input_array` (a tensor, a tuple of positional or a dict of keyword
             arguments of `forward`) that is not None, one forward is run for the sizes.
-        max_depth: depth of nested layers to list; -1 lists all, 0 none.
-        precision: of that forward; None for float32.
+        max_depth: Depth of nested layers to list; -1 lists all, 0 none.
+        precision: Of that forward; None for float32.
         placeholders: `id(parameter)` → a tensor of its full shape, for sharded parameters; then no forward is run.
 
     Returns:

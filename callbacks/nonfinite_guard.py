@@ -49,16 +49,16 @@ class NonFiniteGuard(Callback):
         action: `"raise"` or `"skip"`.
         check: `"loss"` (of each micro-batch), `"grad"` (of each parameter of the optimizer), or both. Large finite
             gradients pass.
-        warn_after: with `"skip"`, warn after this number of skipped steps in a row.
-        max_consecutive: with `"skip"`, raise after this number of skipped steps in a row; None for no limit.
+        warn_after: With `"skip"`, warn after this number of skipped steps in a row.
+        max_consecutive: With `"skip"`, raise after this number of skipped steps in a row; None for no limit.
 
     Attributes:
-        skipped_updates: number of optimizer steps skipped so far.
-        consecutive_skips: number of optimizer steps skipped in a row.
+        skipped_updates: Number of optimizer steps skipped so far.
+        consecutive_skips: Number of optimizer steps skipped in a row.
 
     Raises:
-        ConfigurationError: an argument out of its range; `check=("grad",)` under `16-mixed` (when training starts).
-        NonFiniteError: while training; names the optimizer step, and the loss or the parameters with such a gradient.
+        ConfigurationError: An argument out of its range; `check=("grad",)` under `16-mixed` (when training starts).
+        NonFiniteError: While training; names the optimizer step, and the loss or the parameters with such a gradient.
 
     Example:
         ```python
@@ -138,7 +138,7 @@ class NonFiniteGuard(Callback):
         """Read the flag of the last optimizer step now, before a save or when training ends; waits for the device.
 
         Raises:
-            NonFiniteError: its loss or gradient was not finite.
+            NonFiniteError: Its loss or gradient was not finite.
         """
         self._read_pending()
         if self.action != "raise" or self._losses is None:

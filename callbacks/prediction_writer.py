@@ -54,12 +54,12 @@ class PredictionWriter(Callback):
     Args:
         write_interval: `"batch"`: after each batch; `"epoch"`: at the end; `"batch_and_epoch"`. Default: `"epoch"` with
             `once`, else `"batch"`.
-        output_dir: the folder, without predictions of an earlier run.
-        once: the main process writes the predictions of all processes at the end, and only it calls
+        output_dir: The folder, without predictions of an earlier run.
+        once: The main process writes the predictions of all processes at the end, and only it calls
             `write_on_epoch_end`.
 
     Raises:
-        ConfigurationError: an unknown interval, or `once` with `"batch"`; when prediction starts: no folder, or one with
+        ConfigurationError: An unknown interval, or `once` with `"batch"`; when prediction starts: no folder, or one with
             predictions; while writing: a value that is neither a tensor nor plain.
 
     Example:
@@ -107,13 +107,13 @@ class PredictionWriter(Callback):
         """Write the prediction of one batch, on the process that made it.
 
         Args:
-            trainer: the trainer.
-            module: the module.
-            prediction: the output of `predict_step`, on its device.
-            batch_indices: indices of the samples in the dataset; `None` if the loader's order is not known.
-            batch: the batch.
-            batch_idx: its index on this process.
-            dataloader_idx: the index of the loader.
+            trainer: The trainer.
+            module: The module.
+            prediction: The output of `predict_step`, on its device.
+            batch_indices: Indices of the samples in the dataset; `None` if the loader's order is not known.
+            batch: The batch.
+            batch_idx: Its index on this process.
+            dataloader_idx: The index of the loader.
         """
         if not _writes(trainer):
             return
@@ -135,10 +135,10 @@ class PredictionWriter(Callback):
         """Write all predictions of this process; with `once`, of all processes on the main process.
 
         Args:
-            trainer: the trainer.
-            module: the module.
-            predictions: the outputs of `predict_step` by batch, on the CPU; with several loaders, by loader and batch.
-            batch_indices: by loader and batch, as in `write_on_batch_end`.
+            trainer: The trainer.
+            module: The module.
+            predictions: The outputs of `predict_step` by batch, on the CPU; with several loaders, by loader and batch.
+            batch_indices: By loader and batch, as in `write_on_batch_end`.
         """
         ranks = 1 if self.once else trainer.strategy.data_world.size
         first = 0 if self.once else trainer.strategy.data_world.rank

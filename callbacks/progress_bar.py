@@ -154,15 +154,15 @@ class TQDMProgressBar(Callback):
     Only the main process shows bars. `module.print` and `print` write above them.
 
     Args:
-        refresh_rate: minimum number of batches between two refreshes; 0 shows nothing.
-        process_position: number of lines to leave free above, for bars of other programs on the same terminal.
-        leave: keep the training bar of each epoch on the screen, not only the last one.
+        refresh_rate: Minimum number of batches between two refreshes; 0 shows nothing.
+        process_position: Number of lines to leave free above, for bars of other programs on the same terminal.
+        leave: Keep the training bar of each epoch on the screen, not only the last one.
 
     Attributes:
         is_progress_bar: True; marks the callback whose `print` the Trainer uses.
 
     Raises:
-        ConfigurationError: an argument is not an integer of at least 0.
+        ConfigurationError: An argument is not an integer of at least 0.
 
     Example:
         ```python

@@ -65,16 +65,16 @@ class RecompileMonitor(Callback):
     graphs of their own, once a run; a notice says so. Any other compilation after warm-up is a warning, once for each cause.
 
     Args:
-        warmup_steps: number of optimizer steps of this fit that may compile. 2: the optimizer makes its state in the first and
+        warmup_steps: Number of optimizer steps of this fit that may compile. 2: the optimizer makes its state in the first and
             uses it from the second on.
-        max_warnings: number of causes to warn of; then a line says that further compilations are only counted.
+        max_warnings: Number of causes to warn of; then a line says that further compilations are only counted.
 
     Attributes:
-        counts: graphs compiled in this fit, by cause: `"warm-up"`, `"evaluation"` (the first), `"expected"`, and others.
-        unexpected: number of graphs compiled in this fit after warm-up that should not have been.
+        counts: Graphs compiled in this fit, by cause: `"warm-up"`, `"evaluation"` (the first), `"expected"`, and others.
+        unexpected: Number of graphs compiled in this fit after warm-up that should not have been.
 
     Raises:
-        ConfigurationError: an argument out of its range.
+        ConfigurationError: An argument out of its range.
 
     Example:
         ```python

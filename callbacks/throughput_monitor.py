@@ -52,17 +52,17 @@ class ThroughputMonitor(Callback):
     rates are good: the device may be busy meanwhile.
 
     Args:
-        window_size: number of optimizer steps to average over.
-        batch_size_fn: number of samples in a batch; default: the first dimension of its first tensor.
-        length_fn: number of tokens in a batch; without it tokens are not logged.
+        window_size: Number of optimizer steps to average over.
+        batch_size_fn: Number of samples in a batch; default: the first dimension of its first tensor.
+        length_fn: Number of tokens in a batch; without it tokens are not logged.
         flops_per_batch: FLOPs of the forward and backward of one batch, a number or a function of the batch.
-        available_flops: peak FLOP/s of one device; default: from a table of known GPUs, by the precision.
-        measure_flops: count the FLOPs of the first batch's forward and backward with `torch.utils.flop_counter` (matrix
+        available_flops: Peak FLOP/s of one device; default: from a table of known GPUs, by the precision.
+        measure_flops: Count the FLOPs of the first batch's forward and backward with `torch.utils.flop_counter` (matrix
             products, convolutions and attention), and scale them by the number of samples. It also counts what activation
             checkpointing recomputes, and may not count compiled code: then pass `flops_per_batch`.
 
     Raises:
-        ConfigurationError: an argument out of its range; `flops_per_batch` together with `measure_flops`.
+        ConfigurationError: An argument out of its range; `flops_per_batch` together with `measure_flops`.
 
     Example:
         ```python

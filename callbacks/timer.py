@@ -34,10 +34,10 @@ class Timer(Callback):
         duration: `"DD:HH:MM:SS"`, a `timedelta`, a dict of `timedelta`'s arguments (`{"hours": 12}`), or None
             to measure only.
         interval: `"step"` checks after each batch, `"epoch"` at the end of each epoch.
-        verbose: print a line when the limit is reached.
+        verbose: Print a line when the limit is reached.
 
     Raises:
-        ConfigurationError: a duration that is malformed or not longer than 0, or an unknown interval.
+        ConfigurationError: A duration that is malformed or not longer than 0, or an unknown interval.
 
     Example:
         ```python

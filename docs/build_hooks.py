@@ -2,39 +2,76 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import re
 from contextlib import redirect_stdout
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import trainkit
-from trainkit import callbacks, errors, loggers, strategies
-from trainkit.cli.main import main
+# What a code span may name alone, such as `Trainer`: the classes of these modules.
+_LINKED_MODULES = ("trainkit", "trainkit.callbacks", "trainkit.loggers", "trainkit.strategies", "trainkit.errors")
 
-# A code span that is one of these names becomes a link to its entry in the reference; `autorefs` resolves the identifiers.
-LINKED = {
-    **{name: f"trainkit.{name}" for name in trainkit.__all__ if name[0].isupper()},
-    **{name: f"trainkit.callbacks.{name}" for name in callbacks.__all__},
-    **{name: f"trainkit.loggers.{name}" for name in loggers.__all__},
-    **{name: f"trainkit.strategies.{name}" for name in strategies.__all__},
-    **{name: f"trainkit.errors.{name}" for name in errors.__all__},
+# Names of `trainkit` that a code span may name, though they are functions.
+_FUNCTIONS = ("notebook_launcher", "seed_everything", "skip_first_batches", "load_checkpoint_in_model")
+
+# What is public, but has no docstring of its own.
+_CONSTANTS = {
+    "__version__": "The version of trainkit, such as `0.1.0`.",
+    "errors": "The module of all exceptions: [errors and exit codes](errors.md).",
+    "WHOLE_WINDOW": "A `MicroBatch` that is an accumulation window of its own, for code outside of a loader.",
 }
-LINKED["Callback"] = "trainkit.Callback"
 
 # Not inside a link, a heading or a block of code.
-_OPAQUE = re.compile(r"<(a|h[1-6]|pre|autoref)\b.*?</\1>|<code>([A-Za-z_]+)</code>", re.DOTALL)
+_OPAQUE = re.compile(
+    r"<(a|h[1-6]|pre|autoref)\b.*?</\1>|<code>(?:trainkit\.)?(?P<name>[A-Za-z]\w*)(?P<member>\.\w+)?(?:\(\))?</code>", re.DOTALL
+)
 
 
-def on_page_markdown(markdown: str, *, config: Any, **_: Any) -> str:
-    """Replace `<!-- help: plot -->` with what `trainkit plot --help` prints, and links out of docs/ with the repository's."""
+def _linked_names() -> dict[str, str]:
+    """Each linked name → its identifier in the reference, which `autorefs` resolves."""
+    names = {name: f"trainkit.{name}" for name in _FUNCTIONS}
+    for module in _LINKED_MODULES:
+        names |= {name: f"{module}.{name}" for name in _public(module) if name[0].isupper()}
+    return names | {
+        "Callback": "trainkit.Callback",
+        "GeneralTracker": "trainkit.tracking.GeneralTracker",
+        "PrecisionSpec": "trainkit.precision.PrecisionSpec",
+        "StrategyInfo": "trainkit.registry.StrategyInfo",
+        "ZeROOptions": "trainkit.strategies.zero.zero_options.ZeROOptions",
+    }
+
+
+def _public(module: str) -> list[str]:
+    names: list[str] = vars(import_module(module))["__all__"]
+    return names
+
+
+LINKED = _linked_names()
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
+    """Replace the marks of a page by what the source says, and links out of docs/ by the repository's.
+
+    A search lists pages of the reference after those that explain.
+
+    `<!-- help: plot -->` becomes what `trainkit plot --help` prints, `<!-- names: trainkit.data -->` a table of the public
+    names of a module, and `<!-- names: trainkit.launch.joining join device_of -->` one of these names.
+    """
+    if page.file.src_uri.startswith("reference/"):
+        page.meta.setdefault("search", {"boost": 0.3})
     markdown = re.sub(r"<!-- help: (.*?) -->", lambda match: f"```text\n{command_help(match[1].split())}```", markdown)
-    return re.sub(r"\]\((?:\.\./)+(?=(?:examples|benchmarks|tests|trainkit)/)", f"]({config.repo_url}/blob/main/", markdown)
+    markdown = re.sub(r"<!-- names: (\S+)(.*?) -->", lambda match: table_of_names(match[1], match[2].split()), markdown)
+    home = config.extra["repository"]
+    return re.sub(r"\]\((?:\.\./)+(?=(?:examples|benchmarks|tests|trainkit)/)", f"]({home}/blob/main/", markdown)
 
 
 def command_help(arguments: list[str]) -> str:
     """The help of a command of `trainkit`, 100 columns wide."""
+    main = import_module("trainkit.cli.main").main
     shown = io.StringIO()
     with redirect_stdout(shown), patch.dict(os.environ, COLUMNS="100"):
         if main([*arguments, "--help"]) != 0:
@@ -42,11 +79,46 @@ def command_help(arguments: list[str]) -> str:
     return shown.getvalue()
 
 
+def table_of_names(module: str, names: list[str]) -> str:
+    """A table of public names, each with a link to its entry and the beginning of its docstring."""
+    rows = ["| name | what it is for |", "|---|---|"]
+    for name in names or _public(module):
+        value = getattr(import_module(module), name)
+        if name in _CONSTANTS:
+            rows.append(f"| `{name}` | {_CONSTANTS[name]} |")
+        else:
+            text = inspect.getdoc(value) or ""
+            whole = isinstance(value, type) and issubclass(value, BaseException)  # what is wrong, and what to do
+            shown = first_paragraph(text) if whole else first_sentence(text)
+            rows.append(f"| [`{name}`][{module}.{name}] | {shown} |")
+    return "\n".join(rows)
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a docstring, for a cell of a table."""
+    return re.split(r"(?<=[.:])\s+(?=[A-Z`])", first_paragraph(text))[0].rstrip(":")
+
+
+def first_paragraph(text: str) -> str:
+    """The first paragraph of a docstring, for a cell of a table."""
+    return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
+
+
 def on_page_content(content: str, **_: Any) -> str:
-    """Link the names of public classes in the text of a page to the reference."""
+    """Link the names of public classes, and of their methods, in the text of a page to the reference."""
 
     def linked(match: re.Match[str]) -> str:
-        target = LINKED.get(match[2] or "")
-        return f'<autoref identifier="{target}" optional>{match[0]}</autoref>' if target else match[0]
+        target = LINKED.get(match["name"] or "")
+        if target is None:
+            return match[0]
+        return f'<autoref identifier="{target}{match["member"] or ""}" optional>{match[0]}</autoref>'
 
     return _OPAQUE.sub(linked, content)
+
+
+def on_post_build(*, config: Any, **_: Any) -> None:
+    """Raise if a page loads something from elsewhere: the site works without a network."""
+    for page in Path(config.site_dir).rglob("*.html"):
+        found = re.search(r'<(?:script|link|img)\b[^>]*\b(?:src|href)="?https?://[^>]*>', page.read_text("utf-8"))
+        if found:
+            raise ValueError(f"{page} loads from elsewhere: {found[0]}. Fix: put the file into docs/assets")

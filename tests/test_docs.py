@@ -6,11 +6,13 @@ import inspect
 import os
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from helpers.docs.pages import blocks
 from helpers.support import ROOT, run_python
+from test_house import FOR_PLUG_INS, PUBLIC
 
 from trainkit import Trainer
 from trainkit.cli.main import SUBCOMMANDS
@@ -88,3 +90,20 @@ def test_the_page_on_hooks_names_every_hook() -> None:
 def test_the_page_on_the_command_line_has_every_command() -> None:
     text = (DOCS / "reference" / "command-line.md").read_text("utf-8")
     assert [command for command in SUBCOMMANDS if f"<!-- help: {command} -->" not in text] == []
+
+
+def test_the_reference_has_an_entry_for_every_public_name() -> None:
+    """A `:::` line of the name, or of its module; one of a module may list its members."""
+    public, rendered = {**PUBLIC, **FOR_PLUG_INS}, set()
+    pages = "\n".join(page.read_text("utf-8") for page in sorted((DOCS / "reference").glob("*.md")))
+    for identifier, options in re.findall(r"^::: (\S+)\n((?:    .*\n)*)", pages, re.MULTILINE):
+        owner, _, name = identifier.rpartition(".")
+        if identifier in public and identifier != "trainkit":
+            members = re.search(r"members: \[(.*)\]", options)
+            owner, names = identifier, members[1].split(", ") if members else public[identifier]
+        else:
+            names = [name]
+        rendered |= {id(getattr(import_module(owner), name)) for name in names}
+    constants = ("__version__", "errors", "WHOLE_WINDOW")
+    everything = [(module, name) for module, names in public.items() for name in names if name not in constants]
+    assert [f"{m}.{name}" for m, name in everything if id(getattr(import_module(m), name)) not in rendered] == []

@@ -390,5 +390,5 @@ def test_weights_in_a_file_and_sharded_checkpoints(run_dir: Path) -> None:
     exec(line[0], {"module": module, "torch": torch})
     assert torch.equal(module.layer.weight, theirs.layer.weight)
     (run_dir / "old.ckpt").mkdir()
-    with pytest.raises(CheckpointNotFoundError, match=r"sharded Lightning checkpoint.*from-lightning\.md#"):
+    with pytest.raises(CheckpointNotFoundError, match=r"sharded Lightning checkpoint.*moving-over/lightning\.md#"):
         TinyModule.load_from_checkpoint("old.ckpt")

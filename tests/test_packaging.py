@@ -25,7 +25,7 @@ import trainkit
 LINKS = {"trainkit/callbacks": "../callbacks", "trainkit/strategies": "../strategies"}
 GITHUB = house.ROOT / ".github"
 NAMES_THE_HOME = {  # file → how it names the project's home
-    "mkdocs.yml": "repo_url: {home} ",
+    "mkdocs.yml": "repository: {home}\n",
     "CITATION.cff": "repository-code: {home}\n",
     "SECURITY.md": "<{home}/security/advisories/new>",
     ".github/ISSUE_TEMPLATE/config.yml": "url: {home}/security/advisories/new",

@@ -23,24 +23,24 @@ __all__ = ["Callback"]
 
 
 class Callback(KnownKeywords):
-    """Base class of callbacks.
+    """Base class of callbacks: code that runs at certain points of a run, apart from the module.
+
+    A subclass defines the hooks that it needs; a hook that it does not define costs nothing. For each hook, callbacks are
+    called first, in the order of the list, then the module, then the callbacks with `runs_last`.
+
+    Attributes:
+        runs_last: Set it to `True` in a subclass whose hooks must run after those of the module: to read what the module
+            has logged, or to be the last to change the gradients.
 
     Example:
         ```python
         class PrintLoss(Callback):
             def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
                 if trainer.should_log:
-                    print(trainer.global_step, float(outputs["loss"]))
+                    trainer.print(trainer.global_step, float(outputs["loss"]))
 
-        Trainer(callbacks=[PrintLoss()])
+        trainer = Trainer(callbacks=[PrintLoss()])
         ```
-
-    For each hook the callbacks come first, in the order of the list, then the module's own, then the callbacks with
-    `runs_last`.
-
-    Attributes:
-        runs_last: run after the module's own hooks; for callbacks that read what the module has logged, or that must be
-            the last to touch the gradients.
     """
 
     runs_last: bool = False
@@ -48,15 +48,15 @@ class Callback(KnownKeywords):
 
     @property
     def state_key(self) -> str:
-        """The key of this callback's state in a checkpoint; override it to tell several of one class apart."""
+        """The key of this callback's state in a checkpoint. Override it to tell several callbacks of one class apart."""
         return type(self).__qualname__
 
     def log(self, name: str, value: Any, **options: Any) -> None:
-        """`trainkit.TrainModule.log`, from a hook of this callback."""
+        """Log a metric from a hook of this callback; the arguments are those of `TrainModule.log`."""
         self._attached().log(name, value, **options)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
-        """`trainkit.TrainModule.log_dict`, from a hook of this callback."""
+        """Log several metrics from a hook of this callback; the arguments are those of `TrainModule.log_dict`."""
         self._attached().log_dict(dictionary, **options)
 
     def _attached(self) -> TrainModule:
@@ -67,135 +67,135 @@ class Callback(KnownKeywords):
         return self._module
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Before anything of the module is used. `stage` is "fit", "validate", "test" or "predict"."""
+        """Called first, before the module is used. `stage` is `"fit"`, `"validate"`, `"test"` or `"predict"`."""
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """At the very end, also after an error."""
+        """Called last, also after an error."""
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """The module is on its device, the optimizers exist."""
+        """Called when the module is on its device and the optimizers exist."""
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Training has ended without an error."""
+        """Called after training, if there was no error."""
 
     def on_sanity_check_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Before the few validation batches that run ahead of training."""
+        """Called before the few validation batches that run ahead of training."""
 
     def on_sanity_check_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """After these batches; the metrics that they logged are discarded."""
+        """Called after the few validation batches that run ahead of training; the metrics that they logged are discarded."""
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Before the first epoch."""
+        """Called before the first epoch."""
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """After the last epoch."""
+        """Called after the last epoch."""
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Before the first batch of an epoch."""
+        """Called before the first batch of an epoch."""
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """After the last batch of an epoch and the validation at its end."""
+        """Called after the last batch of an epoch and the validation at its end."""
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> int | None:
-        """Before a micro-batch is worked on. Returning -1 skips the rest of the epoch."""
+        """Called before a micro-batch. Return -1 to skip the rest of the epoch, on all processes at the same `batch_idx`."""
 
     def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After a micro-batch, and after the update if its window is full.
+        """Called after a micro-batch, and after the optimizer step if the accumulation window is full.
 
-        `outputs` is what `training_step` returned as a dict, the loss detached under `"loss"`; `None` if it returned
+        `outputs` is what `training_step` returned, as a dict with the detached loss under `"loss"`; `None` if it returned
         `None`.
         """
 
     def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: Tensor) -> None:
-        """Before the backward pass; `loss` as `training_step` returned it."""
+        """Called before the backward pass; `loss` is what `training_step` returned."""
 
     def on_after_backward(self, trainer: Trainer, module: TrainModule) -> None:
-        """After the backward pass of a micro-batch; under `16-mixed` the gradients are still scaled."""
+        """Called after the backward pass of a micro-batch; under `16-mixed` the gradients are still scaled."""
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
-        """The gradients of the window are complete and unscaled, and not yet clipped."""
+        """Called when the gradients of the accumulation window are complete and unscaled, and not yet clipped."""
 
     def on_before_zero_grad(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
-        """Before the gradients are set to zero, at the start of each window."""
+        """Called before the gradients are set to zero, at the start of each accumulation window."""
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Before validation."""
+        """Called before validation."""
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """After validation; its metrics are in `trainer.callback_metrics`."""
+        """Called after validation; its metrics are in `trainer.callback_metrics`."""
 
     def on_validation_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Before the first batch of validation."""
+        """Called before the first batch of validation."""
 
     def on_validation_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """After the last batch of validation; metrics can still be logged."""
+        """Called after the last batch of validation; metrics can still be logged."""
 
     def on_validation_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before a validation batch."""
+        """Called before a validation batch."""
 
     def on_validation_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """After a validation batch; `outputs` is what `validation_step` returned."""
+        """Called after a validation batch; `outputs` is what `validation_step` returned."""
 
     def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Before the test."""
+        """Called before the test."""
 
     def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """After the test; its metrics are in `trainer.callback_metrics`."""
+        """Called after the test; its metrics are in `trainer.callback_metrics`."""
 
     def on_test_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Before the first batch of the test."""
+        """Called before the first batch of the test."""
 
     def on_test_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """After the last batch of the test; metrics can still be logged."""
+        """Called after the last batch of the test; metrics can still be logged."""
 
     def on_test_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before a test batch."""
+        """Called before a test batch."""
 
     def on_test_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """After a test batch; `outputs` is what `test_step` returned."""
+        """Called after a test batch; `outputs` is what `test_step` returned."""
 
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Before prediction."""
+        """Called before prediction."""
 
     def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """After prediction."""
+        """Called after prediction."""
 
     def on_predict_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Before the first batch of prediction."""
+        """Called before the first batch of prediction."""
 
     def on_predict_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """After the last batch of prediction."""
+        """Called after the last batch of prediction."""
 
     def on_predict_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before a batch of prediction."""
+        """Called before a batch of prediction."""
 
     def on_predict_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """After a batch of prediction; `outputs` is what `predict_step` returned."""
+        """Called after a batch of prediction; `outputs` is what `predict_step` returned."""
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        """A run ends with an exception, Ctrl-C included; it is raised again afterwards."""
+        """Called when a run ends with an exception, including Ctrl-C; the exception is raised again afterwards."""
 
     def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        """Before a checkpoint is written."""
+        """Called before a checkpoint is written; what you add to `checkpoint` is saved."""
 
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        """Before a checkpoint's state is restored."""
+        """Called before the state of a checkpoint is restored; what was added in `on_save_checkpoint` is in `checkpoint`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback: plain values and tensors."""
+        """The state to save in a checkpoint: numbers, text, tensors, lists and dicts."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned. Called after `setup` and before `on_fit_start`."""

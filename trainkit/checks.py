@@ -36,12 +36,12 @@ def whole_number(
     fix: str = "",
     error: type[Exception] = ...,
 ) -> int:
-    """Never None."""
+    """Never returns None."""
 
 
 @overload
 def whole_number(value: Any, name: str, least: int = 0, most: int | None = None, *, optional: Literal[True]) -> int | None:
-    """None where the user gave None."""
+    """Returns None if `value` is None."""
 
 
 def whole_number(
@@ -61,14 +61,14 @@ def whole_number(
         value: The value of the user.
         name: The argument.
         least: The smallest value.
-        most: The largest value; None: unlimited.
+        most: The largest value; None: no limit.
         optional: Accept and return None.
         expected: Replaces "an integer ≥ 1" in the message.
         fix: Code that works; default: the argument with the smallest number from 1 on.
         error: The class of the error.
 
     Raises:
-        ConfigurationError: Another value; or `error`.
+        ConfigurationError: An invalid value; `error` replaces the class.
     """
     if optional and value is None:
         return None
@@ -78,7 +78,7 @@ def whole_number(
             return number
     bounds = f"an integer ≥ {least}" if most is None else f"an integer from {least} to {most}"
     wanted = f"{expected or bounds}{' or None' if optional else ''}"
-    raise error(f"{name} must be {wanted}, not {value!r}. For example: {fix or _written(name, max(least, 1))}")
+    raise error(f"{name} must be {wanted}, not {value!r}. For example: {fix or _as_code(name, max(least, 1))}")
 
 
 def real_number(
@@ -103,7 +103,7 @@ def real_number(
         fix: Code that works; default: the argument with `example`.
 
     Raises:
-        ConfigurationError: Another value.
+        ConfigurationError: An invalid value.
     """
     if optional and value is None:
         return None
@@ -111,7 +111,7 @@ def real_number(
         return value
     bound = f" ≥ {least:g}" if least > -math.inf else f" > {above:g}" if above > -math.inf else ""
     wanted = f"a number{bound}{' or None' if optional else ''}"
-    raise ConfigurationError(f"{name} must be {wanted}, not {value!r}. For example: {fix or _written(name, f'{example:g}')}")
+    raise ConfigurationError(f"{name} must be {wanted}, not {value!r}. For example: {fix or _as_code(name, f'{example:g}')}")
 
 
 def choice(value: Any, name: str, choices: Sequence[str], *, optional: bool = False) -> Any:
@@ -121,7 +121,7 @@ def choice(value: Any, name: str, choices: Sequence[str], *, optional: bool = Fa
     known = ", ".join(repr(one) for one in choices) + (" or None" if optional else "")
     hint = nearest(str(value), choices)
     raise ConfigurationError(
-        f"{name} must be one of {known}, not {value!r}.{hint} For example: {_written(name, repr(choices[0]))}"
+        f"{name} must be one of {known}, not {value!r}.{hint} For example: {_as_code(name, repr(choices[0]))}"
     )
 
 
@@ -129,8 +129,8 @@ def function(value: Any, name: str, example: str) -> Any:
     """`value`, a function or None; else a `ConfigurationError`."""
     if value is None or callable(value):
         return value
-    raise ConfigurationError(f"{name} must be a function or None, not {value!r}. For example: {_written(name, example)}")
+    raise ConfigurationError(f"{name} must be a function or None, not {value!r}. For example: {_as_code(name, example)}")
 
 
-def _written(name: str, value: Any) -> str:
+def _as_code(name: str, value: Any) -> str:
     return f"{name[:-1]}{value})" if name.endswith("=)") else f"{name}={value}"

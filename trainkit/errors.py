@@ -1,8 +1,6 @@
-"""The errors that trainkit raises.
+"""The exceptions of trainkit. Every message says what is wrong, what was expected, and the fix.
 
-:
-
-```python
+```text
 TrainkitError
 ├── ConfigurationError (ValueError)      an argument is wrong, or contradicts another
 │   ├── UnknownNameError                 an unknown name; the message has the nearest known one
@@ -24,14 +22,12 @@ TrainkitError
 │   ├── UnsavableError                   a value that cannot be stored; names the path to it
 │   ├── CheckpointWriteError             a full disk, a folder that cannot be written
 │   └── CheckpointLockedError            another live run writes to the same folder
-├── OffloadError (OSError)                the disk for offloaded tensors is full, or fails
+├── OffloadError (OSError)               the disk for offloaded tensors is full, or fails
 ├── CollectiveError (RuntimeError)       ranks made different calls, and would wait for each other
 ├── ProcessFailedError (RuntimeError)    another process failed, died, or cannot be reached
 └── MissingPackageError (ImportError)    an optional package is not installed
 Preempted (SystemExit)                   not one of them: a signal stopped the run, which saved; exit code 143
 ```
-
-Every message says what is wrong, what was expected, and the fix.
 """
 
 from __future__ import annotations
@@ -70,109 +66,111 @@ __all__ = [
 
 
 class TrainkitError(Exception):
-    """The base class of all errors of trainkit."""
+    """The base class of all errors of trainkit, except `Preempted`. Catch it to catch them all."""
 
 
 class ConfigurationError(TrainkitError, ValueError):
-    """A wrong argument, or one that contradicts another."""
+    """An argument is wrong, or contradicts another. Change it as the message says."""
 
 
 class UnknownNameError(ConfigurationError):
-    """An unknown name of a strategy, precision, hook or argument."""
+    """There is no strategy, precision, hook, callback or argument of this name. The message has the nearest known name."""
 
 
 class UnsupportedArgumentError(ConfigurationError):
-    """An argument of Lightning's or Accelerate's that trainkit does not have; the message says what to use."""
+    """trainkit does not have this argument of Lightning's or Accelerate's. The message says what to use."""
 
 
 class ModuleError(TrainkitError):
-    """The user's `TrainModule`, `DataModule` or `Callback` cannot work."""
+    """The `TrainModule`, `DataModule` or `Callback` of the user cannot work. Change it as the message says."""
 
 
 class MissingMethodError(ModuleError):
-    """A method that the run needs is not defined."""
+    """A method that the run needs is not defined. Define it in your module."""
 
 
 class HookError(ModuleError):
-    """A hook that is misspelled, that Lightning removed, or that cannot be called with its arguments."""
+    """A hook is misspelled, was removed from Lightning, or cannot be called with its arguments. The message has the right
+    form.
+    """
 
 
 class LossError(ModuleError):
-    """`training_step` returned something that cannot be trained on."""
+    """`training_step` returned something that cannot be trained on. Return a scalar tensor that depends on the parameters."""
 
 
 class OptimizerError(ModuleError):
-    """`configure_optimizers` returned something that cannot be used."""
+    """`configure_optimizers` returned something that cannot be used. The message lists the accepted forms."""
 
 
 class DataError(TrainkitError):
-    """A loader or a batch cannot be used."""
+    """A loader or a batch cannot be used. The message names the loader."""
 
 
 class EmptyLoaderError(DataError):
-    """A loader without batches."""
+    """A loader has no batches. Check the length of the dataset, `drop_last`, and the number of processes."""
 
 
 class MetricError(TrainkitError, ValueError):
-    """A value passed to `log` is not a metric, or is logged in a wrong place."""
+    """A value passed to `log` is not a metric, or the hook that called `log` cannot log."""
 
 
 class MissingMetricError(MetricError):
-    """A monitored metric was never logged."""
+    """A metric that a callback monitors was never logged. Log it, or correct the name that the callback monitors."""
 
 
 class NonFiniteError(TrainkitError, ArithmeticError):
-    """A loss or a gradient is infinite or not a number."""
+    """A loss or a gradient is infinite or NaN. Find the operation with `Trainer(detect_anomaly=True)`."""
 
 
 class OffloadError(TrainkitError, OSError):
-    """The disk for offloaded tensors is full, or fails."""
+    """The disk for offloaded tensors is full, or fails. Free space, or set `nvme_path` to another disk."""
 
 
 class CollectiveError(TrainkitError, RuntimeError):
-    """Ranks made different collective calls; the message names the rank, the call and the place."""
+    """Ranks made different collective calls, and would wait for each other. The message names the ranks, calls and lines."""
 
 
 class ProcessFailedError(TrainkitError, RuntimeError):
-    """Another process of the run failed, died, or cannot be reached; the message names it and the reason."""
+    """Another process of the run failed, died, or cannot be reached. The message names it and its reason: look there."""
 
 
 class MissingPackageError(TrainkitError, ImportError):
-    """An optional package that is needed now is not installed."""
+    """An optional package that is needed now is not installed. The message has the command that installs it."""
 
 
 class CheckpointError(TrainkitError):
-    """A checkpoint cannot be written, read or used."""
+    """A checkpoint cannot be written, read or used. Its subclasses say why."""
 
 
 class CheckpointNotFoundError(CheckpointError):
-    """The checkpoint does not exist."""
+    """The checkpoint does not exist. The message names similar paths, if there are any."""
 
 
 class CorruptCheckpointError(CheckpointError):
-    """The bytes of a checkpoint were changed or are malformed; the message names the file."""
+    """The bytes of a checkpoint were changed or are malformed. The message names the file; use an older checkpoint."""
 
 
 class StateMismatchError(CheckpointError):
-    """A checkpoint does not fit the model, optimizer or data; the message lists every difference."""
+    """A checkpoint does not fit the model, optimizer or data. The message lists every difference."""
 
 
 class UnsavableError(CheckpointError):
-    """A value cannot be stored in a checkpoint; the message names the path to it."""
+    """A value cannot be stored in a checkpoint. The message names the path to it; `trainkit.checkpoint.register` adds types."""
 
 
 class CheckpointWriteError(CheckpointError):
-    """A checkpoint could not be written: a full disk, a read-only or missing folder."""
+    """A checkpoint could not be written: the disk is full, or the folder is read-only or missing."""
 
 
 class CheckpointLockedError(CheckpointError):
-    """Another running run writes its checkpoints to the same folder."""
+    """Another live run writes its checkpoints to the same folder. Give each run its own folder."""
 
 
 class Preempted(SystemExit):
-    """A signal stopped the run, which saved a checkpoint; the process exits with code 143.
+    """A signal stopped the run, which saved a checkpoint. The process exits with code 143.
 
-    A `SystemExit`, so that a script needs no code for it, and not a `TrainkitError`, which a handler might catch.
+    It is a `SystemExit`, so that a script needs no code for it, and not a `TrainkitError`, which a handler might catch.
     """
 
     def __init__(self, *args: object) -> None:

@@ -15,15 +15,15 @@ _LEVELS = ("TRAINKIT_LOG_LEVEL", "ACCELERATE_LOG_LEVEL")
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """A logger, whose methods have two more arguments, to be given by name.
+    """A logger whose methods have two more keyword arguments, `main_process_only` and `in_order`. Made by `get_logger`.
 
-    `main_process_only` (default `True`): the main process logs alone. `in_order` (default `False`): each process logs,
-    one after the other in the order of their ranks. That is for all processes, whatever the level is, and
-    `main_process_only` has no effect then. Of several processes each says which it is: `[RANK 1] …`.
+    With `main_process_only=True` (the default) only the main process logs. With `in_order=True` (default `False`) each
+    process logs, one after the other in the order of their ranks; all processes must call it, whatever the level is, and
+    `main_process_only` has no effect. With several processes each message says its rank: `[RANK 1] …`.
 
     Args:
-        logger: of `logging`.
-        extra: of `logging.LoggerAdapter`.
+        logger: A logger of `logging`.
+        extra: As in `logging.LoggerAdapter`.
     """
 
     def __init__(self, logger: logging.Logger, extra: Any = None) -> None:
@@ -33,48 +33,48 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     # Each of these by itself, and not as the base class has them: the frame of the user's is two above _say everywhere.
 
     def debug(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """`log` at level `DEBUG`."""
+        """Log at level `DEBUG`, see `log`."""
         self._say(logging.DEBUG, msg, args, kwargs)
 
     def info(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """`log` at level `INFO`."""
+        """Log at level `INFO`, see `log`."""
         self._say(logging.INFO, msg, args, kwargs)
 
     def warning(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """`log` at level `WARNING`."""
+        """Log at level `WARNING`, see `log`."""
         self._say(logging.WARNING, msg, args, kwargs)
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """`warning`, of the same message and arguments once only."""
+        """Log at level `WARNING`, the same message and arguments only once."""
         what = repr((msg, args))
         if what not in self._said:
             self._said.add(what)
             self._say(logging.WARNING, msg, args, kwargs)
 
     def error(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """`log` at level `ERROR`."""
+        """Log at level `ERROR`, see `log`."""
         self._say(logging.ERROR, msg, args, kwargs)
 
     def exception(self, msg: object, *args: Any, exc_info: Any = True, **kwargs: Any) -> None:
-        """`error`, with the exception that is being handled."""
+        """Log at level `ERROR`, with the exception that is being handled."""
         self._say(logging.ERROR, msg, args, {"exc_info": exc_info, **kwargs})
 
     def critical(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """`log` at level `CRITICAL`."""
+        """Log at level `CRITICAL`, see `log`."""
         self._say(logging.CRITICAL, msg, args, kwargs)
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log a message, if this process is to.
+        """Log a message, on the processes that the arguments select.
 
         Args:
-            level: of `logging`.
-            msg: with places for `args`.
-            *args: for these places.
-            **kwargs: `main_process_only`, `in_order`, and those of `Logger.log`.
+            level: A level of `logging`.
+            msg: The message, with placeholders for `args`.
+            *args: The values of the placeholders.
+            **kwargs: `main_process_only`, `in_order`, and those of `logging.Logger.log`.
 
         Raises:
-            ConfigurationError: `in_order`, and this process has not joined the others yet.
-            CollectiveError: `in_order`, and not all processes have come to it.
+            ConfigurationError: `in_order` before this process has joined the others.
+            CollectiveError: `in_order`, and not all processes call it.
         """
         self._say(level, msg, args, kwargs)
 
@@ -107,24 +107,23 @@ def _marked(msg: object, rank: int, size: int) -> object:
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """The logger of a name, of which only the main process's messages are shown, unless a message is to be shown of all.
+    """Return the logger of a name, whose messages appear on the main process only, unless a call asks for all processes.
 
-    :
-
-    ```python
-    logger = get_logger(__name__, log_level="INFO")
-    logger.info("loaded")                                  # by the main process
-    logger.info("my part: %d", n, main_process_only=False)  # by all
-    logger.info("my part: %d", n, in_order=True)            # by all, one after the other
-    ```
-
-    It works before the `Accelerator` is made too, by what a launcher has said; `in_order` does not. Where messages go the
-    program says, as with any logger: `logging.basicConfig(...)`.
+    It also works before the `Accelerator` is created, except `in_order`. As with any logger, the program sets where
+    messages go: `logging.basicConfig(...)`.
 
     Args:
-        name: as a rule `__name__`.
-        log_level: `"INFO"`, say, for this logger and the root logger. Default: `TRAINKIT_LOG_LEVEL`, else
-            `ACCELERATE_LOG_LEVEL`; if neither is set nothing is changed.
+        name: Usually `__name__`.
+        log_level: The level of this logger and of the root logger, such as `"INFO"`. Default: the environment variable
+            `TRAINKIT_LOG_LEVEL`, otherwise `ACCELERATE_LOG_LEVEL`, otherwise unchanged.
+
+    Example:
+        ```python
+        logger = get_logger(__name__, log_level="INFO")
+        logger.info("loaded")  # by the main process
+        logger.info("my part: %d", n, main_process_only=False)  # by all processes
+        logger.info("my part: %d", n, in_order=True)  # by all processes, one after the other
+        ```
     """
     logger = logging.getLogger(name)
     level = log_level or next((os.environ[key] for key in _LEVELS if os.environ.get(key)), None)

@@ -40,10 +40,10 @@ class WindowEntry(NamedTuple):
     """What your own training loop needs to enter a window at a micro-batch other than its first.
 
     Attributes:
-        begin: index of the micro-batch that the window begins with.
-        whole: weight of the micro-batches of all ranks at this index, over the total weight of the window.
-        remaining: weight of these and of all later ones, over the total weight of the window.
-        alone: share that this rank's micro-batch would have if the micro-batches at this index were a window of their own.
+        begin: Index of the micro-batch that the window begins with.
+        whole: Weight of the micro-batches of all ranks at this index, over the total weight of the window.
+        remaining: Weight of these and of all later ones, over the total weight of the window.
+        alone: Share that this rank's micro-batch would have if the micro-batches at this index were a window of their own.
     """
 
     begin: int
@@ -53,20 +53,20 @@ class WindowEntry(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """One batch of an accumulation window. A value: nothing changes it.
+    """One batch of an accumulation window, with its place in the window. It is never changed.
 
     Attributes:
-        batch: the batch, on the device; `NO_BATCH` if the kind is `NONE`.
-        index: its number in the epoch, counted for each rank; the same on all ranks.
-        first: it is the first of its accumulation window.
-        last: it is the last of its window: the optimizer step follows its backward.
-        share: the factor for its mean loss. With it the sum of the losses of a window, averaged over the ranks, is the mean
-            over the global batch: its weight × number of ranks ÷ total weight of the window.
-        kind: whether this rank has data in it.
-        uneven: ranks have different numbers of micro-batches in this window, so no backward averages gradients.
-        alike: it is certain that all ranks have the same number of micro-batches in this window, all of one size.
-        empty: the total weight of the window, over all ranks, is 0, so it makes no optimizer step.
-        entry: for your own training loop; else `None`.
+        batch: The batch, on the device; `NO_BATCH` if the kind is `NONE`.
+        index: Its number in the epoch, counted for each rank; the same on all ranks.
+        first: It is the first of its accumulation window.
+        last: It is the last of its window: the optimizer step follows its backward.
+        share: The factor for its mean loss: its weight × number of ranks ÷ total weight of the window. With it the sum of
+            the losses of a window, averaged over the ranks, is the mean over the global batch.
+        kind: Whether this rank has data in it.
+        uneven: Ranks have different numbers of micro-batches in this window, so no backward averages gradients.
+        alike: It is certain that all ranks have the same number of micro-batches in this window, all of one size.
+        empty: The total weight of the window, over all ranks, is 0, so it makes no optimizer step.
+        entry: For your own training loop; otherwise `None`.
     """
 
     batch: Any

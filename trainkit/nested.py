@@ -55,7 +55,15 @@ def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """`value` with `function` applied to each tensor; containers are rebuilt, other objects are shared."""
+    """Apply a function to each tensor in a value; containers are rebuilt, other objects are shared.
+
+    Args:
+        value: A tensor, or tensors in dicts, lists, tuples, named tuples and dataclasses.
+        function: Called with each tensor.
+
+    Returns:
+        The value with the results instead of the tensors.
+    """
     if isinstance(value, Tensor):
         return function(value)
     return rebuild(value, lambda item: map_tensors(item, function))

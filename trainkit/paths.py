@@ -1,4 +1,4 @@
-"""Local folders: `~` is expanded, and a URL is refused."""
+"""Local folders: `~` is expanded, and a URL raises an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainkit.errors import ConfigurationError
 
 __all__ = ["local_path"]
 
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # at least two letters, unlike a drive; Path("s3://x") has one slash
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # at least two letters, unlike a Windows drive; Path("s3://x") has one slash
 
 
 def local_path(path: str | os.PathLike[str], argument: str) -> Path:
@@ -24,9 +24,9 @@ def local_path(path: str | os.PathLike[str], argument: str) -> Path:
         ConfigurationError: A URL such as `s3://bucket/run`.
     """
     text = os.fsdecode(path)
-    if _ADDRESS.match(text):
+    if _URL.match(text):
         raise ConfigurationError(
-            f"{argument}: expected a local folder, got the address {text!r}. Only local or mounted folders are supported. Fix: "
+            f"{argument}: expected a local folder, got the URL {text!r}. Only local or mounted folders are supported. Fix: "
             f"use a local folder, {argument}='runs', and copy it after the run; or mount the remote folder and pass its "
             "mount point."
         )

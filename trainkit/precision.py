@@ -26,17 +26,18 @@ __all__ = ["MIXED", "OVER_MASTERS", "PRECISIONS", "Precision", "PrecisionSpec", 
 
 @dataclass(frozen=True)
 class PrecisionSpec:
-    """What a precision is; `register_precision` makes it known by its name.
+    """The definition of a precision, for `register_precision`.
 
     Attributes:
-        name: its name in `precision=`, which is Lightning's where Lightning has it.
-        parameter_dtype: dtype of parameters and floating-point inputs.
-        autocast_dtype: dtype of the forward under `torch.autocast`; `None`: no autocast.
-        scaler: makes the loss scaler from the options of `torch.amp.GradScaler`; `None`: the loss is not scaled.
-        aliases: other names in `precision=`.
+        name: The name in `precision=`; Lightning's name if Lightning has it.
+        parameter_dtype: Dtype of parameters and floating-point inputs.
+        autocast_dtype: Dtype of the forward under `torch.autocast`; `None`: no autocast.
+        scaler: Makes the loss scaler from a device and the options of `torch.amp.GradScaler`; `None`: the loss is not
+            scaled.
+        aliases: Other names in `precision=`.
         mixed_precision: Accelerate's name in `mixed_precision=`; `None`: it has none.
         over_masters: Accelerate's name where the backend keeps float32 copies of 16-bit parameters, as DeepSpeed does.
-        refused: types of devices that cannot compute in it, each with the reason.
+        refused: Types of devices that cannot compute in it, each with the reason.
     """
 
     name: str
@@ -62,10 +63,15 @@ _ALIASES: dict[str, str] = {}
 
 
 def register_precision(spec: PrecisionSpec) -> None:
-    """Make a precision known by its names.
+    """Register a precision under its names, for `Trainer(precision="mine")`.
+
+    Call it before the first `Trainer`, `Accelerator` or `Strategy` that uses it.
+
+    Args:
+        spec: The definition of the precision.
 
     Raises:
-        ConfigurationError: a name is taken.
+        ConfigurationError: A precision with one of its names exists.
     """
     taken = [name for name in (spec.name, *spec.aliases) if name in PRECISIONS or name in _ALIASES]
     taken += [name for name, table in _of_accelerate(spec) if name in table]
@@ -108,19 +114,26 @@ _NULL = nullcontext()
 
 
 class Precision:
-    """Numbers of one run: what the parameters, the inputs and the forward are computed in.
+    """The dtypes of a run: of the parameters, the inputs and the forward; and the loss scale of `16-mixed`.
+
+    Pass a name to the `Trainer`; make an object to change the options of the loss scale.
 
     Args:
         name: `"32-true"`, `"64-true"`, `"bf16-mixed"`, `"16-mixed"`, `"bf16-true"` or `"16-true"`; the short
             forms `32`, `64`, `16` (16-mixed) and `"bf16"` (bf16-mixed) work too.
-        init_scale: first loss scale of `16-mixed` (a power of two).
-        growth_interval: updates without an overflow before the scale grows.
-        growth_factor: by which it is multiplied then.
-        backoff_factor: by which it is multiplied after an overflow.
-        enabled: scale the loss in `16-mixed`, and in `16-true` under ZeRO, at all.
+        init_scale: Initial loss scale of `16-mixed`, a power of two.
+        growth_interval: Number of optimizer steps without an overflow before the scale grows.
+        growth_factor: Factor by which the scale grows.
+        backoff_factor: Factor for the scale after an overflow.
+        enabled: `False`: do not scale the loss in `16-mixed`, nor in `16-true` under ZeRO.
 
     Raises:
-        UnknownNameError: the name is none of these.
+        UnknownNameError: The name is unknown.
+
+    Example:
+        ```python
+        trainer = Trainer(precision=Precision("16-mixed", init_scale=2.0**12))
+        ```
     """
 
     def __init__(
@@ -159,10 +172,10 @@ class Precision:
         return f"Precision({self.name!r})"
 
     def setup(self, device: torch.device) -> None:
-        """Make what depends on the device.
+        """Create what depends on the device.
 
         Raises:
-            ConfigurationError: the device cannot compute in this precision.
+            ConfigurationError: The device cannot compute in this precision.
         """
         if device.type in self.spec.refused:
             raise ConfigurationError(
@@ -174,13 +187,13 @@ class Precision:
             self.reset()
 
     def use_scaler(self) -> None:
-        """Scale the loss in this precision too, unless it is not to be: float32 masters hold what float16 cannot."""
+        """Scale the loss in this precision too, unless `enabled=False`: float32 master weights hold what float16 cannot."""
         self._scaled = self._enabled
         if self.scaler is None:
             self.reset()
 
     def reset(self) -> None:
-        """The loss scale as it is at the start of a run."""
+        """Set the loss scale to its initial value."""
         self.entered = False
         self._unscaled.clear()
         self._over.clear()
@@ -188,13 +201,13 @@ class Precision:
             self.scaler = (self.spec.scaler or torch.amp.GradScaler)(self.device_type, **self._scaling)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """The module with its floating-point parameters and buffers in the parameter dtype (in place)."""
+        """Convert floating-point parameters and buffers to the parameter dtype, in place."""
         if self.parameter_dtype is not torch.float32:
             module.to(self.parameter_dtype)
         return module
 
     def note_other_dtypes(self, module: nn.Module) -> None:
-        """Name the dtypes of parameters that this precision leaves unchanged."""
+        """Print a notice that names parameters with other dtypes, which this precision leaves unchanged."""
         odd = {str(p.dtype) for p in module.parameters() if p.is_floating_point() and p.dtype != self.parameter_dtype}
         if odd:
             notice(
@@ -203,22 +216,22 @@ class Precision:
             )
 
     def convert_input(self, batch: Any) -> Any:
-        """The batch with its floating-point tensors in the parameter dtype; mixed precisions leave it as it is."""
+        """Convert floating-point tensors of a batch to the parameter dtype; mixed precisions return the batch unchanged."""
         if self.parameter_dtype is torch.float32:
             return batch
         return map_tensors(batch, lambda t: t.to(self.parameter_dtype) if t.is_floating_point() else t)
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Within it, new floating-point tensors have the parameter dtype: `configure_model` runs in it."""
+        """A context in which new floating-point tensors have the parameter dtype; `configure_model` runs in it."""
         if self.parameter_dtype is torch.float32:
             return _NULL
         return _default_dtype(self.parameter_dtype)
 
     def forward_context(self, **autocast: Any) -> AbstractContextManager[Any]:
-        """Within it the forward runs: autocast for mixed precisions, the default dtype for the others but float32.
+        """A context for the forward: autocast for mixed precisions; the default dtype for the others, except float32.
 
         Args:
-            **autocast: options of `torch.autocast`: `enabled`, `cache_enabled`.
+            **autocast: Options of `torch.autocast`: `enabled`, `cache_enabled`.
         """
         self.entered = True
         if self.autocast_dtype is not None:
@@ -226,7 +239,7 @@ class Precision:
         return self.init_context()
 
     def applied_to(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A step function in this precision: its batch is converted, and it runs in `forward_context`."""
+        """Return a step function in this precision: its batch is converted, and it runs in `forward_context`."""
 
         def converted(batch: Any, *rest: Any) -> Any:
             with self.forward_context():
@@ -236,20 +249,20 @@ class Precision:
 
     @property
     def plain(self) -> bool:
-        """Whether inputs and forward need nothing done (`32-true`)."""
+        """Whether inputs and forward need no change (`32-true`)."""
         return self.autocast_dtype is None and self.parameter_dtype is torch.float32
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss as backward must see it."""
+        """Return the loss for the backward pass, multiplied by the loss scale."""
         if self.scaler is None:
             return loss
         self.settle()
         return self.scaler.scale(loss)
 
     def settle(self) -> None:
-        """Update the scale, if no gradient is left that was computed under it.
+        """Update the loss scale, if no gradient is left that was computed with it.
 
-        With several optimizers that is known when the next loss is scaled: until then the second one's gradients may still
+        With several optimizers this is known when the next loss is scaled: until then the second one's gradients may still
         have the old scale.
         """
         if self.scaler is not None and self._over and not self._unscaled:
@@ -257,7 +270,7 @@ class Precision:
             self._over.clear()
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Take the loss scale out of the optimizer's gradients; at most once per update, more calls do nothing."""
+        """Divide the optimizer's gradients by the loss scale, at most once per optimizer step; more calls do nothing."""
         if self.scaler is not None and id(optimizer) not in self._unscaled and _has_gradients(optimizer):
             if id(optimizer) in self._over:
                 self.settle()
@@ -265,13 +278,13 @@ class Precision:
             self._unscaled.add(id(optimizer))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Update the parameters, unless a scaled gradient overflowed.
+        """Run the optimizer step, unless a scaled gradient overflowed.
 
         Returns:
-            Whether the update happened. A skipped one changed neither parameters nor optimizer state.
+            Whether the step was made. A skipped one changes neither parameters nor optimizer state.
 
         Raises:
-            ConfigurationError: a closure under `16-mixed`, whose scaler has to see the gradients before the update.
+            ConfigurationError: A closure under `16-mixed`, whose scaler has to read the gradients before the step.
         """
         if self.scaler is None:
             optimizer.step(closure)
@@ -295,7 +308,7 @@ class Precision:
         return bool(done)
 
     def discard(self, optimizer: Optimizer) -> None:
-        """Tell the scaler that an update whose gradients it has seen is over, or will not happen."""
+        """Tell the scaler that the optimizer step whose gradients it has read is over, or will not happen."""
         if self.scaler is not None and id(optimizer) in self._unscaled:
             self._unscaled.discard(id(optimizer))
             self._over.add(id(optimizer))

@@ -36,14 +36,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class StrategyInfo:
-    """What the core needs to know of a strategy without importing it. Paths are written `"module:attribute"`.
+    """What trainkit knows of a strategy before it imports it. A path is text, `"module:attribute"`.
 
     Attributes:
         path: Path of the class.
         names: Short name → options.
         aliases: Lightning's other names → (short name, further options).
-        refused: Lightning's names that are not supported → what to use instead. Also refuses names that continue one of them
-            after an underscore.
+        refused: Lightning's names that are not supported → what to use instead. Also refuses names that continue one of
+            them after an underscore.
         command_line: Name → path of a function that gets the arguments of the script and returns options, or `None`.
         devices: Types of torch devices that the strategy supports.
         auto: Type of devices → the short name for `strategy="auto"` with several devices.
@@ -56,9 +56,9 @@ class StrategyInfo:
         file_aliases: Other spellings of these values, in lower case → the value.
         plugin: Path of a function that converts its section of these files, as `(file, **options)`, to a
             `trainkit.config.settings.Plugin`; `None`: there is no section.
-        footprints: What `trainer.plan` compares, the fastest first: (path, options) of callables. Their results have
+        footprints: What `Trainer.plan` compares, the fastest first: (path, options) of callables. Their results have
             `footprint` and `supported_precisions`.
-        packages: Packages of the backend: `trainkit env` shows their versions, and their frames are not the user's.
+        packages: Packages of the backend: `trainkit env` shows their versions, and tracebacks skip their frames.
         variables: Prefixes of environment variables of the backend, which `trainkit env` shows.
         parameter_marks: Attributes of parameters that the backend manages.
         shape_attribute: Attribute of a sharded parameter with the shape of the whole one.
@@ -123,12 +123,21 @@ _registered: list[StrategyInfo] = []
 
 
 def register_strategy(info: StrategyInfo) -> None:
-    """Register a strategy under its short names: `Trainer(strategy="mine")`.
+    """Register a strategy under its short names, for `Trainer(strategy="mine")`.
 
-    The strategies of `trainkit.strategies` are registered already.
+    The strategies of `trainkit.strategies` are already registered.
+
+    Args:
+        info: The facts about the strategy.
 
     Raises:
-        ConfigurationError: One of the names exists.
+        ConfigurationError: A strategy with one of its names exists.
+
+    Example:
+        ```python
+        register_strategy(StrategyInfo(path="my_package.strategy:MyStrategy", names={"mine": {}}))
+        trainer = Trainer(strategy="mine")
+        ```
     """
     taken = {name for one in strategy_infos() for name in (*one.names, *one.aliases)}
     twice = sorted(taken.intersection((*info.names, *info.aliases)))
@@ -152,7 +161,7 @@ def _built_in() -> tuple[StrategyInfo, ...]:
 
 
 def strategies() -> dict[str, str]:
-    """Short names of all strategies → paths of their classes, sorted."""
+    """Return the short names of all strategies → paths of their classes, sorted."""
     return dict(sorted((name, info.path) for info in strategy_infos() for name in info.names))
 
 

@@ -162,14 +162,14 @@ def seed_everything(seed: int | None = None, *, workers: bool = True, verbose: b
 
     Args:
         seed: An integer from 0 to 2**64 - 1; `None` draws one.
-        workers: Only `True`: loader workers are always seeded by key.
+        workers: Only `True`: loader workers are always seeded for each sample or batch.
         verbose: Print the seed.
 
     Returns:
         The seed.
 
     Raises:
-        ConfigurationError: A seed out of range, or `workers=False`.
+        ConfigurationError: The seed is out of range, or `workers=False`.
     """
     global _process_seed
     if not workers:

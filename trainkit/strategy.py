@@ -32,35 +32,36 @@ _NULL = nullcontext()
 
 
 class Strategy:
-    """Everything that depends on where the computation happens; a subclass says only what differs.
+    """Where and how the computation runs. This class is one device in one process; a subclass overrides what differs.
 
     Args:
-        device: a torch device, or `"auto"`: the current CUDA device, else MPS, else the CPU.
-        precision: a `Precision` or its name; `None` leaves the choice to the `Trainer` or `Accelerator`
-            and means `"32-true"` alone.
+        device: A torch device, or `"auto"`: the current CUDA device, else MPS, else the CPU.
+        precision: A `Precision` or its name. Default: that of the `Trainer` or `Accelerator`; on its own, `"32-true"`.
 
     Attributes:
-        info: what is known of the strategy before it is imported; one with short names of its own declares its own.
-        accumulates_in_engine: the backend sums the gradients of an accumulation window; `parameter.grad` does not show them.
-        averages_in_step: no backward pass averages gradients over the processes; each optimizer step does.
-        can_sync_batchnorm: the strategy has an option `sync_batchnorm`.
-        compiles: it works with modules from `torch.compile`.
-        lazy_tensors: operations are recorded, and values exist only after a sync.
-        owns_masters: with parameters in 16 bits the backend keeps float32 copies of them, which the optimizer updates.
-        reads_checkpoint_parts: each process reads only its part of a checkpoint's tensors, whose files are therefore mapped.
-        shards_optimizer_state: no process holds the whole optimizer state.
-        shards_parameters: no process holds whole parameters, and a forward is a collective.
-        supported_precisions: names of the precisions that work.
-        plugin: the options as Accelerate's plugin for this backend, for `accelerator.state`; `None`: it has no plugin.
-        sync_batchnorm: BatchNorm takes its statistics over all processes.
-        world: the processes of the run.
-        pad_last_batch: short batches are filled up in training.
+        info: The facts that are known before the strategy is imported. A strategy with its own short names has its own.
+        accumulates_in_engine: The backend sums the gradients of an accumulation window; `parameter.grad` does not show
+            them.
+        averages_in_step: No backward pass averages gradients over the processes; each optimizer step does.
+        can_sync_batchnorm: The strategy has an option `sync_batchnorm`.
+        compiles: It works with modules from `torch.compile`.
+        lazy_tensors: Operations are recorded, and values exist only after a sync.
+        owns_masters: With 16-bit parameters the backend keeps float32 copies of them, which the optimizer updates.
+        reads_checkpoint_parts: Each process reads only its part of a checkpoint's tensors, whose files are therefore
+            mapped.
+        shards_optimizer_state: No process has the whole optimizer state.
+        shards_parameters: No process has whole parameters, and a forward is a collective.
+        supported_precisions: Names of the precisions that work.
+        plugin: The options as Accelerate's plugin for this backend, for `accelerator.state`; `None`: it has no plugin.
+        sync_batchnorm: BatchNorm computes its statistics over all processes.
+        world: The processes of the run.
+        pad_last_batch: Short batches are padded in training.
         joined: `join` has been called.
-        micro_batch: the current one, of `begin_micro_batch`.
-        broken: a run has failed on several processes, and the others do not come to a collective at its end.
+        micro_batch: The current one, of `begin_micro_batch`.
+        broken: A run has failed on several processes, so the others do not call a collective at its end.
 
     Raises:
-        ConfigurationError: the device is not there, or the precision does not work on it.
+        ConfigurationError: The device does not exist, or the precision does not work on it.
     """
 
     name: ClassVar[str] = "single"
@@ -96,41 +97,41 @@ class Strategy:
 
     @property
     def rank(self) -> int:
-        """The number of this process among all."""
+        """The rank of this process."""
         return self.world.rank
 
     @property
     def local_rank(self) -> int:
-        """The number of this process among those of its machine."""
+        """The rank of this process on its node."""
         return self.world.local_rank
 
     @property
     def world_size(self) -> int:
-        """The number of devices over which the data is sharded: of processes, unless each of them drives several."""
+        """Number of devices over which the data is sharded: of processes, unless a process uses several devices."""
         return self.data_world.width
 
     @property
     def where(self) -> str:
-        """What this process works on, human-readable."""
+        """The devices of this process, as text for messages."""
         return str(self.device)
 
     @property
     def data_world(self) -> World:
-        """The processes over which data is sharded and metrics are reduced; not `world` where all read all."""
+        """The processes over which data is sharded and metrics are reduced; not `world` where each process reads all data."""
         return self.world
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is the process that prints, logs and writes."""
+        """Whether this is the main process (rank 0), which prints, logs and writes."""
         return self.world.is_main
 
     def join(self, wanted: RequestedDevices) -> None:
-        """Become one of the processes of the run: from here on `world` and `device` are known.
+        """Join the processes of the run: from here on `world` and `device` are known.
 
-        Called by the `Trainer` or `Accelerator` that gets the strategy, once: `joined` says so.
+        The `Trainer` or `Accelerator` that gets the strategy calls it once; `joined` says whether it has.
 
         Raises:
-            ConfigurationError: what is wanted cannot be had here.
+            ConfigurationError: The requested devices or processes do not exist.
         """
         self.joined = True
         asked = {"devices": wanted.per_node or 1, "num_nodes": wanted.nodes or 1}
@@ -140,48 +141,48 @@ class Strategy:
             )
 
     def resolve_device(self, device: str | torch.device) -> torch.device:
-        """The device that the argument names.
+        """Return the device that the argument names.
 
         Raises:
-            ConfigurationError: it is not there, or nothing for this strategy.
+            ConfigurationError: It does not exist, or this strategy cannot use it.
         """
         return find_device(device)
 
     def accepts(self, accelerator: str) -> bool:
-        """Whether this strategy object runs on the `Trainer`'s `accelerator`: a kind of device, or "auto"."""
+        """Whether this strategy object runs on the `Trainer`'s `accelerator`: a kind of device, or `"auto"`."""
         return accelerator in ("auto", self.device.type)
 
     def check_arguments(self, arguments: StepArguments) -> None:
-        """Refuse arguments of the `Trainer` that ask for what cannot be done here, before any process is started.
+        """Refuse arguments of the `Trainer` that this strategy does not support, before any process is started.
 
         Raises:
-            ConfigurationError: one does.
+            ConfigurationError: An argument is not supported.
         """
 
     def check_batches(self, micro_batch: int | None, window: int) -> None:
-        """Refuse `micro_batch` samples of a process, or `window` micro-batches, where the options have other numbers.
+        """Refuse sizes that contradict the options: samples per micro-batch of a process, and micro-batches per window.
 
         Raises:
-            ConfigurationError: they do.
+            ConfigurationError: A size contradicts them.
         """
 
     def configured_by(self, source: str) -> None:
-        """Let the options, which come from a plugin or a configuration file that messages call so, override the loop's."""
+        """Let the options, which come from the plugin or configuration file `source`, override the arguments of the loop."""
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether `configure_optimizers` makes one for a module that makes none."""
+        """Whether `configure_optimizers` makes an optimizer for a module that makes none."""
         return False
 
     def configure_optimizers(self, module: Any) -> Any:
-        """What the module's method of that name returns, checked and completed by what the strategy was made with."""
+        """Return the result of the module's method of this name, checked and completed with the options of the strategy."""
         return module.configure_optimizers()
 
     def check_precision(self, precision: Precision | str | int) -> Precision:
-        """The precision of a name, or the object.
+        """Return the precision of a name, or the object.
 
         Raises:
-            ConfigurationError: it does not work here.
+            ConfigurationError: It does not work with this strategy.
         """
         chosen = precision if isinstance(precision, Precision) else Precision(precision)
         if chosen.name not in self.supported_precisions:
@@ -192,10 +193,10 @@ class Strategy:
         return chosen
 
     def use_precision(self, precision: Precision | str | int, *, given: bool = True) -> None:
-        """Take a precision.
+        """Set the precision.
 
         Raises:
-            ConfigurationError: the strategy was made with another one, or it does not work here.
+            ConfigurationError: The strategy was made with another one, or it does not work with this strategy.
         """
         chosen = self.check_precision(precision)
         current = getattr(self, "precision", None)
@@ -210,18 +211,18 @@ class Strategy:
         self._precision_was_given = self._precision_was_given or given
 
     def generators(self) -> tuple[torch.Generator, ...]:
-        """The device's random generators, to be seeded with the CPU's."""
+        """The random generators of the device, which are seeded together with the CPU's."""
         return generators_of(self.device)
 
     def building(self, pretrained: bool = False) -> AbstractContextManager[Any]:
-        """Within it layers, or with `pretrained` only models that `transformers` makes, may be divided as they are made."""
+        """A context in which layers may be sharded as they are built; with `pretrained` only models of `transformers`."""
         return _NULL
 
     def prepare_module(self, module: nn.Module) -> nn.Module:
-        """The module on the device, in the precision's dtype, wrapped if the strategy wraps.
+        """Move the module to the device, convert it to the precision's dtype, and wrap it if the strategy does.
 
         Raises:
-            ConfigurationError: parameters are divided over processes, as DeepSpeed leaves them.
+            ConfigurationError: Parameters are already sharded over processes, as DeepSpeed leaves them.
         """
         refuse_sharded(module)
         self.precision.convert_module(module)
@@ -230,28 +231,28 @@ class Strategy:
         return module
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """What a loop of one's own calls instead of a module out of `prepare_module`."""
+        """Return what your own training loop calls instead of a module from `prepare_module`."""
         return module
 
     def prepare_optimizer(self, optimizer: Optimizer, module: nn.Module | None) -> Optimizer:
-        """The optimizer, its state where its parameters are."""
+        """Return the optimizer, with its state on the device of its parameters."""
         move_state(optimizer)
         return optimizer
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """The user's module, out of what `wrap` or `prepare_module` returned and out of `torch.compile`."""
+        """Return the user's module, without the wrappers of `wrap`, `prepare_module` and `torch.compile`."""
         return getattr(module, "_orig_mod", module)
 
     def step_function(
         self, wrapped: nn.Module, module: nn.Module, name: str, compiler: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """The method `name` of the user's module, to be called with a batch, under this precision.
+        """Return the method `name` of the user's module, to be called with a batch, in this precision.
 
         Args:
-            wrapped: what `prepare_module` returned.
-            module: the user's module.
+            wrapped: What `prepare_module` returned.
+            module: The user's module.
             name: `"training_step"`, `"validation_step"`, …
-            compiler: compiles the step, if the user gave a module out of `torch.compile`.
+            compiler: Compiles the step, if the user's module comes from `torch.compile`.
         """
 
         def step(*given: Any) -> Any:
@@ -262,20 +263,20 @@ class Strategy:
         return step if self.precision.plain else self.precision.applied_to(step)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Within it a user's own loop runs its forward."""
+        """A context in which your own training loop runs its forward."""
         return self.precision.forward_context()
 
     @property
     def ahead(self) -> Callable[..., Iterator[Any]] | None:
-        """How batches come to the device; see `trainkit.data.PreparedLoader`, which decides if it is `None`."""
+        """How batches are moved to the device, see `PreparedLoader`; `None`: the loader decides."""
         return None
 
     def move(self, batch: Any) -> Any:
-        """The batch on the device."""
+        """Move a batch to the device."""
         return move(batch, self.device, non_blocking=self.device.type == "cuda")
 
     def begin_micro_batch(self, micro: MicroBatch) -> None:
-        """Make `micro` current, before its forward; called again if `accumulate` or `no_sync` change its place.
+        """Make `micro` the current micro-batch, before its forward; again if `accumulate` or `no_sync` change its place.
 
         Ranks average gradients in the backward of the `last` micro-batch of a window, unless the window is `uneven`.
         """
@@ -290,34 +291,34 @@ class Strategy:
         """Called instead of `backward` if there is no loss (`None`) or its weight is 0. Other ranks may be waiting."""
 
     def any_loss(self, had_loss: bool) -> bool:
-        """Whether any rank had a loss in the window, given whether this one had; called after its gradients are averaged."""
+        """Whether any rank had a loss in the window, given whether this one had. Called after its gradients are averaged."""
         return had_loss
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Take the loss scale out of an optimizer's gradients, before they are looked at."""
+        """Divide an optimizer's gradients by the loss scale, before they are read."""
         self.precision.unscale(optimizer)
 
     def reduce_gradients(self, parameters: Iterable[Tensor], micro: MicroBatch = WHOLE_WINDOW) -> None:
         """Average gradients over the ranks that no backward pass has averaged, at the end of a window: after `micro`.
 
         Args:
-            parameters: on all processes the same ones, in the same order. One whose gradient is missing on some processes
-                counts as zeros there; one whose gradient is missing on all keeps having none.
+            parameters: The same ones on all processes, in the same order. If the gradient of one is missing on some
+                processes, it counts as zeros there; if it is missing on all, it stays missing.
         """
 
     def sync_buffers(self) -> None:
-        """Give rank 0's buffers to all processes; `optimizer_step` does so after an update."""
+        """Broadcast rank 0's buffers to all processes; `optimizer_step` does so after an optimizer step."""
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean of a tensor over the processes."""
+        """Return the mean of a tensor over the processes."""
         return value
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Update the parameters; returns whether that happened."""
+        """Run the optimizer step; return whether it was made."""
         return self.precision.optimizer_step(optimizer, closure)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients down to `max_norm` where their norm is larger; returns the norm before."""
+        """Scale the gradients down to a norm of at most `max_norm`; return the norm before."""
         listed = list(parameters)
         norm = total_norm([p.grad for p in listed if p.grad is not None], norm_type)
         torch.nn.utils.clip_grads_with_norm_(listed, max_norm, norm)
@@ -328,67 +329,67 @@ class Strategy:
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def gathered_parameters(self, module: nn.Module, modified: bool = False) -> AbstractContextManager[Any]:
-        """Within it the module's parameters are whole on every process, where they are divided otherwise. Collective.
+        """A context in which every process has the module's whole parameters, if they are sharded. Collective.
 
         Args:
-            module: the user's, or a part of it.
-            modified: keep what rank 0 makes of the parameters; else changes are lost.
+            module: The user's module, or a part of it.
+            modified: Keep rank 0's changes of the parameters; otherwise changes are lost.
         """
         return _NULL
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor | None:
-        """The 2-norm of an optimizer's gradients where `grad` of its parameters has none; else `None`. Collective."""
+        """Return the 2-norm of an optimizer's gradients if its parameters have no `grad`; otherwise `None`. Collective."""
         return None
 
     def stored_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
-        """What a checkpoint holds instead of parameters: `id(parameter)` → its master, or a sharded tensor."""
+        """Return what a checkpoint stores instead of parameters: `id(parameter)` → its master weight, or a sharded tensor."""
         return {}
 
     def exported_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
-        """What `save_model` writes instead of parameters, as `stored_weights`."""
+        """Return what `save_model` writes instead of parameters, in the form of `stored_weights`."""
         return self.stored_weights(module)
 
     def load_weights(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """Give those parameters their values, which each process has whole."""
+        """Set the values of these parameters; each process has the whole values."""
 
     def stored_optimizer(self, optimizer: Optimizer) -> StoredOptimizer | None:
-        """An optimizer as a checkpoint sees it, where its state is elsewhere; else `None`."""
+        """Return an optimizer as a checkpoint sees it, if the backend keeps its state; otherwise `None`."""
         return None
 
     def load_optimizer(self, optimizer: Optimizer, stored: StoredOptimizer) -> None:
-        """Take over what has been loaded into what `stored_optimizer` has returned."""
+        """Use the state that was loaded into the result of `stored_optimizer`."""
 
     def restored(self, optimizers: Iterable[Optimizer]) -> None:
-        """The state of a checkpoint has been restored into prepared modules and these optimizers."""
+        """Called when the state of a checkpoint has been restored into prepared modules and these optimizers."""
 
     @property
     def compilations(self) -> int | None:
-        """Graphs that have been compiled in this process; `None` where nothing is compiled by itself."""
+        """Number of graphs compiled in this process; `None` if the strategy compiles nothing itself."""
         return None
 
     def compilation_hints(self) -> Mapping[str, int]:
-        """Counts whose growth tells why a step compiled: "graphs" run, "reads" of values, and operations done by the host."""
+        """Counts that explain why a step compiled: `"graphs"` run, `"reads"` of values, and operations run on the host."""
         return {}
 
     def footprint(self, contents: Contents, processes: int) -> Footprint:
-        """What one process holds, in bytes: for `trainkit.Trainer.plan`. Activations are not in it.
+        """Return the memory of one process in bytes, without activations, for `Trainer.plan`.
 
         Args:
-            contents: parameters without their values, and what the optimizer keeps for them.
-            processes: their number, not that of this run.
+            contents: The parameters without their values, and what the optimizer keeps for them.
+            processes: A number of processes, not that of this run.
 
         Raises:
-            TrainkitError: this strategy cannot train that.
+            TrainkitError: This strategy cannot train that.
         """
         return undivided(self.name, contents)
 
     def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:
-        """Tensors of all processes, stacked in front; with one process as they are.
+        """Return the tensors of all processes, stacked along a new first dimension; with one process the tensors unchanged.
 
         Args:
-            data: a tensor, or tensors in containers; on all processes of the same shapes.
-            sync_grads: gradients flow back, to each process the sum of what all have for its tensors.
-            alike: their shapes have been compared already.
+            data: A tensor, or tensors in containers; of the same shapes on all processes.
+            sync_grads: Let gradients flow back: each process gets the sum of all gradients of its tensors.
+            alike: Their shapes have been compared already.
         """
         return data
 
@@ -396,4 +397,4 @@ class Strategy:
         """Wait for all processes."""
 
     def teardown(self) -> None:
-        """Release what `__init__` and the preparations took."""
+        """Release what `__init__` and the preparations allocated."""

@@ -15,7 +15,7 @@ __all__ = ["GeneralTracker", "on_main_process"]
 
 
 def on_main_process(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a method of a tracker with `main_process_only`: it runs on the main process only."""
+    """A decorator for a method of a tracker with `main_process_only`: the method runs on the main process only."""
 
     @functools.wraps(method)
     def on_main(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -34,12 +34,30 @@ def _is_main() -> bool:
 
 
 class GeneralTracker:
-    """A tracker of your own for `Accelerator(log_with=MyTracker(...))`, as Accelerate has it.
+    """The base class of your own tracker for `Accelerator(log_with=MyTracker(...))`, as in Accelerate.
 
-    A subclass has the attributes `name` and `requires_logging_directory`, the property `tracker` (the run or writer
-    that it uses), and the methods `store_init_configuration` and `log`, called on the main process only.
-    A `trainkit.loggers.Logger` works too, also with a `Trainer`. `super().__init__()` raises `MissingMethodError` if
-    an attribute is missing.
+    A subclass has the attributes `name` and `requires_logging_directory`, the property `tracker` (the run or writer that it
+    uses), and the methods `store_init_configuration` and `log`, called on the main process only. For a `Trainer` too, write
+    a `Logger` instead.
+
+    Raises:
+        MissingMethodError: An attribute is missing.
+
+    Example:
+        ```python
+        class PrintTracker(GeneralTracker):
+            name = "print"
+            requires_logging_directory = False
+            tracker = None
+
+            def store_init_configuration(self, values):
+                print(values)
+
+            def log(self, values, step=None, **kwargs):
+                print(step, values)
+
+        accelerator = Accelerator(log_with=PrintTracker())
+        ```
     """
 
     main_process_only = True

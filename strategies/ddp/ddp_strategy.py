@@ -36,28 +36,36 @@ _NULL = nullcontext()
 
 
 class DDPStrategy(Strategy):
-    """Data parallel training with torch's `DistributedDataParallel`, on any number of processes.
+    """Data parallel training with torch's `DistributedDataParallel`, on any number of processes. What `strategy="ddp"` makes.
 
     Each rank has the whole model and processes its shard of each global batch. Gradients are averaged in buckets during the
-    backward pass of the last micro-batch of an accumulation window. With one process, this is the same as the base class.
+    backward pass of the last micro-batch of an accumulation window. With one process, this is the same as `Strategy`.
 
     Args:
         process_group_backend: `"gloo"`, `"nccl"`, … Default: nccl for CUDA, gloo for the CPU.
-        timeout: timeout of collectives: a timedelta, or a number of seconds.
-        static_graph: every step uses the same parameters, the same number of times and in the same order. Supports reentrant
-            activation checkpointing, and searches for unused parameters only once. Every `training_step` must return a loss.
-        find_unused_parameters: allow parameters without a gradient in some steps. Traverses the autograd graph in every step.
-        gradient_as_bucket_view: make gradients views of the buckets, which saves memory of the size of the gradients.
-        bucket_cap_mb: bucket size in MB. Default: 25, as in torch, with a first bucket of 1 MB.
-        comm_hook: send gradients in fewer bytes: `"fp16"`, `"bf16"`, `"powersgd"` (Vogels et al., NeurIPS 2019), or a
-            function `(state, bucket)` as in `torch.distributed.algorithms.ddp_comm_hooks`.
-        comm_state: the first argument of that function. For "powersgd": a dict of options of torch's `PowerSGDState`.
-        sync_batchnorm: compute BatchNorm statistics over the micro-batches of all ranks. Not supported on the CPU.
-        device: a torch device, or `"auto"`: one GPU for each process, else MPS or the CPU.
-        precision: see `trainkit.Strategy`.
+        timeout: Timeout of collectives: a timedelta, or a number of seconds.
+        static_graph: Every step uses the same parameters, the same number of times and in the same order. Supports
+            reentrant activation checkpointing, and searches for unused parameters only once. Every `training_step` must
+            return a loss.
+        find_unused_parameters: Allow parameters without a gradient in some steps. Traverses the autograd graph in every
+            step.
+        gradient_as_bucket_view: Make gradients views of the buckets, which saves memory of the size of the gradients.
+        bucket_cap_mb: Bucket size in MB. Default: 25, as in torch, with a first bucket of 1 MB.
+        comm_hook: Send gradients in fewer bytes: `"fp16"`, `"bf16"`, `"powersgd"` (Vogels et al., "PowerSGD", NeurIPS
+            2019), or a function `(state, bucket)` as in `torch.distributed.algorithms.ddp_comm_hooks`.
+        comm_state: The first argument of that function. For `"powersgd"`: a dict of options of torch's `PowerSGDState`.
+        sync_batchnorm: Compute BatchNorm statistics over the micro-batches of all ranks. Not supported on the CPU.
+        device: A torch device, or `"auto"`: one GPU for each process, otherwise MPS or the CPU.
+        precision: As in `Strategy`.
 
     Raises:
-        ConfigurationError: an argument is wrong, or contradicts another.
+        ConfigurationError: An argument is wrong, or contradicts another.
+
+    Example:
+        ```python
+        strategy = DDPStrategy(gradient_as_bucket_view=True, comm_hook="bf16")
+        trainer = Trainer(strategy=strategy, accelerator="gpu", devices=8)
+        ```
     """
 
     name: ClassVar[str] = "ddp"
@@ -208,7 +216,7 @@ class DDPStrategy(Strategy):
         """Run the backward pass of your own training loop, through the prepared models that it called.
 
         Raises:
-            ModuleError: it called no prepared model.
+            ModuleError: It called no prepared model.
         """
         called = [model for model in self._models if model.replica.called]
         if self._models and not called:
@@ -284,7 +292,7 @@ class DDPStrategy(Strategy):
         """Update the parameters, and broadcast the buffers from rank 0.
 
         Raises:
-            ModuleError: the optimizer has parameters whose gradients are not averaged.
+            ModuleError: The optimizer has parameters whose gradients are not averaged.
         """
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if not self._alone and self._known.get(id(optimizer)) != count:
@@ -324,7 +332,7 @@ class DDPStrategy(Strategy):
         """See `trainkit.Strategy.all_gather`.
 
         Raises:
-            ConfigurationError: the ranks pass different containers, shapes or dtypes, or not all ranks call it.
+            ConfigurationError: The ranks pass different containers, shapes or dtypes, or not all ranks call it.
         """
         if self.micro_batch.uneven and not self._alone:
             self._refuse_uneven(data, sync_grads)

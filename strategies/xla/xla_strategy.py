@@ -48,33 +48,35 @@ __all__ = ["XLAStrategy"]
 
 
 class XLAStrategy(Strategy):
-    """Training on one or all XLA devices of a host.
+    """Training on one or all XLA devices of a host, such as the cores of a TPU. What `strategy="xla"` makes.
 
-    Tensors are lazy: operations are recorded, compiled to one graph per step, and run at the end of the step. So a step must
-    not read values (`.item()`, `print(loss)`, `if loss > 1`). Log them instead: they are read after the step.
+    Tensors are lazy: operations are recorded, compiled to one graph per step, and run at the end of the step. So a step
+    must not read values (`.item()`, `print(loss)`, `if loss > 1`). Log them instead: they are read after the step.
 
-    With several devices, one process uses them all (SPMD). The batches of all devices, of `batch_size` samples each, form one
-    tensor that is sharded over the devices. The results are those of DDP with as many processes. `BatchNorm` uses the
+    With several devices, one process uses them all (SPMD). The batches of all devices, of `batch_size` samples each, form
+    one tensor that is sharded over the devices. The results are those of DDP with as many processes; `BatchNorm` uses the
     statistics of all devices. With several hosts, start the script once on each; each host reads all of the data.
 
     Args:
-        mode: `"spmd"`, or `"replicas"`: one process for each device, with a copy of the model. `launch` and
-            `notebook_launcher` start the processes, and make it the default. Every `training_step` must then return a loss
-            and use the same parameters on all replicas.
-        mesh: layout of the devices: a `torch_xla.distributed.spmd.Mesh`, or a dict of axis sizes such as
-            `{"data": 2, "fsdp": 4}`. Batches are sharded over "data" and "fsdp". Default: one axis with all devices.
-        fsdp: shard parameters, gradients and optimizer state over the axis "fsdp" (FSDPv2 of torch_xla).
-        pad_last_batch: pad the short last batch of an epoch with copies of its last sample, so that it needs no graph of its
-            own. The loss must skip the copies with `self.sample_mask`; BatchNorm includes them. Without padding the last
-            batch is compiled once in a run.
-        timeout: how long processes wait for each other: a timedelta, or a number of seconds.
-        compilation_cache: folder in which TPUs keep compiled graphs for later runs.
+        mode: `"spmd"`, or `"replicas"`: one process for each device, with a copy of the model, started by `launch` or
+            `notebook_launcher`. Each `training_step` must then return a loss and use the same parameters on all replicas.
+        mesh: A `torch_xla.distributed.spmd.Mesh`, or a dict of axis sizes. Batches are sharded over "data" and "fsdp".
+        fsdp: Shard parameters, gradients and optimizer state over the axis "fsdp" (FSDPv2 of torch_xla).
+        pad_last_batch: Pad the short last batch of an epoch with copies of its last sample, so that it needs no graph of
+            its own. The loss must skip the copies with `self.sample_mask`; BatchNorm includes them.
+        timeout: Timeout of collectives: a timedelta, or a number of seconds.
+        compilation_cache: Folder in which TPUs keep compiled graphs for later runs.
         device: `"auto"` or `"xla"`. `"cpu"` is XLA's CPU runtime, for tests.
         precision: `"32-true"`, `"bf16-mixed"`, `"bf16-true"` or `"64-true"` (slow on TPUs, which have no float64).
 
     Raises:
-        ConfigurationError: an argument is wrong, or contradicts another.
-        MissingPackageError: torch_xla is not installed, or does not work with this torch.
+        ConfigurationError: An argument is wrong, or contradicts another.
+        MissingPackageError: The package torch_xla is not installed, or does not work with this torch.
+
+    Example:
+        ```python
+        trainer = Trainer(strategy=XLAStrategy(mesh={"data": 2, "fsdp": 4}, fsdp=True), precision="bf16-mixed")
+        ```
     """
 
     name: ClassVar[str] = "xla"
@@ -188,16 +190,14 @@ class XLAStrategy(Strategy):
     ) -> None:
         """Run a function in one replica per device, with `torch_xla.launch`. Use it to start `mode="replicas"`.
 
-        On a TPU, a replica is a process. On XLA's CPU runtime it is a thread, and this method sets up what threads need.
-        Threads run one at a time, so use them for tests.
+        On a TPU, a replica is a process. On XLA's CPU runtime it is a thread, for tests: threads run one at a time.
 
         Args:
-            function: called with the number of the replica and `args`. It creates the Trainer. For processes, it must be
-                importable.
-            args: more arguments of the function.
-            devices: number of devices of this host, which must be the number that the runtime has. Default: all devices; on a
-                CPU `CPU_NUM_DEVICES` in the environment, or 1.
-            start_method: start method of `multiprocessing`.
+            function: Called with the number of the replica and `args`. It creates the Trainer. Processes must be able to
+                import it.
+            args: More arguments of the function.
+            devices: Number of devices of this host, as the runtime has them. Default: all; on a CPU `CPU_NUM_DEVICES`, or 1.
+            start_method: Start method of `multiprocessing`.
         """
         launch(function, args, devices, {"start_method": start_method})
 
@@ -259,7 +259,7 @@ class XLAStrategy(Strategy):
         """See `trainkit.Strategy.prepare_optimizer`.
 
         Raises:
-            ConfigurationError: the optimizer uses kernels that XLA does not have.
+            ConfigurationError: The optimizer uses kernels that XLA does not have.
         """
         wrong = [name for name in ("fused", "capturable") if any(group.get(name) for group in optimizer.param_groups)]
         if wrong:
@@ -276,7 +276,7 @@ class XLAStrategy(Strategy):
         """See `trainkit.Strategy.step_function`.
 
         Raises:
-            ConfigurationError: the module comes from `torch.compile`.
+            ConfigurationError: The module comes from `torch.compile`.
         """
         if compiler is not None:
             raise ConfigurationError("torch.compile does not work with strategy='xla', which compiles every step. Remove it.")
@@ -316,7 +316,7 @@ class XLAStrategy(Strategy):
         """See `trainkit.Strategy.backward`. Syncs, except at the end of a window.
 
         Raises:
-            ConfigurationError: a backward pass ran in this process before XLA's runtime started.
+            ConfigurationError: A backward pass ran in this process before XLA's runtime started.
         """
         try:
             super().backward(loss, micro, **kwargs)
@@ -332,7 +332,7 @@ class XLAStrategy(Strategy):
         """See `trainkit.Strategy.skip_backward`.
 
         Raises:
-            LossError: a replica has no loss in a window in which all must run the same graph.
+            LossError: A replica has no loss in a window in which all must run the same graph.
         """
         if self._replicas is None:
             return
@@ -363,7 +363,7 @@ class XLAStrategy(Strategy):
         """See `trainkit.Strategy.all_gather`. With SPMD tensors already contain the data of all devices.
 
         Raises:
-            ConfigurationError: replicas pass different shapes or dtypes, or `sync_grads=True`.
+            ConfigurationError: Replicas pass different shapes or dtypes, or `sync_grads=True`.
         """
         if self._replicas is None:
             return data

@@ -13,44 +13,49 @@ class ZeROOptions(TypedDict, total=False):
     """The keyword options of `ZeROStrategy`. All of them are optional.
 
     Attributes:
-        offload_optimizer: where to keep the optimizer state and the float32 master weights: `"cpu"`, where the optimizer step
-            then also runs, or `"nvme"` (stage 3 only). Default: the device.
-        offload_params: where to keep parameters that are not in use: `"cpu"` or `"nvme"` (stage 3). Default: the device.
-        nvme_path: folder on a fast local disk for `"nvme"`. Each process writes to its own folder and removes it at
+        offload_optimizer: Where to keep the optimizer state and the float32 master weights: `"cpu"`, where the optimizer
+            step then also runs, or `"nvme"` (stage 3 only). Default: the device.
+        offload_params: Where to keep parameters that are not in use: `"cpu"` or `"nvme"` (stage 3). Default: the device.
+        nvme_path: Folder on a fast local disk for `"nvme"`. Each process writes to its own folder and removes it at
             the end. The next run removes the files of killed processes. Tensors smaller than 1 MiB stay in memory.
-        pin_memory: keep offloaded tensors in page-locked host memory, which makes copies to and from a GPU faster.
-        reduce_bucket_size: number of elements to reduce at a time. Default: 5e8, or the size of the model if that is smaller.
-        allgather_bucket_size: number of elements to gather at a time (stages 1 and 2). Same default.
-        overlap_comm: reduce gradients during the backward pass, on a GPU. Default: `True` in stage 3 only.
-        contiguous_gradients: copy gradients into one buffer as they are computed.
-        round_robin_gradients: assign parameters to the processes in round-robin order (stages 1 and 2).
-        sub_group_size: number of elements to update at a time (stage 3). With the optimizer on NVMe, each buffer holds that
+        pin_memory: Keep offloaded tensors in page-locked host memory, which makes copies to and from a GPU faster. Default:
+            `True`.
+        reduce_bucket_size: Number of elements to reduce at a time. Default: 5e8, or the size of the model if that is
+            smaller.
+        allgather_bucket_size: Number of elements to gather at a time (stages 1 and 2). Same default.
+        overlap_comm: Reduce gradients during the backward pass, on a GPU. Default: `True` in stage 3 only.
+        contiguous_gradients: Copy gradients into one buffer as they are computed. Default: `True`.
+        round_robin_gradients: Assign parameters to the processes in round-robin order (stages 1 and 2). Default: `False`.
+        sub_group_size: Number of elements to update at a time (stage 3). With the optimizer on NVMe, each buffer holds that
             number of elements in memory. Default: 1e9; with the optimizer on NVMe 1e8.
-        prefetch_bucket_size: number of elements to gather ahead of their use (stage 3).
-        param_persistence_threshold: parameters with at most this number of elements are not sharded (stage 3).
-        max_live_parameters: maximum number of gathered elements on a process at a time (stage 3).
-        max_reuse_distance: keep a gathered parameter if it is used again within this number of elements (stage 3). Default:
+        prefetch_bucket_size: Number of elements to gather ahead of their use (stage 3). Default: 5e7.
+        param_persistence_threshold: Parameters with at most this number of elements are not sharded (stage 3). Default:
+            1e5.
+        max_live_parameters: Maximum number of gathered elements on a process at a time (stage 3). Default: 1e9.
+        max_reuse_distance: Keep a gathered parameter if it is used again within this number of elements (stage 3). Default:
             1e9; 0 for parameters on NVMe.
-        max_params_in_cpu: number of parameter elements to keep in host memory when parameters are on NVMe.
-        param_buffer_count: number of parameters to read ahead from NVMe.
-        optimizer_buffer_count: number of page-locked buffers of `sub_group_size` elements. Default, and minimum: one for the
-            master weights, one for the gradients, and one for each tensor of optimizer state per parameter (AdamW: 4 in all).
-        aio_block_size: size of a disk request in bytes.
-        aio_queue_depth: maximum number of disk requests in flight.
-        aio_threads: number of threads for a read or write.
-        aio_single_submit: submit disk requests one by one.
-        aio_overlap_events: submit disk requests while others are in flight.
-        hpz_partition_size: size of a group of processes, for example those of one node, that keeps a secondary copy of all
-            parameters, so that they are gathered within the group (stage 3; ZeRO++, Wang et al., ICLR 2024).
-        quantized_weights: gather parameters in 8 bits (stage 3 on GPUs; ZeRO++).
-        quantized_nontrainable_weights: the same for frozen parameters, which are also stored in 8 bits.
-        quantized_gradients: reduce gradients in 8 and 4 bits (stage 3 on GPUs; ZeRO++).
-        communication_dtype: dtype in which gradients are reduced: `"fp32"`, `"bf16"` or `"fp16"`. Default: the dtype of
+        max_params_in_cpu: Number of parameter elements to keep in host memory when parameters are on NVMe. Default: 0.
+        param_buffer_count: Number of parameters to read ahead from NVMe. Default: 5.
+        optimizer_buffer_count: Number of page-locked buffers of `sub_group_size` elements. Default, and minimum: one for
+            the master weights, one for the gradients, and one for each tensor of optimizer state per parameter (AdamW: 4 in
+            all).
+        aio_block_size: Size of a disk request in bytes. Default: 1 MiB.
+        aio_queue_depth: Maximum number of disk requests in flight. Default: 8.
+        aio_threads: Number of threads for a read or write. Default: 1.
+        aio_single_submit: Submit disk requests one by one. Default: `False`.
+        aio_overlap_events: Submit disk requests while others are in flight. Default: `True`.
+        hpz_partition_size: Size of a group of processes, for example those of one node, that keeps a secondary copy of all
+            parameters, so that they are gathered within the group (stage 3; ZeRO++, Wang et al., ICLR 2024). Default: 1.
+        quantized_weights: Gather parameters in 8 bits (stage 3 on GPUs; ZeRO++). Default: `False`.
+        quantized_nontrainable_weights: The same for frozen parameters, which are also stored in 8 bits. Default: `False`.
+        quantized_gradients: Reduce gradients in 8 and 4 bits (stage 3 on GPUs; ZeRO++). Default: `False`.
+        communication_dtype: Dtype in which gradients are reduced: `"fp32"`, `"bf16"` or `"fp16"`. Default: the dtype of
             the parameters; float32 under `*-mixed`.
-        activation_checkpointing: options for a model that calls `deepspeed.checkpointing.checkpoint`, with the keys of a
+        activation_checkpointing: Options for a model that calls `deepspeed.checkpointing.checkpoint`, with the keys of a
             DeepSpeed configuration: `partition_activations`, `cpu_checkpointing`, `contiguous_memory_optimization`,
             `number_checkpoints`, `synchronize_checkpoint_boundary` and `profile`.
-        zero3_save_16bit_model: let `save_model` write the 16-bit parameters instead of the float32 master weights (stage 3).
+        zero3_save_16bit_model: Let `save_model` write the 16-bit parameters instead of the float32 master weights (stage
+            3). Default: `False`.
     """
 
     offload_optimizer: str | None

@@ -48,26 +48,30 @@ __all__ = ["ZeROStrategy"]
 
 
 class ZeROStrategy(Strategy):
-    """ZeRO (Rajbhandari et al., SC 2020) on DeepSpeed: each process keeps a shard of what DDP replicates.
+    """ZeRO on DeepSpeed: each process keeps a shard of what DDP replicates. What `strategy="zero1"` to `"zero3"` makes.
 
-    Stage 1 shards the optimizer state and the float32 master weights, stage 2 also the gradients, stage 3 also the parameters.
-    The shards can be offloaded to host memory or to a disk.
+    Stage 1 shards the optimizer state and the float32 master weights, stage 2 also the gradients, stage 3 also the
+    parameters (Rajbhandari et al., "ZeRO", SC 2020). The shards can be offloaded to host memory or to a disk. A parameter
+    without a gradient in an optimizer step has the gradient zero: weight decay and momentum still apply.
 
     Args:
-        stage: 1, 2 or 3; default: 2.
-        config: a DeepSpeed configuration, as the path of a JSON file or as a dict, instead of `stage` and the options.
-            `"auto"` takes the value of the `Trainer`; a value that differs from the `Trainer`'s is an error.
-        process_group_backend: see `DDPStrategy`.
-        timeout: see `DDPStrategy`.
-        device: see `DDPStrategy`.
-        precision: see `Strategy`.
-        **options: see `ZeROOptions`.
-
-    If a parameter has no gradient in an optimizer step, its gradient is zero: weight decay and momentum still apply.
+        stage: 1, 2 or 3. Default: 2.
+        config: A DeepSpeed configuration, as the path of a JSON file or as a dict, instead of `stage` and the options.
+            `"auto"` uses the value of the `Trainer`; a value that differs from the `Trainer`'s is an error.
+        process_group_backend: As in `DDPStrategy`.
+        timeout: As in `DDPStrategy`.
+        device: As in `DDPStrategy`.
+        precision: As in `Strategy`.
+        **options: The options of `ZeROOptions`.
 
     Raises:
-        ConfigurationError: an argument is wrong, contradicts another one, or is not supported here.
+        ConfigurationError: An argument is wrong, contradicts another one, or is not supported here.
         MissingPackageError: DeepSpeed is not installed.
+
+    Example:
+        ```python
+        trainer = Trainer(strategy=ZeROStrategy(3, offload_optimizer="cpu"), precision="bf16-true", devices=8)
+        ```
     """
 
     info = INFO
@@ -301,7 +305,7 @@ class ZeROStrategy(Strategy):
         """Run the optimizer step, then broadcast rank 0's buffers. Skips the step if no process had a loss.
 
         Raises:
-            ConfigurationError: a closure is given.
+            ConfigurationError: A closure is given.
         """
         if closure is not None:
             raise ConfigurationError(
@@ -336,11 +340,7 @@ class ZeROStrategy(Strategy):
         return engine.norm()
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Not supported under ZeRO.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """Not supported under ZeRO: raises a `ConfigurationError`."""
         raise ConfigurationError(NO_VALUES)
 
     def gathered_parameters(self, module: nn.Module, modified: bool = False) -> AbstractContextManager[Any]:
@@ -378,7 +378,7 @@ class ZeROStrategy(Strategy):
         """See `trainkit.Strategy.all_gather`.
 
         Raises:
-            ConfigurationError: the processes pass different containers, shapes or dtypes.
+            ConfigurationError: The processes pass different containers, shapes or dtypes.
         """
         return data if self.world.size == 1 else gathered(data, self.world, self.device, sync_grads, alike)
 

@@ -1,4 +1,4 @@
-"""One verdict for all: the same class and the same text, no matter which rank failed."""
+"""All ranks raise an error of the same class with the same text, no matter which rank failed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.worlds.threaded import run_teams, try_teams
+from helpers.worlds.threaded import run_groups, try_groups
 
 from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.distributed.world import ThreadExchange
@@ -14,24 +14,24 @@ from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckp
 
 
 def failing(errors: dict[int, BaseException], **options: Any) -> list[Any]:
-    """What three processes get, of which some fail."""
+    """The results of three ranks, some of which fail."""
 
-    def work(team: ThreadExchange) -> Any:
+    def work(group: ThreadExchange) -> Any:
         def act() -> int:
-            if team.rank in errors:
-                raise errors[team.rank]
-            return team.rank * 10
+            if group.rank in errors:
+                raise errors[group.rank]
+            return group.rank * 10
 
-        return run_on_all_ranks(team, act, **options)
+        return run_on_all_ranks(group, act, **options)
 
-    return try_teams(3, work)
+    return try_groups(3, work)
 
 
-def test_what_each_returned_is_known_to_all() -> None:
+def test_all_ranks_get_all_results() -> None:
     assert failing({}) == [[0, 10, 20]] * 3
 
 
-def test_one_process_does_it_and_nothing_else() -> None:
+def test_a_single_process_only_runs_the_work() -> None:
     assert run_on_all_ranks(ThreadExchange(), lambda: object) == [object]  # not even JSON
     error = ValueError("x")
 
@@ -44,13 +44,13 @@ def test_one_process_does_it_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("kind", [CorruptCheckpointError, CheckpointWriteError, MissingMetricError])
-def test_an_error_of_ours_keeps_its_class(kind: Callable[..., Exception]) -> None:
+def test_an_error_of_trainkit_keeps_its_class(kind: Callable[..., Exception]) -> None:
     ends = failing({1: kind("it is bad")})
     assert [(type(end), str(end)) for end in ends] == [(kind, "rank 1: it is bad")] * 3
     assert str(ends[1].__cause__) == "it is bad"
 
 
-def test_the_first_of_several_speaks() -> None:
+def test_the_first_of_several_errors_is_raised() -> None:
     ends = failing({1: CheckpointError("this"), 2: CheckpointError("that")})
     assert [str(end) for end in ends] == ["rank 1 (and 1 more): this"] * 3
 
@@ -61,21 +61,21 @@ def test_other_errors_become_write_errors() -> None:
     assert [str(end) for end in failing({0: KeyError()})] == ["rank 0: KeyError: KeyError"] * 3
 
 
-def test_what_all_say_needs_no_rank() -> None:
+def test_the_same_error_on_all_ranks_names_no_rank() -> None:
     errors = {rank: CheckpointError("all the same") for rank in range(3)}
     ends = failing(errors)
     assert all(end is errors[rank] for rank, end in enumerate(ends))
 
 
-def test_an_interrupt_stays_one_where_it_came() -> None:
+def test_an_interrupt_is_raised_unchanged_on_its_rank() -> None:
     ends = failing({1: KeyboardInterrupt()})
     assert [type(end) for end in ends] == [CheckpointError, KeyboardInterrupt, CheckpointError]
     assert str(ends[0]) == "rank 1: KeyboardInterrupt: KeyboardInterrupt"
 
 
 def test_it_is_one_exchange() -> None:
-    def work(team: ThreadExchange) -> int:
-        run_on_all_ranks(team, lambda: None)
-        return team.completed
+    def work(group: ThreadExchange) -> int:
+        run_on_all_ranks(group, lambda: None)
+        return group.completed
 
-    assert run_teams(2, work) == [1, 1]
+    assert run_groups(2, work) == [1, 1]

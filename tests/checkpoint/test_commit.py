@@ -1,4 +1,4 @@
-"""A commit: real kills, real full disks, real folders that cannot be written to; never half a checkpoint under its name."""
+"""Commits under real kills, on full disks and in unwritable folders: a checkpoint is never incomplete under its name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_bytes_written_are_at_most_a_hundredth_more_than_the_state(run_dir: Path
     assert 2_000_000 < size <= 1.01 * 2_000_000
 
 
-def test_folders_above_are_made_and_a_relative_path_will_do(run_dir: Path) -> None:
+def test_parents_are_created_and_the_path_may_be_relative(run_dir: Path) -> None:
     commit(draft(2), Path("a/b/c"))
     assert verified(run_dir / "a" / "b" / "c") == 2
     assert names(run_dir / "a" / "b") == ["c"]
@@ -62,7 +62,7 @@ def test_the_manifest_and_then_its_digest_are_written_last(run_dir: Path, monkey
 @POSIX
 @pytest.mark.parametrize("replace", [False, True])
 def test_everything_is_synced_before_it_gets_its_name(run_dir: Path, monkeypatch: pytest.MonkeyPatch, replace: bool) -> None:
-    """What a power cut may undo comes after what must survive it."""
+    """In an order in which a power failure cannot leave an incomplete checkpoint."""
     if replace:
         commit(draft(1), run_dir / "a")
     events: list[int | str] = []
@@ -106,7 +106,7 @@ def test_what_a_kill_of_this_run_left_is_removed_and_nothing_else(run_dir: Path)
 
 @pytest.fixture(params=["exchange", "renames"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How two folders change places: in one step, or as where the file system has none."""
+    """How two folders are exchanged: in one step, or by renames as on file systems without an exchange."""
     if request.param == "renames":
         monkeypatch.setattr(module, "_exchange", lambda one, other: False)
     elif sys.platform not in ("linux", "darwin"):
@@ -171,7 +171,7 @@ def test_a_damaged_or_newer_checkpoint_is_replaced_too(run_dir: Path, damage: st
     assert names(run_dir / "best") == sorted(draft().sizes)
 
 
-def test_files_that_are_no_part_of_the_old_one_are_carried_over(run_dir: Path, way: str) -> None:
+def test_other_files_in_the_old_one_are_kept(run_dir: Path, way: str) -> None:
     """A user saves a tokenizer next to the weights: a later save must not delete it."""
     best = run_dir / "best"
     commit(draft(1, attachments={"config.json": b"1", "old.json": b"1"}, max_shard_size=1000), best)
@@ -211,11 +211,11 @@ def test_a_name_that_is_taken_is_an_error(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     "inside", [{"thesis.tex": b"x"}, {"model.safetensors": b"x"}, {MANIFEST: b"{}"}, {DIGEST: b"x"}], ids=str
 )
-def test_a_folder_that_holds_something_else_is_never_replaced(run_dir: Path, inside: dict[str, bytes]) -> None:
+def test_a_folder_with_other_files_is_never_replaced(run_dir: Path, inside: dict[str, bytes]) -> None:
     (run_dir / "a").mkdir()
     for name, data in inside.items():
         (run_dir / "a" / name).write_bytes(data)
-    with pytest.raises(CheckpointError, match="something else.*Fix: choose another path"):
+    with pytest.raises(CheckpointError, match="has other files.*Fix: choose another path"):
         commit(draft(), run_dir / "a", replace=True)
     assert {name: (run_dir / "a" / name).read_bytes() for name in names(run_dir / "a")} == inside
     assert names(run_dir) == ["a"]
@@ -224,13 +224,13 @@ def test_a_folder_that_holds_something_else_is_never_replaced(run_dir: Path, ins
 @pytest.mark.parametrize("replace", [False, True])
 def test_a_file_is_never_replaced(run_dir: Path, replace: bool) -> None:
     (run_dir / "a").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match="a file is there"):
+    with pytest.raises(CheckpointError, match="found a file"):
         commit(draft(), run_dir / "a", replace=replace)
     assert (run_dir / "a").read_bytes() == b"x"
 
 
 def test_a_name_that_no_reader_would_see_is_an_error(run_dir: Path) -> None:
-    with pytest.raises(CheckpointError, match="starts with '.'"):
+    with pytest.raises(CheckpointError, match="cannot start with '.'"):
         commit(draft(), run_dir / ".hidden")
     assert names(run_dir) == []
 
@@ -246,11 +246,11 @@ def test_the_root_and_the_working_directory_are_refused(run_dir: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- real failures
 
 
-def test_too_little_space_is_said_before_anything_is_written(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_an_error_before_anything_is_written(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = draft()
     monkeypatch.setattr(module, "_write", lambda *_: pytest.fail("written"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: (10**9, 10**9, made.size - 1))
-    with pytest.raises(CheckpointWriteError, match=rf"needs \d+ bytes, {made.size - 1} are free.*Fix: "):
+    with pytest.raises(CheckpointWriteError, match=rf"needs \d+ bytes, but only {made.size - 1} are free.*Fix: "):
         commit(made, run_dir / "a")
     assert names(run_dir) == []
 
@@ -277,22 +277,22 @@ def small_disk(run_dir: Path) -> Iterator[Path]:
 
 def test_a_disk_that_is_too_small_is_never_written_to(small_disk: Path) -> None:
     made = draft(size=4_200_000)
-    with pytest.raises(CheckpointWriteError, match=r"too little space.*needs \d+ bytes, \d+ are free"):
+    with pytest.raises(CheckpointWriteError, match=r"not enough disk space.*needs \d+ bytes, but only \d+ are free"):
         commit(made, small_disk / "a")
     assert names(small_disk) == []
     commit(draft(5, size=4_100_000), small_disk / "a")
     assert verified(small_disk / "a") == 5
 
 
-def test_what_is_asked_for_is_what_is_needed(small_disk: Path) -> None:
-    """A checkpoint that passes the look at the free space fits, and one of a few blocks more does not pass."""
+def test_the_required_space_is_exact(small_disk: Path) -> None:
+    """A checkpoint that passes the check of the free space fits; one that is a few blocks larger does not pass."""
     outcomes = []
     for blocks in range(1005, 1025):
         made = draft(1, size=4096 * blocks)
         try:
             commit(made, small_disk / "a")
         except CheckpointWriteError as error:
-            outcomes.append("refused" if "too little space" in str(error) else str(error))
+            outcomes.append("refused" if "not enough disk space" in str(error) else str(error))
         else:
             outcomes.append("passed")
             shutil.rmtree(small_disk / "a")
@@ -325,7 +325,7 @@ def test_a_disk_that_fills_up_in_the_middle_leaves_the_old_and_no_partial(
     target = small_disk / ("best" if replace else "other")
     with pytest.raises(
         CheckpointWriteError,
-        match=rf"{target}: .*No space.*optimizer\.safetensors.*needs \d+ bytes, and \d+ are free",
+        match=rf"{target}: .*No space.*optimizer\.safetensors.*needs \d+ bytes, \d+ are free",
     ) as raised:
         commit(made, target, replace=replace)
     assert isinstance(raised.value.__cause__, OSError)
@@ -363,12 +363,12 @@ assert names(Path()) == ["best"] and verified(Path("best")) == 1
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 2
-    assert all("File too large" in line and "Fix: raise the limit on the size of a file" in line for line in lines)
+    assert all("File too large" in line and "Fix: raise the file size limit" in line for line in lines)
 
 
 AS_NOBODY = """
 def as_nobody(run):
-    # Root may write everywhere: another user in a process of its own, all modules loaded before.
+    # Root may write everywhere: use another user, in a separate process with all modules loaded before.
     reading, writing = os.pipe()
     if not (child := os.fork()):
         try:
@@ -434,11 +434,11 @@ def test_a_parent_that_is_a_file(run_dir: Path) -> None:
         commit(draft(), run_dir / "file" / "a")
 
 
-def test_tensors_that_change_their_size_meanwhile(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_change_their_size_during_the_save(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = draft()
     files = made.files
     monkeypatch.setattr(made, "files", lambda: ((name, [*pieces, b"more"]) for name, pieces in files()))
-    with pytest.raises(CheckpointWriteError, match=r"state\.json: laid out with \d+ bytes, but \d+ were written"):
+    with pytest.raises(CheckpointWriteError, match=r"state\.json: expected to write \d+ bytes, but wrote \d+"):
         commit(made, run_dir / "a")
     assert names(run_dir) == []
 
@@ -489,7 +489,7 @@ def test_a_disk_that_fails_to_sync_is_reported(run_dir: Path, monkeypatch: pytes
     with pytest.raises(CheckpointWriteError, match="Input/output"):
         commit(draft(), run_dir / "a")
     assert names(run_dir) == []
-    number = errno.EINVAL  # a file system that has no such thing
+    number = errno.EINVAL  # a file system that does not support it
     sync_folder(run_dir)
     commit(draft(2), run_dir / "a")
     assert verified(run_dir / "a") == 2
@@ -497,7 +497,7 @@ def test_a_disk_that_fails_to_sync_is_reported(run_dir: Path, monkeypatch: pytes
 
 # ----------------------------------------------------------------------------------------------------------------- kills
 
-# A process that has everything loaded lets children of its own save, kills each, and looks at what is there.
+# A process with all modules loaded forks children that save, kills each, and checks what it left.
 KILLS = """
 import random, time
 torch.set_num_threads(1)
@@ -537,7 +537,7 @@ def say(writing, counter):
     os.write(writing, counter.to_bytes(8, "little"))
 
 def partial_left(known):
-    # All that has a visible name is whole, nothing that was committed is lost, what is hidden is ours.
+    # All visible checkpoints are complete, no committed one is lost, and hidden folders are leftovers of saves.
     hidden = [name for name in names(folder) if name.startswith(".")]
     found = {name: verified(folder / name) for name in names(folder) if name not in hidden}
     assert all(name in (f".{target(k).name}.tmp-run1" for k in (known, known + 1)) for name in hidden), hidden
@@ -546,9 +546,9 @@ def partial_left(known):
         assert all(name == f"step-{counter}" for name, counter in found.items())
     elif "best" in found:
         assert found["best"] in (known, known + 1), (found, known)
-    else:  # between two renames: the old one under its other name
+    else:  # between two renames: the old checkpoint has its temporary name
         assert way == "renames" and found == {"best.replaced": known}, (found, known)
-    # What a kill left is no obstacle.
+    # Leftovers of a kill do not prevent the next save.
     save(known + 2)
     assert verified(target(known + 2)) == known + 2
     return bool(hidden)
@@ -570,7 +570,7 @@ def kill_at_random(child):
 
 at_random = sum(partial_left(killed(save_for_ever, kill_at_random)) for _ in range(int(moments)))
 
-# Before lines of the package that a save passes, evenly chosen: nothing is left to chance.
+# Before evenly chosen lines of the package that a save runs: not random.
 passed = 0
 
 def trace(frame, event, argument):
@@ -609,7 +609,7 @@ WAYS = pytest.mark.parametrize("mode, way", [("fresh", "exchange"), ("replace", 
 
 
 def partials_left(mode: str, way: str, moments: int, places: int) -> list[int]:
-    """How many kills came while a partial was there: of those at random moments, and of those before lines of the code."""
+    """Number of kills during an unfinished save: of those at random moments, and of those before lines of the code."""
     Path("program.py").write_text(CHILD + KILLS)
     done = run_python("program.py", mode, way, str(moments), str(places), env=IMPORTABLE, timeout=1200)
     assert done.returncode == 0, done.stderr
@@ -630,7 +630,7 @@ def test_a_kill_anywhere_leaves_the_old_or_the_new(run_dir: Path, mode: str, way
 
 
 def test_what_killed_runs_have_left_at_this_path_goes(run_dir: Path) -> None:
-    """Of any run; one that was changed lately may be being written."""
+    """Of any run; a recently changed one may still be in progress."""
     old, young, other = (run_dir / f".{name}" for name in ("best.tmp-aaaa", "best.tmp-bbbb", "next.tmp-aaaa"))
     for folder in (old, young, other):
         folder.mkdir()

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.resume.checkpoints import content, names
-from helpers.worlds.threaded import GoneError, run_teams, try_teams
+from helpers.worlds.threaded import GoneError, run_groups, try_groups
 from safetensors.torch import load_file
 
-from trainkit.checkpoint import all_ranks as verdicts
+from trainkit.checkpoint import all_ranks
 from trainkit.checkpoint import commit as module
 from trainkit.checkpoint import draft as drafts
 from trainkit.checkpoint.commit import commit
@@ -36,10 +36,10 @@ def _divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts, "SPLIT_ABOVE", 8000)
 
 
-def drafted(team: ThreadExchange, **changes: Any) -> Draft:
-    """The same tensors on every process; what is no tensor is another one on each."""
-    made = content(2, **{"tensors": TENSORS, "state": {"rank": team.rank}, **changes})
-    return Draft(made, rank=team.rank, ranks=team.size)
+def drafted(group: ThreadExchange, **changes: Any) -> Draft:
+    """A draft with the same tensors on all ranks, and different other values."""
+    made = content(2, **{"tensors": TENSORS, "state": {"rank": group.rank}, **changes})
+    return Draft(made, rank=group.rank, ranks=group.size)
 
 
 def written_by(draft: Draft) -> list[str]:
@@ -56,12 +56,12 @@ class Failing(Draft):
         raise self.error
 
 
-def failing(team: ThreadExchange, ranks: tuple[int, ...], error: BaseException | None = None) -> Draft:
+def failing(group: ThreadExchange, ranks: tuple[int, ...], error: BaseException | None = None) -> Draft:
     """A draft that fails on some ranks, a full disk by default."""
-    made = drafted(team)
-    if team.rank in ranks:
+    made = drafted(group)
+    if group.rank in ranks:
         made.__class__ = Failing
-        made.error = error or OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(team.rank))
+        made.error = error or OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(group.rank))
     return made
 
 
@@ -70,7 +70,7 @@ def failing(team: ThreadExchange, ranks: tuple[int, ...], error: BaseException |
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_the_content_is_the_same_whichever_rank_writes_it(run_dir: Path, size: int) -> None:
-    manifests = run_teams(size, lambda team: commit(drafted(team), Path("a"), team=team))
+    manifests = run_groups(size, lambda group: commit(drafted(group), Path("a"), group=group))
     assert manifests[0].to_bytes() == Path("a/manifest.json").read_bytes()
     assert manifests[1:] == [None] * (size - 1)
     assert names(run_dir) == ["a"]
@@ -139,13 +139,13 @@ def test_the_order_of_the_tensors_makes_no_difference() -> None:
     ],
 )
 def test_other_tensors_on_one_process_are_an_error_on_all(run_dir: Path, other: dict[str, torch.Tensor]) -> None:
-    def work(team: ThreadExchange) -> Any:
-        tensors = {**TENSORS, "optimizer": other} if team.rank == 1 else TENSORS
-        return commit(drafted(team, tensors=tensors), Path("a"), team=team)
+    def work(group: ThreadExchange) -> Any:
+        tensors = {**TENSORS, "optimizer": other} if group.rank == 1 else TENSORS
+        return commit(drafted(group, tensors=tensors), Path("a"), group=group)
 
-    ends = try_teams(3, work)
+    ends = try_groups(3, work)
     assert {type(end) for end in ends} == {CheckpointWriteError}
-    assert all("the tensors of rank 1 are not those of rank 0" in str(end) for end in ends)
+    assert all("the tensors on rank 1 differ from those on rank 0" in str(end) for end in ends)
     assert names(run_dir) == []
 
 
@@ -157,7 +157,7 @@ def test_other_tensors_on_one_process_are_an_error_on_all(run_dir: Path, other: 
 def test_a_disk_that_fails_is_the_same_error_on_all(run_dir: Path, ranks: tuple[int, ...], replace: bool) -> None:
     if replace:
         commit(drafted(ThreadExchange(), state={"old": 1}), Path("a"))
-    ends = try_teams(3, lambda team: commit(failing(team, ranks), Path("a"), replace=True, team=team))
+    ends = try_groups(3, lambda group: commit(failing(group, ranks), Path("a"), replace=True, group=group))
     assert {type(end) for end in ends} == {CheckpointWriteError}
     assert len({str(end) for end in ends}) == 1
     assert f"rank {ranks[0]}" in str(ends[0])
@@ -169,14 +169,14 @@ def test_a_disk_that_fails_is_the_same_error_on_all(run_dir: Path, ranks: tuple[
 
 
 def test_an_error_of_another_class_is_the_same_on_all_too(run_dir: Path) -> None:
-    ends = try_teams(2, lambda team: commit(failing(team, (1,), RuntimeError("odd")), Path("a"), team=team))
+    ends = try_groups(2, lambda group: commit(failing(group, (1,), RuntimeError("odd")), Path("a"), group=group))
     assert {type(end) for end in ends} == {CheckpointWriteError}
     assert {str(end) for end in ends} == {"rank 1: RuntimeError: odd"}
     assert names(run_dir) == []
 
 
 def test_an_interrupt_of_one_process(run_dir: Path) -> None:
-    ends = try_teams(2, lambda team: commit(failing(team, (0,), KeyboardInterrupt()), Path("a"), team=team))
+    ends = try_groups(2, lambda group: commit(failing(group, (0,), KeyboardInterrupt()), Path("a"), group=group))
     assert [type(end) for end in ends] == [KeyboardInterrupt, CheckpointWriteError]
     assert "rank 0: KeyboardInterrupt" in str(ends[1])
     assert names(run_dir) == []
@@ -185,17 +185,17 @@ def test_an_interrupt_of_one_process(run_dir: Path) -> None:
 def test_what_is_there_already_is_an_error_on_all(run_dir: Path) -> None:
     Path("a").mkdir()
     Path("a/mine").touch()
-    ends = try_teams(2, lambda team: commit(drafted(team), Path("a"), replace=True, team=team))
+    ends = try_groups(2, lambda group: commit(drafted(group), Path("a"), replace=True, group=group))
     assert {type(end) for end in ends} == {CheckpointError}
-    assert all("holds something else" in str(end) for end in ends)
+    assert all("has other files" in str(end) for end in ends)
     assert names(run_dir / "a") == ["mine"]
 
 
 def test_too_little_space_for_all_together(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = drafted(ThreadExchange("", None, 0, 2)).size
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: (10**9, 0, whole // 2))
-    ends = try_teams(2, lambda team: commit(drafted(team), Path("a"), team=team))
-    assert all(isinstance(end, CheckpointWriteError) and "too little space" in str(end) for end in ends)
+    ends = try_groups(2, lambda group: commit(drafted(group), Path("a"), group=group))
+    assert all(isinstance(end, CheckpointWriteError) and "not enough disk space" in str(end) for end in ends)
 
 
 @pytest.mark.parametrize("where", ["manifest", "in place"])
@@ -204,7 +204,7 @@ def test_the_main_process_fails_when_the_others_are_done(run_dir: Path, monkeypa
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(module, "_write_manifest" if where == "manifest" else "_put_in_place", fail)
-    ends = try_teams(3, lambda team: commit(drafted(team), Path("a"), team=team))
+    ends = try_groups(3, lambda group: commit(drafted(group), Path("a"), group=group))
     assert {type(end) for end in ends} == {CheckpointWriteError}
     assert all("rank 0" in str(end) for end in ends)
     assert names(run_dir) == []
@@ -214,14 +214,14 @@ def test_a_process_that_dies_leaves_the_old_one(run_dir: Path) -> None:
     commit(drafted(ThreadExchange(), state={"old": 1}), Path("a"))
     reached = threading.Event()
 
-    def work(team: ThreadExchange) -> Any:
-        if team.rank == 1:
-            team.exchange([["", drafted(team).layout], None])
+    def work(group: ThreadExchange) -> Any:
+        if group.rank == 1:
+            group.exchange([["", drafted(group).layout], None])
             reached.set()
             raise SystemExit  # and does not tell the other ranks
-        return commit(drafted(team), Path("a"), replace=True, team=team)
+        return commit(drafted(group), Path("a"), replace=True, group=group)
 
-    ends = try_teams(3, work)
+    ends = try_groups(3, work)
     assert reached.is_set()
     assert [type(end) for end in ends] == [GoneError, SystemExit, GoneError]
     assert names(run_dir) == ["a"]
@@ -229,11 +229,11 @@ def test_a_process_that_dies_leaves_the_old_one(run_dir: Path) -> None:
 
 
 def test_a_process_that_does_not_see_the_folder(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdicts, "_PATIENCE", 0.2)
+    monkeypatch.setattr(all_ranks, "_VISIBLE_WITHIN", 0.2)
     monkeypatch.setattr(module._Commit, "write", elsewhere(module._Commit.write))
-    ends = try_teams(2, lambda team: commit(drafted(team), Path("a"), team=team))
+    ends = try_groups(2, lambda group: commit(drafted(group), Path("a"), group=group))
     assert {type(end) for end in ends} == {CheckpointWriteError}
-    assert all("rank 1" in str(end) and "same folder" in str(end) for end in ends)
+    assert all("rank 1" in str(end) and "same checkpoint folder" in str(end) for end in ends)
     assert names(run_dir) == []
 
 
@@ -247,6 +247,6 @@ def elsewhere(write: Any) -> Any:
 
 
 def test_the_main_processs_path_counts(run_dir: Path) -> None:
-    run_teams(2, lambda team: commit(drafted(team), run_dir / ("a" if team.rank == 0 else "b"), team=team))
+    run_groups(2, lambda group: commit(drafted(group), run_dir / ("a" if group.rank == 0 else "b"), group=group))
     assert names(run_dir) == ["a"]
     open_checkpoint("a").read()

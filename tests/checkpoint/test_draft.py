@@ -1,4 +1,4 @@
-"""A draft: its sizes are exact, and once detached nothing that happens to the process's objects reaches it."""
+"""A draft has exact sizes, and after `detach` it does not change with the objects that it was created from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainkit.tagged_json.encode import loads
 
 
 def made_of(**changes: Any) -> Content:
-    """Of many types, not all contiguous, and with parts that can be changed in place."""
+    """A content with many types, non-contiguous tensors, and parts that can be changed in place."""
     torch.manual_seed(1)
     fields: dict[str, Any] = {
         "tensors": {
@@ -113,17 +113,17 @@ def test_the_manifest_tells_of_the_files() -> None:
     assert before <= saved_at <= datetime.now(timezone.utc).replace(tzinfo=None)
 
 
-def test_state_without_tensors_makes_no_file_of_tensors() -> None:
+def test_state_without_tensors_has_no_file_of_tensors() -> None:
     files = written(Draft(made_of(state={"epoch": 1})))
     assert "state.safetensors" not in files
 
 
-def test_a_module_without_tensors_makes_an_empty_file() -> None:
+def test_a_module_without_tensors_has_an_empty_file() -> None:
     assert stored(written(Draft(made_of(tensors={"model": {}}))), "model") == {}
 
 
 def test_the_overhead_is_below_one_percent() -> None:
-    """For a state as real ones are: many tensors, of which most are large."""
+    """For a typical state: many tensors, most of them large."""
     shapes = {f"layers.{k}.attention.{part}.weight": (128, 128) for k in range(24) for part in ("q", "k", "v", "out")}
     tensors = {
         "model": {name: torch.zeros(shape) for name, shape in shapes.items()},
@@ -167,7 +167,7 @@ def test_without_detach_the_tensors_are_read_when_they_are_written() -> None:
     assert stored(written(draft), "model")["count"] == 8
 
 
-def test_state_and_manifest_are_taken_when_it_is_made() -> None:
+def test_state_and_manifest_are_encoded_when_it_is_created() -> None:
     made = made_of(state={"history": [1, 2]})
     draft = Draft(made)
     made.state["history"].append(3)
@@ -207,7 +207,7 @@ def test_buffers_serve_one_draft_after_the_other() -> None:
     ],
     ids=["state", "tensor", "position", "run_id"],
 )
-def test_what_cannot_be_stored_is_named_at_once(changes: dict[str, Any], named: str) -> None:
+def test_a_value_that_cannot_be_stored_is_named_immediately(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsavableError, match=named):
         Draft(made_of(**changes))
 

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: order, names, removal, left-overs, the pointer, and what is wrong with the folder itself."""
+"""A folder of checkpoints: order, names, removal, leftovers, the pointer, and errors of the folder itself."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def names(found: list[ListedCheckpoint]) -> list[str]:
 
 
 def test_newest_first_run_by_run(run_dir: Path) -> None:
-    """Two runs, one after the other in one folder; the second one's clock is of no use for its own order."""
+    """Two runs, one after the other in one folder; the clock of the second cannot order its checkpoints."""
     make(run_dir / "a1", 1, run_id="first", metrics={}, minute=10)
     make(run_dir / "a2", 2, run_id="first", metrics={}, minute=20)
     make(run_dir / "b1", 1, run_id="second", metrics={}, minute=31)
@@ -64,12 +64,12 @@ def test_bad_ones_are_named(run_dir: Path) -> None:
     (run_dir / "foreign" / "model.safetensors").write_bytes(b"")
     found = list_checkpoints(run_dir)
     assert names(found) == ["good-3", "good-1", "foreign", "no-digest", "lost-4", "cut-2"]
-    # Of those whose manifest is not to be believed nothing is known: they come first, so that they are reported.
+    # Checkpoints with an invalid manifest cannot be ordered: they come first, so that they are reported.
     assert names(candidates(run_dir)) == ["foreign", "no-digest", "lost-4", "good-3", "cut-2", "good-1"]
     problems = {one.path.name: one.problem for one in found}
     assert problems.pop("good-1") is problems.pop("good-3") is None
     for name, part in {
-        "cut-2": "model.safetensors: 1 bytes",
+        "cut-2": "model.safetensors: expected 248 bytes, found 1",
         "lost-4": "state.json: missing",
         "no-digest": f"{DIGEST}: missing",
         "foreign": f"{DIGEST}: missing",
@@ -79,7 +79,7 @@ def test_bad_ones_are_named(run_dir: Path) -> None:
     assert next_counter(run_dir, "run1") == 5
 
 
-def test_what_is_no_checkpoint_is_not_listed(run_dir: Path) -> None:
+def test_other_folders_are_not_listed(run_dir: Path) -> None:
     make(run_dir / "checkpoint")
     for name in (".checkpoint.tmp-run", ".checkpoint.del-0123456789abcdef", ".hidden"):
         shutil.copytree(run_dir / "checkpoint", run_dir / name)
@@ -137,7 +137,7 @@ def test_free_names(run_dir: Path) -> None:
     (run_dir / "step-1-v3").write_text("")
     assert free_name(run_dir, "step-1") == "step-1-v2"
     assert free_name(run_dir, "step-1", {"step-1-v2"}) == "step-1-v4"
-    assert free_name(run_dir, POINTER) == "last-v1"  # where the pointer is, or may come to be
+    assert free_name(run_dir, POINTER) == "last-v1"  # the name of the pointer is reserved
     assert free_name(run_dir, "last-v1") == "last-v1"
 
 
@@ -152,7 +152,7 @@ def test_the_pointer(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "/etc", "../x", "a\\b", "C:x", "a\nb", "a\0b", "x" * 256])
 def test_a_pointer_leads_nowhere_else(run_dir: Path, name: str) -> None:
-    with pytest.raises(CheckpointError, match="plain name"):
+    with pytest.raises(CheckpointError, match="without a path"):
         write_pointer(run_dir, name)
     assert read_pointer(run_dir) is None
     (run_dir / POINTER).write_bytes(name.encode() + b"\n")
@@ -175,7 +175,7 @@ def test_a_pointer_that_is_something_else(run_dir: Path) -> None:
     path.symlink_to(run_dir / "secret")
     with pytest.raises(CorruptCheckpointError, match="a link"):
         read_pointer(run_dir)
-    write_pointer(run_dir, "step-1")  # takes the link's place
+    write_pointer(run_dir, "step-1")  # replaces the link
     assert (run_dir / "secret").read_text() == "secret\n"
     path.unlink()
     make(path)
@@ -202,12 +202,12 @@ def test_remove(run_dir: Path) -> None:
     assert os.listdir(run_dir) == []
 
 
-def test_what_is_no_checkpoint_is_not_removed(run_dir: Path) -> None:
+def test_other_folders_are_not_removed(run_dir: Path) -> None:
     (run_dir / "notes").mkdir()
     (run_dir / "notes" / "model.txt").write_text("")
     (run_dir / "file").write_text("")
     for path in (run_dir, run_dir / "notes", run_dir / "file"):
-        with pytest.raises(CheckpointError, match="left alone"):
+        with pytest.raises(CheckpointError, match="it was not changed"):
             remove(path)
     assert (run_dir / "notes" / "model.txt").exists()
 
@@ -250,7 +250,7 @@ def test_a_killed_removal_leaves_all_or_nothing(run_dir: Path) -> None:
     files = len(os.listdir(paths[0]))
     assert run_python("-c", REMOVER, *map(str, paths)).returncode == 0
     left = [name for name in sorted(os.listdir(run_dir)) if name.startswith(".")]
-    # The first was killed before anything, the next ones with fewer and fewer files left, the last ones were not.
+    # The first was killed before any operation, later ones with fewer files left, and the last ones were not killed.
     assert [len(os.listdir(run_dir / name)) for name in left] == list(range(files, -1, -1))
     assert names(list_checkpoints(run_dir)) == ["checkpoint-0"]
     assert list_checkpoints(run_dir)[0].problem is None
@@ -270,7 +270,7 @@ def test_leftovers(run_dir: Path) -> None:
     for name, full in ours.items():
         shutil.copytree(run_dir / "checkpoint", run_dir / name) if full else (run_dir / name).mkdir()
     (run_dir / ".step-1.del-0123456789abcdef" / "logs").mkdir()
-    (run_dir / ".step-1.tmp-run" / "logs").mkdir()  # carried over
+    (run_dir / ".step-1.tmp-run" / "logs").mkdir()  # kept from the replaced checkpoint
     files = [".probe.tmp-0123456789abcdef", ".last.tmp-0123456789abcdef"]
     for name in files:
         (run_dir / name).write_text("")
@@ -303,7 +303,7 @@ def test_leftovers(run_dir: Path) -> None:
 
 
 def test_leftovers_of_a_save_are_removed(run_dir: Path) -> None:
-    """What commit() really leaves when it is killed, whatever it calls it."""
+    """The actual leftovers of a killed commit(), whatever their names are."""
     program = """
 import os, signal, sys
 from pathlib import Path
@@ -323,7 +323,7 @@ module.commit(draft(), Path(sys.argv[1]) / "checkpoint")
 # -------------------------------------------------------------------------------------------------------------- writing
 
 
-def test_a_folder_is_made_and_left_empty(run_dir: Path) -> None:
+def test_a_folder_is_created_and_left_empty(run_dir: Path) -> None:
     check_writable(run_dir / "a" / "b")
     check_writable(run_dir / "a" / "b")
     assert os.listdir(run_dir / "a" / "b") == []

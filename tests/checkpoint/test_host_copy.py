@@ -1,4 +1,4 @@
-"""Copies in reused host memory: laid out as the files, independent of the tensors, and nothing allocated the second time."""
+"""Copies in reused host memory: in the layout of the files, independent of the tensors, allocated only once."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_second_copy_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert {name: address(view) for name, view in second.items()} == first
     assert {name: bytes(view) for name, view in second.items()} == streamed(files)
     assert buffers.nbytes == held == sum(file.size - len(file.header) for file, _ in files.values())
-    # a part of the files, as when only the weights are saved, and all of them again
+    # some of the files, like a save of weights only, and then all of them again
     part = {name: value for name, value in files.items() if name.startswith("model")}
     assert {name: address(view) for name, view in buffers.copy(part).items()} == {name: first[name] for name in part}
     assert {name: address(view) for name, view in buffers.copy(files).items()} == first
@@ -120,7 +120,7 @@ def test_a_tensor_of_another_shape_is_not_squeezed_in() -> None:
             HostBuffers().copy(changed)
 
 
-def test_nothing_stays_behind() -> None:
+def test_the_copies_keep_no_other_object_alive() -> None:
     buffers = HostBuffers()
     tensor = torch.ones(1000)
     view = buffers.copy(lay_out("model", {"a": tensor}))["model.safetensors"]

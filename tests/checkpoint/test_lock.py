@@ -1,4 +1,4 @@
-"""One live run a folder, with real processes that are killed, stopped and started at the same moment."""
+"""One live run per folder, with real processes that are killed, stopped and started at the same time."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from trainkit.checkpoint import process_identity
 from trainkit.checkpoint.lock import LOCK, FolderLock
 from trainkit.errors import CheckpointLockedError, CheckpointWriteError, ConfigurationError
 
-NEVER = 3600.0  # seconds without a heartbeat: what is taken over in a test was not taken for that
+NEVER = 3600.0  # seconds without a heartbeat: so long that no lock is taken over for that reason in a test
 
-# Takes the lock, says so, and executes commands, one a line.
+# Takes the lock, prints that, and executes commands, one per line.
 HOLDER = """
 import os, sys
 from pathlib import Path
 from trainkit.checkpoint.lock import FolderLock
 
-lock = FolderLock(Path(sys.argv[1]), sys.argv[2], beat=float(sys.argv[3]), stale_after=3600)
+lock = FolderLock(Path(sys.argv[1]), sys.argv[2], interval=float(sys.argv[3]), stale_after=3600)
 lock.acquire()
 print("held", os.getpid(), flush=True)
 for line in sys.stdin:
@@ -72,15 +72,17 @@ def answer(child: subprocess.Popen[str]) -> str:
 
 
 @contextlib.contextmanager
-def holder(folder: Path, run_id: str = "other-run", beat: float = 10.0) -> Iterator[subprocess.Popen[str]]:
-    with process(HOLDER, folder, run_id, beat) as child:
+def holder(folder: Path, run_id: str = "other-run", interval: float = 10.0) -> Iterator[subprocess.Popen[str]]:
+    with process(HOLDER, folder, run_id, interval) as child:
         assert answer(child) == f"held {child.pid}"
         yield child
 
 
 @contextlib.contextmanager
-def taken(folder: Path, run_id: str = "this-run", *, beat: float = 10.0, stale_after: float = NEVER) -> Iterator[FolderLock]:
-    lock = FolderLock(folder, run_id, beat=beat, stale_after=stale_after)
+def taken(
+    folder: Path, run_id: str = "this-run", *, interval: float = 10.0, stale_after: float = NEVER
+) -> Iterator[FolderLock]:
+    lock = FolderLock(folder, run_id, interval=interval, stale_after=stale_after)
     lock.acquire()
     try:
         yield lock
@@ -108,13 +110,13 @@ def until(condition: Any) -> None:
         time.sleep(0.005)
 
 
-def test_the_lock_says_who_has_it_and_release_empties_it(run_dir: Path) -> None:
+def test_the_lock_names_its_holder_and_release_empties_it(run_dir: Path) -> None:
     with taken(run_dir) as lock:
         value = content(run_dir)
         assert (value["run_id"], value["pid"], value["beat"]) == ("this-run", os.getpid(), 0)
         assert {"host", "boot", "namespace", "start", "token"} <= set(value)
         assert not lock.lost
-        lock.acquire()  # it has it
+        lock.acquire()  # it has the lock already
         assert content(run_dir) == value
     assert (run_dir / LOCK).read_bytes() == b""
     assert not lock.lost
@@ -138,19 +140,21 @@ def test_a_live_holder_is_named(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("reaped", [True, False])
-def test_a_killed_holder_is_followed_at_once(run_dir: Path, caplog: pytest.LogCaptureFixture, reaped: bool) -> None:
+def test_the_lock_of_a_killed_holder_is_taken_over_immediately(
+    run_dir: Path, caplog: pytest.LogCaptureFixture, reaped: bool
+) -> None:
     with holder(run_dir) as child:
         child.kill()
         if reaped:
             child.wait()
         else:
-            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and its entry is still there
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, but not reaped yet
         with taken(run_dir):
             assert content(run_dir)["run_id"] == "this-run"
     assert not caplog.messages
 
 
-def test_a_process_that_has_the_number_of_a_dead_one_is_not_taken_for_it(run_dir: Path) -> None:
+def test_a_process_with_the_id_of_a_dead_one_is_not_the_holder(run_dir: Path) -> None:
     with holder(run_dir) as child:
         value = content(run_dir)
         assert value["start"] is not None
@@ -173,16 +177,18 @@ def test_this_process_once_more(run_dir: Path) -> None:
     assert threading.active_count() < threads
 
 
-def test_an_interpreter_that_ends_gives_the_lock_back(run_dir: Path) -> None:
+def test_an_interpreter_that_exits_releases_the_lock(run_dir: Path) -> None:
     program = HOLDER.split("for line")[0]
     assert run_python("-c", program, str(run_dir), "run", "10").returncode == 0
     assert (run_dir / LOCK).read_bytes() == b""
 
 
-def test_another_host_without_a_heartbeat_is_followed_after_a_while(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_lock_of_another_host_without_a_heartbeat_is_taken_over_later(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (run_dir / LOCK).write_bytes(elsewhere(run_dir))
     start = time.monotonic()
-    with taken(run_dir, beat=0.1, stale_after=0.5):
+    with taken(run_dir, interval=0.1, stale_after=0.5):
         assert time.monotonic() - start >= 0.5
         assert content(run_dir)["run_id"] == "this-run"
     (said,) = caplog.messages
@@ -192,14 +198,14 @@ def test_another_host_without_a_heartbeat_is_followed_after_a_while(run_dir: Pat
 
 @pytest.mark.parametrize("same", [{}, {"boot": "another start"}, {"namespace": "another container"}])
 def test_another_host_with_a_heartbeat_is_refused(run_dir: Path, same: dict[str, str]) -> None:
-    """Where process ids mean nothing, also on a machine that only looks like this one."""
+    """Process ids mean nothing on another host, even if it looks like this one."""
     with taken(run_dir):
         here = content(run_dir)
     known = {name: here[name] for name in ("host", "boot", "namespace")} if same else {}
     write = [elsewhere(run_dir, **{**known, **same}, beat=beat) for beat in range(100)]
     ended = threading.Event()
 
-    def beat() -> None:
+    def write_heartbeats() -> None:
         for data in write * 100:
             (run_dir / "new").write_bytes(data)
             os.replace(run_dir / "new", run_dir / LOCK)
@@ -207,7 +213,7 @@ def test_another_host_with_a_heartbeat_is_refused(run_dir: Path, same: dict[str,
                 return
 
     (run_dir / LOCK).write_bytes(write[0])
-    thread = threading.Thread(target=beat)
+    thread = threading.Thread(target=write_heartbeats)
     thread.start()
     try:
         with pytest.raises(CheckpointLockedError, match="far-run"):
@@ -218,17 +224,17 @@ def test_another_host_with_a_heartbeat_is_refused(run_dir: Path, same: dict[str,
     assert content(run_dir)["run_id"] == "far-run"
 
 
-def test_the_heart_beats(run_dir: Path) -> None:
-    with taken(run_dir, beat=0.01) as lock:
-        until(lambda: lock._heartbeat is not None and lock._heartbeat.beats > 3)
+def test_heartbeats_are_written(run_dir: Path) -> None:
+    with taken(run_dir, interval=0.01) as lock:
+        until(lambda: lock._heartbeat is not None and lock._heartbeat.count > 3)
         assert content(run_dir)["beat"] >= 1
         assert not lock.lost
         lock.check()
 
 
-def test_a_lock_is_lost_to_who_took_it(run_dir: Path) -> None:
+def test_a_lock_that_another_run_took_is_lost(run_dir: Path) -> None:
     other = elsewhere(run_dir)
-    with taken(run_dir, beat=0.01) as lock:
+    with taken(run_dir, interval=0.01) as lock:
         assert lock._heartbeat is not None
         (run_dir / LOCK).write_bytes(other)
         assert lock.lost
@@ -238,26 +244,26 @@ def test_a_lock_is_lost_to_who_took_it(run_dir: Path) -> None:
     assert (run_dir / LOCK).read_bytes() == other
 
 
-def test_a_stopped_process_finds_out_before_its_heart_does(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suspended_process_sees_the_takeover_before_its_heartbeat(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Suspended for longer than stale_after, while another host waits for it."""
-    with holder(run_dir, beat=3000.0) as child:
+    with holder(run_dir, interval=3000.0) as child:
         os.kill(child.pid, signal.SIGSTOP)
         monkeypatch.setattr(process_identity.socket, "gethostname", lambda: "elsewhere")
-        with taken(run_dir, beat=0.1, stale_after=0.3) as lock:
+        with taken(run_dir, interval=0.1, stale_after=0.3) as lock:
             os.kill(child.pid, signal.SIGCONT)
             assert ask(child, "lost?") == "True"
             assert ask(child, "release") == "released"
             assert not lock.lost
 
 
-def test_a_lock_that_another_run_has_had_meanwhile_is_lost(run_dir: Path) -> None:
+def test_a_lock_that_another_run_had_in_the_meantime_is_lost(run_dir: Path) -> None:
     with taken(run_dir) as lock:
         (run_dir / LOCK).write_bytes(b"")
         assert lock.lost
 
 
 def test_a_lock_file_that_was_deleted_is_taken_again(run_dir: Path) -> None:
-    with taken(run_dir, beat=0.01) as lock:
+    with taken(run_dir, interval=0.01) as lock:
         (run_dir / LOCK).unlink()
         until((run_dir / LOCK).exists)
         until(lambda: (run_dir / LOCK).read_bytes())
@@ -267,13 +273,13 @@ def test_a_lock_file_that_was_deleted_is_taken_again(run_dir: Path) -> None:
 
 def test_a_folder_that_is_gone(run_dir: Path) -> None:
     folder = run_dir / "gone"
-    with pytest.raises(CheckpointWriteError, match="could not be taken"):
+    with pytest.raises(CheckpointWriteError, match="could not be locked"):
         FolderLock(folder, "run").acquire()
     folder.mkdir()
-    with taken(folder, beat=0.01) as lock:
+    with taken(folder, interval=0.01) as lock:
         (folder / LOCK).unlink()
         with contextlib.suppress(FileNotFoundError, OSError):
-            folder.rmdir()  # unless the heart was faster
+            folder.rmdir()  # unless the heartbeat recreated the lock file
         assert not lock.lost
 
 
@@ -296,7 +302,7 @@ for line in sys.stdin:
 """
 
 
-def test_of_two_that_start_at_the_same_moment_one_wins(run_dir: Path) -> None:
+def test_one_of_two_runs_that_start_at_the_same_time_gets_the_lock(run_dir: Path) -> None:
     with holder(run_dir) as child:
         dead = (run_dir / LOCK).read_bytes()
     with process(STARTER, "one") as one, process(STARTER, "two") as two:
@@ -334,7 +340,7 @@ class Slow(Dataset):
         os.rename(file.name, Path(sys.argv[1]) / f"worker-{index}")
         time.sleep(600)
 
-lock = FolderLock(Path(sys.argv[1]), "run", beat=0.001, stale_after=3600)
+lock = FolderLock(Path(sys.argv[1]), "run", interval=0.001, stale_after=3600)
 lock.acquire()
 batches = iter(DataLoader(Slow(), num_workers=2, batch_size=1, multiprocessing_context="fork"))
 print("started", flush=True)
@@ -353,14 +359,14 @@ def test_workers_that_outlive_the_run_do_not_keep_its_lock(run_dir: Path) -> Non
         try:
             with taken(run_dir):
                 for worker in workers:
-                    os.kill(worker, 0)  # they do live
+                    os.kill(worker, 0)  # they are alive
         finally:
             for worker in workers:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker, signal.SIGKILL)
 
 
-def test_a_forked_process_does_not_give_the_lock_back(run_dir: Path) -> None:
+def test_a_forked_process_does_not_release_the_lock(run_dir: Path) -> None:
     program = (
         HOLDER.split("for line")[0]
         + """
@@ -379,7 +385,7 @@ if child == 0:
 # --------------------------------------------------------------------------------------------------- what may be there
 
 
-def test_what_is_no_file_is_neither_followed_nor_waited_for(run_dir: Path) -> None:
+def test_links_and_pipes_are_neither_followed_nor_waited_for(run_dir: Path) -> None:
     target = run_dir / "target"
     target.write_text("mine")
     for make in (
@@ -389,14 +395,14 @@ def test_what_is_no_file_is_neither_followed_nor_waited_for(run_dir: Path) -> No
         os.mkdir,
     ):
         make(run_dir / LOCK)
-        with pytest.raises(CheckpointWriteError, match="could not be taken"):
+        with pytest.raises(CheckpointWriteError, match="could not be locked"):
             FolderLock(run_dir, "run").acquire()
         (run_dir / LOCK).rmdir() if (run_dir / LOCK).is_dir() else (run_dir / LOCK).unlink()
     assert target.read_text() == "mine"
     assert not (run_dir / "nowhere").exists()
 
 
-def test_a_lock_file_that_makes_no_sense_is_given_time(run_dir: Path) -> None:
+def test_an_unreadable_lock_file_is_taken_over_after_a_wait(run_dir: Path) -> None:
     with taken(run_dir):
         good = content(run_dir)
     broken: list[bytes] = [b"\0", b"{" * 10_000, b"[]", b"null", b"{}", b"\xff", b"x" * 200_000]
@@ -408,13 +414,13 @@ def test_a_lock_file_that_makes_no_sense_is_given_time(run_dir: Path) -> None:
     for data in broken:
         assert lock_module._Holder.parse(data) is None
     (run_dir / LOCK).write_bytes(broken[-1])
-    with taken(run_dir, beat=0.1, stale_after=0.2):
+    with taken(run_dir, interval=0.1, stale_after=0.2):
         assert content(run_dir)["run_id"] == "this-run"
 
 
 def test_names_from_a_file_cannot_write_to_the_terminal(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     (run_dir / LOCK).write_bytes(elsewhere(run_dir, host="\x1b[2J", run_id="\x1b]0;x\x07"))
-    with taken(run_dir, beat=0.1, stale_after=0.2):
+    with taken(run_dir, interval=0.1, stale_after=0.2):
         pass
     assert len(caplog.messages) == 1
     assert "\x1b" not in caplog.text
@@ -425,18 +431,18 @@ def test_a_process_that_is_about_to_end_is_waited_for(run_dir: Path, monkeypatch
     with holder(run_dir):
         start = content(run_dir)["start"]
         states = iter(["dying", "dying", "dying"])
-        monkeypatch.setattr(process_identity, "_look_at", lambda pid: (start, next(states, "dead")))
+        monkeypatch.setattr(process_identity, "_start_and_state", lambda pid: (start, next(states, "dead")))
         with taken(run_dir):
             assert next(states, None) is None
 
 
-def test_a_process_that_stopped_at_the_wrong_moment_is_named(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock_module, "_PATIENCE", 0.05)
+def test_a_process_that_was_suspended_in_its_write_is_an_error(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock_module, "_FLOCK_TIMEOUT", 0.05)
     with lock_module._LockFile.open(run_dir / LOCK), pytest.raises(CheckpointLockedError, match="Fix: end it"):
         FolderLock(run_dir, "run").acquire()
 
 
-def test_without_flock_a_claim_counts_if_it_still_stands(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_flock_a_claim_is_valid_if_it_was_not_overwritten(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_module, "fcntl", None)
     monkeypatch.setattr(lock_module, "_SETTLE", 0.01)
     with taken(run_dir), pytest.raises(CheckpointLockedError, match="this-run"):
@@ -450,10 +456,10 @@ def test_without_flock_a_claim_counts_if_it_still_stands(run_dir: Path, monkeypa
             FolderLock(run_dir, "second").acquire()
 
 
-@pytest.mark.parametrize("beat, stale_after", [(0, 1), (-1, 1), (1, 1), (10, 5)])
-def test_times_that_make_no_sense(run_dir: Path, beat: float, stale_after: float) -> None:
-    with pytest.raises(ConfigurationError, match="0 < beat < stale_after"):
-        FolderLock(run_dir, "run", beat=beat, stale_after=stale_after)
+@pytest.mark.parametrize("interval, stale_after", [(0, 1), (-1, 1), (1, 1), (10, 5)])
+def test_invalid_times(run_dir: Path, interval: float, stale_after: float) -> None:
+    with pytest.raises(ConfigurationError, match="0 < interval < stale_after"):
+        FolderLock(run_dir, "run", interval=interval, stale_after=stale_after)
 
 
 def test_a_folder_that_cannot_be_written() -> None:

@@ -1,4 +1,4 @@
-"""The manifest: what comes back is what went in, and whatever is not a manifest is refused by name."""
+"""A manifest is read as it was written, and an error names the invalid field."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read(values: Any) -> Manifest:
     return Manifest.from_bytes(json.dumps(values).encode(), "run/manifest.json")
 
 
-def test_a_manifest_comes_back() -> None:
+def test_a_manifest_is_read_as_written() -> None:
     back = Manifest.from_bytes(EXAMPLE.to_bytes(), MANIFEST)
     assert replace(back, metrics={}) == replace(EXAMPLE, metrics={})
     assert {name: repr(value) for name, value in back.metrics.items()} == {
@@ -84,7 +84,7 @@ counts = st.integers(0, 2**63 - 1)
     step=counts,
     seed=st.integers(-(2**63), 2**64 - 1),
 )
-def test_any_fields_come_back(metrics: dict[str, float], **fields: Any) -> None:
+def test_any_fields_are_read_as_written(metrics: dict[str, float], **fields: Any) -> None:
     before = replace(EXAMPLE, metrics=metrics, **fields)
     back = Manifest.from_bytes(before.to_bytes(), MANIFEST)
     assert replace(back, metrics={}) == replace(before, metrics={})
@@ -159,7 +159,9 @@ def test_a_field_that_is_wrong_is_named(field: str, value: Any) -> None:
     with pytest.raises(CorruptCheckpointError) as raised:
         read(as_json(**{field: value}))
     assert str(raised.value).startswith("run/manifest.json")
-    assert field in str(raised.value) or isinstance(value, dict)  # a number of 5000 digits is refused before it has a name
+    assert field in str(raised.value) or isinstance(
+        value, dict
+    )  # a number of 5000 digits is an error before its field is known
     assert len(str(raised.value)) < 500
 
 
@@ -201,7 +203,7 @@ BAD_NAMES = [
 
 
 @pytest.mark.parametrize("name", BAD_NAMES, ids=repr)
-def test_a_name_that_is_no_plain_file_is_refused(name: str) -> None:
+def test_a_name_that_is_not_a_plain_file_name_is_refused(name: str) -> None:
     assert not is_file_name(name)
     with pytest.raises(CorruptCheckpointError, match=r"run/manifest\.json.*'files'"):
         read(as_json(files={name: {"size": 1, "sha256": "0" * 64}}))
@@ -232,7 +234,7 @@ def test_plain_names_pass() -> None:
     ],
     ids=lambda data: repr(data[:30]),
 )
-def test_what_is_no_manifest_is_refused(data: bytes) -> None:
+def test_other_data_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptCheckpointError, match=r"^run/manifest\.json"):
         Manifest.from_bytes(data, "run/manifest.json")
 
@@ -245,7 +247,7 @@ def test_a_newer_format_is_not_called_corrupt() -> None:
     assert not isinstance(raised.value, CorruptCheckpointError)
 
 
-def test_what_a_later_version_adds_is_passed_over() -> None:
+def test_fields_of_a_later_version_are_ignored() -> None:
     extended = as_json(mood="good")
     extended["files"]["state.json"]["blake3"] = "00"
     assert read(extended).files == EXAMPLE.files
@@ -286,7 +288,7 @@ def test_a_damaged_manifest_never_does_worse_than_an_error(data: st.DataObject) 
     ],
     ids=repr,
 )
-def test_what_could_not_be_read_back_is_not_written(field: str, value: Any) -> None:
+def test_invalid_fields_are_not_written(field: str, value: Any) -> None:
     with pytest.raises(UnsavableError, match=field):
         replace(EXAMPLE, **{field: value}).to_bytes()
 

@@ -1,4 +1,4 @@
-"""Reading: what was written comes back, and damage is found out and named; what is hostile is in test_reader_hostile.py."""
+"""Reading returns what was written, and names damaged files; hostile files are in test_reader_hostile.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptChe
 
 
 def problem(path: Path) -> str:
-    """What is wrong with a checkpoint, by reading it and by verifying it: both must find the same file."""
+    """The error of a damaged checkpoint; reading and verifying must name the same file."""
     with pytest.raises(CorruptCheckpointError) as read:
         open_checkpoint(path).read()
     with pytest.raises(CorruptCheckpointError) as verified:
@@ -49,7 +49,7 @@ def newest(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("shard", [5 * 10**9, 40])
-def test_what_was_written_comes_back(run_dir: Path, shard: int) -> None:
+def test_a_checkpoint_is_read_as_written(run_dir: Path, shard: int) -> None:
     path = make(run_dir / "checkpoint", run_id="run", max_shard_size=shard)
     assert ((path / "model.safetensors.index.json").exists()) == (shard == 40)
     checkpoint = open_checkpoint(str(path))
@@ -71,11 +71,11 @@ def test_what_was_written_comes_back(run_dir: Path, shard: int) -> None:
     assert loaded.attachments("config.json") == b'{"model_type": "tiny"}'
     with pytest.raises(CheckpointNotFoundError, match="tokenizer.json"):
         loaded.attachments("tokenizer.json")
-    loaded.tensors["model"]["first.weight"].add_(1)  # it is the caller's now
+    loaded.tensors["model"]["first.weight"].add_(1)  # the caller may change it
 
 
 @pytest.mark.parametrize("stems", [["model"], ["optimizer"], ["state"], ["model", "state"], []])
-def test_only_what_is_asked_for_is_read(run_dir: Path, stems: list[str]) -> None:
+def test_only_requested_stems_are_read(run_dir: Path, stems: list[str]) -> None:
     path = make(run_dir / "checkpoint")
     for name in ("model.safetensors", "optimizer.safetensors", "state.json", "state.safetensors"):
         if name.split(".")[0] not in stems:
@@ -91,7 +91,7 @@ def test_only_what_is_asked_for_is_read(run_dir: Path, stems: list[str]) -> None
 
 def test_what_it_has_not_is_named(run_dir: Path) -> None:
     checkpoint = open_checkpoint(make(run_dir / "checkpoint"))
-    with pytest.raises(StateMismatchError, match="model_1, this one has model, optimizer, state"):
+    with pytest.raises(StateMismatchError, match="model_1, but this one has model, optimizer, state"):
         checkpoint.read(["model", "model_1"])
 
 
@@ -123,11 +123,11 @@ def test_what_is_near_is_named(run_dir: Path) -> None:
     (run_dir / "model.txt").write_text("")
     for path, parts in {
         folder: ["folder of checkpoints", "'step-00000010', 'step-00000020'", f"Fix: '{folder / 'step-00000020'}'"],
-        folder / "step-00000011": ["there is nothing", "'step-00000010', 'step-00000020'", "Did you mean 'step-000000"],
-        folder / "notes": ["none of a checkpoint's files", "'step-00000010'"],
-        folder / ".step-00000030.tmp-run": ["not finished"],
+        folder / "step-00000011": ["this path does not exist", "'step-00000010', 'step-00000020'", "Did you mean 'step-000000"],
+        folder / "notes": ["contains no checkpoint files", "'step-00000010'"],
+        folder / ".step-00000030.tmp-run": ["incomplete or being removed"],
         folder / "step-00000010" / "model.safetensors": [f"Fix: '{folder / 'step-00000010'}'"],
-        run_dir / "nowhere" / "step": ["there is nothing", "none in"],
+        run_dir / "nowhere" / "step": ["this path does not exist", f"Checkpoints in {run_dir / 'nowhere'}: none"],
         run_dir / "model.ckpt": ["is a Lightning checkpoint"],
         run_dir / "model.txt": ["a checkpoint is a folder"],
     }.items():
@@ -223,7 +223,9 @@ def test_all_missing_files_are_named(run_dir: Path) -> None:
     path = make(run_dir / "checkpoint")
     (path / "model.safetensors").unlink()
     (path / "state.json").write_bytes(b"")
-    with pytest.raises(CorruptCheckpointError, match=r"(?s)state.json: 0 bytes, but \d+ were .*model.safetensors: missing"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"(?s)state.json: expected \d+ bytes, found 0.*model.safetensors: missing"
+    ):
         open_checkpoint(path)
 
 
@@ -254,7 +256,7 @@ for step in range(int(sys.argv[2])):
 
 
 def test_a_reader_next_to_a_writer_never_sees_damage(run_dir: Path) -> None:
-    """One process replaces a checkpoint again and again, another lists, opens and reads it."""
+    """One process replaces a checkpoint repeatedly while another lists, opens and reads it."""
     path = make(run_dir / "checkpoint")
     command = [sys.executable, "-c", WRITER, str(path), "50"]
     read = 0
@@ -280,5 +282,5 @@ def test_a_small_file(run_dir: Path) -> None:
     path = run_dir / "file"
     path.write_bytes(b"12345")
     assert read_small_file(path, 5) == b"12345"
-    with pytest.raises(CorruptCheckpointError, match="5 bytes, but at most 4 were expected"):
+    with pytest.raises(CorruptCheckpointError, match="expected at most 4 bytes, found 5"):
         read_small_file(path, 4)

@@ -1,4 +1,4 @@
-"""Reading takes no more memory than what is read allows for, whatever is in it."""
+"""The memory for reading is bounded by the sizes of the files, whatever their content is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers.support import run_python
 
 from trainkit.checkpoint.manifest import MANIFEST
 
-# For each checkpoint, in a process of its own: what was raised, and by how many bytes the peak of the memory has grown.
+# For each checkpoint, in a separate process: the error, and by how many bytes the peak memory has grown.
 MEASURE = """
 import os, sys
 import torch
@@ -26,7 +26,7 @@ def peak():
         return int(file.read().split("VmHWM:")[1].split()[0]) * 1024
 
 ordinary, *paths = sys.argv[1:]
-open_checkpoint(ordinary).read()  # what is loaded on first use
+open_checkpoint(ordinary).read()  # modules that are loaded on first use
 for path in paths:
     for action in (Checkpoint.read, Checkpoint.verify, lambda checkpoint: checkpoint.read(mapped=True)):
         child = os.fork()
@@ -43,8 +43,7 @@ for path in paths:
 
 
 def measure(ordinary: Path, *paths: Path) -> list[tuple[str, int]]:
-    """What was raised by reading, and the memory that took; the same for verifying, and for reading with tensors
-    that stay on the disk; then for the next checkpoint."""
+    """For each checkpoint the error and the memory of reading it, of verifying it, and of reading it with mapped tensors."""
     done = run_python("-W", "ignore", "-c", MEASURE, str(ordinary), *map(str, paths))
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -66,7 +65,7 @@ LARGE: dict[str, Callable[[], bytes]] = {
 
 
 def file_of_tensors(path: Path, size: int) -> None:
-    """One large tensor, in a file that takes no space."""
+    """One large tensor in a sparse file."""
     header = json.dumps({"x": {"dtype": "U8", "shape": [size - 136], "data_offsets": [0, size - 136]}}).encode().ljust(128)
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     os.truncate(path, size)
@@ -75,7 +74,7 @@ def file_of_tensors(path: Path, size: int) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of the memory is read from /proc")
 @pytest.mark.parametrize("kinds", [["tuples"], pytest.param([*LARGE], marks=pytest.mark.slow)])
 def test_memory_is_bounded(run_dir: Path, kinds: list[str]) -> None:
-    """At most 64 MiB + 40 × the JSON + the files of tensors that are read, whatever is in them."""
+    """At most 64 MiB + 40 × the JSON + the files of tensors that are read, whatever their content is."""
     paths = {kind: make(run_dir / kind) for kind in ("ordinary", "tensors", "manifest", *kinds)}
     file_of_tensors(paths["tensors"] / "model.safetensors", 200 * 2**20)
     seal(paths["tensors"], lambda manifest: manifest.update(aliases={}))

@@ -1,4 +1,4 @@
-"""Reading an ordinary file, and nothing else: whole, once, and only if it is the one that was written."""
+"""Regular files only are read: completely, once, and only if they are those that were written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ map_file = partial(read_file, mapped=True)
 
 
 def refused(path: str, size: int = 4, digest: str = hashlib.sha256(b"data").hexdigest()) -> str:
-    """What is said of a file, which is the same whether it is read or mapped."""
+    """The error for a file, which is the same for reading and mapping it."""
     said = {complaint(lambda way=way: way(Path(path), size, digest, NAME), NAME) for way in (read_file, map_file)}  # type: ignore[misc]
     assert len(said) == 1
     return said.pop()
@@ -49,7 +49,7 @@ def test_what_is_written_into_a_mapped_file_is_not_on_the_disk() -> None:
 def test_a_file_larger_than_the_memory_can_be_mapped() -> None:
     size = 2**42
     Path("file").touch()
-    os.truncate("file", size)  # which takes no space
+    os.truncate("file", size)  # a sparse file
     mapped = map_file(Path("file"), size, None, "x")
     mapped[size - 1] = 1
     assert mapped[size - 2 :] == b"\0\1"
@@ -58,20 +58,20 @@ def test_a_file_larger_than_the_memory_can_be_mapped() -> None:
 def test_what_is_not_the_file_that_was_written_is_refused() -> None:
     Path("file").write_bytes(b"data")
     assert bytes(read_file(Path("file"), 4, hashlib.sha256(b"data").hexdigest(), "x")) == b"data"
-    assert "4 bytes, but 5 were written" in refused("file", 5)
-    assert "4 bytes, but 3 were written" in refused("file", 3)
-    assert f"4 bytes, but {10**18:,} were written" in refused("file", 10**18)  # no memory is taken for it
+    assert "expected 5 bytes, found 4" in refused("file", 5)
+    assert "expected 3 bytes, found 4" in refused("file", 3)
+    assert f"expected {10**18:,} bytes, found 4" in refused("file", 10**18)  # no memory is allocated for it
     assert "its SHA-256 is 3a6eb0790f39ac87c94f3856b2dd2c5d110e6811602261a9a923d3bb23adc8b7" in refused("file", digest="0" * 64)
     assert "missing" in refused("absent")
     Path("file").write_bytes(b"")
-    assert "0 bytes, but 4 were written" in refused("file")
+    assert "expected 4 bytes, found 0" in refused("file")
 
 
 def test_a_file_that_does_not_fit_into_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
     Path("file").write_bytes(b"data")
     monkeypatch.setattr(torch, "empty", lambda size, **kwargs: empty(2**60, **kwargs))
-    with pytest.raises(CheckpointError, match="^f: 4 bytes, for which there is not enough memory"):
+    with pytest.raises(CheckpointError, match="^f: not enough memory for 4 bytes"):
         read_file(Path("file"), 4, "0" * 64, "f")
 
 
@@ -79,13 +79,13 @@ def test_a_file_that_does_not_fit_into_memory_is_named(monkeypatch: pytest.Monke
 def test_what_another_process_has_verified_is_not_hashed_again(way: Callable[..., memoryview]) -> None:
     Path("file").write_bytes(b"data")
     assert bytes(way(Path("file"), 4, None, "x")) == b"data"
-    with pytest.raises(CheckpointError, match="^f: 4 bytes, but 3 were written"):
+    with pytest.raises(CheckpointError, match="^f: expected 3 bytes, found 4"):
         way(Path("file"), 3, None, "f")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
 def test_only_a_regular_file_is_read() -> None:
-    """Opening a pipe waits for a writer; a device gives bytes without an end."""
+    """Opening a pipe waits for a writer; a device may return bytes without an end."""
     Path("file").write_bytes(b"data")
     Path("link").symlink_to("file")
     Path("dangling").symlink_to("nowhere")
@@ -102,7 +102,7 @@ def test_only_a_regular_file_is_read() -> None:
         (os.devnull, "a device"),
         ("/dev/zero", "a device"),
     ]:
-        assert f"not a regular file, but {kind}" in refused(name)
+        assert f"expected a regular file, found {kind}" in refused(name)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
@@ -120,7 +120,7 @@ def test_an_exchange_between_looking_and_opening_is_found(kind: str, monkeypatch
 
     monkeypatch.setattr(os, "lstat", exchange)
     message = complaint(lambda: read_file(Path("file"), 4, hashlib.sha256(b"data").hexdigest(), NAME), NAME)
-    assert ("was exchanged" if kind == "pipe" else "cannot be read") in message
+    assert ("was replaced while it was opened" if kind == "pipe" else "cannot be read") in message
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")

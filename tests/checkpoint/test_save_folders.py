@@ -11,7 +11,7 @@ import pytest
 from helpers.resume.checkpoints import make, names
 from helpers.worlds.threaded import run_threads, try_threads
 
-from trainkit.checkpoint import all_ranks as verdicts
+from trainkit.checkpoint import all_ranks
 from trainkit.checkpoint import save_folders as module
 from trainkit.checkpoint.lock import LOCK, FolderLock
 from trainkit.checkpoint.save_folders import SaveFolders
@@ -21,7 +21,7 @@ from trainkit.errors import CheckpointLockedError, CheckpointWriteError
 
 @pytest.fixture(autouse=True)
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdicts, "_PATIENCE", 0.2)
+    monkeypatch.setattr(all_ranks, "_VISIBLE_WITHIN", 0.2)
 
 
 def entered(world: World, folder: str = "a", run_id: str = "run1") -> SaveFolders:
@@ -57,7 +57,7 @@ def test_one_lock_and_nothing_left_behind(run_dir: Path, size: int, there: bool)
     assert (run_dir / "a" / LOCK).read_bytes() == b""
 
 
-def test_a_folder_is_not_made_before_the_run_begins(run_dir: Path) -> None:
+def test_a_folder_is_not_created_before_the_run_begins(run_dir: Path) -> None:
     def work(world: World) -> Any:
         SaveFolders(world, "x").use(Path("a"), "x")
         return Path("a").exists()
@@ -107,7 +107,7 @@ def test_a_lock_that_is_lost_is_an_error_on_all(run_dir: Path) -> None:
 
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch, blind: tuple[int, ...]) -> Any:
-    """What enters a folder that is another one for some ranks: there is nothing of what the others write."""
+    """A function that saves to a folder that is another one on some ranks, without the files of the other ranks."""
     ranks = threading.local()
     plain = module.wait_for_path
     monkeypatch.setattr(module, "wait_for_path", lambda path: plain(Path("b", path.name) if ranks.own in blind else path))
@@ -121,12 +121,12 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, blind: tuple[int, ...]) -> Any:
 
 
 @pytest.mark.parametrize("blind", [(1,), (1, 2)])
-def test_a_folder_that_is_another_one_elsewhere(run_dir: Path, monkeypatch: pytest.MonkeyPatch, blind: tuple[int, ...]) -> None:
+def test_a_folder_that_differs_between_ranks(run_dir: Path, monkeypatch: pytest.MonkeyPatch, blind: tuple[int, ...]) -> None:
     ends = try_threads(3, elsewhere(monkeypatch, blind))
     assert {type(end) for end in ends} == {CheckpointWriteError}
     assert len({str(end) for end in ends}) == 1
     message = str(ends[0])
-    assert message.startswith(f"{run_dir / 'a'} is not the same folder for all processes: what rank 0 on host0 writes")
+    assert message.startswith(f"{run_dir / 'a'} is not the same folder on all processes: a file that rank 0 on host0 wrote")
     assert ", ".join(f"rank {rank} on host{rank}" for rank in blind) in message
     assert "dirpath" in message
     assert names(run_dir / "a") == [LOCK]
@@ -155,7 +155,7 @@ def test_a_folder_that_one_cannot_write_to(run_dir: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_folder_that_cannot_be_looked_at(run_dir: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """It lies in one that is closed to this user."""
+    """This user may not access the parent folder."""
 
     def closed(plain: Any) -> Any:
         def call(path: Any, *given: Any, **named: Any) -> Any:
@@ -173,11 +173,11 @@ def test_a_folder_that_cannot_be_looked_at(run_dir: Path, monkeypatch: pytest.Mo
 
 
 def test_what_appears_late_is_seen(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdicts, "_PATIENCE", 30.0)
+    monkeypatch.setattr(all_ranks, "_VISIBLE_WITHIN", 30.0)
     timer = threading.Timer(0.3, (run_dir / "late").touch)
     timer.start()
-    assert verdicts.wait_for_path(run_dir / "late")
+    assert all_ranks.wait_for_path(run_dir / "late")
     timer.join()
-    monkeypatch.setattr(verdicts, "_PATIENCE", 0.1)
-    assert not verdicts.wait_for_path(run_dir / "nowhere" / "never")
+    monkeypatch.setattr(all_ranks, "_VISIBLE_WITHIN", 0.1)
+    assert not all_ranks.wait_for_path(run_dir / "nowhere" / "never")
     assert os.listdir(run_dir) == ["late"]

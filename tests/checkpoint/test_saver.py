@@ -1,4 +1,4 @@
-"""Saving in a thread: one at a time, of the values as they were, finished whatever happens, and no failure lost."""
+"""Saves in a thread: one at a time, with the values at the call, always finished, and with every failure reported."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_save_is_committed(run_dir: Path, saver: Saver, blocking: bool) -> Non
 
 def test_what_changes_right_after_save_is_not_written(run_dir: Path, saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = torch.nn.Linear(300, 300)
-    layer.weight.data = layer.weight.data.t()  # one that is not contiguous too
+    layer.weight.data = layer.weight.data.t()  # also a tensor that is not contiguous
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     held = draft(tensors={"model": {**layer.state_dict(), "scalar": torch.tensor(3)}})
     gate = Gate(held, monkeypatch)
@@ -127,7 +127,7 @@ def test_one_save_is_in_flight(run_dir: Path, saver: Saver, monkeypatch: pytest.
     def seen(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments: (verified(run_dir / "a"), original(*arguments))[1]
 
-    # The second touches the buffers, or the disk, only when the first is committed.
+    # The second save uses the buffers or the disk only after the first is committed.
     monkeypatch.setattr(second, "detach", seen(second.detach))
     monkeypatch.setattr(second, "files", seen(second.files))
     saver.save(second, run_dir / "b", blocking=blocking)
@@ -150,7 +150,7 @@ def test_many_saves_one_after_the_other(run_dir: Path, saver: Saver) -> None:
         assert weights(run_dir / f"step-{counter}")["weight"].unique().tolist() == [counter]
 
 
-def test_replace_is_handed_on(run_dir: Path, saver: Saver) -> None:
+def test_replace_is_passed_to_commit(run_dir: Path, saver: Saver) -> None:
     saver.save(draft(1), run_dir / "a", blocking=True)
     saver.save(draft(2), run_dir / "a", blocking=False, replace=True)
     saver.wait()
@@ -211,7 +211,7 @@ def test_a_failure_comes_with_the_next_poll(run_dir: Path) -> None:
     saver.poll()
     saver.poll()
     assert [type(error) for error in errors] == [CheckpointWriteError]
-    # It is over with that: the next one is written.
+    # The failure has no further effect: the next save is written.
     saver.save(draft(2), run_dir / "a", blocking=False, failed=errors.append)
     saver.close()
     assert len(errors) == 1
@@ -276,7 +276,7 @@ def test_a_thread_that_cannot_start_is_a_failed_save(run_dir: Path, saver: Saver
     verified(run_dir / "a")
 
 
-def test_a_failure_holds_no_draft(run_dir: Path, saver: Saver) -> None:
+def test_a_failure_keeps_no_draft(run_dir: Path, saver: Saver) -> None:
     """A caller that keeps the error must not keep the copies of a state of gigabytes with it."""
     (run_dir / "file").touch()
     errors: list[Exception] = []
@@ -332,7 +332,7 @@ def test_the_interpreter_finishes_a_save_in_flight(run_dir: Path, end: str, code
 def test_a_failure_after_the_end_is_printed(run_dir: Path, end: str) -> None:
     done = run_python(f"{CHILD}\nPath('file').touch()\nsaver.save(held, Path('file/a'), blocking=False)\n{end}", env=IMPORTABLE)
     assert done.returncode == 0, done.stderr
-    line = f"trainkit: saving {run_dir / 'file' / 'a'} failed, and the training did not report it:"
+    line = f"trainkit: saving {run_dir / 'file' / 'a'} failed. The error was not reported during training:"
     assert done.stderr.count(f"{line}\nTraceback") == 1
     assert "CheckpointWriteError: " in done.stderr
 

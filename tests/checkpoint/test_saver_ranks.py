@@ -1,4 +1,4 @@
-"""Saving in a thread on several processes: each copies its own part, and all learn the same verdict."""
+"""Saves in a thread on several ranks: each copies its own part, and all get the same result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.resume.checkpoints import content, names
-from helpers.worlds.threaded import run_teams, try_teams
+from helpers.worlds.threaded import run_groups, try_groups
 
 from trainkit.checkpoint import commit as commits
 from trainkit.checkpoint import draft as drafts
@@ -29,19 +29,19 @@ def _divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts, "SPLIT_ABOVE", 8000)
 
 
-def drafted(team: ThreadExchange, counter: int = 1) -> Draft:
+def drafted(group: ThreadExchange, counter: int = 1) -> Draft:
     made = content(counter, tensors={stem: {k: t.clone() for k, t in tensors.items()} for stem, tensors in TENSORS.items()})
-    return Draft(made, rank=team.rank, ranks=team.size)
+    return Draft(made, rank=group.rank, ranks=group.size)
 
 
 class Saving:
-    """A saver of one process, and what it has said."""
+    """A saver of one rank, and what it has reported."""
 
-    def __init__(self, team: ThreadExchange) -> None:
+    def __init__(self, group: ThreadExchange) -> None:
         self.failures: list[str] = []
         self.committed = 0
         self.alerts = threading.Event()
-        self.saver = Saver(self.alerts.set, team)
+        self.saver = Saver(self.alerts.set, group)
 
     def save(self, draft: Draft, name: str = "a", **options: Any) -> None:
         def committed(manifest: Any) -> None:
@@ -59,15 +59,15 @@ class Saving:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_saves_one_after_the_other(run_dir: Path, size: int) -> None:
-    def work(team: ThreadExchange) -> Any:
-        own = Saving(team)
+    def work(group: ThreadExchange) -> Any:
+        own = Saving(group)
         for counter in (1, 2, 3):
-            draft = drafted(team, counter)
+            draft = drafted(group, counter)
             own.save(draft, f"a{counter}")
         own.saver.close()
         return own.committed, own.failures
 
-    assert run_teams(size, work) == [(3, [])] * size
+    assert run_groups(size, work) == [(3, [])] * size
     assert names(run_dir) == ["a1", "a2", "a3"]
     for name in names(run_dir):
         loaded = open_checkpoint(name).read()
@@ -76,16 +76,16 @@ def test_saves_one_after_the_other(run_dir: Path, size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_each_copies_its_own_part_only(run_dir: Path, size: int) -> None:
-    """Host memory of a save: the state divided by the number of processes."""
+    """The host memory of a save is the size of the state divided by the number of ranks."""
 
-    def work(team: ThreadExchange) -> Any:
-        own = Saving(team)
-        own.save(drafted(team))
+    def work(group: ThreadExchange) -> Any:
+        own = Saving(group)
+        own.save(drafted(group))
         held = own.saver._buffers.nbytes
         own.saver.close()
         return held
 
-    held = run_teams(size, work)
+    held = run_groups(size, work)
     state = 12 * 4000
     assert max(held) <= 1.1 * state / size
     assert sum(held) >= state
@@ -96,27 +96,27 @@ def test_what_changes_after_the_copy_is_not_saved(run_dir: Path, monkeypatch: py
     plain = commits._Commit.write
     monkeypatch.setattr(commits._Commit, "write", lambda self: (go.wait(30), plain(self))[1])
 
-    def work(team: ThreadExchange) -> Any:
-        own = Saving(team)
+    def work(group: ThreadExchange) -> Any:
+        own = Saving(group)
         tensors = {"model": {key: tensor.clone() for key, tensor in TENSORS["model"].items()}}
         made = content(tensors=tensors)
-        own.save(Draft(made, rank=team.rank, ranks=team.size))
+        own.save(Draft(made, rank=group.rank, ranks=group.size))
         for tensor in tensors["model"].values():
             tensor.zero_()
-        team.__class__("after", team._channel, team.rank, team.size).exchange(None)
+        group.__class__("after", group._channel, group.rank, group.size).exchange(None)
         go.set()
         own.saver.close()
 
-    run_teams(2, work)
+    run_groups(2, work)
     loaded = open_checkpoint("a").read()
     assert all(loaded.tensors["model"][key].equal(tensor) for key, tensor in TENSORS["model"].items())
 
 
-def test_a_full_disk_of_one_is_everybodys(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(team: ThreadExchange) -> Any:
-        own = Saving(team)
-        bad, good = drafted(team), drafted(team, 2)
-        if team.rank == 1:
+def test_a_full_disk_on_one_rank_is_the_same_error_on_all(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(group: ThreadExchange) -> Any:
+        own = Saving(group)
+        bad, good = drafted(group), drafted(group, 2)
+        if group.rank == 1:
             error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             bad.files = lambda: (_ for _ in ()).throw(error)
         own.save(bad)
@@ -126,7 +126,7 @@ def test_a_full_disk_of_one_is_everybodys(run_dir: Path, monkeypatch: pytest.Mon
         own.saver.close()
         return own.failures, own.committed, alerted
 
-    ends = run_teams(3, work)
+    ends = run_groups(3, work)
     assert all(end == ends[0] for end in ends)
     ([failure], committed, alerted) = ends[0]
     assert (committed, alerted) == (1, True)
@@ -137,14 +137,14 @@ def test_a_full_disk_of_one_is_everybodys(run_dir: Path, monkeypatch: pytest.Mon
 
 
 def test_a_copy_that_fails_is_an_error_of_the_call_on_all(run_dir: Path) -> None:
-    """A tensor that is no longer what it was when the checkpoint was laid out."""
+    """The dtype or shape of a tensor has changed since the draft was created."""
 
-    def work(team: ThreadExchange) -> Any:
-        own = Saving(team)
+    def work(group: ThreadExchange) -> Any:
+        own = Saving(group)
         tensors = {"model": {key: tensor.clone() for key, tensor in TENSORS["model"].items()}}
         made = content(tensors=tensors)
-        draft = Draft(made, rank=team.rank, ranks=team.size)
-        if team.rank == 1:
+        draft = Draft(made, rank=group.rank, ranks=group.size)
+        if group.rank == 1:
             for _, tensors in draft._tensors.values():
                 for tensor in tensors.values():
                     tensor.resize_(7)
@@ -153,14 +153,14 @@ def test_a_copy_that_fails_is_an_error_of_the_call_on_all(run_dir: Path) -> None
         finally:
             own.saver.close()
 
-    ends = try_teams(2, work)
+    ends = try_groups(2, work)
     assert {type(end) for end in ends} == {UnsavableError}
     assert all("rank 1" in str(end) for end in ends)
     assert names(run_dir) == []
 
 
 def test_a_thread_that_cannot_start_on_one(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others' threads count on it, so the work is done at once."""
+    """The threads of the other ranks wait for it, so it saves in the main thread."""
     start, mine = threading.Thread.start, threading.local()
 
     def refuse(thread: threading.Thread) -> None:
@@ -170,31 +170,31 @@ def test_a_thread_that_cannot_start_on_one(run_dir: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
 
-    def work(team: ThreadExchange) -> Any:
-        mine.rank = team.rank
-        own = Saving(team)
-        own.save(drafted(team))
+    def work(group: ThreadExchange) -> Any:
+        mine.rank = group.rank
+        own = Saving(group)
+        own.save(drafted(group))
         own.saver.close()
         return own.committed
 
-    assert run_teams(2, work) == [1, 1]
+    assert run_groups(2, work) == [1, 1]
     open_checkpoint("a").read()
 
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_one_that_dies_in_the_middle(run_dir: Path, monkeypatch: pytest.MonkeyPatch, dead: int) -> None:
-    """Its thread never gives its part; the others' end, and report it."""
+    """Its thread never participates; the threads of the other ranks end, and report that."""
 
-    def work(team: ThreadExchange) -> Any:
-        own = Saving(team)
-        if team.rank == dead:
-            team.exchange([None, None])  # of the copies
+    def work(group: ThreadExchange) -> Any:
+        own = Saving(group)
+        if group.rank == dead:
+            group.exchange([None, None])  # of the copies
             raise SystemExit
-        own.save(drafted(team))
+        own.save(drafted(group))
         own.saver.close()
         return own.failures
 
-    ends = try_teams(3, work)
+    ends = try_groups(3, work)
     for rank in {0, 1, 2} - {dead}:
         [failure] = ends[rank]
         assert failure == f"GoneError: rank {dead} has ended"
@@ -202,13 +202,13 @@ def test_one_that_dies_in_the_middle(run_dir: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_blocking_save_that_fails(run_dir: Path) -> None:
-    def work(team: ThreadExchange) -> Any:
-        own = Saving(team)
-        draft = drafted(team)
-        if team.rank == 0:
+    def work(group: ThreadExchange) -> Any:
+        own = Saving(group)
+        draft = drafted(group)
+        if group.rank == 0:
             draft.files = lambda: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO)))
         own.saver.save(draft, Path("a"), blocking=True)
 
-    ends = try_teams(2, work)
+    ends = try_groups(2, work)
     assert {type(end) for end in ends} == {CheckpointWriteError}
     assert names(run_dir) == []

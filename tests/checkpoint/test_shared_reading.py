@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.resume.checkpoints import make, seal
-from helpers.worlds.threaded import GoneError, run_teams, try_teams
+from helpers.worlds.threaded import GoneError, run_groups, try_groups
 
 from trainkit.checkpoint import reader, shared_reading
 from trainkit.checkpoint.reader import open_checkpoint
@@ -27,7 +27,7 @@ TENSORS = {
 
 @pytest.fixture
 def checkpoint(run_dir: Path) -> Path:
-    """In several files, the way that several processes write it."""
+    """A checkpoint of several files, like that of several ranks."""
     return make(run_dir / "a", tensors=TENSORS, max_shard_size=5000)
 
 
@@ -47,9 +47,9 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
-def test_everybody_has_everything(checkpoint: Path, size: int, mapped: bool) -> None:
+def test_all_ranks_read_everything(checkpoint: Path, size: int, mapped: bool) -> None:
     alone = open_checkpoint(checkpoint).read()
-    for loaded in run_teams(size, lambda team: read_on_all_ranks(checkpoint, team, mapped=mapped)):
+    for loaded in run_groups(size, lambda group: read_on_all_ranks(checkpoint, group, mapped=mapped)):
         assert loaded.manifest.to_bytes() == alone.manifest.to_bytes()
         for stem, tensors in TENSORS.items():
             assert all(loaded.tensors[stem][name].equal(tensor) for name, tensor in tensors.items())
@@ -58,46 +58,46 @@ def test_everybody_has_everything(checkpoint: Path, size: int, mapped: bool) -> 
 
 def test_each_file_is_hashed_once(checkpoint: Path, hashed: list[str]) -> None:
     files = open_checkpoint(checkpoint).manifest.files
-    run_teams(3, lambda team: read_on_all_ranks(checkpoint, team))
+    run_groups(3, lambda group: read_on_all_ranks(checkpoint, group))
     assert sorted(name for name in hashed if name.endswith("+")) == sorted(f"{name}+" for name in files)
     for name in files:
         attached = name == "config.json"  # its content is not requested
         assert hashed.count(name) == (0 if attached else 2)
 
 
-def test_only_what_is_asked_for(checkpoint: Path, hashed: list[str]) -> None:
-    ends = run_teams(2, lambda team: read_on_all_ranks(checkpoint, team, lambda manifest: {"model"}))
+def test_only_requested_stems_are_read_on_all_ranks(checkpoint: Path, hashed: list[str]) -> None:
+    ends = run_groups(2, lambda group: read_on_all_ranks(checkpoint, group, lambda manifest: {"model"}))
     assert all(loaded.tensors.keys() == {"model"} and loaded.state == {} for loaded in ends)
     assert all(name.startswith("model") for name in hashed)
 
 
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("name", ["model-00002-of-00003.safetensors", "state.json", "config.json", "manifest.json"])
-def test_damage_is_everybodys(checkpoint: Path, name: str, mapped: bool) -> None:
+def test_damage_is_the_same_error_on_all_ranks(checkpoint: Path, name: str, mapped: bool) -> None:
     data = bytearray((checkpoint / name).read_bytes())
     data[-2] ^= 1
     (checkpoint / name).write_bytes(data)
-    ends = try_teams(3, lambda team: read_on_all_ranks(checkpoint, team, mapped=mapped))
+    ends = try_groups(3, lambda group: read_on_all_ranks(checkpoint, group, mapped=mapped))
     assert {type(end) for end in ends} == {CorruptCheckpointError}
     assert len({str(end) for end in ends}) == 1
     assert name in str(ends[0])
-    assert str(ends[0]).startswith("rank ") == (name != "manifest.json")  # which all of them read
+    assert str(ends[0]).startswith("rank ") == (name != "manifest.json")  # all ranks read it
 
 
 def test_nothing_is_used_before_the_verdict(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one who finds the damage may be the last."""
+    """The rank that finds the damage may be the last one."""
     monkeypatch.setattr(reader.Checkpoint, "_load", lambda *_: pytest.fail("used"))
     path = checkpoint / "model-00001-of-00003.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    ends = try_teams(3, lambda team: read_on_all_ranks(checkpoint, team))
+    ends = try_groups(3, lambda group: read_on_all_ranks(checkpoint, group))
     assert {type(end) for end in ends} == {CorruptCheckpointError}
 
 
-def test_what_one_cannot_decode_is_everybodys(checkpoint: Path) -> None:
-    """Whole by its digests, and malformed all the same: all see that, and say the same."""
+def test_malformed_state_is_the_same_error_on_all_ranks(checkpoint: Path) -> None:
+    """It matches its digests but is malformed: all ranks raise the same error."""
     (checkpoint / "state.json").write_bytes(b"[]")
     seal(checkpoint)
-    ends = try_teams(2, lambda team: read_on_all_ranks(checkpoint, team))
+    ends = try_groups(2, lambda group: read_on_all_ranks(checkpoint, group))
     assert {type(end) for end in ends} == {CorruptCheckpointError}
     assert not str(ends[0]).startswith("rank")
 
@@ -106,33 +106,33 @@ def test_a_refusal_of_the_choice(checkpoint: Path) -> None:
     def refuse(manifest: Any) -> None:
         raise CheckpointError("weights only")
 
-    ends = try_teams(2, lambda team: read_on_all_ranks(checkpoint, team, refuse))
+    ends = try_groups(2, lambda group: read_on_all_ranks(checkpoint, group, refuse))
     assert [str(end) for end in ends] == ["weights only"] * 2
-    ends = try_teams(2, lambda team: read_on_all_ranks(checkpoint, team, lambda manifest: {"nonsense"}))
+    ends = try_groups(2, lambda group: read_on_all_ranks(checkpoint, group, lambda manifest: {"nonsense"}))
     assert {type(end) for end in ends} == {StateMismatchError}
 
 
 def test_the_main_processs_path_counts(checkpoint: Path) -> None:
-    run_teams(2, lambda team: read_on_all_ranks("a" if team.rank == 0 else "elsewhere", team))
+    run_groups(2, lambda group: read_on_all_ranks("a" if group.rank == 0 else "elsewhere", group))
 
 
 def test_a_process_that_does_not_see_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = try_teams(3, blind(monkeypatch, "nowhere"))
+    ends = try_groups(3, blind(monkeypatch, "nowhere"))
     assert {type(end) for end in ends} == {CheckpointNotFoundError}
     assert all(str(end).startswith("rank 1:") for end in ends)
 
 
-def test_a_process_that_sees_another_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path that is there on each machine, and is not one folder."""
+def test_a_rank_that_sees_another_checkpoint(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path exists on each node, but is not the same folder."""
     shutil.copytree(checkpoint, checkpoint.parent / "b")
     seal(checkpoint.parent / "b", lambda manifest: manifest.update(step=99))
-    ends = try_teams(3, blind(monkeypatch, "b"))
+    ends = try_groups(3, blind(monkeypatch, "b"))
     assert {type(end) for end in ends} == {CheckpointError}
-    assert all("another checkpoint for rank 1" in str(end) for end in ends)
+    assert all("rank 1 sees a different checkpoint than rank 0" in str(end) for end in ends)
 
 
 def test_one_that_is_replaced_after_the_verdict(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By one of the same sizes, so that what others have hashed is not what a process reads."""
+    """By one with the same sizes, so that a rank reads other bytes than another rank has hashed."""
     others = {stem: {name: tensor + 1 for name, tensor in tensors.items()} for stem, tensors in TENSORS.items()}
     make(checkpoint.parent / "b", tensors=others, max_shard_size=5000)
     plain, once = reader.Checkpoint._load, threading.Lock()
@@ -145,18 +145,18 @@ def test_one_that_is_replaced_after_the_verdict(checkpoint: Path, monkeypatch: p
         return plain(self, *given)
 
     monkeypatch.setattr(reader.Checkpoint, "_load", load)
-    ends = try_teams(2, lambda team: read_on_all_ranks(checkpoint, team))
+    ends = try_groups(2, lambda group: read_on_all_ranks(checkpoint, group))
     assert {type(end) for end in ends} == {CheckpointError}
     assert all("was replaced by another checkpoint while it was read" in str(end) for end in ends)
 
 
 def blind(monkeypatch: pytest.MonkeyPatch, instead: str) -> Any:
-    """What reads "a" on a machine of which rank 1 finds something else there."""
+    """A function that reads "a", where rank 1 finds something else."""
     plain, ranks = shared_reading.open_checkpoint, threading.local()
 
-    def work(team: ThreadExchange) -> Any:
-        ranks.own = team.rank
-        return read_on_all_ranks("a", team)
+    def work(group: ThreadExchange) -> Any:
+        ranks.own = group.rank
+        return read_on_all_ranks("a", group)
 
     def opened(path: str) -> Any:
         return plain(path if ranks.own != 1 else os.path.join(os.path.dirname(path), instead))
@@ -166,9 +166,9 @@ def blind(monkeypatch: pytest.MonkeyPatch, instead: str) -> Any:
 
 
 def test_one_that_has_died(checkpoint: Path) -> None:
-    def work(team: ThreadExchange) -> Any:
-        if team.rank == 2:
+    def work(group: ThreadExchange) -> Any:
+        if group.rank == 2:
             raise SystemExit
-        return read_on_all_ranks(checkpoint, team)
+        return read_on_all_ranks(checkpoint, group)
 
-    assert [type(end) for end in try_teams(3, work)] == [GoneError, GoneError, SystemExit]
+    assert [type(end) for end in try_groups(3, work)] == [GoneError, GoneError, SystemExit]

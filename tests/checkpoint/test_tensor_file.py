@@ -1,4 +1,4 @@
-"""Files of tensors: other readers read them, the size is known beforehand, and a header that lies is found out."""
+"""Files of tensors: other programs can read them, their size is known before writing, and wrong headers are errors."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_transformers_finds_its_metadata() -> None:
     assert json.loads(file.header[8:])["__metadata__"] == {"format": "pt"}
 
 
-def test_no_tensors_make_a_valid_file() -> None:
+def test_a_file_without_tensors_is_valid() -> None:
     ((file, digest),) = write("state", {})
     assert tensors_in(read_file(Path(file.name), file.size, digest, "x"), "x") == {}
     assert load_file(file.name) == {}
@@ -165,8 +165,8 @@ def test_pieces_are_small_and_share_memory_where_they_can() -> None:
 
 
 def test_large_tensors_of_other_strides_are_copied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of what is copied at once, for tensors of every order of dimensions; the whole is never copied."""
-    monkeypatch.setattr(tensor_file, "_GATHER", 4096)
+    """For any order of dimensions, at most one piece is copied at a time, never the whole tensor."""
+    monkeypatch.setattr(tensor_file, "_COPIED_AT_ONCE", 4096)
     whole = torch.arange(40_000, dtype=torch.float32).view(4, 50, 200)
     copied = []
     original = Tensor.contiguous
@@ -234,21 +234,21 @@ def test_shards_are_as_large_as_allowed(sizes: list[int], limit: int) -> None:
 
 def test_what_a_file_cannot_hold_is_named() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated, but models of that kind are about
+        warnings.simplefilter("ignore")  # deprecated, but such models exist
         quantized = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
     for tensor, says in [
         (torch.ones(1, device="meta"), "meta device"),
         (torch.eye(2).to_sparse(), "to_dense()"),
         (quantized, "quantized"),
-        (torch.ones(1, dtype=torch.complex128), "safetensors has no torch.complex128"),
+        (torch.ones(1, dtype=torch.complex128), "safetensors does not support torch.complex128"),
         (nn.UninitializedParameter(), "run one batch"),
         (nn.UninitializedBuffer(), "run one batch"),
-        (torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "stands for other tensors"),
+        (torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "wraps other tensors"),
     ]:
         with pytest.raises(UnsavableError, match=r"model: the tensor 'layer.w' cannot be stored") as caught:
             plan_files("model", {"fine": torch.ones(1), "layer.w": tensor}, LARGE)
         assert says in str(caught.value)
-    with pytest.raises(UnsavableError, match="keeps that name for itself"):
+    with pytest.raises(UnsavableError, match="reserved by the safetensors format"):
         plan_files("model", {"__metadata__": torch.ones(1)}, LARGE)
     with pytest.raises(UnsavableError, match="not valid Unicode"):
         plan_files("model", {"\ud800": torch.ones(1)}, LARGE)
@@ -321,7 +321,7 @@ except OSError as error:
     assert done.stdout.split() == ["OSError", "27", str(size // 2)], done.stderr
 
 
-# ------------------------------------------------------------------------------------------- headers that lie
+# ------------------------------------------------------------------------------------------- wrong headers
 
 
 def file_of(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
@@ -346,16 +346,16 @@ def lies(data: bytes) -> str:
         (b"\xff" * 8, "a header of 18,446,744,073,709,551,615 bytes in a file of 8 bytes"),
         (file_of({}, length=3), "a header of 3 bytes in a file of 10 bytes"),
         (file_of({}, length=2**63), "a header of 9,223,372,036,854,775,808 bytes"),
-        (file_of([]), "a JSON object was expected, not list"),
-        (file_of(b"null"), "a JSON object was expected, not NoneType"),
+        (file_of([]), "expected a JSON object, got list"),
+        (file_of(b"null"), "expected a JSON object, got NoneType"),
         (file_of(b"{}", b"\0"), "1 bytes belong to no tensor"),
-        (file_of(b"[" * 200 + b"]" * 200), "JSON nested 200 deep"),
+        (file_of(b"[" * 200 + b"]" * 200), "JSON nested 200 levels deep"),
         (file_of(b'{"w":{"dtype":"U8","shape":[],"data_offsets":[0,1]},"w":{}}', b"\0"), "'w' occurs more than once"),
-        (file_of({"__metadata__": 1}), "__metadata__ must map text to text"),
-        (file_of({"__metadata__": {"a": 1}}), "__metadata__ must map text to text"),
-        (file_of({"w": []}), "must have dtype, shape and data_offsets"),
-        (file_of({"w": {"dtype": "F32", "shape": []}}), "must have dtype, shape and data_offsets"),
-        (file_of(tensor_at(extra=1), bytes(8)), "and nothing else"),
+        (file_of({"__metadata__": 1}), "__metadata__ must map strings to strings"),
+        (file_of({"__metadata__": {"a": 1}}), "__metadata__ must map strings to strings"),
+        (file_of({"w": []}), "must have exactly dtype, shape and data_offsets"),
+        (file_of({"w": {"dtype": "F32", "shape": []}}), "must have exactly dtype, shape and data_offsets"),
+        (file_of(tensor_at(extra=1), bytes(8)), "must have exactly dtype, shape and data_offsets"),
         (file_of(tensor_at("F31"), bytes(8)), "unknown dtype 'F31'"),
         (file_of(tensor_at("float32"), bytes(8)), "unknown dtype"),
         (file_of(tensor_at(["F32"]), bytes(8)), "unknown dtype"),
@@ -367,37 +367,37 @@ def lies(data: bytes) -> str:
         (file_of(tensor_at(shape=[-1, -2]), bytes(8)), "malformed shape"),
         (file_of(tensor_at(shape=[None]), bytes(8)), "malformed shape"),
         (file_of(tensor_at(shape=[1] * 64 + [2]), bytes(8)), "malformed shape"),
-        (file_of(tensor_at(shape=[2**62, 4, 2]), bytes(8)), "impossible shape"),  # 2^65: 2 in 64 bits
-        (file_of(tensor_at(shape=[2**32, 2**32]), bytes(8)), "impossible shape"),  # 2^64: 0 in 64 bits
-        (file_of(tensor_at(shape=[10**900]), bytes(8)), "impossible shape"),
-        (file_of(tensor_at(shape=[0, 2**40, 2**40], offsets=[0, 0])), "impossible shape"),
+        (file_of(tensor_at(shape=[2**62, 4, 2]), bytes(8)), "which is too large"),  # 2^65: 2 in 64 bits
+        (file_of(tensor_at(shape=[2**32, 2**32]), bytes(8)), "which is too large"),  # 2^64: 0 in 64 bits
+        (file_of(tensor_at(shape=[10**900]), bytes(8)), "which is too large"),
+        (file_of(tensor_at(shape=[0, 2**40, 2**40], offsets=[0, 0])), "which is too large"),
         (file_of(tensor_at(offsets=[0, 8, 8]), bytes(8)), "malformed data_offsets"),
         (file_of(tensor_at(offsets={"0": 8}), bytes(8)), "malformed data_offsets"),
         (file_of(tensor_at(offsets=[0.0, 8.0]), bytes(8)), "malformed data_offsets"),
         (file_of(tensor_at(offsets=[False, 8]), bytes(8)), "malformed data_offsets"),
-        (file_of(tensor_at(offsets=[-8, 0]), bytes(8)), "lies at -8 to 0 of 8 bytes"),
-        (file_of(tensor_at(offsets=[8, 0]), bytes(8)), "lies at 8 to 0"),
-        (file_of(tensor_at(offsets=[8, 16]), bytes(8)), "lies at 8 to 16 of 8 bytes"),
-        (file_of(tensor_at(offsets=[2**64 - 8, 2**64]), bytes(8)), "lies at"),
+        (file_of(tensor_at(offsets=[-8, 0]), bytes(8)), "has data_offsets -8 to 0 in 8 bytes"),
+        (file_of(tensor_at(offsets=[8, 0]), bytes(8)), "has data_offsets 8 to 0"),
+        (file_of(tensor_at(offsets=[8, 16]), bytes(8)), "has data_offsets 8 to 16 in 8 bytes"),
+        (file_of(tensor_at(offsets=[2**64 - 8, 2**64]), bytes(8)), "has data_offsets 18,446"),
         (file_of(tensor_at(offsets=[0, 4]), bytes(8)), "has 4 bytes, but F32"),
         (file_of(tensor_at(shape=[3]), bytes(8)), "has 8 bytes, but F32"),
         (file_of(tensor_at(shape=[0]), bytes(8)), "has 8 bytes, but F32"),
         (file_of(tensor_at(offsets=[4, 12]), bytes(12)), "leaves a gap of 4 bytes"),
         (file_of(tensor_at(), bytes(12)), "4 bytes belong to no tensor"),
-        (file_of(tensor_at() | {"v": tensor_at()["w"]}, bytes(8)), "overlaps another one"),
-        (file_of(tensor_at() | {"v": tensor_at("U8", [6], [4, 10])["w"]}, bytes(10)), "overlaps another one"),
+        (file_of(tensor_at() | {"v": tensor_at()["w"]}, bytes(8)), "overlaps another tensor"),
+        (file_of(tensor_at() | {"v": tensor_at("U8", [6], [4, 10])["w"]}, bytes(10)), "overlaps another tensor"),
         (file_of(tensor_at() | {"v": tensor_at(offsets=[12, 20])["w"]}, bytes(20)), "leaves a gap of 4 bytes"),
-        (file_of(tensor_at("BOOL", [2], [0, 2]), b"\1\2"), "other bytes than 0 and 1"),
+        (file_of(tensor_at("BOOL", [2], [0, 2]), b"\1\2"), "bytes other than 0 and 1"),
         (b"\x80\x02]q\x00(K\x01K\x02e." * 3, "a header of"),  # a pickle
         (b"PK\x03\x04" + bytes(100), "a header of 67,324,752 bytes in a file of 104"),  # a zip file
     ],
 )  # fmt: skip
-def test_headers_that_lie(data: bytes, says: str) -> None:
+def test_wrong_headers(data: bytes, says: str) -> None:
     assert says in lies(data)
 
 
 def test_a_header_larger_than_any_of_ours_is_refused_unparsed() -> None:
-    assert "bytes of JSON; a checkpoint has at most" in lies(file_of(b" " * (64 * 2**20 + 1)))
+    assert "bytes of JSON, expected at most" in lies(file_of(b" " * (64 * 2**20 + 1)))
 
 
 def test_unusual_but_sound_headers_are_read() -> None:
@@ -424,7 +424,7 @@ def sample() -> bytes:
 
 
 def assert_within(data: bytes) -> None:
-    """Refused, or tensors that together are the data part and nothing else."""
+    """An error, or tensors that together cover exactly the data part."""
     before = bytes(data)
     try:
         read = tensors_in(data, "x")
@@ -460,7 +460,7 @@ def test_mutated_bytes_are_read_or_refused(draw: st.DataObject) -> None:
         else:
             del data[place:]
         data = data or bytearray(b"\0")
-        if draw.draw(st.booleans()) and len(data) > 8 and b"}}" in data:  # so that more than the length is put to the test
+        if draw.draw(st.booleans()) and len(data) > 8 and b"}}" in data:  # so that more than the length is tested
             data[:8] = struct.pack("<Q", data.rindex(b"}}") - 6)
     assert_within(bytes(data))
 
@@ -503,8 +503,8 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
 
 @given(st.data())
 @settings(max_examples=60)
-def test_whatever_we_read_safetensors_reads_alike(draw: st.DataObject) -> None:
-    """Ours is the stricter reader: what passes is the same file to both."""
+def test_safetensors_reads_the_same_tensors(draw: st.DataObject) -> None:
+    """trainkit is the stricter reader: both read the same tensors from what it accepts."""
     data = bytearray(sample())
     place = draw.draw(st.integers(8, len(data) - 1))
     data[place] = draw.draw(st.integers(0, 255))

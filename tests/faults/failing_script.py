@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainkit import Callback, Trainer, TrainModule
 from trainkit.strategies import DDPStrategy
 
-UPDATE = 5  # in which the process fails
+UPDATE = 5  # the optimizer step in which the process fails
 
 
 class Failing(Callback):
@@ -99,7 +99,7 @@ def main(kind: str, rank: int, folder: Path) -> None:
 
 
 def spawned(local_rank: int, kind: str, rank: int, folder: Path) -> None:
-    """One of the processes of `mp.spawn`, which make their group themselves."""
+    """One of the processes of `mp.spawn`, which create their process group themselves."""
     torch.distributed.init_process_group("gloo", rank=local_rank, world_size=2)
     main(kind, rank, folder)
     torch.distributed.destroy_process_group()

@@ -45,7 +45,7 @@ class Steady(TrainModule):
 
 
 class Events(Callback):
-    """After some updates does something, and tells what lies in the folder after each update, when no save is in flight."""
+    """Acts after given optimizer steps, and records the folder's content after each step, when no save is in progress."""
 
     def __init__(self, folder: Path, acts: dict[int, Callable[[], Any]]) -> None:
         self.folder, self.acts = folder, acts
@@ -59,7 +59,7 @@ class Events(Callback):
 def train(
     acts: dict[int, Callable[[], Any]], *more: Callback, folder: Path = MOUNT / "saves", steps: int = 6
 ) -> dict[str, Any]:
-    """A fit that saves after each update, and keeps the two newest; returns the class and text of the error that ended it."""
+    """A fit that saves after each optimizer step and keeps the two newest; returns the class and text of its error."""
     callbacks = [Events(folder, acts), ModelCheckpoint(folder, every_n_train_steps=1, keep_last=2), *more]
     trainer = saving(*callbacks, max_steps=steps, max_epochs=None)
     try:
@@ -78,7 +78,7 @@ def mount(size: str | None, flags: int = 0) -> None:
 
 
 def with_a_disk() -> None:
-    """In a child: a tmpfs of 50 MiB, seen by this process alone."""
+    """In a child process: a tmpfs of 50 MiB that only this process sees."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(NEW_MOUNTS) and libc.unshare(NEW_USER | NEW_MOUNTS):
         raise OSError(ctypes.get_errno(), "unshare")
@@ -88,7 +88,7 @@ def with_a_disk() -> None:
 
 
 def on_a_disk(work: Callable[[], Any]) -> Any:
-    """What `work` returns in a process with a small disk of its own, and what that printed."""
+    """The result of `work` in a process with its own small disk, and the output of the process."""
 
     def prepared() -> Any:
         try:
@@ -119,7 +119,7 @@ def warnings_in(output: str) -> list[str]:
 
 
 def test_too_little_space() -> None:
-    """Nothing is begun; the warning names what is needed and what is free; it works again when there is space."""
+    """No save is started; the warning names the needed and the free space; saves work again when there is space."""
     answer, output = on_a_disk(lambda: train({2: lambda: fill(5 * MIB), 4: free}))
     assert answer == {"error": None, "step": 6, "names": ["step-00000005", "step-00000006"], "left": []}
     after = {event["step"]: event["names"] for event in told()}
@@ -138,7 +138,7 @@ def test_too_little_space() -> None:
 
 
 def _numbers(text: str) -> list[str]:
-    """The numbers of more than six digits that stand alone."""
+    """The separate numbers of more than six digits."""
     return [word.strip(",.;:") for word in text.split() if word.strip(",.;:").isdigit() and len(word.strip(",.;:")) > 6]
 
 
@@ -212,7 +212,7 @@ def test_a_folder_that_is_read_only_at_the_start() -> None:
 
 
 def test_a_folder_that_becomes_read_only() -> None:
-    """Treated like a full disk: a warning, and it is tried again."""
+    """Treated like a full disk: a warning, and the next save tries again."""
     acts = {2: lambda: mount(None, REMOUNT | READ_ONLY), 4: lambda: mount(None, REMOUNT)}
     answer, output = on_a_disk(lambda: train(acts))
     assert answer == {"error": None, "step": 6, "names": ["step-00000005", "step-00000006"], "left": []}
@@ -228,7 +228,7 @@ def test_a_folder_that_becomes_and_stays_read_only() -> None:
 
 
 def without_privileges() -> None:
-    """In a child: obey the permissions of files, as all but root do."""
+    """In a child process: obey file permissions, unlike root."""
     # capset(2): header (version 3, this thread), then effective, permitted, inheritable, for the two halves of the set
     header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     if ctypes.CDLL(None, use_errno=True).capset(header, none):
@@ -261,7 +261,7 @@ def test_a_folder_without_permission_at_the_start() -> None:
 
 
 def test_a_limit_on_the_size_of_files() -> None:
-    """What a file system that is too small for one file does, where none can be mounted."""
+    """A substitute for a file system that is too small for one file, where none can be mounted."""
 
     def work() -> Any:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

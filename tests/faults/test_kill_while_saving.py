@@ -33,20 +33,20 @@ OPERATIONS = 18
 
 
 class Fat(TrainModule):
-    """60 MB of state, of which each number tells the step that it is of."""
+    """60 MB of state, in which each number shows the step at which it was saved."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(NUMBERS))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.weight.sum()  # whose gradient is 1 everywhere
+        return self.weight.sum()  # its gradient is 1 everywhere
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1.0, momentum=1.0)
 
     def is_of(self, step: int) -> bool:
-        """Whether every number is that of `step`: what was saved is neither torn nor of another moment."""
+        """Whether every number is that of `step`: the save is complete and from one moment."""
         expected = -step * (step + 1) / 2
         [state] = self.trainer.optimizers[0].state.values() if step else [{"momentum_buffer": torch.zeros(1)}]
         return bool((self.weight == expected).all()) and bool((state["momentum_buffer"] == step).all())
@@ -61,7 +61,7 @@ class Blocking(Callback):
 
 
 class Saving(Callback):
-    """Saves to one path after each step: a checkpoint that is there is replaced."""
+    """Saves to one path after each step, which replaces the checkpoint at that path."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,7 +71,7 @@ class Saving(Callback):
 
 
 class Telling(Callback):
-    """Tells where the process starts and which saves it asks for; may kill it in the middle of one.
+    """Reports where the process starts and which saves it requests; may kill it in the middle of one.
 
     Args:
         save: in which save of this process; 0: in none.
@@ -94,7 +94,7 @@ class Telling(Callback):
         tell({"start": start, "right": module.is_of(start), **there})
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
-        if not self.started:  # what is tried at the start
+        if not self.started:  # the trial save at the start
             return
         self.saves += 1
         tell({"asked": trainer.global_step, "names": checkpoints(FOLDER) if FOLDER.is_dir() else []})
@@ -129,7 +129,7 @@ def work(
 
 
 def start_of(child: Child, number: int) -> dict[str, Any]:
-    """What process `number` told when it started."""
+    """What process `number` reported when it started."""
     return child.until(lambda: [event for event in told() if "start" in event][number:], "its start")[0]
 
 
@@ -145,7 +145,7 @@ def written(step: int) -> int | None:
 
 
 def kill_while_writing(child: Child, step: int, share: float) -> None:
-    """Kill the process when so much of the save of a step is on the disk, or when that moment was missed."""
+    """Kill the process when `share` of the save of a step is on the disk, or when that moment was missed."""
 
     def reached() -> bool:
         now = written(step)
@@ -218,7 +218,7 @@ def kill_while_replacing(operations: list[int]) -> None:
 
 
 def test_killed_while_replacing() -> None:
-    """A checkpoint at a path of the user's is at each moment the old one or the new one."""
+    """A checkpoint at a user's path is at any moment the old one or the new one."""
     kill_while_replacing(random.Random(7).sample(range(OPERATIONS), 3))
 
 

@@ -1,4 +1,4 @@
-"""One process of several fails: all end soon, with the first failing traceback last, and nothing stays behind."""
+"""One process of several fails: all end soon, the first failing traceback is the last one, and no process remains."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.prompt
 
 SCRIPT = str(Path(__file__).with_name("failing_script.py"))
 LIMIT = within(10)  # seconds from the failure to the last end
-TIMEOUT = 3 if ALONE else 20  # seconds that a collective waits where one hangs; all must have started within it
+TIMEOUT = 3 if ALONE else 20  # timeout of collectives in seconds; all processes must have started within it
 SLOW = pytest.mark.slow
 
 LAUNCHERS = {
@@ -34,7 +34,7 @@ LAUNCHERS = {
 
 
 class Job:
-    """A training script that was started in one of the ways."""
+    """A training script that was started by one of the launchers."""
 
     def __init__(self, launcher: str, kind: str, rank: int, folder: Path) -> None:
         environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TIMEOUT": str(TIMEOUT)}
@@ -123,7 +123,7 @@ def test_one_raises(launcher: str, rank: int, run_dir: Path) -> None:
         running.until(f"failing on rank {rank}")
         running.ends_within(LIMIT)
         assert running.process.returncode != 0
-        if launcher != "torchrun":  # which prints one of its own after all others
+        if launcher != "torchrun":  # torchrun prints its own traceback last
             assert last_error(running.output) == "ValueError: this process fails on purpose", running.output
         assert "ValueError: this process fails on purpose" in running.output
 
@@ -150,7 +150,7 @@ def test_one_goes_away(launcher: str, kind: str, run_dir: Path) -> None:
 @SLOW
 @pytest.mark.parametrize("launcher, rank", [("trainkit launch", 0), ("script", 1)])
 def test_one_hangs(launcher: str, rank: int, run_dir: Path) -> None:
-    """Within the set timeout all end, and the stacks of all lie in the run's folder."""
+    """All end within the timeout, and the stacks of all processes are in the run's folder."""
     with job(launcher, "hang", rank, run_dir) as running:
         running.until(f"failing on rank {rank}")
         running.ends_within(TIMEOUT + LIMIT)
@@ -174,7 +174,7 @@ def test_one_raises_elsewhere(kind: str, words: str, run_dir: Path) -> None:
     "launcher", ["trainkit launch", *(pytest.param(launcher, marks=SLOW) for launcher in ("script", "torchrun", "spawn"))]
 )
 def test_all_is_well(launcher: str, run_dir: Path) -> None:
-    """So that the others can fail."""
+    """A run without a failure, to show that the other tests can fail."""
     with job(launcher, "none", 0, run_dir) as running:
         running.ends_within(PATIENCE)
         assert running.process.returncode == 0, running.output

@@ -16,11 +16,12 @@ import pytest
 from helpers.launch.launched import Launched
 from helpers.resume.disturbed import MICRO_BATCHES, Training, drawn_moments, end_of, logged, newest, started
 from helpers.resume.elastic import journal
+from helpers.support import run_python
 
 ROWS = -(-MICRO_BATCHES // 2)  # of an epoch, on two processes
 LAUNCH = ("-m", "trainkit", "launch", "--nproc-per-node", "2")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-EARLY = 0.2  # of the kills come while the processes start
+EARLY = 0.2  # share of the kills that happen while the processes start
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +34,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def entries(path: Path) -> list[dict[str, Any]]:
-    """What a process has written down of its micro-batches in one start."""
+    """The micro-batches that a process recorded in one start."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def rows(folder: Path, attempt: int) -> int:
-    """How far the main process has come in one start: rows since the beginning of the training."""
+    """Number of micro-batches of the main process since the beginning of the training, in one start."""
     path = folder / f"journal-{attempt}-0.jsonl"
     written = path.read_text().splitlines() if path.exists() else []
     if not written:
@@ -48,7 +49,7 @@ def rows(folder: Path, attempt: int) -> int:
 
 
 def kill(running: Launched, attempt: int, moment: tuple[int, float], draw: random.Random) -> bool:
-    """Kill a random process of a start at a moment; returns whether that came before the end of the job."""
+    """Kill a random process of a start at a moment; returns whether the job was still running."""
     until, delay = moment
     if not running.until(lambda: len(running.pids(attempt)) == 2, f"start {attempt}"):
         return False
@@ -83,7 +84,7 @@ def assert_equal(folder: Path, plain: Path, since: int = 0) -> None:
 
 
 def assert_little_lost(folder: Path) -> None:
-    """A save is in flight while the next update is made, so that of what a start has done at most one update is lost."""
+    """A save may be in progress during the next optimizer step, so each kill loses at most one optimizer step."""
     starts = sorted(int(path.stem.split("-")[1]) for path in folder.glob("journal-*-0.jsonl"))
     done = [found for start in starts if (found := entries(folder / f"journal-{start}-0.jsonl"))]
     for before, after in pairwise(done):
@@ -118,6 +119,45 @@ def killed(
 
 def test_killed_at_random_moments(plain: Path) -> None:
     killed(plain, 1, 1)
+
+
+SINGLE = """
+import os, pathlib, signal, time, torch
+from trainkit import Callback, Trainer, TrainModule
+
+class Kill(Callback):
+    def on_train_start(self, trainer, module):
+        with open("starts", "a") as file:
+            print(trainer.global_step, file=file)
+
+    def on_train_batch_end(self, trainer, module, *given):
+        if trainer.global_step == 6 and len(pathlib.Path("starts").read_text().split()) == 1:
+            while not list(pathlib.Path("trainkit_runs").rglob("[!.]*/manifest.sha256")):  # until the save is complete
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+class Module(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+Trainer(max_epochs=3, callbacks=Kill(), logger=False, enable_progress_bar=False).fit(Module(), [torch.ones(1, 2)] * 4)
+"""
+
+
+@pytest.mark.parametrize("launcher", [LAUNCH, TORCHRUN], ids=["trainkit", "torchrun"])
+def test_a_single_process_resumes_after_a_restart(launcher: tuple[str, ...], run_dir: Path) -> None:
+    (run_dir / "script.py").write_text(SINGLE)
+    one = tuple("1" if argument == "2" else argument for argument in launcher)
+    done = run_python(*one, "--max-restarts", "1", "script.py", cwd=run_dir)
+    assert done.returncode == 0, done.stderr
+    assert (run_dir / "starts").read_text().split() == ["0", "4"]
 
 
 @pytest.mark.slow

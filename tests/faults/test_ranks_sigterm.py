@@ -35,9 +35,9 @@ from trainkit.trainer import lifecycle as running
 
 pytestmark = pytest.mark.prompt
 
-ROWS = 2  # micro-batches of a process in an update
+ROWS = 2  # micro-batches of a process in one optimizer step
 LIMIT = within(30)  # seconds from the signal to the last end
-APART = 0.2  # seconds, at most, between the first and the last of signals that do not reach all at the same time
+APART = 0.2  # maximum seconds between the first and the last signal, if the processes do not get them at the same time
 SIGTERM, SIGINT, SIGUSR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 SLOW = pytest.mark.slow
 
@@ -52,7 +52,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_stopped_well(folder: str | Path, output: str) -> None:
-    """One good newest checkpoint, of exactly where it stopped."""
+    """The newest checkpoint is valid, and is from exactly where the run stopped."""
     manifest = newest(folder).manifest
     done = manifest.epoch * MICRO_BATCHES + manifest.position["batches"]
     assert lines(folder, 0) + lines(folder, 1) == done, output
@@ -80,7 +80,7 @@ def exit_code(number: int) -> int:
 
 
 def send(running: Started, number: int, to: str, draw: random.Random) -> int:
-    """Signal one of them, or all, as a terminal or a batch system does: the loaders' workers too. Who got it first."""
+    """Signal one process, or all, with DataLoader workers, like a terminal or a batch system; returns the first rank."""
     first = draw.randrange(2)
     running.signal(first, number, group=to != "one")
     if to == "apart":
@@ -106,10 +106,10 @@ def chain(training: Training, drawn: list[tuple[int, float]], draw: random.Rando
             took = time.monotonic() - then
             assert lines(training.folder) <= done + 2 * ROWS + 1, "what is asked for in one step happens after the next"
             if to == "apart" and codes[first] == exit_code(number) and codes[1 - first] == -number:
-                codes[1 - first] = codes[first]  # it had nothing left to do but to end when it was told to
+                codes[1 - first] = codes[first]  # it had finished its work when it was signaled
             if codes != [exit_code(number)] * 2:
                 assert newest(training.folder).manifest.epoch == EPOCHS, f"{codes}:\n{running.output}"
-                break  # it came when the fit had ended
+                break  # it arrived after the end of the fit
             assert_stopped_well(training.folder, running.output)
         seconds.append(took)
     return seconds
@@ -163,7 +163,7 @@ def test_one_rank_gets_a_signal_before_the_first_step(hook: str, rank: int) -> N
 
 
 class WhileChecked(Callback):
-    """One process gets SIGTERM while its module is looked at, before it has a callback's hooks.
+    """One process gets SIGTERM while its module is checked, before callback hooks are called.
 
     Args:
         rank: of that process.
@@ -206,7 +206,7 @@ def test_one_rank_gets_a_signal_before_anything(rank: int, late: bool) -> None:
 
 @pytest.mark.parametrize("hook", ["on_train_end", pytest.param("on_fit_end", marks=SLOW)])
 def test_one_rank_gets_a_signal_after_the_last_step(plain: Path, hook: str) -> None:
-    """All is saved; all processes end all the same, as one was told to."""
+    """Everything is saved; all processes still end, since one was told to."""
     training = Training("runs")
     with started(training, more=[Signal(hook, 1, SIGTERM)]) as running:
         assert running.codes(LIMIT) == [143, 143], running.output
@@ -216,7 +216,7 @@ def test_one_rank_gets_a_signal_after_the_last_step(plain: Path, hook: str) -> N
 
 @pytest.mark.parametrize("late", ["on_exception", pytest.param("on_save_checkpoint", marks=SLOW)])
 def test_one_rank_gets_a_signal_when_all_are_about_to_save(plain: Path, late: str) -> None:
-    """A batch system tells all, but not all at the same moment: what comes later is no second signal."""
+    """A batch system signals all processes, but not at the same time: later signals do not count as second ones."""
     training = Training("runs")
     with started(training, more=[Signal("on_before_backward", 0, SIGTERM), Signal(late, 1, SIGTERM, received=True)]) as running:
         assert running.codes(LIMIT) == [143, 143], running.output
@@ -268,7 +268,7 @@ def test_launched(plain: Path, launcher: tuple[str, ...], number: int, to: str) 
     assert f"to continue: trainer.fit(..., ckpt_path='{newest('runs').path.absolute()}')" in output
     assert output.count("Ctrl-C") == (number == SIGINT and to != "one"), output
     assert output.count("Traceback") == (number == SIGINT), output
-    if number == SIGINT:  # the last line says it, and above it stands no frame of the loop
+    if number == SIGINT:  # the last line shows it, without frames of the loop above it
         assert "KeyboardInterrupt: stopped after " in output.rstrip().splitlines()[-1]
         assert f"{os.sep}running.py" not in output
     assert_nothing_lost(training, plain)

@@ -38,7 +38,7 @@ class At(Callback):
 
 
 def fit(steps: int = 6, *more: Callback, ckpt_path: Any = None, keep: int = 2, **options: Any) -> Trainer:
-    """A run that saves after every second update."""
+    """A run that saves after every second optimizer step."""
     checkpoint = ModelCheckpoint(**{"dirpath": FOLDER, **options}, every_n_train_steps=2, keep_last=keep)
     trainer = saving(checkpoint, *more, max_steps=steps, max_epochs=None)
     trainer.fit(TinyModule(), tiny_loader(200), ckpt_path=ckpt_path)
@@ -80,7 +80,7 @@ def test_auto_takes_the_run_that_was_saved_last() -> None:
 
 
 def test_auto_finds_the_newest_in_all_folders_of_a_run() -> None:
-    """Two callbacks that save to folders of their own, at different times."""
+    """Two callbacks that save to their own folders, at different times."""
 
     def train(steps: int) -> Trainer:
         return fit(steps, ModelCheckpoint("often", every_n_train_steps=1), dirpath="seldom", ckpt_path="auto")
@@ -127,7 +127,7 @@ def test_a_second_live_run_is_refused() -> None:
 
 
 @pytest.mark.parametrize("reaped", [True, False])
-def test_the_lock_of_a_killed_run_is_taken_over_at_once(reaped: bool) -> None:
+def test_the_lock_of_a_killed_run_is_taken_over_immediately(reaped: bool) -> None:
     with Child(lambda: fit(8, At(4, lambda: os.kill(os.getpid(), signal.SIGKILL)))) as child:
         if reaped:
             assert child.code == -signal.SIGKILL
@@ -220,11 +220,11 @@ def test_a_damaged_checkpoint_is_named_and_the_next_older_is_used(
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_checkpoint_that_is_asked_for_is_an_error(saved: Path, name: str, damage: Callable[[Path], None]) -> None:
+def test_a_damaged_checkpoint_that_is_requested_is_an_error(saved: Path, name: str, damage: Callable[[Path], None]) -> None:
     damage(saved / name)
     with pytest.raises(CorruptCheckpointError, match="step-00000006"):
         fit(8, ckpt_path=saved)
-    if not name.startswith("optimizer"):  # which an evaluation does not read
+    if not name.startswith("optimizer"):  # an evaluation does not read it
         trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir="runs")
         with pytest.raises(CorruptCheckpointError, match="step-00000006"):
             trainer.validate(TinyModule(), tiny_loader(), ckpt_path=saved)
@@ -252,8 +252,8 @@ def test_a_bad_one_is_neither_counted_nor_removed_by_the_rotation(saved: Path) -
     assert {path.name for path in FOLDER.iterdir() if path.is_dir()} == {"step-00000006", "step-00000010", "step-00000012"}
 
 
-def test_there_is_none() -> None:
-    with pytest.raises(CheckpointNotFoundError, match="To start from the beginning if there is none: ckpt_path='auto'"):
+def test_last_without_a_checkpoint_is_an_error() -> None:
+    with pytest.raises(CheckpointNotFoundError, match="'auto' starts from the beginning"):
         fit(2, ckpt_path="last")
     trainer = fit(2, ckpt_path="auto")
     assert (trainer.global_step, trainer._save_policy.resumed_from) == (2, None)

@@ -25,7 +25,7 @@ WINDOW = Run().accumulate
 
 
 class Clock(Callback):
-    """Tells the time after each micro-batch, and at the end of the fit."""
+    """Records the time after each micro-batch, and at the end of the fit."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         tell(time.monotonic(), "clock")
@@ -70,7 +70,7 @@ def assert_nothing_lost(expected: Any, run: Run, name: str = "last") -> None:
 
 
 def moments(draw: random.Random, number: int) -> list[tuple[int, float]]:
-    """Moments drawn uniformly from the first update of the undisturbed run to its end: (micro-batches done, seconds since)."""
+    """Moments, drawn from the first optimizer step of the undisturbed run to its end: (micro-batch, seconds since)."""
     clock = told("clock")
     drawn = sorted(draw.uniform(clock[WINDOW - 1], clock[-1]) for _ in range(number))
     done = [sum(then <= moment for then in clock) for moment in drawn]
@@ -88,7 +88,7 @@ def chain(run: Run, drawn: list[tuple[int, float]], signals: list[int]) -> int:
             if not child.ended:
                 child.signal(signals[number % len(signals)])
             if child.code in (0, -signal.SIGTERM, -signal.SIGUSR1) and newest(run.folder).manifest.epoch == run.epochs:
-                break  # it came when the fit had ended
+                break  # it arrived after the end of the fit
             assert child.code == 143, child.output
         hits += 1
     return hits
@@ -121,7 +121,7 @@ def test_sigusr1_at_random_moments() -> None:
 
 
 def test_sigterm_to_the_whole_process_group() -> None:
-    """The workers get it too, and end before this process was asked to."""
+    """The workers get it too, and end before this process has handled it."""
     signalled(3, 3, 4, [signal.SIGTERM], workers=2)
 
 
@@ -132,7 +132,7 @@ def test_sigterm_to_the_whole_process_group_at_random_moments() -> None:
 
 @dataclass
 class Counted(Watched):
-    """A run that counts Python's calls in the main thread from the first update on, and is signalled at one of them."""
+    """A run that counts Python's calls in the main thread from the first optimizer step, and is signaled at one."""
 
     at: int = 0
 
@@ -179,7 +179,7 @@ def test_sigterm_in_many_functions() -> None:
 
 
 def test_sigterm_in_a_validation() -> None:
-    """The checkpoint says that it is pending; it is repeated whole, and no row is written twice."""
+    """The checkpoint records that it is pending; it is repeated completely, and no row is written twice."""
     expected = plain()
     stop = At("on_validation_batch_end", send(signal.SIGTERM), 8, batch_idx=1)
     with Child(Watched(more=[stop]).go) as child:
@@ -215,7 +215,7 @@ def test_sigterm_before_the_first_step_of_a_resumed_run() -> None:
 
 
 def test_sigterm_when_the_last_step_is_done() -> None:
-    """All is saved; the process ends all the same, as it was told to."""
+    """Everything is saved; the process still ends, since it was told to."""
     expected = plain()
     with Child(Watched(more=[At("on_train_end", send(signal.SIGTERM))]).go) as child:
         assert child.code == 143, child.output
@@ -228,7 +228,7 @@ def wait_forever(name: str) -> None:
         time.sleep(0.01)
 
 
-def test_a_second_sigterm_ends_at_once() -> None:
+def test_a_second_sigterm_ends_immediately() -> None:
     def work() -> None:
         signal.signal(signal.SIGTERM, lambda *_: tell("noted"))
         Watched(more=[At("on_before_backward", lambda: wait_forever("steps"), 5)]).go()
@@ -276,7 +276,7 @@ main()
 
 
 def interrupted(run_dir: Path, hook: str) -> list[str]:
-    """The lines that a script leaves on the terminal that is interrupted in a hook and catches nothing."""
+    """The output lines of a script that is interrupted in a hook and catches nothing."""
     (run_dir / "train.py").write_text(SCRIPT.format(hook=hook))
     done = run_python("-u", "train.py", cwd=run_dir, env={"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])})
     assert done.returncode == -signal.SIGINT, done.stderr
@@ -284,7 +284,7 @@ def interrupted(run_dir: Path, hook: str) -> list[str]:
 
 
 def test_the_last_line_after_ctrl_c_says_how_to_continue(run_dir: Path) -> None:
-    """It is where one looks, and above it no frame of the loop, whose place says nothing."""
+    """Users look at the last line; there are no frames of the loop above it, since they do not help."""
     lines = interrupted(run_dir, "on_train_batch_end(self, *_)")
     path = run_dir.resolve() / "trainkit_runs/version_0/checkpoints/step-00000002"
     assert lines[-1] == (
@@ -316,7 +316,7 @@ def test_ctrl_c_to_the_whole_process_group() -> None:
     assert_nothing_lost(expected, Watched(workers=2))
 
 
-def test_a_second_ctrl_c_ends_at_once() -> None:
+def test_a_second_ctrl_c_ends_immediately() -> None:
     with Child(Watched(more=[At("on_before_backward", lambda: wait_forever("steps"), 5)]).go) as child:
         child.until(lambda: told("steps") and checkpoints("runs/logs/default/version_0/checkpoints"), "the step")
         child.signal(signal.SIGINT)
@@ -327,7 +327,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
 
 
 def test_the_users_own_handler() -> None:
-    """It is called too, and is back afterwards; so is what was set for the other signals."""
+    """It is called too, and is restored afterwards, like the handlers of the other signals."""
 
     def work() -> Any:
         numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -344,7 +344,7 @@ def test_the_users_own_handler() -> None:
 
 
 def test_a_fit_in_another_thread() -> None:
-    """Handlers can be set in the main thread only: signals do there what they did before."""
+    """Handlers can be set in the main thread only, so signals do what they did before the fit."""
 
     def work() -> Any:
         from concurrent.futures import ThreadPoolExecutor
@@ -378,6 +378,6 @@ os.write(1, b"main %d %d" % (held(), len(batches)))
 
 
 def test_a_worker_that_has_only_just_been_started_does_not_end() -> None:
-    """Signals wait until it has its handlers; afterwards nothing is held back, there or in the main process."""
+    """Signals are blocked until it has its handlers; afterwards they are unblocked, there and in the main process."""
     done = run_python(STARTING)
     assert done.stdout == "forked 3 working 0 main 0 4", done.stderr

@@ -1,4 +1,4 @@
-"""`slurm_requeue=True`: when SLURM ends a job and the run is saved, it is asked to run the job again."""
+"""`slurm_requeue=True`: when SLURM ends a job and the run is saved, SLURM is asked to requeue the job."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_slurm_runs_a_task_of_an_array_again() -> None:
 
 @pytest.mark.parametrize("script", ["", "echo no such job >&2; exit 1"])
 def test_slurm_refuses(script: str) -> None:
-    """A warning that names the job; the run ends as it would have."""
+    """A warning names the job; the run ends as without slurm_requeue."""
     _, output = slurm({"SLURM_JOB_ID": "77"}, script=script)
     assert "TrainkitWarning" in output
     assert "requeue job 77" in output

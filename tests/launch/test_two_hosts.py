@@ -272,7 +272,7 @@ def test_a_folder_that_is_another_one_there(hosts: Hosts, tmp_path: Path) -> Non
     job.start(0)
     job.start(1, instead=(other, job.folder))
     assert job.codes() == [1, 1], job
-    words = "is not the same folder for all processes: what rank 0 on host-0 writes there is not seen by rank 1 on host-1"
+    words = "a file that rank 0 on host-0 wrote there is not visible to rank 1 on host-1"
     assert words in job.programs[0].output
     assert not list(other.rglob("step-*"))
     assert not job.worlds(0)

@@ -84,7 +84,9 @@ def test_classes_among_the_hyper_parameters_are_omitted() -> None:
             super().__init__()
             self.save_hyperparameters()
 
-    with pytest.warns(UserWarning, match="do not store these hyper-parameters.*: activation, options.norm. Expected values"):
+    with pytest.warns(
+        UserWarning, match="cannot store these hyper-parameters.*: activation, options.norm. Expected plain values"
+    ):
         trainer = saved(Activated(nn.Tanh, {"norm": nn.LayerNorm, "depth": 2}))
     again = Activated.load_from_checkpoint(trainer.checkpoint_callback.last_model_path, activation=nn.Tanh)
     assert again.hparams == {"activation": nn.Tanh, "options": {"depth": 2}}
@@ -108,7 +110,7 @@ def test_what_cannot_be_stored_is_there_in_the_run_and_given_again_afterwards() 
     module, memory = Backbone(**given, rate=0.25, config=config), Memory()
     trainer = make_trainer(enable_checkpointing=True, logger=memory)
     said = (
-        "do not store these hyper-parameters.*: net, act, optimizer, config.nested.norm, config.layers, config.object. Expected"
+        "cannot store these hyper-parameters.*: net, act, optimizer, config.nested.norm, config.layers, config.object. Expected"
     )
     with pytest.warns(UserWarning, match=said) as caught:
         trainer.fit(module, tiny_loader())
@@ -154,7 +156,7 @@ def test_keys_that_are_no_strings() -> None:
             self.save_hyperparameters({"rate": rate, 1: "one", "sizes": {2: "two"}, (3, 4): nn.Identity()})
 
     trainer = make_trainer(enable_checkpointing=True, logger=CSVLogger("logs"))
-    with pytest.warns(UserWarning, match=r"do not store these hyper-parameters.*: \(3, 4\)\. Expected"):
+    with pytest.warns(UserWarning, match=r"cannot store these hyper-parameters.*: \(3, 4\)\. Expected"):
         trainer.fit(Configured(rate=0.5), tiny_loader())
     again = Configured.load_from_checkpoint(trainer.checkpoint_callback.last_model_path)
     assert again.hparams == {"rate": 0.5, 1: "one", "sizes": {2: "two"}, (3, 4): again.hparams[3, 4]}

@@ -17,7 +17,7 @@ from trainkit.state.optimizer import capture_optimizer
 
 WHAT = "the checkpoint step-4"
 
-# PEFT asks transformers for an attribute that has a new name.
+# PEFT uses an attribute of transformers that has been renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 IDS = torch.tensor([[1, 2, 3, 4]])
@@ -87,7 +87,7 @@ def test_a_model_in_a_module_and_one_compiled_have_their_path() -> None:
     assert torch.equal(other.net(IDS).logits, module.net(IDS).logits)
 
 
-def test_a_configuration_that_is_no_json_is_named() -> None:
+def test_a_configuration_that_is_not_json_is_named() -> None:
     model = gpt2()
     model.config.helper = object()
     with pytest.raises(UnsavableError, match=r"net \(GPT2LMHeadModel\) cannot be written as JSON"):
@@ -98,7 +98,9 @@ def test_an_untied_model_gets_both_values() -> None:
     state = stored(gpt2())
     other = gpt2(1, tie_word_embeddings=False)
     notices = restore_model(other, state, what=WHAT)
-    assert notices == ["lm_head.weight was tied to transformer.wte.weight and is not here: both got the same values"]
+    assert notices == [
+        "lm_head.weight was tied to transformer.wte.weight when saved, but is not tied in this model: both got the same values"
+    ]
     assert torch.equal(other.lm_head.weight, state.tensors["transformer.wte.weight"])
 
 
@@ -124,7 +126,7 @@ def test_adapters_are_found() -> None:
     assert described["adapters"]["default"]["target_modules"] == ["c_attn"]
 
 
-def test_only_what_is_trained_is_stored_and_comes_back() -> None:
+def test_only_trained_parameters_are_stored_and_restored() -> None:
     module = Holder(lora(name="mine"))
     state = stored(module, "trainable")
     assert state.tensors
@@ -152,15 +154,15 @@ def test_its_configuration_opens_with_peft(run_dir: Path) -> None:
 def test_another_base_is_refused() -> None:
     state = stored(lora(), "trainable")
     other = lora(base=1)
-    with unchanged(other), pytest.raises(StateMismatchError, match="on another base than this model's"):
+    with unchanged(other), pytest.raises(StateMismatchError, match="of a model with another base"):
         restore_model(other, state, what=WHAT)
     half = lora().to(torch.bfloat16)
-    with unchanged(half), pytest.raises(StateMismatchError, match=r"another base .*\(dtype bfloat16\).*in the same dtype"):
+    with unchanged(half), pytest.raises(StateMismatchError, match=r"another base: .*\(dtype bfloat16\).*in the same dtype"):
         restore_model(half, state, what=WHAT)
     assert restore_model(other, stored(lora(), "all"), what=WHAT) == []
 
 
-def test_what_was_trained_must_be_there() -> None:
+def test_trained_parameters_must_exist() -> None:
     state = stored(lora(), "trainable")
     gone = next(iter(state.tensors))
     del state.tensors[gone]
@@ -232,7 +234,7 @@ def test_a_fingerprint_tells_names_dtypes_shapes_and_bits_apart() -> None:
     assert frozen_fingerprint(frozen(2.0)) != before
 
 
-def test_a_fingerprint_that_is_known_is_not_worked_out() -> None:
+def test_a_known_fingerprint_is_not_computed_again() -> None:
     assert capture_model(frozen(), "trainable", fingerprint="known").fingerprint == "known"
     assert capture_model(frozen()).fingerprint is None
 
@@ -247,8 +249,8 @@ def test_what_was_unfrozen_is_stored_and_unfrozen_again() -> None:
     assert "0.weight" in state.tensors
     assert "2.bias" not in state.tensors
     assert set(restore_model(other, state, what=WHAT)) == {
-        "2 parameters are trained again, as they were when the checkpoint was saved",
-        "1 parameter is frozen again, as it was when the checkpoint was saved",
+        "requires_grad of 2 parameters was set to True, as in the checkpoint",
+        "requires_grad of 1 parameter was set to False, as in the checkpoint",
     }
     assert [p.requires_grad for p in other.parameters()] == [p.requires_grad for p in module.parameters()]
     assert torch.equal(other[0].weight, module[0].weight)

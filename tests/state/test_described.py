@@ -66,7 +66,7 @@ def odd_state(module: nn.Linear) -> dict[str, Any]:
     }
 
 
-def test_odd_state_comes_back() -> None:
+def test_unusual_state_is_restored() -> None:
     module, other = net(), net()
     optimizer, resumed = Odd(module.parameters(), 0.1), Odd(other.parameters(), 0.1)
     optimizer.state[module.weight] = odd_state(module)
@@ -87,7 +87,7 @@ class Opaque(SGD):
         self.mine = state_dict["mine"]
 
 
-def test_a_state_dict_of_another_form_goes_through_as_it_is() -> None:
+def test_a_state_dict_of_another_form_is_stored_unchanged() -> None:
     module, other = net(), net()
     state = saved(module, Opaque(module.parameters(), 0.1), 2)
     assert state.tensors == {}

@@ -1,4 +1,4 @@
-"""What fits a module and what does not is known before anything is changed."""
+"""Whether a state fits a module is known before anything is changed."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_everything_that_does_not_fit_is_in_one_error() -> None:
         "  unexpected in the checkpoint (4): b.weight, b.bias, c.kept, c._extra_state",
         "  a.weight: shape (3, 2) in the checkpoint, (4, 2) in the model",
         "  a.bias: shape (3,) in the checkpoint, (4,) in the model",
-        "  d.running_mean: float32 in the checkpoint cannot become int32",
-        "Nothing was changed. Build the model as it was when it was saved, or load another checkpoint.",
+        "  d.running_mean: float32 in the checkpoint cannot be cast to int32",
+        "Nothing was changed. Fix: build the model with the same structure as the saved one, or load another checkpoint.",
     ]
 
 
@@ -40,12 +40,12 @@ def test_what_fits_with_strict_false() -> None:
     module = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(2, 2)})
     other = nn.ModuleDict({"a": nn.Linear(2, 3), "x": nn.Linear(2, 2)})
     untouched = frozen_copy(other["x"].weight)
-    with pytest.raises(StateMismatchError, match="or load what fits with strict=False"):
+    with pytest.raises(StateMismatchError, match="or load only the matching tensors with strict=False"):
         restore_model(other, stored(module), what=WHAT)
     notices = restore_model(other, stored(module), strict=False, what=WHAT)
     assert notices == [
-        "left as they were, since the checkpoint has none of them: x.weight, x.bias",
-        "not loaded, since the model has none of them: b.weight, b.bias",
+        "not in the checkpoint, so left unchanged: x.weight, x.bias",
+        "not in the model, so not loaded: b.weight, b.bias",
     ]
     assert torch.equal(other["a"].weight, module["a"].weight)
     assert torch.equal(other["x"].weight, untouched)
@@ -66,7 +66,7 @@ def test_no_memory_to_load_into() -> None:
 # -------------------------------------------------------------------------------------------------------------- dtypes
 
 
-def test_another_dtype_is_said() -> None:
+def test_casts_are_reported() -> None:
     module, other = nn.Linear(3, 2), nn.Linear(3, 2).bfloat16()
     assert restore_model(other, stored(module), what=WHAT) == ["2 tensors were cast from float32 to bfloat16"]
     assert torch.equal(other.weight, module.weight.bfloat16())
@@ -104,7 +104,7 @@ def test_only_casts_that_keep_the_meaning(here: Tensor, there: Tensor, fits: boo
         restore_model(other, stored(module), what=WHAT)
         assert torch.equal(other.x, here.to(there.dtype))
     else:
-        with unchanged(other), pytest.raises(StateMismatchError, match="cannot become"):
+        with unchanged(other), pytest.raises(StateMismatchError, match="cannot be cast to"):
             restore_model(other, stored(module), what=WHAT)
 
 

@@ -1,4 +1,4 @@
-"""What is saved of a module and how it comes back: all of it, or nothing is changed."""
+"""What is saved of a module, and how it is restored: completely, or nothing is changed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_module_comes_back_bit_by_bit(name: str) -> None:
+def test_a_module_is_restored_bit_by_bit(name: str) -> None:
     torch.manual_seed(1)
     module = MODULES[name]()
     state = stored(module)
@@ -148,7 +148,9 @@ def test_empty_parameters_are_not_tied() -> None:
 def test_tied_in_the_checkpoint_only() -> None:
     module, other = Tied(), Tied(tied=False)
     notices = restore_model(other, stored(module), what=WHAT)
-    assert notices == ["head.weight was tied to embed.weight and is not here: both got the same values"]
+    assert notices == [
+        "head.weight was tied to embed.weight when saved, but is not tied in this model: both got the same values"
+    ]
     assert torch.equal(other.head.weight, module.embed.weight)
     assert torch.equal(other.embed.weight, module.embed.weight)
 
@@ -160,7 +162,7 @@ def test_tied_in_the_model_only() -> None:
     with torch.no_grad():
         module.head.weight.copy_(module.embed.weight)
     notices = restore_model(other, stored(module), what=WHAT)
-    assert notices == ["embed.weight, head.weight share memory here and did not when they were saved; their values agree"]
+    assert notices == ["embed.weight, head.weight share memory in this model, but did not when saved; their values are equal"]
     assert torch.equal(other.head.weight, module.head.weight)
 
 
@@ -168,7 +170,7 @@ def test_one_name_of_two_that_are_tied_is_enough() -> None:
     state = stored(Tied())
     state.aliases.clear()
     other = Tied()
-    assert restore_model(other, state, what=WHAT) == ["head.weight is tied to embed.weight here and gets its value"]
+    assert restore_model(other, state, what=WHAT) == ["head.weight is tied to embed.weight in this model and gets its value"]
     assert torch.equal(other.head.weight, state.tensors["embed.weight"])
 
 
@@ -176,7 +178,7 @@ def test_one_name_of_two_that_are_tied_is_enough() -> None:
 
 
 class Picky(nn.Module):
-    """Loads its weight, then changes its mind."""
+    """Loads its weight, then raises an error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +194,7 @@ class Picky(nn.Module):
 
 def test_a_module_whose_own_load_fails_is_restored() -> None:
     for module, other in ((nn.Sequential(nn.Linear(2, 2), Extra("bad")), nn.Sequential(nn.Linear(2, 2), Extra())),):
-        with unchanged(other), pytest.raises(StateMismatchError, match="load_state_dict refused it: not mine"):
+        with unchanged(other), pytest.raises(StateMismatchError, match="load_state_dict failed: not mine"):
             restore_model(other, stored(module), what=WHAT)
     other = nn.Sequential(nn.Linear(2, 2), Picky())
     with unchanged(other), pytest.raises(StateMismatchError, match="not this one\nThe model was restored"):
@@ -251,7 +253,5 @@ def test_lazy_parameters_may_be_frozen() -> None:
         parameter.requires_grad = False
     state = stored(module, "trainable")
     assert state.fingerprint == frozen_fingerprint(module) != frozen_fingerprint(other)
-    assert restore_model(other, state, what=WHAT) == [
-        "4 parameters are frozen again, as they were when the checkpoint was saved"
-    ]
+    assert restore_model(other, state, what=WHAT) == ["requires_grad of 4 parameters was set to False, as in the checkpoint"]
     assert not any(parameter.requires_grad for parameter in other.parameters())

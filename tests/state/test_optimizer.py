@@ -1,4 +1,4 @@
-"""Every optimizer of torch: what is saved comes back bit by bit, and so do the steps after it."""
+"""Every optimizer of torch: the state is restored bit by bit, and the following steps are identical."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def train(net: Net, optimizer: Optimizer, steps: range) -> list[Tensor]:
 
 
 def saved(net: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, torch.dtype], Any]:
-    """Tensors, description, dtypes and model as a checkpoint would give them back."""
+    """Tensors, description, dtypes and model, as read from a checkpoint."""
     state = capture_optimizer(optimizer, 0, parameter_names([net]))
     model = frozen_copy(vars(capture_model(net)))
     dtypes = {name: tensor.dtype for name, tensor in model["tensors"].items()}
@@ -137,7 +137,7 @@ def test_state_and_further_steps_are_bit_identical(name: str) -> None:
     train(net, optimizer, range(4))
     stored, before = saved(net, optimizer), whole(net, optimizer)
     other, resumed = build(name, seed=1)
-    train(other, resumed, range(50, 52))  # it must not matter what was there
+    train(other, resumed, range(50, 52))  # the previous state must not matter
     assert load(other, resumed, stored) == []
     assert differences(before, whole(other, resumed)) == []
     losses = train(net, optimizer, range(4, 7))
@@ -181,7 +181,7 @@ def test_keys_and_irregular_slots() -> None:
     assert not any("idle" in key for key in state.tensors)
 
 
-def test_types_of_options_come_back() -> None:
+def test_types_of_options_are_restored() -> None:
     net, optimizer = build("Adam, tensor lr")
     other, resumed = build("Adam, tensor lr", 1)
     resumed.param_groups[0]["lr"] = torch.tensor(0.5)
@@ -193,7 +193,7 @@ def test_types_of_options_come_back() -> None:
     assert isinstance(group["betas"], tuple)
 
 
-def test_how_it_computes_is_this_runs_business() -> None:
+def test_options_of_how_it_computes_are_those_of_this_run() -> None:
     net, optimizer = build("AdamW fused")
     train(net, optimizer, range(2))
     other, resumed = build("AdamW", 1)
@@ -222,7 +222,7 @@ def test_slots_follow_their_parameter_and_others_keep_their_dtype() -> None:
     assert any("tensors were cast from float32 to bfloat16" in text for text in notices)
 
 
-def test_state_of_another_dtype_than_its_parameter_stays_so() -> None:
+def test_state_of_another_dtype_than_its_parameter_keeps_it() -> None:
     """torch's own load would cast these to the parameter's dtype."""
     net, optimizer = build("Adam", dtype=torch.bfloat16)
     train(net, optimizer, range(1))
@@ -281,7 +281,7 @@ def test_a_group_that_was_added_during_training() -> None:
     other = Net()
     resumed = optim.AdamW([other.first.weight, other.first.bias], 0.01)
     notices = load(other, resumed, saved(net, optimizer))
-    assert notices == ["parameter group 1 was added to the optimizer, as it was during training: last.weight, scale"]
+    assert notices == ["parameter group 1 was added to the optimizer, as in the saved run: last.weight, scale"]
     assert resumed.param_groups[1]["betas"] == (0.7, 0.8)
     assert differences(whole(net, optimizer), whole(other, resumed)) == []
     assert differences(train(net, optimizer, range(4, 6)), train(other, resumed, range(4, 6))) == []
@@ -302,9 +302,9 @@ def test_a_group_added_to_an_optimizer_with_names() -> None:
     [
         (
             lambda n: [{"params": [n.last.weight]}],
-            ["in the checkpoint: first.weight, first.bias", "only here: last.weight"],
+            ["in the checkpoint: first.weight, first.bias", "only in this run: last.weight"],
         ),
-        (lambda n: [{"params": [n.first.bias, n.first.weight]}], ["in another order: first.weight, first.bias in the"]),
+        (lambda n: [{"params": [n.first.bias, n.first.weight]}], ["in a different order: first.weight, first.bias in the"]),
         (
             lambda n: [{"params": [n.first.weight, n.first.bias]}, {"params": [n.last.weight]}, {"params": [n.scale]}],
             ["group 2 is not in the checkpoint: scale"],
@@ -312,7 +312,7 @@ def test_a_group_added_to_an_optimizer_with_names() -> None:
         (lambda n: [{"params": [n.last.weight]}, {"params": [n.first.weight, n.first.bias]}], ["group 0: ", "group 1: "]),
         (
             lambda n: [{"params": [n.first.weight, n.first.bias, n.last.weight]}],
-            ["only here", "last.weight (in another"],
+            ["only in this run", "last.weight (in another"],
         ),
     ],
 )
@@ -336,15 +336,15 @@ def test_another_class_and_other_shapes() -> None:
     stored = saved(net, optimizer)
     other, resumed = build("SGD momentum", 1)
     train(other, resumed, range(1))
-    with unchanged(other, resumed), pytest.raises(StateMismatchError, match="it is of Adam, and this run has SGD"):
+    with unchanged(other, resumed), pytest.raises(StateMismatchError, match="it belongs to Adam, but this run has SGD"):
         load(other, resumed, stored)
     other, resumed = build("Adam", 1)
     other.first.weight.data = torch.ones(2, 2)
     other.last.weight.data = torch.ones(1)
     with unchanged(other, resumed), pytest.raises(StateMismatchError) as caught:
         load(other, resumed, stored)
-    assert "first.weight: exp_avg has shape (5, 4), the parameter has (2, 2) here" in str(caught.value)
-    assert "last.weight: exp_avg_sq has shape (3, 5), the parameter has (1,) here" in str(caught.value)
+    assert "first.weight: exp_avg has shape (5, 4), but the parameter has shape (2, 2)" in str(caught.value)
+    assert "last.weight: exp_avg_sq has shape (3, 5), but the parameter has shape (1,)" in str(caught.value)
 
 
 def test_a_plan_changes_nothing() -> None:
@@ -360,9 +360,9 @@ def test_a_plan_changes_nothing() -> None:
 
 def test_an_unknown_parameter_and_one_twice_are_refused() -> None:
     net = Net()
-    with pytest.raises(UnsavableError, match=r"optimizer 2 \(SGD\) holds a parameter of shape \(3,\)"):
+    with pytest.raises(UnsavableError, match=r"optimizer 2 \(SGD\) contains a parameter of shape \(3,\)"):
         capture_optimizer(optim.SGD([nn.Parameter(torch.ones(3))], 0.1), 2, parameter_names([net]))
     optimizer = optim.SGD([net.scale], 0.1)
     optimizer.param_groups[0]["params"].append(net.scale)
-    with pytest.raises(UnsavableError, match="holds scale more than once"):
+    with pytest.raises(UnsavableError, match="contains scale more than once"):
         capture_optimizer(optimizer, 0, parameter_names([net]))

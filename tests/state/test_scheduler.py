@@ -95,7 +95,7 @@ def build(make: Make, kind: type[Optimizer] = SGD, tensor: bool = False) -> tupl
 
 
 def advance(optimizer: Optimizer, scheduler: Any, steps: range) -> list[Any]:
-    """Steps, with what each group's schedule has come to after each."""
+    """The learning rate and momentum of each group after each step."""
     seen = []
     for step in steps:
         for group in optimizer.param_groups:
@@ -165,7 +165,7 @@ def test_rates_that_are_tensors(name: str) -> None:
 
 
 def test_a_resume_right_before_the_first_scheduler_step_does_not_warn() -> None:
-    """torch would say that the scheduler's step came before the optimizer's."""
+    """torch would warn that the scheduler's step was called before the optimizer's."""
     net, optimizer, scheduler = build(CASES["StepLR"])
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -179,7 +179,7 @@ def test_a_resume_right_before_the_first_scheduler_step_does_not_warn() -> None:
 
 
 class Wrapper(LRScheduler):
-    """Warms up, then hands over to another scheduler that it holds; has functions as attributes."""
+    """Warms up, then uses another scheduler that it contains; has functions as attributes."""
 
     def __init__(self, optimizer: Optimizer, after: LRScheduler) -> None:
         self.after, self.shape, self.shapes, self.told = after, lambda x: x, [len, 1], {"f": print, "n": 1}
@@ -227,13 +227,13 @@ def test_what_is_loaded_is_not_shared() -> None:
 @pytest.mark.parametrize(
     "saved, other, words",
     [
-        ("StepLR", "ExponentialLR", "the state of StepLR, and this run has ExponentialLR"),
+        ("StepLR", "ExponentialLR", "the state of StepLR, but this run has ExponentialLR"),
         (
             "SequentialLR",
             "ChainedScheduler",
-            r"SequentialLR\(LinearLR, CosineAnnealingLR, ExponentialLR\), and this run has Chained",
+            r"SequentialLR\(LinearLR, CosineAnnealingLR, ExponentialLR\), but this run has Chained",
         ),
-        ("LambdaLR object", "LambdaLR function and object", "load_state_dict refused the saved state"),
+        ("LambdaLR object", "LambdaLR function and object", "load_state_dict failed"),
     ],
 )
 def test_another_scheduler_is_refused(saved: str, other: str, words: str) -> None:

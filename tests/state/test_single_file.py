@@ -1,4 +1,4 @@
-"""One object in one file: what `Accelerator.save` writes, and `trainkit.utils.load` reads."""
+"""One object in one file, written by `Accelerator.save` and read by `trainkit.utils.load`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_tensor_of_several_names_is_stored_once() -> None:
         torch.float16,
     ],
 )
-def test_what_is_no_tensor_is_json(value: Any) -> None:
+def test_other_values_are_stored_as_json(value: Any) -> None:
     found = again(value)
     assert found == value
     assert type(found) is type(value)
@@ -92,11 +92,11 @@ def test_tensors_among_other_things() -> None:
     assert found["model"]["w"] is found["model"]["tied"]
     assert len(load_file(FILE)) == 3, "which any program reads"
     assert torch.equal(again(torch.ones(2)), torch.ones(2))
-    with pytest.raises(CorruptCheckpointError, match="no weights by name, but an object .*trainkit.utils.load"):
+    with pytest.raises(CorruptCheckpointError, match="expected tensors by name, found another object .*trainkit.utils.load"):
         read_tensors(FILE)
 
 
-def test_values_are_those_of_the_moment_and_any_dtype() -> None:
+def test_values_are_those_at_the_call_and_of_any_dtype() -> None:
     tensors = {
         "half": torch.randn(3).bfloat16(),
         "turned": torch.randn(4, 5).T,
@@ -110,7 +110,7 @@ def test_values_are_those_of_the_moment_and_any_dtype() -> None:
     assert not found["parameter"].requires_grad
 
 
-def test_a_file_of_anybodys() -> None:
+def test_a_file_of_another_program() -> None:
     save_file({"x": torch.arange(3)}, "theirs.safetensors", metadata={"who": "they"})
     assert torch.equal(load("theirs.safetensors")["x"], torch.arange(3))
     os.symlink("theirs.safetensors", "link")
@@ -126,7 +126,7 @@ def test_a_length_that_begins_like_a_pickle(length: int) -> None:
     assert load(FILE)["x"].tolist() == [5]
 
 
-def test_folders_are_made_and_files_replaced() -> None:
+def test_folders_are_created_and_files_replaced() -> None:
     write_object(Path("a/b/c.json"), 1)
     write_object(Path("a/b/c.json"), {"x": torch.ones(1)})
     write_object(Path("a/b/c.json"), 2)
@@ -136,20 +136,20 @@ def test_folders_are_made_and_files_replaced() -> None:
     assert (load("a/b/c.json"), os.listdir("a/b")) == (3, ["c.json"])
 
 
-def test_what_cannot_be_stored_leaves_what_was() -> None:
+def test_a_value_that_cannot_be_stored_leaves_the_old_file() -> None:
     write_object(FILE, 1)
     for value, said in (
         ({"model": nn.Linear(1, 1)}, r'object\["model"\] cannot be stored: it is a module'),
         ({"f": [print]}, r'object\["f"\]\[0\] cannot be stored: it is code'),
         ({"x": torch.empty(2, device="meta")}, "the tensor 'x' cannot be stored: it is on the meta device"),
-        ({"__metadata__": torch.ones(1)}, "the format keeps that name"),
+        ({"__metadata__": torch.ones(1)}, "the name is reserved"),
     ):
         with pytest.raises(UnsavableError, match=said):
             write_object(FILE, value)
     assert (load(FILE), os.listdir()) == (1, ["object"])
 
 
-def test_a_full_disk_leaves_what_was() -> None:
+def test_a_full_disk_leaves_the_old_file() -> None:
     write_object(FILE, 1)
 
     def fill() -> str:
@@ -167,7 +167,7 @@ def test_a_full_disk_leaves_what_was() -> None:
     assert (load(FILE), sorted(os.listdir())) == (1, ["answer.json", "object"])
 
 
-def test_a_kill_leaves_what_was() -> None:
+def test_a_kill_leaves_the_old_or_the_new_file() -> None:
     """At any byte: the file is the old or the new one."""
     write_object(FILE, {"x": torch.zeros(2**20)})
 
@@ -195,29 +195,29 @@ def test_a_kill_leaves_what_was() -> None:
 @pytest.mark.parametrize(
     "data, said",
     [
-        (b"", "not JSON"),
-        (b"hello, world", "not JSON"),
+        (b"", "not valid JSON"),
+        (b"hello, world", "not valid JSON"),
         (b"PK\x03\x04" + bytes(30), "looks like a pickle.*torch.load"),
         (b"\x80\x02}q\x00.", "looks like a pickle"),
         ((99).to_bytes(8, "little") + b"{}", "a header of 99 bytes in a file of 10 bytes"),
-        (b'{"$tensor": "#x"}', "refers to '#x', a tensor that is not there"),
+        (b'{"$tensor": "#x"}', "refers to the tensor '#x', which does not exist"),
         (b'{"$code": "x"}', "unknown tag"),
     ],
 )
-def test_what_is_none(data: bytes, said: str) -> None:
+def test_other_files_are_refused(data: bytes, said: str) -> None:
     FILE.write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match=said):
         load(FILE)
 
 
 @pytest.mark.parametrize("aliases", ['["a"]', '{"b": "c"}', '{"a": "a"}', '{"b": 1}', "{", '{"b": "a", "b": "a"}'], ids=str)
-def test_other_names_are_not_believed(aliases: str) -> None:
+def test_malformed_aliases_are_refused(aliases: str) -> None:
     save_file({"a": torch.ones(1)}, FILE, metadata={"trainkit_aliases": aliases})
     with pytest.raises(CorruptCheckpointError, match="trainkit_aliases"):
         load(FILE)
 
 
-def test_nothing_there() -> None:
+def test_a_missing_file() -> None:
     with pytest.raises(CheckpointNotFoundError, match="nowhere cannot be read: there is no such file"):
         load("nowhere")
     with pytest.raises(CheckpointNotFoundError, match="it is a folder"):

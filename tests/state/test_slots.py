@@ -1,4 +1,4 @@
-"""What an optimizer keeps is known from a step over tiny parameters: the same as real steps leave."""
+"""The state of an optimizer is measured with a step of tiny parameters: it is the same as after real steps."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_count_slots(name: str, slots: int) -> None:
         assert count_slots(OPTIMIZERS[name](parameters())) == slots
 
 
-def test_nothing_is_done_to_the_optimizer() -> None:
+def test_the_optimizer_is_not_changed() -> None:
     real = parameters()
     optimizer = OPTIMIZERS["adamw"](real)
     calls: list[int] = []

@@ -1,4 +1,4 @@
-"""Tagged JSON: everything comes back as it was, what cannot is named, and damaged text is an error and nothing else."""
+"""Tagged JSON: values are restored unchanged, unsupported ones are named, and damaged text is always an error."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def there_and_back(value: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in value and type, all the way down; nan is nan, 0.0 is not -0.0, sets and dicts by their elements."""
+    """Equal in value and type, recursively; nan equals nan, 0.0 does not equal -0.0, sets and dicts by their elements."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
@@ -92,7 +92,7 @@ hashable_leaves = st.one_of(
     st.integers(),
     st.integers().map(lambda n: n**40),
     st.floats(),
-    st.text(st.characters()),  # lone surrogates too
+    st.text(st.characters()),  # also lone surrogates
     st.sampled_from(["$", "$$", "$tuple", "$tensor", "$$map", "\ud800", "\0", "a\n", "__metadata__", "a/b", "a#b"]),
     st.binary(),
     st.complex_numbers(),
@@ -133,7 +133,7 @@ values = st.recursive(
 
 @given(values)
 @settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
-def test_every_value_comes_back_as_it_was(value: Any) -> None:
+def test_every_value_is_restored_unchanged(value: Any) -> None:
     back = there_and_back(value)
     assert same(back, value), (back, value)
 
@@ -181,7 +181,7 @@ def test_every_value_comes_back_as_it_was(value: Any) -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_particular_values_come_back_as_they_were(value: Any) -> None:
+def test_particular_values_are_restored_unchanged(value: Any) -> None:
     for wrapped in (value, [value], {"$k": (value,)}):
         assert same(there_and_back(wrapped), wrapped)
 
@@ -253,7 +253,7 @@ class Seven(int):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_some_come_back_as_something_plainer(value: Any, plainer: Any) -> None:
+def test_some_values_are_restored_as_a_plainer_type(value: Any, plainer: Any) -> None:
     assert same(there_and_back({"v": value}), {"v": plainer})
 
 
@@ -275,7 +275,7 @@ def test_tensors_are_named_by_their_path() -> None:
     assert back["list"][1][1] is back["callbacks"]["EarlyStopping"]["best_score"]
 
 
-def test_a_tensor_that_is_there_twice_is_stored_once_and_comes_back_as_one() -> None:
+def test_a_tensor_that_occurs_twice_is_stored_and_restored_once() -> None:
     found: dict[str, Tensor] = {}
     tensor, array = torch.ones(2), np.ones(2)
     data = dumps([tensor, array, {"again": tensor, "too": array}, tensor.clone()], found)
@@ -346,36 +346,36 @@ class HasCode:
         (Namespace(f=len), '["f"] cannot be stored'),
         (nn.Linear(1, 1), "state_dict()"),
         (torch.Generator(), "get_state()"),
-        (object(), "it is a builtins.object; store what it consists of"),
-        (deque([1]), "collections.deque; store list"),
-        (range(3), "builtins.range; store list"),
-        (iter([]), "store list"),
-        (memoryview(b"a"), "store list"),
+        (object(), "it is a builtins.object; store its content"),
+        (deque([1]), "collections.deque; store it as a list: list(…)"),
+        (range(3), "builtins.range; store it as a list: list(…)"),
+        (iter([]), "store it as a list"),
+        (memoryview(b"a"), "store it as a list"),
         (Plain.A, "it is a Plain; store its .value"),
         (sys, "it is a builtins.module"),
         (timezone.utc, "datetime.timezone"),
         (Ellipsis, "ellipsis"),
         (PureWindowsPath("a") if type(PurePath()) is PurePosixPath else PurePosixPath("a"), "pathlib"),
-        (np.longdouble(1), "store item()"),
-        (np.datetime64("2020"), "store item()"),
+        (np.longdouble(1), "store its item()"),
+        (np.datetime64("2020"), "store its item()"),
         (np.array([object()]), "torch has no dtype for a numpy array of object"),
         (np.array(["a"]), "<U1"),
         (np.array([("a", 1)], "O,i"), "torch has no dtype"),
         (np.array([1], "datetime64[s]"), "torch has no dtype"),
-        (np.array([1j]), "safetensors has no torch.complex128"),
+        (np.array([1j]), "safetensors does not support torch.complex128"),
         (np.ma.masked_array([1], [True]), "MaskedArray"),
         (torch.ones(1, dtype=torch.complex128), "complex128"),
         (torch.ones(1, device="meta"), "meta device"),
         (torch.eye(2).to_sparse(), "to_dense()"),
         (nn.UninitializedParameter(), "no values yet"),
-        ({torch.ones(1): 1}, "a Tensor as key"),
-        ({Frozen()}, "a Frozen as element of a set"),
-        ({(1, (Frozen(),)): 1}, "a Frozen as key"),
-        ({Plain.A: 1}, "a Plain as key"),
+        ({torch.ones(1): 1}, "a key is a Tensor"),
+        ({Frozen()}, "an element of a set is a Frozen"),
+        ({(1, (Frozen(),)): 1}, "a key is a Frozen"),
+        ({Plain.A: 1}, "a key is a Plain"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )
-def test_what_cannot_be_stored_is_said(value: Any, says: str) -> None:
+def test_values_that_cannot_be_stored_are_named(value: Any, says: str) -> None:
     if "<lambda>" in says:
         says = "<lambda>"
     with pytest.raises(UnsavableError) as caught:
@@ -411,7 +411,7 @@ def test_cycles_are_found() -> None:
 @pytest.mark.parametrize(
     "leaf, own", [(0, 0), (math.nan, 1), (complex(1, math.nan), 3), (10**400, 1), (np.float32("nan"), 3), (timedelta(1), 2)]
 )
-def test_whatever_is_encoded_is_not_too_deep_to_be_read(wrap: Any, levels: int, leaf: Any, own: int) -> None:
+def test_encoded_values_are_not_too_deep_to_be_read(wrap: Any, levels: int, leaf: Any, own: int) -> None:
     value, depth = leaf, own
     while depth + levels <= encode.MAX_DEPTH:
         value, depth = wrap(value), depth + levels
@@ -419,19 +419,19 @@ def test_whatever_is_encoded_is_not_too_deep_to_be_read(wrap: Any, levels: int, 
     there_and_back(value)
     for _ in range(3):
         value = wrap(value)
-    with pytest.raises(UnsavableError, match="nested more than 100 deep"):
+    with pytest.raises(UnsavableError, match="nested more than 100 levels deep"):
         dumps(value, {})
 
 
-def test_too_much_for_json_is_said() -> None:
-    with pytest.raises(UnsavableError, match=r"^state cannot be stored: 75,\d+,\d+ bytes of JSON.*into tensors"):
+def test_too_large_json_is_an_error() -> None:
+    with pytest.raises(UnsavableError, match=r"^state cannot be stored: 75,\d+,\d+ bytes of JSON.*as tensors"):
         dumps(["x" * 1_000_000] * 75, {})
 
 
-def test_equal_sets_give_equal_text() -> None:
+def test_equal_sets_have_equal_text() -> None:
     words = [f"w{i}" for i in range(50)]
     small, larger = {0, 8}, set(range(9)) | {2**20}
-    larger -= {*range(1, 8), 2**20}  # the same elements, but in a table in which they come in another order
+    larger -= {*range(1, 8), 2**20}  # the same elements, but in a hash table with a different order
     assert small == larger
     assert dumps(small, {}) == dumps(larger, {})
     code = f"from trainkit.tagged_json.encode import dumps; print(list(set({words})), dumps(set({words}), {{}}))"
@@ -444,7 +444,7 @@ def test_equal_sets_give_equal_text() -> None:
 
 
 def test_long_lists_of_numbers_are_exact() -> None:
-    """They are looked at in a few passes in C; an odd one among them is found all the same."""
+    """They are checked by a few passes in C; a single different value among them is still found."""
     numbers = list(range(1_000_000))
     data = dumps({"a": numbers}, {})
     assert loads(data, {}, "x") == {"a": numbers}
@@ -464,19 +464,19 @@ def refused(data: bytes, known: dict[str, Tensor] | None = None) -> str:
 @pytest.mark.parametrize(
     "text, says",
     [
-        ('{"$pickle": "gASVAAAA"}', "the unknown tag '$pickle'"),
-        ('{"$": 1}', "the unknown tag '$'"),
-        ('{"$tuple": [], "a": 1}', "the tag '$tuple' next to other keys"),
-        ('{"a": 1, "$tuple": []}', "the tag '$tuple' next to other keys"),
-        ('{"$$a": 1, "$tuple": []}', "next to other keys"),
+        ('{"$pickle": "gASVAAAA"}', "unknown tag '$pickle'"),
+        ('{"$": 1}', "unknown tag '$'"),
+        ('{"$tuple": [], "a": 1}', "the tag '$tuple' must be the only key"),
+        ('{"a": 1, "$tuple": []}', "the tag '$tuple' must be the only key"),
+        ('{"$$a": 1, "$tuple": []}', "must be the only key"),
         ('{"$tuple": {"a": 1}}', "malformed $tuple"),
         ('{"$tuple": "ab"}', "malformed $tuple"),
         ('{"$tuple": {"$tuple": []}}', "malformed $tuple"),
         ('{"$set": [[1]]}', "malformed $set"),
-        ('{"$set": [1, 1.0]}', "an element is there twice"),
+        ('{"$set": [1, 1.0]}', "an element occurs twice"),
         ('{"$set": [{"a": 1}]}', "malformed $set"),
         ('{"$frozenset": null}', "malformed $frozenset"),
-        ('{"$map": [[1, 2], [1, 3]]}', "a key is there twice"),
+        ('{"$map": [[1, 2], [1, 3]]}', "a key occurs twice"),
         ('{"$map": [[1, 2, 3]]}', "malformed $map"),
         ('{"$map": [{"$tuple": [1, 2]}]}', "malformed $map"),
         ('{"$map": ["ab"]}', "malformed $map"),
@@ -516,9 +516,9 @@ def refused(data: bytes, known: dict[str, Tensor] | None = None) -> str:
         ('{"$scalar": ["bool", 1]}', "malformed $scalar"),
         ('{"$scalar": [[], 1]}', "malformed $scalar"),
         ('{"$scalar": "float32"}', "malformed $scalar"),
-        ('{"$tensor": "state.safetensors#missing"}', "a tensor that is not there"),
-        ('{"$tensor": "/etc/passwd#k"}', "a tensor that is not there"),
-        ('{"$tensor": "k"}', "a tensor that is not there"),
+        ('{"$tensor": "state.safetensors#missing"}', "which does not exist"),
+        ('{"$tensor": "/etc/passwd#k"}', "which does not exist"),
+        ('{"$tensor": "k"}', "which does not exist"),
         ('{"$tensor": 1}', "malformed $tensor"),
         ('{"$array": "state.safetensors#half"}', "malformed $array"),
         ('{"$array": ["x"]}', "malformed $array"),
@@ -530,7 +530,7 @@ def test_malformed_tags_are_refused(text: str, says: str) -> None:
     assert says in refused(text.encode())
 
 
-def test_keys_with_one_hash_do_not_hang() -> None:
+def test_many_keys_with_the_same_hash_do_not_hang() -> None:
     """hash(k * (2^61 - 1)) is 0 for every k: a dict of a million of them would take hours to fill."""
     modulus = sys.hash_info.modulus
     alike = [k * modulus for k in range(1, 1_000)]
@@ -585,7 +585,7 @@ def test_mutated_state_is_read_or_refused(data: bytes) -> None:
         message = str(error)
     else:
         message = "x: "
-        there_and_back(value)  # whatever was read is a value that can be stored
+        there_and_back(value)  # any value that was read can be stored
     assert message.startswith("x: ")
 
 

@@ -1,4 +1,4 @@
-"""A value as bytes for other ranks comes back as it was, with its tensors, and without pickle."""
+"""A value as bytes for other ranks is restored unchanged, with its tensors and without pickle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def bits(value: float) -> bytes:
     return struct.pack("<d", value)
 
 
-def test_values_come_back_with_their_types() -> None:
+def test_values_are_restored_with_their_types() -> None:
     value: dict[str, Any] = {
         "tuple": (1, (2.5, None), [True, "x"]),
         "by number": {1: "one", (2, 3): "pair"},
@@ -32,13 +32,13 @@ def test_values_come_back_with_their_types() -> None:
     assert repr(read) == repr(value)
 
 
-def test_floats_come_back_bit_by_bit() -> None:
+def test_floats_are_restored_bit_by_bit() -> None:
     values = [0.1, -0.0, 5e-324, 1.7976931348623157e308, math.inf, -math.inf, math.nan, 1 / 3]
     assert [bits(value) for value in from_bytes(to_bytes(values))] == [bits(value) for value in values]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64])
-def test_tensors_come_back_bit_by_bit(dtype: torch.dtype) -> None:
+def test_tensors_are_restored_bit_by_bit(dtype: torch.dtype) -> None:
     base = torch.arange(24).to(dtype).view(4, 6)
     value = {"view": base[1:, ::2], "same": base, "transposed": base.t(), "scalar": base[0, 1], "none": base[:0]}
     read = from_bytes(to_bytes(value))

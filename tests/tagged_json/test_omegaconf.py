@@ -1,4 +1,4 @@
-"""OmegaConf's containers become plain dicts and lists, and omegaconf is not loaded for it."""
+"""OmegaConf's containers become plain dicts and lists, without importing omegaconf."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_plain_dicts_and_lists() -> None:
     assert plain({"list": config.a}) == ({"list": [{"b": 1}]}, [])
 
 
-def test_what_cannot_be_resolved_stays_as_it_is_written() -> None:
+def test_unresolvable_interpolations_are_kept() -> None:
     create = pytest.importorskip("omegaconf").OmegaConf.create
     assert through_json(create({"a": 1, "b": "${a}", "wrong": "${nowhere}"})) == {"a": 1, "b": "${a}", "wrong": "${nowhere}"}
 

@@ -1,4 +1,4 @@
-"""`trainkit.checkpoint.register`: types of a user's own, in whatever a checkpoint holds."""
+"""`trainkit.checkpoint.register`: a user's own types, anywhere in a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _none_registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Vocabulary:
-    """A value that JSON has no word for."""
+    """A value that JSON cannot represent."""
 
     def __init__(self, words: list[str], counts: Tensor, weights: Any = None) -> None:
         self.words, self.counts, self.weights = words, counts, weights
@@ -53,7 +53,7 @@ def there_and_back(value: Any) -> Any:
     return loads(dumps(value, tensors), {FILE: tensors}, "state.json")
 
 
-def test_it_comes_back_wherever_it_is() -> None:
+def test_registered_values_are_restored_anywhere() -> None:
     register(Vocabulary, Vocabulary.to_dict, Vocabulary.from_dict)
     counts, weights = torch.tensor([3, 1]), np.array([0.5, 0.25])
     value = Vocabulary(["a", "b"], counts, weights)
@@ -66,12 +66,12 @@ def test_it_comes_back_wherever_it_is() -> None:
     assert there_and_back(Vocabulary([], counts, Vocabulary(["inner"], counts))).weights.words == ["inner"]
 
 
-def test_the_name_that_messages_have_is_there_at_once() -> None:
+def test_the_name_in_messages_is_available_immediately() -> None:
     done = run_python("import fractions, trainkit; trainkit.checkpoint.register(fractions.Fraction, str, fractions.Fraction)")
     assert done.returncode == 0, done.stderr
 
 
-def test_what_would_come_back_plainer_comes_back_as_it_was() -> None:
+def test_registered_values_keep_their_type() -> None:
     @dataclass
     class Size:
         width: int
@@ -85,7 +85,7 @@ def test_what_would_come_back_plainer_comes_back_as_it_was() -> None:
     assert there_and_back(Larger(4)) == {"width": 4}, "a subclass is another type"
 
 
-def test_the_name_is_what_a_checkpoint_holds() -> None:
+def test_a_checkpoint_contains_the_name() -> None:
     register(Vocabulary, Vocabulary.to_dict, Vocabulary.from_dict, name="mine.Words")
     text = dumps(Vocabulary(["a"], torch.zeros(1)), {})
     assert json.loads(text)["$registered"][0] == "mine.Words"
@@ -104,9 +104,9 @@ def test_the_name_is_what_a_checkpoint_holds() -> None:
         (lambda: register("Vocabulary", str, str), "expected a class, got 'Vocabulary'. Fix: trainkit.checkpoint.register("),
         (lambda: register(Vocabulary, None, str), "expected a function for encode, got None"),
         (lambda: register(Vocabulary, str, 3), "expected a function for decode, got 3"),
-        (lambda: register(Vocabulary, str, str, name=5), "expected name to be a text, got 5"),
-        (lambda: register(dict, str, str), "dict is stored already, as it is. Fix: remove the call"),
-        (lambda: register(Tensor, str, str), "Tensor is stored already"),
+        (lambda: register(Vocabulary, str, str, name=5), "expected a string for name, got 5"),
+        (lambda: register(dict, str, str), "dict can be stored without registration. Fix: remove the call"),
+        (lambda: register(Tensor, str, str), "Tensor can be stored without registration"),
     ],
 )
 def test_wrong_arguments(call: Callable[[], Any], message: str) -> None:
@@ -154,7 +154,7 @@ def test_damaged_text(payload: str) -> None:
 
 
 class Reading(Adam):
-    """With a vocabulary among the hyper-parameters, and one in the checkpoint."""
+    """A module with a vocabulary in its hyper-parameters, and one in the checkpoint."""
 
     def __init__(self, vocabulary: Any = None, learning_rate: float = 0.1) -> None:
         super().__init__(learning_rate)
@@ -169,7 +169,7 @@ class Reading(Adam):
 
 
 class Counting(Callback):
-    """Has one in its state."""
+    """A callback with a vocabulary in its state."""
 
     def __init__(self) -> None:
         self.vocabulary = Vocabulary(["c"], torch.ones(1))
@@ -196,12 +196,12 @@ def test_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert torch.equal(again.hparams.vocabulary.counts, vocabulary.counts)
 
     registered._by_kind.clear()
-    registered._by_name.clear()  # as in a program that has not called register
-    said = rf"holds a value of the type '{NAME}', which this program has not registered.*checkpoint\.register\("
+    registered._by_name.clear()  # like a program that has not called register
+    said = rf"contains a value of the type '{NAME}', which this program has not registered.*checkpoint\.register\("
     with pytest.raises(CheckpointError, match=said) as caught:
         Reading.load_from_checkpoint(path)
     assert not isinstance(caught.value, CorruptCheckpointError)
-    with pytest.raises(CheckpointError, match=said):  # nothing is damaged, so that no older one is taken
+    with pytest.raises(CheckpointError, match=said):  # the checkpoint is not damaged, so no older one is used
         saving(max_epochs=2).fit(Reading(vocabulary), tiny_loader(shuffle=True), ckpt_path="auto")
     advised = re.search(r"register\(Vocabulary, encode, decode, name='([^']+)'\)", str(caught.value))
     assert advised is not None

@@ -1,4 +1,4 @@
-"""The one parser of JSON from files: what it takes, what it refuses, and what either costs."""
+"""The parser of JSON from files: what it accepts, what it rejects, and its memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ json_values = st.recursive(
 
 
 def refused(data: bytes) -> str:
-    """What the error says; it always begins with the file."""
+    """The error message, which always begins with the file."""
     return complaint(lambda: strict_json(data, "some/manifest.json"), "some/manifest.json")
 
 
@@ -46,27 +46,27 @@ def test_sound_json_is_read(value: object, ascii_only: bool) -> None:
         (b"", "Expecting value: line 1 column 1 (char 0)"),
         (b"   ", "Expecting value"),
         (b"{", "Expecting property name"),
-        (b'{"a": 1,}', "not JSON"),
+        (b'{"a": 1,}', "not valid JSON"),
         (b"[1] [2]", "Extra data: line 1 column 5 (char 4)"),
         (b"[1]\0", "Extra data"),
         (b'"\xff"', "can't decode byte 0xff in position 1"),
-        (b'"\xed\xa0\x80"', "codec can't decode"),  # a surrogate by itself
+        (b'"\xed\xa0\x80"', "codec can't decode"),  # a lone surrogate
         (b"\xef\xbb\xbf{}", "Expecting value: line 1"),  # a byte order mark
         ("{}".encode("utf-16"), "codec can't decode"),
         (b'"a\nb"', "Invalid control character"),
         (b'{"a": 1, "b": 2, "a": 1}', "the key 'a' occurs more than once"),
         (b'[{"x": {"a": 1, "a": 1}}]', "the key 'a' occurs more than once"),
         (b'{"a": 1, "\\u0061": 2}', "the key 'a' occurs more than once"),
-        (b"NaN", "NaN, which is not JSON"),
+        (b"NaN", "NaN is not valid JSON"),
         (b"[Infinity]", "Infinity"),
         (b'{"a": -Infinity}', "-Infinity"),
         (b"1e999", "the number 1e999 is too large"),
         (b"[-1e309]", "-1e309 is too large"),
         (b"1" * 400 + b".0", "is too large"),
-        (b"1" * 100_000, "a number of 100,000 characters"),
-        (b"[-" + b"1" * 100_000 + b"]", "a number of 100,001 characters"),
-        (b"[0." + b"1" * 100_000 + b"]", "a number of 100,002 characters"),
-        (b"[1e" + b"0" * 100_000 + b"]", "a number of 100,002 characters"),
+        (b"1" * 100_000, "a number has 100,000 characters"),
+        (b"[-" + b"1" * 100_000 + b"]", "a number has 100,001 characters"),
+        (b"[0." + b"1" * 100_000 + b"]", "a number has 100,002 characters"),
+        (b"[1e" + b"0" * 100_000 + b"]", "a number has 100,002 characters"),
         (b"0x10", "Extra data"),
         (b"+1", "Expecting value"),
         (b"01", "Extra data"),
@@ -89,7 +89,7 @@ def test_numbers_at_the_limits_are_read() -> None:
 
 
 def test_a_digit_bomb_is_refused_where_the_interpreter_has_no_limit() -> None:
-    """The user may have lifted Python's own limit; int() of these digits would take minutes."""
+    """The user may have removed Python's own limit; int() of these digits would take minutes."""
     code = (
         "import sys; getattr(sys, 'set_int_max_str_digits', int)(0)\n"
         "from trainkit.tagged_json.strict_json import strict_json\n"
@@ -97,10 +97,10 @@ def test_a_digit_bomb_is_refused_where_the_interpreter_has_no_limit() -> None:
         "    try: strict_json(text, 'f')\n"
         "    except Exception as error: print(error)"
     )
-    assert run_python(code).stdout.splitlines() == ["f: a number of 3,000,000 characters"] * 2
+    assert run_python(code).stdout.splitlines() == ["f: a number has 3,000,000 characters, expected at most 1,100"] * 2
 
 
-def test_digits_in_text_are_no_number() -> None:
+def test_digits_in_strings_are_not_a_number() -> None:
     text = "7" * 100_000
     assert strict_json(json.dumps([text, 12]).encode(), "x") == [text, 12]
 
@@ -113,30 +113,30 @@ def test_depth_is_limited(opened: bytes, closed: bytes) -> None:
     levels = opened.count(b"[") - opened.count(b'\\"[') + opened.count(b"{")
     fits = MAX_DEPTH // levels
     strict_json(opened * fits + b"0" + closed * fits, "x")
-    assert f"JSON nested {(fits + 1) * levels} deep" in refused(opened * (fits + 1) + b"0" + closed * (fits + 1))
+    assert f"JSON nested {(fits + 1) * levels} levels deep" in refused(opened * (fits + 1) + b"0" + closed * (fits + 1))
 
 
-def test_brackets_in_text_are_no_depth() -> None:
+def test_brackets_in_strings_do_not_count() -> None:
     for text in ("[" * 500, '"' + "[" * 500, "\\" + "{" * 500, "\\" * 7 + '"' + "[{" * 500, "]" * 500 + "\\"):
         for value in (text, [text], {text: text}, [text, [[text]]]):
             assert strict_json(json.dumps(value).encode(), "x") == value
 
 
 def test_depth_without_an_end_is_refused_unparsed() -> None:
-    """10^7 open brackets: Python's parser would use up the C stack."""
-    assert "JSON nested 10,000,000 deep" in refused(b"[" * 10_000_000)
+    """10^7 open brackets: Python's parser would overflow the C stack."""
+    assert "JSON nested 10,000,000 levels deep" in refused(b"[" * 10_000_000)
     assert "deep" in refused(b'{"":' * 2_000_000)
     assert "deep" in refused(b'"\\"' + b'\\\\"' + b"[" * 200)
 
 
 @pytest.mark.parametrize("tail", ['"', "\\", '\\"', '"\\', "\\\\", "\n", '[\\"{'])
 def test_depth_is_counted_across_chunks(tail: str) -> None:
-    """An escape on both sides of where the bytes are cut, with the end of the text and open brackets after it."""
+    """An escape sequence across the boundary of two chunks, followed by the end of the string and open brackets."""
     for length in range(2**20 - 12, 2**20 + 2):
         text = "x" * length + tail
         data = b"[" + json.dumps(text).encode() + b"," + b"[" * 99 + b"]" * 99 + b"]"
         strict_json(data, "x")
-        assert "JSON nested 101 deep" in refused(b"[" + data + b"]")
+        assert "JSON nested 101 levels deep" in refused(b"[" + data + b"]")
     assert strict_json(data, "x")[0] == text
 
 
@@ -165,10 +165,10 @@ def test_the_depth_is_that_of_the_parsed_value(value: object) -> None:
     missing = MAX_DEPTH - depth(value)
     text = json.dumps(value).encode()
     strict_json(b"[" * missing + text + b"]" * missing, "x")
-    assert "JSON nested 101 deep" in refused(b"[" * (missing + 1) + text + b"]" * (missing + 1))
+    assert "JSON nested 101 levels deep" in refused(b"[" * (missing + 1) + text + b"]" * (missing + 1))
 
 
-def test_a_deep_stack_is_no_crash() -> None:
+def test_a_deep_stack_does_not_crash() -> None:
     text = b"[" * 90 + b"]" * 90
 
     def down(left: int) -> object:
@@ -178,7 +178,7 @@ def test_a_deep_stack_is_no_crash() -> None:
         down(sys.getrecursionlimit())
 
 
-def test_the_hook_takes_the_place_of_objects() -> None:
+def test_the_hook_replaces_objects() -> None:
     seen = []
 
     def hook(value: dict[str, object]) -> object:
@@ -191,7 +191,7 @@ def test_the_hook_takes_the_place_of_objects() -> None:
 
 # ------------------------------------------------------------------------------------------------------- memory
 
-# Structures that take the most memory for their size, found by trying.
+# Structures that need the most memory for their size, found by experiment.
 WORST = [
     "[" * 99 + "]" * 99,
     '{"":' * 98 + "{}" + "}" * 98,
@@ -219,7 +219,7 @@ for unit in sys.argv[2:]:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_is_bounded_by_the_size() -> None:
-    """So a limit on the size is a limit on the memory: within 80 times the size, and what the allocator keeps from before."""
+    """A limit on the size also limits the memory: to 80 times the size, plus what the allocator has kept from before."""
     done = run_python("-c", MEASURE, str(2 * 2**20), *WORST, env={"PYTHONUTF8": "1"}, timeout=600)
     assert done.returncode == 0, done.stderr
     measured = [tuple(map(int, text.split())) for text in done.stdout.splitlines()]

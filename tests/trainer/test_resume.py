@@ -415,7 +415,7 @@ class Average:
 
 
 def test_what_a_hook_adds_and_cannot_be_stored_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With three ways out, each of which works."""
+    """Its message has three fixes, each of which works."""
 
     class Adding(Adam):
         way = 0
@@ -434,7 +434,7 @@ def test_what_a_hook_adds_and_cannot_be_stored_is_one_error(monkeypatch: pytest.
         saving(recorder).fit(Adding(), tiny_loader())
     assert recorder.batches == []
     lines = str(caught.value).splitlines()
-    assert lines[0] == "on_save_checkpoint added to the checkpoint what cannot be stored:"
+    assert lines[0] == "on_save_checkpoint added values to the checkpoint that cannot be stored:"
     assert lines[1].startswith('  checkpoint["average"]["slow"] cannot be stored: it is a ')
     assert lines[2].startswith("  checkpoint[\"hyper_parameters\"]['act'] cannot be stored: it is code")
     assert 'checkpoint["average"] = self.thing.state_dict()' in lines[4]

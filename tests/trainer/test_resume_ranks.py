@@ -22,10 +22,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from trainkit import Accelerator, Callback, Trainer, set_seed
 from trainkit.callbacks import ModelCheckpoint
-from trainkit.checkpoint import all_ranks as verdicts
+from trainkit.checkpoint import all_ranks, save_folders
 from trainkit.checkpoint import commit as commits
 from trainkit.checkpoint import draft as drafts
-from trainkit.checkpoint import save_folders
 from trainkit.checkpoint.folder import list_checkpoints
 from trainkit.checkpoint.reader import open_checkpoint
 
@@ -379,7 +378,7 @@ def goes_on() -> tuple[int, int]:
 
 
 def blind(rank: int) -> tuple[str, str]:
-    verdicts._PATIENCE = 0.2
+    all_ranks._VISIBLE_WITHIN = 0.2
     trainer = make()
     if trainer.global_rank == rank:
         plain = save_folders.wait_for_path

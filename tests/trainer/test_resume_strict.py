@@ -89,10 +89,10 @@ def test_a_fit_with_other_parameters(caplog: pytest.LogCaptureFixture) -> None:
     assert same(parameters_of(module.trunk), parameters_of(before.trunk))
     assert torch.equal(module.parts["new"].weight, Net("new").parts["new"].weight)
     for said in (
-        "left as they were, since the checkpoint has none of them: parts.new.weight, parts.new.bias",
-        "not loaded, since the model has none of them: parts.old.weight, parts.old.bias",
-        "the optimizer starts without state for the parameters parts.new.weight, parts.new.bias",
-        "state of the optimizer was not loaded for parameters that it does not have here: parts.old.weight, parts.old.bias",
+        "not in the checkpoint, so left unchanged: parts.new.weight, parts.new.bias",
+        "not in the model, so not loaded: parts.old.weight, parts.old.bias",
+        "the optimizer starts without state for these parameters: parts.new.weight, parts.new.bias",
+        "optimizer state was not loaded for parameters that this optimizer does not have: parts.old.weight, parts.old.bias",
     ):
         assert said in caplog.text
     here = moments(trainer)
@@ -156,7 +156,7 @@ def test_a_schedule_of_other_groups_is_refused_and_the_advice_works() -> None:
     half(schedule=schedule)
     module = Net("new", groups=[("trunk", "layer"), ("parts",)], schedule=schedule)
     before = parameters_of(module)
-    with pytest.raises(StateMismatchError, match="optimizer 0 has other parameter groups than the saved one") as caught:
+    with pytest.raises(StateMismatchError, match="the parameter groups of optimizer 0 differ from the saved ones") as caught:
         make_trainer(max_steps=2).fit(module, tiny_loader(), ckpt_path="there", strict=False)
     assert same(parameters_of(module), before)
     parts = pasted(caught.value)
@@ -173,11 +173,11 @@ def test_evaluations(verb: str, caplog: pytest.LogCaptureFixture) -> None:
     before = half("old")
     module = Net("new")
     run: Callable[..., Any] = getattr(make_trainer(), verb)
-    with pytest.raises(StateMismatchError, match="or load what fits with strict=False"):
+    with pytest.raises(StateMismatchError, match="or load only the matching tensors with strict=False"):
         run(module, tiny_loader(), ckpt_path="there")
     run(module, tiny_loader(), ckpt_path="there", strict=False)
     assert same(parameters_of(module.trunk), parameters_of(before.trunk))
-    assert "not loaded, since the model has none of them: parts.old.weight" in caplog.text
+    assert "not in the model, so not loaded: parts.old.weight" in caplog.text
 
 
 def test_strict_needs_a_checkpoint_and_a_boolean() -> None:
@@ -202,7 +202,7 @@ def test_an_own_loop(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(StateMismatchError, match="strict=False"):
         accelerator.load_state("state")
     accelerator.load_state("state", strict=False)
-    assert "the optimizer starts without state for the parameters parts.new.weight" in caplog.text
+    assert "the optimizer starts without state for these parameters: parts.new.weight" in caplog.text
     accelerator.backward(model(torch.ones(2, 4)).sum())
     optimizer.step()
     accelerator.save_state("after")
@@ -259,7 +259,7 @@ def test_parameters_in_another_order_go_by_name() -> None:
 
     half()
     there = open_checkpoint("there").read().tensors["optimizer"]
-    said = "(?s)in another order.*or load what fits with strict=False. Or restore the rest"
+    said = "(?s)in a different order.*or load only the matching parameters with strict=False. Or restore everything except"
     with pytest.raises(StateMismatchError, match=said):
         make_trainer(max_steps=2).fit(Reordered(), tiny_loader(), ckpt_path="there")
     trainer = make_trainer(max_steps=2)
@@ -283,7 +283,7 @@ def test_two_optimizers_where_there_was_one() -> None:
             return [torch.optim.Adam(part.parameters(), lr=0.1) for part in (self.trunk, self.layer)]
 
     half()
-    with pytest.raises(StateMismatchError, match="holds 1 optimizers, and there are 2 here") as caught:
+    with pytest.raises(StateMismatchError, match="contains 1 optimizers, but this run has 2") as caught:
         make_trainer(max_steps=4).fit(Two(), tiny_loader(), ckpt_path="there")
     trainer = make_trainer(max_steps=4)
     trainer.fit(Two(), tiny_loader(), ckpt_path="there", restore=pasted(caught.value))
@@ -298,7 +298,7 @@ def test_state_that_an_optimizer_refuses() -> None:
     Refusing.__name__ = "Adam"
     half()
     module = Net(kind=Refusing)
-    with pytest.raises(StateMismatchError, match="load_state_dict refused the state: ValueError: not mine") as caught:
+    with pytest.raises(StateMismatchError, match="load_state_dict failed: ValueError: not mine") as caught:
         make_trainer(max_steps=4).fit(module, tiny_loader(), ckpt_path="there")
     make_trainer(max_steps=4).fit(module, tiny_loader(), ckpt_path="there", restore=pasted(caught.value))
 
@@ -359,7 +359,7 @@ def test_a_checkpoint_of_an_own_loop_in_a_trainer_and_the_other_way() -> None:
     other = Accelerator()
     module = Net()
     other.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1), tiny_loader())
-    with pytest.raises(StateMismatchError, match="it is of Adam, and this run has SGD") as caught:
+    with pytest.raises(StateMismatchError, match="it belongs to Adam, but this run has SGD") as caught:
         other.load_state("loop")
     assert pasted(caught.value) == {"model", "scaler", "loaders", "registered"}
     other.load_state("loop", restore=pasted(caught.value))

@@ -199,8 +199,8 @@ def test_names_that_are_missing_or_unexpected(caplog: pytest.LogCaptureFixture) 
     load_checkpoint_in_model(model, "other.safetensors")
     assert torch.equal(model[0].weight, torch.ones(2, 2))
     assert torch.equal(model[0].bias, bias)
-    assert "left as they were, since the checkpoint has none of them: 0.bias" in caplog.text
-    assert "not loaded, since the model has none of them: 9.weight" in caplog.text
+    assert "not in the checkpoint, so left unchanged: 0.bias" in caplog.text
+    assert "not in the model, so not loaded: 9.weight" in caplog.text
 
 
 def test_not_one_name_in_common() -> None:

@@ -21,13 +21,11 @@ __all__ = ["CheckpointVerbs"]
 
 
 class CheckpointVerbs:
-    """Weights, objects and checkpoints in files.
-
-    The class that has these verbs is the `Loop` that is saved.
+    """The methods of `trainkit.Accelerator` for weights, objects and checkpoints in files.
 
     Args:
-        options: of the accelerator: the strategy, the project, whether loaders continue.
-        prepared: what `prepare` was given.
+        options: The options of the accelerator.
+        prepared: What was prepared.
     """
 
     def __init__(self, options: Options, prepared: Prepared) -> None:
@@ -43,27 +41,27 @@ class CheckpointVerbs:
 
     @property
     def project(self) -> ProjectConfiguration:
-        """`project_configuration`."""
+        """The same as `project_configuration`."""
         return self._project
 
     @property
     def project_dir(self) -> str | PathLike[str] | None:
-        """Folder of the project."""
+        """The folder of the project."""
         return self._project.project_dir
 
     @property
     def logging_dir(self) -> str | PathLike[str] | None:
-        """Folder of the trackers that write files."""
+        """The folder of trackers that write files."""
         return self._project.logging_dir
 
     @property
     def save_iteration(self) -> int:
-        """Number of the next checkpoint, with automatic checkpoint naming."""
+        """The number of the next checkpoint, with automatic checkpoint naming."""
         return self._project.iteration
 
     @property
     def run_id(self) -> str:
-        """Names the run in its checkpoints; kept when a checkpoint is fully restored."""
+        """The id of the run in its checkpoints; kept when a checkpoint is restored completely."""
         return self._checkpointing.run_id
 
     @property
@@ -75,35 +73,35 @@ class CheckpointVerbs:
         """Write an object to a file, on the main process; other processes do nothing, and need not call it.
 
         Tensors by name, such as a state dict, become a plain safetensors file, which `safetensors` and `from_pretrained`
-        open. Anything else becomes JSON, in which tuples, sets, numpy arrays and the like keep their types; with tensors in it
-        a safetensors file that contains the JSON. A tensor with several names (tied weights) is stored once, under the first.
-        `trainkit.utils.load(f)` reads all of it. The file is complete or not there.
+        open. Anything else becomes JSON, in which tuples, sets, numpy arrays and the like keep their types; if it contains
+        tensors, a safetensors file that contains the JSON. A tensor with several names (tied weights) is stored once, under
+        the first. `trainkit.utils.load(f)` reads all of these. The file is complete or does not exist.
 
         It can be the `save_function` of `save_pretrained`.
 
         Args:
-            obj: numbers, text, tensors, arrays, lists, dicts, …; of other objects their `state_dict()`.
-            f: the file; it may have any name. Missing folders are created.
-            safe_serialization: only `True`: a pickle can run code when it is loaded.
+            obj: Numbers, text, tensors, arrays, lists, dicts, …; of other objects their `state_dict()`.
+            f: The file, with any name. Missing folders are created.
+            safe_serialization: Only `True`: a pickle can run code when it is loaded.
 
         Raises:
-            UnsavableError: a value cannot be stored; the message names the path to it.
-            CheckpointWriteError: the file cannot be written; what was there is untouched.
-            ConfigurationError: `safe_serialization=False`; `f` is not a path; or a state dict of a model that ZeRO-3 has
-                sharded (`get_state_dict` has the values).
+            UnsavableError: A value cannot be stored; the message names the path to it.
+            CheckpointWriteError: The file cannot be written; an existing file is unchanged.
+            ConfigurationError: `safe_serialization=False`; `f` is not a path; or a state dict of a model that ZeRO-3 shards
+                (use `get_state_dict`).
         """
         self._saving.save(obj, f, safe_serialization)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state of a model, as `save_model` writes it: parameters and buffers by the user's names.
+        """Return the whole state dict of a model, with the user's names, as `save_model` writes it.
 
         With sharded parameters all processes call it; the main process gets it, on the host, and the others an empty dict.
         Otherwise each process gets it, and nothing is copied. Use it as
         `save_pretrained(state_dict=accelerator.get_state_dict(model))`.
 
         Args:
-            model: prepared or not.
-            unwrap: no effect: names have no `module.` in front.
+            model: The model, prepared or not.
+            unwrap: No effect: names never begin with `module.`.
         """
         return self._saving.state_dict(model)
 
@@ -116,24 +114,24 @@ class CheckpointVerbs:
     ) -> None:
         """Write a model's weights as plain safetensors, which `from_pretrained` opens if it is a `transformers` model.
 
-        Of a model with PEFT adapters only these are written: a folder for `PeftModel.from_pretrained(base, folder)`.
-        All processes call it, and the main process writes; when it returns, the files are there for all.
+        Of a model with PEFT adapters, only these are written: a folder for `PeftModel.from_pretrained(base, folder)`. All
+        processes call it, and the main process writes. When it returns, the files are complete.
 
         Args:
-            model: prepared or not; with a `Trainer` any module within its module, in `fit` or after it:
+            model: The model, prepared or not. With a `Trainer`, any module within its module, in `fit` or after it:
                 `trainer.accelerator.save_model(module.model, folder)`.
-            save_directory: the folder to write to.
-            max_shard_size: larger models are written to several files, with an index; adapters never are.
-            safe_serialization: only `True`: a pickle can run code when it is loaded.
+            save_directory: The folder to write to.
+            max_shard_size: A larger model is written to several files, with an index. Adapters are always one file.
+            safe_serialization: Only `True`: a pickle can run code when it is loaded.
 
         Raises:
-            CheckpointWriteError: the folder cannot be written.
-            ConfigurationError: an adapter of a method whose parameters only PEFT can tell; `safe_serialization=False`.
+            CheckpointWriteError: The folder cannot be written.
+            ConfigurationError: An adapter of a PEFT method whose parameters only PEFT can find; `safe_serialization=False`.
         """
         self._saving.save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load the state of these objects too; they have `state_dict` and `load_state_dict`."""
+        """Save and restore the state of these objects too; they need `state_dict` and `load_state_dict`."""
         self._checkpointing.register(*objects)
 
     def save_state(
@@ -144,28 +142,29 @@ class CheckpointVerbs:
         blocking: bool = True,
         **unknown: Any,
     ) -> Path:
-        """Write a checkpoint: models, optimizers, schedulers, loss scale, the loaders' positions, registered objects.
+        """Save a checkpoint: models, optimizers, schedulers, loss scale, positions of loaders, registered objects.
 
         An existing checkpoint is replaced when the new one is complete. Inside an accumulation window, the position at the
         start of the window is saved. All processes call it, and each writes its part.
 
         With `ProjectConfiguration(automatic_checkpoint_naming=True)` the folder is `project_dir/checkpoints/checkpoint_N`,
-        as in Accelerate whatever `output_dir` is. Checkpoints of an earlier start are then an error, unless this run resumes
-        from them (`load_state()`). When the new one is complete, the oldest of the run beyond `total_limit` are removed.
+        and `output_dir` has no effect, as in Accelerate. Existing checkpoints of an earlier start are then an error, unless
+        this run has resumed from them (`load_state()`). When the new one is complete, the oldest of the run beyond
+        `total_limit` are removed.
 
         Args:
-            output_dir: the folder that the checkpoint becomes.
-            safe_serialization: only `True`.
-            blocking: return when it is complete on the disk; `False`: when it is copied, and a thread writes it. The next
-                `save_state`, and `free_memory`, wait for it and raise what went wrong; the end of the program waits too.
+            output_dir: The folder that becomes the checkpoint.
+            safe_serialization: Only `True`.
+            blocking: Return when it is complete on disk; `False`: when it is copied, and a thread writes it. The next
+                `save_state`, and `free_memory`, wait for it and raise its error; the end of the program waits too.
 
         Returns:
             The folder.
 
         Raises:
-            CheckpointError: it cannot be written, or the folder holds something else; or the last save has failed.
-            UnsavableError: a value cannot be stored; the message names the path to it.
-            ConfigurationError: no folder is named; or checkpoints of an earlier start are in the way.
+            CheckpointError: It cannot be written, the folder contains something else, or the last save failed.
+            UnsavableError: A value cannot be stored; the message names the path to it.
+            ConfigurationError: No folder is given, or checkpoints of an earlier start exist.
         """
         refuse_unknown("Accelerator.save_state", unknown, ("output_dir", "safe_serialization", "blocking"))
         refuse_pickle("save_state", safe_serialization)
@@ -183,26 +182,30 @@ class CheckpointVerbs:
     ) -> None:
         """Restore what `save_state` wrote, into objects that were prepared the same way.
 
-        As in Accelerate, a prepared loader then starts the epoch of the checkpoint at its first batch, in the same order. A
-        script skips what it has trained on, by `accelerator.skip_first_batches(loader, n)` or by counting; a notice says so
-        where the checkpoint was saved inside an epoch. With `resume_loaders=True` the next iteration continues where the loop
-        was, and does not fetch the samples of a map-style dataset before that. In both cases write the loop as
-        `for epoch in range(loader.epoch, n)`. All processes call it; their number may differ from when it was saved.
+        As in Accelerate, a prepared loader then starts the epoch of the checkpoint at its first batch, in the same order.
+        The script skips the batches that it has trained on, with `accelerator.skip_first_batches(loader, n)` or by
+        counting; a notice says so if the checkpoint was saved inside an epoch. With `resume_loaders=True` the next
+        iteration continues at the saved position, and does not fetch earlier samples of a map-style dataset. In both cases
+        write the loop as `for epoch in range(loader.epoch, n)`. All processes call it; their number may differ from that of
+        the save.
 
         Args:
-            input_dir: the folder of the checkpoint; also one that a `Trainer` has written, for the parts that it has. With
-                `ProjectConfiguration(automatic_checkpoint_naming=True)` the default is the complete one with the highest
-                number; damaged ones are named in a warning and skipped.
-            load_kwargs: of Accelerate's `torch.load`; only `None`.
-            restore: only these parts, of "model", "optimizer", "scheduler", "scaler", "loaders", "registered".
-            strict: missing and unexpected names in a model are errors.
-            resume_loaders: continue each prepared loader where it was, as `resume_loaders` does. For loops that do not
-                skip batches themselves. Default: only with `DataLoaderConfiguration(use_stateful_dataloader=True)`.
+            input_dir: The folder of the checkpoint; also one that a `Trainer` has written, for the parts that it has.
+                Default, with `ProjectConfiguration(automatic_checkpoint_naming=True)`: the complete one with the highest
+                number; a warning names damaged ones, which are skipped.
+            load_kwargs: Only `None`.
+            restore: Restore only these parts: `"model"`, `"optimizer"`, `"scheduler"`, `"scaler"`, `"loaders"`,
+                `"registered"`.
+                Default: all.
+            strict: A missing or unexpected name in a model is an error.
+            resume_loaders: Continue each prepared loader at its position, for loops that do not skip batches themselves.
+                Default:
+                only with `DataLoaderConfiguration(use_stateful_dataloader=True)`.
 
         Raises:
-            CheckpointError: missing, damaged, or it does not fit; the message lists all that does not.
-            ConfigurationError: no folder is named.
-            UnsupportedArgumentError: an argument of Accelerate's; the message names the replacement.
+            CheckpointError: It is missing or damaged, or does not fit; the message lists every difference.
+            ConfigurationError: No folder is given.
+            UnsupportedArgumentError: An argument of Accelerate's is not supported; the message says what to use.
         """
         given = unknown if load_kwargs is None else {"load_kwargs": load_kwargs, **unknown}
         refuse_unknown("Accelerator.load_state", given, ("input_dir", "restore", "strict", "resume_loaders"))
@@ -211,10 +214,10 @@ class CheckpointVerbs:
         self._checkpointing.load(loop, input_dir, wanted=wanted, strict=strict, resume_loaders=resume_loaders)
 
     def resume_loaders(self) -> None:
-        """After `load_state`: let the next iteration over each prepared loader continue where the loop was, once.
+        """Continue each prepared loader at its position, in the next iteration after `load_state`.
 
         Raises:
-            ConfigurationError: no positions were loaded, or the loaders have been read since.
-            CheckpointError: a position lies inside a micro-batch of the loader.
+            ConfigurationError: No positions were loaded, or the loaders have been read since.
+            CheckpointError: A position lies inside a micro-batch of the loader.
         """
         self._checkpointing.resume_loaders()

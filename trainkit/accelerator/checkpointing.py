@@ -134,9 +134,9 @@ class Checkpointing:
         folder = None if output_dir is None else local_path(output_dir, "output_dir")
         saver, world = self._saver, self._world
         VerbGroup(world, "save_state").wait()
-        if world.size > 1 and saver.team.size == 1:
+        if world.size > 1 and saver.group.size == 1:
             self.run_id = world.from_main(self.run_id)
-            saver.team = world.thread_exchange(f"save_state/{self.run_id}")
+            saver.group = world.thread_exchange(f"save_state/{self.run_id}")
         saver.wait()
         if not numbered:
             assert folder is not None

@@ -17,25 +17,26 @@ __all__ = ["ContextVerbs"]
 
 
 class ContextVerbs(PrepareVerbs):
-    """The context managers of `trainkit.Accelerator`."""
+    """The methods of `trainkit.Accelerator` for `with`."""
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Within it the forward is computed in the accelerator's precision.
+        """A context that computes in the accelerator's precision. A prepared model does so by itself.
 
         Args:
-            autocast_handler: instead of the one in `kwargs_handlers`; with `enabled=False` it is float32 within.
+            autocast_handler: Replaces the one in `kwargs_handlers`; with `enabled=False` the context computes in float32.
         """
         handler = autocast_handler or self.options.autocast
         return self.strategy.forward_context() if handler is None else self.strategy.precision.forward_context(**vars(handler))
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Within it gradients are accumulated and not averaged over the processes: the first backward pass after it does that.
+        """A context in which gradients accumulate and are not averaged over the processes; the next backward pass after it
+        does.
 
         `accumulate` does this by itself, and scales the losses.
 
         Args:
-            model: as `prepare` returned it.
+            model: The model, as `prepare` returned it.
         """
         if model is not None:
             self._check_prepared("no_sync", model)
@@ -44,10 +45,10 @@ class ContextVerbs(PrepareVerbs):
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
-        """Within it torch's profiler records; it yields the `torch.profiler.profile`.
+        """A context in which torch's profiler records; its value is a `torch.profiler.profile`.
 
         Args:
-            profile_handler: instead of the one in `kwargs_handlers`.
+            profile_handler: Replaces the one in `kwargs_handlers`.
         """
         handler = profile_handler or self.options.profile or ProfileKwargs()
         folder = handler.output_trace_dir

@@ -35,42 +35,43 @@ _NULL = nullcontext()
 
 
 class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
-    """The verbs of a training loop, for those who write their own; `Trainer` uses the same ones.
+    """Runs your own training loop on any device and any number of processes. `Trainer` uses it too.
 
-    Its arguments are Accelerate's; those after `fsdp_plugin` are given by name. Arguments that are not given come from
-    `trainkit launch --config_file`, if the process was started that way.
+    The arguments are Accelerate's; those after `fsdp_plugin` are keywords. An argument that is not given has the value of
+    the file of `trainkit launch --config_file`, if the process was started so.
 
     Args:
-        device_placement: put models, optimizers and batches on the device.
-        split_batches: a loader's `batch_size` is that of all processes together.
-        mixed_precision: `"no"`, `"fp16"` or `"bf16"`: float32 parameters, and a forward under autocast. Under DeepSpeed's
-            ZeRO, as there, parameters in 16 bits with float32 masters.
-        gradient_accumulation_steps: micro-batches in an optimizer step.
-        cpu: run on the CPU though there is a GPU.
-        dataloader_config: a `DataLoaderConfiguration`.
-        deepspeed_plugin: a `DeepSpeedPlugin`: ZeRO.
-        fsdp_plugin: unsupported; use ZeRO-3.
-        megatron_lm_plugin: unsupported; use ZeRO-3.
-        rng_types: no effect: all generators are seeded, for each micro-batch by a key, on all processes.
-        log_with: trackers for `init_trackers`.
-        project_dir: folder of the project.
-        project_config: a `ProjectConfiguration`.
-        gradient_accumulation_plugin: a `GradientAccumulationPlugin`.
-        dispatch_batches: only `False`: each process reads its own batches.
-        even_batches: a rank without data at the end of an epoch gets padding micro-batches. `False`:
-            only where a whole window has none for it, and in an evaluation never.
-        use_seedable_sampler: no effect: the order of an epoch always is a function of the seed and its number.
-        step_scheduler_with_optimizer: a prepared scheduler advances with each optimizer step, once for each process (with
-            `split_batches` once); `False`: by one with each call.
-        kwargs_handlers: options of `trainkit.utils`, such as `GradScalerKwargs`.
-        dynamo_backend: compile models by `torch.compile` with this backend.
-        strategy: `"auto"` (DDP if a launcher has started several processes, else one device), `"ddp"`, `"zero1"`, … or a
-            `Strategy`.
-        precision: one of the names of `Precision` or an object, instead of `mixed_precision`.
+        device_placement: Move models, optimizers and batches to the device.
+        split_batches: The `batch_size` of a loader is the total of all processes. Default: it is that of each process.
+        mixed_precision: `"no"`, `"fp16"` or `"bf16"`: float32 parameters, and a forward under autocast. Under ZeRO, as in
+            Accelerate, 16-bit parameters with float32 master weights.
+        gradient_accumulation_steps: Number of micro-batches per optimizer step. Default: 1.
+        cpu: Run on the CPU even if there is a GPU.
+        dataloader_config: A `DataLoaderConfiguration`.
+        deepspeed_plugin: A `DeepSpeedPlugin`: ZeRO.
+        fsdp_plugin: Unsupported; use `strategy="zero3"`.
+        megatron_lm_plugin: Unsupported; use `strategy="zero3"`.
+        rng_types: No effect: all generators are seeded for each micro-batch, on all processes.
+        log_with: Trackers for `init_trackers`: a name such as `"wandb"`, `"all"`, a `Logger`, a `GeneralTracker`, or a
+            list.
+        project_dir: Folder of the project.
+        project_config: A `ProjectConfiguration`.
+        gradient_accumulation_plugin: A `GradientAccumulationPlugin`.
+        dispatch_batches: Only `False`: each process reads its own batches.
+        even_batches: A rank without data at the end of an epoch gets padding micro-batches. `False`: only where it has none
+            in a whole accumulation window, and never in an evaluation. Default: `True`.
+        use_seedable_sampler: No effect: the order of an epoch is always a function of the seed and the number of the epoch.
+        step_scheduler_with_optimizer: A prepared scheduler advances with optimizer steps, once for each process (once in
+            all with `split_batches`). `False`: it advances by one with each call.
+        kwargs_handlers: Options such as `GradScalerKwargs`, in a list.
+        dynamo_backend: Compile models with `torch.compile` and this backend.
+        strategy: `"auto"` (DDP if a launcher has started several processes, otherwise one device), `"ddp"`, `"zero1"` to
+            `"zero3"`, `"xla"`, or a `Strategy`.
+        precision: A name of `Precision` or an object, instead of `mixed_precision`.
 
     Raises:
-        ConfigurationError: an argument that is wrong or contradicts another.
-        UnsupportedArgumentError: an unsupported argument; the message says what to use.
+        ConfigurationError: An argument is wrong or contradicts another.
+        UnsupportedArgumentError: An argument is not supported; the message says what to use.
 
     Example:
         ```python
@@ -87,9 +88,9 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
                     optimizer.zero_grad()
         ```
 
-    The loss is the mean over its micro-batch; it is scaled so that the gradient is the mean over the whole window, also where
-    the last micro-batch or the last window is short. Within `accumulate`, `step` acts only when the window is full, and
-    `zero_grad` then or at the beginning of a window.
+    The loss is the mean over its micro-batch. It is scaled so that the gradient is the mean over the whole accumulation
+    window, also if the last micro-batch or the last window is short. Inside `accumulate`, `step` acts only when the window
+    is full, and `zero_grad` then or at the start of a window.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
 
     @classmethod
     def of_trainer(cls, strategy: Strategy) -> Accelerator:
-        """The one that a `Trainer` uses, with a strategy that has been joined."""
+        """Return the accelerator of a `Trainer`, for a strategy that has joined its processes."""
         self = cls.__new__(cls)
         self._begin(Options(strategy, even_batches=False))
         return self
@@ -175,12 +176,12 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
 
     @property
     def split_batches(self) -> bool:
-        """Whether a loader's `batch_size` is that of all processes together."""
+        """Whether the `batch_size` of a loader is the total of all processes."""
         return self.options.split_batches
 
     @property
     def even_batches(self) -> bool:
-        """Whether all processes get the same number of batches; setting it affects loaders that are prepared later."""
+        """Whether all processes get the same number of batches; it applies to loaders that are prepared later."""
         return self._even
 
     @even_batches.setter
@@ -189,14 +190,14 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
 
     @property
     def steps_of_scheduler(self) -> int:
-        """Number of steps that a prepared scheduler takes with an optimizer step; 0: it takes one with each call."""
+        """Number of steps that a prepared scheduler takes with an optimizer step; 0: one with each call."""
         if not self.options.step_scheduler_with_optimizer:
             return 0
         return 1 if self.options.split_batches else self.num_processes
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in an optimizer step."""
+        """Number of micro-batches per optimizer step."""
         return self.accumulation.size
 
     @gradient_accumulation_steps.setter
@@ -208,7 +209,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch is the last of its window, so that an optimizer step is due."""
+        """Whether the current micro-batch is the last of its accumulation window, so that an optimizer step is due."""
         return self.accumulation.current.last
 
     @property
@@ -217,13 +218,15 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         return self.accumulation.clears
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """A context manager for one micro-batch. With a loader that was not prepared, it counts the micro-batches itself.
+        """A context for the work on one micro-batch: forward, backward, optimizer step.
+
+        With a loader that was not prepared, it counts the micro-batches itself.
 
         Args:
-            *models: those that are called within it, as `prepare` returned them.
+            *models: The models that are called in it, as `prepare` returned them.
 
         Raises:
-            ConfigurationError: one was not prepared.
+            ConfigurationError: A model was not prepared.
         """
         for model in models:
             if id(model) not in self._given and self._own:
@@ -239,45 +242,61 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
 
     @property
     def trackers(self) -> list[Any]:
-        """The trackers that log: on the main process, between `init_trackers` and `end_training`."""
+        """The running trackers: on the main process, between `init_trackers` and `end_training`."""
         return self._trackers.running
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: ByTracker | None = None) -> None:
-        """Start a run with all trackers of `log_with`. The main process logs; others may call it or not.
+        """Start a run with each tracker of `log_with`. Only the main process logs; other processes may call it or not.
 
         Args:
-            project_name: the project or experiment; trackers that write files do so in `<logging_dir>/<name>/version_N`.
-            config: hyper-parameters, logged at once: a dict, an `argparse.Namespace` or a dataclass.
-            init_kwargs: arguments of loggers, `{"wandb": {"tags": ["a"]}}`; those of trackers not in use have no effect.
+            project_name: The project or experiment. Trackers that write files use `<logging_dir>/<name>/version_N`.
+            config: Hyper-parameters to log: a dict, an `argparse.Namespace` or a dataclass.
+            init_kwargs: Arguments of the loggers by name, such as `{"wandb": {"tags": ["a"]}}`. Those of trackers that are
+                not in use have no effect.
         """
         self._trackers.start(project_name, config, init_kwargs)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: ByTracker | None = None) -> None:
-        """Log the values of a step with all trackers. The main process's values count; other processes do nothing.
+        """Log the values of a step with all trackers. The main process's values are logged; other processes do nothing.
 
         Args:
-            values: number, tensor of one element, text, or a dict of such; wandb also takes images. `None` is skipped.
-            step: such as the number of optimizer steps so far. None: one more than the last one logged.
-            log_kwargs: by the tracker's name, arguments of its `log`.
+            values: Name → number, tensor of one element, text, or a dict of these; wandb also takes images. `None` is
+                skipped.
+            step: Number of optimizer steps so far, for example. `None`: one more than the last one logged.
+            log_kwargs: Arguments of the trackers' `log` by name.
         """
         self._trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: Any, unwrap: bool = False) -> Any:
-        """A tracker by its name, or with `unwrap` its `SummaryWriter`, run, …; on other processes one that does nothing."""
+        """Return a tracker by its name; on other processes an object that does nothing.
+
+        Args:
+            name: Its name, such as `"wandb"`.
+            unwrap: Return its `SummaryWriter`, run or the like instead.
+        """
         return self._trackers.get(name, unwrap)
 
     def end_training(self) -> None:
-        """End the runs of all trackers; may be called again. What a tracker raises is raised after the others have ended."""
+        """End the runs of all trackers. It may be called again.
+
+        An error of one tracker is raised after the others have ended.
+        """
         self._trackers.end()
 
     def clear(self, *objects: Any) -> Any:
-        """`free_memory`."""
+        """Another name of `free_memory`."""
         return self.free_memory(*objects)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Forget everything that was prepared and end the loaders' workers; returns `None` for each object given.
+        """Release everything that was prepared and end the loaders' workers.
 
         `model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)`
+
+        Args:
+            *objects: The variables to clear.
+
+        Returns:
+            `None` for each object.
         """
         self._checkpointing.close()
         for loader in self._loaders:

@@ -21,13 +21,16 @@ __all__ = ["AcceleratorState", "no_attribute", "plugin_of", "refuse_precision", 
 
 @dataclass(frozen=True)
 class AcceleratorState:
-    """`accelerator.state`.
+    """The device, the processes and the precision of a run: `accelerator.state`.
 
     Attributes:
-        distributed_type: how the run is distributed.
-        num_processes: as `accelerator.num_processes`; the same way for the other names.
+        distributed_type: How the run is distributed.
+        num_processes: As `Accelerator.num_processes`.
+        process_index: The rank of this process.
+        local_process_index: The rank of this process on its node.
+        device: The device of this process.
         mixed_precision: `"no"`, `"fp16"` or `"bf16"`.
-        deepspeed_plugin: with `zero_stage` and `deepspeed_config`; `None` without ZeRO.
+        deepspeed_plugin: The options of ZeRO, with `zero_stage` and `deepspeed_config`; `None` without ZeRO.
     """
 
     distributed_type: DistributedType
@@ -58,8 +61,8 @@ def state_of(strategy: Strategy, plugin: Plugin | None) -> AcceleratorState:
     """`accelerator.state`.
 
     Args:
-        strategy: that of the run.
-        plugin: the plugin that `Accelerator` was given.
+        strategy: That of the run.
+        plugin: The plugin that `Accelerator` was given.
     """
     return AcceleratorState(
         distributed_type(strategy),
@@ -91,8 +94,8 @@ def no_attribute(kind: type, name: str) -> AttributeError:
     """The error for an attribute that an `Accelerator` does not have, with what to use instead.
 
     Args:
-        kind: the class of the accelerator.
-        name: the attribute.
+        kind: The class of the accelerator.
+        name: The attribute.
     """
     fix = advice("accelerator", name)
     text = f" Use {fix}." if fix else nearest(name, [one for one in dir(kind) if not one.startswith("_")])

@@ -20,11 +20,11 @@ __all__ = ["GradientVerbs"]
 
 
 class GradientVerbs(PrepareVerbs):
-    """The verbs of `trainkit.Accelerator` that work on gradients.
+    """The methods of `trainkit.Accelerator` that work on gradients.
 
     Attributes:
-        skip_requested: the optimizer step of the current window is to be skipped.
-        step_pending: the gradients of a window are complete, and no optimizer step has used them.
+        skip_asked: The optimizer step of the current window is to be skipped.
+        unspent: Gradients of a whole window wait for a step.
     """
 
     averages_in_step: bool
@@ -39,18 +39,19 @@ class GradientVerbs(PrepareVerbs):
     _weighing: Weighing | None
 
     def backward(self, loss: Tensor | None, weight: float | Tensor | None = None, **kwargs: Any) -> None:
-        """Add the gradient of a micro-batch's mean loss, scaled to its share of the window.
+        """Run the backward pass of a micro-batch: call it instead of `loss.backward()`.
 
-        A micro-batch of weight 0 adds nothing; its loss may be NaN, as a mean over nothing is.
+        It scales the loss to the micro-batch's share of its accumulation window and passes the gradients to the strategy. A
+        micro-batch of weight 0 adds nothing; its loss may be NaN, as a mean over nothing is.
 
         Args:
-            loss: a scalar; `None`: this micro-batch has nothing to learn from, its gradient counts as zero.
-            weight: how much it counts among the micro-batches of its window, on all processes: a number ≥ 0, such as that of
-                the tokens that `loss` is the mean of. Default: the number of its samples, or the result of `batch_weight`.
-            **kwargs: for `Tensor.backward`.
+            loss: The mean loss of the micro-batch, a scalar. `None`: it has no loss, and its gradient counts as zero.
+            weight: Its weight among the micro-batches of its window, on all processes: a number ≥ 0, such as the number of
+                tokens in the loss. Default: its number of samples, or the result of `batch_weight`.
+            **kwargs: Arguments of `Tensor.backward`.
 
         Raises:
-            ConfigurationError: nothing has been prepared; or a weight is not a number, or given for a part of a window only.
+            ConfigurationError: Nothing was prepared; or a weight is not a number, or is given in a part of a window only.
         """
         if self._averaged:
             self._averaged.clear()  # of gradients that were not used
@@ -73,10 +74,10 @@ class GradientVerbs(PrepareVerbs):
             self._weighing.correct_gradients(self._bare, self.optimizers)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Divide the gradients by the loss scale of `16-mixed`, before they are read; clipping does this by itself.
+        """Divide the gradients by the loss scale of `16-mixed`, to read or change them. Clipping does this itself.
 
         Args:
-            optimizer: of these optimizers, prepared or torch's own; default: all.
+            optimizer: One or several optimizers, prepared or torch's own. Default: all.
         """
         self._check_begun("unscale_gradients")
         if not self.accumulation.current.last:
@@ -91,12 +92,17 @@ class GradientVerbs(PrepareVerbs):
                 self.strategy.unscale(own)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Scale the gradients down to a norm of at most `max_norm`.
+        """Scale the gradients down to a norm of at most `max_norm`. Inside an accumulation window it does nothing.
 
-        Where a DeepSpeed plugin or a configuration file has a `gradient_clipping`, that is the norm.
+        If a `DeepSpeedPlugin` or a configuration file sets `gradient_clipping`, that is the maximum norm.
+
+        Args:
+            parameters: The parameters of the model.
+            max_norm: The maximum norm of all gradients together.
+            norm_type: The norm; `inf` is the largest absolute value.
 
         Returns:
-            The norm before, a scalar on the device; `None` inside a window, where nothing is clipped.
+            The norm before clipping, a scalar on the device; `None` inside an accumulation window.
         """
         self._check_begun("clip_grad_norm_")
         if not self.accumulation.current.last:
@@ -108,7 +114,7 @@ class GradientVerbs(PrepareVerbs):
         return self.strategy.clip_grad_norm_(listed, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Clamp each element of the gradients to [-clip_value, clip_value]; nothing inside a window."""
+        """Clamp each element of the gradients to [-clip_value, clip_value]. Inside an accumulation window it does nothing."""
         self._check_begun("clip_grad_value_")
         if self.accumulation.current.last:
             listed = _listed("clip_grad_value_", parameters)
@@ -120,7 +126,7 @@ class GradientVerbs(PrepareVerbs):
     def any_rank_had_loss(self, had_loss: bool) -> bool:
         """Whether any rank had a loss in the current window, given whether this rank had one. All ranks call it.
 
-        It first averages the gradients if no backward pass has done that: those of a rank without a loss are zero.
+        It first averages gradients that no backward pass has averaged; those of a rank without a loss are zero.
         """
         self._average(self.optimizers)
         found = self.strategy.any_loss(had_loss)

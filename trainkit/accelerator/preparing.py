@@ -40,7 +40,7 @@ _CHECKED = 16  # number of items of a list to check: it may be a long list of ba
 
 
 class PrepareVerbs:
-    """The verbs of `trainkit.Accelerator` that take a user's objects."""
+    """The methods of `trainkit.Accelerator` that prepare a user's objects."""
 
     strategy: Strategy
     accumulation: AccumulationState
@@ -61,9 +61,9 @@ class PrepareVerbs:
 
     @property
     def seed(self) -> int:
-        """The seed of order and randomness, as `set_seed` has set it before the first loader is prepared.
+        """The seed of order and randomness: that of `set_seed`, called before the first loader is prepared.
 
-        Collective when it is first read.
+        The first read is a collective: all processes use the main process's seed.
         """
         if self._seed is None:
             self._seed = int(self.strategy.world.from_main(resolve_seed(None)))
@@ -75,12 +75,12 @@ class PrepareVerbs:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The prepared optimizers, as torch's own objects."""
+        """The prepared optimizers, as torch's objects."""
         return [prepared.optimizer for prepared in self._optimizers]
 
     @property
     def schedulers(self) -> list[Any]:
-        """The prepared schedulers, as the user's own objects."""
+        """The prepared schedulers, as the user's objects."""
         return [prepared.scheduler for prepared in self._schedulers]
 
     @property
@@ -94,19 +94,22 @@ class PrepareVerbs:
         device_placement: Sequence[bool] | None = None,
         batch_weight: Callable[[Any], float] | None = None,
     ) -> Any:
-        """Models, optimizers, loaders and schedulers, ready for this accelerator, in the order they were given.
+        """Prepare models, optimizers, loaders and schedulers for the device and the processes; use what it returns.
 
-        A loader yields its batches on the device, in the order and under the random state that (seed, epoch) determine. A model
-        is moved in place, so that an optimizer created before stays valid.
+        A prepared loader yields its batches on the device, in an order and with random numbers that depend only on the seed
+        and the epoch. A model is moved in place, so that an optimizer made before stays valid.
 
         Args:
-            *objects: in any order; each once. `None` stays `None`.
-            device_placement: for each object whether it is put on the device; default: as `Accelerator(device_placement=)`.
-            batch_weight: how much a batch of the first loader here counts in its window, such as the tokens in it that count;
-                a float ≥ 0, of the batch on the CPU. Default: the number of its samples.
+            *objects: The objects, in any order, each once. `None` stays `None`.
+            device_placement: For each object, whether to move it to the device. Default: as in `Accelerator`.
+            batch_weight: A function of a batch (on the CPU) that returns its weight in its accumulation window: a float ≥
+                0, such as the number of tokens in the loss. For the first loader here. Default: the number of samples.
+
+        Returns:
+            The prepared object, or a tuple of them in the order of `objects`.
 
         Raises:
-            ConfigurationError: an object that is none of these, or prepared already.
+            ConfigurationError: An object is none of these, or is already prepared.
         """
         return self._prepared(objects, device_placement, batch_weight)
 
@@ -148,7 +151,7 @@ class PrepareVerbs:
         """Refuse objects that have been prepared, or a model on another device that is not moved.
 
         Raises:
-            ConfigurationError: one of them.
+            ConfigurationError: One of them.
         """
         for place, item in enumerate(objects):
             if self._is_prepared(item) or any(item is other for other in objects[:place]):
@@ -161,17 +164,17 @@ class PrepareVerbs:
                 self._check_place(item)
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
-        """`prepare` for a model.
+        """Prepare a model, as `prepare` does.
 
         Args:
-            model: not prepared yet.
-            device_placement: as for `prepare`.
-            evaluation_mode: it is not trained: it is put on the device, computes in the precision and is compiled, but gets no
-                wrapper that exchanges gradients. Call `model.eval()` yourself.
+            model: The model, not prepared yet.
+            device_placement: Whether to move it to the device. Default: as in `Accelerator`.
+            evaluation_mode: The model is not trained: it is moved, computes in the precision of the run and is compiled,
+                but no wrapper exchanges gradients. Call `model.eval()` yourself.
 
         Raises:
-            ConfigurationError: not a model, or prepared already.
-            UnsupportedArgumentError: `evaluation_mode` where parameters or optimizer states are sharded.
+            ConfigurationError: It is not a model, or already prepared.
+            UnsupportedArgumentError: `evaluation_mode` under a strategy that shards parameters or optimizer state.
         """
         strategy = self.strategy
         if evaluation_mode and (strategy.shards_optimizer_state or strategy.shards_parameters):
@@ -183,21 +186,21 @@ class PrepareVerbs:
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """`prepare` for an optimizer.
+        """Prepare an optimizer, as `prepare` does.
 
         Args:
-            optimizer: not prepared yet.
-            device_placement: no effect: an optimizer keeps its state where its parameters are.
+            optimizer: The optimizer, not prepared yet.
+            device_placement: No effect: an optimizer keeps its state on the device of its parameters.
 
         Raises:
-            ConfigurationError: not an optimizer, or prepared already.
+            ConfigurationError: It is not an optimizer, or already prepared.
         """
         return self._prepared_as(Optimizer, optimizer, device_placement)
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: None = None
     ) -> PreparedLoader:
-        """`prepare` for a loader; `slice_fn_for_dispatch` can only be `None`."""
+        """Prepare a loader, as `prepare` does. `slice_fn_for_dispatch` can only be `None`."""
         if slice_fn_for_dispatch is not None:
             raise UnsupportedArgumentError(
                 "prepare_data_loader(slice_fn_for_dispatch=...) is not supported: each process reads its own batches. Fix: "
@@ -207,7 +210,7 @@ class PrepareVerbs:
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """`prepare` for a scheduler."""
+        """Prepare a learning-rate scheduler, as `prepare` does."""
         return self._prepared_as(object, scheduler, None)
 
     def _prepared_as(self, kind: type, item: Any, placed: bool | None, evaluation: bool = False) -> Any:
@@ -231,14 +234,14 @@ class PrepareVerbs:
         return ours or any(item is one for one in (*known, *sources))
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False) -> nn.Module:
-        """The user's model, without what `prepare` and `torch.compile` wrapped around it.
+        """Return the user's model, without the wrappers of `prepare` and `torch.compile`.
 
         Args:
-            model: prepared or not.
-            keep_fp32_wrapper: no effect: the user's own model is not changed.
-            keep_torch_compile: of a model that was compiled, return the compiled one. The names in its state begin with
-                `_orig_mod.`, which is why the default is not Accelerate's. A compilation of what `prepare` returned is removed
-                in any case.
+            model: The model, prepared or not.
+            keep_fp32_wrapper: No effect: the user's model itself is not changed.
+            keep_torch_compile: Return what `torch.compile` made of it, if it was compiled. The names in its state dict
+                begin with `_orig_mod.`, so the default differs from Accelerate's. A compilation of what `prepare` returned
+                is removed.
         """
         return without_wrappers(model, self.strategy, keep_torch_compile)
 
@@ -309,12 +312,12 @@ class PrepareVerbs:
         return prepared
 
     def prepare_loader(self, loader: Any, *, window: bool, **options: Any) -> PreparedLoader:
-        """One loader, with options of `trainkit.data.PreparedLoader`.
+        """Prepare a loader with options of `trainkit.data.PreparedLoader`, as `Trainer` does.
 
         Args:
-            loader: a `DataLoader`, a `CombinedLoader` or an iterable of batches.
-            window: its batches make up accumulation windows (a training loader).
-            **options: such as `stage`, `index`, `limit`, `weigh`.
+            loader: A `DataLoader`, a `CombinedLoader` or an iterable of batches.
+            window: Its batches form accumulation windows (a training loader).
+            **options: Options such as `stage`, `index`, `limit` and `weigh`.
         """
         batch_padding, strategy = None, self.strategy
         if strategy.pad_last_batch and window and not options.get("index"):  # the first one is what is trained on
@@ -334,24 +337,24 @@ class PrepareVerbs:
         return prepared
 
     def release_loader(self, loader: PreparedLoader) -> None:
-        """Forget a loader that is not read any more, and end its workers."""
+        """Release a loader that is not read any more, and end its workers."""
         loader.close()
         self._loaders[:] = [other for other in self._loaders if other is not loader]
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """`trainkit.skip_first_batches`: a loader whose iterations begin after `num_batches` batches."""
+        """Return a loader that skips its first `num_batches` batches, see `trainkit.skip_first_batches`."""
         return skip_first_batches(dataloader, num_batches)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Within it processes may have different numbers of batches; with prepared loaders they always may.
+        """A context in which processes may have different numbers of batches. Prepared loaders always allow that.
 
         Args:
-            joinables: the models that are trained, as `prepare` returned them.
-            even_batches: instead of `Accelerator(even_batches=)`, for loaders whose iteration begins within it.
+            joinables: The models that are trained, as `prepare` returned them.
+            even_batches: Replaces `Accelerator(even_batches=)` for loaders that are started in it.
 
         Raises:
-            ConfigurationError: a model has not been prepared.
+            ConfigurationError: A model was not prepared.
         """
         for model in joinables:
             self._check_prepared("join_uneven_inputs", model)
@@ -380,7 +383,7 @@ def _is_loader(item: Any, place: int) -> bool:
     """Whether it is a loader, and not a model, an optimizer, a scheduler or `None`.
 
     Raises:
-        ConfigurationError: it is something else.
+        ConfigurationError: It is none of these.
     """
     if item is None or isinstance(item, nn.Module | Optimizer) or (hasattr(item, "step") and hasattr(item, "state_dict")):
         return False

@@ -33,13 +33,13 @@ class ProcessVerbs:
     The base of `trainkit.Accelerator`, which also works without the rest of it.
 
     Args:
-        strategy: of the run.
-        batch: the batch that the loop has read last; default: none.
-        plugin: the DeepSpeed plugin that was given.
+        strategy: The strategy of the run.
+        batch: The batch that the loop has read last. Default: none.
+        plugin: The DeepSpeed plugin that was given.
 
     Attributes:
-        strategy: of the run.
-        collective_checks: compares what the processes call.
+        strategy: The strategy of the run.
+        collective_checks: Compares what the processes call.
     """
 
     def __init__(self, strategy: Strategy, batch: CurrentBatch | None = None, plugin: Plugin | None = None) -> None:
@@ -103,7 +103,7 @@ class ProcessVerbs:
 
     @property
     def state(self) -> AcceleratorState:
-        """These facts in one object."""
+        """The device, the processes and the precision in one object, as in Accelerate."""
         return state_of(self.strategy, self._plugin)
 
     @property
@@ -113,12 +113,12 @@ class ProcessVerbs:
 
     @property
     def mixed_precision(self) -> str:
-        """`"no"`, `"fp16"` or `"bf16"`; `strategy.precision` knows more."""
+        """`"no"`, `"fp16"` or `"bf16"`; see `strategy.precision` for the precise name."""
         return mixed_name(self.strategy.precision)
 
     @property
     def native_amp(self) -> bool:
-        """Whether forwards run under autocast. Setting it has no effect: the precision is an argument of the accelerator."""
+        """Whether the forward runs under autocast. Setting it has no effect: pass `mixed_precision` to the accelerator."""
         return self.strategy.precision.autocast_dtype is not None
 
     @native_amp.setter
@@ -131,26 +131,27 @@ class ProcessVerbs:
         """Wait until all processes have called it. There is no timeout: the main process may evaluate or write meanwhile.
 
         Raises:
-            CollectiveError: another process called another verb, waits for this one, or has ended; names the lines.
+            CollectiveError: Another process made a different call, waits for this one, or has ended; the message names the
+                lines.
         """
         self.collective_checks.wait("wait_for_everyone")
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Run the block on the main process, then on the others: it downloads, and they find the files in the cache.
+        """A context whose body runs on the main process first, then on the others, which find its downloads in the cache.
 
         Raises:
-            CollectiveError: as `wait_for_everyone`.
+            CollectiveError: As in `wait_for_everyone`.
         """
         with self._processes.first("main_process_first", self.is_main_process):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Run the block on the first process of each node, then on the others.
+        """A context whose body runs on the first process of each node first, then on the others.
 
         Raises:
-            CollectiveError: as `wait_for_everyone`.
+            CollectiveError: As in `wait_for_everyone`.
         """
         with self._processes.first("local_main_process_first", self.is_local_main_process):
             yield
@@ -170,7 +171,7 @@ class ProcessVerbs:
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
         """A decorator, `@accelerator.on_process(process_index=1)`: the function runs on that process only.
 
-        A single process runs it whatever the number is.
+        A single process runs it for any number.
 
         Raises:
             ConfigurationError: `process_index` is missing.
@@ -182,7 +183,8 @@ class ProcessVerbs:
         return only_where(lambda: self.world.size == 1 or self.process_index == process_index, function, "on_process")
 
     def on_local_process(self, function: Callable[..., Any] | None = None, local_process_index: int | None = None) -> Any:
-        """A decorator, `@accelerator.on_local_process(local_process_index=1)`: the same for a process of each node.
+        """A decorator, `@accelerator.on_local_process(local_process_index=1)`: the function runs on that process of each node
+        only.
 
         Raises:
             ConfigurationError: `local_process_index` is missing.
@@ -201,27 +203,28 @@ class ProcessVerbs:
         return only_where(here, function, "on_local_process")
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print` on the first process of each node only."""
+        """Print on the first process of each node only; the arguments are those of `print`."""
         if self.is_local_main_process:
             builtins.print(*args, **kwargs)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's contiguous part of `inputs`; the sizes of the parts differ by at most 1.
-
-        ```python
-        with accelerator.split_between_processes(["A", "B", "C"]) as prompts:
-            ...  # ["A", "B"] on the first of two processes, ["C"] on the second
-        ```
+        """A context with this process's contiguous part of `inputs`; the sizes of the parts differ by at most 1.
 
         Args:
-            inputs: a list, tuple, tensor, array, `datasets.Dataset`, or a dict of these with values of one length; the same
+            inputs: A list, tuple, tensor, array, `datasets.Dataset`, or a dict of these with values of one length; the same
                 on all processes.
-            apply_padding: repeat the last element of `inputs` in parts that are shorter, so that results can be gathered;
-                drop it then. Tensors are moved to the device.
+            apply_padding: Repeat the last element of `inputs` in parts that are shorter, so that results can be gathered;
+                drop the repeated results then. Tensors are moved to the device.
 
         Raises:
             ConfigurationError: `inputs` cannot be split, or the values of a dict differ in length.
+
+        Example:
+            ```python
+            with accelerator.split_between_processes(["A", "B", "C"]) as prompts:
+                ...  # ["A", "B"] on the first of two processes, ["C"] on the second
+            ```
         """
         with self._processes.split(inputs, apply_padding) as part:
             yield part
@@ -231,66 +234,67 @@ class ProcessVerbs:
         self._processes.set_trigger()
 
     def check_trigger(self) -> bool:
-        """Whether any process has set the flag since the last check; the same on all. All processes call it.
+        """Whether any process has called `set_trigger` since the last check; the same on all. All processes call it.
 
         Raises:
-            CollectiveError: as `wait_for_everyone`.
+            CollectiveError: As in `wait_for_everyone`.
         """
         return self._processes.check_trigger()
 
     # ---------------------------------------------------------------------------------------------------------- exchanges
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all processes, concatenated in the order of the ranks; scalars become a vector.
+        """Concatenate the tensors of all processes in the order of the ranks; scalars become a vector.
 
-        Tensors may differ in the first dimension if it is the size of the micro-batch that each process has: the last one of
-        an epoch may be short. With one process the tensors are returned unchanged.
+        Tensors may differ in the first dimension if it is the size of each process's micro-batch: the last one of an epoch
+        may be short. With one process the tensors are returned unchanged.
 
         Args:
-            tensor: a tensor, or tensors in lists, tuples and dicts; the same containers on all processes.
+            tensor: A tensor, or tensors in lists, tuples and dicts; the same containers on all processes.
 
         Raises:
-            CollectiveError: containers, shapes or dtypes differ between processes; the message names them.
-            ConfigurationError: there is something other than a tensor in it.
+            CollectiveError: Containers, shapes or dtypes differ between processes; the message names them.
+            ConfigurationError: An item is not a tensor.
         """
         return self._gathering.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Like `gather`, without padding: each sample of an epoch is there once, in the order of the data.
+        """Like `gather`, without padding: each sample of an epoch occurs once, in the order of the data.
 
         Args:
-            input_data: tensors in containers; or lists of objects that can be pickled, which are concatenated.
-            use_gather_object: treat tensors as objects too: they may have any shape, and are returned on the CPU.
+            input_data: Tensors in containers; or lists of objects that can be pickled, which are concatenated.
+            use_gather_object: Treat tensors as objects too: they may have any shape, and are returned on the CPU.
 
         Raises:
-            CollectiveError, ConfigurationError: as `gather`.
+            CollectiveError: As in `gather`.
+            ConfigurationError: As in `gather`.
         """
         return self._gathering.gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum, mean or maximum over the processes; the same bits on all, and never the tensor that was given.
+        """The sum, mean or maximum of tensors over the processes; the same bits on all, in new tensors.
 
         Args:
-            tensor: a tensor, or tensors in lists, tuples and dicts; of the same shapes on all processes.
+            tensor: A tensor, or tensors in lists, tuples and dicts; of the same shapes on all processes.
             reduction: `"sum"`, `"mean"`, `"max"`, or `"none"`, which only scales.
-            scale: factor of the result.
+            scale: A factor for the result.
 
         Raises:
-            CollectiveError: shapes or dtypes differ between processes.
-            ConfigurationError: unknown `reduction`.
+            CollectiveError: Shapes or dtypes differ between processes.
+            ConfigurationError: The reduction is unknown.
         """
         return self._gathering.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Tensors padded in one dimension to the longest of all processes, so that they can be gathered.
+        """Pad tensors in one dimension to the largest size of all processes, so that they can be gathered.
 
         Args:
-            tensor: a tensor, or tensors in lists, tuples and dicts. Tensors without dimension `dim` are unchanged.
-            dim: the dimension to pad.
-            pad_index: the value to pad with.
-            pad_first: pad at the start instead of the end.
+            tensor: A tensor, or tensors in lists, tuples and dicts. Tensors without dimension `dim` are unchanged.
+            dim: The dimension to pad.
+            pad_index: The value to pad with.
+            pad_first: Pad at the start instead of the end.
 
         Raises:
-            CollectiveError: containers or numbers of dimensions differ between processes.
+            CollectiveError: Containers or numbers of dimensions differ between processes.
         """
         return self._gathering.pad_across_processes(tensor, dim, pad_index, pad_first)

@@ -13,17 +13,18 @@ __all__ = ["SkippedLoader", "skip_first_batches"]
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """A loader that skips the first batches of its epochs, to resume in the middle of an epoch.
+    """Return a loader that skips the first batches of its epochs, to resume in the middle of an epoch.
 
-    A prepared loader does not fetch the samples of a map-style dataset that it skips. After `accelerator.load_state(folder)`
-    count the batches from the start of the checkpoint's epoch. `load_state(folder, resume_loaders=True)` needs no skipping.
+    A prepared loader does not fetch the samples of a map-style dataset that it skips. After
+    `accelerator.load_state(folder)` count the batches from the start of the checkpoint's epoch. `load_state(folder,
+    resume_loaders=True)` needs no skipping.
 
     Args:
-        dataloader: prepared or not.
-        num_batches: number of batches of this process to skip.
+        dataloader: The loader, prepared or not.
+        num_batches: Number of batches of this process to skip.
 
     Raises:
-        ConfigurationError: the number is not an integer ≥ 0.
+        ConfigurationError: The number is not an integer ≥ 0.
     """
     return SkippedLoader(dataloader, num_batches)
 
@@ -32,11 +33,11 @@ class SkippedLoader:
     """A loader without the first batches of its epochs; other attributes are those of the loader.
 
     Attributes:
-        loader: prepared or not.
-        skipped: number of batches of an epoch to skip.
+        loader: Prepared or not.
+        skipped: Number of batches of an epoch to skip.
 
     Raises:
-        ConfigurationError: the number is not an integer ≥ 0.
+        ConfigurationError: The number is not an integer ≥ 0.
     """
 
     def __init__(self, loader: Any, skipped: int) -> None:

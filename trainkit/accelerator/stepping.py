@@ -19,14 +19,13 @@ __all__ = ["StepVerbs"]
 
 
 class StepVerbs(GradientVerbs):
-    """The verbs of `trainkit.Accelerator` that update parameters.
+    """The methods of `trainkit.Accelerator` that run optimizer steps.
 
     Attributes:
-        before_step: called with the optimizer before each optimizer step.
-        optimizer_step_was_skipped: whether the last step of any optimizer was skipped, though the window was full.
-        overflows: number of steps that were skipped because a scaled gradient overflowed.
-        updates: number of optimizer steps so far.
-        updating: an optimizer step is running.
+        before_step: Called with the optimizer before an optimizer step.
+        optimizer_step_was_skipped: Whether the last step of any optimizer was skipped, though the window was full.
+        updates: Number of optimizer steps so far.
+        updating: An optimizer step is in progress.
     """
 
     before_step: Callable[[Optimizer], None] | None
@@ -45,18 +44,18 @@ class StepVerbs(GradientVerbs):
         self._backwards_at_step: dict[int, int] = {}  # the same at the last step of each optimizer, by its id
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Update the parameters if the window is full.
+        """Run the optimizer step if the accumulation window is full. `optimizer.step()` of a prepared optimizer calls it.
 
         Args:
-            optimizer: a prepared one, or the torch optimizer in it.
-            closure: computes the loss and its gradients again (LBFGS).
+            optimizer: A prepared optimizer, or torch's own object in it.
+            closure: Computes the loss and its gradients again (LBFGS).
 
         Returns:
-            Whether the parameters were updated: not inside a window, nor if the step was skipped because a scaled gradient
-            overflowed, `skip_update` was called, or the window's weight is 0.
+            Whether the step was made: not inside a window, nor if it was skipped because a scaled gradient overflowed,
+            `skip_update` was called, or the window's weight is 0.
 
         Raises:
-            ConfigurationError: the gradients are those of `loss.backward()`, where an optimizer step cannot use them.
+            ConfigurationError: The gradients come from `loss.backward()`, which this configuration cannot use.
         """
         micro = self.accumulation.current
         if not micro.last:
@@ -93,14 +92,14 @@ class StepVerbs(GradientVerbs):
         return updated
 
     def has_updated(self, optimizer: Any) -> bool:
-        """Whether the last step of a prepared optimizer, or of the torch optimizer in it, was not skipped."""
+        """Whether the last step of an optimizer, prepared or torch's own, was made and not skipped."""
         own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
         return self._updated.get(id(own), not self.optimizer_step_was_skipped)
 
     def skip_update(self) -> None:
         """Skip the optimizer step of the current window, for all optimizers: parameters and optimizer state do not change.
 
-        Call it on all processes or on none: reduce a value such as the loss over the processes before you decide by it.
+        Call it on all processes or on none.
         """
         self.skip_requested = True
 

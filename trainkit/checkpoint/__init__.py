@@ -1,4 +1,4 @@
-"""The checkpoint directory: one format for every strategy; never half there, never silently wrong, never code."""
+"""The checkpoint directory: one format for every strategy, complete or absent, verified when read, never executable code."""
 
 from __future__ import annotations
 

@@ -15,12 +15,12 @@ from trainkit.errors import CheckpointError, TrainkitError
 __all__ = ["SHARED_FOLDER_ADVICE", "Group", "run_on_all_ranks", "wait_for_path"]
 
 SHARED_FOLDER_ADVICE = (
-    "All processes of a run must see the same folder of checkpoints. Fix: choose one on a file system that all machines share, "
+    "All processes of a run must see the same checkpoint folder. Fix: use a folder on a file system that all nodes share: "
     "ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)."
 )
 """The fix for a rank that does not see what another rank has written."""
 
-_PATIENCE = 5.0  # seconds until one node sees what another has written
+_VISIBLE_WITHIN = 5.0  # seconds until one node must see what another has written
 
 
 class Group(Protocol):
@@ -55,21 +55,21 @@ def run_on_all_ranks(group: Group, work: Callable[[], Any], otherwise: type[Chec
         value = work()
     except BaseException as caught:
         error = caught
-    said = group.exchange([value, None if error is None else [type(error).__name__, str(error) or type(error).__name__]])
+    reports = group.exchange([value, None if error is None else [type(error).__name__, str(error) or type(error).__name__]])
     if error is not None and not isinstance(error, Exception):
         raise error
-    bad = {rank: problem for rank, (_, problem) in enumerate(said) if problem is not None}
-    if len(bad) == group.size and error is not None and all(problem == bad[group.rank] for problem in bad.values()):
+    failures = {rank: failure for rank, (_, failure) in enumerate(reports) if failure is not None}
+    if len(failures) == group.size and error is not None and all(own == failures[group.rank] for own in failures.values()):
         raise error
-    if bad:
-        raise _first_error(bad, otherwise) from error
-    return [given for given, _ in said]
+    if failures:
+        raise _first_error(failures, otherwise) from error
+    return [result for result, _ in reports]
 
 
-def _first_error(bad: dict[int, list[str]], otherwise: type[CheckpointError]) -> TrainkitError:
+def _first_error(failures: dict[int, list[str]], otherwise: type[CheckpointError]) -> TrainkitError:
     """The error of the first rank that failed."""
-    rank, (name, text) = next(iter(bad.items()))
-    where = f"rank {rank}" + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else "")
+    rank, (name, text) = next(iter(failures.items()))
+    where = f"rank {rank}" + (f" (and {len(failures) - 1} more)" if len(failures) > 1 else "")
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, TrainkitError):
         return kind(f"{where}: {text}")
@@ -78,11 +78,11 @@ def _first_error(bad: dict[int, list[str]], otherwise: type[CheckpointError]) ->
 
 def wait_for_path(path: Path) -> bool:
     """Whether `path`, created by another process, is visible within a few seconds, which NFS may need."""
-    end = time.monotonic() + _PATIENCE
+    end = time.monotonic() + _VISIBLE_WITHIN
     while not os.path.lexists(path):
         if time.monotonic() > end:
             return False
         time.sleep(0.05)
         with contextlib.suppress(OSError):
-            os.listdir(path.parent)  # makes a network file system look again
+            os.listdir(path.parent)  # makes a network file system refresh its cache
     return True

@@ -1,4 +1,4 @@
-"""Writes a checkpoint to the disk: completely under its name, or not at all."""
+"""Writes a checkpoint to disk so that its folder is either complete or absent."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from trainkit.tagged_json.strict_json import MAX_JSON_BYTES
 
 __all__ = ["check_target", "commit", "sync_folder"]
 
-_ALONE = ThreadExchange()
-_ABANDONED = 3600.0  # seconds without a change, after which an unfinished save is removed
+_SINGLE_RANK = ThreadExchange()
+_ABANDONED_AFTER = 3600.0  # seconds without a change, after which an unfinished save is removed
 _FOLDER_BYTES = 2 * 4096  # what a folder and its entry in the parent may need in addition to its files
 _DIGEST_LINE = re.compile(rb"[0-9a-f]{64}  manifest\.json\n")
 # The files of a checkpoint whose manifest cannot be read.
@@ -44,37 +44,37 @@ _FULL = _numbers("ENOSPC", "EDQUOT")
 _FORBIDDEN = _numbers("EACCES", "EPERM", "EROFS")
 
 
-def commit(draft: Draft, target: Path, *, replace: bool = False, team: Group = _ALONE) -> Manifest | None:
+def commit(draft: Draft, target: Path, *, replace: bool = False, group: Group = _SINGLE_RANK) -> Manifest | None:
     """Write a checkpoint so that `target` is never incomplete, not even after a power failure.
 
     All files are written to `.<name>.tmp-<run_id>` next to `target` and synced, the manifest's digest last; then that
     folder is renamed. Parents of `target` are created. `target` may be an empty folder.
 
-    With several ranks each writes and syncs the files of its own `Draft`; the main process does the rest. Collective.
+    With several ranks, each writes and syncs the files of its `Draft`, and the main process does the rest. Collective.
 
     Args:
         draft: what to write.
         target: the folder of the checkpoint, as given on the main process. A link is followed.
-        replace: replace an existing checkpoint once the new one is complete, so that one of them is there at any time. If the
-            file system cannot exchange two folders, the old one is called `<name>.replaced` for a moment. Files in it that
+        replace: replace an existing checkpoint once the new one is complete, so that one of the two exists at any time. If the
+            file system cannot exchange two folders, the old one is renamed to `<name>.replaced` for a moment. Its files that
             do not belong to the checkpoint are kept.
-        team: the ranks that write.
+        group: the ranks that write.
 
     Returns:
         The manifest as written, on the main process; `None` on other ranks.
 
     Raises:
-        CheckpointWriteError: it could not be written. What was written is removed; what was at `target` is unchanged.
+        CheckpointWriteError: it could not be written. What was written is removed; `target` is unchanged.
         CheckpointError: `target` exists and is not a checkpoint, or `replace` is False. An error on one rank is raised on
             all ranks and names the rank.
     """
-    work = _Commit(draft, target, replace, team.rank == 0)
+    work = _Commit(draft, target, replace, group.rank == 0)
     try:
-        opened = run_on_all_ranks(team, work.open, CheckpointWriteError)
-        _compare([layout for _, layout in opened])
+        opened = run_on_all_ranks(group, work.open, CheckpointWriteError)
+        _check_same_layout([layout for _, layout in opened])
         work.partial = Path(opened[0][0])
-        files = run_on_all_ranks(team, work.write, CheckpointWriteError)
-        run_on_all_ranks(team, lambda: work.close(files), CheckpointWriteError)
+        files = run_on_all_ranks(group, work.write, CheckpointWriteError)
+        run_on_all_ranks(group, lambda: work.close(files), CheckpointWriteError)
     except BaseException:
         work.undo()
         raise
@@ -88,7 +88,7 @@ def check_target(target: Path) -> None:
     Raises:
         CheckpointError: `target` exists and is not a checkpoint.
     """
-    _occupant(_followed(target), replace=True)
+    _existing_files(_resolve_link(target), replace=True)
 
 
 class _Commit:
@@ -100,7 +100,7 @@ class _Commit:
     """
 
     def __init__(self, draft: Draft, target: Path, replace: bool, main: bool) -> None:
-        target = _followed(target) if main else target
+        target = _resolve_link(target) if main else target
         self._draft, self._target, self._replace, self._main = draft, target, replace, main
         self._old: set[str] | None = None
         self._begun = False
@@ -110,8 +110,8 @@ class _Commit:
     def open(self) -> tuple[str, str]:
         """Create the folder to write to. Returns its path and the layout of the draft."""
         if self._main:
-            with self._explained():
-                self._old = _occupant(self._target, self._replace)
+            with self._explained_errors():
+                self._old = _existing_files(self._target, self._replace)
                 _make_folder(self._target.parent)
                 _remove(self.partial)  # left behind when this run was killed
                 _remove_abandoned(self._target)
@@ -119,14 +119,16 @@ class _Commit:
                 self._begun = True
                 self.partial.mkdir()
                 if self._old is not None:
-                    _carry_over(self._target, self.partial, self._old | set(self._draft.sizes))
+                    _keep_other_files(self._target, self.partial, self._old | set(self._draft.sizes))
         return str(self.partial), self._draft.layout
 
     def write(self) -> dict[str, str]:
         """Write the files of this rank. Returns their digests."""
-        with self._explained():
+        with self._explained_errors():
             if not self._main and not wait_for_path(self.partial):
-                raise CheckpointWriteError(f"{self.partial}, created by the main process, is not here. {SHARED_FOLDER_ADVICE}")
+                raise CheckpointWriteError(
+                    f"this process cannot see the folder {self.partial}, which the main process created. {SHARED_FOLDER_ADVICE}"
+                )
             digests = _write(self._draft, self.partial)
             if not self._main:
                 sync_folder(self.partial)
@@ -136,11 +138,11 @@ class _Commit:
         """After all ranks have written their files: write the manifest and rename the folder."""
         if not self._main:
             return
-        with self._explained():
+        with self._explained_errors():
             self.manifest = self._draft.manifest({name: digest for own in files for name, digest in own.items()})
             _write_manifest(self.partial, self.manifest.to_bytes())
             _put_in_place(self.partial, self._target, exchange=self._old is not None)
-            self._begun = False  # what is at partial now, if anything, is the old checkpoint
+            self._begun = False  # the folder at partial, if any, is the old checkpoint now
             sync_folder(self._target.parent)
 
     def undo(self) -> None:
@@ -154,7 +156,7 @@ class _Commit:
             _remove(self.partial)
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explained_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -163,13 +165,13 @@ class _Commit:
             ) from error
 
 
-def _compare(layouts: list[str]) -> None:
-    """Check that all ranks have laid out the same files, since each writes only its own."""
+def _check_same_layout(layouts: list[str]) -> None:
+    """Check that all ranks have planned the same files, since each writes only its own."""
     others = [str(rank) for rank, layout in enumerate(layouts) if layout != layouts[0]]
     if others:
         raise CheckpointWriteError(
-            f"the tensors of rank {', '.join(others)} are not those of rank 0 (their names, dtypes or shapes differ), so there "
-            "is no checkpoint of all of them. Fix: build the same model and optimizer on every process"
+            f"the tensors on rank {', '.join(others)} differ from those on rank 0 in name, dtype or shape, so they cannot "
+            "be saved as one checkpoint. Fix: build the same model and optimizer on all ranks"
         )
 
 
@@ -194,30 +196,32 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _followed(target: Path) -> Path:
+def _resolve_link(target: Path) -> Path:
     """The target of a link, and any other path unchanged."""
     return Path(os.path.realpath(target)) if os.path.islink(target) or target.name in ("", "..") else target
 
 
-def _occupant(target: Path, replace: bool) -> set[str] | None:
+def _existing_files(target: Path, replace: bool) -> set[str] | None:
     """The names of the files of the checkpoint at `target`; `None` if nothing or an empty folder is there."""
     if target.name.startswith("."):
-        raise CheckpointError(f"{target}: a folder whose name starts with '.' is no checkpoint. Fix: choose another name")
+        raise CheckpointError(f"{target}: the name of a checkpoint cannot start with '.'. Fix: choose another name")
     try:
         mode = os.lstat(target).st_mode
     except FileNotFoundError:
         return None
     if not stat.S_ISDIR(mode):
-        raise CheckpointError(f"{target}: expected a folder or nothing, but a file is there. Fix: choose another path")
+        raise CheckpointError(f"{target}: expected a folder or an unused path, but found a file. Fix: choose another path")
     names = os.listdir(target)
     if not names:
         return None
     if not replace:
-        raise CheckpointError(f"{target}: expected nothing there, but the folder is not empty. Fix: choose another path")
+        raise CheckpointError(
+            f"{target}: expected an unused path or an empty folder, but the folder is not empty. Fix: choose another path"
+        )
     ours = _files_of_checkpoint(target, names)
     if ours is None:
         raise CheckpointError(
-            f"{target}: expected a checkpoint to replace, an empty folder or nothing, but the folder holds something else "
+            f"{target}: expected a checkpoint to replace, an empty folder or an unused path, but the folder has other files "
             f"({', '.join(sorted(map(repr, names))[:3])}{', …' if len(names) > 3 else ''}). Fix: choose another path"
         )
     return ours
@@ -231,7 +235,7 @@ def _files_of_checkpoint(folder: Path, names: Collection[str]) -> set[str] | Non
         return {MANIFEST, DIGEST, *Manifest.from_bytes(data, str(folder / MANIFEST)).files}
     except CorruptCheckpointError:
         pass
-    except CheckpointError:  # of a later version
+    except CheckpointError:  # written by a later version
         return by_name
     try:
         return by_name if _DIGEST_LINE.fullmatch(read_small_file(folder / DIGEST, 1024)) else None
@@ -255,8 +259,8 @@ def _check_space(draft: Draft, target: Path) -> None:
     needed = sum(-(-size // block) * block for size in draft.sizes.values()) + _FOLDER_BYTES
     if total and needed > free:  # some file systems report 0 of 0
         raise CheckpointWriteError(
-            f"{target}: too little space: the checkpoint needs {needed} bytes, {free} are free. Nothing was written. "
-            "Fix: free some, keep fewer checkpoints, or save to another file system."
+            f"{target}: not enough disk space: the checkpoint needs {needed} bytes, but only {free} are free. Nothing was "
+            "written. Fix: free disk space, keep fewer checkpoints, or save to another file system."
         )
 
 
@@ -265,27 +269,27 @@ def _write(draft: Draft, partial: Path) -> dict[str, str]:
     digests = {}
     with contextlib.closing(draft.files()) as files:
         for name, pieces in files:
-            with _named(partial / name):
+            with _with_file_name(partial / name):
                 size, digests[name] = write_file(partial / name, pieces)
             if size != draft.sizes[name]:
                 raise CheckpointWriteError(
-                    f"{partial / name}: laid out with {draft.sizes[name]} bytes, but {size} were written. Fix: leave the "
-                    "tensors as they are until the save has returned"
+                    f"{partial / name}: expected to write {draft.sizes[name]} bytes, but wrote {size}. A tensor changed during "
+                    "the save. Fix: do not change tensors until the save has returned"
                 )
     return digests
 
 
 def _write_manifest(partial: Path, data: bytes) -> None:
     for name, content in ((MANIFEST, data), (DIGEST, digest_line(data))):
-        with _named(partial / name):
+        with _with_file_name(partial / name):
             write_file(partial / name, [content])
-    with _named(partial):
+    with _with_file_name(partial):
         sync_folder(partial)
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Add the name of the file to an error of writing, which does not have it."""
+def _with_file_name(path: Path) -> Iterator[None]:
+    """Add the file name to an `OSError` of a write, which does not have it."""
     try:
         yield
     except OSError as error:
@@ -293,7 +297,7 @@ def _named(path: Path) -> Iterator[None]:
         raise
 
 
-def _carry_over(old: Path, new: Path, without: Collection[str]) -> None:
+def _keep_other_files(old: Path, new: Path, without: Collection[str]) -> None:
     """Add the other files in `old` to `new`, as hard links where possible."""
     known = {name.lower() for name in without}
     for name in os.listdir(old):
@@ -317,8 +321,8 @@ def _link(source: str | Path, copy: str | Path) -> None:
 
 def _put_in_place(partial: Path, target: Path, *, exchange: bool) -> None:
     """Rename `partial` to `target`, and what was at `target`, if anything, to `partial`."""
-    if not exchange or not os.path.lexists(target):  # it may have been removed meanwhile
-        if os.name == "nt" and target.is_dir():  # where a rename replaces no folder, not even an empty one
+    if not exchange or not os.path.lexists(target):  # it may have been removed in the meantime
+        if os.name == "nt" and target.is_dir():  # a rename cannot replace a folder there, not even an empty one
             target.rmdir()
         os.rename(partial, target)
     elif not _exchange(partial, target):
@@ -346,7 +350,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _exchange_by_renames(partial: Path, target: Path) -> None:
-    """The same in three steps; meanwhile the old checkpoint has a name that is found by a reader of the folder."""
+    """Exchange the names in three steps. In between, the old checkpoint has a name that readers of the folder recognize."""
     aside = target.with_name(f"{target.name}.replaced")
     number = 0
     while os.path.lexists(aside):
@@ -363,7 +367,7 @@ def _exchange_by_renames(partial: Path, target: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder as far as possible: the name of what is left is ignored by readers."""
+    """Remove a file or folder as far as possible. Readers ignore what is left, because of its name."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -376,16 +380,19 @@ def _remove_abandoned(target: Path) -> None:
     for path in target.parent.glob(glob.escape(f".{target.name}.tmp-") + "*"):
         with contextlib.suppress(OSError):
             newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
-            if time.time() - newest > _ABANDONED:
+            if time.time() - newest > _ABANDONED_AFTER:
                 _remove(path)
 
 
 def _fix(error: OSError, draft: Draft, target: Path) -> str:
     if error.errno in _FULL:
         free = shutil.disk_usage(target.parent).free if target.parent.is_dir() else 0
-        return f"it needs {draft.size} bytes, and {free} are free. Free some, keep fewer checkpoints, or save elsewhere"
+        return (
+            f"free disk space (the checkpoint needs {draft.size} bytes, {free} are free), keep fewer checkpoints, or save to "
+            "another file system"
+        )
     if error.errno == errno.EFBIG:
-        return "raise the limit on the size of a file (ulimit -f)"
+        return "raise the file size limit (ulimit -f)"
     if error.errno in _FORBIDDEN:
-        return "make the folder writable, or save to another one"
-    return "see what that folder and its disk have"
+        return "make the folder writable, or save to another folder"
+    return "check the folder and its disk"

@@ -1,4 +1,4 @@
-"""`Draft`: a checkpoint before it is written, laid out as files whose sizes are known exactly."""
+"""`Draft`: a checkpoint before it is written, as a plan of files with their exact sizes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from trainkit.tagged_json.tensors import tensor_problem
 __all__ = ["SPLIT_ABOVE", "Content", "Draft"]
 
 SPLIT_ABOVE = 16 * 2**20
-"""A stem of more bytes is divided between the ranks, which each write a part of it."""
+"""The tensors of a larger stem are distributed over the ranks; each rank writes its own files."""
 
 _STATE = "state"
-# state.json refers to a single file of tensors, which is therefore never divided.
+# state.json refers to a single file of tensors, which is therefore never split.
 _NEVER_SPLIT = 2**63
 _PIECE = 4 * 2**20
 _ANY_DIGEST = "0" * 64
@@ -54,7 +54,7 @@ class Content:
 
 
 class Draft:
-    """A `Content` laid out as files, not yet written.
+    """The plan of the files for a `Content`, not yet written.
 
     State and manifest are encoded immediately, so later changes to `content.state` and `content.about` have no effect. The
     tensors are read when the files are written, unless `detach` copies them before.
@@ -149,7 +149,7 @@ class Draft:
         self._owned = []
 
     def files(self) -> Generator[tuple[str, Iterable[bytes | memoryview]], None, None]:
-        """The files of this rank except manifest and digest: name, and content piece by piece, to be read once.
+        """The files of this rank except manifest and digest: name, and content in pieces. Each can be read once.
 
         If tensors are sharded, all ranks read them at the same time, to the end or until this generator is closed.
         """
@@ -174,7 +174,7 @@ class Draft:
     def _add_tensors(
         self, stem: str, tensors: Mapping[str, Tensor], max_shard_size: int, groups: Mapping[int, list[str]]
     ) -> list[TensorFile]:
-        """Lay out the files of a stem; `groups`: rank → names of the tensors that it writes."""
+        """Plan the files of a stem; `groups`: rank → names of the tensors that it writes."""
         files, index = plan_files(stem, tensors, max_shard_size, groups.values())
         own = set(groups.get(self._rank, ()))
         owners = {name: rank for rank, names in groups.items() for name in names}
@@ -197,11 +197,11 @@ class Draft:
     def _check_name(self, name: str) -> None:
         if not is_file_name(name):
             raise CheckpointError(
-                f"{name!r}: expected a name of letters, digits, '.', '_' and '-' that every system allows for a file, and "
-                "not the manifest's. Fix: use another name"
+                f"{name!r} cannot be a file name in a checkpoint: expected letters, digits, '.', '_' and '-', a name that "
+                "is valid on all operating systems and does not start with 'manifest.'. Fix: use another name"
             )
         if name.lower() in {known.lower() for known in self.sizes}:
-            raise CheckpointError(f"two files of the checkpoint would be called {name!r}. Fix: rename one of them")
+            raise CheckpointError(f"two files of the checkpoint would have the same name, {name!r}. Fix: rename one of them")
 
 
 def _streamed(file: TensorFile, tensors: Mapping[str, Tensor], gathers: GatherOrder) -> Iterator[bytes | memoryview]:

@@ -41,7 +41,7 @@ CHECKPOINTS = "checkpoints"
 """Name of the folder of checkpoints in the folder of a run."""
 
 POINTER = "last"
-"""Name of the file that holds the name of the checkpoint saved last."""
+"""Name of the file that contains the name of the checkpoint saved last."""
 
 # The names of what commit(), remove(), check_writable() and write_pointer() leave behind when they are killed.
 _PARTIAL = re.compile(r"\..+\.tmp-[A-Za-z0-9_-]{1,64}", re.DOTALL)
@@ -54,9 +54,9 @@ class ListedCheckpoint:
     """A checkpoint in a folder.
 
     Attributes:
-        path: the checkpoint.
-        manifest: its manifest; `None` if that cannot be trusted.
-        problem: what is wrong with it; `None` if nothing was found. Files are not read for this, only their sizes compared.
+        path: The checkpoint.
+        manifest: Its manifest; `None` if that cannot be trusted.
+        problem: What is wrong with it; `None` if nothing was found. Files are not read for this, only their sizes compared.
     """
 
     path: Path
@@ -65,11 +65,18 @@ class ListedCheckpoint:
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[ListedCheckpoint]:
-    """The checkpoints in `folder`: valid ones newest first, then damaged ones with their problems.
+    """List the checkpoints in `folder`: valid ones newest first, then damaged ones with their problems.
 
     Runs are ordered by the time of their latest checkpoint, checkpoints of a run by their save counter. Only manifests are
     read, and the sizes of the files compared; `Checkpoint.verify` reads everything. A checkpoint is a folder that has a
     file of a checkpoint and whose name does not start with `.`. If `folder` does not exist, the list is empty.
+
+    Args:
+        folder: The folder that contains the checkpoints, such as `ModelCheckpoint.dirpath`.
+
+    Returns:
+        For each checkpoint its `path`, its `manifest` (`None` if it is damaged) and its `problem` (`None` if there is
+        none).
 
     Raises:
         CheckpointError: `folder` cannot be read.
@@ -85,7 +92,7 @@ def candidates(*folders: str | os.PathLike[str]) -> list[ListedCheckpoint]:
     manifest is valid, otherwise before the newest of their folder, or first if there is none.
 
     Raises:
-        CheckpointError: a folder cannot be read.
+        CheckpointError: A folder cannot be read.
     """
     found = [one for folder in folders for one in _find(Path(folder))]
     latest: dict[str, str] = {}
@@ -111,8 +118,8 @@ def folders_below(root: str | os.PathLike[str], *, deep: bool = True) -> list[Pa
     """The folders `checkpoints` of the runs below `root`, which need not exist.
 
     Args:
-        root: a `default_root_dir`, the folder of an experiment or of a run.
-        deep: search to the depth at which loggers create runs: `<root>/<name>/<run>` and `<root>/logs/<name>/<run>`.
+        root: A `default_root_dir`, the folder of an experiment or of a run.
+        deep: Search to the depth at which loggers create runs: `<root>/<name>/<run>` and `<root>/logs/<name>/<run>`.
             False: search `<root>` and `<root>/<run>` only.
     """
     level, places = [Path(root)], [Path(root)]
@@ -147,7 +154,7 @@ def _find(folder: Path) -> list[ListedCheckpoint]:
         return []
     except OSError as error:
         raise CheckpointError(
-            f"{folder}: expected a folder of checkpoints that can be read: {error}. Fix: name another folder."
+            f"{folder}: expected a folder of checkpoints, but it cannot be read: {error}. Fix: pass a readable folder."
         ) from error
     found = []
     here = {os.path.realpath(entry.path) for entry in entries if not entry.is_symlink()}
@@ -157,7 +164,7 @@ def _find(folder: Path) -> list[ListedCheckpoint]:
             continue  # a link to a checkpoint in this folder
         if is_checkpoint(path):
             one = ListedCheckpoint(path, *inspect_checkpoint(path))
-            if one.problem is None or is_checkpoint(path):  # else it was removed meanwhile
+            if one.problem is None or is_checkpoint(path):  # otherwise it was removed in the meantime
                 found.append(one)
     return found
 
@@ -169,9 +176,9 @@ def free_name(folder: Path, name: str, taken: Collection[str] = ()) -> str:
     """`name` if it is free in `folder`, else the first free one of `name-v1`, `name-v2`, …
 
     Args:
-        folder: the folder for the checkpoint; need not exist.
-        name: the preferred name.
-        taken: names that are reserved although they do not exist yet, such as that of a save in progress.
+        folder: The folder for the checkpoint; need not exist.
+        name: The preferred name.
+        taken: Names that are reserved although they do not exist yet, such as that of a save in progress.
     """
     number, free = 0, name
     while free == POINTER or free in taken or os.path.lexists(folder / free):
@@ -184,11 +191,13 @@ def write_pointer(folder: Path, name: str) -> None:
     """Replace the content of the file `last` in `folder` atomically by `name`, the name of a checkpoint in it.
 
     Raises:
-        CheckpointWriteError: it cannot be written.
+        CheckpointWriteError: It cannot be written.
         CheckpointError: `name` is not a plain name.
     """
     if not _is_plain(name):
-        raise CheckpointError(f"expected the plain name of a checkpoint in {folder}, got {name!r}. Fix: use path.name.")
+        raise CheckpointError(
+            f"expected the name of a checkpoint in {folder} without a path, got {name!r}. Fix: use path.name."
+        )
     temporary = folder / f".{POINTER}.tmp-{secrets.token_hex(8)}"
     try:
         try:
@@ -200,7 +209,7 @@ def write_pointer(folder: Path, name: str) -> None:
         sync_folder(folder)
     except OSError as error:
         raise CheckpointWriteError(
-            f"{folder / POINTER} could not be written: {error}. Fix: make the folder writable, or remove what is there."
+            f"{folder / POINTER} could not be written: {error}. Fix: make the folder writable, or remove what is at this path."
         ) from error
 
 
@@ -208,7 +217,7 @@ def read_pointer(folder: Path) -> str | None:
     """The name that `write_pointer` wrote; `None` if there is no such file. The checkpoint need not exist.
 
     Raises:
-        CorruptCheckpointError: the file `last` does not hold a plain name.
+        CorruptCheckpointError: The file `last` does not contain a plain name.
     """
     path = folder / POINTER
     if not os.path.lexists(path) or is_checkpoint(path):  # a checkpoint may have any name
@@ -217,7 +226,7 @@ def read_pointer(folder: Path) -> str | None:
     name = os.fsdecode(data[:-1])
     if not data.endswith(b"\n") or not _is_plain(name):
         raise CorruptCheckpointError(
-            f"{path}: expected the name of a checkpoint and a line end, got {data[:80]!r}. Fix: remove this file."
+            f"{path}: expected the name of a checkpoint and a newline, got {data[:80]!r}. Fix: remove this file."
         )
     return name
 
@@ -237,23 +246,23 @@ def _is_plain(name: str) -> bool:
 def remove(path: Path) -> None:
     """Remove a checkpoint. It is renamed to `.<name>.del-…` first, so that no process sees an incomplete one.
 
-    Of a link only the link is removed. A path that does not exist is no error.
+    Of a link only the link is removed. A path that does not exist is not an error.
 
     Raises:
         CheckpointError: `path` is not a checkpoint; nothing was removed.
-        CheckpointWriteError: it cannot be removed completely; what is left is removed at the next start.
+        CheckpointWriteError: It cannot be removed completely; what is left is removed at the next start.
     """
     if not os.path.lexists(path):
         return
     if not is_checkpoint(path):
-        raise CheckpointError(f"{path}: expected a checkpoint to remove; this is none, and is left alone.")
+        raise CheckpointError(f"{path}: expected a checkpoint to remove, but this is not one; it was not changed.")
     hidden = hidden_path(path, f".del-{secrets.token_hex(8)}")
     try:
         try:
             os.rename(path, hidden)
         except FileNotFoundError:
             return
-        # Else the files could be lost in a power failure before the rename is stored.
+        # Otherwise a power failure could leave a checkpoint under its old name with some files deleted.
         sync_folder(path.parent)
         _delete(hidden)
     except OSError as error:
@@ -318,7 +327,7 @@ def check_writable(folder: Path) -> None:
     """Create `folder` with its parents, and write and remove a small file in it.
 
     Raises:
-        CheckpointWriteError: one of these fails.
+        CheckpointWriteError: One of these fails.
     """
     probe = folder / f".probe.tmp-{secrets.token_hex(8)}"
     try:
@@ -329,9 +338,9 @@ def check_writable(folder: Path) -> None:
             _discard(probe)
     except OSError as error:
         raise CheckpointWriteError(
-            f"Checkpoints cannot be written to {folder}: {error}. Expected a folder that can be made and written to. Fix: "
-            "choose another, ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...), or "
-            "Trainer(enable_checkpointing=False)."
+            f"Checkpoints cannot be written to {folder}: {error}. Expected a writable folder, or a path where one can be "
+            "created. Fix: choose another folder with ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...), or save "
+            "no checkpoints: Trainer(enable_checkpointing=False)."
         ) from error
 
 

@@ -14,7 +14,7 @@ __all__ = ["HostBuffers"]
 
 
 class HostBuffers:
-    """Copies of tensors in host memory, laid out as the files that will hold them.
+    """Copies of tensors in host memory, in the layout of the files that will contain them.
 
     A first copy of some gigabytes spends most of its time on allocating memory; a copy into memory that was used before runs
     at the speed of the memory. For tensors on a CUDA device the memory is page-locked, so that all copies run without a wait
@@ -47,7 +47,7 @@ class HostBuffers:
             call for files of the same names and sizes allocates nothing.
 
         Raises:
-            UnsavableError: a tensor does not have the dtype or shape for which its file was laid out.
+            UnsavableError: a tensor does not have the dtype or shape for which its file was planned.
         """
         sizes = {name: file.size - len(file.header) for name, (file, _) in files.items()}
         devices = {t.device for _, tensors in files.values() for t in tensors.values() if t.device.type == "cuda"}
@@ -69,19 +69,19 @@ class HostBuffers:
         self._drop(list(self._buffers))
 
     def _make_room(self, sizes: Mapping[str, int], lock: bool) -> None:
-        """Have a buffer for every file; existing ones are used if they are large enough."""
+        """Allocate a buffer for every file that has none, or one that is too small."""
         small = [name for name, size in sizes.items() if name not in self._buffers or self._buffers[name].nbytes < size]
         if not small:
             return
-        # Files that are not part of this save may never be written again: reuse their memory.
+        # Files that are not part of this save may never be written again: free their memory.
         self._drop([name for name in self._buffers if name not in sizes])
         for name in small:
-            # A state that has grown a little will grow again.
+            # State that has grown will probably grow again: allocate a little more.
             spare = sizes[name] // 32 if name in self._buffers else 0
             self._drop([name])
             buffer = torch.empty(sizes[name] + spare, dtype=torch.uint8)
-            # torch's own page-locked memory comes in powers of two, up to twice what is needed. If the system does not allow
-            # to lock that much memory, the copies are slower.
+            # torch's own page-locked memory comes in powers of two, up to twice what is needed. If the system does not
+            # allow that much locked memory, the copies are slower.
             if lock and buffer.nbytes and int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)) == 0:
                 self._locked[name] = weakref.finalize(self, _unlock, buffer)
             self._buffers[name] = buffer

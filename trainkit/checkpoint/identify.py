@@ -20,7 +20,7 @@ __all__ = [
     "hidden_path",
     "is_checkpoint",
     "listed",
-    "why_no_checkpoint",
+    "why_not_a_checkpoint",
 ]
 
 MAX_NAME = 255
@@ -56,7 +56,7 @@ def has_checkpoint_files(folder: Path) -> bool:
         before = checkpoint_identity(folder)
         if _lists_checkpoint_files(folder):
             return True
-        # else the listed folder is one that was replaced and is being removed
+        # otherwise the listed folder was replaced, and is being removed
         if checkpoint_identity(folder) == before:
             return False
     return True
@@ -82,33 +82,33 @@ def checkpoint_identity(path: Path) -> bytes | None:
         return b"" if path.is_dir() else None
 
 
-def why_no_checkpoint(path: Path) -> str:
+def why_not_a_checkpoint(path: Path) -> str:
     """Why there is no checkpoint at `path`, with the checkpoints next to it."""
     if path.name.startswith("."):
-        return f"{path} is no checkpoint: a name that starts with '.' is that of one that is not finished or being removed."
+        return f"{path} is not a checkpoint: a name that starts with '.' marks one that is incomplete or being removed."
     if (foreign := _of_another_program(path)) is not None:
         return foreign
     inside = _checkpoints_in(path)
     if inside:
         return f"{path} is a folder of checkpoints, expected one of them: {listed(inside)}. Fix: {str(path / inside[-1])!r}."
     if not os.path.lexists(path):
-        reason = "there is nothing"
+        reason = "this path does not exist"
     elif path.is_dir():
         readable = os.access(path, os.R_OK | os.X_OK)
-        reason = "the folder holds none of a checkpoint's files" if readable else "the folder cannot be read"
+        reason = "the folder contains no checkpoint files" if readable else "the folder cannot be read"
     elif is_checkpoint(path.parent):
-        return f"{path} is a file of a checkpoint; a checkpoint is its folder. Fix: {str(path.parent)!r}."
+        return f"{path} is a file in a checkpoint; expected the folder. Fix: {str(path.parent)!r}."
     else:
-        reason = "this is a file, and a checkpoint is a folder"
+        reason = "this is a file; a checkpoint is a folder"
     siblings = _checkpoints_in(path.parent)
     close = get_close_matches(path.name, siblings, n=1)
-    near = f"In {path.parent} there are: {listed(siblings)}." if siblings else f"There is none in {path.parent} either."
+    near = f"Checkpoints in {path.parent}: {listed(siblings) or 'none'}."
     return f"{path}: expected a checkpoint, but {reason}. {near}" + (f" Did you mean {close[0]!r}?" if close else "")
 
 
 def _of_another_program(path: Path) -> str | None:
     """How to load the weights of another program's checkpoint; `None` if it does not look like one."""
-    only = "Optimizers, schedules and the position in the data are not converted: docs/moving-over/lightning.md#checkpoints"
+    only = "Optimizers, schedulers and the position in the data are not converted: docs/moving-over/lightning.md#checkpoints"
     load = f"module.load_state_dict(torch.load({str(path)!r}, map_location='cpu', weights_only=True)"
     if path.suffix == ".ckpt" and path.is_file():
         return (
@@ -122,8 +122,8 @@ def _of_another_program(path: Path) -> str | None:
         )
     if path.suffix == ".ckpt" and path.is_dir():
         return (
-            f"{path} is a sharded Lightning checkpoint (FSDP or DeepSpeed); expected a trainkit checkpoint. Let Lightning "
-            "make one file of it, and load its weights into the module: docs/moving-over/lightning.md#checkpoints shows how."
+            f"{path} is a sharded Lightning checkpoint (FSDP or DeepSpeed); expected a trainkit checkpoint. Convert it "
+            "to a single file with Lightning, then load its weights into the module: docs/moving-over/lightning.md#checkpoints"
         )
     return None
 

@@ -52,8 +52,8 @@ LOCK = ".lock"
 """Name of the lock file in a folder of checkpoints; the file is empty if no run holds the lock."""
 
 _MAX_BYTES = 64 * 1024
-_PATIENCE = 10.0  # seconds for another process to finish its read-check-write, which takes microseconds
-_SETTLE = 0.25  # seconds after which a claim without flock counts, if it was not overwritten
+_FLOCK_TIMEOUT = 10.0  # seconds; another process needs microseconds for its read-check-write
+_SETTLE = 0.25  # seconds after which a claim without flock is valid, if it was not overwritten
 
 _HELD: set[str] = set()  # tokens of the locks that this process holds
 
@@ -64,21 +64,21 @@ class FolderLock:
     Args:
         folder: the folder; it must exist.
         run_id: the run that takes the lock, for the message to other runs.
-        beat: seconds between heartbeats, by which a daemon thread shows other hosts that the holder is alive.
+        interval: seconds between heartbeats, with which a daemon thread shows other hosts that the holder is alive.
         stale_after: seconds without a heartbeat after which the lock of another host is taken over.
 
     A forked process neither has the lock nor keeps it. A lock object that is deleted without `release` is released.
     """
 
-    def __init__(self, folder: Path, run_id: str, *, beat: float = 10.0, stale_after: float = 60.0) -> None:
-        if not 0 < beat < stale_after:
+    def __init__(self, folder: Path, run_id: str, *, interval: float = 10.0, stale_after: float = 60.0) -> None:
+        if not 0 < interval < stale_after:
             raise ConfigurationError(
-                f"FolderLock expects 0 < beat < stale_after (seconds), got beat={beat}, stale_after={stale_after}. "
-                "Fix: FolderLock(folder, run_id, beat=10.0, stale_after=60.0)."
+                f"FolderLock expects 0 < interval < stale_after (seconds), got interval={interval}, stale_after={stale_after}. "
+                "Fix: FolderLock(folder, run_id, interval=10.0, stale_after=60.0)."
             )
         self.folder = folder
         self.run_id = run_id
-        self.beat = beat
+        self.interval = interval
         self.stale_after = stale_after
         self._heartbeat: _Heartbeat | None = None
         self._end: weakref.finalize[Any, Any] | None = None
@@ -98,13 +98,13 @@ class FolderLock:
         self.release()
         path = self.folder / LOCK
         mine = _Holder(ProcessIdentity.this(), self.run_id, secrets.token_hex(16))
-        _HELD.add(mine.token)  # before it can be read: without it, the token would count as that of a dead lock
+        _HELD.add(mine.token)  # before the file is written: a token that is not in _HELD is that of a dead lock
         try:
             _claim(path, mine, self.folder, self.stale_after)
         except BaseException:
             _HELD.discard(mine.token)
             raise
-        self._heartbeat = _Heartbeat(path, mine, self.beat)
+        self._heartbeat = _Heartbeat(path, mine, self.interval)
         self._end = weakref.finalize(self, self._heartbeat.end)
         self._heartbeat.start()
 
@@ -119,7 +119,7 @@ class FolderLock:
         """Whether another run has taken over the lock since `acquire`, so that this one must not write to the folder.
 
         This happens if the process was suspended, or cut off from the file system, for longer than `stale_after`. The file is
-        read each time, since a process that resumes may ask before its heartbeat does.
+        read each time, since a process that was suspended may check before its heartbeat thread does.
         """
         return self._heartbeat is not None and self._heartbeat.check()
 
@@ -129,8 +129,8 @@ class FolderLock:
             assert self._heartbeat is not None
             raise CheckpointLockedError(
                 f"The folder {self.folder} was taken over by {self._heartbeat.taken_by}, because this run sent no heartbeat "
-                f"for {self.stale_after:g} s (was it suspended?). It must not write there any more. Fix: resume it in "
-                "another folder once that run has ended."
+                f"for {self.stale_after:g} s (was it suspended?). This run must not write there anymore. Fix: resume it in "
+                "another folder after the other run has ended."
             )
 
 
@@ -157,8 +157,9 @@ class _Holder:
             return None
         return cls(process, values["run_id"], values["token"])
 
-    def to_bytes(self, beat: int) -> bytes:
-        return json.dumps({**self.process.to_json(), "run_id": self.run_id, "token": self.token, "beat": beat}).encode() + b"\n"
+    def to_bytes(self, heartbeats: int) -> bytes:
+        values = {**self.process.to_json(), "run_id": self.run_id, "token": self.token, "beat": heartbeats}
+        return json.dumps(values).encode() + b"\n"
 
     def __str__(self) -> str:
         return f"run {self.run_id!r} (process {self.process.pid} on host {self.process.host!r})"
@@ -183,14 +184,14 @@ def _claim(path: Path, mine: _Holder, folder: Path, stale_after: float) -> None:
                 holder = _Holder.parse(data)
                 state = _state(data, holder)
                 if state == "live" or (state == "unknown" and seen and data != seen):  # there was a heartbeat
-                    raise _refusal(folder, holder)
+                    raise _in_use(folder, holder)
                 expired = data == seen and time.monotonic() - since >= stale_after
-                if (state == "dead" or expired) and _written(file, path, mine):
+                if (state == "dead" or expired) and _write_claim(file, path, mine):
                     return
         except OSError as error:
             raise CheckpointWriteError(
-                f"The lock of {folder} could not be taken: {error}. Expected a folder that is there and can be written to. "
-                "Fix: choose another, ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)."
+                f"The folder {folder} could not be locked: {error}. Expected an existing, writable folder. "
+                "Fix: choose another folder: ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)."
             ) from error
         if state == "unknown" and not seen:
             seen, since = data, time.monotonic()
@@ -200,7 +201,7 @@ def _claim(path: Path, mine: _Holder, folder: Path, stale_after: float) -> None:
 
 def _announce_wait(folder: Path, holder: _Holder | None, stale_after: float) -> None:
     by = holder or "an unreadable lock file"
-    notice(f"{folder} is locked by {by}; it is taken over if there is no heartbeat for {stale_after:g} s.")
+    notice(f"{folder} is locked by {by}. Waiting for {stale_after:g} s: without a heartbeat, this run takes over the lock.")
 
 
 def _state(data: bytes, holder: _Holder | None) -> str:
@@ -210,10 +211,10 @@ def _state(data: bytes, holder: _Holder | None) -> str:
     return "unknown" if holder is None else holder.state()
 
 
-def _written(file: _LockFile, path: Path, mine: _Holder) -> bool:
-    """Write a claim. Returns whether it holds: without flock, two processes may have written theirs at the same moment."""
+def _write_claim(file: _LockFile, path: Path, mine: _Holder) -> bool:
+    """Write a claim. Returns whether it is valid: without flock, two processes may write theirs at the same time."""
     file.write(mine.to_bytes(0))
-    if file.serialised:
+    if file.exclusive:
         return True
     time.sleep(_SETTLE)
     with _LockFile.open(path) as file:
@@ -221,36 +222,36 @@ def _written(file: _LockFile, path: Path, mine: _Holder) -> bool:
     return holder is not None and holder.token == mine.token
 
 
-def _refusal(folder: Path, holder: _Holder | None) -> CheckpointLockedError:
+def _in_use(folder: Path, holder: _Holder | None) -> CheckpointLockedError:
     return CheckpointLockedError(
-        f"The folder {folder} is in use by {holder or 'a run that could not be made out'}, which is alive: expected a folder "
-        "that no other live run writes to, as two would remove each other's checkpoints. Fix: end that run, or choose "
-        "another folder for this one: ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)."
+        f"The folder {folder} is in use by {holder or 'another run (its lock file is unreadable)'}, which is still running. "
+        "Expected a folder that no other run writes to, since two runs would remove each other's checkpoints. Fix: end that "
+        "run, or choose another folder for this one: ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)."
     )
 
 
 class _LockFile:
-    """The open lock file, held by no other process where the system supports that."""
+    """The open lock file, locked against other processes if the system supports `flock`."""
 
-    def __init__(self, descriptor: int, serialised: bool) -> None:
+    def __init__(self, descriptor: int, exclusive: bool) -> None:
         self._descriptor = descriptor
-        self.serialised = serialised
+        self.exclusive = exclusive
 
     @classmethod
     @contextmanager
     def open(cls, path: Path, *, create: bool = True) -> Iterator[_LockFile]:
-        # Neither a link nor a pipe put in its place is followed, waited for, or written to.
+        # If the file was replaced by a link or a pipe, do not follow it, wait for it or write to it.
         flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
         descriptor = os.open(path, flags | (os.O_CREAT if create else 0), 0o666)
-        serialised = False
+        exclusive = False
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(errno.EINVAL, "it is not an ordinary file", str(path))
-            serialised = _flock(descriptor, path)
-            yield cls(descriptor, serialised)
+                raise OSError(errno.EINVAL, "not a regular file", str(path))
+            exclusive = _flock(descriptor, path)
+            yield cls(descriptor, exclusive)
         finally:
-            if serialised:
-                # Explicitly, not by close(): a process forked meanwhile shares the open file.
+            if exclusive:
+                # Explicitly, not by close(): a process that was forked in the meantime shares the open file.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
@@ -267,23 +268,23 @@ class _LockFile:
 
 
 def _flock(descriptor: int, path: Path) -> bool:
-    """Wait for the lock of the operating system; False if it has none."""
+    """Wait for the lock of the operating system; False if it does not support `flock`."""
     if fcntl is None:
         return False
-    end = time.monotonic() + _PATIENCE
+    end = time.monotonic() + _FLOCK_TIMEOUT
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except OSError as error:
             if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL):
-                return False  # a file system without it
+                return False  # a file system without flock
             if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
                 raise
         if time.monotonic() > end:
             raise CheckpointLockedError(
-                f"Another process has kept {path} open for {_PATIENCE:g} s, which takes microseconds: is it stopped? "
-                "Fix: end it, or choose another folder: ModelCheckpoint(dirpath=...)."
+                f"Another process has held {path} for {_FLOCK_TIMEOUT:g} s; this normally takes microseconds. Is it "
+                "suspended? Fix: end it, or choose another folder: ModelCheckpoint(dirpath=...)."
             )
         time.sleep(0.005)
 
@@ -294,44 +295,44 @@ def _flock(descriptor: int, path: Path) -> bool:
 class _Heartbeat(threading.Thread):
     """The heartbeat. It has no reference to its `FolderLock`, which ends it when it is deleted."""
 
-    def __init__(self, path: Path, mine: _Holder, beat: float) -> None:
+    def __init__(self, path: Path, mine: _Holder, interval: float) -> None:
         super().__init__(name="trainkit-folder-lock", daemon=True)
-        self.path, self.mine, self.beat = path, mine, beat
-        self.beats = 0
+        self.path, self.mine, self.interval = path, mine, interval
+        self.count = 0
         self.lost = False
         self.taken_by = "another run"
         self._stop_event = threading.Event()
 
     def run(self) -> None:
-        while not self._stop_event.wait(self.beat) and not self.lost:
-            self.check(beat=True)
+        while not self._stop_event.wait(self.interval) and not self.lost:
+            self.check(write=True)
 
-    def check(self, beat: bool = False) -> bool:
-        """Whether another run holds the lock by now. If not, and with `beat`, write a heartbeat."""
+    def check(self, write: bool = False) -> bool:
+        """Whether another run holds the lock by now. If not, and with `write`, write a heartbeat."""
         if self.lost:
             return True
         try:
             try:
                 with _LockFile.open(self.path, create=False) as file:
-                    self._look(file, beat)
-            except FileNotFoundError:  # deleted by a user: taken again, unless another run was faster
+                    self._read(file, write)
+            except FileNotFoundError:  # deleted by a user: take the lock again, unless another run was faster
                 with _LockFile.open(self.path) as file:
-                    self._look(file, beat, deleted=True)
+                    self._read(file, write, deleted=True)
         except (OSError, CheckpointError):
             pass  # the file system does not answer: a save will fail, and the next heartbeat tries again
         return self.lost
 
-    def _look(self, file: _LockFile, beat: bool, deleted: bool = False) -> None:
+    def _read(self, file: _LockFile, write: bool, deleted: bool = False) -> None:
         data = file.read()
         holder = _Holder.parse(data)
         if (deleted and not data) or (holder is not None and holder.token == self.mine.token):
-            if beat or deleted:
-                self.beats += 1
-                file.write(self.mine.to_bytes(self.beats))
-        elif not self.lost and (holder is not None or file.serialised):  # else it may be half of another process's write
+            if write or deleted:
+                self.count += 1
+                file.write(self.mine.to_bytes(self.count))
+        elif not self.lost and (holder is not None or file.exclusive):  # else it may be a partial write of another process
             self.taken_by = str(holder or "another run, which has ended")
             self.lost = True
-            notice(f"the folder {self.path.parent} was taken over by {self.taken_by}: this run writes no more there.")
+            notice(f"the folder {self.path.parent} was taken over by {self.taken_by}. This run does not write there anymore.")
 
     def end(self) -> None:
         """Stop, and empty the lock file unless another run holds the lock by now."""
@@ -347,4 +348,4 @@ class _Heartbeat(threading.Thread):
                 if holder is not None and holder.token == self.mine.token:
                     file.write(b"")
         except (OSError, CheckpointError):
-            pass  # it can be taken over anyway: this process does not hold the token any more
+            pass  # the lock can be taken over anyway: its token is not in _HELD anymore

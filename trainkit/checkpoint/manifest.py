@@ -22,9 +22,9 @@ MANIFEST = "manifest.json"
 DIGEST = "manifest.sha256"
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}")
-# Names that Windows opens as a device, with any extension.
+# Names that are devices on Windows, with any extension.
 _DEVICE = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
-# The run id becomes part of a folder's name.
+# The run id is used in folder names.
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SAVED_AT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{6}Z")
@@ -44,26 +44,26 @@ class Manifest:
     """The content of `manifest.json`.
 
     Attributes:
-        run_id: the run that saved the checkpoint; letters, digits, `-` and `_`.
-        save_counter: number of this save in the run; later saves have higher numbers.
-        step: number of optimizer steps so far.
-        epoch: the current epoch, from 0.
-        position: the position in the data; plain JSON.
-        seed: the seed of the run.
-        order_version: version of the algorithm for the order of the samples.
-        key_version: version of the algorithm for the keys of randomness.
-        world_size: the world size of the run.
-        strategy: the name of the strategy.
-        precision: the name of the precision.
-        contents: what is stored, such as `{"model": "all", "optimizer": True, "resumable": True}`; plain JSON.
-        aliases: stem of the file → name of a tied tensor → the name that it is stored under.
-        irregular: keys of optimizer tensors that do not have the shape of their parameter.
-        metrics: the values of metrics at the save, by name; any float.
-        saved_by: what requested the save; `None` for the user.
-        saved_at: time in UTC, as `2026-11-20T15:07:48.123456Z`, so that the strings sort by time.
-        trainkit_version: the version of trainkit that saved it.
-        format_version: the version of the format.
-        files: all other files, by name.
+        run_id: The run that saved the checkpoint; letters, digits, `-` and `_`.
+        save_counter: Number of this save in the run; later saves have higher numbers.
+        step: Number of optimizer steps so far.
+        epoch: The current epoch, from 0.
+        position: The position in the data; plain JSON.
+        seed: The seed of the run.
+        order_version: Version of the algorithm for the order of the samples.
+        key_version: Version of the algorithm for the keys of randomness.
+        world_size: The world size of the run.
+        strategy: The name of the strategy.
+        precision: The name of the precision.
+        contents: What is stored, such as `{"model": "all", "optimizer": True, "resumable": True}`; plain JSON.
+        aliases: Stem of the file → name of a tied tensor → the name that it is stored under.
+        irregular: Keys of optimizer tensors that do not have the shape of their parameter.
+        metrics: The values of metrics at the save, by name; any float.
+        saved_by: What requested the save; `None` for the user.
+        saved_at: Time in UTC, as `2026-11-20T15:07:48.123456Z`, so that the strings sort by time.
+        trainkit_version: The version of trainkit that saved it.
+        format_version: The version of the format.
+        files: All other files, by name.
     """
 
     run_id: str
@@ -96,7 +96,7 @@ class Manifest:
         try:
             metrics = {name: _metric_to_json(value) for name, value in self.metrics.items()}
         except (TypeError, ValueError, OverflowError) as error:
-            raise UnsavableError(f"manifest['metrics']: expected floats by name, got {self.metrics!r}") from error
+            raise UnsavableError(f"manifest['metrics']: expected a dict of floats, got {self.metrics!r}") from error
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values |= {"metrics": metrics, "files": {name: asdict(entry) for name, entry in self.files.items()}}
         problem = _problem(values)
@@ -105,24 +105,24 @@ class Manifest:
         first = {"format_version": values.pop("format_version")}
         data = json.dumps(first | values, indent=1, ensure_ascii=True, allow_nan=False).encode("ascii") + b"\n"
         if len(data) > MAX_JSON_BYTES:
-            raise UnsavableError(f"the manifest has {len(data)} bytes, at most {MAX_JSON_BYTES} are read back")
+            raise UnsavableError(f"the manifest has {len(data)} bytes, expected at most {MAX_JSON_BYTES}")
         return data
 
     @classmethod
     def from_bytes(cls, data: bytes, what: str) -> Manifest:
-        """Decode a manifest and check every field; unknown fields are skipped.
+        """Decode a manifest and check every field; unknown fields are ignored.
 
         Args:
-            data: the content of `manifest.json`. The caller compares it with its digest.
-            what: the name of the file in messages.
+            data: The content of `manifest.json`. The caller compares it with its digest.
+            what: The name of the file in messages.
 
         Raises:
-            CorruptCheckpointError: it is not strict JSON, or a field is missing or invalid.
-            CheckpointError: a later version of trainkit wrote it, in a format that this version cannot read.
+            CorruptCheckpointError: It is not strict JSON, or a field is missing or invalid.
+            CheckpointError: A later version of trainkit wrote it, in a format that this version cannot read.
         """
         values = strict_json(data, what)
         if not isinstance(values, dict):
-            raise CorruptCheckpointError(f"{what}: expected an object, got {_short(values)}")
+            raise CorruptCheckpointError(f"{what}: expected a JSON object, got {_short(values)}")
         version = values.get("format_version")
         if _is_count(version) and version > FORMAT_VERSION:
             raise CheckpointError(
@@ -168,7 +168,7 @@ def _problem(values: dict[str, Any]) -> str | None:
         if not is_right(values[name]):
             return f"[{name!r}]: expected {expected}, got {_short(values[name])}"
     if len({name.lower() for name in values["files"]}) < len(values["files"]):
-        return "['files']: two names differ only by upper and lower case"
+        return "['files']: two names differ only in upper and lower case"
     return None
 
 
@@ -238,12 +238,12 @@ def _is_time(value: Any) -> bool:
     return True
 
 
-_COUNT = (_is_count, "a whole number from 0 on")
-_INTEGER = (_is_integer, "a whole number of at most 64 bits")
-_TEXT = (_is_text, "a text")
-_MAP = (_is_map, "a map of plain JSON values")
+_COUNT = (_is_count, "an integer ≥ 0")
+_INTEGER = (_is_integer, "an integer of at most 64 bits")
+_TEXT = (_is_text, "a string")
+_MAP = (_is_map, "a JSON object with string keys")
 _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "format_version": (lambda value: type(value) is int and 1 <= value <= FORMAT_VERSION, "a whole number from 1 on"),
+    "format_version": (lambda value: type(value) is int and 1 <= value <= FORMAT_VERSION, "an integer ≥ 1"),
     "run_id": (
         lambda value: isinstance(value, str) and _RUN_ID.fullmatch(value) is not None,
         "1 to 64 letters, digits, '-' and '_'",
@@ -255,15 +255,15 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seed": _INTEGER,
     "order_version": _COUNT,
     "key_version": _COUNT,
-    "world_size": (lambda value: _is_count(value) and value > 0, "a whole number from 1 on"),
+    "world_size": (lambda value: _is_count(value) and value > 0, "an integer ≥ 1"),
     "strategy": _TEXT,
     "precision": _TEXT,
     "contents": _MAP,
-    "aliases": (_are_aliases, "a map of maps of names"),
-    "irregular": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of names"),
-    "metrics": (_are_metrics, "a map of numbers, or 'nan', 'inf' and '-inf'"),
-    "saved_by": (lambda value: value is None or isinstance(value, str), "a text or null"),
+    "aliases": (_are_aliases, "a JSON object of JSON objects of strings"),
+    "irregular": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of strings"),
+    "metrics": (_are_metrics, "a JSON object of numbers, 'nan', 'inf' or '-inf'"),
+    "saved_by": (lambda value: value is None or isinstance(value, str), "a string or null"),
     "saved_at": (_is_time, "a time such as '2026-11-20T15:07:48.123456Z'"),
     "trainkit_version": _TEXT,
-    "files": (_are_files, "plain names of files, each with its size and 64 hexadecimal digits"),
+    "files": (_are_files, "file names without a path, each with a size and a SHA-256 of 64 hexadecimal digits"),
 }

@@ -20,7 +20,7 @@ class ProcessIdentity:
     Attributes:
         host: the name of the host, which need not be unique.
         boot: the boot id of the kernel; `None` if unknown.
-        namespace: the namespace of the process ids, as a container has its own; `None` if unknown.
+        namespace: the namespace of the process ids, such as that of a container; `None` if unknown.
         pid: the process id, which may be used again after the process has exited.
         start: the start time, in a form that can only be compared; `None` if unknown.
     """
@@ -40,12 +40,12 @@ class ProcessIdentity:
             boot=_text("/proc/sys/kernel/random/boot_id"),
             namespace=_link("/proc/self/ns/pid"),
             pid=pid,
-            start=_look_at(pid)[0],
+            start=_start_and_state(pid)[0],
         )
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ProcessIdentity | None:
-        """Decode the result of `to_json`, which may have other keys, too; `None` if it is invalid."""
+        """Decode the result of `to_json`, which may have more keys; `None` if it is invalid."""
         host, pid = values.get("host"), values.get("pid")
         boot, namespace, start = (values.get(name, 0) for name in ("boot", "namespace", "start"))
         if not isinstance(host, str) or type(pid) is not int or not 0 < pid < 2**31:
@@ -69,18 +69,18 @@ class ProcessIdentity:
             return "dead"
         except OSError:
             pass  # it belongs to another user
-        start, state = _look_at(self.pid)
+        start, state = _start_and_state(self.pid)
         if start is None or self.start is None:
             return "live"
         return state if start == self.start else "dead"
 
 
-def _look_at(pid: int) -> tuple[str | None, Literal["live", "dying", "dead"]]:
+def _start_and_state(pid: int) -> tuple[str | None, Literal["live", "dying", "dead"]]:
     """The start time of a process, `None` if unknown, and its state."""
     here = _link("/proc/self")
     if here is None:
-        return _start_says_ps(pid), "live"
-    if here != str(os.getpid()):  # the /proc of another namespace, where the numbers are those of other processes
+        return _start_from_ps(pid), "live"
+    if here != str(os.getpid()):  # the /proc of another namespace, with other process ids
         return None, "live"
     # The second field is the name of the program in brackets, which may itself contain spaces and brackets.
     values = (_text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
@@ -95,7 +95,7 @@ def _look_at(pid: int) -> tuple[str | None, Literal["live", "dying", "dead"]]:
         return start, "dead"
 
 
-def _start_says_ps(pid: int) -> str | None:
+def _start_from_ps(pid: int) -> str | None:
     if os.name != "posix":
         return None
     try:

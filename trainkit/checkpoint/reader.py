@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainkit.checkpoint.identify import MAX_LISTED, checkpoint_identity, is_checkpoint, listed, why_no_checkpoint
+from trainkit.checkpoint.identify import MAX_LISTED, checkpoint_identity, is_checkpoint, listed, why_not_a_checkpoint
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
 from trainkit.checkpoint.regular_file import not_regular, read_file, read_small_file
 from trainkit.checkpoint.tensor_file import tensors_in
@@ -35,16 +35,29 @@ _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})", re.DOTALL)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open the checkpoint at `path`: verify its manifest, and check that the other files exist and have the right sizes.
+    """Open a checkpoint: verify its manifest, and check that the other files exist and have the right sizes.
+
+    Args:
+        path: The folder of the checkpoint.
+
+    Returns:
+        The checkpoint; its content is read by `read`.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint; the message names similar paths.
-        CorruptCheckpointError: it is damaged; the message names the files.
-        CheckpointError: it cannot be read, or a newer trainkit wrote it.
+        CheckpointNotFoundError: There is no checkpoint; the message names similar paths.
+        CorruptCheckpointError: It is damaged; the message names the files.
+        CheckpointError: It cannot be read, or a newer trainkit wrote it.
+
+    Example:
+        ```python
+        checkpoint = open_checkpoint("trainkit_runs/logs/default/version_0/checkpoints/last")
+        print(checkpoint.manifest.step, checkpoint.stems)
+        weights = checkpoint.read({"model"}).tensors["model"]
+        ```
     """
     path = Path(os.path.abspath(local_path(path, "path")))
     if not is_checkpoint(path):
-        raise CheckpointNotFoundError(why_no_checkpoint(path))
+        raise CheckpointNotFoundError(why_not_a_checkpoint(path))
     manifest, problem, which = _inspect(path)
     if problem is not None:
         raise problem
@@ -61,11 +74,11 @@ def inspect_checkpoint(path: Path) -> tuple[Manifest | None, str | None]:
 
 
 class Checkpoint:
-    """A checkpoint with a verified manifest, whose files exist with the right sizes; made by `open_checkpoint`.
+    """A checkpoint with a verified manifest, whose files exist with the right sizes; created by `open_checkpoint`.
 
     Attributes:
-        path: the folder.
-        manifest: its manifest.
+        path: The folder.
+        manifest: Its manifest.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -78,25 +91,28 @@ class Checkpoint:
 
     @property
     def stems(self) -> list[str]:
-        """The parts of the checkpoint, for `read`: `"model"`, `"optimizer"`, `"state"`, …"""
+        """The names of the parts of the checkpoint, for `read`: `"model"`, `"optimizer"`, `"state"`, …"""
         return sorted({*self._stems(), "state"})
 
     def read(self, stems: Collection[str] | None = None, *, mapped: bool = False, unregistered: bool = False) -> Loaded:
-        """The content. Each file is read once; all files are verified before anything is returned.
+        """Read the content. Each file is read once; all files are verified before anything is returned.
 
-        Memory: that of the tensors, and up to 40 times the size of `state.json` while it is decoded.
+        It needs memory for the tensors, and up to 40 times the size of `state.json` while that is decoded.
 
         Args:
-            stems: the parts to read; `None`: all of `stems`, and verify the attachments, too.
-            mapped: leave the values of models and optimizers on the disk until they are used, which needs no memory for them.
-                Do not keep these tensors: their files must not change while they are used.
-            unregistered: return a value of a registered type as a tuple of the type's name and what `encode` returned, so
+            stems: The parts to read; `None`: all of `stems`, and verify the attachments, too.
+            mapped: Leave the values of models and optimizers on the disk until they are used, which needs no memory for
+                them. Do not keep these tensors: their files must not change while they are used.
+            unregistered: Return a value of a registered type as a tuple of the type's name and what `encode` returned, so
                 that this program need not have registered the type.
 
+        Returns:
+            An object with `tensors` (part → name → tensor, on the CPU), `state` (everything else) and `manifest`.
+
         Raises:
-            StateMismatchError: the checkpoint does not have one of the stems.
-            CorruptCheckpointError: a file is damaged; the message names it.
-            CheckpointError: the checkpoint was replaced or removed while it was read, or has a value of a type that is not
+            StateMismatchError: The checkpoint does not have one of the stems.
+            CorruptCheckpointError: A file is damaged; the message names it.
+            CheckpointError: The checkpoint was replaced or removed while it was read, or has a value of a type that is not
                 registered.
         """
         requested = self._requested(stems)
@@ -110,22 +126,24 @@ class Checkpoint:
         """Check that `read` would succeed, with little memory: files are hashed in pieces, and mapped instead of loaded.
 
         Raises:
-            CorruptCheckpointError: a file is damaged; the message names it.
-            CheckpointError: the checkpoint was replaced or removed while it was read.
+            CorruptCheckpointError: A file is damaged; the message names it.
+            CheckpointError: The checkpoint was replaced or removed while it was read.
         """
         with self._unchanged():
             self._load({*self._stems(), "state"}, partial(self._content, mapped=True), unregistered=True)
             self._check_attachments()
 
     def attachment(self, name: str) -> bytes:
-        """The verified content of a file that is neither tensors nor state, such as `config.json`.
+        """Return the verified content of a file that is neither tensors nor state, such as `config.json`.
 
         Raises:
-            CheckpointNotFoundError: the checkpoint has no such file.
-            CorruptCheckpointError: the file is damaged.
+            CheckpointNotFoundError: The checkpoint has no such file.
+            CorruptCheckpointError: The file is damaged.
         """
         if name not in self.manifest.files:
-            raise CheckpointNotFoundError(f"{self.path} has no {name!r}; it has {', '.join(sorted(self.manifest.files))}.")
+            raise CheckpointNotFoundError(
+                f"{self.path} has no {name!r}. Its files are {', '.join(sorted(self.manifest.files))}."
+            )
         with self._unchanged():
             return bytes(self._content(name))
 
@@ -133,8 +151,8 @@ class Checkpoint:
         requested = set(self.stems) if stems is None else set(stems)
         if unknown := sorted(requested.difference(self.stems)):
             raise StateMismatchError(
-                f"{self.path}: expected a checkpoint with {', '.join(unknown)}, this one has {', '.join(self.stems)}. "
-                f"Fix: read what it has: checkpoint.read({self.stems})"
+                f"{self.path}: expected a checkpoint with {', '.join(unknown)}, but this one has {', '.join(self.stems)}. "
+                f"Fix: checkpoint.read({self.stems})"
             )
         return requested
 
@@ -160,7 +178,7 @@ class Checkpoint:
             files = {f"state{_TENSORS}": for_state}
             state = loads(fetch(STATE), files, self._what(STATE), unregistered=unregistered)
             if not isinstance(state, dict):
-                raise CorruptCheckpointError(f"{self._what(STATE)}: expected a map, got {type(state).__name__}")
+                raise CorruptCheckpointError(f"{self._what(STATE)}: expected a JSON object, got {type(state).__name__}")
         return Loaded(self.manifest, tensors, state, self)
 
     def _tensors(self, stem: str, names: list[str], fetch: Callable[[str], memoryview]) -> dict[str, Tensor]:
@@ -169,17 +187,17 @@ class Checkpoint:
         for name in names:
             for key, tensor in tensors_in(fetch(name), self._what(name)).items():
                 if key in places:
-                    raise CorruptCheckpointError(f"{self._what(name)}: the tensor {key!r:.200} is in {places[key]} too")
+                    raise CorruptCheckpointError(f"{self._what(name)}: the tensor {key!r:.200} is also in {places[key]}")
                 tensors[key], places[key] = tensor, name
         index = stem + _INDEX
         if index in self.manifest.files:
             value = strict_json(fetch(index), self._what(index))
             if not isinstance(value, dict) or value.get("weight_map") != places:
-                raise CorruptCheckpointError(f"{self._what(index)}: it does not say where the tensors are")
+                raise CorruptCheckpointError(f"{self._what(index)}: its weight_map does not match the files of tensors")
         for alias, stored in self.manifest.aliases.get(stem, {}).items():
             if stored not in tensors or alias in tensors:
                 raise CorruptCheckpointError(
-                    f"{self._what(MANIFEST)}: {alias!r:.200} is said to be stored as {stored!r:.200}; {names[0]} does not agree"
+                    f"{self._what(MANIFEST)}: the alias {alias!r:.200} of {stored!r:.200} does not match {names[0]}"
                 )
         return tensors
 
@@ -189,7 +207,7 @@ class Checkpoint:
         return read_file(self.path / name, entry.size, None if verified else entry.sha256, self._what(name), mapped)
 
     def _mapped(self, name: str, verified: bool = False) -> memoryview:
-        """The same, with the values of models and optimizers left on the disk."""
+        """The bytes of a file like `_content`; files of models and optimizers are memory-mapped."""
         return self._content(name, verified, mapped=name.endswith(_TENSORS) and not name.startswith("state"))
 
     def _check_attachments(self) -> None:
@@ -208,7 +226,7 @@ class Checkpoint:
                 raise
             raise CheckpointError(
                 f"{self.path} was {'removed' if now is None else 'replaced by another checkpoint'} while it was read. "
-                "Fix: open it again, or another one."
+                "Fix: open it again, or open another checkpoint."
             ) from error
 
 
@@ -217,10 +235,10 @@ class Loaded:
     """The content of a checkpoint.
 
     Attributes:
-        manifest: its manifest.
-        tensors: stem → name → tensor, on the CPU; they share the memory of the files' content, and may be changed.
-        state: everything else, with its types; empty if it was not requested.
-        checkpoint: the checkpoint that it was read from.
+        manifest: Its manifest.
+        tensors: Stem → name → tensor, on the CPU; they share the memory of the files' content, and may be changed.
+        state: Everything else, with its types; empty if it was not requested.
+        checkpoint: The checkpoint that it was read from.
     """
 
     manifest: Manifest
@@ -248,7 +266,7 @@ def _inspect(path: Path) -> tuple[Manifest | None, CheckpointError | None, bytes
             problem = error
         if checkpoint_identity(path) == before:
             return manifest, problem, before
-        # It was replaced meanwhile, so this may be a mix of two checkpoints.
+        # It was replaced while it was read, so this may be a mix of two checkpoints: read it again.
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -256,7 +274,7 @@ def _read_manifest(path: Path) -> Manifest:
     data = read_small_file(path / MANIFEST, MAX_JSON_BYTES)
     if digest != digest_line(data):
         raise CorruptCheckpointError(
-            f"{path / MANIFEST}: its content is not what {DIGEST} says; one of the two was changed or is incomplete"
+            f"{path / MANIFEST}: its content does not match {DIGEST}; one of the two was changed or is incomplete"
         )
     return Manifest.from_bytes(data, str(path / MANIFEST))
 
@@ -276,19 +294,19 @@ def _measure(path: Path, manifest: Manifest) -> None:
         if (problem := not_regular(info.st_mode)) is not None:
             problems.append(f"{what}: {problem}")
         elif info.st_size != entry.size:
-            problems.append(f"{what}: {info.st_size:,} bytes, but {entry.size:,} were written")
+            problems.append(f"{what}: expected {entry.size:,} bytes, found {info.st_size:,}")
     if problems:
         more = len(problems) - MAX_LISTED
-        raise CorruptCheckpointError("\n".join(problems[:MAX_LISTED]) + (f"\nand {more} more files" if more > 0 else ""))
+        raise CorruptCheckpointError("\n".join(problems[:MAX_LISTED]) + (f"\nand {more} more" if more > 0 else ""))
 
 
 def _stems(manifest: Manifest, what: str) -> dict[str, list[str]]:
     """The files of each stem, in order; `CorruptCheckpointError` if some are missing."""
     if STATE not in manifest.files:
-        raise CorruptCheckpointError(f"{what}: it lists no {STATE}")
+        raise CorruptCheckpointError(f"{what}: {STATE} is not listed")
     for name, entry in manifest.files.items():
         if (name == STATE or name.endswith(_INDEX)) and entry.size > MAX_JSON_BYTES:
-            raise CorruptCheckpointError(f"{what}: {name} has {entry.size:,} bytes, and none is written with more than 64 MiB")
+            raise CorruptCheckpointError(f"{what}: {name} has {entry.size:,} bytes, expected at most 64 MiB")
     stems: dict[str, list[str]] = {}
     for name in sorted(manifest.files):
         if name.endswith(_TENSORS):
@@ -297,5 +315,5 @@ def _stems(manifest: Manifest, what: str) -> dict[str, list[str]]:
     for stem, names in stems.items():
         count = len(names)
         if names not in ([f"{stem}{_TENSORS}"], [f"{stem}-{k:05d}-of-{count:05d}{_TENSORS}" for k in range(1, count + 1)]):
-            raise CorruptCheckpointError(f"{what}: the files of {stem} are not complete: it lists {listed(names)}")
+            raise CorruptCheckpointError(f"{what}: the files of {stem} are incomplete; listed: {listed(names)}")
     return stems

@@ -1,4 +1,4 @@
-"""Reads regular files only, from a folder that is not trusted: links are not followed, pipes and devices not opened."""
+"""Reads regular files only, from an untrusted folder: links are not followed, and pipes and devices are not opened."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from trainkit.errors import CheckpointError, CorruptCheckpointError
 __all__ = ["not_regular", "read_file", "read_small_file", "regular_file"]
 
 _PIECE = 2**20  # bytes read and hashed at a time: small enough to be hashed from the cache
-# mmap has the name from Python 3.13 on. Without the flag a file larger than the memory cannot be mapped writable.
+# Python has the name from 3.13 on. Without the flag a file larger than the memory cannot be mapped writable.
 _NORESERVE = 0x4000 if platform.system() == "Linux" and platform.machine() in ("x86_64", "aarch64") else 0
 
 
 def not_regular(mode: int) -> str | None:
     """What is wrong with a file of this `st_mode`; None if it is regular."""
     kinds = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    return None if stat.S_ISREG(mode) else f"not a regular file, but {kinds.get(stat.S_IFMT(mode), 'a device')}"
+    return None if stat.S_ISREG(mode) else f"expected a regular file, found {kinds.get(stat.S_IFMT(mode), 'a device')}"
 
 
 @contextmanager
@@ -35,11 +35,11 @@ def regular_file(path: Path, what: str = "") -> Iterator[FileIO]:
     flags = [getattr(os, name, 0) for name in ("O_BINARY", "O_NOCTTY", "O_NOFOLLOW", "O_NONBLOCK")]
     what = what or str(path)
     try:
-        if problem := not_regular(os.lstat(path).st_mode):  # before open() too: opening a device may have effects
+        if problem := not_regular(os.lstat(path).st_mode):  # also before open(), since opening a device may have side effects
             raise CorruptCheckpointError(f"{what}: {problem}")
         with FileIO(os.open(path, os.O_RDONLY | sum(flags))) as file:
             if problem := not_regular(os.fstat(file.fileno()).st_mode):
-                raise CorruptCheckpointError(f"{what}: was exchanged: {problem}")
+                raise CorruptCheckpointError(f"{what}: was replaced while it was opened: {problem}")
             yield file
     except OSError as error:
         problem = "missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror or error}"
@@ -51,7 +51,7 @@ def read_small_file(path: Path, limit: int) -> bytes:
     with regular_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise CorruptCheckpointError(f"{path}: {size:,} bytes, but at most {limit:,} were expected")
+            raise CorruptCheckpointError(f"{path}: expected at most {limit:,} bytes, found {size:,}")
         return file.read(size)
 
 
@@ -63,27 +63,27 @@ def read_file(path: Path, size: int, sha256: str | None, what: str, mapped: bool
     digest; `CheckpointError` if the file does not fit into memory.
     """
     with regular_file(path, what) as file:
-        if (found := os.fstat(file.fileno()).st_size) != size:  # before any memory is taken
-            raise CorruptCheckpointError(f"{what}: {found:,} bytes, but {size:,} were written")
+        if (found := os.fstat(file.fileno()).st_size) != size:  # before any memory is allocated
+            raise CorruptCheckpointError(f"{what}: expected {size:,} bytes, found {found:,}")
         data = _map(file, size) if mapped and size else None
         try:  # not numpy: its empty() requests huge pages, which can take seconds
             data = torch.empty(size, dtype=torch.uint8).numpy().data if data is None else data
         except RuntimeError as error:
-            raise CheckpointError(f"{what}: {size:,} bytes, for which there is not enough memory") from error
+            raise CheckpointError(f"{what}: not enough memory for {size:,} bytes") from error
         digest, scratch = hashlib.sha256(), memoryview(bytearray(_PIECE))
         for start in range(0, 0 if mapped and sha256 is None else size, _PIECE):
             piece = scratch[: size - start] if mapped else data[start : start + _PIECE]
             if file.readinto(piece) != len(piece):
-                raise CorruptCheckpointError(f"{what}: changes while it is read")
+                raise CorruptCheckpointError(f"{what}: changed while it was read")
             if sha256 is not None:
                 digest.update(piece)
     if sha256 not in (None, digest.hexdigest()):
-        raise CorruptCheckpointError(f"{what}: its SHA-256 is {digest.hexdigest()}, but what was written had {sha256}")
+        raise CorruptCheckpointError(f"{what}: its SHA-256 is {digest.hexdigest()}, expected {sha256}")
     return data
 
 
 def _map(file: FileIO, size: int) -> memoryview | None:
-    """The bytes of an open file, mapped; `None` if the file system cannot do that."""
+    """The memory-mapped bytes of an open file; `None` if the file system does not support that."""
     try:
         if _NORESERVE:
             return memoryview(mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE | _NORESERVE))

@@ -23,7 +23,7 @@ class SaveFolders:
 
     Args:
         world: the ranks.
-        name: a name that no other object of these ranks has.
+        name: a name that is unique for these ranks.
 
     Attributes:
         folders: the folders, in the order of the calls of `use`.
@@ -34,10 +34,10 @@ class SaveFolders:
         self.folders: list[Path] = []
         self.of_run: Path | None = None
         self._placed: list[Callable[[Path], None]] = []
-        self._may_leave = False  # of_run was not passed to use()
+        self._removable = False  # only the default folder: of_run was not passed to use()
         self._name = name
         self._world = world
-        self._team = world.thread_exchange(f"folders/{name}")  # for waiting for a lock
+        self._exchange = world.thread_exchange(f"folders/{name}")  # for steps that may wait for a lock
         self._locks: dict[Path, FolderLock] = {}  # on the main process
         self._entered: set[Path] = set()
 
@@ -45,12 +45,12 @@ class SaveFolders:
         """Save to a folder, as given on the main process. It is created when the run `begins <begin>`.
 
         Raises:
-            CheckpointWriteError: the folder exists, and is not writable or not the same on all ranks.
+            CheckpointWriteError: the folder exists, but is not writable or not the same on all ranks.
             CheckpointLockedError: another live run saves to it.
         """
         path, there = run_on_all_ranks(self._world, lambda: [str(folder.absolute()), os.path.exists(folder)])[0]
         if Path(path) not in self.folders:
-            if there:  # else it is created when training begins, so that a fit that fails before creates none
+            if there:  # otherwise `begin` creates it, so that a fit that fails before training creates no folder
                 self._enter(Path(path), run_id)
             self.folders.append(Path(path))
 
@@ -76,12 +76,12 @@ class SaveFolders:
         if self.of_run == folder:
             return
         before, self.of_run = self.of_run, None
-        if before is not None and self._may_leave:
+        if before is not None and self._removable:
             self.folders.remove(before)
             self._entered.discard(before)
             if before in self._locks:
                 self._locks.pop(before).release()
-        self._may_leave = folder not in self.folders
+        self._removable = folder not in self.folders
         self.use(folder, self._name)
         self.of_run = folder
 
@@ -93,12 +93,12 @@ class SaveFolders:
                 if not is_abandoned(folder):
                     continue
                 lock = FolderLock(folder, self._name)
-                with contextlib.suppress(CheckpointError):  # of a live run, or not writable
+                with contextlib.suppress(CheckpointError):  # a live run has locked it, or it is not writable
                     lock.acquire()
                     remove_leftovers(folder)
                 lock.release()
 
-        run_on_all_ranks(self._team, remove)
+        run_on_all_ranks(self._exchange, remove)
 
     def begin(self, run_id: str) -> None:
         """Lock the folders that did not exist when `use` was called. Raises like `use`."""
@@ -147,7 +147,7 @@ class SaveFolders:
                 self._locks[folder] = lock
                 remove_leftovers(folder)
 
-        run_on_all_ranks(self._team, take, CheckpointWriteError)
+        run_on_all_ranks(self._exchange, take, CheckpointWriteError)
         self._entered.add(folder)
         if self._world.size > 1:
             _probe(self._world, folder)
@@ -170,7 +170,7 @@ def _probe(world: World, folder: Path) -> None:
     blind = [f"rank {rank} on {host}" for rank, (sees, host) in enumerate(seen) if not sees]
     if blind:
         raise CheckpointWriteError(
-            f"{folder} is not the same folder for all processes: what rank 0 on {seen[0][1]} writes there is not seen by "
-            f"{', '.join(blind)}. {SHARED_FOLDER_ADVICE}"
+            f"{folder} is not the same folder on all processes: a file that rank 0 on {seen[0][1]} wrote there is not visible "
+            f"to {', '.join(blind)}. {SHARED_FOLDER_ADVICE}"
         )
     run_on_all_ranks(world, lambda: None if world.is_main else check_writable(folder), CheckpointWriteError)

@@ -1,4 +1,4 @@
-"""`Saver`: saves while the training continues, with one thread, at most one save in progress, and no failure lost."""
+"""`Saver`: saves in one thread while training continues, with at most one save in progress; every failure is reported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Failure:
 class Saver:
     """Commits drafts, in a thread or immediately.
 
-    A save in the thread costs the caller a copy of the tensors into host memory, which later saves use again. The thread exists
+    A save in the thread costs the caller a copy of the tensors into host memory, which later saves reuse. The thread exists
     only during a save, and the interpreter waits for it at exit: a save in progress is finished even without `close`. All
     methods are for the main thread.
 
@@ -44,12 +44,12 @@ class Saver:
 
     Args:
         notify: called in the thread when `poll` has something to report.
-        team: the ranks that save together; used only by this object.
+        group: the ranks that save together; used only by this object.
     """
 
-    def __init__(self, notify: Callable[[], None], team: ThreadExchange = _SINGLE_RANK) -> None:
+    def __init__(self, notify: Callable[[], None], group: ThreadExchange = _SINGLE_RANK) -> None:
         self.notify = notify
-        self.team = team
+        self.group = group
         self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None
         self._failures: deque[_Failure] = deque()
@@ -82,27 +82,27 @@ class Saver:
             CheckpointError: the save failed (`blocking`), or an earlier one failed that had no `failed`.
         """
         self.wait()
-        target = Path(os.path.abspath(target))  # the working directory may change meanwhile
+        target = Path(os.path.abspath(target))  # the working directory may change during the save
         if blocking:
-            manifest = commit(draft, target, replace=replace, team=self.team)
+            manifest = commit(draft, target, replace=replace, group=self.group)
             if committed is not None:
                 committed(manifest)
             return
-        run_on_all_ranks(self.team, lambda: draft.detach(self._buffers), CheckpointWriteError)
+        run_on_all_ranks(self.group, lambda: draft.detach(self._buffers), CheckpointWriteError)
         job = (draft, target, replace, committed, failed)
-        if not self.team.concurrent:
+        if not self.group.concurrent:
             self._run(*job)
             return
         thread = threading.Thread(target=self._run, args=job, name="trainkit-save", daemon=False)
         try:
             thread.start()
         except RuntimeError as error:
-            if self.team.size > 1:
+            if self.group.size > 1:
                 self._run(*job)  # the other ranks wait for it
                 return
             raise CheckpointWriteError(
-                f"{target}: the checkpoint could not be written: {error}. Fix: save with blocking=True, or raise the limit on "
-                "threads (ulimit -u)"
+                f"{target}: the checkpoint could not be written: {error}. Fix: save with blocking=True, or raise the thread "
+                "limit (ulimit -u)"
             ) from error
         self._thread = thread
 
@@ -138,7 +138,7 @@ class Saver:
     ) -> None:
         try:
             try:
-                manifest = commit(draft, target, replace=replace, team=self.team)
+                manifest = commit(draft, target, replace=replace, group=self.group)
             finally:
                 draft.release()  # it refers to buffers that the next save uses or that are freed
             if committed is not None:
@@ -154,5 +154,5 @@ class Saver:
 def _print(failures: deque[_Failure]) -> None:
     while failures:
         failure = failures.popleft()
-        print(f"trainkit: saving {failure.target} failed, and the training did not report it:", file=sys.stderr)
+        print(f"trainkit: saving {failure.target} failed. The error was not reported during training:", file=sys.stderr)
         traceback.print_exception(failure.error)

@@ -66,7 +66,7 @@ def read_on_all_ranks(
     def load() -> None:
         with found[0]._unchanged():
             content = found[0]._load(requested, fetch)
-            # else files hashed by another rank may belong to another checkpoint
+            # otherwise the files that another rank hashed may belong to another checkpoint
             if checkpoint_identity(found[0].path) != found[0]._identity:
                 raise CorruptCheckpointError(f"{path}: changed while it was read")
             loaded.append(content)
@@ -75,7 +75,7 @@ def read_on_all_ranks(
     others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise CheckpointError(
-            f"{path} is another checkpoint for rank {', '.join(others)} than for rank 0. {SHARED_FOLDER_ADVICE}"
+            f"{path}: rank {', '.join(others)} sees a different checkpoint than rank 0. {SHARED_FOLDER_ADVICE}"
         )
     run_on_all_ranks(group, load)
     return loaded[0]

@@ -1,7 +1,7 @@
-"""Files of tensors in the safetensors format: laid out before a byte is written, hashed while written, checked when read.
+"""Files of tensors in the safetensors format: planned before they are written, hashed while written, checked when read.
 
-The package `safetensors` neither syncs nor hashes what it writes, needs the whole file in memory in one piece, and
-refuses tensors that share storage. The format itself is simple: eight bytes with the length of a JSON header, the
+The package `safetensors` neither syncs nor hashes what it writes, needs the whole file in memory at once, and
+rejects tensors that share storage. The format itself is simple: eight bytes with the length of a JSON header, the
 header, the tensors' bytes. Source: https://github.com/huggingface/safetensors, "Format".
 """
 
@@ -35,9 +35,9 @@ __all__ = [
     "write_file",
 ]
 
-_ALIGNMENT = 64  # bytes, as of torch's own tensors
+_ALIGNMENT = 64  # bytes, like torch's own tensors
 _PIECE = 2**20  # bytes read, written and hashed at a time: small enough to be hashed from the cache
-_GATHER = 16 * 2**20  # bytes copied at a time of a tensor that is not contiguous or not in host memory
+_COPIED_AT_ONCE = 16 * 2**20  # bytes copied at a time of a tensor that is not contiguous or not in host memory
 _SMALL = 64 * 2**10  # smaller pieces are joined before they are written
 _MAX_DIMENSIONS = 64
 _MAX_NUMEL = 2**63 - 1
@@ -72,20 +72,20 @@ def plan_files(
     groups: Iterable[Iterable[str]] | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[list[TensorFile], bytes | None]:
-    """Lay tensors out as one file, or as several and an index.
+    """Plan one file of tensors, or several and an index.
 
     Args:
         stem: the file is `stem.safetensors`; several are `stem-00001-of-0000n.safetensors`.
         tensors: on any device, with any strides. Their values are not read.
-        max_shard_size: maximum bytes of a file. A single larger tensor gets a file of its own.
+        max_shard_size: maximum bytes of a file. A larger tensor gets its own file.
         groups: groups of names; tensors of different groups do not share a file. Default: a single group.
-        metadata: texts to store in each file, by name; see `metadata_in`.
+        metadata: strings to store in each file, by name; see `metadata_in`.
 
     Returns:
         The layouts of the files, and the content of `stem.safetensors.index.json` if there are several.
 
     Raises:
-        UnsavableError: the format cannot hold a tensor; the message names it.
+        UnsavableError: the format does not support a tensor; the message names it.
     """
     if max_shard_size < 1:
         raise ConfigurationError(f"max_shard_size must be a positive number of bytes, got {max_shard_size!r}")
@@ -93,11 +93,13 @@ def plan_files(
         if problem := tensor_problem(tensor) or _name_problem(name):
             raise UnsavableError(f"{stem}: the tensor {name!r} cannot be stored: {problem}")
     shards = [shard for group in ([tensors] if groups is None else groups) for shard in _shards(tensors, group, max_shard_size)]
-    texts = _METADATA | dict(metadata or {})
+    strings = _METADATA | dict(metadata or {})
     if len(shards) == 1:
-        return [_lay_out(f"{stem}.safetensors", tensors, shards[0], texts)], None
+        return [_layout(f"{stem}.safetensors", tensors, shards[0], strings)], None
     count = len(shards)
-    files = [_lay_out(f"{stem}-{i:05d}-of-{count:05d}.safetensors", tensors, names, texts) for i, names in enumerate(shards, 1)]
+    files = [
+        _layout(f"{stem}-{i:05d}-of-{count:05d}.safetensors", tensors, names, strings) for i, names in enumerate(shards, 1)
+    ]
     places = {entry.name: file.name for file in files for entry in file.entries}
     index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": places}
     return files, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("ascii")
@@ -107,7 +109,7 @@ def _shards(tensors: Mapping[str, Tensor], names: Iterable[str], max_shard_size:
     shards: list[list[str]] = [[]]
     data = header = 0
     for name in names:
-        size, part = tensors[name].nbytes, len(json.dumps(name)) + 24 * tensors[name].dim() + 120  # at least its header entry's
+        size, part = tensors[name].nbytes, len(json.dumps(name)) + 24 * tensors[name].dim() + 120  # at most
         if shards[-1] and (data + header + size + part + 200 > max_shard_size or header + part > MAX_JSON_BYTES // 2):
             shards.append([])
             data = header = 0
@@ -119,7 +121,7 @@ def _shards(tensors: Mapping[str, Tensor], names: Iterable[str], max_shard_size:
 
 def _name_problem(name: str) -> str | None:
     if name == "__metadata__":
-        return "the format keeps that name for itself"
+        return "the name is reserved by the safetensors format"
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
@@ -127,9 +129,12 @@ def _name_problem(name: str) -> str | None:
     return None
 
 
-def _lay_out(file: str, tensors: Mapping[str, Tensor], names: list[str], metadata: Mapping[str, str]) -> TensorFile:
-    """The widest dtypes first, like safetensors, so that each tensor is aligned without gaps, which are not allowed. Within a
-    dtype width those of whole cache lines first: nearly all are then aligned like torch's own, and can be used in place.
+def _layout(file: str, tensors: Mapping[str, Tensor], names: list[str], metadata: Mapping[str, str]) -> TensorFile:
+    """The layout of one file.
+
+    The widest dtypes come first, like in safetensors, so that each tensor is aligned without gaps, which are not allowed.
+    Within a dtype width, tensors of whole cache lines come first: nearly all are then aligned like torch's own, and can be
+    used in place.
     """
     entries, position = [], 0
     table: dict[str, Any] = {"__metadata__": metadata}
@@ -149,8 +154,8 @@ def check_unchanged(entry: Entry, tensor: Tensor) -> None:
     """Raise `UnsavableError` if a tensor no longer has the dtype and shape of its place in the file."""
     if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
         raise UnsavableError(
-            f"the tensor {entry.name!r} was {entry.dtype} {entry.shape} when the checkpoint was laid out "
-            f"and is {tensor.dtype} {tuple(tensor.shape)} now; do not change it while it is saved"
+            f"the tensor {entry.name!r} was {entry.dtype} {entry.shape} when the save began "
+            f"and is {tensor.dtype} {tuple(tensor.shape)} now. Fix: do not change it while it is saved"
         )
 
 
@@ -171,11 +176,11 @@ def _contiguous(tensor: Tensor) -> Iterator[Tensor]:
     plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     if plain and tensor.device.type == "cpu":
         yield tensor
-    elif tensor.nbytes <= _GATHER or not tensor.dim():
+    elif tensor.nbytes <= _COPIED_AT_ONCE or not tensor.dim():
         yield tensor.to("cpu").resolve_conj().resolve_neg().contiguous()
     elif plain and tensor.dim() > 1:
         yield from _contiguous(tensor.reshape(-1))
-    elif rows := _GATHER * len(tensor) // tensor.nbytes:
+    elif rows := _COPIED_AT_ONCE * len(tensor) // tensor.nbytes:
         for start in range(0, len(tensor), rows):
             yield from _contiguous(tensor[start : start + rows])
     else:
@@ -189,7 +194,7 @@ def _cut(view: memoryview) -> Iterator[memoryview]:
 
 
 def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    """The same bytes in pieces of suitable size: small ones joined, large ones cut."""
+    """The same bytes in pieces of suitable size: small ones are joined, large ones are cut."""
     small = bytearray()
     for piece in pieces:
         view = memoryview(piece).cast("B")
@@ -220,7 +225,7 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, s
         for block in _blocks(pieces):
             digest.update(block)
             size += len(block)
-            while block:  # a raw write may take only part of it
+            while block:  # a raw write may write only part of it
                 block = block[file.write(block) or 0 :]
             block = memoryview(b"")  # frees its memory before the next one is created
         _sync(file.fileno())
@@ -231,10 +236,10 @@ def _sync(descriptor: int) -> None:
     if sys.platform == "darwin":
         import fcntl
 
-        try:  # macOS's fsync leaves the data in the drive's cache
+        try:  # macOS's fsync does not flush the drive's cache
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
             return
-        except OSError:  # not every file system has it
+        except OSError:  # not every file system supports it
             pass
     os.fsync(descriptor)
 
@@ -254,8 +259,8 @@ def tensors_in(buffer: bytes | bytearray | memoryview, what: str) -> dict[str, T
     position = 0
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.end)):
         if gap := entry.start - position:
-            fault = f"leaves a gap of {gap:,} bytes" if gap > 0 else "overlaps another one"
-            raise CorruptCheckpointError(f"{what}: the tensor {entry.name!r:.200} {fault}")
+            problem = f"leaves a gap of {gap:,} bytes" if gap > 0 else "overlaps another tensor"
+            raise CorruptCheckpointError(f"{what}: the tensor {entry.name!r:.200} {problem}")
         position = entry.end
     if position != len(data):
         raise CorruptCheckpointError(f"{what}: {len(data) - position:,} bytes belong to no tensor")
@@ -263,12 +268,12 @@ def tensors_in(buffer: bytes | bytearray | memoryview, what: str) -> dict[str, T
 
 
 def metadata_in(buffer: bytes | bytearray | memoryview, what: str) -> dict[str, str]:
-    """The texts in a file of tensors; raises like `tensors_in`."""
+    """The strings in the header of a file of tensors; raises like `tensors_in`."""
     return _header(memoryview(buffer).cast("B"), what)[1]
 
 
 def _header(view: memoryview, what: str) -> tuple[dict[str, Any], dict[str, str], int]:
-    """The header without its texts, the texts, and the length of the header."""
+    """The header without its metadata, the metadata, and the length of the header."""
     if len(view) < 8:
         raise CorruptCheckpointError(f"{what}: {len(view)} bytes; a file of tensors has at least 8")
     length = int.from_bytes(view[:8], "little")
@@ -276,18 +281,18 @@ def _header(view: memoryview, what: str) -> tuple[dict[str, Any], dict[str, str]
         raise CorruptCheckpointError(f"{what}: a header of {length:,} bytes in a file of {len(view):,} bytes")
     header = strict_json(view[8 : 8 + length], f"{what}: header")
     if not isinstance(header, dict):
-        raise CorruptCheckpointError(f"{what}: header: a JSON object was expected, not {type(header).__name__}")
+        raise CorruptCheckpointError(f"{what}: header: expected a JSON object, got {type(header).__name__}")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CorruptCheckpointError(f"{what}: header: __metadata__ must map text to text")
+        raise CorruptCheckpointError(f"{what}: header: __metadata__ must map strings to strings")
     return header, metadata, length
 
 
 def _entry(name: str, described: Any, size: int, what: str) -> Entry:
-    """One tensor of the header, checked on its own."""
+    """One tensor of the header. Its offsets are not compared with those of other tensors."""
     where = f"{what}: header: the tensor {name!r:.200}"
     if not isinstance(described, dict) or described.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CorruptCheckpointError(f"{where} must have dtype, shape and data_offsets and nothing else")
+        raise CorruptCheckpointError(f"{where} must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CorruptCheckpointError(f"{where} has the unknown dtype {dtype!r:.200}")
@@ -297,12 +302,14 @@ def _entry(name: str, described: Any, size: int, what: str) -> Entry:
         raise CorruptCheckpointError(f"{where} has malformed data_offsets {offsets!r:.200}")
     width = DTYPES[dtype].itemsize
     if math.prod(max(n, 1) for n in shape) > _MAX_NUMEL // width:  # torch's strides would overflow even if one n is 0
-        raise CorruptCheckpointError(f"{where} has the impossible shape {shape!r:.200}")
+        raise CorruptCheckpointError(f"{where} has the shape {shape!r:.200}, which is too large")
     start, end = offsets
     if not 0 <= start <= end <= size:
-        raise CorruptCheckpointError(f"{where} lies at {start:,} to {end:,} of {size:,} bytes of data")
+        raise CorruptCheckpointError(f"{where} has data_offsets {start:,} to {end:,} in {size:,} bytes of data")
     if end - start != math.prod(shape) * width:
-        raise CorruptCheckpointError(f"{where} has {end - start:,} bytes, but {dtype} {shape!r:.200} needs another number")
+        raise CorruptCheckpointError(
+            f"{where} has {end - start:,} bytes, but {dtype} {shape!r:.200} needs {math.prod(shape) * width:,}"
+        )
     return Entry(name, DTYPES[dtype], tuple(shape), start, end)
 
 
@@ -320,5 +327,5 @@ def _tensor(entry: Entry, data: memoryview, what: str) -> Tensor:
     if flat.data_ptr() % entry.dtype.itemsize:
         flat = flat.clone()
     if entry.dtype is torch.bool and bool((flat > 1).any()):  # other bytes are undefined in C
-        raise CorruptCheckpointError(f"{what}: the tensor {entry.name!r:.200} of bools has other bytes than 0 and 1")
+        raise CorruptCheckpointError(f"{what}: the tensor {entry.name!r:.200} of dtype bool has bytes other than 0 and 1")
     return flat.view(entry.dtype).view(entry.shape)

@@ -30,7 +30,7 @@ def shard_size(size: int | str) -> int:
         return int(float(match[1]) * _UNITS[match[2].upper()])
     if is_whole(size) and size > 0:
         return size
-    raise ConfigurationError(f"max_shard_size must be a size such as '5GB', '500MB' or a number of bytes, not {size!r}.")
+    raise ConfigurationError(f"max_shard_size must be a size such as '5GB' or '500MB', or a number of bytes, not {size!r}.")
 
 
 def write_weights(
@@ -42,7 +42,7 @@ def write_weights(
     stem: str = "model",
     rank: int = 0,
 ) -> list[Path]:
-    """Write tensors as `<stem>.safetensors`, or as several files and an index above a size, and other files.
+    """Write tensors as `<stem>.safetensors`, or as several files with an index above a size, and other files.
 
     Each file is replaced atomically. Files of an earlier call with the same stem are replaced or removed.
 
@@ -53,7 +53,7 @@ def write_weights(
 
     Raises:
         CheckpointWriteError: the folder cannot be written, or the disk is full.
-        UnsavableError: the format cannot hold a tensor.
+        UnsavableError: the format does not support a tensor.
     """
     files, index = plan_files(stem, tensors, max_shard_size)
     gathers = GatherOrder(rank, [[tensors[entry.name] for file in files for entry in file.entries]])
@@ -86,7 +86,7 @@ def _write(
             if pattern.fullmatch(path.name) and path.name not in names:
                 path.unlink()
     except OSError as error:
-        raise CheckpointWriteError(f"the weights could not be written to {folder}: {error}. Choose another folder.") from error
+        raise CheckpointWriteError(f"weights could not be written to {folder}: {error}. Fix: choose another folder.") from error
     return written
 
 
@@ -94,7 +94,7 @@ def replace_file(path: Path, head: Iterable[bytes], pieces: Iterable[memoryview]
     """Replace a file atomically: write a temporary one in the same folder, sync and rename it.
 
     Raises:
-        OSError: it cannot be written; what was at `path` is unchanged.
+        OSError: it cannot be written; `path` is unchanged.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:

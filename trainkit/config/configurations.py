@@ -18,16 +18,22 @@ class ProjectConfiguration:
 
     Args:
         project_dir: The folder of the project.
-        logging_dir: The folder of trackers that write files; default: `project_dir`.
+        logging_dir: The folder of trackers that write files. Default: `project_dir`.
         automatic_checkpoint_naming: `save_state()` writes to `project_dir/checkpoints/checkpoint_0`, `checkpoint_1`, …,
             and `load_state()` reads the newest complete one.
-        total_limit: The number of these to keep; the oldest ones of the run are removed after each save.
+        total_limit: The number of these to keep; the oldest ones of the run are removed after each save. Default: all.
         iteration: The number of the next one; `load_state` sets it to the one after the existing ones.
         save_on_each_node: Only `False`: a checkpoint is one folder that all nodes can access.
 
     Raises:
-        ConfigurationError: A negative limit or number.
+        ConfigurationError: A limit or number is negative.
         UnsupportedArgumentError: `save_on_each_node=True`.
+
+    Example:
+        ```python
+        project = ProjectConfiguration("runs/digits", automatic_checkpoint_naming=True, total_limit=3)
+        accelerator = Accelerator(project_config=project)
+        ```
     """
 
     project_dir: str | os.PathLike[str] | None = None
@@ -56,19 +62,24 @@ class ProjectConfiguration:
 
 @dataclass
 class GradientAccumulationPlugin:
-    """How gradients are accumulated.
+    """How gradients are accumulated, for `Accelerator(gradient_accumulation_plugin=)`.
 
     Args:
-        num_steps: Micro-batches per optimizer step; default: 1.
+        num_steps: Number of micro-batches per optimizer step.
         adjust_scheduler: No effect, as in Accelerate: a prepared scheduler advances with optimizer steps, whatever their
             number of micro-batches.
-        sync_with_dataloader: Only `True`: the last accumulation window ends with the epoch, and its gradient is the mean over
-            its micro-batches.
+        sync_with_dataloader: Only `True`: the last accumulation window ends with the epoch, and its gradient is the mean
+            over its micro-batches.
         sync_each_batch: Only `False`: gradients are synchronized once per accumulation window.
 
     Raises:
         ConfigurationError: `num_steps` is not an integer ≥ 1.
         UnsupportedArgumentError: `sync_with_dataloader=False` or `sync_each_batch=True`.
+
+    Example:
+        ```python
+        accelerator = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=4))
+        ```
     """
 
     num_steps: int = 1
@@ -94,19 +105,24 @@ class GradientAccumulationPlugin:
 
 @dataclass
 class DataLoaderConfiguration:
-    """How loaders are sharded over the processes.
+    """How loaders are sharded over the processes, for `Accelerator(dataloader_config=)`.
 
     Args:
-        split_batches: See `Accelerator`: `batch_size` is the total of all processes.
-        dispatch_batches: See `Accelerator`.
-        even_batches: See `Accelerator`.
-        use_seedable_sampler: No effect: the order always is a function of the seed and the epoch.
+        split_batches: As in `Accelerator`: `batch_size` is the total of all processes.
+        dispatch_batches: As in `Accelerator`.
+        even_batches: As in `Accelerator`.
+        use_seedable_sampler: No effect: the order is always a function of the seed and the epoch.
         data_seed: Only `None`: the seed of the run determines the order.
         non_blocking: No effect: batches are always copied to a GPU while it computes.
         use_stateful_dataloader: `load_state` resumes each prepared loader at its position, as `resume_loaders=True` does.
 
     Raises:
-        UnsupportedArgumentError: A `data_seed`.
+        UnsupportedArgumentError: A `data_seed` is given.
+
+    Example:
+        ```python
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
+        ```
     """
 
     split_batches: bool = False

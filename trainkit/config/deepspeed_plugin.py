@@ -33,21 +33,22 @@ _KEYS = {
 
 @dataclass
 class DeepSpeedPlugin:
-    """ZeRO for `Accelerator(deepspeed_plugin=)`; see also `ZeROStrategy`, which has more options.
+    """ZeRO for `Accelerator(deepspeed_plugin=)`, under Accelerate's names; `ZeROStrategy` has more options.
 
     Args:
         hf_ds_config: A DeepSpeed configuration: a dict, or the path of a JSON file. The other arguments replace what is
             `"auto"` or missing in it.
-        gradient_accumulation_steps: Micro-batches per optimizer step; default: the argument of `Accelerator`.
-        gradient_clipping: The largest norm of the gradients. They are clipped to it once per optimizer step, whatever the loop
-            passes to `clip_grad_norm_`; a notice shows both if they differ. `"auto"` or `None`: the number of the loop.
-        zero_stage: 1, 2 or 3; default: 2.
+        gradient_accumulation_steps: Micro-batches per optimizer step. Default: the argument of `Accelerator`.
+        gradient_clipping: The largest norm of the gradients. They are clipped to it once per optimizer step, whatever the
+            loop passes to `clip_grad_norm_`; a notice shows both if they differ. `"auto"` or `None`: the number of the
+            loop.
+        zero_stage: 1, 2 or 3. Default: 2.
         is_train_batch_min: Only `True`: sizes are compared with the first loader that `prepare` receives.
         offload_optimizer_device: `"cpu"`, or `"nvme"` (stage 3): where the optimizer state is kept; or `"none"`.
         offload_param_device: The same for the parameters (stage 3).
         offload_optimizer_nvme_path: The folder for the optimizer state.
         offload_param_nvme_path: The folder for the parameters; the same one.
-        zero3_init_flag: Shard a `transformers` model while it is built; default: in stage 3. For other models:
+        zero3_init_flag: Shard a `transformers` model while it is built. Default: in stage 3. For other models:
             `with accelerator.strategy.building(): model = Net()`.
         zero3_save_16bit_model: `save_model` writes 16-bit parameters (stage 3).
         transformer_moe_cls_names: Only `None`.
@@ -59,8 +60,13 @@ class DeepSpeedPlugin:
         divides_at_once: Whether `transformers` models are sharded while they are built.
 
     Raises:
-        ConfigurationError: Wrong or contradictory values, or a file that cannot be read.
-        UnsupportedArgumentError: An unsupported argument; the message says what to use instead.
+        ConfigurationError: Arguments are wrong or contradict each other, or a file cannot be read.
+        UnsupportedArgumentError: An argument is not supported; the message says what to use instead.
+
+    Example:
+        ```python
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="cpu"))
+        ```
     """
 
     hf_ds_config: Any = None
@@ -144,18 +150,18 @@ class DeepSpeedPlugin:
         return self.hf_ds_config if isinstance(self.hf_ds_config, str) else None
 
     def claimed(self, name: str) -> Any:
-        """The value of a top-level key of `deepspeed_config`; `None` if it is missing or `"auto"`."""
+        """Return the value of a top-level key of `deepspeed_config`; `None` if it is missing or `"auto"`."""
         value = self.deepspeed_config.get(name)
         return None if value == "auto" else value
 
     def described(self) -> dict[str, Any]:
-        """The strategy, the configuration file and the offload devices, if given."""
+        """Return the strategy, the configuration file and the offload devices, if given."""
         words = {"strategy": self.strategy, "deepspeed_config_file": self.hf_ds_config}
         words |= {name: getattr(self, name) for name in ("offload_optimizer_device", "offload_param_device")}
         return {name: value for name, value in words.items() if value not in _NOTHING}
 
     def config_for(self, short: bool) -> dict[str, Any]:
-        """`deepspeed_config` for 16-bit parameters; or for float32, where no 16-bit ones can be saved."""
+        """Return `deepspeed_config` for 16-bit parameters; or for float32, where no 16-bit ones can be saved."""
         zero = self.deepspeed_config["zero_optimization"]
         kept = {name: value for name, value in zero.items() if short or name != _KEYS["zero3_save_16bit_model"][-1]}
         return {**self.deepspeed_config, "zero_optimization": kept}

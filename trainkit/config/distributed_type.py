@@ -12,7 +12,7 @@ __all__ = ["DistributedType", "distributed_type"]
 
 
 class DistributedType(str, enum.Enum):
-    """What distributes a run: `accelerator.distributed_type == DistributedType.MULTI_GPU`; also a string.
+    """How a run is distributed: `accelerator.distributed_type == DistributedType.MULTI_GPU`. Members are also strings.
 
     `NO` is one process, `MULTI_CPU` and `MULTI_GPU` are DDP, `DEEPSPEED` is ZeRO, and `TPU` is another name for
     `XLA`. No run has one of the others, which exist so that scripts can compare with them.

@@ -40,11 +40,17 @@ class KwargsHandler:
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """How the forward pass is computed under mixed precision.
+    """Options of the forward pass under mixed precision, for `kwargs_handlers` or `accelerator.autocast`.
 
     Args:
         enabled: `False`: `accelerator.autocast(handler)` computes in float32.
-        cache_enabled: Keep the low-precision copies of parameters during an `autocast()`.
+        cache_enabled: Keep the low-precision copies of parameters during an `autocast()`. Default: as in torch.
+
+    Example:
+        ```python
+        with accelerator.autocast(AutocastKwargs(enabled=False)):
+            loss = sensitive_loss(output.float(), target)
+        ```
     """
 
     enabled: bool = True
@@ -52,7 +58,10 @@ class AutocastKwargs(KwargsHandler):
 
 
 class DDPCommunicationHookType(str, enum.Enum):
-    """How DDP sends gradients: `DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)`; also a string."""
+    """How DDP sends gradients: `DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)`.
+
+    Members are also strings.
+    """
 
     NO = "no"
     FP16 = "fp16"
@@ -69,7 +78,7 @@ _HOOKS = tuple(kind.value for kind in DDPCommunicationHookType)
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Options of DDP, see `DDPStrategy`.
+    """Options of DDP for `kwargs_handlers`, under Accelerate's names; see `DDPStrategy`.
 
     Args:
         dim: Only 0: the first dimension of a batch is that of the samples.
@@ -78,14 +87,19 @@ class DistributedDataParallelKwargs(KwargsHandler):
         find_unused_parameters: Some parameters get no gradient in some steps.
         check_reduction: No effect, as in torch.
         gradient_as_bucket_view: Gradients are views of the buckets.
-        static_graph: Each step uses the same parameters, equally often and in the same order.
+        static_graph: Each step uses the same parameters, the same number of times and in the same order.
         comm_hook: `"no"`, `"fp16"`, `"bf16"` or `"power_sgd"`, or a `DDPCommunicationHookType`.
         comm_wrapper: Only `"no"`.
         comm_state_option: Options of torch's `PowerSGDState`, for `"power_sgd"`.
 
     Raises:
-        UnsupportedArgumentError: An unsupported argument.
-        ConfigurationError: An unknown hook.
+        UnsupportedArgumentError: An argument is not supported.
+        ConfigurationError: The hook is unknown.
+
+    Example:
+        ```python
+        accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+        ```
     """
 
     dim: int = 0
@@ -129,7 +143,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return str(getattr(self.comm_hook, "value", self.comm_hook))
 
     def strategy_options(self) -> dict[str, Any]:
-        """The options of `DDPStrategy` that differ from the defaults."""
+        """Return the options of `DDPStrategy` that differ from the defaults."""
         own = ("bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
         options = {name: value for name, value in self.to_kwargs().items() if name in own}
         if self.hook != "no":
@@ -141,7 +155,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """The loss scale of `mixed_precision="fp16"`, see `torch.amp.GradScaler`.
+    """Options of the loss scale of `mixed_precision="fp16"`, see `torch.amp.GradScaler`.
 
     Args:
         init_scale: The initial scale.
@@ -151,7 +165,12 @@ class GradScalerKwargs(KwargsHandler):
         enabled: `False`: do not scale the loss; under DeepSpeed too.
 
     Raises:
-        ConfigurationError: A number out of range.
+        ConfigurationError: A number is out of range.
+
+    Example:
+        ```python
+        accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=2.0**12)])
+        ```
     """
 
     init_scale: float = 65536.0
@@ -174,15 +193,20 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """How the processes are connected.
+    """Options of the connection between the processes.
 
     Args:
-        backend: `"gloo"`, `"nccl"`, …; default: nccl for CUDA, gloo for the CPU.
+        backend: `"gloo"`, `"nccl"`, … Default: nccl for CUDA, gloo for the CPU.
         init_method: Only `None` or `"env://"`: the launcher sets the address.
-        timeout: How long a process waits for the others in a collective; default: 30 minutes.
+        timeout: How long a process waits for the others in a collective. Default: 30 minutes.
 
     Raises:
         UnsupportedArgumentError: Another `init_method`.
+
+    Example:
+        ```python
+        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=1))])
+        ```
     """
 
     backend: str | None = None
@@ -198,7 +222,7 @@ class InitProcessGroupKwargs(KwargsHandler):
             )
 
     def strategy_options(self) -> dict[str, Any]:
-        """The given options, under the names of a strategy."""
+        """Return the given options, under the names of a strategy."""
         said = {"process_group_backend": self.backend, "timeout": self.timeout}
         return {name: value for name, value in said.items() if value is not None}
 
@@ -208,7 +232,7 @@ class ProfileKwargs(KwargsHandler):
     """What `accelerator.profile(handler)` records, see `torch.profiler.profile`.
 
     Args:
-        activities: `"cpu"`, `"cuda"`; default: both if there is a GPU.
+        activities: `"cpu"`, `"cuda"`. Default: both if there is a GPU.
         schedule_option: `wait`, `warmup`, `active`, `repeat`, `skip_first`, see `torch.profiler.schedule`.
         on_trace_ready: Called with the profile at the end of each cycle of the schedule.
         record_shapes: Record the shapes of tensors.
@@ -219,7 +243,14 @@ class ProfileKwargs(KwargsHandler):
         output_trace_dir: The folder for `profile_<rank>.json`, which Perfetto opens.
 
     Raises:
-        ConfigurationError: An unknown activity, or an unknown or missing option of the schedule.
+        ConfigurationError: An activity is unknown, or an option of the schedule is unknown or missing.
+
+    Example:
+        ```python
+        with accelerator.profile(ProfileKwargs(record_shapes=True)) as profile:
+            loss = model(batch)
+        print(profile.key_averages().table(row_limit=10))
+        ```
     """
 
     activities: list[str] | None = None

@@ -26,25 +26,26 @@ _ONE_PROCESS = World()
 
 
 class CombinedLoader:
-    """Several training loaders as one.
+    """Several training loaders that are read together as one.
 
     Args:
-        loaders: a dict, list or tuple of loaders. A batch has the same form.
-        mode: `"max_size_cycle"` goes on until the longest loader ends and starts shorter ones anew, reshuffled;
-            `"min_size"` stops with the shortest; `"sequential"` gives the batches of one loader after the other, each
-            as it is.
+        loaders: A dict, list or tuple of loaders. A batch has the same form.
+        mode: `"max_size_cycle"` continues until the longest loader ends and restarts shorter ones, reshuffled;
+            `"min_size"` stops with the shortest; `"sequential"` yields the batches of one loader after the other, each
+            unchanged.
 
     Raises:
-        UnknownNameError: an unknown mode.
+        UnknownNameError: The mode is unknown.
         UnsupportedArgumentError: Lightning's mode `"max_size"`.
-        DataError: no loaders, not a dict or sequence of them, or one of them is a collection of loaders itself.
+        DataError: There are no loaders, they are not in a dict or sequence, or one of them is itself a collection of
+            loaders.
 
     Example:
         ```python
-        trainer.fit(module, CombinedLoader({"labelled": a, "unlabelled": b}, mode="max_size_cycle"))
+        trainer.fit(module, CombinedLoader({"labeled": a, "unlabeled": b}, mode="max_size_cycle"))
         ```
 
-    A combined micro-batch counts, as one of several in an accumulation window, by all samples in it.
+    The weight of a combined micro-batch in its accumulation window is the number of all samples in it.
     """
 
     def __init__(self, loaders: Mapping[str, Any] | Sequence[Any], mode: str = "max_size_cycle") -> None:
@@ -73,17 +74,17 @@ class CombinedLoader:
                 )
 
     def parts(self) -> list[Any]:
-        """The loaders, in order."""
+        """Return the loaders, in order."""
         return list(self.loaders.values()) if isinstance(self.loaders, Mapping) else list(self.loaders)
 
     def count(self, batch: Any) -> int:
-        """The number of samples in a batch that `assemble` returned."""
+        """Return the number of samples in a batch that `assemble` made."""
         if self.mode == "sequential":
             return batch_size(batch)
         return sum(batch_size(part) for part in (batch.values() if isinstance(batch, Mapping) else batch))
 
     def assemble(self, batches: list[Any]) -> Any:
-        """A batch of the form of `loaders` from one batch of each."""
+        """Build a batch of the form of `loaders` from one batch of each."""
         if isinstance(self.loaders, Mapping):
             return dict(zip(self.loaders, batches, strict=True))
         return tuple(batches) if isinstance(self.loaders, tuple) else batches

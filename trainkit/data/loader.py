@@ -29,46 +29,46 @@ _ONE_PROCESS = World()
 
 
 class PreparedLoader(Positions):
-    """Gives the batches of one epoch per iteration, each on the device, the generators seeded for the work on it.
+    """A loader that `Accelerator.prepare` returns: this rank's batches of one epoch per iteration, on the device.
 
-    Iterating it starts the next epoch, or the one given to `set_epoch`. What it does not define is the user's
-    loader's: `len(prepared.dataset)` works.
+    The generators are seeded for each batch. Iterating starts the next epoch, or the one given to `set_epoch`. Attributes
+    that it does not define are those of the user's loader: `len(prepared.dataset)` works.
 
-    Rank r of W has micro-batches r, r + W, … of the epoch. A process with several devices has one micro-batch for each, joined
-    in one batch. Lengths, limits and what `iterate` takes are counted for each rank, so they are the same on all ranks;
+    Rank r of W has micro-batches r, r + W, … of the epoch. A process with several devices has one micro-batch for each,
+    joined in one batch. Lengths, limits and the arguments of `iterate` count per rank, so they are the same on all ranks;
     positions in checkpoints count the micro-batches of all ranks.
 
     Args:
-        source: a `DataLoader`, a `CombinedLoader`, or any iterable of batches.
-        seed: of the run.
-        device: where the batches go.
-        stage: which keys are used.
-        index: the loader's number in its stage.
-        generators: the device's generators, seeded with the CPU's.
-        window: number of micro-batches in an accumulation window; `None` for evaluation.
-        limit: largest number of micro-batches in an epoch, for each rank.
-        weigh: the user's `batch_weight`.
-        transfer: `transfer(batch, m)` moves a batch to the device; the default moves every tensor in it.
-        finish: applied to a batch on the device after the generators are seeded for its forward.
-        sequential: do not shuffle.
-        world: the processes over which the epoch is sharded; all of them create and read the same loaders in the same order.
-        ahead: `ahead(items, load, start)` yields `load(item, number)` for each item, and may load some in advance; `load` is
-            `None` if it would only move tensors. Default: depends on the device.
-        filled: pads short batches to the size of the others.
-        pads: where only other ranks have a micro-batch, yield a padding micro-batch (this rank's last one again, or the first
-            of the epoch). Otherwise yield one of kind `NONE` if this rank has none in a whole window.
-        reader: your own training loop, which iterates over this object.
+        source: A `DataLoader`, a `CombinedLoader`, or any iterable of batches.
+        seed: The seed of the run.
+        device: The device of the batches.
+        stage: The stage, which random keys depend on.
+        index: The loader's number in its stage.
+        generators: The device's generators, seeded with the CPU's.
+        window: Number of micro-batches in an accumulation window; `None` for evaluation.
+        limit: Largest number of micro-batches in an epoch, for each rank.
+        weigh: The user's `batch_weight`.
+        transfer: `transfer(batch, m)` puts a batch on the device; the default moves every tensor in it.
+        finish: Applied to a batch on the device after the generators are seeded for it.
+        sequential: Do not shuffle.
+        world: The processes over which the epoch is sharded; all of them make and read the same loaders in the same order.
+        ahead: `ahead(items, load, start)` yields the items, each from `load(item, number)`, and may load some before they
+            are needed; `load` is `None` if it would only move the tensors. Default: what suits the device.
+        filled: Pads short batches to the size of the others.
+        pads: Where only other ranks have a micro-batch, yield a padding micro-batch (this rank's last one again, or the
+            first of the epoch). Otherwise yield one of kind `NONE` if this rank has none in a whole window.
+        reader: Your own training loop, which iterates over this object.
 
     Attributes:
-        limit: as above; may be changed between epochs.
-        micro_limit: the number of micro-batches of all processes in an epoch at most.
-        pads: as above; may be changed between epochs.
-        window: as above; may be changed between epochs.
-        given_source: the user's object, if `source` was created from it.
-        given: micro-batches of the epoch yielded so far; at the last one of a window the same on all ranks.
+        limit: As above; may be changed between epochs.
+        micro_limit: The largest number of micro-batches of all processes in an epoch.
+        pads: As above; may be changed between epochs.
+        window: As above; may be changed between epochs.
+        given_source: The user's object, if `source` was made from it.
+        given: Micro-batches of the epoch yielded so far; at the last one of a window the same on all ranks.
 
     Raises:
-        DataError: the source cannot be read, or differs from process to process.
+        DataError: The source cannot be read, or differs between processes.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class PreparedLoader(Positions):
 
     @property
     def weighs(self) -> bool:
-        """Whether the module defines `batch_weight`."""
+        """Whether the user defines the weight of a batch."""
         return self._weigh is not None
 
     def __len__(self) -> int:
@@ -144,12 +144,12 @@ class PreparedLoader(Positions):
 
     @property
     def samples(self) -> int | None:
-        """Number of samples of the last batch without padding, if batches are padded; otherwise `None`."""
+        """The number of real samples in the last batch, if it may have been padded; otherwise `None`."""
         return None if self._filled is None else self._filled.samples
 
     @property
     def sample_mask(self) -> Tensor:
-        """Which samples of the last batch count, if short batches are padded: bool, [batch]."""
+        """Which samples of the last batch are real, if short ones are padded: bool, [batch]."""
         if self._filled is None:
             raise DataError(
                 "sample_mask: the batches of this loader are not padded. To pad them: XLAStrategy(pad_last_batch=True)."
@@ -162,7 +162,7 @@ class PreparedLoader(Positions):
         return self._reader.read(self, self.next_epoch(self._reader.open_window()))
 
     def next_epoch(self, taken: int = 0) -> Iterator[MicroBatch]:
-        """The micro-batches of the next epoch; `taken` as in `iterate`."""
+        """Return the micro-batches of the next epoch; `taken` as in `iterate`."""
         epoch, start = self._next_epoch, self._next_start
         self._epoch, self._next_epoch, self._next_start, self._begun = epoch, epoch + 1, 0, True
         self.exhausted, self.last_position = False, None
@@ -172,9 +172,9 @@ class PreparedLoader(Positions):
         """The micro-batches of an epoch; nothing before `start` is fetched from a map-style dataset.
 
         Args:
-            epoch: its number.
-            start: index of the first micro-batch to yield.
-            taken: in your own training loop, micro-batches in a window that was left open and that this epoch completes.
+            epoch: Its number.
+            start: Index of the first micro-batch to yield.
+            taken: In your own training loop, micro-batches in a window that was left open and that this epoch completes.
         """
         self.given = self._window_start = start
         self._inside_window = False
@@ -367,7 +367,7 @@ class PreparedLoader(Positions):
         """A batch for a padding micro-batch: this rank's last one again, or the first of the epoch.
 
         Raises:
-            DataError: this process has no batch at all.
+            DataError: This process has no batch at all.
         """
         if self._last is not NO_BATCH:
             return copied(self._last)
@@ -382,7 +382,7 @@ class PreparedLoader(Positions):
         return batch if self._finish is None else self._finish(batch)
 
     def close(self) -> None:
-        """End the worker processes of persistent workers."""
+        """End the processes of persistent workers."""
         self._stream.close()
 
     def _move(self, batch: Any, m: int) -> Any:

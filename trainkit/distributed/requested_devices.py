@@ -9,14 +9,14 @@ __all__ = ["RequestedDevices"]
 
 @dataclass(frozen=True)
 class RequestedDevices:
-    """The arguments of `Trainer` for devices and processes; `None` where the user gave none.
+    """The devices and processes that the user requested; `None` where the user gave no argument.
 
     Attributes:
-        accelerator: "auto", "cpu", "cuda", "mps" or "xla".
-        per_node: number of processes per node; -1: one per GPU.
+        accelerator: `"auto"`, `"cpu"`, `"cuda"`, `"mps"` or `"xla"`.
+        per_node: Number of processes per node; -1: one per GPU.
         indices: GPU indices on each node, one per process.
-        nodes: number of nodes.
-        as_started: use the existing processes; start no others.
+        nodes: Number of nodes.
+        as_started: Use the existing processes; start no others.
     """
 
     accelerator: str = "auto"

@@ -80,14 +80,14 @@ def _contradict(each: int | None, machines: int | None, size: int, local_size: i
 
 
 def device_of(wanted: RequestedDevices, world: World) -> torch.device:
-    """The device of this process; collective.
+    """Return the device of this process. Collective.
 
     Args:
-        wanted: what the user requested.
-        world: the processes of the run.
+        wanted: What the user requested.
+        world: The processes of the run.
 
     Raises:
-        ConfigurationError: a process has no device; raised on all ranks.
+        ConfigurationError: A process has no device; raised on all ranks.
     """
     cuda = wanted.accelerator == "cuda" or (wanted.accelerator == "auto" and torch.cuda.is_available())
     if not cuda:

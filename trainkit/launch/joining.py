@@ -30,7 +30,7 @@ from trainkit.launch.process_group import default_group, make_default_group
 from trainkit.launch.script_options import placed
 from trainkit.launch.self_start import become_agent, command_again
 
-__all__ = ["device_of", "join", "joined", "note_single_process", "processes"]
+__all__ = ["device_of", "join", "joined", "note_single_process", "processes", "single_world"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def processes(wanted: RequestedDevices) -> int:
     """The number of processes of a run on these devices, whether they are started already or not.
 
     Raises:
-        ConfigurationError: the variables of a launcher, or its `--local_rank`, contradict each other.
+        ConfigurationError: The variables of a launcher, or its `--local_rank`, contradict each other.
     """
     if default_group() is not None:
         return dist.get_world_size()
@@ -76,20 +76,21 @@ def note_single_process(devices: int | None) -> None:
 
 
 def join(wanted: RequestedDevices, *, backend: str | None = None, timeout: timedelta, place: RankInfo | None = None) -> World:
-    """Join the processes of the run; the first call makes their process groups.
+    """Join the processes of the run. The first call makes their process groups.
 
-    A process group that the user has initialized is used, and not destroyed. Else the processes are those that a launcher has
-    started. Else, if several are requested, this process becomes their launcher, and this call does not return.
+    A process group that the user has initialized is used, and not destroyed. Otherwise the processes are those that a
+    launcher has started. Otherwise, if several are requested, this process becomes their launcher, and this call does not
+    return.
 
     Args:
-        wanted: what the user asked for.
-        backend: of the group for tensors; default: nccl for CUDA, gloo for the CPU.
-        timeout: of collectives.
-        place: rank, world size and so on, where the caller knows more than the launcher says.
+        wanted: What the user requested.
+        backend: Backend of the group for tensors. Default: nccl for CUDA, gloo for the CPU.
+        timeout: Timeout of collectives.
+        place: Rank, world size and so on, if the caller knows more than the launcher says.
 
     Raises:
-        ConfigurationError: the request contradicts the processes that are there, or they cannot be started here; or they do
-            not find each other.
+        ConfigurationError: The request contradicts the existing processes, they cannot be started here, or they do not find
+            each other.
     """
     global _joined
     if _joined is not None and _joined.group is not default_group():  # the user has destroyed the group
@@ -115,7 +116,7 @@ def joined() -> World:
     """The processes that a run has joined; a world of one process if there are no others.
 
     Raises:
-        ConfigurationError: there are others, and no run has joined them yet.
+        ConfigurationError: There are others, and no run has joined them yet.
     """
     if _joined is not None and _joined.group is default_group():
         return _joined.world
@@ -125,6 +126,14 @@ def joined() -> World:
             "this process is one of several, and has not joined them yet. Create the Accelerator (or Trainer) before."
         )
     return World()
+
+
+def single_world() -> World:
+    """The world of a run on one process. If a launcher restarts that process, the run resumes as on several."""
+    place = _place()
+    if place is None or place.size > 1:
+        return World()
+    return World(launcher=place.launcher, restarts=restarts(os.environ), memory=RestartStore.of(os.environ))
 
 
 def _place() -> RankInfo | None:
@@ -168,7 +177,7 @@ def _mention_earlier_runs(each: int) -> None:
     """Mention that the processes run the script from its first line, if that repeats earlier runs.
 
     Raises:
-        ConfigurationError: an earlier run cannot be repeated as one of several processes.
+        ConfigurationError: An earlier run cannot be repeated as one of several processes.
     """
     again = f"devices={each} needs {each} processes, and each of them runs this script from its first line"
     if 1 in _earlier:
@@ -186,9 +195,7 @@ def _mention_earlier_runs(each: int) -> None:
 
 def _enter(wanted: RequestedDevices, place: RankInfo | None, backend: str | None, timeout: timedelta) -> _Joined:
     if place is not None and place.size == 1:
-        return _Joined(
-            World(launcher=place.launcher, restarts=restarts(os.environ), memory=RestartStore.of(os.environ)), None, ours=False
-        )
+        return _Joined(single_world(), None, ours=False)
     ours = place is not None
     if place is not None:
         make_default_group(place, backend or _backend(wanted), timeout)

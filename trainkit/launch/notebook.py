@@ -55,35 +55,44 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> Any:
-    """Run `function(*args)` in several fresh processes and return what it returned on the main process.
+    """Run `function(*args)` in several new processes and return what it returned on the main process.
 
-    The parameters are those of Accelerate's function. The function and its arguments may be defined in a cell; each process
+    The arguments are those of Accelerate's function. The function and its arguments may be defined in a cell; each process
     gets a copy, so it does not matter whether the notebook has used torch or a GPU. A single process is the notebook's own.
 
     Args:
-        function: what each process runs. Create the Accelerator or Trainer inside it.
-        args: its arguments, the same for all. Tensors on a GPU arrive on the CPU.
-        num_processes: processes of this node. Default: one for each GPU or TPU core, at least one.
-        mixed_precision: "no", "fp16" or "bf16", for an Accelerator or Trainer that does not set it.
-        use_port: with several nodes, a free port of the first one. With one node any free port is used unless you set this.
-        master_addr: with several nodes, the first one, as the others reach it.
-        node_rank: rank of this node.
-        num_nodes: number of nodes; call the function on each of them.
-        rdzv_backend: "static" or "c10d"; both do the same.
+        function: The function that each process runs. Create the `Accelerator` or `Trainer` inside it.
+        args: Its arguments, the same on all processes. Tensors on a GPU arrive on the CPU.
+        num_processes: Number of processes of this node. Default: one for each GPU or TPU core, at least one.
+        mixed_precision: `"no"`, `"fp16"` or `"bf16"`, for an `Accelerator` or `Trainer` that does not set it.
+        use_port: With several nodes, a free port of the first one. With one node any free port is used unless you set this.
+        master_addr: With several nodes, the address of the first one, as the others reach it.
+        node_rank: Rank of this node.
+        num_nodes: Number of nodes; call the function on each of them.
+        rdzv_backend: `"static"` or `"c10d"`; both do the same.
         rdzv_endpoint: `"HOST:PORT"`, instead of `master_addr` and `use_port`.
         rdzv_conf: `{"timeout": seconds}` or `{"join_timeout": seconds}`: how long nodes wait for each other.
-        rdzv_id: no effect.
-        max_restarts: how many times to restart all processes after a failure.
-        monitor_interval: no effect.
-        log_line_prefix_template: prefix of each output line, such as `"[rank ${rank}] "`; also `${local_rank}`.
+        rdzv_id: No effect.
+        max_restarts: How many times to restart all processes after a failure.
+        monitor_interval: No effect.
+        log_line_prefix_template: Prefix of each output line, such as `"[rank ${rank}] "`; also `${local_rank}`.
 
     Returns:
         What the function returned on rank 0; `None` on the other nodes.
 
     Raises:
-        ConfigurationError: a wrong argument, or an object that cannot be sent to the processes or back.
-        ProcessFailedError: the function raised, or a process died. The traceback is in the output.
-        KeyboardInterrupt: the cell was interrupted; the processes have ended.
+        ConfigurationError: An argument is wrong, or an object cannot be sent to the processes or back.
+        ProcessFailedError: The function raised, or a process died. The traceback is in the output.
+        KeyboardInterrupt: The cell was interrupted; the processes have ended.
+
+    Example:
+        ```python
+        def train(lr):
+            accelerator = Accelerator()
+            ...
+
+        notebook_launcher(train, args=(1e-3,), num_processes=2)
+        ```
     """
     if not callable(function):
         raise ConfigurationError(f"{_NAME}: the first argument must be the function itself, not {function!r}: {_NAME}(train)")

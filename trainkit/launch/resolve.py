@@ -10,7 +10,7 @@ from trainkit.checks import is_whole, whole_number
 from trainkit.console import notice
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
-from trainkit.launch.joining import note_single_process, processes
+from trainkit.launch.joining import note_single_process, processes, single_world
 from trainkit.launch.tpu import DEVICE, tpu_is_chosen
 from trainkit.registry import automatic_strategy, find_info, make_strategy
 
@@ -148,6 +148,8 @@ def joined_strategy(
     if precision is not None:
         made.check_precision(precision)  # before processes are started
     made.join(wanted)
+    if made.info.one_device:
+        made.world = single_world()
     if said:
         notice(said)
     if precision is not None:

@@ -70,32 +70,31 @@ class NullExperiment:
 
 
 class Logger(KnownKeywords):
-    """Base class of all loggers: takes the metrics, hyper-parameters and media of a run.
+    """Base class of all loggers: receives the metrics, hyper-parameters, images and texts of a run.
 
     A subclass defines `write_metrics(metrics, step)`, and as needed `write_hyperparams`, `write_image`, `write_text`,
     `write_histogram`, `open_experiment`, `close_experiment` and `save`; for files that continue after a resume,
-    `mark_files`, `is_log_of` and `cut_files`. They are called on the main process only. A logger works with a
-    `Trainer` or alone:
-
-    ```python
-    logger = CSVLogger("runs", name="digits")
-    logger.log_metrics({"loss": 0.5}, step=1)
-    logger.finalize("success")
-    ```
-
-    It creates no files until something is logged or `version`, `log_dir` or `experiment` is read. It can be used again
-    after `finalize`, and continues in the same folder.
+    `mark_files`, `is_log_of` and `cut_files`. They are called on the main process only. It creates no files until something
+    is logged or `version`, `log_dir` or `experiment` is read. After `finalize` it can be used again, and continues in the
+    folder.
 
     Args:
-        save_dir: The folder of all experiments. None: `<default_root_dir>/logs` of the Trainer, or
+        save_dir: The folder of all experiments. Default: `<default_root_dir>/logs` of the Trainer, or
             `./trainkit_runs/logs` without one.
-        name: The experiment, a folder inside `save_dir`; "" or None for `save_dir` itself.
-        version: The run inside the experiment: N for `version_N`, or the name of its folder. None: one more than the
-            highest there is.
-        prefix: Prepended to the name of each metric except "epoch", with "-".
+        name: The experiment, a folder inside `save_dir`; `""` or `None` for `save_dir` itself.
+        version: The run inside the experiment: N for `version_N`, or the name of its folder. Default: one more than the
+            highest that exists.
+        prefix: Put before the name of each metric except "epoch", with "-".
 
     Raises:
         ConfigurationError: A `save_dir`, `name` or `version` that cannot be a folder.
+
+    Example:
+        ```python
+        logger = CSVLogger("runs", name="digits")  # or Trainer(logger=CSVLogger("runs"))
+        logger.log_metrics({"loss": 0.5}, step=1)
+        logger.finalize("success")
+        ```
     """
 
     # Defaults of the class, for subclasses written for Lightning that do not call __init__.
@@ -130,12 +129,12 @@ class Logger(KnownKeywords):
 
     @property
     def name(self) -> str:
-        """The experiment."""
+        """The name of the experiment."""
         return self._name
 
     @property
     def version(self) -> int | str | None:
-        """The run; chosen now if it is None. Other processes have that of the main process, and None before a run begins."""
+        """The run; chosen when it is read. Other processes have that of the main process, and `None` before a run begins."""
         if self.save_dir is None:
             return self._version
         folder = self._run_folder()
@@ -145,19 +144,19 @@ class Logger(KnownKeywords):
 
     @property
     def save_dir(self) -> str:
-        """The folder of all experiments. May be None in a logger of your own that writes no files."""
+        """The folder of all experiments; `None` for a logger of your own that writes no files."""
         if self._save_dir is not None:
             return str(self._save_dir)
         return str((self._default_root or Path("trainkit_runs")) / "logs")
 
     @property
     def root_dir(self) -> str:
-        """The folder of this experiment: `<save_dir>/<name>`; not created by reading it. "" without a `save_dir`."""
+        """The folder of this experiment, `<save_dir>/<name>`; not created by reading it. `""` without a `save_dir`."""
         return "" if self.save_dir is None else str(Path(self.save_dir) / self._name)
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of this run: `<save_dir>/<name>/version_N`; version as in `version`. None without a `save_dir`."""
+        """The folder of this run, `<save_dir>/<name>/version_N`; `None` without a `save_dir`."""
         if self.save_dir is None:
             return None
         folder = self._run_folder()
@@ -198,7 +197,7 @@ class Logger(KnownKeywords):
 
     @property
     def experiment(self) -> Any:
-        """The writer or run of the backend, opened now if needed; on other processes a `NullExperiment`."""
+        """The writer or run of the backend, opened when it is read; on other processes an object that does nothing."""
         if not self.is_main_process:
             return NullExperiment()
         if self._experiment is None:

@@ -22,30 +22,35 @@ __all__ = ["CometLogger"]
 class CometLogger(Logger):
     """Logs to a Comet experiment. An offline one becomes an archive in `save_dir`, for `comet upload`.
 
-    `experiment` is comet_ml's object; its automatic logging is off, because it would log each metric twice. A process has one
-    experiment at a time. If you started one, it is used, and you end it. Otherwise it stays open after a `fit` that
+    `experiment` is comet_ml's object; its automatic logging is off, because it would log each metric twice. A process has
+    one experiment at a time. If you started one, it is used, and you end it. Otherwise it stays open after a `fit` that
     succeeded, until the program ends or another `CometLogger` starts one; after a `fit` that failed it ends.
 
     After a resume an online experiment keeps its key. Metrics that it received after the checkpoint are not logged again;
-    images, texts and histograms appear twice. An offline experiment does not continue: the resumed run starts a new one, and a
-    notice says so. comet_ml writes the archive when the experiment ends: that of a killed process stays empty.
+    images, texts and histograms appear twice. An offline experiment does not continue: the resumed run starts a new one,
+    and a notice says so. comet_ml writes the archive when the experiment ends: that of a killed process stays empty.
 
     Args:
-        api_key: None: as configured by the environment variable `COMET_API_KEY` or `comet login`.
-        workspace: None: your default one.
-        project: None: as comet_ml is configured, else "trainkit".
-        experiment_key: Continue this experiment, or start one with this key. None: a new one.
-        mode: "get_or_create" (the default), "get" or "create": whether `experiment_key` has to exist.
-        online: Send what is logged. None: as comet_ml is configured (`COMET_START_ONLINE`), else True.
-        prefix: As for every `Logger`.
-        save_dir: Folder of the archives. None: as for every `Logger`.
+        api_key: The API key. Default: as configured by the environment variable `COMET_API_KEY` or `comet login`.
+        workspace: The workspace. Default: your default one.
+        project: The project. Default: as comet_ml is configured, otherwise "trainkit".
+        experiment_key: Continue this experiment, or start one with this key. Default: a new one.
+        mode: `"get_or_create"` (the default), `"get"` or `"create"`: whether `experiment_key` has to exist.
+        online: Send what is logged. Default: as comet_ml is configured (`COMET_START_ONLINE`), otherwise `True`.
+        prefix: As in `Logger`.
+        save_dir: Folder of the archives. Default: as in `Logger`.
         offline_directory: The same as `save_dir`.
         **kwargs: Further arguments of `comet_ml.ExperimentConfig`: `name`, `tags`, `log_code`, …
 
     Raises:
-        MissingPackageError: comet_ml is not installed.
-        UnknownNameError: An argument that `comet_ml.ExperimentConfig` does not have.
+        MissingPackageError: The package comet_ml is not installed.
+        UnknownNameError: `comet_ml.ExperimentConfig` does not have this argument.
         ConfigurationError: An argument is wrong; or there is no API key, and `online=False` was not given.
+
+    Example:
+        ```python
+        trainer = Trainer(logger=CometLogger(project="digits", online=False, save_dir="comet"))
+        ```
     """
 
     _in_run_folder = False

@@ -28,20 +28,25 @@ _FILE = "metrics.csv"
 class CSVLogger(Logger):
     """Writes `<save_dir>/<name>/version_N/metrics.csv` and `hparams.yaml`.
 
-    Each call of `log_metrics` appends a row; each metric is a column, after "step" and "epoch". A cell is empty if the metric
-    was not logged in this call; values that are not finite are `nan`, `inf` and `-inf`. A new metric adds a column at the
-    right: the file is rewritten and replaced in one step, so that a kill loses no row.
+    Each call of `log_metrics` appends a row; each metric is a column, after "step" and "epoch". A cell is empty if the
+    metric was not logged in this call; values that are not finite are `nan`, `inf` and `-inf`. A new metric adds a column
+    at the right: the file is rewritten and replaced in one step, so that a kill loses no row.
 
     Args:
-        save_dir: See `Logger`.
-        name: See `Logger`.
-        version: See `Logger`.
-        prefix: See `Logger`.
+        save_dir: As in `Logger`.
+        name: As in `Logger`.
+        version: As in `Logger`.
+        prefix: As in `Logger`.
         flush_logs_every_n_steps: Number of calls of `log_metrics` after which rows are flushed. They are also flushed by a
             call more than a second after the last time, `save` and `finalize`. With 1, a kill loses no row.
 
     Raises:
         ConfigurationError: An argument is wrong.
+
+    Example:
+        ```python
+        trainer = Trainer(logger=CSVLogger("runs", name="digits"))
+        ```
     """
 
     def __init__(

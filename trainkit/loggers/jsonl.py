@@ -21,17 +21,22 @@ class JSONLLogger(Logger):
     """Writes `<save_dir>/<name>/version_N/metrics.jsonl`, `hparams.yaml` and, if there is text, `text.jsonl`.
 
     Each call of `log_metrics` appends one object: `{"step": 10, "epoch": 0, "train_loss": 0.5}`. It is strict JSON: values
-    that are not finite are the strings `"nan"`, `"inf"` and `"-inf"`, which `read_metrics` converts back. `log_text`
-    appends `{"step": 10, "key": "sample", "text": "…"}`. Each line is flushed, so that a kill loses none.
+    that are not finite are the strings `"nan"`, `"inf"` and `"-inf"`. `log_text` appends
+    `{"step": 10, "key": "sample", "text": "…"}`. Each line is flushed, so that a kill loses none.
 
     Args:
-        save_dir: See `Logger`.
-        name: See `Logger`.
-        version: See `Logger`.
-        prefix: See `Logger`.
+        save_dir: As in `Logger`.
+        name: As in `Logger`.
+        version: As in `Logger`.
+        prefix: As in `Logger`.
 
     Raises:
         ConfigurationError: An argument is wrong.
+
+    Example:
+        ```python
+        trainer = Trainer(logger=JSONLLogger("runs", name="digits"))
+        ```
     """
 
     def open_experiment(self) -> JSONLWriter:

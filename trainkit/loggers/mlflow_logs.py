@@ -26,7 +26,7 @@ _SEND_FOLDER = "    logger.experiment.log_artifacts(logger.run_id, path)"
 
 
 class MLFlowLogger(Logger):
-    """Logs to a run of MLflow, without a server in `<save_dir>/mlflow.db`.
+    """Logs to a run of MLflow: on a server, or without one in the database `<save_dir>/mlflow.db`.
 
     `experiment` is an `mlflow.MlflowClient`, for which `run_id` names the run. `mlflow ui --backend-store-uri
     sqlite:///<save_dir>/mlflow.db` shows the runs of the database. Nested hyper-parameters are named by their path,
@@ -37,25 +37,30 @@ class MLFlowLogger(Logger):
     logged again.
 
     Args:
-        experiment_name: The experiment, created if needed. None: the environment variable `MLFLOW_EXPERIMENT_NAME`, else
-            "trainkit".
-        run_name: The name of the run. None: MLflow chooses.
-        tracking_uri: The server, or the database. None: the environment variable `MLFLOW_TRACKING_URI` (which
-            `mlflow.set_tracking_uri` sets), else `sqlite:///<save_dir>/mlflow.db`.
+        experiment_name: The experiment, created if needed. Default: the environment variable `MLFLOW_EXPERIMENT_NAME`,
+            otherwise "trainkit".
+        run_name: The name of the run. Default: MLflow chooses.
+        tracking_uri: The server, or the database. Default: the environment variable `MLFLOW_TRACKING_URI` (which
+            `mlflow.set_tracking_uri` sets), otherwise `sqlite:///<save_dir>/mlflow.db`.
         tags: Name → value, of the run.
-        save_dir: The folder of `mlflow.db` and of `mlruns`, its artifacts. None: as for every `Logger`.
+        save_dir: The folder of `mlflow.db` and of `mlruns`, its artifacts. Default: as in `Logger`.
         log_model: Not supported; the error names the call to use.
         checkpoint_path_prefix: Not supported, as `log_model`.
-        prefix: As for every `Logger`.
-        artifact_location: The place of the artifacts of a new experiment. None: `<save_dir>/mlruns` for the database in
-            `save_dir`, else the server chooses.
-        run_id: Continue this run. None: the environment variable `MLFLOW_RUN_ID`, else a new one.
-        synchronous: Only True.
+        prefix: As in `Logger`.
+        artifact_location: The place of the artifacts of a new experiment. Default: `<save_dir>/mlruns` for the database in
+            `save_dir`, otherwise the server chooses.
+        run_id: Continue this run. Default: the environment variable `MLFLOW_RUN_ID`, otherwise a new one.
+        synchronous: Only `True`.
 
     Raises:
-        MissingPackageError: mlflow is not installed, or the packages that it needs for a database.
+        MissingPackageError: The package mlflow, or one that it needs for a database, is not installed.
         ConfigurationError: An argument is wrong; when the run is opened, the server or database does not work.
-        UnsupportedArgumentError: `log_model`, `checkpoint_path_prefix` or `synchronous=False`.
+        UnsupportedArgumentError: `log_model`, `checkpoint_path_prefix` or `synchronous=False` is given.
+
+    Example:
+        ```python
+        trainer = Trainer(logger=MLFlowLogger("digits", tags={"model": "mlp"}))
+        ```
     """
 
     _in_run_folder = False
@@ -244,7 +249,7 @@ class MLFlowLogger(Logger):
         """Write a record of each metric, unless the run has it from before a resume.
 
         Raises:
-            OSError: the server or database fails.
+            OSError: The server or database fails.
         """
         from mlflow.entities import Metric
 

@@ -26,10 +26,10 @@ class TensorBoardLogger(Logger):
     `experiment` is a `torch.utils.tensorboard.SummaryWriter`. `tensorboard --logdir <save_dir>` shows the runs.
 
     Args:
-        save_dir: See `Logger`.
-        name: See `Logger`.
-        version: See `Logger`.
-        prefix: See `Logger`.
+        save_dir: As in `Logger`.
+        name: As in `Logger`.
+        version: As in `Logger`.
+        prefix: As in `Logger`.
         default_hp_metric: Log the placeholder `hp_metric` = -1 with hyper-parameters that have no metrics, so that
             TensorBoard's HPARAMS page lists the run.
         sub_dir: Subfolder of the run for the event files.
@@ -40,8 +40,13 @@ class TensorBoardLogger(Logger):
         log_graph: Not supported; the error names the call to use.
 
     Raises:
-        MissingPackageError: tensorboard is not installed.
+        MissingPackageError: The package tensorboard is not installed.
         ConfigurationError: An argument is wrong.
+
+    Example:
+        ```python
+        trainer = Trainer(logger=TensorBoardLogger("runs", name="digits"))
+        ```
     """
 
     def __init__(

@@ -58,22 +58,27 @@ class WandbLogger(Logger):
 
     Args:
         name: The name of the run.
-        save_dir: The parent of the folder `wandb`. None: as for every `Logger`.
+        save_dir: The parent of the folder `wandb`. Default: as in `Logger`.
         version: The run's id; the same as `id`.
         offline: Keep the files on this machine, for `wandb sync`; the same as the environment variable
             `WANDB_MODE=offline`.
         dir: The same as `save_dir`.
-        id: The id of a run to continue; None: a new one.
-        project: None: the environment variable `WANDB_PROJECT`, else "trainkit".
+        id: The id of a run to continue. Default: a new one.
+        project: The project. Default: the environment variable `WANDB_PROJECT`, otherwise "trainkit".
         log_model: Not supported; the error names the call to use.
         experiment: A run of your own.
-        prefix: As for every `Logger`.
+        prefix: As in `Logger`.
         **kwargs: Further arguments of `wandb.init`: `entity`, `group`, `tags`, `notes`, …
 
     Raises:
-        MissingPackageError: wandb is not installed.
-        UnknownNameError: An argument that `wandb.init` does not have.
-        ConfigurationError: Arguments that contradict each other.
+        MissingPackageError: The package wandb is not installed.
+        UnknownNameError: `wandb.init` does not have this argument.
+        ConfigurationError: Arguments contradict each other.
+
+    Example:
+        ```python
+        trainer = Trainer(logger=WandbLogger(project="digits", tags=["baseline"]))
+        ```
     """
 
     _in_run_folder = False
@@ -159,7 +164,7 @@ class WandbLogger(Logger):
         return run
 
     def check_login(self) -> None:
-        """Raise `NotLoggedInError` for a run that would be online, without an API key; starts no run."""
+        """Raise an error if the run would be online without an API key; starts no run."""
         import wandb
 
         mode = self._options.get("mode") or wandb.setup().settings.mode

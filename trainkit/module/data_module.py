@@ -14,10 +14,14 @@ __all__ = ["DataModule"]
 
 
 class DataModule(HyperParametersMixin, DataHooks):
-    """The data of a run: `trainer.fit(module, datamodule=MyData())`.
+    """The loaders of a run and their preparation, in one class.
 
     Define the loaders that you need, and optionally `prepare_data` (one process: download, tokenize), `setup(stage)` (every
-    process: open, split) and `teardown(stage)`. Its transfer hooks replace those of the module.
+    process: open, split) and `teardown(stage)`. A transfer hook that it defines replaces that of the module.
+
+    Attributes:
+        trainer: The trainer of the run; `None` before.
+        prepare_data_per_node: Call `prepare_data` in one process of each node; `False`: in one process of the run.
 
     Example:
         ```python
@@ -30,6 +34,8 @@ class DataModule(HyperParametersMixin, DataHooks):
 
             def val_dataloader(self):
                 return DataLoader(self.val, batch_size=32)
+
+        trainer.fit(module, datamodule=Digits())
         ```
     """
 
@@ -40,7 +46,7 @@ class DataModule(HyperParametersMixin, DataHooks):
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; called after `setup`."""
+        """Restore what `state_dict` returned. Called after `setup`."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "trainer": None}

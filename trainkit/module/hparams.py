@@ -77,8 +77,8 @@ class HyperParametersMixin:
             logger: Log them when a run starts.
 
         Raises:
-            UnknownNameError: A name that is not an argument of `__init__`.
-            ConfigurationError: An argument that is neither a name nor contains hyper-parameters.
+            UnknownNameError: A name is not an argument of `__init__`.
+            ConfigurationError: An argument is neither a name nor contains hyper-parameters.
         """
         caller = frame or sys._getframe(1)
         if len(args) == 1 and not isinstance(args[0], str):

@@ -41,43 +41,46 @@ class DataHooks:
     prepare_data_per_node: bool = True
 
     def prepare_data(self) -> None:
-        """Download, tokenize, write to disk: called in one process of each node, before `setup` in any process.
+        """Download, tokenize and write to disk. Called in one process of each node, before `setup` in any process.
 
         Do not assign attributes here: the other processes would not have them.
         """
 
     def setup(self, stage: str) -> None:
-        """Called first, in every process. `stage` is "fit", "validate", "test" or "predict"."""
+        """Called first, in every process: open and split the data.
+
+        `stage` is `"fit"`, `"validate"`, `"test"` or `"predict"`.
+        """
 
     def teardown(self, stage: str) -> None:
         """Called last, also after an error."""
 
     def train_dataloader(self) -> Any:
-        """The training loader: a `DataLoader`, any iterable of batches, or a dict or list of them."""
+        """Return the training loader: a `DataLoader`, any iterable of batches, or a dict or list of them."""
         raise NotImplementedError
 
     def val_dataloader(self) -> Any:
-        """The validation loader, or a list of them."""
+        """Return the validation loader, or a list of them."""
         raise NotImplementedError
 
     def test_dataloader(self) -> Any:
-        """The test loader, or a list of them."""
+        """Return the test loader, or a list of them."""
         raise NotImplementedError
 
     def predict_dataloader(self) -> Any:
-        """The loader to predict on, or a list of them."""
+        """Return the loader to predict on, or a list of them."""
         raise NotImplementedError
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """The batch before the transfer, on the CPU; with CUDA one step ahead of the computation."""
+        """Change a batch on the CPU before its transfer; with CUDA one step ahead of the computation."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """The batch on the device; override it for batches of your own classes."""
+        """Move a batch to the device; override it for batches of your own classes."""
         return move(batch, device, non_blocking=device.type == "cuda")
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """The batch on the device, as the step receives it; the place for augmentation on the GPU."""
+        """Change a batch on the device before the step receives it; the place for augmentation on the GPU."""
         return batch
 
 
@@ -88,11 +91,11 @@ class ModuleHooks(DataHooks):
         """Build large layers here: directly on the device, in the dtype of the run, and sharded if the strategy shards."""
 
     def configure_callbacks(self) -> Callback | list[Callback]:
-        """The callbacks of this module; one of a class that the trainer also has replaces it."""
+        """Return the callbacks of this module; one of a class that the trainer also has replaces the trainer's."""
         return []
 
     def batch_weight(self, batch: Any) -> float:
-        """The weight of a micro-batch, such as its number of tokens: a finite number ≥ 0, computed on the CPU.
+        """Return the weight of a micro-batch, such as its number of tokens: a finite number ≥ 0, computed on the CPU.
 
         Override it if samples have different lengths and `training_step` returns the mean over tokens: the gradient is then
         the mean over all tokens of the global batch. By default the weight is the number of samples.
@@ -100,55 +103,55 @@ class ModuleHooks(DataHooks):
         raise NotImplementedError
 
     def on_fit_start(self) -> None:
-        """The module is on its device, and the optimizers exist."""
+        """Called when the module is on its device and the optimizers exist."""
 
     def on_fit_end(self) -> None:
-        """After training without an error."""
+        """Called after training, if there was no error."""
 
     def on_sanity_check_start(self) -> None:
-        """Before the few validation batches that run ahead of training."""
+        """Called before the few validation batches that run ahead of training."""
 
     def on_sanity_check_end(self) -> None:
-        """After these batches; their logged metrics are discarded."""
+        """Called after the few validation batches that run ahead of training; the metrics that they logged are discarded."""
 
     def on_train_start(self) -> None:
-        """Before the first epoch."""
+        """Called before the first epoch."""
 
     def on_train_end(self) -> None:
-        """After the last epoch."""
+        """Called after the last epoch."""
 
     def on_train_epoch_start(self) -> None:
-        """Before the first batch of an epoch."""
+        """Called before the first batch of an epoch."""
 
     def on_train_epoch_end(self) -> None:
-        """After the last batch of an epoch and the validation at its end."""
+        """Called after the last batch of an epoch and the validation at its end."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Before a micro-batch. Returning -1 skips the rest of the epoch."""
+        """Called before a micro-batch. Return -1 to skip the rest of the epoch, on all processes at the same `batch_idx`."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After a micro-batch, and after the optimizer step if it completes its accumulation window."""
+        """Called after a micro-batch, and after the optimizer step if the accumulation window is full."""
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Before the backward pass; `loss` as `training_step` returned it."""
+        """Called before the backward pass; `loss` is what `training_step` returned."""
 
     def on_after_backward(self) -> None:
-        """After the backward pass of a micro-batch; under `16-mixed` the gradients are still scaled."""
+        """Called after the backward pass of a micro-batch; under `16-mixed` the gradients are still scaled."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """The gradients are complete and unscaled, and not yet clipped."""
+        """Called when the gradients of the accumulation window are complete and unscaled, and not yet clipped."""
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Before the gradients are set to zero, at the start of each accumulation window."""
+        """Called before the gradients are set to zero, at the start of each accumulation window."""
 
     def on_validation_start(self) -> None:
-        """Before validation."""
+        """Called before validation."""
 
     def on_validation_end(self) -> None:
-        """After validation."""
+        """Called after validation."""
 
     def on_validation_model_eval(self) -> None:
-        """Set the module to eval mode before validation. Override it to set only a part."""
+        """Set the module to eval mode before validation. Override it to set only a part of it."""
         cast(nn.Module, self).eval()
 
     def on_validation_model_train(self) -> None:
@@ -156,22 +159,22 @@ class ModuleHooks(DataHooks):
         cast(nn.Module, self).train()
 
     def on_validation_epoch_start(self) -> None:
-        """Before the first batch of validation."""
+        """Called before the first batch of validation."""
 
     def on_validation_epoch_end(self) -> None:
-        """After the last batch of validation; metrics can still be logged."""
+        """Called after the last batch of validation; metrics can still be logged."""
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Before a batch of validation."""
+        """Called before a validation batch."""
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """After a batch of validation; `outputs` is what `validation_step` returned."""
+        """Called after a validation batch; `outputs` is what `validation_step` returned."""
 
     def on_test_start(self) -> None:
-        """Before the test."""
+        """Called before the test."""
 
     def on_test_end(self) -> None:
-        """After the test."""
+        """Called after the test."""
 
     def on_test_model_eval(self) -> None:
         """See `on_validation_model_eval`."""
@@ -182,22 +185,22 @@ class ModuleHooks(DataHooks):
         cast(nn.Module, self).train()
 
     def on_test_epoch_start(self) -> None:
-        """Before the first batch of the test."""
+        """Called before the first batch of the test."""
 
     def on_test_epoch_end(self) -> None:
-        """After the last batch of the test; metrics can still be logged."""
+        """Called after the last batch of the test; metrics can still be logged."""
 
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Before a batch of the test."""
+        """Called before a test batch."""
 
     def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """After a batch of the test; `outputs` is what `test_step` returned."""
+        """Called after a test batch; `outputs` is what `test_step` returned."""
 
     def on_predict_start(self) -> None:
-        """Before prediction."""
+        """Called before prediction."""
 
     def on_predict_end(self) -> None:
-        """After prediction."""
+        """Called after prediction."""
 
     def on_predict_model_eval(self) -> None:
         """See `on_validation_model_eval`."""
@@ -208,29 +211,32 @@ class ModuleHooks(DataHooks):
         cast(nn.Module, self).train()
 
     def on_predict_epoch_start(self) -> None:
-        """Before the first batch of prediction."""
+        """Called before the first batch of prediction."""
 
     def on_predict_epoch_end(self) -> None:
-        """After the last batch of prediction."""
+        """Called after the last batch of prediction."""
 
     def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Before a batch of prediction."""
+        """Called before a batch of prediction."""
 
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """After a batch of prediction; `outputs` is what `predict_step` returned."""
+        """Called after a batch of prediction; `outputs` is what `predict_step` returned."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Before a checkpoint is written."""
+        """Called before a checkpoint is written; what you add to `checkpoint` is saved."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Before a checkpoint's state is restored."""
+        """Called before the state of a checkpoint is restored; what was added in `on_save_checkpoint` is in `checkpoint`."""
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Set the gradients to zero at the start of an accumulation window."""
+        """Set the gradients to zero, at the start of an accumulation window; override it to do so in another way."""
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        """Advance a scheduler; `metric` is the value of its monitored metric, if it has one."""
+        """Advance a scheduler; override it for a scheduler with other arguments.
+
+        `metric` is the value of the scheduler's monitored metric, or `None`.
+        """
         if metric is None:
             scheduler.step()
         else:

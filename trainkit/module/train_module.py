@@ -26,14 +26,12 @@ M = TypeVar("M", bound="TrainModule")
 
 
 class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
-    """A `torch.nn.Module` that defines its training.
-
-    Define at least `training_step` and `configure_optimizers`.
+    """A `torch.nn.Module` that also defines how it is trained. Define at least `training_step` and `configure_optimizers`.
 
     Attributes:
-        automatic_optimization: `False` for manual optimization: `training_step` then calls `self.manual_backward(loss)`
-            and `self.optimizers().step()`. Required for several optimizers.
-        example_input_array: An input of `forward`, for the summary.
+        automatic_optimization: Set it to `False` in `__init__` for manual optimization: `training_step` then calls
+            `self.manual_backward(loss)` and `self.optimizers().step()`. Required for several optimizers.
+        example_input_array: An input of `forward`, for `ModelSummary`.
 
     Example:
         ```python
@@ -58,7 +56,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
     _trainer: Trainer | None = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
-        """The MEAN loss over the batch, a scalar; or a dict with it under `"loss"`.
+        """Return the **mean** loss over the batch, a scalar; or a dict with it under `"loss"`.
 
         `None` skips this micro-batch: its gradient is zero. Under manual optimization the result may be any object.
         """
@@ -73,16 +71,16 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         raise NotImplementedError
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """The prediction for a batch, which `Trainer.predict` returns; by default `self(batch)`.
+        """Return the prediction for a batch, for `Trainer.predict`; by default `self(batch)`.
 
         Define it as `predict_step(self, batch, batch_idx)` or `predict_step(self, batch, batch_idx, dataloader_idx=0)`.
         """
         return self(batch)
 
     def configure_optimizers(self) -> Any:
-        """The optimizers and learning-rate schedulers.
+        """Return the optimizers and learning-rate schedulers.
 
-        Returns one of: an optimizer; a list of optimizers; a tuple (optimizers, schedulers); a dict with `"optimizer"` and
+        One of: an optimizer; a list of optimizers; a tuple (optimizers, schedulers); a dict with `"optimizer"` and
         `"lr_scheduler"`, which is a scheduler or a dict with `scheduler`, `interval` ("epoch" or "step"), `frequency`,
         `monitor`, `strict` and `name`; a list or tuple of such dicts; or `None` to train without an optimizer.
         """
@@ -90,14 +88,14 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer that runs this module; a `ModuleError` before the first run."""
+        """The trainer that runs this module; before the first run, a `ModuleError`."""
         if self._trainer is None:
             raise ModuleError(f"{type(self).__name__} is not attached to a Trainer yet. Call trainer.fit(module) first.")
         return self._trainer
 
     @property
     def loggers(self) -> list[Any]:
-        """The trainer's loggers; empty without a trainer."""
+        """The loggers of the trainer; empty without a trainer."""
         return [] if self._trainer is None else self._trainer.loggers
 
     @property
@@ -122,12 +120,12 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
 
     @property
     def global_step(self) -> int:
-        """The number of optimizer steps so far."""
+        """Number of optimizer steps so far."""
         return 0 if self._trainer is None else self._trainer.global_step
 
     @property
     def current_epoch(self) -> int:
-        """The index of the epoch, from 0."""
+        """Index of the current epoch, from 0."""
         return 0 if self._trainer is None else self._trainer.current_epoch
 
     @property
@@ -141,7 +139,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         return 0 if self._trainer is None else self._trainer.strategy.local_rank
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print` in the main process only, above the progress bar."""
+        """Print on the main process only, above the progress bar; the arguments are those of `print`."""
         if self._trainer is None:
             print(*args, **kwargs)
         else:
@@ -164,27 +162,27 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log a metric.
+        """Log a metric: to the loggers, the progress bar and `trainer.callback_metrics`.
 
         Args:
-            name: The name; with both `on_step` and `on_epoch`, `name_step` and `name_epoch` are logged.
+            name: Name of the metric; with both `on_step` and `on_epoch`, `name_step` and `name_epoch` are logged.
             value: A number, a tensor of one element, or a torchmetrics `Metric`. Tensors stay on the device.
             prog_bar: Show it in the progress bar.
-            logger: Pass it to the loggers (default: yes).
-            on_step: Log the value of the step, every `log_every_n_steps` optimizer steps (default: in training batches).
-            on_epoch: Log the value reduced over the epoch (default: everywhere else).
-            reduce_fx: `"mean"` (weighted by samples, in float64), `"sum"`, `"min"`, `"max"`, torch's functions of
-                these names, or another function of the tensor of all values of the epoch.
+            logger: Pass it to the loggers. Default: `True`.
+            on_step: Log the value of the step, every `log_every_n_steps` optimizer steps. Default: in training batches.
+            on_epoch: Log the value reduced over the epoch. Default: everywhere except in training batches.
+            reduce_fx: `"mean"` (weighted by samples, in float64), `"sum"`, `"min"`, `"max"`, torch's functions of these
+                names, or another function of the tensor of all values of the epoch.
             enable_graph: Keep the autograd graph of the value.
-            sync_dist: No effect: values are always reduced exactly over all ranks.
-            sync_dist_group: Only `None` or `torch.distributed.group.WORLD`: values are reduced over all ranks.
+            sync_dist: No effect: values are always reduced over all ranks.
+            sync_dist_group: Only `None` or `torch.distributed.group.WORLD`.
             add_dataloader_idx: Append `/dataloader_idx_N` to the name if there are several evaluation loaders.
-            batch_size: The number of samples of the value (default: the first dimension of the batch's first tensor).
+            batch_size: Number of samples of the value. Default: the first dimension of the batch's first tensor.
             metric_attribute: No effect: a torchmetrics `Metric` is found without it.
             rank_zero_only: Log the value of the main process only.
 
         Raises:
-            MetricError: Not a number, a group of some processes, or a hook that cannot log.
+            MetricError: The value is not a number, the group is not all ranks, or this hook cannot log.
         """
         if self._trainer is None:
             warn(f"log({name!r}) outside a Trainer does nothing.")
@@ -209,8 +207,8 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         """Log each entry of a dict, all with the same options of `log`.
 
         Raises:
-            MetricError: Not a dict, or an entry that is not a metric.
-            UnknownNameError: An option that `log` does not have.
+            MetricError: The argument is not a dict, or an entry is not a metric.
+            UnknownNameError: `log` does not have this option.
         """
         if not hasattr(dictionary, "items"):
             raise MetricError(
@@ -225,12 +223,12 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
             self.log(name, value, **options)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or the list of optimizers, for manual optimization.
+        """Return the optimizer, or the list of optimizers, for manual optimization.
 
         Typed `Any`, so that `first, second = self.optimizers()` and `self.optimizers().step()` both pass a type checker.
 
         Args:
-            use_pl_optimizer: Lightning's name; `False` returns torch's own objects, whose steps are not counted.
+            use_pl_optimizer: Lightning's name. `False` returns torch's own objects, whose steps are not counted.
 
         Raises:
             ConfigurationError: Torch's own objects are requested for manual optimization on several processes.
@@ -259,21 +257,21 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         return self.trainer.sample_mask
 
     def lr_schedulers(self) -> Any:
-        """The learning-rate scheduler, the list of schedulers, or `None`."""
+        """Return the learning-rate scheduler, the list of schedulers, or `None`, for manual optimization."""
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         if not schedulers:
             return None
         return schedulers[0] if len(schedulers) == 1 else schedulers
 
     def manual_backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """The backward pass under manual optimization.
+        """Run the backward pass under manual optimization, instead of `loss.backward()`.
 
         Args:
             loss: A scalar.
             **kwargs: Arguments of `Tensor.backward`, such as `retain_graph=True`.
 
         Raises:
-            ConfigurationError: Automatic optimization, which runs the backward pass itself.
+            ConfigurationError: The module uses automatic optimization, which runs the backward pass itself.
         """
         if self.automatic_optimization:
             raise ConfigurationError(
@@ -283,7 +281,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         self.trainer._run.manual_backward(loss, **kwargs)
 
     def toggle_optimizer(self, optimizer: Optimizer | PreparedOptimizer) -> None:
-        """Let gradients flow only into this optimizer's parameters, until `untoggle_optimizer` or the next toggle."""
+        """Compute gradients only for this optimizer's parameters, until `untoggle_optimizer` or the next toggle."""
         self.untoggle_optimizer(optimizer)
         self.__dict__["_toggled"] = toggle(optimizer, self.trainer.optimizers)
 
@@ -291,7 +289,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         """Undo `toggle_optimizer`.
 
         Args:
-            optimizer: no effect: only one is toggled at a time.
+            optimizer: No effect: only one is toggled at a time.
         """
         untoggle(self.__dict__.pop("_toggled", {}))
 
@@ -334,7 +332,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         return None
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Tensors of all ranks, stacked along a new first dimension; unchanged with one process.
+        """Return the tensors of all ranks, stacked along a new first dimension; with one process the tensors unchanged.
 
         Args:
             data: A tensor, or tensors in containers.
@@ -342,8 +340,8 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
             sync_grads: Let gradients flow back through the gather.
 
         Raises:
-            ConfigurationError: A group of processes; or a call in the step or batch hook of an evaluation in which ranks have,
-                or may have, different numbers of batches.
+            ConfigurationError: A group is given; or it is called in a step or batch hook of an evaluation in which ranks
+                have, or may have, different numbers of batches.
         """
         if group is not None:
             raise ConfigurationError(
@@ -366,16 +364,16 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         strict: bool = True,
         **overrides: Any,
     ) -> M:
-        """A new module with the hyper-parameters and weights of a checkpoint.
+        """Build a module with the hyper-parameters and weights of a checkpoint.
 
         Args:
             checkpoint_path: The folder of the checkpoint.
-            map_location: The device to move the module to (default: unchanged).
-            strict: Missing or unexpected names are errors.
+            map_location: The device to move the module to. Default: it stays where `__init__` put it.
+            strict: A missing or unexpected name is an error. Different shapes are always one.
             **overrides: Arguments of `__init__` that differ from the saved ones, or were not saved.
 
         Raises:
-            CheckpointError: Missing or damaged, or an argument of `__init__` is neither saved nor passed.
+            CheckpointError: It is missing or damaged, or an argument of `__init__` is neither saved nor passed.
             StateMismatchError: The weights do not fit.
         """
         from trainkit.module.from_checkpoint import build_from_checkpoint
@@ -391,7 +389,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         return self.requires_grad_(True).train()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The prediction; define it if you call the module itself."""
+        """Return the prediction; define it if you call the module itself."""
         raise MissingMethodError(f"{type(self).__name__} was called, but has no forward. Define: def forward(self, x): ...")
 
     def __getstate__(self) -> dict[str, Any]:

@@ -28,14 +28,14 @@ class SchedulerConfig:
     """When a scheduler is advanced.
 
     Attributes:
-        scheduler: anything with `step`, `state_dict` and `load_state_dict`.
+        scheduler: Anything with `step`, `state_dict` and `load_state_dict`.
         interval: `"epoch"` or `"step"`, which counts optimizer updates.
-        frequency: every how many of these.
-        monitor: the metric that `ReduceLROnPlateau` reads; not needed under manual optimization, where you step it.
-        strict: a monitor that was never logged is an error (`False`: a warning, and no advance).
-        name: how `LearningRateMonitor` calls it.
-        reduce_on_plateau: advance it with the monitor's value; set by itself for `ReduceLROnPlateau`.
-        optimizer_index: the number of its optimizer.
+        frequency: Every how many of these.
+        monitor: The metric that `ReduceLROnPlateau` reads; not needed under manual optimization, where you step it.
+        strict: A monitor that was never logged is an error (`False`: a warning, and no advance).
+        name: How `LearningRateMonitor` calls it.
+        reduce_on_plateau: Advance it with the monitor's value; set by itself for `ReduceLROnPlateau`.
+        optimizer_index: The number of its optimizer.
     """
 
     scheduler: Any
@@ -52,7 +52,7 @@ def read_optimizers(returned: Any, module: nn.Module, automatic: bool) -> tuple[
     """The optimizers and schedulers in what `configure_optimizers` returned.
 
     Raises:
-        OptimizerError: another form than the documented ones, an optimizer without the module's parameters, several
+        OptimizerError: Another form than the documented ones, an optimizer without the module's parameters, several
             optimizers or LBFGS under automatic optimization, a scheduler of another optimizer, a plateau scheduler without a
             monitor under automatic optimization.
     """

@@ -1,6 +1,6 @@
 """Captures the state of models, optimizers, schedulers and a run for a checkpoint, and restores it.
 
-This room does not access files, which `trainkit.checkpoint` writes and reads; except for `single_file`.
+Only `single_file` accesses files here; `trainkit.checkpoint` reads and writes checkpoints.
 """
 
 from __future__ import annotations

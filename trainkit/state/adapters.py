@@ -14,7 +14,7 @@ from trainkit.state.model import ModelState
 
 __all__ = ["adapter_config", "adapter_folders", "adapter_names", "adapters_of"]
 
-# How PEFT names the parameters of its methods. Only PEFT knows how other methods store theirs.
+# Prefixes of the parameter names of PEFT's methods. Other methods store their parameters in other ways.
 _PREFIXES = {
     "C3A": "c3a_",
     "FOURIERFT": "fourierft_",
@@ -39,7 +39,7 @@ def adapters_of(configs: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Map
         configs: the configurations of the models in it, see `trainkit.state.configs.model_configs`.
 
     Returns:
-        The configurations by name of the adapter; empty if the model itself is no `PeftModel` and has no adapters added.
+        The configurations by name of the adapter; empty if the model itself is not a `PeftModel` and has no adapters added.
     """
     own = configs.get("", {})
     inside = own.get("kind") == "peft"
@@ -57,14 +57,15 @@ def adapter_names(names: Collection[str], adapter: str, adapters: Mapping[str, M
         adapters: The configurations of all adapters, by name.
 
     Raises:
-        ConfigurationError: The names of this PEFT method's parameters are not known here.
+        ConfigurationError: trainkit does not know how this PEFT method names its parameters.
     """
     config, others = adapters[adapter], [name for name in adapters if name != adapter]
     method = str(config.get("peft_type"))
     if method not in _PREFIXES or not re.fullmatch(r"[A-Za-z0-9_-]+", adapter):
         raise ConfigurationError(
-            f"The adapter {adapter!r} is of the PEFT method {method}, which keeps its parameters in a way that only PEFT knows "
-            f"(known here: {', '.join(sorted(_PREFIXES))}). Fix: load the model in Python and call its save_pretrained(folder)"
+            f"The adapter {adapter!r} of the PEFT method {method} cannot be exported. Expected a name of letters, digits, '_' "
+            f"and '-', and one of the methods {', '.join(sorted(_PREFIXES))}. Fix: load the model in Python and call its "
+            "save_pretrained(folder)"
         )
     prefixes = (_PREFIXES[method], *(("trainable_tokens_",) if config.get("trainable_token_indices") else ()))
     own = [name for name in names if not any(f".{other}." in f"{name}." for other in others)]
@@ -78,7 +79,7 @@ def _saved_name(parts: list[str], adapter: str, prefixes: tuple[str, ...]) -> st
     Args:
         parts: Its name in the model, split at the dots.
         adapter: Name of the adapter.
-        prefixes: How the names of the method's parameters start.
+        prefixes: Prefixes of the names of the method's parameters.
     """
     if _TO_SAVE in parts and parts[parts.index(_TO_SAVE) + 1 :][:1] == [adapter]:
         at = parts.index(_TO_SAVE)
@@ -92,7 +93,7 @@ def _saved_name(parts: list[str], adapter: str, prefixes: tuple[str, ...]) -> st
 
 
 def _biases(names: Collection[str], found: list[str], bias: str) -> dict[str, str]:
-    """The biases of the base that are trained with the adapter."""
+    """The biases of the base model that are trained with the adapter."""
     if bias == "none":
         return {}
     layers = tuple(f"{name.partition('.lora_')[0]}.base_layer." for name in found if ".lora_" in name)
@@ -109,14 +110,14 @@ def adapter_config(config: Mapping[str, Any], configs: Mapping[str, Mapping[str,
 
 
 def adapter_folders(state: ModelState) -> dict[str, tuple[dict[str, Tensor], bytes]]:
-    """The adapters of a model that was captured whole.
+    """The adapters of a model that was captured with all parameters.
 
     Returns:
         path within the folder that PEFT opens (`""`: the folder itself, for the adapter "default") → tensors and content of
         `adapter_config.json`; empty if the model itself has no adapters.
 
     Raises:
-        ConfigurationError: the names of an adapter's parameters are not known here.
+        ConfigurationError: trainkit does not know how the PEFT method of an adapter names its parameters.
     """
     adapters, start = adapters_of(state.configs)
     tensors = {**state.tensors, **{alias: state.tensors[stored] for alias, stored in state.aliases.items()}}

@@ -43,8 +43,8 @@ def model_configs(module: nn.Module) -> dict[str, dict[str, Any]]:
         except (TypeError, ValueError) as error:
             place = f"{raw} ({type(part).__name__})" if raw else type(part).__name__
             raise UnsavableError(
-                f"the configuration of {place} cannot be written as JSON: {error}. Take out of it what is neither a number, "
-                "a string, a list nor a dict."
+                f"the configuration of {place} cannot be written as JSON: {error}. Fix: keep only numbers, strings, "
+                "lists and dicts in it."
             ) from error
     return configs
 

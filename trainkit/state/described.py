@@ -62,16 +62,20 @@ class StoredSlots:
         self.irregular += found
         return {"tuple": isinstance(items, tuple), "length": len(items), "values": rest}
 
-    def rebuilt(self, name: str, own: Callable[[str, str, Tensor], Tensor]) -> Any:
-        """The inverse of `of`; each tensor is the result of `own(name, slot, tensor)`."""
+    def rebuilt(self, name: str, convert: Callable[[str, str, Tensor], Tensor]) -> Any:
+        """The inverse of `of`; each tensor is the result of `convert(name, slot, tensor)`."""
         if "whole" in self.described:
             return copied(self.described["whole"])
         lists = self.described.get("lists", {})
         parts = {f"{slot}.{n}" for slot, about in lists.items() for n in range(about["length"])}
-        slots: dict[Any, Any] = {slot: own(name, slot, tensor) for slot, tensor in self.tensors.items() if slot not in parts}
+        slots: dict[Any, Any] = {
+            slot: convert(name, slot, tensor) for slot, tensor in self.tensors.items() if slot not in parts
+        }
         for slot, about in lists.items():
             items = [
-                copied(about["values"][str(n)]) if str(n) in about["values"] else own(name, slot, self.tensors[f"{slot}.{n}"])
+                copied(about["values"][str(n)])
+                if str(n) in about["values"]
+                else convert(name, slot, self.tensors[f"{slot}.{n}"])
                 for n in range(about["length"])
             ]
             slots[slot] = tuple(items) if about["tuple"] else items
@@ -109,23 +113,23 @@ class SavedOptimizer:
         def need(condition: bool, problem: str) -> None:
             if not condition:
                 raise CorruptCheckpointError(
-                    f"{what}: the description of optimizer {index} is malformed: {problem}. Use another checkpoint."
+                    f"{what}: the description of optimizer {index} is malformed: {problem}. Fix: use another checkpoint."
                 )
 
-        need(isinstance(described, dict), "it is no map")
+        need(isinstance(described, dict), "it is not a dict")
         kind, listed = described.get("class"), described.get("groups")
         need(isinstance(kind, str) and isinstance(listed, list), "it has no class or no groups")
         parts = {key: described.get(key, {}) for key in ("state", "entries", "more")}
         self = cls(kind, _read_groups(listed, need), opaque=described.get("opaque"))
         for key, part in parts.items():
-            need(isinstance(part, dict), f"{key!r} is no map")
-        need(not any(isinstance(key, int) for key in parts["entries"]), "an entry that has the number of a parameter")
+            need(isinstance(part, dict), f"{key!r} is not a dict")
+        need(not any(isinstance(key, int) for key in parts["entries"]), "an entry has an integer key, like a parameter")
         self.entries, self.more = parts["entries"], parts["more"]
         names = {name for own, _ in self.groups for name in own}
         for raw, about in parts["state"].items():
             name = without_checkpoint_wrapper(raw)
             need(name in names, f"state for {name!r}, which is in no group")
-            need(_is_sound(about), f"the slots of {name!r}")
+            need(_is_valid(about), f"invalid slots for {name!r}")
             self.state[name] = StoredSlots(irregular=about.get("irregular", []), described=about)
         self._add_tensors(tensors, index, need)
         return self
@@ -137,11 +141,11 @@ class SavedOptimizer:
             if number == str(index):
                 name, _, slot = rest.rpartition("/")
                 name = without_checkpoint_wrapper(name)
-                need(name in self.state, f"the tensor {key!r} belongs to nothing")
+                need(name in self.state, f"the tensor {key!r} belongs to no parameter")
                 self.state[name].tensors[slot] = tensor
         for name, stored in self.state.items():
             for slot, about in stored.described.get("lists", {}).items():
-                need(_is_whole(slot, about, stored.tensors), f"the list {slot!r} of {name!r} has gaps")
+                need(_is_complete(slot, about, stored.tensors), f"the list {slot!r} of {name!r} is incomplete")
 
 
 def _read_groups(listed: list[Any], need: _Need) -> list[tuple[list[str], dict[str, Any]]]:
@@ -149,18 +153,18 @@ def _read_groups(listed: list[Any], need: _Need) -> list[tuple[list[str], dict[s
     groups: list[tuple[list[str], dict[str, Any]]] = []
     names: set[str] = set()
     for group in listed:
-        need(isinstance(group, dict) and isinstance(group.get("options"), dict), "a group without options")
-        need(all(isinstance(key, str) and key != "params" for key in group["options"]), "an option that has no name")
+        need(isinstance(group, dict) and isinstance(group.get("options"), dict), "a group has no options")
+        need(all(isinstance(key, str) and key != "params" for key in group["options"]), "an option has no name")
         own = group.get("parameters")
-        need(isinstance(own, list) and all(isinstance(name, str) for name in own), "a group without names")
+        need(isinstance(own, list) and all(isinstance(name, str) for name in own), "a group has no parameter names")
         own = [without_checkpoint_wrapper(name) for name in own]
-        need(names.isdisjoint(own) and len(set(own)) == len(own), "a parameter in several places")
+        need(names.isdisjoint(own) and len(set(own)) == len(own), "a parameter occurs more than once")
         names.update(own)
         groups.append((own, group["options"]))
     return groups
 
 
-def _is_sound(about: Any) -> bool:
+def _is_valid(about: Any) -> bool:
     if not isinstance(about, dict) or not isinstance(about.get("values", {}), dict):
         return False
     lists, irregular = about.get("lists", {}), about.get("irregular", [])
@@ -175,7 +179,7 @@ def _is_sound(about: Any) -> bool:
     return all(isinstance(slot, str) for slot in irregular)
 
 
-def _is_whole(slot: str, about: dict[str, Any], tensors: Mapping[str, Tensor]) -> bool:
+def _is_complete(slot: str, about: dict[str, Any], tensors: Mapping[str, Tensor]) -> bool:
     """Whether every position of a list has a tensor or a value. The length is not trusted."""
     if about["length"] > len(tensors) + len(about["values"]):
         return False

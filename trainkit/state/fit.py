@@ -33,7 +33,7 @@ class Fit:
     Attributes:
         missing, unexpected, other: the mismatches.
         whole: what to load, by name in the module's state dict.
-        narrow: pairs (target, source) to copy separately: expanded tensors, without the repetitions.
+        narrow: pairs (target, source) to copy separately: expanded tensors, each element once.
     """
 
     def __init__(self, sources: Mapping[str, Tensor], stored: _Stored, frozen: set[str], strict: bool) -> None:
@@ -54,7 +54,7 @@ class Fit:
             if name in self._sources:
                 self.whole[raw_name] = self._sources[name]
             elif isinstance(target, torch.nn.Parameter) and name not in self._stored.trained:
-                self.missing.append(name)  # otherwise it had no shape when it was saved, too
+                self.missing.append(name)  # otherwise it had no shape either when it was saved
             return
         source = self._sources.get(name)
         if source is None:
@@ -77,8 +77,8 @@ class Fit:
             if first is None and name not in self._frozen:
                 self.missing.append(name)
             elif first is not None:
-                self._notices.append(f"{name} is tied to {first} here and gets its value")
-        self._say_what_is_untied()
+                self._notices.append(f"{name} is tied to {first} in this model and gets its value")
+        self._note_untied()
         if self.other:
             return
         for group in _overlapping(self._pairs):
@@ -101,20 +101,20 @@ class Fit:
         """What the user should know after the state is loaded."""
         notices = list(self._notices)
         casts: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
-        spilt = []
+        overflowed = []
         for name, target, source in self._pairs:
             if source.dtype != target.dtype:
                 casts[source.dtype, target.dtype] += 1
                 if target.is_floating_point() and not target.is_meta and not _all_finite(target) and _all_finite(source):
-                    spilt.append(name)
+                    overflowed.append(name)
         for (before, after), count in casts.items():
             notices.append(f"{counted(count, 'tensor was', 'tensors were')} cast from {_dtype(before)} to {_dtype(after)}")
-        if spilt:
-            notices.append(f"values beyond the range of the model's dtype became infinite or NaN in: {', '.join(spilt)}")
+        if overflowed:
+            notices.append(f"values outside the range of the model's dtype became infinite or NaN in: {', '.join(overflowed)}")
         if self.missing:
-            notices.append(f"left as they were, since the checkpoint has none of them: {', '.join(self.missing)}")
+            notices.append(f"not in the checkpoint, so left unchanged: {', '.join(self.missing)}")
         if self.unexpected:
-            notices.append(f"not loaded, since the model has none of them: {', '.join(self.unexpected)}")
+            notices.append(f"not in the model, so not loaded: {', '.join(self.unexpected)}")
         return notices
 
     def _fits(self, name: str, target: Tensor, source: Tensor) -> bool:
@@ -122,25 +122,29 @@ class Fit:
         if target.shape != source.shape:
             self.other.append(f"{name}: shape {tuple(source.shape)} in the checkpoint, {tuple(target.shape)} in the model")
         elif target.is_meta and not is_sharded_tensor(target):
-            self.other.append(f"{name} is on the meta device and has no memory: module.to_empty(device=...) first")
+            self.other.append(f"{name} is on the meta device and has no memory; call module.to_empty(device=...) first")
         elif target.is_inference():
-            self.other.append(f"{name} was made under torch.inference_mode() and cannot be changed: build the model outside it")
+            self.other.append(
+                f"{name} was created under torch.inference_mode() and cannot be changed; create the model outside it"
+            )
         elif not castable(source, target.dtype):
-            self.other.append(f"{name}: {_dtype(source.dtype)} in the checkpoint cannot become {_dtype(target.dtype)}")
+            self.other.append(f"{name}: {_dtype(source.dtype)} in the checkpoint cannot be cast to {_dtype(target.dtype)}")
         elif not _consistent(target, source):
-            self.other.append(f"{name} is expanded in the model, and the checkpoint has different values for one element")
+            self.other.append(f"{name} is expanded in the model, but the checkpoint has different values for one element")
         return len(self.other) == before
 
-    def _say_what_is_untied(self) -> None:
+    def _note_untied(self) -> None:
         places = {name: place_of(target) for name, target, _ in self._pairs}
         for alias, stored in self._stored.aliases.items():
             if alias in places and stored in places and places[alias] != places[stored]:
-                self._notices.append(f"{alias} was tied to {stored} and is not here: both got the same values")
+                self._notices.append(
+                    f"{alias} was tied to {stored} when saved, but is not tied in this model: both got the same values"
+                )
 
     def _check_group(self, group: list[tuple[str, Tensor, Tensor]]) -> None:
         """Load tensors that share memory into a copy of that memory, and check whether each has its value afterwards."""
         if len({id(source) for _, _, source in group}) == 1 and len({place_of(target) for _, target, _ in group}) == 1:
-            return  # tied here and there
+            return  # tied in the model and in the checkpoint
         memory = group[0][1].untyped_storage().clone()
         with torch.no_grad():
             trial = [
@@ -153,7 +157,7 @@ class Fit:
             agree = all(same_bits(t, s.to(t.device, t.dtype)) for t, s in zip(trial, wanted, strict=True))
         names = ", ".join(name for name, _, _ in group)
         if agree:
-            self._notices.append(f"{names} share memory here and did not when they were saved; their values agree")
+            self._notices.append(f"{names} share memory in this model, but did not when saved; their values are equal")
         else:
             self.other.append(f"{names} share memory in the model, but the checkpoint has different values for them")
 

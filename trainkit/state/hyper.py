@@ -42,10 +42,10 @@ class _Kept:
         kept = {}
         for key, value in owner.hparams.items():
             self._key = key
-            kept[key] = self._of(value, str(key), 0)
+            kept[key] = self._storable(value, str(key), 0)
         self.values = {key: value for key, value in kept.items() if value is not _OMITTED}
-        if self._omitted and not getattr(owner, "_omitted_said", False):
-            object.__setattr__(owner, "_omitted_said", True)
+        if self._omitted and not getattr(owner, "_omitted_warned", False):
+            object.__setattr__(owner, "_omitted_warned", True)
             self._warn(owner)
 
     def _warn(self, owner: Any) -> None:
@@ -58,37 +58,37 @@ class _Kept:
         if keys:
             fixes.append(f"To not save them: self.save_hyperparameters(ignore={keys})")
         warn(
-            f"{name}: checkpoints do not store these hyper-parameters, and loggers at most their names: "
-            f"{', '.join(self._omitted)}. Expected values, got modules, functions, classes or other objects; self.hparams "
-            "keeps them. " + ". ".join(fixes)
+            f"{name}: checkpoints cannot store these hyper-parameters, and loggers record at most their names: "
+            f"{', '.join(self._omitted)}. Expected plain values, got modules, functions, classes or other objects. They stay "
+            "in self.hparams. " + ". ".join(fixes)
         )
 
-    def _of(self, value: Any, path: str, depth: int) -> Any:
+    def _storable(self, value: Any, path: str, depth: int) -> Any:
         """The part of a value that can be stored, or `_OMITTED`."""
         if depth >= MAX_DEPTH:  # it contains itself
-            return self._without(path)
+            return self._omit(path)
         if is_omegaconf(value) or registration_of(type(value)) is not None:
-            return value if unsavable(value, path) is None else self._without(path)
+            return value if unsavable(value, path) is None else self._omit(path)
         if (items := _items_of(value)) is not None:
-            kept = {key: self._of(item, f"{path}.{key}", depth + 1) for key, item in items.items()}
+            kept = {key: self._storable(item, f"{path}.{key}", depth + 1) for key, item in items.items()}
             return {key: item for key, item in kept.items() if item is not _OMITTED}
         if type(value) in (list, tuple):
-            return self._of_list(value, path, depth)
-        if callable(value):  # a module, function or class: no checkpoint stores it, so the warning names it
+            return self._storable_list(value, path, depth)
+        if callable(value):  # a module, function or class: a checkpoint cannot store it
             self._omitted[path] = self._key
             return value if self._code and (isinstance(value, type | partial) or hasattr(value, "__qualname__")) else _OMITTED
-        return value if unsavable(value, path) is None else self._without(path)
+        return value if unsavable(value, path) is None else self._omit(path)
 
-    def _of_list(self, value: Any, path: str, depth: int) -> Any:
-        """A list or tuple is stored completely or not at all: without some of its items it would be another list."""
-        items = [self._of(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
+    def _storable_list(self, value: Any, path: str, depth: int) -> Any:
+        """A list or tuple is stored completely or not at all: without some items, the positions of the others would change."""
+        items = [self._storable(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
         if inside := [omitted for omitted in self._omitted if omitted.startswith(f"{path}[")]:
             for omitted in inside:
                 del self._omitted[omitted]
             self._omitted[path] = self._key
         return _OMITTED if any(item is _OMITTED for item in items) else type(value)(items)
 
-    def _without(self, path: str) -> Any:
+    def _omit(self, path: str) -> Any:
         self._omitted[path] = self._key
         return _OMITTED
 

@@ -17,7 +17,9 @@ __all__ = ["group_names", "same_groups", "with_parameters_of"]
 
 def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
     """The names of the parameters, by group."""
-    return [[names.get(id(p), "a parameter of no module") for p in group["params"]] for group in optimizer.param_groups]
+    return [
+        [names.get(id(p), "a parameter that belongs to no module") for p in group["params"]] for group in optimizer.param_groups
+    ]
 
 
 def with_parameters_of(
@@ -26,8 +28,8 @@ def with_parameters_of(
     """The saved state, changed to fit the parameters of this optimizer, and notices for the user.
 
     A group gets the options of the saved group that has most of its parameters. Parameters that were not saved have no state.
-    The state of parameters that this optimizer does not have is dropped. A state that does not have the form of torch's
-    optimizers is returned unchanged.
+    The state of parameters that this optimizer does not have is dropped. State in another form than that of torch's optimizers
+    is returned unchanged.
     """
     here = group_names(optimizer, names)
     theirs = [own for own, _ in saved.groups]
@@ -48,18 +50,16 @@ def _notices(kept: Collection[str], saved: Collection[str]) -> list[str]:
     """What the user should know of parameters that only the optimizer or only the checkpoint has."""
     notices = []
     if fresh := [name for name in kept if name not in saved]:
-        notices.append(f"the optimizer starts without state for the parameters {', '.join(fresh)}")
+        notices.append(f"the optimizer starts without state for these parameters: {', '.join(fresh)}")
     if gone := [name for name in saved if name not in kept]:
-        notices.append(
-            f"the state of the optimizer was not loaded for parameters that it does not have here: {', '.join(gone)}"
-        )
+        notices.append(f"optimizer state was not loaded for parameters that this optimizer does not have: {', '.join(gone)}")
     return notices
 
 
 def same_groups(optimizer: Optimizer, names: Mapping[int, str], described: Any) -> bool:
     """Whether each group has the parameters of the saved group with the same index, so that a saved schedule fits."""
     if not isinstance(described, dict) or not isinstance(described.get("groups"), list):
-        return True  # which is an error elsewhere
+        return True  # plan_optimizer raises an error for it
     theirs = [own["parameters"] for own in described["groups"]]
     here = group_names(optimizer, names)
     matches = _matches(here, theirs)

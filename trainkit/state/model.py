@@ -39,7 +39,7 @@ class ModelState:
     """The state of a module in a checkpoint, with clean names.
 
     Attributes:
-        tensors: parameters and persistent buffers; after a capture not copies, but the memory of the module.
+        tensors: parameters and persistent buffers; after a capture they share the memory of the module.
         aliases: name of a tied tensor → the name in `tensors`.
         extra: the results of `get_extra_state`, and anything else in the state dict that is not a tensor.
         trained: `requires_grad` of every parameter, stored or not. A restore does not change it for other parameters.
@@ -115,13 +115,13 @@ def plan_model(
 ) -> Callable[[], list[str]]:
     """Compare a captured state with a module. Returns a function that loads it in place.
 
-    So a whole checkpoint can be compared before anything is changed. Values are cast to the module's dtypes. A tensor that is
-    tied only here or only in the checkpoint is loaded if every name gets its value. `requires_grad` is restored.
+    This allows comparing a whole checkpoint before anything is changed. Values are cast to the module's dtypes. A tensor that
+    is tied only here or only in the checkpoint is loaded if every name gets its value. `requires_grad` is restored.
 
     Args:
         module: a module of the same structure; may be compiled or wrapped. Lazy parameters get their shapes.
         state: the state; its tensors may be on any device and are copied.
-        strict: missing and unexpected names are an error; False: they are skipped, with a notice.
+        strict: missing and unexpected names raise an error; False: they are skipped, with a notice.
         what: what is loaded, for messages, such as `"the checkpoint step-00001200"`.
         placeholders: see `capture_model`; their dtypes and shapes are compared.
         take: called with the values of the parameters in `placeholders`.
@@ -133,7 +133,7 @@ def plan_model(
         StateMismatchError: the state does not fit; the message lists all mismatches, and nothing was changed.
         CorruptCheckpointError: the state contradicts itself.
     """
-    _check_sound(state, what)
+    _check_consistent(state, what)
     state = replace(state, trained={without_checkpoint_wrapper(name): trained for name, trained in state.trained.items()})
     raw = _with_placeholders(module, placeholders)
     names = cleaned(module, raw)
@@ -158,9 +158,13 @@ def plan_model(
         _check_base(parameters, frozen, state.fingerprint, what, placeholders)
     if complaints := fit.complaints():
         raise StateMismatchError(
-            f"{what} does not fit {type(module).__name__}:\n  " + "\n  ".join(complaints) + "\nNothing was changed. Build the "
-            "model as it was when it was saved"
-            + (", or load what fits with strict=False." if fit.only_names() else ", or load another checkpoint.")
+            f"{what} does not fit {type(module).__name__}:\n  " + "\n  ".join(complaints) + "\nNothing was changed. Fix: "
+            "build the model with the same structure as the saved one"
+            + (
+                ", or load only the matching tensors with strict=False."
+                if fit.only_names()
+                else ", or load another checkpoint."
+            )
         )
 
     def load() -> list[str]:
@@ -168,7 +172,7 @@ def plan_model(
         buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
         registered = {*parameters, *cleaned(module, buffers).values()}
         for name in fit.whole:
-            if names[name] not in registered:  # a module with its own loading may keep the tensor
+            if names[name] not in registered:  # a module with its own load_state_dict may keep the tensor
                 values[name] = values[name].to(raw[name].device, copy=True)
         taken: dict[nn.Parameter, Tensor] = {}
         for name, clean in names.items():
@@ -256,18 +260,18 @@ def _check_base(
     absent = sorted(frozen - set(here))
     found = _fingerprint(here, placeholders)
     if absent or found != fingerprint:
-        lacks = f" It lacks these that were frozen: {', '.join(absent)}." if absent else ""
+        lacks = f" This model does not have these frozen parameters: {', '.join(absent)}." if absent else ""
         dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in here.values()})) or "none"
         raise StateMismatchError(
-            f"{what} holds only what was trained, on another base than this model's: the {len(frozen)} frozen parameters had "
-            f"the SHA-256 {fingerprint}, here they have {found} (dtype {dtypes}).{lacks} Nothing was changed. Start from the "
-            "same pretrained weights in the same dtype, or save with save='all'."
+            f"{what} contains only the trained parameters, of a model with another base: its {len(frozen)} frozen parameters "
+            f"had the SHA-256 {fingerprint}, those of this model have {found} (dtype {dtypes}).{lacks} Nothing was changed. "
+            "Fix: start from the same pretrained weights in the same dtype, or save with save='all'."
         )
 
 
-def _check_sound(state: ModelState, what: str) -> None:
+def _check_consistent(state: ModelState, what: str) -> None:
     def refuse(problem: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(f"{what}: {problem}. Its parts do not belong together: use another checkpoint.")
+        return CorruptCheckpointError(f"{what}: {problem}. The checkpoint contradicts itself. Fix: use another checkpoint.")
 
     if not isinstance(state.trained, dict) or not all(isinstance(t, bool) for t in state.trained.values()):
         raise refuse("the record of which parameters were trained is malformed")
@@ -277,7 +281,7 @@ def _check_sound(state: ModelState, what: str) -> None:
         if name not in state.tensors:
             raise refuse(f"{alias!r} is another name of {name!r}, which is not stored")
         if alias in state.tensors:
-            raise refuse(f"{alias!r} is stored and another name of {name!r}")
+            raise refuse(f"{alias!r} is stored, but is also another name of {name!r}")
 
 
 # ----------------------------------------------------------------------------------------------------------- loading
@@ -302,7 +306,7 @@ def _load(
         if backup is not None:
             _restore_backup(module, backup)
         raise StateMismatchError(
-            f"{what}: {type(module).__name__}.load_state_dict refused it: {error}\nThe model was restored."
+            f"{what}: {type(module).__name__}.load_state_dict failed: {error}\nThe model was restored."
         ) from error
 
 
@@ -336,12 +340,10 @@ def _set_trained(parameters: Mapping[str, nn.Parameter], trained: Mapping[str, b
     for name, parameter in parameters.items():
         wanted = trained.get(name)
         if wanted is not None and id(parameter) not in seen and parameter.requires_grad != wanted:
-            parameter.requires_grad = wanted  # the method does not work on a lazy parameter
+            parameter.requires_grad = wanted  # requires_grad_() does not work on a lazy parameter
             changed[wanted] += 1
             seen.add(id(parameter))
     return [
-        f"{counted(count, 'parameter is', 'parameters are')} {'trained' if wanted else 'frozen'} again, as "
-        f"{'it was' if count == 1 else 'they were'} "
-        f"when the checkpoint was saved"
+        f"requires_grad of {counted(count, 'parameter', 'parameters')} was set to {wanted}, as in the checkpoint"
         for wanted, count in changed.items()
     ]

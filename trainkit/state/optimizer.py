@@ -27,10 +27,10 @@ from trainkit.state.lenient import group_names, with_parameters_of
 
 __all__ = ["OptimizerState", "capture_optimizer", "plan_optimizer"]
 
-# Bytes, as of torch's allocators. Kernels may round differently with less, so tensors that are kept must have it, too.
+# Bytes, like torch's allocators. Kernels may round differently with less, so tensors that are kept must have it, too.
 _ALIGNMENT = 64
 
-# Options of how an optimizer computes, not what: those of the loading run are kept, as its device may need them.
+# Options of how an optimizer computes, not of the result: the loading run keeps its own, which may depend on its device.
 _EXECUTION = ("foreach", "fused", "capturable")
 
 # Options that only torch's or only DeepSpeed's Adam has, with their defaults; and options decided by the class or the run.
@@ -73,7 +73,7 @@ def capture_optimizer(optimizer: Optimizer, index: int, names: Mapping[int, str]
     whole = optimizer.state_dict()
     described: dict[str, Any] = {"class": kind, "groups": [{"parameters": own, "options": {}} for own in groups]}
     result = OptimizerState(described=described)
-    if not _is_usual(whole, groups):
+    if not _has_torch_form(whole, groups):
         described["opaque"] = whole
         result.irregular.append(f"{index}//")
         return result
@@ -99,7 +99,7 @@ def capture_optimizer(optimizer: Optimizer, index: int, names: Mapping[int, str]
 def _check_unique(groups: list[list[str]], title: str) -> None:
     counts = Counter(chain.from_iterable(groups))
     if twice := [name for name, count in counts.items() if count > 1]:
-        raise UnsavableError(f"{title} holds {', '.join(twice)} more than once. Give each parameter once.")
+        raise UnsavableError(f"{title} contains {', '.join(twice)} more than once. Fix: pass each parameter once.")
 
 
 def plan_optimizer(
@@ -116,7 +116,7 @@ def plan_optimizer(
 ) -> Callable[[], list[str]]:
     """Compare a captured state with an optimizer. Returns a function that loads it, through `load_state_dict`.
 
-    So a whole checkpoint can be compared before anything is changed.
+    This allows comparing a whole checkpoint before anything is changed.
 
     A slot that had the dtype of its parameter gets the parameter's present dtype; other slots, scalars and `step` keep
     theirs. Tensors are moved to the parameter's device, `step` to the device that torch uses for it. Options of the groups
@@ -132,7 +132,7 @@ def plan_optimizer(
         parameter_dtypes: name → dtype of the parameter in the checkpoint.
         what: what is loaded, for messages, such as `"the checkpoint step-00001200"`.
         keep: the optimizer keeps suitable `tensors` instead of copying them. They must not be used elsewhere any more.
-        strict: other parameters are an error; False: new parameters start without state.
+        strict: other parameters raise an error; False: new parameters start without state.
 
     Returns:
         A function that loads the state and returns what the user should know, one sentence each.
@@ -146,7 +146,7 @@ def plan_optimizer(
     saved, notices = (saved, []) if strict else with_parameters_of(optimizer, names, saved)
     complaints, lacking = _compare_groups(optimizer, names, saved)
     if saved.kind != kind:
-        complaints.insert(0, f"it is of {saved.kind}, and this run has {kind}")
+        complaints.insert(0, f"it belongs to {saved.kind}, but this run has {kind}")
     if not complaints:
         by_name = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
         by_name |= {name: p for group in lacking for name, p in group.items()}
@@ -159,7 +159,8 @@ def plan_optimizer(
         )
         raise StateMismatchError(
             f"{what}: the state of optimizer {index} does not fit:\n  " + "\n  ".join(complaints) + "\nNothing was changed. "
-            "Build the optimizer as it was when it was saved" + (", or load what fits with strict=False." if fits else ".")
+            "Fix: build the same optimizer as when it was saved"
+            + (", or load only the matching parameters with strict=False." if fits else ".")
         )
     title = f"{what}: optimizer {index} ({kind})"
     return lambda: notices + _load(_bare(optimizer), saved, lacking, by_name, parameter_dtypes, title, keep)
@@ -182,15 +183,15 @@ def _kind(optimizer: Optimizer) -> str:
 def _name(parameter: Tensor, names: Mapping[int, str], index: int, kind: str) -> str:
     name = names.get(id(parameter))
     if name is None:
-        shape = "no shape yet" if is_lazy(parameter) else f"shape {tuple(parameter.shape)}"
+        shape = "without a shape" if is_lazy(parameter) else f"of shape {tuple(parameter.shape)}"
         raise UnsavableError(
-            f"optimizer {index} ({kind}) holds a parameter of {shape} that no module of the run has, so that it has no name to "
-            "be saved under. Make it a parameter of the module: self.weight = nn.Parameter(...)."
+            f"optimizer {index} ({kind}) contains a parameter {shape} that belongs to no module of the run, so it has no "
+            "name in the checkpoint. Fix: make it a parameter of the module: self.weight = nn.Parameter(...)."
         )
     return name
 
 
-def _is_usual(whole: Any, groups: list[list[str]]) -> bool:
+def _has_torch_form(whole: Any, groups: list[list[str]]) -> bool:
     """Whether a `state_dict` has torch's form and the same groups as the optimizer."""
     if not isinstance(whole, Mapping) or not isinstance(whole.get("state"), Mapping):
         return False
@@ -211,7 +212,7 @@ def _compare_groups(
     complaints: list[str] = []
     for number, (own, (theirs, options)) in enumerate(zip(here, saved.groups, strict=False)):
         complaints += [
-            f"group {number}: {option} in the checkpoint, which this optimizer does not have"
+            f"group {number}: the checkpoint has the option {option}, which this optimizer does not have"
             for option in _lost_options(options, optimizer.param_groups[number])
         ]
         if theirs != own:
@@ -226,8 +227,8 @@ def _compare_groups(
         if len(free) == len(theirs):
             added.append(free)
             continue
-        odd = [f"{name} ({'in another group' if name in taken else 'not here'})" for name in theirs if name not in free]
-        complaints.append(f"group {number} is in the checkpoint only and cannot be added: {', '.join(odd)}")
+        odd = [f"{name} ({'in another group' if name in taken else 'not in the model'})" for name in theirs if name not in free]
+        complaints.append(f"group {number} is only in the checkpoint and cannot be added: {', '.join(odd)}")
     return complaints, added
 
 
@@ -244,8 +245,8 @@ def _difference(theirs: list[str], ours: list[str]) -> str:
     if only_theirs:
         parts.append(f"only in the checkpoint: {', '.join(only_theirs)}")
     if only_ours:
-        parts.append(f"only here: {', '.join(only_ours)}")
-    return "; ".join(parts) or f"in another order: {', '.join(theirs)} in the checkpoint, {', '.join(ours)} here"
+        parts.append(f"only in this run: {', '.join(only_ours)}")
+    return "; ".join(parts) or f"in a different order: {', '.join(theirs)} in the checkpoint, {', '.join(ours)} in this run"
 
 
 def _compare_slots(parameters: Mapping[str, Tensor], saved: SavedOptimizer, dtypes: Mapping[str, torch.dtype]) -> Iterator[str]:
@@ -255,10 +256,10 @@ def _compare_slots(parameters: Mapping[str, Tensor], saved: SavedOptimizer, dtyp
             if is_lazy(parameter):
                 continue
             if tensor.ndim and slot not in stored.irregular and tensor.shape != parameter.shape:
-                yield f"{name}: {slot} has shape {tuple(tensor.shape)}, the parameter has {tuple(parameter.shape)} here"
+                yield f"{name}: {slot} has shape {tuple(tensor.shape)}, but the parameter has shape {tuple(parameter.shape)}"
             wanted = _wanted_dtype(slot, tensor, parameter, dtypes.get(name))
             if not castable(tensor, wanted):
-                yield f"{name}: {slot} is {tensor.dtype} in the checkpoint and cannot become {wanted}"
+                yield f"{name}: {slot} is {tensor.dtype} in the checkpoint and cannot be cast to {wanted}"
 
 
 def _wanted_dtype(slot: str, tensor: Tensor, parameter: Tensor, before: torch.dtype | None) -> torch.dtype:
@@ -282,7 +283,7 @@ def _load(
     undo = _snapshot(optimizer)
     casts: dict[tuple[torch.dtype, torch.dtype], int] = {}
 
-    def own(name: str, slot: str, tensor: Tensor) -> Tensor:
+    def convert(name: str, slot: str, tensor: Tensor) -> Tensor:
         parameter = parameters[name]
         dtype = _wanted_dtype(slot, tensor, parameter, dtypes.get(name))
         if dtype != tensor.dtype:
@@ -304,20 +305,20 @@ def _load(
                 optimizer.load_state_dict(copied(saved.opaque))
                 return notices
             numbers = {name: n for n, name in enumerate(chain.from_iterable(own for own, _ in saved.groups))}
-            state: dict[Any, Any] = {numbers[name]: s.rebuilt(name, own) for name, s in saved.state.items()}
+            state: dict[Any, Any] = {numbers[name]: s.rebuilt(name, convert) for name, s in saved.state.items()}
             state.update(copied(saved.entries))
             groups, kept = _groups(optimizer, saved, numbers)
             optimizer.load_state_dict({**copied(saved.more), "state": state, "param_groups": groups})
             for name in saved.state:
-                held = optimizer.state.get(parameters[name])
-                if isinstance(held, dict) and isinstance(state[numbers[name]], dict):
+                loaded = optimizer.state.get(parameters[name])
+                if isinstance(loaded, dict) and isinstance(state[numbers[name]], dict):
                     for slot, wanted in state[numbers[name]].items():
-                        if slot in held and slot != "step":
-                            held[slot] = _mended(held[slot], wanted)
+                        if slot in loaded and slot != "step":
+                            loaded[slot] = _undo_torch_casts(loaded[slot], wanted)
     except Exception as error:
         undo()
         raise StateMismatchError(
-            f"{what}: load_state_dict refused the state: {type(error).__name__}: {error}\nThe optimizer was restored."
+            f"{what}: load_state_dict failed: {type(error).__name__}: {error}\nThe optimizer was restored."
         ) from error
     for (before, after), count in casts.items():
         notices.append(
@@ -334,7 +335,7 @@ def _add_groups(optimizer: Optimizer, saved: SavedOptimizer, lacking: list[dict[
         options = {key: value for key, value in copied(saved.groups[number][1]).items() if key not in _EXECUTION}
         named = bool(optimizer.param_groups) and "param_names" in optimizer.param_groups[0]
         optimizer.add_param_group({**options, "params": list(found.items() if named else found.values())})
-        notices.append(f"parameter group {number} was added to the optimizer, as it was during training: {', '.join(found)}")
+        notices.append(f"parameter group {number} was added to the optimizer, as in the saved run: {', '.join(found)}")
     return notices
 
 
@@ -355,22 +356,22 @@ def _groups(optimizer: Optimizer, saved: SavedOptimizer, numbers: Mapping[str, i
     return groups, kept
 
 
-def _mended(held: Any, wanted: Any) -> Any:
+def _undo_torch_casts(loaded: Any, wanted: Any) -> Any:
     """Undo the changes that torch's `load_state_dict` makes to a value.
 
     It casts all tensors to the parameter's dtype, and treats a string as a list of characters.
     """
-    if isinstance(wanted, Tensor) and isinstance(held, Tensor):
-        if wanted.dtype == held.dtype or wanted.shape != held.shape:
-            return held
-        return wanted.to(held.device)
+    if isinstance(wanted, Tensor) and isinstance(loaded, Tensor):
+        if wanted.dtype == loaded.dtype or wanted.shape != loaded.shape:
+            return loaded
+        return wanted.to(loaded.device)
     if isinstance(wanted, str):
         return wanted
-    if isinstance(wanted, dict) and isinstance(held, dict):
-        return {key: _mended(value, wanted.get(key)) for key, value in held.items()}
-    if type(wanted) in (list, tuple) and type(held) is type(wanted) and len(held) == len(wanted):
-        return type(wanted)(_mended(h, w) for h, w in zip(held, wanted, strict=True))
-    return held
+    if isinstance(wanted, dict) and isinstance(loaded, dict):
+        return {key: _undo_torch_casts(value, wanted.get(key)) for key, value in loaded.items()}
+    if type(wanted) in (list, tuple) and type(loaded) is type(wanted) and len(loaded) == len(wanted):
+        return type(wanted)(_undo_torch_casts(h, w) for h, w in zip(loaded, wanted, strict=True))
+    return loaded
 
 
 def _snapshot(optimizer: Optimizer) -> Callable[[], None]:

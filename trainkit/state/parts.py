@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 SaveMode = Literal["all", "trainable"]
-_PLAIN = Strategy(device="cpu")  # which has no state of its own
+_PLAIN = Strategy(device="cpu")  # has no state
 _ORDER = ("model", "optimizer", "scheduler", "scaler", "loop", "callbacks", "loggers", "loaders", "registered")
 # A scheduler needs its optimizer: many compute the next learning rate from the current one, which is in its groups.
 _WITH_OPTIMIZER = ("optimizer", "scheduler")
@@ -221,7 +221,7 @@ def restore(
         aliases: the saved `Captured.aliases`.
         wanted: the parts to restore: "model", "optimizer", "scheduler", "scaler"; other parts only occur in messages.
         what: the checkpoint, for messages.
-        strict: missing and unexpected names in a model are errors; False: a notice lists them, and optimizers start without
+        strict: missing and unexpected names in a model raise an error; False: a notice lists them, and optimizers start without
             state for new parameters.
         keep: optimizers may keep `tensors` instead of copying them, since they are not used elsewhere any more.
 
@@ -240,15 +240,15 @@ def restore(
     if "scheduler" in wanted:
         with _advised(wanted, "scheduler"):
             _check_schedulers(parts, state, what, regrouped)
-    said = [text for load in loads for text in load()]
+    notices = [text for load in loads for text in load()]
     parts.strategy.restored(parts.optimizers if "optimizer" in wanted else ())
     if "scheduler" in wanted:
         for scheduler, own in zip(parts.schedulers, state["schedulers"], strict=True):
             with _advised(wanted, "scheduler"):
                 restore_scheduler(scheduler, own, what)
     if "scaler" in wanted:
-        said += _restore_scaler(parts.precision, state.get("scaler"))
-    for text in said:
+        notices += _restore_scaler(parts.precision, state.get("scaler"))
+    for text in notices:
         notice(text)
 
 
@@ -261,8 +261,8 @@ def _advised(wanted: Collection[str], *parts: str) -> Iterator[None]:
         left = [part for part in _ORDER if part in wanted and part not in parts]
         if not left:
             raise
-        without = " and ".join({"optimizer": "the optimizer", "scheduler": "its schedules"}[part] for part in parts)
-        advice = f"Or restore the rest, without {without}: restore={{{', '.join(map(repr, left))}}}"
+        without = " and ".join({"optimizer": "the optimizers", "scheduler": "the schedulers"}[part] for part in parts)
+        advice = f"Or restore everything except {without}: restore={{{', '.join(map(repr, left))}}}"
         raise type(error)(f"{error} {advice}") from error.__cause__
 
 
@@ -278,7 +278,7 @@ def _plan_models(
     _same_number("models", parts.models, state["models"], what)
     for number, (model, own) in enumerate(zip(parts.models, state["models"], strict=True)):
         stem = model_stem(number)
-        # requires_grad belongs to a run, not to weights; but for adapters it says which parameters exist
+        # requires_grad belongs to a run, not to weights; but for adapters it shows which parameters are stored
         trained = own["trained"] if "optimizer" in wanted or own["fingerprint"] is not None else {}
         model_state = ModelState(
             tensors=dict(tensors[stem]), aliases=dict(aliases.get(stem, {})), **{**own, "trained": trained}
@@ -330,8 +330,8 @@ def _check_schedulers(parts: Parts, state: Mapping[str, Any], what: str, regroup
         check_scheduler(scheduler, own, what)
     if regrouped and parts.schedulers:
         raise StateMismatchError(
-            f"{what}: optimizer {regrouped[0]} has other parameter groups than the saved one, and the saved schedules have a "
-            "learning rate for each of those. Nothing was changed. Build the groups as they were."
+            f"{what}: the parameter groups of optimizer {regrouped[0]} differ from the saved ones, and the saved schedulers "
+            "have a learning rate for each saved group. Nothing was changed. Fix: build the groups as they were saved."
         )
 
 
@@ -341,15 +341,15 @@ def _load_advised(plan: Callable[[], list[str]], wanted: Collection[str]) -> lis
 
 
 def _load_stored(strategy: Strategy, optimizer: Optimizer, stored: StoredOptimizer, plan: Callable[[], list[str]]) -> list[str]:
-    said = plan()
+    notices = plan()
     strategy.load_optimizer(optimizer, stored)
-    return said
+    return notices
 
 
 def _same_number(kind: str, ours: Sequence[Any], theirs: Sequence[Any], what: str) -> None:
     if len(ours) != len(theirs):
         raise StateMismatchError(
-            f"{what} holds {len(theirs)} {kind}, and there are {len(ours)} here. Build what the run had, in the same order."
+            f"{what} contains {len(theirs)} {kind}, but this run has {len(ours)}. Fix: create the same ones, in the same order."
         )
 
 
@@ -357,6 +357,6 @@ def _restore_scaler(precision: Precision, saved: Any) -> list[str]:
     if precision.scaler is None:
         return []
     if not saved:
-        return ["the checkpoint has no loss scale: 16-mixed starts with its first one."]
+        return ["the checkpoint has no loss scale: 16-mixed starts with its initial one."]
     precision.scaler.load_state_dict(dict(saved))
     return []

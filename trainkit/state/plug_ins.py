@@ -20,14 +20,14 @@ __all__ = ["drafted", "keyed", "logger_states", "restore_callbacks", "restore_lo
 
 
 def drafted(world: World, content: Content) -> Draft:
-    """Lay out a content for writing. Collective: an error on one rank is raised on all.
+    """Create the draft of a content. Collective: an error on one rank is raised on all.
 
     Raises:
         UnsavableError: a value cannot be stored; names the path to it.
     """
     drafts: list[Draft] = []
 
-    def lay_out() -> None:
+    def create() -> None:
         try:
             drafts.append(Draft(content, rank=world.rank, ranks=world.size))
         except UnsavableError as error:
@@ -36,27 +36,27 @@ def drafted(world: World, content: Content) -> Draft:
                 raise
             raise explained from error
 
-    run_on_all_ranks(world, lay_out)
+    run_on_all_ranks(world, create)
     return drafts[0]
 
 
 def _added_by_hooks(state: Mapping[str, Any]) -> UnsavableError | None:
-    """One error for everything that `on_save_checkpoint` has added and that cannot be stored; `None` if all can."""
+    """One error for all values that `on_save_checkpoint` added and that cannot be stored; `None` if all can be."""
     added = {f'checkpoint["{name}"]': value for name, value in state.get("user", {}).items()}
-    given = state.get("hyper_parameters", {})  # those that cannot be stored are not included, unless a hook has added them
+    given = state.get("hyper_parameters", {})  # only those that can be stored, and those that a hook has added
     added |= {f'checkpoint["hyper_parameters"][{name!r}]': value for name, value in given.items()}
     refused = {place: problem for place, value in added.items() if (problem := unsavable(value, place)) is not None}
     if not refused:
         return None
     place, (_, kind) = next(iter(refused.items()))
     return UnsavableError(
-        "on_save_checkpoint added to the checkpoint what cannot be stored:\n  "
+        "on_save_checkpoint added values to the checkpoint that cannot be stored:\n  "
         + "\n  ".join(text for text, _ in refused.values())
-        + "\nA checkpoint holds numbers, text, tensors, numpy arrays, lists and dicts, and no code. There are three ways out:\n"
-        f"  1. store its state, and load that in on_load_checkpoint: {place} = self.thing.state_dict()\n"
-        "  2. register its type, once, where it is defined: "
+        + "\nA checkpoint can store numbers, strings, tensors, numpy arrays, lists and dicts, but no code. Fix, one of:\n"
+        f"  1. store its state, and load it in on_load_checkpoint: {place} = self.thing.state_dict()\n"
+        "  2. register its type once, where it is defined: "
         f"trainkit.checkpoint.register({kind.__name__}, encode, decode)\n"
-        f"  3. leave it out, and make it again in setup or on_load_checkpoint: remove the line {place} = ..."
+        f"  3. remove the line {place} = ..., and create the object again in setup or on_load_checkpoint"
     )
 
 
@@ -86,10 +86,10 @@ def restore_callbacks(callbacks: Sequence[Callback], saved: Mapping[str, Any]) -
             callback.load_state_dict(saved[key])
     fresh = [key for key, callback in present.items() if key not in saved and callback.state_dict()]
     if fresh:
-        notice(f"these callbacks were not in the checkpoint and start without it: {', '.join(fresh)}.")
+        notice(f"the checkpoint has no state for these callbacks, which start without it: {', '.join(fresh)}.")
     gone = [key for key, state in saved.items() if key not in present and state]
     if gone:
-        notice(f"the checkpoint has the state of callbacks that are not attached: {', '.join(gone)}.")
+        notice(f"the checkpoint has state for callbacks that this run does not have: {', '.join(gone)}.")
 
 
 def restore_loggers(loggers: Iterable[Logger], saved: Sequence[Mapping[str, Any]]) -> None:

@@ -1,7 +1,8 @@
 """Captures the state of a learning-rate scheduler as plain values, and restores it.
 
-torch's `state_dict` and `load_state_dict` do the work. In addition, functions are skipped, since they are code and exist
-already; a failed load changes nothing; and the classes are compared, since `load_state_dict` accepts any state.
+torch's `state_dict` and `load_state_dict` do the work. In addition, functions are skipped, since they are code and the
+loading scheduler has its own; a failed load changes nothing; and the classes are compared, since `load_state_dict` accepts
+any state.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def capture_scheduler(scheduler: Any) -> dict[str, Any]:
         "class": type(bare).__name__,
         "chained": _classes(bare),
         "opt_called": bool(getattr(getattr(bare, "optimizer", None), "_opt_called", False)),
-        "state": {key: _plain(value) for key, value in state.items() if key not in inner and not _holds_code(value)},
+        "state": {key: _plain(value) for key, value in state.items() if key not in inner and not _contains_code(value)},
         "inner": inner,
     }
 
@@ -52,7 +53,7 @@ def restore_scheduler(scheduler: Any, state: Mapping[str, Any], what: str = "the
         what: what is loaded, for messages.
 
     Raises:
-        StateMismatchError: the scheduler has another class or other parts, or refuses the state. Nothing was changed.
+        StateMismatchError: the scheduler has another class or other parts, or its `load_state_dict` fails. Nothing was changed.
         CorruptCheckpointError: the state is malformed.
     """
     check_scheduler(scheduler, state, what)
@@ -62,8 +63,8 @@ def restore_scheduler(scheduler: Any, state: Mapping[str, Any], what: str = "the
     except Exception as error:
         undo()
         raise StateMismatchError(
-            f"{what}: {type(_bare(scheduler)).__name__}.load_state_dict refused the saved state: {type(error).__name__}: "
-            f"{error}. The scheduler was restored. Build it as it was when it was saved."
+            f"{what}: {type(_bare(scheduler)).__name__}.load_state_dict failed: {type(error).__name__}: "
+            f"{error}. The scheduler was restored. Fix: build the same scheduler as when it was saved."
         ) from error
 
 
@@ -90,16 +91,16 @@ def _is_code(value: Any) -> bool:
     return callable(value) or isinstance(value, weakref.ref | ModuleType | Optimizer | nn.Module)
 
 
-def _holds_code(value: Any) -> bool:
-    """Whether a value is a function or a list with one: a part of a list could not be loaded."""
-    return _is_code(value) or (isinstance(value, list | tuple | set) and any(_holds_code(item) for item in value))
+def _contains_code(value: Any) -> bool:
+    """Whether a value is a function, or a list that contains one: a list cannot be stored without some of its items."""
+    return _is_code(value) or (isinstance(value, list | tuple | set) and any(_contains_code(item) for item in value))
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         result = value.copy()  # of the same class: MultiStepLR has a Counter
         for key, item in value.items():
-            if _holds_code(item):
+            if _contains_code(item):
                 del result[key]
             else:
                 result[key] = _plain(item)
@@ -111,9 +112,9 @@ def _plain(value: Any) -> Any:
 
 def check_scheduler(scheduler: Any, state: Mapping[str, Any], what: str = "the checkpoint") -> None:
     """Check the class and the parts, with the arguments and errors of `restore_scheduler`."""
-    sound = isinstance(state, Mapping) and isinstance(state.get("state"), dict) and isinstance(state.get("inner"), dict)
-    if not sound or not isinstance(state.get("class"), str):
-        raise CorruptCheckpointError(f"{what}: the state of a scheduler is malformed. Use another checkpoint.")
+    valid = isinstance(state, Mapping) and isinstance(state.get("state"), dict) and isinstance(state.get("inner"), dict)
+    if not valid or not isinstance(state.get("class"), str):
+        raise CorruptCheckpointError(f"{what}: the state of a scheduler is malformed. Fix: use another checkpoint.")
     bare = _bare(scheduler)
     theirs, ours = (state["class"], state.get("chained")), (type(bare).__name__, _classes(bare))
     for key in state["inner"]:
@@ -121,16 +122,16 @@ def check_scheduler(scheduler: Any, state: Mapping[str, Any], what: str = "the c
             theirs = (theirs[0], f"with the scheduler {key!r} in it")
     if theirs != ours:
         raise StateMismatchError(
-            f"{what} holds the state of {_spelt(*theirs)}, and this run has {_spelt(*ours)}. Nothing was changed. Build the "
-            "scheduler as it was when it was saved."
+            f"{what} contains the state of {_as_call(*theirs)}, but this run has {_as_call(*ours)}. Nothing was changed. Fix: "
+            "build the same scheduler as when it was saved."
         )
     for key, own in state["inner"].items():
         check_scheduler(getattr(bare, key), own, what)
 
 
-def _spelt(name: str, chained: Any) -> str:
+def _as_call(name: str, chained: Any) -> str:
     if isinstance(chained, list) and chained:
-        return f"{name}({', '.join(_spelt(*part) if isinstance(part, list) and len(part) == 2 else '?' for part in chained)})"
+        return f"{name}({', '.join(_as_call(*part) if isinstance(part, list) and len(part) == 2 else '?' for part in chained)})"
     return f"{name} {chained}" if chained and isinstance(chained, str) else name
 
 
@@ -141,7 +142,7 @@ def _load(scheduler: Any, state: Mapping[str, Any]) -> None:
         _load(part, state["inner"][key])
     optimizer = getattr(scheduler, "optimizer", None)
     if state.get("opt_called") is True and optimizer is not None:
-        optimizer._opt_called = True  # else torch warns that optimizer.step() was not called before
+        optimizer._opt_called = True  # otherwise torch warns that optimizer.step() was not called before
 
 
 def _snapshot(scheduler: Any) -> Callable[[], None]:
@@ -161,8 +162,8 @@ def _snapshot(scheduler: Any) -> Callable[[], None]:
             else:
                 before[key].clear()
                 before[key].update(value)
-        for put_back in below:
-            put_back()
+        for undo_part in below:
+            undo_part()
         if called is not _MISSING:
             optimizer._opt_called = called
 

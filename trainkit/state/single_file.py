@@ -1,7 +1,7 @@
 """One object in one file, for `Accelerator.save` and `load`.
 
 Tensors by name are a plain safetensors file. Anything else is tagged JSON (see `trainkit.tagged_json.encode`); if there
-are tensors in it, a safetensors file that holds the JSON in its metadata. A tensor of several names is stored once.
+are tensors in it, a safetensors file with the JSON in its metadata. A tensor with several names is stored once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainkit.tagged_json.strict_json import MAX_JSON_BYTES, strict_json
 __all__ = ["load", "read_tensors", "write_object"]
 
 _ALIASES, _VALUE = "trainkit_aliases", "trainkit_value"
-_HERE = ""  # the file name in the references of the JSON
+_THIS_FILE = ""  # the file name in the references of the JSON
 _ONE_FILE = 2**63 - 1
 
 
@@ -37,8 +37,8 @@ def write_object(path: Path, value: Any) -> None:
     """Write an object to a file, atomically. Parents of the file are created.
 
     Raises:
-        UnsavableError: something in the object cannot be stored; names the path to it.
-        CheckpointWriteError: the file cannot be written; what was there is unchanged.
+        UnsavableError: Something in the object cannot be stored; names the path to it.
+        CheckpointWriteError: The file cannot be written; an existing file is unchanged.
     """
     metadata: dict[str, str] = {}
     if _is_flat(value):
@@ -46,17 +46,17 @@ def write_object(path: Path, value: Any) -> None:
         head = b""
     else:
         tensors = {}
-        head = dumps(value, tensors, file=_HERE, where="object")
+        head = dumps(value, tensors, file=_THIS_FILE, where="object")
         metadata[_VALUE] = head.decode("ascii")
     pieces: Iterable[memoryview] = ()
     if tensors:
-        head, pieces = _lay_out(path, tensors, metadata)
+        head, pieces = _plan(path, tensors, metadata)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, [head], pieces)
         sync_folder(path.parent)
     except OSError as error:
-        raise CheckpointWriteError(f"{path} could not be written: {error}. Choose another place.") from error
+        raise CheckpointWriteError(f"{path} could not be written: {error}. Fix: choose another path.") from error
 
 
 def _is_flat(value: Any) -> bool:
@@ -68,7 +68,7 @@ def _is_flat(value: Any) -> bool:
     )
 
 
-def _lay_out(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> tuple[bytes, Iterator[memoryview]]:
+def _plan(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> tuple[bytes, Iterator[memoryview]]:
     """The header of a file of tensors, and the rest of its bytes."""
     stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -84,8 +84,8 @@ def _lay_out(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]
     files, _ = plan_files("object", stored, _ONE_FILE, metadata=metadata)
     if len(files) > 1 or len(files[0].header) > MAX_JSON_BYTES:
         raise UnsavableError(
-            f"{path} would need a header of more than {MAX_JSON_BYTES // 2**20} MiB for {len(stored):,} tensors and the other "
-            "values. Save it in parts, or put large amounts of numbers into tensors."
+            f"{path} cannot be written: the header for {len(stored):,} tensors and the other values is larger than "
+            f"{MAX_JSON_BYTES // 2**20} MiB. Fix: save the object in several files, or store long lists of numbers as tensors."
         )
     return files[0].header, (piece for entry in files[0].entries for piece in chunks(entry, stored[entry.name]))
 
@@ -94,16 +94,16 @@ def load(f: str | os.PathLike[str], map_location: str | torch.device | None = No
     """Read a file written by `Accelerator.save`, or any safetensors file. No content is ever code.
 
     Args:
-        f: the file. A link is followed.
-        map_location: the device for its tensors; default: the CPU.
+        f: The file. A link is followed.
+        map_location: The device for its tensors; default: the CPU.
 
     Returns:
         The object. Any mapping of names to tensors is returned as a dict. Tied names have the same tensor.
 
     Raises:
-        CheckpointNotFoundError: there is no such file.
-        CorruptCheckpointError: the file has another format or is damaged.
-        ConfigurationError: the device is not available.
+        CheckpointNotFoundError: There is no such file.
+        CorruptCheckpointError: The file has another format or is damaged.
+        ConfigurationError: The device is not available.
     """
     device = None if map_location is None else find_device(map_location)
     path, what = _existing(f), str(f)
@@ -112,7 +112,7 @@ def load(f: str | os.PathLike[str], map_location: str | torch.device | None = No
         tensors, aliases, metadata = _parts(data, what)
         value: Any = tensors | {name: tensors[stored] for name, stored in aliases.items()}
         if _VALUE in metadata:
-            value = loads(metadata[_VALUE].encode(), {_HERE: value}, what)
+            value = loads(metadata[_VALUE].encode(), {_THIS_FILE: value}, what)
     else:
         value = loads(data, {}, what)
     return value if device is None else map_tensors(value, lambda tensor: tensor.to(device))
@@ -124,17 +124,17 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[
     Do not keep the tensors: the file must not change while they are used.
 
     Raises:
-        CheckpointNotFoundError: there is no such file.
-        CorruptCheckpointError: the file has another format or is damaged.
+        CheckpointNotFoundError: There is no such file.
+        CorruptCheckpointError: The file has another format or is damaged.
     """
     found, what = _existing(path), str(path)
     data = read_file(found, os.path.getsize(found), None, what, mapped=True)
     if not _is_of_tensors(data, what):
-        raise CorruptCheckpointError(f"{what}: no safetensors file.")
+        raise CorruptCheckpointError(f"{what}: expected a safetensors file.")
     tensors, aliases, metadata = _parts(data, what)
     if _VALUE in metadata:
         raise CorruptCheckpointError(
-            f"{what}: no weights by name, but an object that Accelerator.save has written: trainkit.utils.load({what!r})"
+            f"{what}: expected tensors by name, found another object of Accelerator.save. Fix: trainkit.utils.load({what!r})"
         )
     return tensors, aliases
 
@@ -150,22 +150,22 @@ def _is_of_tensors(data: memoryview, what: str) -> bool:
     """Whether a file is a safetensors file, which begins with the length of its header: JSON has no zero bytes.
 
     Raises:
-        CorruptCheckpointError: the file is a pickle.
+        CorruptCheckpointError: The file is a pickle.
     """
     length, begins = bytes(data[:8]), bytes(data[8:9])
     if begins != b"{" and length.startswith((b"PK\x03\x04", b"\x80")):
         raise CorruptCheckpointError(
-            f"{what} looks like a pickle, which can run code and is not read. If you trust it, turn it into a safetensors "
+            f"{what} looks like a pickle, which can run code, so it is not read. If you trust it, convert it to a safetensors "
             "file: safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')"
         )
     return 0 in length
 
 
 def _parts(data: memoryview, what: str) -> tuple[dict[str, Tensor], dict[str, str], dict[str, str]]:
-    """The tensors of a file, the names of tied tensors, and the texts in the header."""
+    """The tensors of a file, the names of tied tensors, and the strings in the header."""
     tensors, metadata = tensors_in(data, what), metadata_in(data, what)
     aliases: Any = strict_json(metadata[_ALIASES].encode(), f"{what}: {_ALIASES}") if _ALIASES in metadata else {}
     sound = isinstance(aliases, dict) and not aliases.keys() & tensors.keys()
     if not sound or not all(isinstance(stored, str) and stored in tensors for stored in aliases.values()):
-        raise CorruptCheckpointError(f"{what}: {_ALIASES} does not say which tensors have several names")
+        raise CorruptCheckpointError(f"{what}: {_ALIASES} must map names to the names of stored tensors")
     return tensors, aliases, metadata

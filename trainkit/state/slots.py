@@ -1,4 +1,4 @@
-"""The size of an optimizer's state, found by a step of a copy of the optimizer with tiny parameters."""
+"""The size of an optimizer's state, measured by running one step of a copy of the optimizer with tiny parameters."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _PRIMES = (3, 5, 7, 11, 13, 17, 19)
 
 
 def bare_copy(optimizer: Optimizer) -> Optimizer:
-    """Another optimizer of the same class with the same groups, without state and hooks."""
-    made = empty_copy(optimizer)
+    """A copy of the optimizer, of the same class with the same groups, without state and hooks."""
+    copy = empty_copy(optimizer)
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(made, name, OrderedDict())  # the user's hooks are called once per step, not for each part of it
-    return made
+        setattr(copy, name, OrderedDict())  # the user's hooks run once per step, not for each part of it
+    return copy
 
 
 def count_slots(optimizer: Optimizer) -> int:
@@ -65,7 +65,7 @@ def _trial(
     parameter.grad = torch.ones_like(parameter)
     trial.param_groups = [{**group, "params": [parameter]}]
     with torch.random.fork_rng(devices=[]), torch.device(device):  # regardless of the default device
-        if isinstance(trial, torch.optim.Adagrad):  # which creates its state in the constructor
+        if isinstance(trial, torch.optim.Adagrad):  # creates its state in the constructor
             trial.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.ones_like(parameter)}
         trial.step()
     return [value for value in trial.state[parameter].values() if isinstance(value, Tensor)]

@@ -1,4 +1,4 @@
-"""Decodes the tags of `trainkit.tagged_json.encode`; the text is not trusted."""
+"""Decodes the tags of `trainkit.tagged_json.encode` from untrusted text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCALARS: dict[str, type[np.generic]] = {
         *("float16", "float32", "float64", "complex64", "complex128"),
     )
 } | {"bool": np.bool_, "str": np.str_, "bytes": np.bytes_}
-_MAX_ALIKE = 200  # keys with the same hash; each is compared with all before it
+_MAX_SAME_HASH = 200  # keys with the same hash; each is compared with all before it
 
 
 class Decoder:
@@ -70,18 +70,18 @@ class Decoder:
             return self._tagged(key, value[key])
         if all(key[:1] != "$" or key[:2] == "$$" for key in value):
             return {key[1:] if key[:1] == "$" else key: item for key, item in value.items()}
-        raise CorruptCheckpointError(f"{self._what}: the tag {key!r:.40} next to other keys")
+        raise CorruptCheckpointError(f"{self._what}: the tag {key!r:.40} must be the only key of its object")
 
     def _tagged(self, tag: str, payload: Any) -> Any:
         decode = self._decode.get(tag)
         if decode is None:
-            raise CorruptCheckpointError(f"{self._what}: the unknown tag {tag!r:.40}; written by a newer trainkit?")
+            raise CorruptCheckpointError(f"{self._what}: unknown tag {tag!r:.40}. Was it written by a newer trainkit?")
         try:
             return decode(payload)
         except CheckpointError:
             raise
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            # torch and numpy refuse values with several kinds of errors
+            # torch and numpy raise different errors for invalid values
             raise CorruptCheckpointError(f"{self._what}: malformed {tag} ({type(error).__name__}: {error!s:.200})") from error
 
     def _registered(self, payload: Any) -> Any:
@@ -92,15 +92,15 @@ class Decoder:
         if own is None:
             short = name.rpartition(".")[2]
             raise CheckpointError(
-                f"{self._what} holds a value of the type {name!r:.200}, which this program has not registered. Before it loads "
-                f"the checkpoint, call: trainkit.checkpoint.register({short}, encode, decode, name={name!r:.200})"
+                f"{self._what} contains a value of the type {name!r:.200}, which this program has not registered. Fix: before "
+                f"loading, call trainkit.checkpoint.register({short}, encode, decode, name={name!r:.200})"
             )
         try:
             return own.decode(value)
         except Exception as error:
             raise CheckpointError(
-                f"{self._what}: decode, registered for {name!r:.200}, raised {type(error).__name__}: {error!s:.500}. It was "
-                f"called with the {type(value).__name__} that encode returned at the save. Fix: let decode accept that value."
+                f"{self._what}: decode, registered for {name!r:.200}, raised {type(error).__name__}: {error!s:.500}. It "
+                f"was called with the {type(value).__name__} that encode returned when saving. Fix: make decode accept it."
             ) from error
 
     def _tensor(self, reference: Any) -> Tensor:
@@ -108,7 +108,9 @@ class Decoder:
         try:
             return self._tensors[file][key]
         except KeyError:
-            raise CorruptCheckpointError(f"{self._what}: refers to {reference!r:.200}, a tensor that is not there") from None
+            raise CorruptCheckpointError(
+                f"{self._what}: refers to the tensor {reference!r:.200}, which does not exist"
+            ) from None
 
     def _array(self, reference: Any) -> np.ndarray[Any, Any]:
         tensor = self._tensor(reference)
@@ -119,15 +121,15 @@ class Decoder:
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise TypeError("text expected")
+        raise TypeError("expected a string")
     return value
 
 
 def _list(value: Any, kind: type | None = None, length: int | None = None) -> list[Any]:
     if type(value) is not list or (length is not None and len(value) != length):
-        raise TypeError("a list expected" + (f" of {length}" if length is not None else ""))
+        raise TypeError("expected a list" + (f" of length {length}" if length is not None else ""))
     if kind is not None and any(type(item) is not kind for item in value):
-        raise TypeError(f"a list of {kind.__name__} expected")
+        raise TypeError(f"expected a list of {kind.__name__}")
     return value
 
 
@@ -137,8 +139,8 @@ def _base64(value: Any) -> bytes:
 
 def _check_hashes(keys: Iterable[Any], count: int) -> None:
     """A file may contain numbers chosen to have the same hash, and a dict of n of them takes n² comparisons."""
-    if count > _MAX_ALIKE and max(Counter(map(hash, keys)).values()) > _MAX_ALIKE:
-        raise ValueError("keys that were chosen to have the same hash")
+    if count > _MAX_SAME_HASH and max(Counter(map(hash, keys)).values()) > _MAX_SAME_HASH:
+        raise ValueError("too many keys have the same hash")
 
 
 def _set(value: Any, kind: Callable[[Iterable[Any]], Any]) -> Any:
@@ -146,7 +148,7 @@ def _set(value: Any, kind: Callable[[Iterable[Any]], Any]) -> Any:
     _check_hashes(elements, len(elements))
     result = kind(elements)
     if len(result) != len(elements):
-        raise ValueError("an element is there twice")
+        raise ValueError("an element occurs twice")
     return result
 
 
@@ -156,7 +158,7 @@ def _pairs(value: Any) -> dict[Any, Any]:
     _check_hashes((key for key, _ in value), len(value))
     result: dict[Any, Any] = dict(value)
     if len(result) != len(value):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key occurs twice")
     return result
 
 
@@ -166,8 +168,8 @@ def _scalar(value: Any) -> np.generic:
     if issubclass(kind, np.integer):
         bounds = np.iinfo(kind)
         if type(item) is not int or not bounds.min <= item <= bounds.max:
-            raise ValueError(f"no {name}: {item!r:.40}")
+            raise ValueError(f"expected {name}, got {item!r:.40}")
     elif type(item) is not type(kind().item()):
-        raise TypeError(f"no {name}: {item!r:.40}")
+        raise TypeError(f"expected {name}, got {item!r:.40}")
     scalar: np.generic = kind(item)
     return scalar

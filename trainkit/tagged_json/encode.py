@@ -54,7 +54,7 @@ def dumps(value: Any, tensors: dict[str, Tensor], *, file: str = "state.safetens
         value: the value; see the module docstring for supported types.
         tensors: receives the tensors and numpy arrays in the value, by a key made of the path to each, such as
             `"callbacks/EarlyStopping/best_score"`. They share the memory of those in `value` where possible.
-        file: the file that will hold `tensors`.
+        file: the file that will contain `tensors`.
         where: the name of `value` in messages; `"state"` if empty.
 
     Returns:
@@ -66,21 +66,21 @@ def dumps(value: Any, tensors: dict[str, Tensor], *, file: str = "state.safetens
     encoder = _Encoder(tensors, file, where or "state")
     plain = encoder.plain(value, 0)
     text = json.dumps(plain, allow_nan=False, check_circular=False, separators=(",", ":")).encode("ascii")
-    if len(text) > MAX_JSON_BYTES:  # strict_json would refuse to read it
+    if len(text) > MAX_JSON_BYTES:  # strict_json would reject it
         raise UnsavableError(
-            f"{where or 'state'} cannot be stored: {len(text):,} bytes of JSON, expected at most {MAX_JSON_BYTES:,}. Put large "
-            "amounts of numbers into tensors: torch.tensor(numbers)"
+            f"{where or 'state'} cannot be stored: {len(text):,} bytes of JSON, expected at most {MAX_JSON_BYTES:,}. Fix: "
+            "store long lists of numbers as tensors: torch.tensor(numbers)"
         )
     return text
 
 
 def unsavable(value: Any, where: str) -> tuple[str, type] | None:
-    """Why `dumps` would refuse a value, and the type that it cannot store; `None` if it can store the value."""
+    """Why `dumps` cannot store a value, and the type that is unsupported; `None` if it can store the value."""
     encoder = _Encoder({}, "state.safetensors", where)
     try:
         encoder.plain(value, 0)
     except UnsavableError as error:
-        return str(error), encoder.refused
+        return str(error), encoder.unsupported
     return None
 
 
@@ -97,7 +97,7 @@ def loads(
         unregistered: return values of registered types as `registered.Unregistered`; no `decode` is called.
 
     Raises:
-        CorruptCheckpointError: the text is malformed, or refers to a tensor that is not there.
+        CorruptCheckpointError: the text is malformed, or refers to a tensor that does not exist.
         CheckpointError: it has a value of a type that is not registered, or a `decode` failed.
     """
     return strict_json(data, what, Decoder(tensors, what, unregistered).object)
@@ -108,13 +108,13 @@ class _Encoder:
 
     def __init__(self, tensors: dict[str, Tensor], file: str, where: str) -> None:
         self._tensors, self._file, self._where = tensors, file, where
-        self.refused: type = object  # the type that cannot be stored
+        self.unsupported: type = object  # the type that cannot be stored
         self._path: list[Any] = []
-        self._around: set[int] = set()  # ids of the containers around the value
+        self._parents: set[int] = set()  # ids of the containers that contain the value
         self._stored: dict[int, tuple[str, object]] = {}  # id → reference, and the object, so that its id is not used again
 
     def refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
-        keys = "".join(f"[{json.dumps(k) if isinstance(k, str) else _word(k)}]" for k in self._path[:MAX_DEPTH])
+        keys = "".join(f"[{json.dumps(k) if isinstance(k, str) else _key_text(k)}]" for k in self._path[:MAX_DEPTH])
         raise UnsavableError(f"{self._where}{keys:.2000} cannot be stored: {reason}") from cause
 
     def plain(self, value: Any, depth: int) -> Any:
@@ -147,23 +147,23 @@ class _Encoder:
         try:
             encoded = own.encode(value)
         except Exception as error:
-            self.refused = own.kind
+            self.unsupported = own.kind
             self.refuse(f"encode, registered for {own.name}, raised {type(error).__name__}: {error}", error)
         result = self.tag("registered", [own.name, self.plain(encoded, depth + 2)], depth)
-        self._around.discard(id(value))
+        self._parents.discard(id(value))
         return result
 
     # ----------------------------------------------------------------------------------------------- containers
 
     def enter(self, value: Any, depth: int) -> None:
-        if id(value) in self._around:
+        if id(value) in self._parents:
             self.refuse("it contains itself")
         self.check_depth(depth)
-        self._around.add(id(value))
+        self._parents.add(id(value))
 
     def check_depth(self, depth: int) -> None:
         if depth >= MAX_DEPTH:
-            self.refuse(f"it is nested more than {MAX_DEPTH} deep")
+            self.refuse(f"it is nested more than {MAX_DEPTH} levels deep")
 
     def container(self, value: Any, depth: int) -> Any:
         self.enter(value, depth)
@@ -178,7 +178,7 @@ class _Encoder:
             result = self.tag("tuple", self.items(value, depth + 1), depth)
         elif isinstance(value, (set, frozenset)):
             for element in value:
-                self.check_hashable(element, "element of a set")
+                self.check_hashable(element, "an element of a set")
             # sorted, since the order of a set differs between processes
             elements = sorted((self.plain(element, depth + 2) for element in value), key=json.dumps)
             result = self.tag("set" if isinstance(value, set) else "frozenset", elements, depth)
@@ -186,7 +186,7 @@ class _Encoder:
             result = self.mapping({field.name: getattr(value, field.name) for field in fields(value)}, depth)
         else:
             result = self.mapping(vars(value), depth)
-        self._around.discard(id(value))
+        self._parents.discard(id(value))
         return result
 
     def items(self, values: list[Any] | tuple[Any, ...], depth: int) -> Any:
@@ -216,7 +216,7 @@ class _Encoder:
         result = []
         for key, item in value.items():
             self._path.append(key)
-            self.check_hashable(key, "key")
+            self.check_hashable(key, "a key")
             result.append([self.plain(key, depth + 1), self.plain(item, depth + 1)])
             self._path.pop()
         return result
@@ -226,17 +226,19 @@ class _Encoder:
             for element in value:
                 self.check_hashable(element, role)
         elif not isinstance(value, _HASHABLE):
-            self.refuse(f"{with_article(type(value).__name__)} as {role} would not come back as one; use its name or number")
+            self.refuse(
+                f"{role} is {with_article(type(value).__name__)}, which would not be restored as one; use its name or number"
+            )
 
     # -------------------------------------------------------------------------------------------------- leaves
 
     def tensor(self, value: Tensor, owner: object) -> str:
-        """Add a tensor to those to be stored, once for each `owner`. Returns the reference to it."""
+        """Add a tensor to `tensors`, once for each `owner`. Returns the reference to it."""
         if (known := self._stored.get(id(owner))) is not None:
             return known[0]
         if problem := tensor_problem(value):
             self.refuse(problem)
-        path = "/".join(_word(key) for key in self._path) or "value"
+        path = "/".join(_key_text(key) for key in self._path) or "value"
         path = path.encode("utf-8", "backslashreplace").decode()[:500]
         key, number = path, 1
         while key in self._tensors or key == "__metadata__":
@@ -248,14 +250,14 @@ class _Encoder:
 
     def array(self, value: np.ndarray[Any, Any]) -> str:
         if type(value) not in (np.ndarray, np.memmap):
-            self.refuse(f"it is {with_article(type(value).__name__)}, of which only numpy.asarray(…) can be stored")
+            self.refuse(f"it is {with_article(type(value).__name__)}, a subclass of numpy.ndarray; store numpy.asarray(…)")
         native = np.ascontiguousarray(value, value.dtype.newbyteorder("=")).reshape(value.shape)
         if not native.flags.writeable:
             native = native.copy()  # torch warns of read-only memory
         try:
             tensor = torch.from_numpy(native)
         except TypeError:
-            self.refuse(f"torch has no dtype for a numpy array of {value.dtype}; store tolist(), or an array of numbers")
+            self.refuse(f"torch has no dtype for a numpy array of {value.dtype}; store its tolist(), or an array of numbers")
         return self.tensor(tensor, value)
 
     def numpy_scalar(self, value: np.generic, depth: int) -> Any:
@@ -263,7 +265,7 @@ class _Encoder:
         text = next((base for base in (str, bytes) if isinstance(value, base)), None)
         name = text.__name__ if text else value.dtype.name
         if name not in SCALARS:
-            self.refuse(f"it is a numpy.{type(value).__name__}; store item() of it")
+            self.refuse(f"it is a numpy.{type(value).__name__}; store its item()")
         return self.tag("scalar", [name, self.plain(_exact(value, text) if text else value.item(), depth + 2)], depth)
 
     def other(self, value: Any, depth: int) -> Any:
@@ -280,7 +282,7 @@ class _Encoder:
             return self.tag(*leaf, depth)
         if isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, (type, torch.nn.Module))):
             return self.container(value, depth)
-        self.refused = type(value)
+        self.unsupported = type(value)
         self.refuse(_advice(value))
 
 
@@ -330,16 +332,18 @@ def _advice(value: Any) -> str:
     if isinstance(value, torch.Generator):
         return "it is a torch.Generator; store its get_state()"
     if callable(value):
-        return f"it is code ({getattr(value, '__qualname__', kind)}); leave it out and create it again when the state is loaded"
+        return (
+            f"it is code ({getattr(value, '__qualname__', kind)}); remove it from the state, and create it again after loading"
+        )
     if isinstance(value, Iterable):
-        return f"it is {with_article(kind)}; store list(…) of it"
+        return f"it is {with_article(kind)}; store it as a list: list(…)"
     return (
-        f"it is {with_article(kind)}; store what it consists of: numbers, text, tensors, lists, dicts; or register its type: "
+        f"it is {with_article(kind)}; store its content as numbers, strings, tensors, lists and dicts, or register its type: "
         f"trainkit.checkpoint.register({type(value).__name__}, encode, decode)"
     )
 
 
-def _word(key: Any) -> str:
+def _key_text(key: Any) -> str:
     """A key in a path; an integer of thousands of digits has no decimal form."""
     if isinstance(key, str):
         return str.__str__(key)

@@ -24,12 +24,12 @@ def to_bytes(value: Any) -> bytes:
     """
     tensors: dict[str, Tensor] = {}
     text = dumps(value, tensors, file=_FILE, where="a value for other ranks")
-    # safetensors refuses tensors that share memory
+    # safetensors rejects tensors that share memory
     copies = {key: tensor.cpu().clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()}
     return len(text).to_bytes(_HEAD, "little") + text + save(copies)
 
 
 def from_bytes(data: bytes | memoryview) -> Any:
-    """The value that `to_bytes` was given; its tensors are copies on the CPU."""
+    """The value that was passed to `to_bytes`; its tensors are copies on the CPU."""
     end = _HEAD + int.from_bytes(data[:_HEAD], "little")
     return loads(data[_HEAD:end], {_FILE: load(bytes(data[end:]))}, "a value of another rank")

@@ -31,10 +31,10 @@ class Registration:
     """How a type is stored.
 
     Attributes:
-        name: the name of the type in checkpoints.
-        kind: the type.
-        encode: converts a value to something that a checkpoint can hold.
-        decode: converts that back.
+        name: The name of the type in checkpoints.
+        kind: The type.
+        encode: Converts a value to something that a checkpoint can store.
+        decode: Converts that back.
     """
 
     name: str
@@ -47,8 +47,8 @@ class Unregistered(NamedTuple):
     """A placeholder for a value of a registered type, for readers that do not need the value and have not registered the type.
 
     Attributes:
-        name: the name of the type in the checkpoint.
-        value: what `encode` returned.
+        name: The name of the type in the checkpoint.
+        value: What `encode` returned.
     """
 
     name: str
@@ -70,23 +70,27 @@ def register(
     """Let checkpoints store values of your own type, in hyper-parameters, the state of callbacks or anywhere else.
 
     Call it where the type is defined, so that every program that saves or loads such a checkpoint has called it. No code is
-    stored: a checkpoint holds the name and what `encode` returned, and only a type that the running program has registered
-    is decoded.
-
-    >>> import fractions
-    >>> register(fractions.Fraction, lambda f: [f.numerator, f.denominator], lambda pair: fractions.Fraction(*pair))
+    stored: a checkpoint contains the name and what `encode` returned, and only a type that the running program has
+    registered is decoded.
 
     Args:
-        type: the class. Its subclasses are not included: register them too.
-        encode: called with a value; returns what a checkpoint can hold: numbers, text, lists, dicts, tensors, numpy arrays,
-            values of other registered types.
-        decode: called with what `encode` returned; returns the value.
-        name: the name of the type in checkpoints (default: its module and its name). Give one, and keep it, if the class may
+        type: The class. Its subclasses are not included: register them too.
+        encode: Called with a value; returns what a checkpoint can store: numbers, text, lists, dicts, tensors, numpy
+            arrays, values of other registered types.
+        decode: Called with what `encode` returned; returns the value.
+        name: The name of the type in checkpoints. Default: its module and its name. Give one, and keep it, if the class may
             be moved or renamed, or is defined in a script.
-        replace: replace an earlier registration of the type or the name; for notebooks.
+        replace: Replace an earlier registration of the type or the name; for notebooks.
 
     Raises:
-        ConfigurationError: an argument has the wrong type, or the type or the name is registered already.
+        ConfigurationError: An argument has the wrong type, or the type or the name is registered already.
+
+    Example:
+        ```python
+        from fractions import Fraction
+
+        register(Fraction, lambda f: [f.numerator, f.denominator], lambda pair: Fraction(*pair))
+        ```
     """
     _check_arguments(type, encode, decode, name)
     name = name or qualified_name(type)
@@ -104,21 +108,21 @@ def _check_arguments(kind: Any, encode: Any, decode: Any, name: Any) -> None:
     if not isinstance(kind, type):
         raise ConfigurationError(f"register: expected a class, got {kind!r}. Fix: {example}")
     if kind in _STORED:
-        raise ConfigurationError(f"register: {kind.__qualname__} is stored already, as it is. Fix: remove the call.")
+        raise ConfigurationError(f"register: {kind.__qualname__} can be stored without registration. Fix: remove the call.")
     for what, function in (("encode", encode), ("decode", decode)):
         if not callable(function):
             raise ConfigurationError(f"register: expected a function for {what}, got {function!r}. Fix: {example}")
     if name is not None and (not isinstance(name, str) or not name):
-        raise ConfigurationError(f"register: expected name to be a text, got {name!r}. Fix: name='my_project.Vocabulary'")
+        raise ConfigurationError(f"register: expected a string for name, got {name!r}. Fix: name='my_project.Vocabulary'")
 
 
 def _registered_already(kind: builtins.type[Any], name: str, earlier: Registration) -> ConfigurationError:
     if earlier.kind is kind:
         reason = f", as {earlier.name!r}. " if earlier.name != name else ". "
-        fix = "or, to take the place of the first call: "
+        fix = "or, to replace the first registration: "
     else:
         reason = f": the name {name!r} belongs to another class, {earlier.kind!r}. "
-        fix = "give it a name of its own: name='...'; or: "
+        fix = "choose another name: name='...'; or, to replace the other registration: "
     return ConfigurationError(
         f"register: {qualified_name(kind)} is registered already{reason}Call register once for each type, where it is defined; "
         f"{fix}register(..., replace=True)"

@@ -1,4 +1,4 @@
-"""Which tensors can be stored: those with a dense layout, a dtype of the safetensors format, and values."""
+"""Which tensors can be stored: those with a dense layout, a dtype that safetensors supports, and values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class ShardedTensor(Tensor):
-    """A tensor of a checkpoint that no rank holds whole: its shape and dtype on the meta device, and how to gather it.
+    """A tensor of a checkpoint that is sharded over the ranks: its shape and dtype on the meta device, and how to gather it.
 
     Attributes:
         collect: collective; called on all ranks with the rank that needs the tensor. Returns the tensor there and `None` on
@@ -51,9 +51,9 @@ class ShardedTensor(Tensor):
 
     @staticmethod
     def __new__(cls, shape: Iterable[int], dtype: torch.dtype, collect: Callable[[int | None], Tensor | None]) -> ShardedTensor:
-        made = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(cls)
-        made.collect = collect
-        return made
+        tensor = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(cls)
+        tensor.collect = collect
+        return tensor
 
     def detach(self) -> ShardedTensor:
         """The tensor itself: it has no graph."""
@@ -70,18 +70,20 @@ def is_sharded_tensor(tensor: Any) -> bool:
 def tensor_problem(tensor: Tensor) -> str | None:
     """Why a tensor cannot be stored, with the fix; `None` if it can."""
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return f"it is {with_article(type(tensor).__name__)}, which stands for other tensors; store those"
+        return f"it is {with_article(type(tensor).__name__)}, a tensor subclass that wraps other tensors; store those"
     if isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
-        return "it has no values yet: run one batch through the module first"
+        return "it has no values yet; run one batch through the module first"
     if tensor.is_quantized:
         return "it is quantized; store its int_repr(), scale and zero point, or dequantize() it"
     if tensor.layout is not torch.strided:
         return f"its layout is {tensor.layout}; store to_dense(), or its indices and values"
     if tensor.is_meta and not is_sharded_tensor(tensor):
-        return "it is on the meta device, so it has no values; give it some with to_empty() and an initialization"
+        return "it is on the meta device, so it has no values; call module.to_empty(device=...) and initialize it first"
     if tensor.is_nested:
         return "it is a nested tensor; store unbind() of it"
     if tensor.dtype not in NAMES:
-        fix = "its real and imaginary parts" if tensor.is_complex() else "a copy of a common dtype, or t.view(torch.uint8)"
-        return f"safetensors has no {tensor.dtype}; store {fix}"
+        fix = (
+            "its real and imaginary parts" if tensor.is_complex() else "a copy with a supported dtype, or its view(torch.uint8)"
+        )
+        return f"safetensors does not support {tensor.dtype}; store {fix}"
     return None

@@ -23,7 +23,7 @@ class Profiler:
     """Base class: subclass it and define `profile` and `summary`.
 
     Raises:
-        MissingMethodError: one of them is called and not defined.
+        MissingMethodError: One of the two is called and not defined.
     """
 
     def start(self, directory: Path) -> None:
@@ -105,7 +105,7 @@ class AdvancedProfiler(Profiler):
     """Python's `cProfile` over the whole run; the summary lists the functions with the most time (`tottime`).
 
     Args:
-        lines: number of functions in the summary.
+        lines: Functions in the summary.
     """
 
     def __init__(self, lines: int = 30) -> None:
@@ -137,10 +137,10 @@ class PyTorchProfiler(Profiler):
     """`torch.profiler` over a few micro-batches of training; writes a Chrome trace, `trace.json`.
 
     Args:
-        wait: number of micro-batches skipped at the start.
-        warmup: number of micro-batches profiled but not kept.
-        active: number of micro-batches kept.
-        rows: number of operators in the summary.
+        wait: Micro-batches skipped at the start.
+        warmup: Micro-batches profiled but not kept.
+        active: Micro-batches kept.
+        rows: Operators in the summary.
     """
 
     def __init__(self, wait: int = 1, warmup: int = 1, active: int = 5, rows: int = 30) -> None:
@@ -193,8 +193,8 @@ def make_profiler(profiler: str | Profiler | None) -> Profiler | None:
     """The profiler of a name (`"simple"`, `"advanced"`, `"pytorch"`), or the object itself.
 
     Raises:
-        UnknownNameError: an unknown name.
-        ConfigurationError: an object that is not a profiler.
+        UnknownNameError: Another name.
+        ConfigurationError: An object that is no profiler.
     """
     if profiler is None or isinstance(profiler, Profiler):
         return profiler

@@ -64,64 +64,84 @@ _KNOWN = ("model", "dataloaders", "ckpt_path", "verbose", "datamodule", "strict"
 
 
 class Trainer:
-    """Runs a `TrainModule`: `fit`, `validate`, `test`, `predict`. All arguments are keywords.
+    """Runs a `TrainModule`: trains it with `fit`, and evaluates it with `validate`, `test` and `predict`.
+
+    All arguments are keywords. An argument of Lightning's that is not here is an error that names what to use, unless it
+    has Lightning's default, such as `plugins=None`.
 
     Args: Where it runs
-        accelerator: `"auto"`, `"cpu"`, `"gpu"` (`"cuda"`), `"mps"` or `"tpu"`.
-        devices: processes on a node, one per device: a number, `-1` for all GPUs, or a list of GPUs. `"auto"`: all GPUs in
-            a script, one in a notebook, one process on the CPU.
-        num_nodes: number of nodes.
-        strategy: `"auto"`, `"ddp"`, `"zero1"` to `"zero3"`, `"zero3_offload"`, `"xla"`, or a
-            `Strategy`.
-        sync_batchnorm: BatchNorm takes its statistics over all processes (CUDA).
-        precision: `"32-true"`, `"64-true"`, `"bf16-mixed"`, `"16-mixed"`, `"bf16-true"`, `"16-true"`, or a
+        accelerator: Kind of device: `"cpu"`, `"gpu"` or `"cuda"`, `"mps"`, `"tpu"` or `"xla"`. `"auto"`: the best one there
+            is.
+        devices: Number of processes per node, one for each device; `-1` for all GPUs, or a list of GPUs such as `[0, 1]`.
+            `"auto"`: all GPUs in a script, one GPU in a notebook, one process on the CPU.
+        num_nodes: Number of nodes. Default: as the launcher started the processes.
+        strategy: `"ddp"`, `"zero1"` to `"zero3"`, `"zero3_offload"`, `"xla"`, or a `Strategy`. `"auto"`: XLA on a TPU, DDP
+            with several processes, otherwise one device.
+        sync_batchnorm: Compute BatchNorm statistics over all processes (not on the CPU).
+        precision: `"32-true"` (the default), `"64-true"`, `"bf16-mixed"`, `"16-mixed"`, `"bf16-true"`, `"16-true"`, or a
             `Precision`.
-        seed: of order, augmentation and dropout (default: the one given to `seed_everything`, else torch's own).
-        deterministic: `True`: torch raises on nondeterministic kernels; `"warn"`: it warns.
-        benchmark: let cuDNN choose kernels by benchmarking.
+        seed: Seed of the order of the data, of augmentation and of dropout. Default: the seed given to `seed_everything`,
+            otherwise torch's own.
+        deterministic: `True`: torch raises on nondeterministic kernels; `"warn"`: it warns. The setting from before is
+            restored after the run.
+        benchmark: Let cuDNN choose kernels by timing them. The setting from before is restored after the run.
 
     Args: How long
-        max_epochs: largest number of epochs; -1: no limit. Without it, `max_steps` and `max_time`: 1000.
-        min_epochs: smallest number of epochs, also after a stop request.
-        max_steps: largest number of optimizer steps; -1: no limit.
-        min_steps: smallest number of optimizer steps.
-        max_time: `"DD:HH:MM:SS"`, a `timedelta` or its arguments as a dict.
-        fast_dev_run: try everything on one batch (or N), without loggers.
+        max_epochs: Maximum number of epochs; -1: no limit. Default: 1000 if neither `max_steps` nor `max_time` is given.
+        min_epochs: Minimum number of epochs, even if a callback requests a stop.
+        max_steps: Maximum number of optimizer steps; -1: no limit.
+        min_steps: Minimum number of optimizer steps, even if a callback requests a stop.
+        max_time: Maximum duration: `"DD:HH:MM:SS"`, a `timedelta`, or its arguments as a dict such as `{"hours": 12}`.
+        fast_dev_run: Run one batch of each stage, or this number of batches, without loggers and checkpoints, to find
+            errors.
 
     Args: Batches and optimizer steps
-        accumulate_grad_batches: micro-batches in an optimizer step (default: 1).
-        global_batch_size: samples in an optimizer step; the accumulation follows from it.
-        gradient_clip_val: largest norm, or absolute value, of the gradient.
-        gradient_clip_algorithm: `"norm"` or `"value"`.
-        limit_train_batches: a number of batches (int) or a fraction (float); all four default to `1.0`, everything.
-        limit_val_batches: the same for validation.
-        limit_test_batches: the same for `test`.
-        limit_predict_batches: the same for `predict`.
-        overfit_batches: train on these few batches, unshuffled, and validate on the same ones, whatever the validation loader.
-        reload_dataloaders_every_n_epochs: ask for the training and validation loaders again; 0: never.
+        accumulate_grad_batches: Number of micro-batches per optimizer step. Default: 1.
+        global_batch_size: Number of samples per optimizer step, over all processes. The number of micro-batches follows
+            from it; a number that does not divide is an error.
+        gradient_clip_val: Maximum norm of the gradient, or with `"value"` maximum absolute value of its elements. Adds
+            `GradientClipping`.
+        gradient_clip_algorithm: `"norm"` (the default) or `"value"`.
+        limit_train_batches: Number of batches per epoch on each process (int), or a fraction of them (float). Default: 1.0.
+        limit_val_batches: The same for each validation loader.
+        limit_test_batches: The same for each loader of `test`.
+        limit_predict_batches: The same for each loader of `predict`.
+        overfit_batches: Train on this number (or fraction) of batches, unshuffled, and validate on the same ones.
+        reload_dataloaders_every_n_epochs: Call `train_dataloader` and `val_dataloader` again every n epochs; 0: never.
 
     Args: Validation
-        val_check_interval: training batches between validations (int), or a fraction of an epoch (float).
-        val_every_n_steps: optimizer steps between validations.
-        check_val_every_n_epoch: only in every n-th epoch; `None`: an integer `val_check_interval` counts across epochs.
-        num_sanity_val_steps: validation batches before training, to find errors early; -1: all.
-        inference_mode: evaluate under `torch.inference_mode`, else `torch.no_grad`.
+        val_check_interval: Training batches between validations (int), or a fraction of an epoch (float). Default: 1.0.
+        val_every_n_steps: Optimizer steps between validations.
+        check_val_every_n_epoch: Validate in every n-th epoch only. `None`: an integer `val_check_interval` counts across
+            epochs.
+        num_sanity_val_steps: Number of validation batches before training, to find errors early; -1: all. Default: 2. Their
+            metrics are discarded.
+        inference_mode: Evaluate under `torch.inference_mode`; `False`: under `torch.no_grad`.
 
     Args: What is shown and kept
-        logger: `True` (TensorBoard if installed, else CSV), `False`, a logger, its name such as `"mlflow"`, or a list.
-        callbacks: a callback or a list.
-        default_root_dir: where logs and checkpoints go (default `./trainkit_runs`); each run has a folder of its own.
-        log_every_n_steps: optimizer steps between log boundaries; 0: log epochs only.
-        enable_progress_bar: attach `TQDMProgressBar`.
-        enable_model_summary: attach `ModelSummary`.
-        enable_checkpointing: attach `ModelCheckpoint`, unless `callbacks` has one: the two newest checkpoints are kept in
-            `checkpoints` in the folder of the run, written at the end of each epoch, every 30 minutes and when training ends.
-        slurm_requeue: after SIGTERM or SIGUSR1, when the checkpoint is written, ask SLURM to run the job again.
-        profiler: `"simple"`, `"advanced"`, `"pytorch"` or a `Profiler`.
-        detect_anomaly: autograd names the forward operation of a NaN gradient (slow).
+        logger: `True` (the default): TensorBoard if it is installed, otherwise CSV. `False`: none. Or a logger, its name
+            such as `"mlflow"`, or a list.
+        callbacks: A callback or a list of them.
+        default_root_dir: Folder for logs and checkpoints; each run has its own folder in it. Default: `./trainkit_runs`. A
+            URL such as `s3://…` is an error.
+        log_every_n_steps: Optimizer steps between two log boundaries. Default: 50; 0: log epochs only.
+        enable_progress_bar: Add `TQDMProgressBar`.
+        enable_model_summary: Add `ModelSummary`.
+        enable_checkpointing: Add `ModelCheckpoint`, unless `callbacks` has one. It saves at the end of each epoch, every 30
+            minutes and when training ends, and keeps the two newest checkpoints.
+        slurm_requeue: After SIGTERM or SIGUSR1, when the checkpoint is complete, ask SLURM to run the job again.
+        profiler: `"simple"`, `"advanced"`, `"pytorch"` or a `Profiler`: prints at the end of the run where the time went.
+        detect_anomaly: Let autograd name the forward operation that caused a NaN in the backward pass. Slow.
 
     Raises:
-        ConfigurationError: an argument that is wrong, unknown, not supported or contradicts another.
+        ConfigurationError: An argument is wrong, unknown or unsupported, or contradicts another.
+
+    Example:
+        ```python
+        trainer = Trainer(max_epochs=10, precision="bf16-mixed", gradient_clip_val=1.0)
+        trainer.fit(module, train_loader, val_loader)
+        trainer.test(module, test_loader, ckpt_path="best")
+        ```
     """
 
     def __init__(
@@ -198,31 +218,34 @@ class Trainer:
         strict: bool = True,
         **unknown: Any,
     ) -> None:
-        """Train a module: a new run from step 0 with the module's parameters as they are, or one that resumes.
+        """Train a module: a new run from step 0 with the module's current parameters, or a resumed run.
 
         Args:
-            model: what to train.
-            train_dataloaders: a `DataLoader`, an iterable of batches, a dict or list of loaders (trained on together), or a
-                `DataModule`.
-            val_dataloaders: one loader or a list.
-            datamodule: instead of loaders.
-            ckpt_path: resume from a checkpoint: `"auto"`, the newest good one of the runs of this module below
-                `default_root_dir`, or a fresh start if there is none; `"last"`, the same, but an error if there is none;
-                `"best"`, that of `ModelCheckpoint`; or a path. A damaged one is named and the next older one taken; one
-                named by its path is an error.
-            restore: only these parts of it, of "model", "optimizer", "scheduler", "scaler", "loop" (counters, position in the
-                data, metrics), "callbacks", "loggers" (default: all).
-            overrides: options of the optimizer that replace the restored ones, such as `{"lr": 1e-4}`; with a schedule `lr`
-                is what the schedule starts from, and the rest of the schedule is scaled.
-            strict: names that are missing in the checkpoint or in the model are an error. `False`: a notice lists them, and
-                the optimizer starts without state for parameters that were not there. Other shapes are an error always.
+            model: The module to train.
+            train_dataloaders: A `DataLoader`, any iterable of batches, a dict or list of loaders (trained on together), or
+                a `DataModule`. Default: what `train_dataloader` of the data module or the module returns.
+            val_dataloaders: One validation loader or a list. Default: what `val_dataloader` returns, if it is defined.
+            datamodule: A `DataModule`, instead of loaders.
+            ckpt_path: Resume from this checkpoint. `"auto"`: the newest valid checkpoint of the runs of this module below
+                `default_root_dir`, or a new run if there is none. `"last"`: the same, but an error if there is none.
+                `"best"`: the best one of `ModelCheckpoint`. Or a path. With a word, a damaged checkpoint is named and the
+                next older one used; with a path, it is an error.
+            restore: Restore only these parts: `"model"`, `"optimizer"`, `"scheduler"`, `"scaler"`, `"loop"` (counters,
+                position in the data, metrics), `"callbacks"`, `"loggers"`. Default: all.
+            overrides: Optimizer options that replace the restored ones, such as `{"lr": 1e-4}`. With a schedule, `lr` is
+                its initial value, and the rest of the schedule is scaled.
+            strict: A name that is missing in the checkpoint or in the model is an error. `False`: a notice lists these
+                names, and the optimizer starts without state for parameters that were not saved. Different shapes are
+                always an error.
 
         Raises:
-            ModuleError, DataError, ConfigurationError: something that the module or the data lacks; before training starts.
-            CheckpointError: the checkpoint is missing, damaged, or does not fit; before training starts. Or: three saves in a
-                row have failed.
-            Preempted: SIGTERM or SIGUSR1 came; the run was saved. It is a `SystemExit` with code 143.
-            KeyboardInterrupt: Ctrl-C; the step was finished and the run saved.
+            ModuleError: The module lacks something. Raised before training starts.
+            DataError: A loader cannot be used. Raised before training starts.
+            ConfigurationError: An argument is wrong. Raised before training starts.
+            CheckpointError: Before training, the checkpoint is missing or damaged, or does not fit. Later, three saves in a
+                row failed.
+            Preempted: SIGTERM or SIGUSR1 stopped the run, which saved a checkpoint. It is a `SystemExit` with code 143.
+            KeyboardInterrupt: Ctrl-C stopped the run. The step was completed and saved.
         """
         known = ["model", "train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path", "restore", "overrides", "strict"]
         refuse_unknown("Trainer.fit", unknown, known)
@@ -279,16 +302,17 @@ class Trainer:
         """Run the validation loop once.
 
         Args:
-            model: default: the one that this trainer ran last.
-            dataloaders: one loader, a list, or a `DataModule`.
-            ckpt_path: with the weights of a checkpoint: a path, `"best"`, `"last"` or `"auto"`, as in `fit`.
-                Default: the weights as they are.
-            verbose: print the metrics.
-            datamodule: instead of loaders.
-            strict: names that are missing in the checkpoint or in the model are an error; `False`: a notice lists them.
+            model: The module. Default: the one that this trainer ran last.
+            dataloaders: One loader, a list, or a `DataModule`.
+            ckpt_path: Load the weights of this checkpoint: a path, `"best"`, `"last"` or `"auto"`, as in `fit`. They stay
+                in the module. Default: use the weights as they are.
+            verbose: Print the metrics.
+            datamodule: A `DataModule`, instead of loaders.
+            strict: A name that is missing in the checkpoint or in the model is an error; `False`: a notice lists these
+                names.
 
         Returns:
-            The metrics of each loader.
+            One dict for each loader: the name of each metric → its value.
         """
         refuse_unknown("Trainer.validate", unknown, _KNOWN)
         _check_switch("verbose", verbose)
@@ -305,7 +329,19 @@ class Trainer:
         strict: bool = True,
         **unknown: Any,
     ) -> list[dict[str, float]]:
-        """Run the test loop once; arguments and result as of `validate`."""
+        """Run the test loop once.
+
+        Args:
+            model: As in `validate`.
+            dataloaders: As in `validate`.
+            ckpt_path: As in `validate`.
+            verbose: As in `validate`.
+            datamodule: As in `validate`.
+            strict: As in `validate`.
+
+        Returns:
+            One dict for each loader: the name of each metric → its value.
+        """
         refuse_unknown("Trainer.test", unknown, _KNOWN)
         _check_switch("verbose", verbose)
         return _evaluate(self, "test", "test", model, dataloaders, datamodule, verbose, ckpt_path, strict)
@@ -321,19 +357,23 @@ class Trainer:
         strict: bool = True,
         **unknown: Any,
     ) -> list[Any] | None:
-        """What `predict_step` returns for each batch; with several loaders, a list of that for each.
+        """Collect what `predict_step` returns for each batch.
 
-        Over several processes every one of them returns the whole list, in the order of the batches. What is not made of
-        tensors must be picklable then.
+        With several processes each of them returns the predictions for all batches, in the order of the data. Predictions
+        that are not made of tensors must then be picklable.
 
         Args:
-            model: default: the one that this trainer ran last.
-            dataloaders: one loader, a list, or a `DataModule`.
-            datamodule: instead of loaders.
-            return_predictions: `False` keeps and gathers nothing, for callbacks that write the predictions:
-                `trainkit.callbacks.PredictionWriter`. `None` is `True`.
-            ckpt_path: as in `validate`.
-            strict: as in `validate`.
+            model: The module. Default: the one that this trainer ran last.
+            dataloaders: One loader, a list, or a `DataModule`.
+            datamodule: A `DataModule`, instead of loaders.
+            return_predictions: `False` keeps and gathers nothing, for callbacks that write the predictions, such as
+                `PredictionWriter`. `None` means `True`.
+            ckpt_path: As in `validate`.
+            strict: As in `validate`.
+
+        Returns:
+            A list with the prediction for each batch; with several loaders, a list of these lists. `None` with
+            `return_predictions=False`.
         """
         known = ["model", "dataloaders", "datamodule", "return_predictions", "ckpt_path", "strict"]
         refuse_unknown("Trainer.predict", unknown, known)
@@ -347,32 +387,40 @@ class Trainer:
         return outputs[0] if len(outputs) == 1 else outputs
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, *, blocking: bool = True) -> None:
-        """Write a checkpoint of this moment to a folder of your choice; a checkpoint that is there is replaced.
+        """Save a checkpoint of this moment to a folder. A checkpoint that exists there is replaced.
 
-        It can be called from any hook and after `fit`; a run that resumes does what was left to do of the step. In the middle
-        of an accumulation window, what is saved is the position at its start, and the window is repeated. In a validation the
-        validation is repeated whole, and in `on_train_epoch_end` that hook, also for callbacks that had run before.
+        Call it from any hook or after `fit`. A run that resumes from it does what was left of the step. Inside an
+        accumulation window, the position at the start of the window is saved, and the window is repeated. During a
+        validation, the whole validation is repeated. In `on_train_epoch_end`, that hook is called again, also for callbacks
+        that it had been called for.
 
-        Every rank must call it: each has a part in what is saved, though most of it is written by rank 0.
+        Every rank must call it.
 
         Args:
-            filepath: the folder that the checkpoint becomes.
-            weights_only: skip optimizers, schedulers, counters, callbacks.
-            blocking: return when the checkpoint is complete on the disk. `False`: return when the state is copied, while a
-                thread writes it. If it cannot be written, the next step warns, or the next save; without either, the program
+            filepath: The folder that becomes the checkpoint.
+            weights_only: Save the model only, without optimizers, schedulers, counters and callbacks. It cannot be resumed.
+            blocking: Return when the checkpoint is complete on disk. `False`: return when the state is copied; a thread
+                writes it. If it cannot be written, the next step warns or the next save does; at the latest the program
                 prints the error when it ends.
 
         Raises:
             CheckpointError: `filepath` is something other than a checkpoint; or, if `blocking`, it cannot be written.
-            CollectiveError: not every rank has called it; names the lines, within seconds.
-            UnsavableError: a value that cannot be stored, with the path to it.
+            CollectiveError: A rank did not call it; the message names the lines of code.
+            UnsavableError: A value cannot be stored; the message names the path to it.
         """
         path = local_path(filepath, "filepath")
         self.accelerator.collective_checks.wait("trainer.save_checkpoint")
         self._save_policy_for(weights_only).save_to(path, weights_only=weights_only, blocking=blocking)
 
     def explain(self, module: TrainModule | None = None) -> str:
-        """Print, and return, who handles which hook, what runs when, and how the arguments were resolved."""
+        """Print how the arguments were resolved, when the run logs, validates and saves, and which object handles which hook.
+
+        Args:
+            module: The module that will be trained. Default: the one that this trainer ran last.
+
+        Returns:
+            The text.
+        """
         text = explain(self, module if module is not None else self._run.given_module)
         self.print(text)
         return text
@@ -386,28 +434,33 @@ class Trainer:
         device_memory: int | str | None = None,
         host_memory: int | str | None = None,
     ) -> MemoryPlan:
-        """Print, and return, what each strategy would hold in memory to train a module, and the smallest that fits.
+        """Print how much memory each strategy needs to train a module, and the smallest one that fits.
 
-        Nothing is trained, and nothing of the module's size is made. It may be one built under `torch.device("meta")`;
-        `configure_model` is run there, on a copy. What is counted, and what is not, is said below the table.
+        Nothing is trained, and nothing of the module's size is allocated. The module may be built under
+        `torch.device("meta")`; `configure_model` runs there, on a copy. The text below the table says what is counted and
+        what is not.
 
         Args:
-            module: what would be trained; it is not changed.
-            processes: numbers of processes to plan for.
-            per_host: of these on one machine, at most; default: all.
-            device_memory: bytes, or `"80G"` (GiB); default: what this trainer's GPU has.
-            host_memory: of a machine; default: what this one has.
+            module: The module that would be trained. It is not changed.
+            processes: Numbers of processes to plan for.
+            per_host: Maximum number of these processes on one node. Default: all of them.
+            device_memory: Memory of a device: a number of bytes, or `"80G"` (GiB). Default: that of this trainer's GPU.
+            host_memory: Memory of a node, in the same form. Default: that of this node.
+
+        Returns:
+            The plan, whose text was printed.
 
         Raises:
-            ModuleError, OptimizerError: the module cannot be planned.
-            ConfigurationError: a number that makes no sense.
+            ModuleError: The module cannot be planned.
+            OptimizerError: Its optimizer cannot be planned.
+            ConfigurationError: A number is out of range.
         """
         plan = make_plan(self, module, processes, per_host, device_memory, host_memory)
         self.print(plan)
         return plan
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print` in the main process only, above the progress bar."""
+        """Print on the main process only, above the progress bar; the arguments are those of `print`."""
         if not self.is_global_zero:
             return
         bar: Any = self.progress_bar_callback
@@ -417,7 +470,7 @@ class Trainer:
 
     @property
     def stage(self) -> str | None:
-        """ "fit", "validate", "test" or "predict"; `None` outside a run."""
+        """`"fit"`, `"validate"`, `"test"` or `"predict"`; `None` outside a run."""
         return self._run.progress.stage
 
     @property
@@ -427,17 +480,21 @@ class Trainer:
 
     @property
     def current_epoch(self) -> int:
-        """Number of completed epochs, which is the index of the running one."""
+        """Index of the current epoch, from 0; after a fit, number of completed epochs."""
         return self._run.progress.current_epoch
 
     @property
     def batch_idx(self) -> int:
-        """Index of the micro-batch in the epoch; -1 between epochs."""
+        """Index of the current micro-batch in the epoch; -1 between epochs."""
         return self._run.progress.batch_idx
 
     @property
     def should_stop(self) -> bool:
-        """Set it to end training after the next optimizer step, or immediately in a validation or at an epoch's end."""
+        """Set it to `True` to end training after the next optimizer step, or at once in a validation or at the end of an
+        epoch.
+
+        One process is enough: all stop after the same step.
+        """
         return self._run.progress.should_stop
 
     @should_stop.setter
@@ -446,12 +503,12 @@ class Trainer:
 
     @property
     def should_log(self) -> bool:
-        """Whether the open accumulation window ends in a log boundary."""
+        """Whether the current accumulation window ends at a log boundary."""
         return self._run.progress.should_log
 
     @property
     def sanity_checking(self) -> bool:
-        """Whether the few validation batches before training are running."""
+        """Whether the validation batches before training are running."""
         return self._run.progress.sanity_checking
 
     @property
@@ -461,10 +518,10 @@ class Trainer:
 
     @property
     def lightning_module(self) -> TrainModule:
-        """The user's module (Lightning's name; `model` is the same, and `None` before the first run).
+        """The user's module, under Lightning's name; `model` is the same.
 
         Raises:
-            ModuleError: nothing has been run yet.
+            ModuleError: Nothing has been run yet.
         """
         return self._run.module
 
@@ -475,19 +532,19 @@ class Trainer:
 
     @property
     def datamodule(self) -> DataModule | None:
-        """The data module of the run, if there is one."""
+        """The data module of the run; `None` without one."""
         return self._run.datamodule
 
     @property
     def accelerator(self) -> Accelerator:
-        """The `Accelerator` of the run, whose verbs the loop calls."""
+        """The `Accelerator` of the run, whose methods the training loop calls."""
         return self._run.accelerator
 
     @property
     def seed(self) -> int:
-        """The seed of order, augmentation and dropout; a resumed run takes over that of its checkpoint.
+        """The seed of order, augmentation and dropout; a resumed run uses that of its checkpoint.
 
-        It can be assigned between runs.
+        Assign it between runs only.
         """
         return self._run.seed
 
@@ -499,7 +556,7 @@ class Trainer:
 
     @property
     def callbacks(self) -> list[Callback]:
-        """The callbacks; in a run with those of the module's `configure_callbacks`."""
+        """The callbacks; during a run also those of the module's `configure_callbacks`."""
         return self._run.callbacks
 
     @callbacks.setter
@@ -519,7 +576,7 @@ class Trainer:
 
     @property
     def profiler(self) -> Profiler | None:
-        """What measures the steps of the next run; `None`: nothing does."""
+        """The profiler of the next run, or `None`."""
         return self._run.profiler
 
     @profiler.setter
@@ -528,7 +585,7 @@ class Trainer:
 
     @property
     def inference_mode(self) -> bool:
-        """Whether evaluations run under `torch.inference_mode`, not `torch.no_grad`."""
+        """Whether evaluations run under `torch.inference_mode` instead of `torch.no_grad`."""
         return self._run.inference_mode
 
     @inference_mode.setter
@@ -547,12 +604,12 @@ class Trainer:
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
-        """The schedulers of the fit, each with its interval, frequency and monitor."""
+        """The schedulers of the fit, each with its `scheduler`, `interval`, `frequency` and `monitor`."""
         return self._run.schedulers
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Torch's optimizers, as `configure_optimizers` returned them."""
+        """The optimizers as `configure_optimizers` returned them."""
         return self._run.torch_optimizers
 
     @property
@@ -562,22 +619,22 @@ class Trainer:
 
     @property
     def device(self) -> torch.device:
-        """Where the module and the batches are."""
+        """The device of the module and the batches."""
         return self.strategy.device
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
+        """Number of processes; where one process uses several devices (XLA), number of devices."""
         return self.strategy.world_size
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is the process that prints, logs and writes."""
+        """Whether this is the main process (rank 0), which prints, logs and writes."""
         return self.strategy.is_main_process
 
     @property
     def default_root_dir(self) -> str:
-        """The folder that logs go under."""
+        """The folder of logs and checkpoints."""
         return str(self._arguments.default_root_dir)
 
     @property
@@ -592,15 +649,15 @@ class Trainer:
 
     @property
     def training(self) -> bool:
-        """Whether a fit is running and is not validating just now."""
+        """Whether a fit is running and not validating."""
         return self.stage == "fit" and not self.validating
 
     @property
     def sample_mask(self) -> Tensor:
-        """See `trainkit.TrainModule.sample_mask`.
+        """Which samples of the current batch are real, see `TrainModule.sample_mask`.
 
         Raises:
-            ModuleError: there is no current batch.
+            ModuleError: There is no current batch.
         """
         run = self._run
         loader = run.train_loader if run.evaluation_plan is None and self.stage == "fit" else None
@@ -623,7 +680,7 @@ class Trainer:
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the micro-batch being trained on is known to be the last of its epoch."""
+        """Whether the current micro-batch is the last of its epoch; `False` if the loader has no length."""
         loader, batch_idx = self._run.train_loader, self.batch_idx
         length = None if loader is None else loader.length
         return self.stage == "fit" and length is not None and batch_idx >= 0 and batch_idx + 1 >= length
@@ -635,51 +692,51 @@ class Trainer:
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger."""
+        """The first logger, or `None`."""
         return self.loggers[0] if self.loggers else None
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of the first logger, or the run's root folder without one."""
+        """The folder of the first logger; without a logger, `default_root_dir`."""
         return self.loggers[0].log_dir if self.loggers else str(self._arguments.default_root_dir)
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
         """Every metric logged so far, by name; with both `on_step` and `on_epoch` under all three names.
 
-        Of an evaluation only the values of the whole evaluation are here. A metric that training and validation log under
-        one name is the validation's.
+        A metric logged in an evaluation has the value of the whole evaluation. If training and validation log the same
+        name, the value is that of the validation.
         """
         return self._run.callback_metrics
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """What the loggers got last, by name, as tensors on the CPU."""
+        """The latest values passed to the loggers, by name, as tensors on the CPU."""
         return as_tensors(self._run.results.logged)
 
     @property
     def progress_bar_metrics(self) -> dict[str, Tensor]:
-        """What was logged with `prog_bar=True`, as of the last log boundary or epoch's end, as tensors on the CPU."""
+        """The metrics logged with `prog_bar=True`, as of the last log boundary or end of an epoch, as tensors on the CPU."""
         return as_tensors(self._run.results.progress_bar)
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """Batches of each validation loader."""
+        """Number of batches of each validation loader."""
         return count_batches(self._run.plans.get("validation"))
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """Batches of each validation loader in the sanity check."""
+        """Number of batches of each validation loader in the sanity check."""
         return count_batches(self._run.plans.get("sanity"))
 
     @property
     def num_test_batches(self) -> list[int | float]:
-        """Batches of each test loader."""
+        """Number of batches of each test loader."""
         return count_batches(self._run.plans.get("test"))
 
     @property
     def num_predict_batches(self) -> list[int | float]:
-        """Batches of each loader to predict on."""
+        """Number of batches of each loader of `predict`."""
         return count_batches(self._run.plans.get("predict"))
 
     @property
@@ -696,19 +753,19 @@ class Trainer:
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The loader to predict on as the user passed it, or the list of them; `None` without one."""
+        """The loader of `predict` as the user passed it, or the list of them; `None` without one."""
         sources = self._run.evaluation_sources.get("predict", [])
         return sources[0] if len(sources) == 1 else sources or None
 
     @property
     def early_stopping_callback(self) -> Callback | None:
-        """The first `EarlyStopping`."""
+        """The first `EarlyStopping`, or `None`."""
         kind = load_callback("early_stopping")
         return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
 
     @property
     def checkpoint_callback(self) -> Callback | None:
-        """The first `ModelCheckpoint`."""
+        """The first `ModelCheckpoint`, or `None`."""
         return next(iter(self.checkpoint_callbacks), None)
 
     @property
@@ -719,52 +776,54 @@ class Trainer:
 
     @property
     def progress_bar_callback(self) -> Callback | None:
-        """The progress bar."""
+        """The progress bar, or `None`."""
         return next((callback for callback in self.callbacks if getattr(callback, "is_progress_bar", False)), None)
 
     @property
     def max_epochs(self) -> int:
-        """Largest number of epochs; -1: no limit."""
+        """Maximum number of epochs; -1: no limit."""
         assert self._arguments.max_epochs is not None
         return self._arguments.max_epochs
 
     @property
     def max_steps(self) -> int:
-        """Largest number of optimizer steps; -1: no limit."""
+        """Maximum number of optimizer steps; -1: no limit."""
         return self._arguments.max_steps
 
     @property
     def min_epochs(self) -> int | None:
-        """Smallest number of epochs, also after a stop request."""
+        """Minimum number of epochs, even after a stop request."""
         return self._arguments.min_epochs
 
     @property
     def min_steps(self) -> int | None:
-        """Smallest number of optimizer steps, also after a stop request."""
+        """Minimum number of optimizer steps, even after a stop request."""
         return self._arguments.min_steps
 
     @property
     def log_every_n_steps(self) -> int:
-        """Optimizer steps from one log boundary to the next; 0: only epochs are logged."""
+        """Number of optimizer steps between two log boundaries; 0: only epochs are logged."""
         assert self._arguments.log_every_n_steps is not None
         return self._arguments.log_every_n_steps
 
     @property
     def check_val_every_n_epoch(self) -> int | None:
-        """Epochs from one validation to the next."""
+        """Number of epochs between two validations."""
         return self._arguments.check_val_every_n_epoch
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of a training epoch, at most; infinity if unknown."""
+        """Maximum number of micro-batches in a training epoch; infinite for a loader without a length."""
         return self._run.max_batches
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """The number of optimizer steps in the whole fit, for schedulers; infinity if unknown.
+        """Number of optimizer steps of the whole fit, for schedulers; infinite for a loader without a length.
+
+        Read it in `configure_optimizers`.
 
         Raises:
-            ModuleError: read before the training loader is known, which is when `configure_optimizers` is called.
+            ModuleError: Read before the training loader is known.
         """
         if self._run.train_loader is None:
             raise ModuleError(
@@ -793,7 +852,7 @@ class Trainer:
         """What saves a checkpoint of this moment.
 
         Raises:
-            ModuleError: there is nothing to be saved.
+            ModuleError: There is nothing to be saved.
         """
         run = self._run
         fitted = run.train_loader is not None and run.given_module is run.fitted

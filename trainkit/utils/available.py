@@ -39,21 +39,29 @@ def _installed(package: str) -> Callable[[], bool]:
 
 
 is_comet_ml_available = _installed("comet_ml")
+"""Whether comet_ml is installed."""
 is_datasets_available = _installed("datasets")
+"""Whether datasets is installed."""
 is_deepspeed_available = _installed("deepspeed")
+"""Whether deepspeed is installed."""
 is_mlflow_available = _installed("mlflow")
+"""Whether mlflow is installed."""
 is_peft_available = _installed("peft")
+"""Whether peft is installed."""
 is_tensorboard_available = _installed("tensorboard")
+"""Whether tensorboard is installed."""
 is_transformers_available = _installed("transformers")
+"""Whether transformers is installed."""
 is_wandb_available = _installed("wandb")
+"""Whether wandb is installed."""
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
     """Whether torch_xla is installed.
 
     Args:
-        check_is_tpu: And a TPU is available and not disabled by the environment.
-        check_is_gpu: And it runs on a GPU, which trainkit does not support: always `False`.
+        check_is_tpu: Also require a TPU that the environment has not disabled.
+        check_is_gpu: Also require a GPU for XLA, which trainkit does not support: always `False`.
     """
     if check_is_gpu or not is_installed("torch_xla"):
         return False
@@ -61,7 +69,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_cuda_available() -> bool:
-    """`torch.cuda.is_available()`."""
+    """Whether torch can use a GPU of NVIDIA or AMD: `torch.cuda.is_available()`."""
     return torch.cuda.is_available()
 
 
@@ -69,31 +77,35 @@ def is_mps_available(min_version: str = "1.12") -> bool:
     """Whether torch can use Apple's GPU.
 
     Args:
-        min_version: no effect: each supported version of torch is newer.
+        min_version: No effect: each supported version of torch is newer.
     """
     return torch.backends.mps.is_available()
 
 
 def is_npu_available(check_device: bool = False) -> bool:
-    """`False`: trainkit does not run on Ascend's devices.
+    """Always `False`: trainkit does not run on Ascend's devices.
 
     Args:
-        check_device: no effect: the answer is the same.
+        check_device: No effect.
     """
     return False
 
 
 def is_xpu_available(check_device: bool = False) -> bool:
-    """`False`: trainkit does not run on Intel's GPUs.
+    """Always `False`: trainkit does not run on Intel's GPUs.
 
     Args:
-        check_device: no effect: the answer is the same.
+        check_device: No effect.
     """
     return False
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether `mixed_precision="bf16"` works on the default device; with `ignore_tpu`, `False` on a TPU."""
+    """Whether `mixed_precision="bf16"` works on the default device.
+
+    Args:
+        ignore_tpu: Return `False` on a TPU.
+    """
     if is_torch_xla_available(check_is_tpu=True):
         return not ignore_tpu
     return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True

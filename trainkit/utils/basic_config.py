@@ -20,7 +20,7 @@ __all__ = ["write_basic_config"]
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None) -> Path | bool:
-    """Write a configuration file for the devices of this machine. An existing file is not changed.
+    """Write a configuration file of `trainkit launch` for the devices of this node. An existing file is not changed.
 
     Args:
         mixed_precision: `"no"`, `"fp16"` or `"bf16"`.
@@ -31,7 +31,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | os.Path
         The path of the file; `False` if it existed.
 
     Raises:
-        ConfigurationError: Another precision, or the file cannot be written.
+        ConfigurationError: The precision is another one, or the file cannot be written.
     """
     path = default_file() if save_location is None else Path(save_location)
     precision = checked("mixed_precision", mixed_precision, KEYS, "mixed_precision")

@@ -25,7 +25,7 @@ class _Choice(str, enum.Enum):
 
 
 class DynamoBackend(_Choice):
-    """For `Accelerator(dynamo_backend=)`, which accepts every backend of `torch.compile`."""
+    """Names for `Accelerator(dynamo_backend=)`, which accepts every backend of `torch.compile`."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -38,7 +38,7 @@ class DynamoBackend(_Choice):
 
 
 class LoggerType(_Choice):
-    """For `Accelerator(log_with=)`. Those after `COMETML` are not supported."""
+    """Names for `Accelerator(log_with=)`: `ALL`, `TENSORBOARD`, `WANDB`, `MLFLOW`, `COMETML`. The others are not supported."""
 
     ALL = "all"
     TENSORBOARD = "tensorboard"
@@ -54,7 +54,7 @@ class LoggerType(_Choice):
 
 
 class PrecisionType(_Choice):
-    """For `Accelerator(mixed_precision=)`. `FP8` is not supported."""
+    """Names for `Accelerator(mixed_precision=)`: `NO`, `FP16`, `BF16`. `FP8` is not supported."""
 
     NO = "no"
     FP16 = "fp16"

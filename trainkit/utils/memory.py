@@ -27,27 +27,26 @@ def find_executable_batch_size(
 ) -> Any:
     """A decorator that calls a function with smaller and smaller batch sizes until it fits into memory.
 
-    :
-
-    ```python
-    @find_executable_batch_size(starting_batch_size=256)
-    def train(batch_size):
-        accelerator = Accelerator()
-        ...
-
-    train()
-    ```
-
-    The function must not keep objects of a failed attempt alive elsewhere. The next call starts with the size that fit. With
-    several processes an error is raised immediately: one rank may run out of memory while the others do not.
+    The function must not keep objects of a failed attempt alive elsewhere. The next call starts with the size that fit.
+    With several processes an error is raised immediately: one rank may run out of memory while the others do not.
 
     Args:
         function: A function whose first argument is the batch size.
         starting_batch_size: The first size to try.
-        reduce_batch_size_fn: Returns the next size; default: 0.9 times the last one, rounded down.
+        reduce_batch_size_fn: Returns the next size. Default: 0.9 times the last one, rounded down.
 
     Raises:
         ConfigurationError: No size fits, or the caller passes a batch size.
+
+    Example:
+        ```python
+        @find_executable_batch_size(starting_batch_size=256)
+        def train(batch_size):
+            accelerator = Accelerator()
+            ...
+
+        train()
+        ```
     """
     if function is None:
         return functools.partial(
@@ -84,9 +83,15 @@ def find_executable_batch_size(
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Free the memory of objects: `a, b = release_memory(a, b)`, which returns `None` for each.
+    """Free the memory of objects: `a, b = release_memory(a, b)`.
 
     An `Accelerator` keeps prepared objects alive: `model, optimizer = accelerator.free_memory(model, optimizer)`.
+
+    Args:
+        *objects: The objects.
+
+    Returns:
+        `None` for each object.
     """
     count = len(objects)
     del objects

@@ -58,22 +58,23 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load weights into a model, in place: all of them fit, or nothing is changed.
+    """Load weights into a model, in place. If they do not fit, nothing is changed.
 
-    Reads the files of `Accelerator.save_model`, `save_pretrained` and `safetensors` (one file, or several with an index),
-    and the model of a checkpoint of `save_state` or a `Trainer`. Never unpickles. Values are read when they are needed, so
-    that the host needs no memory for a second model. Each process calls it before `prepare`; a model that is prepared under
-    DDP can also be loaded.
+    It reads the files of `Accelerator.save_model`, `save_pretrained` and `safetensors` (one file, or several with an
+    index), and the model of a checkpoint of `save_state` or a `Trainer`. It never unpickles. Values are read when they are
+    needed, so the host needs no memory for a second model. Each process calls it before `prepare`; a model that is prepared
+    under DDP can also be loaded.
 
     Args:
         model: A model on the meta device (`with torch.device("meta"): …`) or with values. Parameters with values stay the
             same objects.
         checkpoint: A folder, a `.safetensors` file or the `.index.json` of several.
-        device_map: Name of a module → device, such as `{"": "cuda:0"}` for the whole model; the longest name counts. Default:
+        device_map: Name of a module → device, such as `{"": "cuda:0"}` for the whole model; the longest name counts.
+            Default:
             each tensor stays where it is, and those on the meta device are allocated on the CPU. With several devices the
             model itself must move its activations.
         offload_folder: No effect: nothing is offloaded.
-        dtype: The dtype of floating-point tensors, such as `torch.bfloat16`; default: the model's dtypes.
+        dtype: The dtype of floating-point tensors, such as `torch.bfloat16`. Default: the model's dtypes.
         offload_state_dict: No effect: values stay on the disk until they are used.
         offload_buffers: No effect: nothing is offloaded.
         keep_in_fp32_modules: Names of modules that become float32 instead of `dtype`.
@@ -86,8 +87,13 @@ def load_checkpoint_in_model(
         CheckpointNotFoundError: There are no weights.
         CorruptCheckpointError: A file is damaged, or a pickle.
         StateMismatchError: The weights do not fit the model; the message lists all differences.
-        ConfigurationError: A wrong argument, or a model that is prepared under ZeRO.
-        UnsupportedArgumentError: An unsupported argument; the message says what to use instead.
+        ConfigurationError: An argument is wrong, or the model is prepared under ZeRO.
+        UnsupportedArgumentError: An argument is not supported; the message says what to use instead.
+
+    Example:
+        ```python
+        load_checkpoint_in_model(model, "exported/model.safetensors", dtype=torch.bfloat16)
+        ```
     """
     _refuse_unsupported(offload_8bit_bnb, full_state_dict, broadcast_from_rank0)
     target, inner = _dtype(dtype), extract_model_from_parallel(model)

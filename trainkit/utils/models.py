@@ -18,12 +18,12 @@ _AROUND = (Wrapped, nn.parallel.DistributedDataParallel, nn.DataParallel)
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False, recursive: bool = False
 ) -> nn.Module:
-    """A user's model, without the wrappers of `Accelerator.prepare`, DDP and `torch.compile`.
+    """Return a user's model, without the wrappers of `Accelerator.prepare`, DDP and `torch.compile`.
 
     Args:
         model: A model, wrapped or not.
         keep_fp32_wrapper: No effect: the user's own model is not changed.
-        keep_torch_compile: See `trainkit.Accelerator.unwrap_model`.
+        keep_torch_compile: As in `Accelerator.unwrap_model`.
         recursive: Only `False`.
 
     Raises:

@@ -15,13 +15,16 @@ __all__ = ["broadcast_object_list", "gather_object"]
 
 
 def gather_object(object: list[Any] | tuple[Any, ...]) -> list[Any]:
-    """The elements of the lists of all ranks in one list, in the order of the ranks, on all ranks. Collective.
+    """Concatenate the lists of all ranks, in the order of the ranks, on all ranks. Collective.
 
     Args:
         object: A list; its length may differ between ranks. Elements are pickled, between processes of the same run.
 
+    Returns:
+        One list with all elements.
+
     Raises:
-        ConfigurationError: Not a list or tuple, or no `Accelerator` was created.
+        ConfigurationError: The argument is not a list or tuple, or no `Accelerator` was created.
         UnsupportedArgumentError: On XLA.
     """
     _check("gather_object", object, list | tuple)
@@ -40,7 +43,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
         The list.
 
     Raises:
-        ConfigurationError: Not a list, different lengths, or an unknown rank.
+        ConfigurationError: The argument is not a list, lengths differ, or the rank is unknown.
         UnsupportedArgumentError: On XLA.
     """
     _check("broadcast_object_list", object_list, list)

@@ -19,20 +19,20 @@ __all__ = ["broadcast", "gather", "pad_across_processes", "reduce", "send_to_dev
 
 
 def gather(tensor: Any) -> Any:
-    """`trainkit.Accelerator.gather`. Collective.
+    """Concatenate the tensors of all ranks, as `Accelerator.gather` does. Collective.
 
     Args:
         tensor: A tensor, or tensors in lists, tuples and dicts; the same containers on all ranks.
 
     Raises:
         ConfigurationError: No `Accelerator` was created, or an item is not a tensor.
-        CollectiveError: Other containers, shapes or dtypes on other ranks.
+        CollectiveError: Containers, shapes or dtypes differ between ranks.
     """
     return gathering("gather").gather(tensor)
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """`trainkit.Accelerator.reduce`, by default the mean, as in Accelerate. Collective.
+    """Reduce tensors over all ranks, as `Accelerator.reduce` does; by default the mean, as in Accelerate. Collective.
 
     Args:
         tensor: A tensor, or tensors in lists, tuples and dicts; with the same shapes on all ranks.
@@ -40,22 +40,24 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         scale: Multiplies the result.
 
     Raises:
-        ConfigurationError, CollectiveError: See `gather`; or an unknown reduction.
+        ConfigurationError: As in `gather`; or the reduction is unknown.
+        CollectiveError: As in `gather`.
     """
     return gathering("reduce").reduce(tensor, reduction, scale)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """`trainkit.Accelerator.pad_across_processes`. Collective.
+    """Pad tensors to the largest size of all ranks, as `Accelerator.pad_across_processes` does. Collective.
 
     Args:
         tensor: A tensor, or tensors in lists, tuples and dicts.
-        dim: The dimension to pad to the largest size of all ranks.
+        dim: The dimension to pad.
         pad_index: The value of the padding.
         pad_first: Pad at the start instead of the end.
 
     Raises:
-        ConfigurationError, CollectiveError: See `gather`.
+        ConfigurationError: As in `gather`.
+        CollectiveError: As in `gather`.
     """
     return gathering("pad_across_processes").pad_across_processes(tensor, dim, pad_index, pad_first)
 
@@ -70,8 +72,8 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         from_process: The rank to broadcast from.
 
     Raises:
-        ConfigurationError: See `gather`; or an unknown rank, or different ranks on different processes.
-        CollectiveError: See `gather`.
+        ConfigurationError: As in `gather`; or the rank is unknown, or differs between processes.
+        CollectiveError: As in `gather`.
     """
     part = gathering("broadcast")
     size = part.world.size
@@ -81,10 +83,11 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def wait_for_everyone() -> None:
-    """`trainkit.Accelerator.wait_for_everyone`. Collective.
+    """Wait until all processes have called it, as `Accelerator.wait_for_everyone` does. Collective.
 
     Raises:
-        ConfigurationError, CollectiveError: See `gather`.
+        ConfigurationError: As in `gather`.
+        CollectiveError: As in `gather`.
     """
     gathering("wait_for_everyone").wait("wait_for_everyone")
 

@@ -11,7 +11,7 @@ __all__ = ["set_seed"]
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed every generator, as `trainkit.seed_everything` does.
+    """Seed every generator, as `seed_everything` does.
 
     Args:
         seed: An integer from 0 to 2**64 - 1, the same on all ranks.

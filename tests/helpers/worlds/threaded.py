@@ -22,7 +22,7 @@ from trainkit.distributed.world import ThreadExchange, World
 from trainkit.strategy import Strategy
 from trainkit.tagged_json.message import from_bytes, to_bytes
 
-__all__ = ["FakeWorld", "GoneError", "ThreadStrategy", "run_teams", "run_threads", "try_teams", "try_threads"]
+__all__ = ["FakeWorld", "GoneError", "ThreadStrategy", "run_groups", "run_threads", "try_groups", "try_threads"]
 
 
 class GoneError(Exception):
@@ -154,11 +154,11 @@ def run_threads(size: int, function: Callable[..., Any], *args: Any) -> list[Any
     return results
 
 
-def try_teams(size: int, function: Callable[[ThreadExchange], Any]) -> list[Any]:
+def try_groups(size: int, function: Callable[[ThreadExchange], Any]) -> list[Any]:
     """`try_threads` with the same `ThreadExchange` of each rank instead of its `World`."""
-    return try_threads(size, lambda world: function(world.thread_exchange("team")))
+    return try_threads(size, lambda world: function(world.thread_exchange("group")))
 
 
-def run_teams(size: int, function: Callable[[ThreadExchange], Any]) -> list[Any]:
+def run_groups(size: int, function: Callable[[ThreadExchange], Any]) -> list[Any]:
     """`run_threads` with the same `ThreadExchange` of each rank instead of its `World`."""
-    return run_threads(size, lambda world: function(world.thread_exchange("team")))
+    return run_threads(size, lambda world: function(world.thread_exchange("group")))

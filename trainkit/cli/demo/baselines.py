@@ -14,7 +14,7 @@ Bytes = NDArray[np.uint8]
 
 
 def unigram_bits(train: bytes, targets: Bytes) -> float:
-    """Bits per byte if each byte has the probability of its frequency in the training text.
+    """Return the bits per byte of a model in which each byte has its frequency in the training text.
 
     Add-one smoothing (Laplace), so that no probability is 0.
 
@@ -26,10 +26,10 @@ def unigram_bits(train: bytes, targets: Bytes) -> float:
 
 
 def bigram_bits(train: bytes, previous: Bytes, targets: Bytes, strength: float = 1.0) -> float:
-    """Bits per byte if each byte depends on the one before it.
+    """Return the bits per byte of a model in which each byte depends on the one before it.
 
-    The counts are smoothed with a Dirichlet prior around the unigram model (MacKay and Peto, "A hierarchical Dirichlet language
-    model", 1995).
+    The counts are smoothed with a Dirichlet prior around the unigram model (MacKay and Peto, "A hierarchical Dirichlet
+    language model", 1995).
 
     Args:
         train: The training text.

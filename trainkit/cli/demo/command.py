@@ -85,7 +85,7 @@ class Result:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `trainkit demo`."""
+    """Add the arguments of `trainkit demo` to a parser."""
     parser.add_argument("--max-steps", type=int, metavar="N", help=f"optimizer steps (default: {FULL.max_steps})")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the run (default: 0)")
     parser.add_argument(
