@@ -253,7 +253,7 @@ def test_a_bad_one_is_neither_counted_nor_removed_by_the_rotation(saved: Path) -
 
 
 def test_last_without_a_checkpoint_is_an_error() -> None:
-    with pytest.raises(CheckpointNotFoundError, match="'auto' starts from the beginning"):
+    with pytest.raises(CheckpointNotFoundError, match="To start from the beginning if there is none: ckpt_path='auto'"):
         fit(2, ckpt_path="last")
     trainer = fit(2, ckpt_path="auto")
     assert (trainer.global_step, trainer._save_policy.resumed_from) == (2, None)

@@ -23,8 +23,8 @@ class GradientVerbs(PrepareVerbs):
     """The methods of `trainkit.Accelerator` that work on gradients.
 
     Attributes:
-        skip_asked: The optimizer step of the current window is to be skipped.
-        unspent: Gradients of a whole window wait for a step.
+        skip_requested: The optimizer step of the current window is to be skipped.
+        step_pending: The gradients of a window are complete, and no optimizer step has used them.
     """
 
     averages_in_step: bool

@@ -24,6 +24,7 @@ class StepVerbs(GradientVerbs):
     Attributes:
         before_step: Called with the optimizer before an optimizer step.
         optimizer_step_was_skipped: Whether the last step of any optimizer was skipped, though the window was full.
+        overflows: Number of steps that were skipped because a scaled gradient overflowed.
         updates: Number of optimizer steps so far.
         updating: An optimizer step is in progress.
     """
