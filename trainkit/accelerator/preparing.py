@@ -124,9 +124,7 @@ class PrepareVerbs:
         self._check_objects(objects, placed)
         loaders = {place: self._loader_to_read(item) for place, item in enumerate(objects) if _is_loader(item, place)}
         if batch_weight is not None and not loaders:
-            raise ConfigurationError(
-                "prepare(batch_weight=) needs a loader among the arguments: prepare(model, loader, batch_weight=...)"
-            )
+            raise ConfigurationError("prepare(batch_weight=) needs a loader: prepare(model, loader, batch_weight=...)")
         self.collective_checks.wait("prepare")  # errors in the arguments have been raised, and nothing has been changed
         self._begin_watching()
         prepared: dict[int, Any] = {}
@@ -203,8 +201,7 @@ class PrepareVerbs:
         """Prepare a loader, as `prepare` does. `slice_fn_for_dispatch` can only be `None`."""
         if slice_fn_for_dispatch is not None:
             raise UnsupportedArgumentError(
-                "prepare_data_loader(slice_fn_for_dispatch=...) is not supported: each process reads its own batches. Fix: "
-                "remove it."
+                "prepare_data_loader(slice_fn_for_dispatch=) is not supported: each process reads its own batches. Remove it."
             )
         prepared: PreparedLoader = self._prepared_as(object, data_loader, device_placement)
         return prepared
