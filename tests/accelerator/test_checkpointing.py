@@ -125,12 +125,12 @@ def test_resume_loaders_after_load_state_acts_once(caplog: pytest.LogCaptureFixt
     resumed.accelerator.load_state("there")
     resumed.accelerator.resume_loaders()
     assert resumed.run(3).losses == whole.losses[4:]
-    with pytest.raises(ConfigurationError, match="has not been read since"):
+    with pytest.raises(ConfigurationError, match="no prepared loader has a position to resume from.*have been read since"):
         resumed.accelerator.resume_loaders()
     late = Loop()
     late.accelerator.load_state("there")
     next(iter(late.loader))
-    with pytest.raises(ConfigurationError, match="has not been read since"):
+    with pytest.raises(ConfigurationError, match="no prepared loader has a position to resume from.*have been read since"):
         late.accelerator.resume_loaders()
     caplog.clear()
     stateful = Loop(configuration=DataLoaderConfiguration(use_stateful_dataloader=True))
@@ -202,7 +202,7 @@ def test_a_loop_that_saves_after_each_epoch() -> None:
 
 def test_another_seed_is_said() -> None:
     Loop().run(1).accelerator.save_state("there")
-    with pytest.warns(UserWarning, match=r"the seed is 4, and the checkpoint's loop had 3.*set_seed\(3\)"):
+    with pytest.warns(UserWarning, match=r"the seed is 4, but the checkpoint was saved with seed 3.*set_seed\(3\)"):
         Loop(seed=4).accelerator.load_state("there")
 
 
@@ -230,7 +230,7 @@ def test_registered_objects() -> None:
     accelerator.load_state("there")
     assert (counter.value, counter.when) == (9, (1, "a"))
     accelerator.register_for_checkpointing(Counter())
-    with pytest.raises(StateMismatchError, match="holds 1 registered, and there are 2"):
+    with pytest.raises(StateMismatchError, match="contains 1 registered, but there are 2"):
         accelerator.load_state("there")
     with pytest.raises(ConfigurationError, match="needs objects with state_dict"):
         accelerator.register_for_checkpointing(Counter)
@@ -305,7 +305,7 @@ def test_a_checkpoint_of_a_trainer() -> None:
     assert same(parameters_of(model), parameters_of(trainer.model))
     assert accelerator.optimizers[0].param_groups[0]["lr"] == 0.1
     accelerator.save_state("mine")
-    with pytest.raises(CheckpointError, match="training loop of your own"):
+    with pytest.raises(CheckpointError, match="your own training loop"):
         make_trainer().fit(TinyModule(), tiny_loader(), ckpt_path="mine")
     begun = Begun()
     make_trainer().fit(begun, tiny_loader(), ckpt_path="mine", restore={"model", "optimizer"})

@@ -35,7 +35,7 @@ from trainkit.errors import CollectiveError, ProcessFailedError
 
 DEBUG = {"TRAINKIT_DEBUG_MODE": "1"}
 HERE = r"test_collective_checks\.py:\d+"
-ALONE = "within 'if accelerator.is_main_process:' or the like"
+ALONE = "inside 'if accelerator.is_main_process:' or a similar condition"
 
 
 # ---------------------------------------------------------------------------------------------------- what is compared
@@ -65,8 +65,8 @@ def test_different_verbs() -> None:
     assert [found for _, found in ends] == [[0, 1, 2]] * 3
     assert {text for text, _ in ends} == {ends[0][0]}
     assert re.fullmatch(
-        rf"the processes have come to different verbs: rank 0: gather \({HERE}\); rank 1: wait_for_everyone \({HERE}\); "
-        rf"rank 2: wait_for_everyone \({HERE}\)\. Each is for all processes: call none {ALONE}\.",
+        rf"the processes have made different calls: rank 0: gather \({HERE}\); rank 1: wait_for_everyone \({HERE}\); "
+        rf"rank 2: wait_for_everyone \({HERE}\)\. All processes must call each: do not call any {ALONE}\.",
         ends[0][0],
     )
 
@@ -104,7 +104,7 @@ def test_one_more_collective_on_one_process() -> None:
         return str(caught.value)
 
     for text in run_threads(2, work):
-        assert re.match(rf"before wait_for_everyone \({HERE}\) .* as many collectives \(3 on rank 0, 4 on rank 1\): ", text)
+        assert re.match(rf"before wait_for_everyone \({HERE}\) .* different numbers of .* \(3 on rank 0, 4 on rank 1\): ", text)
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -225,7 +225,7 @@ def one_does_what_the_others_do_not(main: str, others: str, strategy: str) -> No
         # and while the others wait for the main process to be done
         ("backward", "wait", "wait_for_everyone", "backward", "ddp"),
         ("trigger", "backward", "check_trigger", "backward", "zero2"),
-        ("forward", "wait", "wait_for_everyone", "the forward of a model whose parameters are divided", "zero3"),
+        ("forward", "wait", "wait_for_everyone", "the forward of a model whose parameters are sharded", "zero3"),
         ("trigger", "step", "check_trigger", "step", "zero3"),
     ],
 )
@@ -234,8 +234,8 @@ def test_who_waits_for_one_that_waits_for_it(
 ) -> None:
     ends = start_world(2, one_does_what_the_others_do_not, main, others, strategy).ends()
     assert not any(fine for fine, _ in ends)
-    mine = rf"waits for all processes in {verb} \({HERE}\), and rank \d waits for rank \d in {named} \({HERE}\)"
-    whole = rf"CollectiveError: rank (\d) {mine}\. Both are for all processes: call neither {ALONE}\."
+    mine = rf"waits for all processes in {verb} \({HERE}\), but rank \d waits for rank \d in {named} \({HERE}\)"
+    whole = rf"CollectiveError: rank (\d) {mine}\. All processes must call both: do not call either {ALONE}\."
     told = [re.search(whole, text) for _, text in ends]
     found = [match for match in told if match is not None]
     assert found, f"{ends[0][1]}\n{ends[1][1]}"
@@ -311,8 +311,8 @@ def test_a_script_that_ends_before_that_of_the_main_process(last: str, run_dir: 
     assert ended.codes == [1, 0], ended.output
     if last == "wait":
         assert re.search(
-            rf"CollectiveError: rank 0 waits for all processes in wait_for_everyone \({HERE}\), and the script of rank 1 has "
-            rf"ended\. It is for all processes: do not call it {ALONE}\.",
+            rf"CollectiveError: rank 0 waits for all processes in wait_for_everyone \({HERE}\), but the script of rank 1 has "
+            rf"ended\. All processes must call it: do not call it {ALONE}\.",
             ended.output,
         )
     else:
@@ -384,8 +384,8 @@ def test_evaluation_on_the_main_process_alone_under_zero3() -> None:
     for texts in run_world(2, sharded):
         for text in texts:
             assert re.match(
-                rf"the processes have come to different verbs: rank 0: the forward of a model whose parameters are divided "
-                rf"\({HERE}\); rank 1: wait_for_everyone \({HERE}\)\. Each is for all",
+                rf"the processes have made different calls: rank 0: the forward of a model whose parameters are sharded "
+                rf"\({HERE}\); rank 1: wait_for_everyone \({HERE}\)\. All processes must call each",
                 text,
             )
 

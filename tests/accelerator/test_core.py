@@ -289,7 +289,7 @@ def test_one_skipped_step_of_several() -> None:
 def test_gradients_of_an_optimizer_without_its_model_would_not_be_averaged() -> None:
     model, accelerator = nn.Linear(1, 1), Accelerator()
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
-    with pytest.raises(ConfigurationError, match=r"backward: an optimizer has been prepared and no model has.*Give the"):
+    with pytest.raises(ConfigurationError, match=r"backward: an optimizer has been prepared but no model.*Prepare the model"):
         accelerator.backward(model(torch.ones(1, 1)).sum())
     prepared = accelerator.prepare(model)
     accelerator.backward(prepared(torch.full((1, 1), float(accelerator.process_index))).sum())

@@ -144,12 +144,10 @@ def test_what_does_not_go_together_is_named() -> None:
     text = said(CollectiveError, lambda: accelerator.gather([torch.zeros(1)] * (1 + rank)))
     assert "rank 0: float32[1]; rank 1: float32[1], float32[1]" in text
     text = said(CollectiveError, lambda: accelerator.reduce(torch.zeros(2 + rank)))
-    assert "Give tensors of the same shapes and dtypes" in text
+    assert "Pass tensors of the same shapes and dtypes" in text
     assert accelerator.gather(torch.tensor([rank])).tolist() == [0, 1]  # and it continues
-    assert "there is a str in it" in said(ConfigurationError, lambda: accelerator.gather(["a"]))
-    assert "Give one object of each process as a list" in said(
-        ConfigurationError, lambda: accelerator.gather_for_metrics("text")
-    )
+    assert "but found a str" in said(ConfigurationError, lambda: accelerator.gather(["a"]))
+    assert "Pass an object in a list" in said(ConfigurationError, lambda: accelerator.gather_for_metrics("text"))
 
 
 @pytest.mark.world_size(2)
@@ -258,4 +256,4 @@ def test_the_part_names_what_differs() -> None:
         assert gathered.startswith("gather: ")
         assert reduced.startswith("reduce: ")
         assert "rank 0: float32[1]; rank 1: float32[2]" in gathered
-        assert sent == "broadcast: from_process must be the same on all processes; rank 0: 0, rank 1: 1."
+        assert sent == "broadcast: from_process must be the same on all processes, but it is rank 0: 0, rank 1: 1."

@@ -96,7 +96,7 @@ def test_the_oldest_go_when_the_new_one_is_complete(monkeypatch: pytest.MonkeyPa
     assert seen == [["checkpoint_0", "checkpoint_0", "checkpoint_1", "checkpoint_2"]]
     monkeypatch.undo()
     (FOLDER / "checkpoint_7").write_text("in the way")
-    with pytest.raises(ConfigurationError, match=r"holds checkpoint_0 to checkpoint_7 of an earlier start"):
+    with pytest.raises(ConfigurationError, match=r"contains checkpoint_0 to checkpoint_7 of an earlier start"):
         save(accelerator, 3.0)
     assert names() == ["checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_7"], "a save that fails removes nothing"
 
@@ -119,9 +119,10 @@ def test_a_start_without_resuming() -> None:
     accelerator = loop(limit=1)
     with pytest.raises(ConfigurationError) as caught:
         save(accelerator, 3.0)
-    assert "project/checkpoints holds checkpoint_1 of an earlier start, and the next would be checkpoint_0. To continue" in str(
-        caught.value
+    expected = (
+        "project/checkpoints contains checkpoint_1 of an earlier start, and the next one would be checkpoint_0. To continue"
     )
+    assert expected in str(caught.value)
     assert "accelerator.load_state() before the loop" in str(caught.value)
     assert names() == ["checkpoint_1"]
     accelerator.project_configuration.iteration = 2  # as it says
@@ -153,7 +154,7 @@ def test_damaged_ones_are_named_and_passed_over() -> None:
         "checkpoint_x",
     }, "what is damaged is no reason to remove others, and is not removed"
     (FOLDER / "checkpoint_10" / "manifest.json").write_text("{}")
-    with pytest.raises(CorruptCheckpointError, match=r"none of the checkpoints in .* is good:\n  .*checkpoint_10"):
+    with pytest.raises(CorruptCheckpointError, match=r"all checkpoints in .* are damaged:\n  .*checkpoint_10"):
         loop().load_state()
 
 
@@ -216,7 +217,7 @@ def test_a_removal_that_fails_is_said(caplog: pytest.LogCaptureFixture, monkeypa
     accelerator = loop(limit=1)
     monkeypatch.setattr("trainkit.accelerator.naming.remove", refuse)
     save(accelerator, 1.0, 2.0)
-    assert "save_state: the new checkpoint is complete, but: " in caplog.text
+    assert "save_state: the new checkpoint is complete, but old ones could not be removed: " in caplog.text
     assert names() == ["checkpoint_0", "checkpoint_1"]
     monkeypatch.undo()
     save(accelerator, 3.0)
@@ -268,7 +269,7 @@ def on_two(folder: str) -> list[Any]:
     found = [*save(accelerator, 0.0, 1.0, 2.0, blocking=False), *save(accelerator, 3.0)]
     accelerator.free_memory()
     other = loop(limit=2, folder=folder)
-    with pytest.raises(ConfigurationError, match="holds checkpoint_2 to checkpoint_3 of an earlier start"):
+    with pytest.raises(ConfigurationError, match="contains checkpoint_2 to checkpoint_3 of an earlier start"):
         other.save_state()
     other.load_state()
     with pytest.raises(CheckpointNotFoundError):
@@ -290,7 +291,7 @@ def test_the_part_needs_no_accelerator(run_dir: Path) -> None:
         folder = "project" if world.is_main else "unseen"
         project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
         numbered = NumberedCheckpoints(project, world)
-        with pytest.raises(ConfigurationError, match="holds checkpoint_0 to checkpoint_2 of an earlier start"):
+        with pytest.raises(ConfigurationError, match="contains checkpoint_0 to checkpoint_2 of an earlier start"):
             numbered.next_path()
         numbered.continue_after(run_dir / "elsewhere")
         found: list[Any] = [project.iteration]

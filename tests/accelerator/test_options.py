@@ -64,7 +64,7 @@ def test_the_loss_scale() -> None:
     off = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)])
     assert off.strategy.precision.scaler is None
     text = refused(ConfigurationError, precision=Precision("16-mixed"), kwargs_handlers=[handler])
-    assert "precision= is an object. Give the options to it" in text
+    assert "precision= is an object. Pass the options to it" in text
 
 
 # ----------------------------------------------------------------------------------------------------------------- strategy
@@ -98,7 +98,7 @@ def test_options_of_ddp() -> None:
     assert isinstance(strategy, DDPStrategy)
     assert (strategy.find_unused_parameters, strategy.bucket_cap_mb) == (True, 7)
     assert (strategy.timeout, strategy.process_group_backend) == (timedelta(seconds=77), "gloo")
-    assert "DistributedDataParallelKwargs, and strategy= is an object" in refused(
+    assert "DistributedDataParallelKwargs, but strategy= is an object" in refused(
         ConfigurationError, strategy=DDPStrategy(), kwargs_handlers=[ddp]
     )
 
@@ -106,7 +106,7 @@ def test_options_of_ddp() -> None:
 def test_the_runtime_of_xla_connects_the_processes() -> None:
     handlers = [InitProcessGroupKwargs(backend="nccl")]
     text = refused(UnsupportedArgumentError, strategy="xla", kwargs_handlers=handlers)
-    assert "backend='nccl'): on XLA its runtime connects the processes. Leave backend out" in text
+    assert "backend='nccl') is not supported on XLA, whose runtime connects the processes. Fix: remove backend" in text
 
 
 def test_options_of_ddp_count_for_nothing_on_one_process() -> None:
@@ -126,7 +126,7 @@ def test_how_loaders_are_sharded() -> None:
     assert "dataloader_config and split_batches were given" in text
     assert "each process reads its own batches" in refused(UnsupportedArgumentError, dispatch_batches=True)
     assert Accelerator(cpu=True, dispatch_batches=False, use_seedable_sampler=True).num_processes == 1
-    assert "Accelerator(even_batches='yes'): True or False" in refused(ConfigurationError, even_batches="yes")
+    assert "Accelerator(even_batches=...) must be True or False, not 'yes'" in refused(ConfigurationError, even_batches="yes")
     assert "must be a DataLoaderConfiguration" in refused(ConfigurationError, dataloader_config={})
 
 
@@ -149,7 +149,7 @@ def test_the_project() -> None:
     accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration("there", logging_dir="logs"))
     assert (accelerator.project_dir, accelerator.logging_dir) == ("there", "logs")
     text = refused(ConfigurationError, project_dir="one", project_config=ProjectConfiguration("other"))
-    assert "project_dir='one', and project_config has 'other'. Give one" in text
+    assert "project_dir='one', but project_config has 'other'. Give one" in text
     assert "must be a ProjectConfiguration" in refused(ConfigurationError, project_config="there")
 
 
@@ -161,7 +161,8 @@ def test_trackers(tmp_path: Path) -> None:
 
 def test_generators_need_no_telling() -> None:
     assert Accelerator(cpu=True, rng_types=["torch", "cuda", "generator"]).num_processes == 1
-    assert "rng_types: 'numpy' is none of torch, cuda, xla, generator" in refused(ConfigurationError, rng_types=["numpy"])
+    text = refused(ConfigurationError, rng_types=["numpy"])
+    assert "rng_types must be some of torch, cuda, xla, generator, not 'numpy'" in text
 
 
 def test_handlers() -> None:
@@ -313,7 +314,7 @@ EFFECTS: dict[str, tuple[Any, Callable[[Accelerator], Any] | str]] = {
     "deepspeed_plugin": (3, "must be a DeepSpeedPlugin"),
     "fsdp_plugin": (object(), "strategy='zero3'"),
     "megatron_lm_plugin": (object(), "strategy='zero3'"),
-    "rng_types": (["dice"], "'dice' is none of torch"),
+    "rng_types": (["dice"], "must be some of torch, cuda, xla, generator, not 'dice'"),
     "log_with": ("no_tracker", "no_tracker"),
     "project_dir": ("there", lambda a: a.project_dir),
     "project_config": (ProjectConfiguration("there"), lambda a: a.project_dir),

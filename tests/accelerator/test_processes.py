@@ -249,7 +249,7 @@ def test_parts_of_a_dataset() -> None:
         ("a string", "not a str"),
         (torch.ones(()), "not a Tensor"),
         (iter([1, 2]), "not a list_iterator"),
-        ({"a": [1, 2], "b": [1]}, r"must have one length, and they have 2 \('a'\), 1 \('b'\)"),
+        ({"a": [1, 2], "b": [1]}, r"must have the same length, but they have 2 \('a'\), 1 \('b'\)"),
         ({"a": {"b": [1, 2]}, "c": torch.ones(3)}, r"2 \('a'\), 3 \('c'\)"),
     ],
 )

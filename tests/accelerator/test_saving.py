@@ -32,7 +32,7 @@ def test_save() -> None:
         accelerator.save({"model": model}, "model")
     with pytest.raises(ConfigurationError, match=r"save\(safe_serialization=False\) is not supported: a pickle can run code"):
         accelerator.save(1, "one", safe_serialization=False)
-    with pytest.raises(ConfigurationError, match="f is the path of a file, not <_io.BytesIO"):
+    with pytest.raises(ConfigurationError, match="f must be the path of a file, not <_io.BytesIO"):
         accelerator.save(1, io.BytesIO())  # type: ignore[arg-type]
     assert sorted(os.listdir()) == ["folder", "weights.safetensors"]
 
@@ -42,7 +42,7 @@ def test_a_name_like_that_of_a_pickle_is_said(name: str, caplog: pytest.LogCaptu
     """A script that has trained for hours must not lose what it saves."""
     Accelerator().save({"x": torch.ones(1)}, name)
     assert torch.equal(load_file(name)["x"], torch.ones(1))
-    assert (f"{name} is no pickle, whatever its name says" in caplog.text) == (name not in ("model.safetensors", "state"))
+    assert (f"{name} is not a pickle file, despite its name" in caplog.text) == (name not in ("model.safetensors", "state"))
 
 
 class Extra(nn.Linear):

@@ -64,7 +64,7 @@ def test_steps_of_the_optimizer_as_it_was_are_refused(arguments: dict[str, Any])
     with accelerator.accumulate(prepared):
         accelerator.backward(once(prepared))
         with pytest.raises(
-            ConfigurationError, match=r"SGD.step\(\) of the optimizer that was given to prepare.*Use what prepare"
+            ConfigurationError, match=r"SGD.step\(\) was called on the optimizer that was passed to prepare.*Use what prepare"
         ):
             own.step()
     accelerator.free_memory()
@@ -158,7 +158,7 @@ def test_without_accumulate_each_step_is_an_optimizer_step_and_a_notice_says_so_
             optimizer.zero_grad()
     assert model.weight.item() == -2.0
     (text,) = (record.getMessage() for record in caplog.records)
-    assert "gradient_accumulation_steps=2, and backward is called outside of accumulate()" in text
+    assert "gradient_accumulation_steps=2, but backward is called outside of accumulate()" in text
     assert "with accelerator.accumulate(model):" in text
 
 
@@ -200,7 +200,7 @@ def test_gradients_that_zero_would_lose_are_reported() -> None:
     optimizer.step()
     assert accelerator.unwrap_model(model).weight.item() == pytest.approx(before - 11.0)
     accelerator.backward(model(torch.ones(1, 1)).sum())
-    with pytest.raises(ConfigurationError, match=r"no step since the last one.*gradient_accumulation_steps=n"):
+    with pytest.raises(ConfigurationError, match=r"no optimizer step since the last one.*gradient_accumulation_steps=n"):
         accelerator.backward(model(torch.ones(1, 1)).sum())
     optimizer.zero_grad()
     accelerator.backward(model(torch.ones(1, 1)).sum())

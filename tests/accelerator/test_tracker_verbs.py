@@ -256,7 +256,7 @@ def test_all_are_those_that_work_here(run_dir: Path, caplog: Any, monkeypatch: p
 def test_all_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     accelerator = make("all")
-    with pytest.warns(TrainkitWarning, match="there is no tracker, so nothing will be logged"):
+    with pytest.warns(TrainkitWarning, match="no tracker is available, so nothing will be logged"):
         accelerator.init_trackers("demo")
     accelerator.log({"loss": 1.0}, step=0)
     accelerator.end_training()
@@ -342,7 +342,7 @@ def test_verbs_at_the_wrong_time(run_dir: Path) -> None:
         with pytest.raises(ConfigurationError, match=r"trackers \(csv\) are not running. Fix: call accelerator.init_trackers"):
             verb()
     accelerator.init_trackers("x")
-    with pytest.raises(ConfigurationError, match=r"trackers are running. Fix: call accelerator.end_training\(\)"):
+    with pytest.raises(ConfigurationError, match=r"trackers are running already. Fix: call accelerator.end_training\(\)"):
         accelerator.init_trackers("y")
     with pytest.raises(UnknownNameError, match="expected one of csv, got 'cvs'. Did you mean 'csv'"):
         accelerator.get_tracker("cvs")

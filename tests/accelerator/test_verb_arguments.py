@@ -51,7 +51,7 @@ def test_where_the_batches_of_one_loader_are_put() -> None:
 
 def test_where_one_model_is_put() -> None:
     accelerator = Accelerator(strategy=Strategy("cpu"))
-    with pytest.raises(ConfigurationError, match=r"device_placement=False, and the model has parameters on meta"):
+    with pytest.raises(ConfigurationError, match=r"device_placement=False, but the model has parameters on meta"):
         accelerator.prepare_model(nn.Linear(2, 1, device="meta"), device_placement=False)
 
 

@@ -141,9 +141,9 @@ def test_two_weights_for_one_micro_batch() -> None:
 def test_both_ways_to_say_it() -> None:
     accelerator = Accelerator(cpu=True)
     model, _ = accelerator.prepare(nn.Linear(1, 1), DataLoader(data(), 2), batch_weight=lambda batch: 1.0)
-    with pytest.raises(ConfigurationError, match=r"backward\(weight=\) and prepare\(batch_weight=\) say the same thing"):
+    with pytest.raises(ConfigurationError, match=r"backward\(weight=\) and prepare\(batch_weight=\) set the same thing"):
         accelerator.backward(model(torch.ones(1, 1)).sum(), weight=1.0)
-    with pytest.raises(ConfigurationError, match=r"prepare\(batch_weight=\) is for a loader"):
+    with pytest.raises(ConfigurationError, match=r"prepare\(batch_weight=\) needs a loader"):
         accelerator.prepare(nn.Linear(1, 1), batch_weight=lambda batch: 1.0)
 
 

@@ -180,7 +180,7 @@ def test_weights_only_and_a_file_that_names_the_newest() -> None:
     for word in ("auto", "last"):
         with pytest.raises(CheckpointError, match=r"contains weights-only checkpoints.*restore=\{'model'\}"):
             fit(ModelCheckpoint("weights"), ckpt_path=word)
-    with pytest.raises(CheckpointError, match="holds weights only"):
+    with pytest.raises(CheckpointError, match="is a weights-only checkpoint"):
         fit(ckpt_path="weights/last")  # the file that names the newest is followed
 
 

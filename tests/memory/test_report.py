@@ -93,6 +93,15 @@ def test_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fits in 80.0 GiB a device and 512.0 GiB a machine: single, 1 process" in shown
 
 
+def test_what_fits_has_a_column_and_a_line_for_each_number_of_processes() -> None:
+    lines = str(plan(device_memory="48M", host_memory="8G", processes=[1, 2])).splitlines()
+    assert lines[1].split()[-2:] == ["checkpoint", "fits"]
+    answers = {" ".join(line[2:37].split()): line.split()[-1] for line in lines if line.endswith(("yes", "no"))}
+    assert answers["single 1"] == "no"
+    assert answers["zero1, optimizer on cpu 2"] == "yes"
+    assert "  on   2 processes  zero1, optimizer on cpu" in lines
+
+
 def test_the_smallest_that_fits() -> None:
     options: dict[str, Any] = {"processes": [1, 2, 4], "host_memory": "8G"}
     by_size = {size: plan(device_memory=f"{size}M", **options) for size in (64, 48, 38, 16)}

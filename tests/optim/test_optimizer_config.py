@@ -406,7 +406,7 @@ def test_a_monitor_that_was_never_logged() -> None:
 
 def test_a_monitor_that_may_be_missing() -> None:
     module = Scripted(following("nothing", strict=False), [3.0])
-    with pytest.warns(TrainkitWarning, match="'nothing', which was not logged.*It is not advanced"):
+    with pytest.warns(TrainkitWarning, match="'nothing', which was not logged.*The scheduler is not advanced"):
         assert plateau_rates(module) == [0.1] * 4
     assert module.trainer.lr_scheduler_configs[0].scheduler.last_epoch == 0
 

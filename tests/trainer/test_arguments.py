@@ -220,11 +220,11 @@ def test_positions_that_are_meant_otherwise(verb: str) -> None:
     run = getattr(make_trainer(), verb)
     assert run(TinyModule(), None, None, False, Data())
     with pytest.raises(
-        ConfigurationError, match=r"ckpt_path must be a path, .*, not <.*A Data is given by name: datamodule=\.\.\."
+        ConfigurationError, match=r"ckpt_path must be a path, .*, not <.*Pass a Data by name: datamodule=\.\.\."
     ):
         run(TinyModule(), None, Data())
     with pytest.raises(
-        ConfigurationError, match=r"ckpt_path must be a path, .* not False\. A bool is given by name: verbose=\.\.\."
+        ConfigurationError, match=r"ckpt_path must be a path, .* not False\. Pass a bool by name: verbose=\.\.\."
     ):
         run(TinyModule(), tiny_loader(), False)
     with pytest.raises(
@@ -281,7 +281,7 @@ def test_limits(name: str) -> None:
 
 @pytest.mark.parametrize("value", [0, 0.0, 1.5, -1, True, "1", math.nan])
 def test_val_check_interval(value: Any) -> None:
-    assert "For every N updates: val_every_n_steps=N" in refused(val_check_interval=value)
+    assert "To validate every N optimizer steps: val_every_n_steps=N" in refused(val_check_interval=value)
 
 
 @pytest.mark.parametrize(
@@ -348,15 +348,15 @@ def test_what_is_no_callback(callbacks: Any) -> None:
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ({"val_check_interval": 5, "val_every_n_steps": 5}, "both say when to validate. Give one of them"),
-        ({"val_check_interval": 0.5, "val_every_n_steps": 5}, "both say when to validate"),
+        ({"val_check_interval": 5, "val_every_n_steps": 5}, "both set when to validate. Give one of them"),
+        ({"val_check_interval": 0.5, "val_every_n_steps": 5}, "both set when to validate"),
         ({"accumulate_grad_batches": 2, "global_batch_size": 8}, "both set the accumulation. Give one of them"),
         ({"min_epochs": 3, "max_epochs": 2}, "min_epochs=3 is more than max_epochs=2"),
         ({"min_steps": 3, "max_steps": 2}, "min_steps=3 is more than max_steps=2"),
         ({"overfit_batches": 2, "limit_train_batches": 3}, "both limit the training batches"),
         ({"check_val_every_n_epoch": None}, "val_check_interval=1000"),
         ({"check_val_every_n_epoch": None, "val_check_interval": 0.5}, "val_check_interval=1000"),
-        ({"check_val_every_n_epoch": 2, "val_every_n_steps": 5}, "check_val_every_n_epoch=2 has no meaning"),
+        ({"check_val_every_n_epoch": 2, "val_every_n_steps": 5}, "check_val_every_n_epoch=2 cannot be used with it"),
         ({"gradient_clip_algorithm": "value"}, "Add it: gradient_clip_val=0.5"),
     ],
 )
@@ -377,7 +377,7 @@ def test_an_argument_and_its_callback_say_the_same(name: str, values: tuple[Any,
 
     for value in values:
         callback = GradientClipping(1.0) if name == "gradient_clip_val" else Timer("00:00:00:01")
-        with pytest.raises(ConfigurationError, match=rf"{name} and a \w+ in callbacks say the same thing. Give one of them"):
+        with pytest.raises(ConfigurationError, match=rf"{name} and a \w+ in callbacks set the same thing. Give one of them"):
             make_trainer(callback, **{name: value})
 
 
@@ -431,11 +431,10 @@ def test_limited(length: int | None, limit: int | float, expected: int | None) -
 
 
 def test_limits_that_cannot_be() -> None:
-    with pytest.raises(ConfigurationError, match="limit=0.5 is a fraction of a loader whose length is not known.*limit=100"):
+    with pytest.raises(ConfigurationError, match="limit=0.5 is a fraction, but the loader's length is unknown.*limit=100"):
         limited(None, 0.5, "limit")
-    with pytest.raises(
-        ConfigurationError, match="limit=0.05 of 10 batches leaves none. Use at least 0.1, or a number: limit=1"
-    ):
+    expected = "limit=0.05 of 10 batches leaves no batch. Use a fraction of at least 0.1, or a number of batches: limit=1"
+    with pytest.raises(ConfigurationError, match=expected):
         limited(10, 0.05, "limit")
 
 

@@ -37,7 +37,7 @@ def test_a_seed_before_the_run() -> None:
 def test_a_wrong_seed() -> None:
     with pytest.raises(ConfigurationError, match="seed must be an integer from 0 to .*, not 'x'"):
         make_trainer().seed = "x"
-    with pytest.raises(ConfigurationError, match="a run keeps the seed that it began with"):
+    with pytest.raises(ConfigurationError, match="the seed cannot change during a run"):
         trained(in_hook("on_train_start", lambda trainer: setattr(trainer, "seed", 1)))
 
 
@@ -91,7 +91,7 @@ def test_a_fit_with_nothing_to_train_leaves_nothing_to_save(nothing: dict[str, A
     trainer = make_trainer(**{"max_epochs": 1, **nothing})
     trainer.fit(TinyModule(), tiny_loader())
     assert trainer.num_training_batches == 0
-    with pytest.raises(ModuleError, match="has had no fit of this module"):
+    with pytest.raises(ModuleError, match="has not run fit with this module"):
         trainer.save_checkpoint(tmp_path / "saved")
     with pytest.raises(ModuleError, match="estimated_stepping_batches is not known yet"):
         _ = trainer.estimated_stepping_batches

@@ -105,7 +105,7 @@ class NoOptimizer(TrainModule):
 MODULES: dict[str, tuple[Callable[[], Any], type[TrainkitError], list[str]]] = {
     "a class": (lambda: TinyModule, ModuleError, ["received type", "Did you forget to make an instance: TinyModule()?"]),
     "nothing": (lambda: None, ModuleError, ["expected a TrainModule, received NoneType"]),
-    "a torch module": (lambda: nn.Linear(2, 1), ModuleError, ["received Linear", "own loop with trainkit.Accelerator"]),
+    "a torch module": (lambda: nn.Linear(2, 1), ModuleError, ["received Linear", "own training loop with trainkit"]),
     "without super().__init__()": (NoInit, ModuleError, ["NoInit.__init__ must begin with super().__init__()"]),
     "no training_step": (
         NoStep,
@@ -273,7 +273,7 @@ def test_one_loader_of_several_gives_nothing() -> None:
 def test_a_step_must_tell_several_loaders_apart() -> None:
     module = TinyModule()
     message, _ = refused(HookError, lambda trainer: trainer.validate(module, [tiny_loader(), tiny_loader()]))
-    assert "TinyModule.validation_step must take dataloader_idx, as there are several loaders" in message
+    assert "TinyModule.validation_step must take dataloader_idx, because there are several loaders" in message
     assert "def validation_step(self, batch, batch_idx, dataloader_idx)" in message
 
 
@@ -365,7 +365,7 @@ CONFIGURED: dict[str, tuple[dict[str, Any], dict[str, Any], type[TrainkitError],
         ["SGD holds 2 parameters that are not the module's (the first of shape (3, 2))", "Give it self.parameters()"],
     ),
     "a batch size that does not divide": ({}, {"global_batch_size": 6}, ConfigurationError, ["is not a multiple", "Use 8"]),
-    "a limit that leaves nothing": ({}, {"limit_train_batches": 0.1}, ConfigurationError, ["leaves none. Use at least 0.25"]),
+    "a limit that leaves nothing": ({}, {"limit_train_batches": 0.1}, ConfigurationError, ["leaves no batch", "at least 0.25"]),
     "a validation that never comes": (
         {},
         {"val_check_interval": 5},

@@ -99,7 +99,7 @@ def test_a_loss_that_cannot_be_trained_on(fail: Any, words: list[str]) -> None:
 def test_a_loss_of_frozen_parameters_has_no_graph() -> None:
     module = TinyModule()
     module.freeze()
-    with pytest.raises(LossError, match="check that some parameter requires a gradient"):
+    with pytest.raises(LossError, match="check that at least one parameter has requires_grad=True"):
         make_trainer().fit(module, tiny_loader())
 
 
@@ -141,7 +141,7 @@ def test_an_iterator_that_is_used_up() -> None:
     module, trainer = TinyModule(), make_trainer()
     batches = iter(tiny_loader())
     trainer.fit(module, batches)
-    with pytest.raises(EmptyLoaderError, match="an iterator can be read only once"):
+    with pytest.raises(EmptyLoaderError, match="An iterator can be read only once"):
         trainer.fit(module, batches)
     trainer.fit(module, tiny_loader())
     assert trainer.global_step == 4

@@ -123,4 +123,4 @@ def test_every_n_optimizer_steps() -> None:
 
 
 def test_an_epoch_resumed_on_another_number_of_processes_does_not_count_its_surplus() -> None:
-    assert validated(due(RunProgress(surplus=2)), 3, range(2, 12)) == [4, 7, 10]
+    assert validated(due(RunProgress(extra_batches=2)), 3, range(2, 12)) == [4, 7, 10]

@@ -119,3 +119,32 @@ def test_a_path_elsewhere_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixt
     root = tmp_path.parent / f"{tmp_path.name}-elsewhere"
     fit(default_root_dir=root)
     assert caplog.messages[-1].endswith(f"Checkpoints in {root}/version_0/checkpoints")
+
+
+class Overflowing(TinyModule):
+    """Its loss is infinite, for the first `batches` batches."""
+
+    def __init__(self, batches: int = 1000) -> None:
+        super().__init__()
+        self.batches = batches
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if batch_idx < self.batches else loss
+
+
+@pytest.mark.parametrize("batches, skipped", [(4, "4 steps were"), (1, "1 step was")])
+def test_the_loss_scaler_skipped_every_step(batches: int, skipped: str, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = fit(module=Overflowing(), precision="16-mixed", max_epochs=1, limit_train_batches=batches)
+    assert trainer.global_step == 0
+    assert caplog.messages[-1] == (
+        f"fit ended at step 0, epoch 1: max_epochs=1 reached. No optimizer step was made: {skipped} skipped, because the "
+        "scaled gradients were infinite or NaN. Check that the loss is finite. If it is, the loss scale is still adapting: "
+        f"train for more steps, or use Trainer(precision='bf16-mixed'). {PLACE}"
+    )
+
+
+def test_the_loss_scaler_skipped_some_steps(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = fit(module=Overflowing(batches=1), precision="16-mixed", max_epochs=9)
+    assert trainer.global_step > 0
+    assert "No optimizer step" not in caplog.messages[-1]

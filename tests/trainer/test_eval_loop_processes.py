@@ -195,7 +195,7 @@ def test_streams_end_together() -> None:
 
 @pytest.mark.world_size(2)
 def test_a_stream_without_a_batch_on_any_process_is_refused_by_all() -> None:
-    with pytest.raises(EmptyLoaderError, match="validation loader 0 gave no batch"):
+    with pytest.raises(EmptyLoaderError, match="validation loader 0 yielded no batch"):
         trainer_of().validate(Watches(), DataLoader(Stream(None, 0), batch_size=2), verbose=False)
 
 
@@ -242,7 +242,7 @@ def test_what_cannot_be_sent_is_named() -> None:
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
             return (number for number in range(3))
 
-    with pytest.raises(ConfigurationError, match=r"predict_step returns must be tensors.*generator.*PredictionWriter"):
+    with pytest.raises(ConfigurationError, match=r"predict_step must return tensors.*generator.*PredictionWriter"):
         trainer_of().predict(Module(), tiny_loader(8))
 
 

@@ -63,7 +63,7 @@ def test_a_fit_has_a_new_run_and_an_evaluation_the_progress_of_the_fit_before() 
 def test_a_trainer_runs_one_thing_at_a_time() -> None:
     trainer = make_trainer()
     with running(trainer, "fit", TinyModule(), None) as run:
-        with pytest.raises(ConfigurationError, match="in the middle of 'fit'"), running(trainer, "test", TinyModule(), None):
+        with pytest.raises(ConfigurationError, match="is running 'fit'"), running(trainer, "test", TinyModule(), None):
             pass
         assert (trainer._run, trainer.stage) == (run, "fit")
 

@@ -55,7 +55,8 @@ def test_a_global_batch_size_is_an_accumulation() -> None:
 
 
 @pytest.mark.parametrize(
-    "size, source, message", [(6, tiny_loader(), "Use 8, or another"), (8, [torch.zeros(4)], "says its batch_size")]
+    "size, source, message",
+    [(6, tiny_loader(), "Use 8, or another"), (8, [torch.zeros(4)], "needs a loader with a batch_size")],
 )
 def test_a_global_batch_size_that_cannot_be(size: int, source: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):

@@ -203,8 +203,8 @@ def rare(caplog: Any, **arguments: Any) -> list[str]:
 
 def test_an_epoch_shorter_than_the_log_interval_is_reported_once(caplog: Any) -> None:
     assert rare(caplog, accumulate_grad_batches=2) == [
-        "an epoch has 2 optimizer steps, fewer than log_every_n_steps=50: what is logged by step reaches the loggers at every "
-        "50th step only. To log more often: Trainer(log_every_n_steps=1)"
+        "an epoch has 2 optimizer steps, fewer than log_every_n_steps=50: values logged by step reach the loggers only every "
+        "50 steps. To log more often: Trainer(log_every_n_steps=1)"
     ]
 
 

@@ -129,9 +129,9 @@ def test_accumulating_what_was_not_prepared() -> None:
 def test_where_objects_are_put() -> None:
     engine = Accelerator(strategy=Strategy("cpu"), device_placement=False)
     assert engine.prepare(nn.Linear(2, 1)).weight.device == engine.device
-    with pytest.raises(ConfigurationError, match=r"device_placement=False, and the model has parameters on meta"):
+    with pytest.raises(ConfigurationError, match=r"device_placement=False, but the model has parameters on meta"):
         engine.prepare(nn.Linear(2, 1, device="meta"))
-    with pytest.raises(ConfigurationError, match="device_placement has 2 values, and there are 1 objects"):
+    with pytest.raises(ConfigurationError, match="device_placement must have one value per object, but has 2 for 1 object"):
         engine.prepare(nn.Linear(2, 1), device_placement=[True, False])
     (batch,) = engine.prepare([{"x": torch.ones(2)}], device_placement=[False])
     assert batch["x"].tolist() == [1.0, 1.0]
@@ -146,7 +146,7 @@ def test_one_kind_at_a_time() -> None:
     assert prepared is model
     with pytest.raises(ConfigurationError, match="expected a Module, received an SGD"):
         engine.prepare_model(optimizer.optimizer)
-    with pytest.raises(UnsupportedArgumentError, match="batches are not dispatched"):
+    with pytest.raises(UnsupportedArgumentError, match="is not supported: each process reads its own batches"):
         engine.prepare_data_loader([1, 2], slice_fn_for_dispatch=len)  # type: ignore[arg-type]
 
 
@@ -162,7 +162,7 @@ def test_what_cannot_be_prepared(thing: Any) -> None:
     "make", [lambda m: [m], lambda m: (m, loader()), lambda m: {"model": m}, lambda m: "model", lambda m: [loader()]]
 )
 def test_objects_are_given_one_by_one(make: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"Give the objects one by one, prepare\(model, optimizer, loader\)"):
+    with pytest.raises(ConfigurationError, match=r"Pass the objects one by one: prepare\(model, optimizer, loader\)"):
         accelerator().prepare(make(nn.Linear(2, 1)))
 
 

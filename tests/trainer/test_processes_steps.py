@@ -323,7 +323,7 @@ def skipping() -> tuple[str, int]:
 
 def test_an_update_that_one_skips_is_found_in_the_next_step() -> None:
     for said, batch_idx in run_world(2, skipping):
-        assert "one process has made 3 updates, and another one 2" in said
+        assert "one process has made 3 optimizer steps, and another one 2" in said
         assert "skip_update() on all processes or on none" in said
         assert batch_idx == 3
 

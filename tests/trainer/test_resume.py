@@ -45,7 +45,7 @@ def test_auto_starts_afresh_only_if_there_is_none() -> None:
 
 
 def test_last_wants_one() -> None:
-    with pytest.raises(CheckpointNotFoundError, match="ckpt_path='last': there is no checkpoint in .*'auto' starts from the"):
+    with pytest.raises(CheckpointNotFoundError, match="ckpt_path='last': there is no checkpoint in .*To start from the"):
         saving().fit(Adam(), tiny_loader(), ckpt_path="last")
     assert not Path("runs").exists(), "a fit that ends before it begins leaves nothing"
 
@@ -245,7 +245,7 @@ def test_the_seed_comes_from_the_checkpoint() -> None:
     assert trainer.seed != 7
     trainer.fit(Adam(), tiny_loader(), ckpt_path="auto")
     assert trainer.seed == 7
-    with pytest.warns(UserWarning, match="seed=8, and the checkpoint's run had 7"):
+    with pytest.warns(UserWarning, match="seed=8, but the checkpoint's run had seed=7"):
         saving(seed=8, max_epochs=3).fit(Adam(), tiny_loader(), ckpt_path="auto")
 
 
@@ -281,7 +281,7 @@ def test_a_new_learning_rate(caplog: pytest.LogCaptureFixture) -> None:
     assert [rate for _, rate, _ in watching.after] == pytest.approx([0.01 * 0.9**n for n in range(5, 9)])
     assert trainer.optimizers[0].param_groups[0]["eps"] == 1e-5
     said = caplog.text
-    assert "lr is 0.01 from here on" in said
+    assert "lr is 0.01 from now on" in said
     for wrong in ("big", -1.0, True, float("nan")):
         with pytest.raises(ConfigurationError, match="overrides: lr must be a number ≥ 0"):
             saving(max_epochs=3).fit(Adam(), tiny_loader(), ckpt_path="auto", overrides={"lr": wrong})
@@ -311,7 +311,7 @@ def test_weights_only_cannot_be_resumed() -> None:
     trainer = saved()
     trainer.save_checkpoint("weights", weights_only=True)
     assert not (Path("weights") / "optimizer.safetensors").exists()
-    with pytest.raises(CheckpointError, match=r"holds weights only.*restore=\{'model'\}"):
+    with pytest.raises(CheckpointError, match=r"is a weights-only checkpoint.*restore=\{'model'\}"):
         saving().fit(Adam(), tiny_loader(), ckpt_path="weights")
     module = Adam()
     saving(max_steps=0).fit(module, tiny_loader(), ckpt_path="weights", restore="model")
@@ -479,7 +479,7 @@ def test_a_run_that_early_stopping_ended_resumes_with_more_patience() -> None:
 
 def test_save_checkpoint_after_a_fit_replaces_what_is_there() -> None:
     trainer = make_trainer()
-    with pytest.raises(Exception, match="has had no fit"):
+    with pytest.raises(Exception, match="has not run fit"):
         trainer.save_checkpoint("there")
     trainer.fit(Adam(), tiny_loader())
     trainer.save_checkpoint("there")
@@ -586,7 +586,7 @@ def test_a_trial_run_of_a_checkpoint_makes_its_step(caplog: pytest.LogCaptureFix
 
 def test_an_evaluation_without_a_checkpoint_says_so(caplog: pytest.LogCaptureFixture) -> None:
     make_trainer(default_root_dir="runs").validate(Adam(), tiny_loader(8), verbose=False, ckpt_path="auto")
-    assert f"there is no checkpoint in {Path('runs').absolute()}: weights as they are." in caplog.text
+    assert f"there is no checkpoint in {Path('runs').absolute()}: the weights are not changed." in caplog.text
 
 
 def test_a_step_that_a_scheduler_has_ended_is_not_saved(caplog: pytest.LogCaptureFixture) -> None:

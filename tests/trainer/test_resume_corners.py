@@ -273,7 +273,7 @@ def test_an_interrupted_trainer_can_be_used() -> None:
 def test_a_refused_fit_inside_a_fit_leaves_the_outer_one_its_signals() -> None:
     class Nested(Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            with pytest.raises(ConfigurationError, match="in the middle of 'fit'"):
+            with pytest.raises(ConfigurationError, match="is running 'fit'"):
                 trainer.fit(Adam(), tiny_loader())
 
     recorder = Recorder()
@@ -297,7 +297,7 @@ def test_weights_of_another_module_are_not_saved_as_the_runs() -> None:
     trainer = make_trainer()
     trainer.fit(Adam(), tiny_loader())
     trainer.validate(Adam(), tiny_loader(8), verbose=False)
-    with pytest.raises(Exception, match="no fit of this module"):
+    with pytest.raises(Exception, match="has not run fit with this module"):
         trainer.save_checkpoint("there")
     trainer.save_checkpoint("there", weights_only=True)
 

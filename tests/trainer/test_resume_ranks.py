@@ -457,12 +457,12 @@ def otherwise(what: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     "what, said",
     [
-        ("ckpt_path", "rank 0 has ckpt_path=last, and rank 1 ckpt_path=None"),
-        ("path", "rank 0 has ckpt_path=last, and rank 1 ckpt_path=a path"),
-        ("restore", "rank 1 restore=['model']"),
-        ("strict", "rank 0 has strict=True, and rank 1 strict=False"),
+        ("ckpt_path", "rank 0 has ckpt_path=last, but rank 1 has ckpt_path=None"),
+        ("path", "rank 0 has ckpt_path=last, but rank 1 has ckpt_path=a path"),
+        ("restore", "rank 1 has restore=['model']"),
+        ("strict", "rank 0 has strict=True, but rank 1 has strict=False"),
         ("callbacks", "'every_n_train_steps': 2"),
-        ("checkpointing", "rank 1 callbacks=[]"),
+        ("checkpointing", "rank 1 has callbacks=[]"),
     ],
 )
 def test_a_rank_that_asks_for_something_else_gets_an_error_and_no_rank_waits(run_dir: Path, what: str, said: str) -> None:

@@ -117,12 +117,12 @@ def test_overrides_are_of_the_first_start(job: Job, caplog: pytest.LogCaptureFix
     job.memory.texts.clear()
     options = {"ckpt_path": "runs/version_0/checkpoints/step-00000002", "overrides": {"weight_decay": 0.3}}
     assert job.fit(4, **options).optimizers[0].param_groups[0]["weight_decay"] == 0.3
-    assert "weight_decay is 0.3 from here on" in caplog.text
+    assert "weight_decay is 0.3 from now on" in caplog.text
     job.start()
     caplog.clear()
     again = job.fit(5, **options)
     assert (again.began, again.optimizers[0].param_groups[0]["weight_decay"]) == (4, 0.3)
-    assert "from here on" not in caplog.text
+    assert "from now on" not in caplog.text
 
 
 def test_a_run_that_was_taken_over_is_remembered(job: Job) -> None:
@@ -163,7 +163,7 @@ def test_all_of_the_run_being_damaged_is_an_error_and_no_fresh_start(job: Job) -
     job.start()
     with (
         pytest.warns(TrainkitWarning, match="damaged and skipped"),
-        pytest.raises(CorruptCheckpointError, match=r"(?s)none of the checkpoints of this run.*step-00000002.*step-00000001"),
+        pytest.raises(CorruptCheckpointError, match=r"(?s)all checkpoints of this run.*step-00000002.*step-00000001"),
     ):
         job.fit(3)
 

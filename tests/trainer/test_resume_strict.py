@@ -322,10 +322,10 @@ def _malformed(*args: Any) -> Any:
 def test_weights_only() -> None:
     trainer = saved()
     trainer.save_checkpoint("weights", weights_only=True)
-    with pytest.raises(CheckpointError, match="holds weights only") as caught:
+    with pytest.raises(CheckpointError, match="is a weights-only checkpoint") as caught:
         saving().fit(Adam(), tiny_loader(), ckpt_path="weights")
     saving().fit(Adam(), tiny_loader(), ckpt_path="weights", restore=pasted(caught.value))
-    with pytest.raises(CheckpointError, match="holds weights only") as caught:
+    with pytest.raises(CheckpointError, match="is a weights-only checkpoint") as caught:
         Accelerator().load_state("weights")
     accelerator = Accelerator()
     accelerator.prepare(Adam())
@@ -349,11 +349,11 @@ def test_a_checkpoint_of_an_own_loop_in_a_trainer_and_the_other_way() -> None:
         return accelerator
 
     prepared(tiny_loader()).save_state("loop")
-    with pytest.raises(CheckpointError, match="was saved by a training loop of your own") as caught:
+    with pytest.raises(CheckpointError, match="was saved by your own training loop") as caught:
         make_trainer(max_steps=4).fit(Net(), tiny_loader(), ckpt_path="loop")
     make_trainer(max_steps=4).fit(Net(), tiny_loader(), ckpt_path="loop", restore=pasted(caught.value))
     half()
-    with pytest.raises(StateMismatchError, match="holds 0 loaders, and there are 1 here") as caught:
+    with pytest.raises(StateMismatchError, match="contains 0 loaders, but there are 1 here") as caught:
         prepared(tiny_loader()).load_state("there")
     prepared(tiny_loader()).load_state("there", restore=pasted(caught.value))
     other = Accelerator()

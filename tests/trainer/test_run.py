@@ -67,7 +67,7 @@ def test_the_checkpoint_callbacks_are_found() -> None:
 
 def test_several_processes_are_woken_by_the_step_flags_alone() -> None:
     run = make_run()
-    run.wake()
+    run.request_safe_point()
     assert (run.several, run.progress.safe_point_due) == (False, True)
 
     class Two(Strategy):
@@ -75,7 +75,7 @@ def test_several_processes_are_woken_by_the_step_flags_alone() -> None:
         data_world = Strategy.world
 
     other = replace(run, strategy=Two("cpu"), progress=RunProgress())
-    other.wake()
+    other.request_safe_point()
     assert (other.several, other.progress.safe_point_due) == (True, False)
 
 

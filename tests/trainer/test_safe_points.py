@@ -81,7 +81,7 @@ def test_a_timer_fires_again_after_each_interval() -> None:
 
     points.every(timedelta(milliseconds=5), act)
     woken = threading.Event()
-    run.wake = woken.set  # type: ignore[method-assign]
+    run.request_safe_point = woken.set  # type: ignore[method-assign]
     for expected in (1, 2):
         assert woken.wait(PATIENCE)
         woken.clear()
@@ -246,7 +246,7 @@ def test_ranks_with_different_numbers_of_optimizer_steps_are_an_error() -> None:
 
     first, second = ranks(work)
     assert first == second
-    assert "4 updates" in first
+    assert "4 optimizer steps" in first
     assert "another one 3" in first
 
 

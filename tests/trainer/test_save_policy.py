@@ -150,7 +150,7 @@ def test_why_a_save_after_an_error_would_be_of_no_use() -> None:
     run.progress.first_step = 4
     assert saves.why_not_savable(error) == "no optimizer step was made yet"
     run.signals.received, run.signals.twice = signal.SIGINT, True
-    assert saves.why_not_savable(Preempted("SIGINT")) == "Ctrl-C came twice"
+    assert saves.why_not_savable(Preempted("SIGINT")) == "Ctrl-C was pressed twice"
 
 
 def test_the_position_changes_with_what_a_save_would_hold() -> None:

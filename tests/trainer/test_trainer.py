@@ -237,7 +237,7 @@ def test_a_run_inside_a_run_needs_a_trainer_of_its_own() -> None:
             if batch_idx == 1:
                 (self.result,) = (self.trainer or trainer).validate(module, tiny_loader(8), verbose=False)
 
-    with pytest.raises(ConfigurationError, match=r"in the middle of 'fit'.*Trainer\(...\).validate\(module"):
+    with pytest.raises(ConfigurationError, match=r"is running 'fit'.*Trainer\(...\).validate\(module"):
         make_trainer(Inner(None)).fit(TinyModule(), tiny_loader())
 
     module, twin, inner = TinyModule(), TinyModule(), Inner(make_trainer(seed=9))

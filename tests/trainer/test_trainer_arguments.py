@@ -116,7 +116,7 @@ def test_callbacks_that_say_the_same_twice() -> None:
     callback = First()
     with pytest.raises(ConfigurationError, match="the same object twice"):
         make_trainer(callback, callback)
-    with pytest.raises(ConfigurationError, match="gradient_clip_val and a GradientClipping in callbacks say the same"):
+    with pytest.raises(ConfigurationError, match="gradient_clip_val and a GradientClipping in callbacks set the same"):
         make_trainer(GradientClipping(1.0), gradient_clip_val=1.0)
 
 

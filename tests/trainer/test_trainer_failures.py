@@ -12,9 +12,9 @@ from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import Memory, make_trainer, parameters_of, same
 
 from trainkit import Callback, DataModule
-from trainkit.callbacks import ModelCheckpoint
+from trainkit.callbacks import ModelCheckpoint, NonFiniteGuard
 from trainkit.console import TrainkitWarning
-from trainkit.errors import CheckpointWriteError, ConfigurationError
+from trainkit.errors import CheckpointWriteError, ConfigurationError, NonFiniteError
 from trainkit.loggers import CSVLogger
 
 
@@ -170,6 +170,32 @@ def test_an_error_is_shown_once(again: str, caplog: pytest.LogCaptureFixture) ->
     told = [message for message in caplog.messages if "failed" in message]
     expected = ["on_exception failed: KeyError('else')", "the tear-down failed too: KeyError('else')"]
     assert told == (expected if again == "another" else [])
+
+
+class Nan(TinyModule):
+    """Its loss is NaN from the third optimizer step on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if self.trainer.global_step == 2 else loss
+
+
+def test_a_guard_that_refuses_the_save_after_its_own_error(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(NonFiniteError, match="optimizer step 3"):
+        make_trainer(NonFiniteGuard("raise"), enable_checkpointing=True).fit(Nan(), tiny_loader())
+    assert not [message for message in caplog.messages if "failed" in message]
+
+
+def test_a_guard_that_refuses_the_save_after_another_error_says_so(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Other(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        make_trainer(NonFiniteGuard("raise"), Other(), enable_checkpointing=True).fit(Nan(), tiny_loader())
+    (message,) = [message for message in caplog.messages if "failed" in message]
+    assert 'on_exception failed: NonFiniteError("Not finite in optimizer step 3' in message
 
 
 def test_saves_that_fail_are_counted_alike(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:

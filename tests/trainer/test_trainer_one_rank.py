@@ -124,7 +124,7 @@ def test_one_rank_alone(hook: str, verb: str, rank: int, strategy: str, run_dir:
     ended = end_of(2, script, hook, verb, rank, strategy)
     other = 1 - rank
     error = (
-        rf"CollectiveError: rank {rank} waits for all processes in {NAMES[verb]} \({HERE}\), and rank {other} waits for rank "
+        rf"CollectiveError: rank {rank} waits for all processes in {NAMES[verb]} \({HERE}\), but rank {other} waits for rank "
         rf"{rank} in trainer\.fit \({HERE}\)\. "
     )
     assert ended.codes == [1, 1], ended.output
@@ -161,8 +161,8 @@ def test_after_fit(verb: str, run_dir: Path) -> None:
     ended = end_of(2, script_after_fit, verb)
     assert ended.codes == [1, 0], ended.output
     assert re.search(
-        rf"CollectiveError: rank 0 waits for all processes in trainer\.{verb} \({HERE}\), and the script of rank 1 has ended\. "
-        rf"Every rank must call trainer\.{verb}: do not call it inside 'if trainer\.is_global_zero:' or the like\.",
+        rf"CollectiveError: rank 0 waits for all processes in trainer\.{verb} \({HERE}\), but the script of rank 1 has ended\. "
+        rf"Every rank must call trainer\.{verb}: do not call it inside 'if trainer\.is_global_zero:' or a similar condition\.",
         ended.output,
     ), ended.output
     assert "exchange '" not in ended.output
@@ -203,7 +203,7 @@ def test_different_verbs_on_each_rank(run_dir: Path) -> None:
     assert first == second
     assert value == other
     assert re.fullmatch(
-        rf"the processes have come to different verbs: rank 0: trainer\.save_checkpoint \({HERE}\); rank 1: all_gather "
+        rf"the processes have made different calls: rank 0: trainer\.save_checkpoint \({HERE}\); rank 1: all_gather "
         rf"\({HERE}\)\. Every rank must call trainer\.save_checkpoint: do not call it inside .*",
         first,
     )

@@ -42,5 +42,5 @@ def test_a_model_that_is_only_evaluated() -> None:
     assert prepared(torch.ones(1, 2)).dtype is torch.float32
     assert seen == [torch.bfloat16]
     assert accelerator.unwrap_model(prepared) is teacher
-    with pytest.raises(UnsupportedArgumentError, match=r"divides over the processes.*accelerator\.device\)\.eval\(\)"):
+    with pytest.raises(UnsupportedArgumentError, match=r"which shards the models.*accelerator\.device\)\.eval\(\)"):
         Accelerator(cpu=True, strategy="zero1").prepare_model(nn.Linear(2, 1), evaluation_mode=True)

@@ -80,11 +80,11 @@ def on_two(folder: str) -> dict[str, Any]:
         "broadcast": [one.tolist() for one in broadcast([mine, torch.tensor(rank)], from_process=1)],
         "given": mine.tolist(),
     }
-    with pytest.raises(CollectiveError, match="gather: the processes have tensors that do not go together"):
+    with pytest.raises(CollectiveError, match="gather: the tensors of the processes cannot be combined"):
         gather(torch.ones(1, rank + 1))
-    with pytest.raises(CollectiveError, match="broadcast: the processes have tensors"):
+    with pytest.raises(CollectiveError, match="broadcast: the tensors of the processes"):
         broadcast(torch.ones(rank + 1))
-    with pytest.raises(ConfigurationError, match="from_process must be the same on all processes; rank 0: 0, rank 1: 1"):
+    with pytest.raises(ConfigurationError, match="must be the same on all processes, but it is rank 0: 0, rank 1: 1"):
         broadcast(mine, from_process=rank)
     with pytest.raises(ConfigurationError, match=r"from_process=2\): expected a rank from 0 to 1"):
         broadcast(mine, from_process=2)
@@ -149,8 +149,8 @@ def test_on_two_processes(tmp_path: Path) -> None:
 
 
 def forget_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(current, "_by_all", WeakValueDictionary())
-    monkeypatch.setattr(current, "_made", current._Made())
+    monkeypatch.setattr(current, "_of_process", WeakValueDictionary())
+    monkeypatch.setattr(current, "_of_thread", current._OfThread())
 
 
 def test_a_process_that_is_alone_needs_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`Accelerator`: the verbs of a training loop, for the `Trainer` and for own loops."""
+"""`Accelerator`: the verbs of a training loop, for the `Trainer` and for your own training loop."""
 
 from __future__ import annotations
 

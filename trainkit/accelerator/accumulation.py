@@ -22,7 +22,7 @@ class Snapshot(NamedTuple):
 class AccumulationState:
     """Which micro-batch is current and, in your own training loop, which window is open.
 
-    In a `Trainer` each micro-batch of the loader becomes current as it is. In your own training loop micro-batches make up
+    In a `Trainer` each micro-batch of the loader becomes current unchanged. In your own training loop micro-batches make up
     a window only inside `accumulate`: one that a loader yields is *pending* until `accumulate` enters it, and until then
     it is a window of its own.
 
@@ -40,7 +40,7 @@ class AccumulationState:
         open: number of micro-batches in the open window; 0: none is open. A window stays open when the loop leaves an epoch,
             and the next epoch completes it.
         fresh: there has been no backward pass for the current micro-batch.
-        by_hand: the loop calls `backward` outside of `accumulate`; `None`: not known yet.
+        by_hand: the loop calls `backward` outside of `accumulate`; `None`: unknown yet.
         counted: micro-batches of loaders that were not prepared.
         worked: number of micro-batches so far.
     """
@@ -77,7 +77,7 @@ class AccumulationState:
         self._become(self.current._replace(first=True, last=True))
 
     def begin(self, micro: MicroBatch) -> None:
-        """A micro-batch becomes current as it is."""
+        """A micro-batch becomes current unchanged."""
         self.current = micro
         self.worked += 1
         self.delivered = True
@@ -149,7 +149,7 @@ class AccumulationState:
         return known is None
 
     def mark_empty(self, empty: bool) -> None:
-        """Weights given to `backward` tell whether the current window makes no optimizer step."""
+        """Set whether the current window makes no optimizer step, as the weights given to `backward` determine."""
         self._become(self.current._replace(empty=empty))
 
     def end_loader(self) -> None:

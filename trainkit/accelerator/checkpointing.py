@@ -44,7 +44,7 @@ PARTS = ("model", "optimizer", "scheduler", "scaler", "loaders", "registered")
 
 
 class Loop(Protocol):
-    """The counters of a training loop that a checkpoint holds.
+    """The counters of a training loop that a checkpoint contains.
 
     Attributes:
         updates: number of optimizer steps so far.
@@ -166,7 +166,7 @@ class Checkpointing:
             input_dir: the folder of the checkpoint; default: the newest complete one of those that are named by their number.
             wanted: what to restore, of `PARTS`.
             strict: missing and unexpected names in a model are errors.
-            resume_loaders: let each loader continue where it was; default: as this object was made.
+            resume_loaders: let each loader continue where it was; default: the `resumes` of this object.
 
         Raises:
             CheckpointError: missing, damaged, or it does not fit; the message lists all that does not.
@@ -194,8 +194,9 @@ class Checkpointing:
         left = [(loader, *loader.last_position) for loader in self._prepared.loaders if loader.last_position is not None]
         if not left:
             raise ConfigurationError(
-                "resume_loaders: no prepared loader has a position of a checkpoint that it has not been read since. Call it "
-                "after load_state and before the loop: accelerator.load_state(folder, resume_loaders=True)"
+                "resume_loaders: no prepared loader has a position to resume from. Either no checkpoint was loaded, or the "
+                "loaders have been read since. Call it after load_state and before the loop, or use: "
+                "accelerator.load_state(folder, resume_loaders=True)"
             )
         for loader, position, _ in left:
             loader.resume_at(position, loader.start_of(position))
@@ -210,7 +211,7 @@ class Checkpointing:
         """
         if not self._numbered.active and folder is None:
             raise ConfigurationError(
-                f"{verb} needs a folder: accelerator.{verb}('checkpoints/first'); or let checkpoints name themselves: "
+                f"{verb} needs a folder: accelerator.{verb}('checkpoints/first'); or number the checkpoints automatically: "
                 "Accelerator(project_config=ProjectConfiguration(project_dir='runs/first', automatic_checkpoint_naming=True))"
             )
         return self._numbered.active
@@ -230,8 +231,8 @@ class Checkpointing:
             try:
                 if problem is None:
                     loaded = self._read(path)
-                    for said in bad:
-                        warn(f"a checkpoint is damaged and skipped: {said}")
+                    for text in bad:
+                        warn(f"a checkpoint is damaged and skipped: {text}")
                     return path, loaded
             except CorruptCheckpointError as error:
                 problem = str(error)
@@ -239,7 +240,7 @@ class Checkpointing:
         folder = self._numbered.folder
         if bad:
             raise CorruptCheckpointError(
-                f"none of the checkpoints in {folder} is good:\n  "
+                f"all checkpoints in {folder} are damaged:\n  "
                 + "\n  ".join(bad)
                 + "\nRemove them to start from the beginning."
             )
@@ -266,7 +267,8 @@ class Checkpointing:
         parts, world = self._parts(), self._world
         if not parts.models and not self.registered:
             raise ConfigurationError(
-                "save_state saves what was prepared, and nothing was: model, optimizer = accelerator.prepare(model, optimizer)"
+                "save_state: nothing was prepared, so there is nothing to save. Call it after: model, optimizer = "
+                "accelerator.prepare(model, optimizer)"
             )
         save: SaveMode = "trainable" if any(has_adapters(model) for model in parts.models) else "all"
         # The main process computes the fingerprint of frozen parameters; where they are sharded all processes gather them.
@@ -315,8 +317,9 @@ class Checkpointing:
         if "loaders" in wanted:
             if positions and loop.seed != manifest.seed:
                 warn(
-                    f"the seed is {loop.seed}, and the checkpoint's loop had {manifest.seed}: order and randomness are others "
-                    f"from here on. To continue with the same ones: trainkit.set_seed({manifest.seed}) before prepare."
+                    f"the seed is {loop.seed}, but the checkpoint was saved with seed {manifest.seed}: from now on, order and "
+                    "random numbers differ from those of the saved loop. To keep them, call "
+                    f"trainkit.set_seed({manifest.seed}) before prepare."
                 )
             self._place_loaders(loop, loaders, starts, int(state.get("window", 0)))
         if "optimizer" in wanted:
@@ -327,8 +330,8 @@ class Checkpointing:
             for thing, own in zip(self.registered, state.get("registered") or [], strict=True):
                 thing.load_state_dict(own)
         loop.reading.loaded = True
-        _tell_what_is_restored(path, manifest.step, wanted)
-        _say_where_loaders_begin(self._prepared.loaders)
+        _report_restored(path, manifest.step, wanted)
+        _report_loader_start(self._prepared.loaders)
 
     def _place_loaders(
         self, loop: Loop, loaders: list[tuple[PreparedLoader, Any]], starts: list[int | None], counted: int
@@ -349,14 +352,16 @@ class Checkpointing:
             CheckpointError: they differ.
         """
         if "optimizer" in wanted and not loaded.manifest.contents.get("resumable", False):
-            raise CheckpointError(f"{path} holds weights only. Load those: accelerator.load_state(path, restore={{'model'}})")
+            raise CheckpointError(
+                f"{path} is a weights-only checkpoint. Load only the model: accelerator.load_state(path, restore={{'model'}})"
+            )
         here: Mapping[str, Sequence[Any]] = {"loaders": self._prepared.loaders, "registered": self.registered}
         for part, objects in here.items():
             saved = len(loaded.state.get(part) or [])
             if part in wanted and saved != len(objects):
                 raise StateMismatchError(
-                    f"{path} holds {saved} {part}, and there are {len(objects)} here. Prepare and register what the loop had, "
-                    "in the same order, or leave them out: "
+                    f"{path} contains {saved} {part}, but there are {len(objects)} here. Prepare and register the same objects "
+                    "as when it was saved, in the same order; or do not restore them: "
                     "accelerator.load_state(path, restore={'model', 'optimizer', 'scheduler', 'scaler'})"
                 )
 
@@ -368,12 +373,12 @@ class Checkpointing:
                 optimizer.zero_grad()
 
 
-def _tell_what_is_restored(path: Path, step: int, wanted: Collection[str]) -> None:
+def _report_restored(path: Path, step: int, wanted: Collection[str]) -> None:
     left = [part for part in PARTS if part not in wanted]
-    notice(f"state of {path} (step {step})" + (f"; not restored: {', '.join(left)}." if left else "."))
+    notice(f"restored the state of {path} (step {step})" + (f"; not restored: {', '.join(left)}." if left else "."))
 
 
-def _say_where_loaders_begin(loaders: Sequence[PreparedLoader]) -> None:
+def _report_loader_start(loaders: Sequence[PreparedLoader]) -> None:
     """A notice, for the training loader, that it does not continue by itself where the checkpoint was saved."""
     loader = next((one for one in loaders if one.last_position is not None), None)
     if loader is None or loader.last_position is None:
@@ -384,5 +389,5 @@ def _say_where_loaders_begin(loaders: Sequence[PreparedLoader]) -> None:
     notice(
         f"the checkpoint was saved at {place} epoch {epoch}, and the prepared loader starts epoch {epoch} at its first "
         "batch, as in Accelerate. To continue exactly: accelerator.load_state(folder, resume_loaders=True), or "
-        f"accelerator.resume_loaders() before the loop. A script that skips batches itself: {skip}."
+        f"accelerator.resume_loaders() before the loop. In a script that skips batches itself: {skip}."
     )

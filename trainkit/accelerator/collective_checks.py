@@ -1,9 +1,9 @@
-"""Where processes meet: each verb that users call on every rank comes through here, and must be the same on all of them.
+"""Compares the verbs that users call on every rank: all ranks must call the same ones in the same order.
 
-These are the verbs of own loops and those of the `Trainer`: `fit`, `validate`, `test`, `predict`,
+These are the verbs of your own training loop and those of the `Trainer`: `fit`, `validate`, `test`, `predict`,
 `save_checkpoint`, `all_gather`, `strategy.barrier`, and the end of an epoch by -1 from `on_train_batch_start`. What a
-`Trainer` exchanges by itself is only counted (`CollectiveTracker`): the ranks that have called a verb find
-out that another one has continued without it, before a collective of theirs can meet a different one there.
+`Trainer` exchanges by itself is only counted (`CollectiveTracker`): ranks that wait in a verb find out that another rank has
+continued without it, before different collectives can be combined.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["CollectiveChecks", "described"]
 
 _SUBJECT = "verbs"
 _CLEARED = 60.0  # seconds that the other ranks have to leave a run that has failed
-_ALONE = "within 'if accelerator.is_main_process:' or the like"
-_TRAINERS = ("trainer.", "all_gather", "strategy.barrier")  # how the verbs begin that are called in a run of a Trainer
+_ALONE = "inside 'if accelerator.is_main_process:' or a similar condition"
+_TRAINERS = ("trainer.", "all_gather", "strategy.barrier")  # prefixes of the verbs that are called in a run of a Trainer
 _ENDING = "the end of the epoch that on_train_batch_start asked for by returning -1"
-_FORWARD = "the forward of a model whose parameters are divided"
+_FORWARD = "the forward of a model whose parameters are sharded"
 _NAMES = {
     "forward": "the forward of a model",
     "__iter__": "reading a loader",
@@ -37,28 +37,28 @@ _NAMES = {
 
 
 class CollectiveChecks:
-    """The verbs of your own training loop that all processes call in one order: their calls are compared first.
+    """Compares the calls of verbs that all processes must call in the same order, before they are carried out.
 
-    The comparison uses the connection between the processes and no collective, so a wait may take any time. A process that
-    waits for one that will never come finds out: it regularly asks the others what they are doing.
+    The comparison uses the connection between the processes and no collective, so it has no timeout. A process that waits for
+    one that will never come finds out: it regularly asks the others what they are doing.
 
     Args:
         world: the processes.
 
     Attributes:
-        debug: also the places of the calls must be the same, and the tensors of `compare`.
+        debug: compare also the places of the calls, and the tensors of `compare`.
     """
 
     def __init__(self, world: World) -> None:
         self._world, self._collectives = world, world.collectives
-        self._team: ThreadExchange | None = None
+        self._thread_exchange: ThreadExchange | None = None
         self._mine = ("", "")
-        self._ahead: dict[int, int] = {}  # collectives of ranks that have begun more than this one, at the last look
+        self._ahead: dict[int, int] = {}  # rank → collectives begun, if more than by this one at the last check
         self.debug = False
 
     @classmethod
     def of(cls, world: World) -> CollectiveChecks:
-        """That of these processes; there is one."""
+        """The one object of these processes."""
         if world.collective_checks is None:
             world.collective_checks = cls(world)
         found: CollectiveChecks = world.collective_checks
@@ -68,8 +68,8 @@ class CollectiveChecks:
         """Wait until all processes have called a verb.
 
         Raises:
-            CollectiveError: another one has called another, cannot come because it waits for this one, or has ended.
-            ProcessFailedError: another one has failed.
+            CollectiveError: another process has called another verb, waits for this one, or has ended.
+            ProcessFailedError: another process has failed.
         """
         self.exchange(verb)
 
@@ -77,12 +77,12 @@ class CollectiveChecks:
         """Enter a run of a `Trainer`.
 
         Args:
-            stage: the verb: "fit", say.
-            enter: does it; raises a `ProcessFailedError` if another rank has exited.
+            stage: the verb, such as "fit".
+            enter: enters it; raises a `ProcessFailedError` if another rank has exited.
 
         Raises:
             CollectiveError: the script of another rank has ended.
-            ProcessFailedError: another one has failed.
+            ProcessFailedError: another process has failed.
         """
         self._mine = f"trainer.{stage}", find_call(sys._getframe())[1]
         try:
@@ -93,17 +93,17 @@ class CollectiveChecks:
     def begin_run(self, stage: str) -> None:
         """Wait until all ranks begin the same run of a `Trainer`.
 
-        No rank is in a collective here, so all count from the same number on: an earlier run that failed may have left them
-        with different ones.
+        No rank is in a collective here, so all continue to count from the same number: after an earlier run that failed, the
+        numbers may differ.
 
         Raises:
-            CollectiveError: as of `wait`.
-            ProcessFailedError: as of `wait`.
+            CollectiveError: as for `wait`.
+            ProcessFailedError: as for `wait`.
         """
         if self._world.size > 1:
-            said = self._said(f"trainer.{stage}", None)
-            self._agree([[verb, place, 0, None] for verb, place, *_ in said])
-            self._collectives.begun = max(begun for _, _, begun, _ in said)
+            calls = self._exchanged_calls(f"trainer.{stage}", None)
+            self._check_same([[verb, place, 0, None] for verb, place, *_ in calls])
+            self._collectives.begun = max(begun for _, _, begun, _ in calls)
 
     def end_epoch(self, hook: Callable[..., Any]) -> None:
         """Wait until all ranks end the training epoch because `on_train_batch_start` has returned -1.
@@ -112,75 +112,75 @@ class CollectiveChecks:
             hook: the one that has returned it here.
 
         Raises:
-            CollectiveError: as of `wait`: not all of them do.
-            ProcessFailedError: as of `wait`.
+            CollectiveError: as for `wait`: not all of them do.
+            ProcessFailedError: as for `wait`.
         """
         if self._world.size > 1:
-            self._agree(self._said(_ENDING, None, _defined(hook)))
+            self._check_same(self._exchanged_calls(_ENDING, None, _defined(hook)))
 
     def exchange(self, verb: str, value: Any = None) -> list[Any]:
-        """What each process gives with a verb, in the order of their ranks.
+        """The values that the processes pass with a verb, in the order of their ranks.
 
         Args:
             verb: what the user has called.
             value: JSON.
 
         Raises:
-            CollectiveError: as of `wait`.
-            ProcessFailedError: as of `wait`.
+            CollectiveError: as for `wait`.
+            ProcessFailedError: as for `wait`.
         """
         if self._world.size == 1:
             return [value]
-        said = self._said(verb, value)
-        self._agree(said)
-        return [its for *_, its in said]
+        calls = self._exchanged_calls(verb, value)
+        self._check_same(calls)
+        return [its for *_, its in calls]
 
-    def _said(self, verb: str, value: Any, place: str | None = None) -> list[Any]:
+    def _exchanged_calls(self, verb: str, value: Any, place: str | None = None) -> list[Any]:
         """The verb, its place, the number of collectives and the value of each process."""
-        if self._team is None:
-            self._team = self._world.thread_exchange(_SUBJECT)
+        if self._thread_exchange is None:
+            self._thread_exchange = self._world.thread_exchange(_SUBJECT)
         self._mine = verb, place or find_call(sys._getframe())[1]
         self._ahead = {}
-        self._get_over()
-        while_waiting = None if self._world.channel is None else self._look
+        self._wait_for_failed_run()
+        check = None if self._world.channel is None else self._check_others
         try:
-            return self._team.exchange([*self._mine, self._collectives.begun, value], while_waiting)
+            return self._thread_exchange.exchange([*self._mine, self._collectives.begun, value], check)
         except ProcessFailedError as error:
             self._refuse(error)
         finally:
-            self._collectives.checks = self._team.completed
+            self._collectives.checks = self._thread_exchange.completed
 
     def compare(self, verb: str, what: str | None = None) -> None:
-        """In debug mode: that all processes have come to a collective in the same place, with the same.
+        """In debug mode, check that all processes call a collective in the same place with the same tensors.
 
         Args:
             verb: what the user has called.
             what: the tensors that go into it, described; `None`: this process has none.
 
         Raises:
-            CollectiveError: they have not.
-            ProcessFailedError: as of `wait`.
+            CollectiveError: they do not.
+            ProcessFailedError: as for `wait`.
         """
-        self._collectives.in_forward()  # one that Ctrl-C has ended is none
-        if not self.debug or self._collectives.depth:  # a part of a collective is compared with the whole
+        self._collectives.in_forward()  # forgets a forward that Ctrl-C has interrupted
+        if not self.debug or self._collectives.depth:  # inside a collective, only the outer call is compared
             return
-        said = self.exchange(verb, what)
-        if len({text for text in said if text is not None}) > 1:
-            shown = "; ".join(f"rank {rank}: {text or 'nothing'}" for rank, text in enumerate(said))
+        by_rank = self.exchange(verb, what)
+        if len({text for text in by_rank if text is not None}) > 1:
+            shown = "; ".join(f"rank {rank}: {text or 'nothing'}" for rank, text in enumerate(by_rank))
             raise CollectiveError(f"{verb} ({self._mine[1]}) was called with different tensors: {shown}. {_debugged()}")
 
     def watch(self, module: nn.Module) -> Callable[[], None]:
-        """Let all processes meet before a forward of a model whose parameters are divided, and which gathers them from all.
+        """Before each forward of a model with sharded parameters, which gathers them, wait until all processes run it.
 
-        Where gradients are recorded the forward is a part of a step, and only noted. A part of the model that is called by
-        itself, as the encoder is for a generation, is such a forward too.
+        A forward that records gradients is a part of a step, and is only noted. A submodule that is called by itself, such as
+        the encoder in a generation, is such a forward too.
 
         Returns:
-            Ends it.
+            A function that ends it.
         """
         collectives = self._collectives
 
-        # functions of their own, which a copy of the model shares: what they hold cannot be copied
+        # functions and not methods: a copy of the model shares them, and this object cannot be copied
         def begin(part: nn.Module, args: Any) -> None:
             if collectives.in_forward():
                 return
@@ -208,12 +208,12 @@ class CollectiveChecks:
 
         return close
 
-    def _look(self) -> None:
-        """Whether the others can come at all.
+    def _check_others(self) -> None:
+        """Check that no other process waits for this one.
 
         Raises:
-            CollectiveError: one waits in a collective for this process, which is to come to something else first; or it has
-                begun one and stays where it is, as a rank does that waits for its device.
+            CollectiveError: one waits for this process in a collective; or it has begun more collectives at two checks in a
+                row, as a rank does that waits for its device.
         """
         channel, collectives = self._world.channel, self._collectives
         assert channel is not None
@@ -230,11 +230,11 @@ class CollectiveChecks:
                 verb, place = its["where"]
                 passed = f"rank {other} waits for rank {rank} in {_NAMES.get(verb, verb)} ({place})"
             raise CollectiveError(
-                f"rank {rank} waits for all processes in {mine} ({where}), and {passed}. {_advice(mine, both=True)}"
+                f"rank {rank} waits for all processes in {mine} ({where}), but {passed}. {_advice(mine, both=True)}"
             )
 
-    def _get_over(self) -> None:
-        """After a run that has failed on all ranks, and that they got over: wait until all are out of it."""
+    def _wait_for_failed_run(self) -> None:
+        """After a run that has failed on all ranks, and whose error the scripts have caught: wait until all have left it."""
         channel = self._world.channel
         if channel is not None and not channel.runs.open:
             channel.wait(
@@ -242,12 +242,12 @@ class CollectiveChecks:
             )
 
     def _refuse(self, error: ProcessFailedError) -> NoReturn:
-        """Raise, instead of an error because a process is missing, one that names the verb and its place."""
-        found = self._without(error)
+        """Raise an error that names the verb and its place, instead of one about a missing process."""
+        found = self._named_error(error)
         raise found from (None if isinstance(found, CollectiveError) else error)
 
-    def _without(self, error: ProcessFailedError) -> Exception:
-        """That one: a process that has just ended has done nothing wrong."""
+    def _named_error(self, error: ProcessFailedError) -> Exception:
+        """The error with the verb and its place. If the script of another process has just ended, that is not a failure."""
         channel, (verb, place) = self._world.channel, self._mine
         cause = None if channel is None else channel.cause
         if cause is None:
@@ -256,48 +256,48 @@ class CollectiveChecks:
             known = cause.collective_error  # of another rank that waits for the same
             return known or ProcessFailedError(f"{verb} ({place}) needs all {self._world.size} processes, but {cause}.")
         return CollectiveError(
-            f"rank {self._world.rank} waits for all processes in {verb} ({place}), and the script of rank {cause.rank} has "
+            f"rank {self._world.rank} waits for all processes in {verb} ({place}), but the script of rank {cause.rank} has "
             f"ended. {_advice(verb)}"
         )
 
-    def _agree(self, said: Sequence[Any]) -> None:
-        """Raise what is wrong with what all have said; the same on all of them."""
-        verbs = [verb for verb, *_ in said]
+    def _check_same(self, calls: Sequence[Any]) -> None:
+        """Compare the calls of all processes; raises the same error on all if they differ."""
+        verbs = [verb for verb, *_ in calls]
         if len(set(verbs)) > 1:
-            shown = "; ".join(f"rank {rank}: {verb} ({place})" for rank, (verb, place, *_) in enumerate(said))
+            shown = "; ".join(f"rank {rank}: {verb} ({place})" for rank, (verb, place, *_) in enumerate(calls))
             of_trainer = next((verb for verb in verbs if verb.startswith(_TRAINERS)), None)
-            advice = f"Each is for all processes: call none {_ALONE}." if of_trainer is None else _advice(of_trainer)
-            raise CollectiveError(f"the processes have come to different verbs: {shown}. {advice}")
-        begun = [count for _, _, count, _ in said]
+            advice = f"All processes must call each: do not call any {_ALONE}." if of_trainer is None else _advice(of_trainer)
+            raise CollectiveError(f"the processes have made different calls: {shown}. {advice}")
+        begun = [count for _, _, count, _ in calls]
         if len(set(begun)) > 1:
             shown = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(begun))
-            advice = f"They are for all processes: call none {_ALONE}. TRAINKIT_DEBUG_MODE=1 finds the place."
+            advice = f"All processes must call them: do not call any {_ALONE}. TRAINKIT_DEBUG_MODE=1 finds the place."
             if verbs[0].startswith(_TRAINERS):
-                advice = "Every rank must call them as often, in the same order."
+                advice = "Every rank must call them the same number of times, in the same order."
             raise CollectiveError(
-                f"before {verbs[0]} ({self._mine[1]}) the processes have not taken part in as many collectives ({shown}): one "
-                f"has called backward, step or the like more often, and what was exchanged since then is mixed up. {advice}"
+                f"before {verbs[0]} ({self._mine[1]}) the processes took part in different numbers of collectives ({shown}): "
+                "one has called backward, step or another collective more often, and the values exchanged since then are mixed "
+                f"up. {advice}"
             )
-        places = [place for _, place, *_ in said]
+        places = [place for _, place, *_ in calls]
         if self.debug and len(set(places)) > 1:
             shown = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
             raise CollectiveError(
-                f"{verbs[0]} was called in different places ({shown}): the processes have gone different ways. {_debugged()}"
+                f"{verbs[0]} was called in different places ({shown}): the processes took different branches. {_debugged()}"
             )
 
 
 def _advice(verb: str, *, both: bool = False) -> str:
-    """What to do about a verb that not all processes call; `both`: about what the others have called, too."""
+    """What to do about a verb that not all processes call; `both`: also about what the others have called."""
     if verb == _ENDING:
         return (
             "Return -1 on every rank or on none: decide by batch_idx, or by a value that is the same on all ranks "
             "(self.all_gather)."
         )
     if verb.startswith(_TRAINERS):
-        return f"Every rank must call {verb}: do not call it inside 'if trainer.is_global_zero:' or the like."
-    return (
-        f"Both are for all processes: call neither {_ALONE}." if both else f"It is for all processes: do not call it {_ALONE}."
-    )
+        return f"Every rank must call {verb}: do not call it inside 'if trainer.is_global_zero:' or a similar condition."
+    which = "both: do not call either" if both else "it: do not call it"
+    return f"All processes must call {which} {_ALONE}."
 
 
 def _defined(hook: Callable[..., Any]) -> str:
@@ -310,7 +310,7 @@ def _defined(hook: Callable[..., Any]) -> str:
 
 
 def described(tensors: Iterable[Tensor]) -> str:
-    """Tensors in a few words: how many, of which dtypes, how large, and a number that other shapes do not have."""
+    """Tensors in a few words: their number, size and dtypes, and a checksum of their shapes."""
     listed = list(tensors)
     if len(listed) == 1:
         return f"{_dtype(listed[0])}{list(listed[0].shape)}"

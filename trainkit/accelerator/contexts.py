@@ -1,4 +1,4 @@
-"""Contexts of an own loop: in a precision, without gradients travelling, under the profiler."""
+"""Context managers for your own training loop: precision, no synchronization of gradients, profiler."""
 
 from __future__ import annotations
 

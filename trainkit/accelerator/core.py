@@ -1,4 +1,4 @@
-"""`Accelerator`: prepare, accumulate, backward, clip, step. The one implementation, for the `Trainer` and for own loops."""
+"""`Accelerator`: prepare, accumulate, backward, clip, step. The one implementation, for `Trainer` and your own loops."""
 
 from __future__ import annotations
 
@@ -146,14 +146,14 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         self._trackers = Trackers(list(options.log_with), options.project, self.strategy)
         self.accumulation = AccumulationState(options.steps, self.strategy.begin_micro_batch)
         self.strategy.begin_micro_batch(self.accumulation.current)
-        self._filled: BatchPadding | None = None
+        self._batch_padding: BatchPadding | None = None  # of the first loader
         self._seed: int | None = None
         self.averages_in_step = self.strategy.averages_in_step and self.world.size > 1
         self.before_step: Callable[[Optimizer], None] | None = None
         self._averaged: set[int] = set()  # ids of optimizers whose gradients are averaged already
         self._models: list[nn.Module] = []
-        self._bare: list[nn.Module] = []  # the user's own, without what is wrapped around them
-        self._given: dict[int, nn.Module] = {}  # what prepare has returned for models, by its id
+        self._bare: list[nn.Module] = []  # the user's own, without wrappers
+        self._given: dict[int, nn.Module] = {}  # the models that prepare has returned, by id
         self._optimizers: list[PreparedOptimizer] = []
         self._schedulers: list[PreparedScheduler] = []
         self._loaders: list[PreparedLoader] = []
@@ -161,11 +161,11 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         ProcessVerbs.__init__(self, options.strategy, self.reading, options.plugin)
         CheckpointVerbs.__init__(self, options, Prepared(self._bare, self._optimizers, self._schedulers, self._loaders))
         self._weighing: Weighing | None = None
-        self._watched = ExitStack()  # the optimizers that were given to prepare
-        self._building = ExitStack()  # what models of transformers are made in
+        self._watched = ExitStack()  # the hooks of optimizers that were passed to prepare
+        self._building = ExitStack()  # the context in which models of transformers are created
 
     def _begin_building(self) -> None:
-        """Let models of `transformers` be divided as they are made, where a user has asked for that."""
+        """Shard models of `transformers` while they are created, if the user has asked for that."""
         plugin = self.options.plugin
         if plugin is not None and plugin.divides_at_once:
             self._building.enter_context(self.strategy.building(pretrained=True))
@@ -235,7 +235,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         self.reading.working()
         if state.pending is not None:
             state.enter(self.reading.loader)
-        elif not state.delivered and not self.reading.active:  # else it is called again for the same batch
+        elif not state.delivered and not self.reading.active:  # otherwise it is called again for the same batch
             state.count()
         state.start_body()
         return _NULL
@@ -308,8 +308,8 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         self._weighing, self._begun = None, False
         self._begin_stepping()
         self.accumulation.reset()
-        self._filled = None
-        if self._own:  # a Trainer does so when it begins
+        self._batch_padding = None
+        if self._own:  # a Trainer does this when it begins
             self.strategy.precision.reset()
         self.strategy.teardown()
         if self._watchdog is not None and self._watches:

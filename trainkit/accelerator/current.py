@@ -23,29 +23,29 @@ if TYPE_CHECKING:
 __all__ = ["gathering", "latest", "place", "remember"]
 
 
-class _Made(threading.local):
-    """By this thread: on XLA threads may be what processes are elsewhere."""
+class _OfThread(threading.local):
+    """The accelerators that this thread has created: on XLA, threads may take the place of processes."""
 
     def __init__(self) -> None:
-        self.alive: WeakValueDictionary[int, Accelerator] = WeakValueDictionary()  # in the order in which they were made
+        self.alive: WeakValueDictionary[int, Accelerator] = WeakValueDictionary()  # in the order in which they were created
 
 
-_made, _number = _Made(), count()
-_by_all: WeakValueDictionary[int, Accelerator] = WeakValueDictionary()
+_of_thread, _number = _OfThread(), count()
+_of_process: WeakValueDictionary[int, Accelerator] = WeakValueDictionary()
 
 
 def remember(accelerator: Accelerator) -> None:
-    """An own loop's has been made. It is not kept from being forgotten, with all that it holds."""
+    """Record a new accelerator of a user's own training loop, by a weak reference."""
     number = next(_number)
-    _made.alive[number] = _by_all[number] = accelerator
+    _of_thread.alive[number] = _of_process[number] = accelerator
 
 
 def latest() -> Accelerator | None:
-    """The one that this thread has made last, else the process; `None`: there is none any more.
+    """The accelerator that this thread has created last, otherwise the process; `None`: none is alive.
 
-    One that has prepared something comes before one that was made for a word, as in `Accelerator().process_index`.
+    One that has prepared something comes before one that was created to read a property, as in `Accelerator().process_index`.
     """
-    for alive in (_made.alive, _by_all):
+    for alive in (_of_thread.alive, _of_process):
         found = list(alive.values())
         if found:
             return next((one for one in reversed(found) if one._models or one._loaders), found[-1])
@@ -53,7 +53,7 @@ def latest() -> Accelerator | None:
 
 
 def place() -> tuple[int, int]:
-    """Which of how many processes this one is; before it has joined them, as its launcher says."""
+    """The rank of this process and the world size; before the process group exists, as the launcher has set them."""
     accelerator = latest()
     if accelerator is not None:
         return accelerator.world.rank, accelerator.world.size
@@ -64,12 +64,12 @@ def place() -> tuple[int, int]:
 
 
 def gathering(verb: str) -> Gathering:
-    """What functions that all processes call exchange tensors by: a part of the `Accelerator`.
+    """The part of the `Accelerator` by which functions that all processes call exchange tensors.
 
     A single process needs no `Accelerator`.
 
     Raises:
-        ConfigurationError: there are several processes, and no `Accelerator`.
+        ConfigurationError: there are several processes, but no `Accelerator`.
     """
     found = latest()
     if found is not None:
@@ -77,6 +77,6 @@ def gathering(verb: str) -> Gathering:
     if not runtime_is_loaded() and joined().size == 1:
         return Gathering(Strategy("cpu"))
     raise ConfigurationError(
-        f"{verb} is for all processes, and works through the Accelerator: make it before, and keep it: accelerator = "
-        "Accelerator(). In a TrainModule there is self.all_gather."
+        f"{verb} exchanges data between all processes, which needs an Accelerator. Create one first, and keep it: accelerator "
+        "= Accelerator(). In a TrainModule, use self.all_gather."
     )

@@ -82,7 +82,7 @@ def plugin_of(strategy: Strategy, plugin: Plugin | None) -> DeepSpeedPlugin | No
 
 
 def refuse_precision(strategy: Strategy, native: bool) -> None:
-    """Say that setting `accelerator.native_amp` has no effect, where it would change the precision."""
+    """Print that setting `accelerator.native_amp` has no effect, if it would change the precision."""
     if bool(native) is not (strategy.precision.autocast_dtype is not None):
         notice(
             f"accelerator.native_amp = {native} has no effect: the precision is {strategy.precision.name}. To choose "

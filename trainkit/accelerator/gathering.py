@@ -101,7 +101,7 @@ class Gathering:
         if reduction not in _REDUCTIONS:
             raise ConfigurationError(f"reduce: reduction must be one of {', '.join(_REDUCTIONS)}, not {reduction!r}.")
         if self.world.size > 1 and reduction != "none":
-            _check_alike("reduce", self._exchanged_shapes("reduce", tensor))
+            _check_same_shapes("reduce", self._exchanged_shapes("reduce", tensor))
             tensor = map_tensors(tensor, lambda t: self._reduced(t, reduction))
         else:
             tensor = map_tensors(tensor, torch.clone)
@@ -122,11 +122,12 @@ class Gathering:
         """
         if self.world.size == 1:
             return tensor
-        said = self._exchanged_shapes("pad_across_processes", tensor)
-        ranks = [[len(shape) for _, shape in its["tensors"]] for its in said]
-        if any(other != ranks[0] for other in ranks):
-            raise _unlike("pad_across_processes", said, "Give tensors of as many dimensions on all processes.")
-        columns = zip(*(its["tensors"] for its in said), strict=True)
+        by_rank = self._exchanged_shapes("pad_across_processes", tensor)
+        dims = [[len(shape) for _, shape in its["tensors"]] for its in by_rank]
+        if any(other != dims[0] for other in dims):
+            fix = "Pass tensors with the same number of dimensions on all processes."
+            raise _mismatch("pad_across_processes", by_rank, fix)
+        columns = zip(*(its["tensors"] for its in by_rank), strict=True)
         positions = iter([[shape for _, shape in column] for column in columns])
 
         def pad(one: Tensor) -> Tensor:
@@ -136,8 +137,8 @@ class Gathering:
             missing = max(shape[dim] for shape in column) - one.shape[dim]
             if not missing:
                 return one
-            filled = one.new_full([missing if d == dim % one.ndim else n for d, n in enumerate(one.shape)], pad_index)
-            return torch.cat([filled, one] if pad_first else [one, filled], dim)
+            padding = one.new_full([missing if d == dim % one.ndim else n for d, n in enumerate(one.shape)], pad_index)
+            return torch.cat([padding, one] if pad_first else [one, padding], dim)
 
         return map_tensors(tensor, pad)
 
@@ -150,22 +151,22 @@ class Gathering:
         """
         if self.world.size == 1:
             return data
-        said = self._exchanged_shapes("broadcast", data, source=source)
-        _check_alike("broadcast", said)
-        sources = [its["source"] for its in said]
+        by_rank = self._exchanged_shapes("broadcast", data, source=source)
+        _check_same_shapes("broadcast", by_rank)
+        sources = [its["source"] for its in by_rank]
         if any(other != sources[0] for other in sources):
             shown = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(sources))
-            raise ConfigurationError(f"broadcast: from_process must be the same on all processes; {shown}.")
+            raise ConfigurationError(f"broadcast: from_process must be the same on all processes, but it is {shown}.")
         device = self._strategy.device
         return map_tensors(data, lambda t: self._strategy.all_gather(t.to(device).detach(), alike=True)[source])
 
     def _exchanged_shapes(self, verb: str, data: Any, **more: Any) -> list[Any]:
         """The dtypes and shapes that each process has called `verb` with, and `more` of each."""
-        odd = next((leaf for leaf in leaves(data) if not isinstance(leaf, Tensor)), None)
-        if odd is not None:
+        other = next((leaf for leaf in leaves(data) if not isinstance(leaf, Tensor)), None)
+        if other is not None:
             raise ConfigurationError(
-                f"{verb} takes tensors, in lists, tuples and dicts, and there is {with_article(type(odd).__name__)} in it. "
-                "Objects: accelerator.gather_for_metrics([…], use_gather_object=True)"
+                f"{verb} takes tensors in lists, tuples and dicts, but found {with_article(type(other).__name__)}. For other "
+                "objects: accelerator.gather_for_metrics([…], use_gather_object=True)"
             )
         tensors = [[str(one.dtype).removeprefix("torch."), list(one.shape)] for one in leaves(data)]
         return self._checks.exchange(verb, {"tensors": tensors, **more})
@@ -176,10 +177,10 @@ class Gathering:
             data = map_tensors(data, batch.cut)
         if world.size == 1:
             return data
-        said = self._exchanged_shapes(verb, data, samples=batch.samples, padding=batch.padding)
-        _check_rows(verb, said)
-        kept = [not (drop and its["padding"]) for its in said]
-        columns = iter([shape for _, shape in column] for column in zip(*(its["tensors"] for its in said), strict=True))
+        by_rank = self._exchanged_shapes(verb, data, samples=batch.samples, padding=batch.padding)
+        _check_samples(verb, by_rank)
+        kept = [not (drop and its["padding"]) for its in by_rank]
+        columns = iter([shape for _, shape in column] for column in zip(*(its["tensors"] for its in by_rank), strict=True))
 
         def gather(one: Tensor) -> Tensor:
             shapes = next(columns)
@@ -203,47 +204,48 @@ class Gathering:
             return data
         if not isinstance(data, list | tuple):
             raise ConfigurationError(
-                f"gather_for_metrics puts lists of objects together, and this is {with_article(type(data).__name__)}. "
-                "Give one object of each process as a list: accelerator.gather_for_metrics([value])"
+                f"gather_for_metrics concatenates lists of objects, but received {with_article(type(data).__name__)}. "
+                "Pass an object in a list: accelerator.gather_for_metrics([value])"
             )
         padding = self._checks.exchange("gather_for_metrics", self._batch.padding)
-        said = world.exchange_user_objects(data)
-        return [item for its, padded in zip(said, padding, strict=True) if not padded for item in its]
+        by_rank = world.exchange_user_objects(data)
+        return [item for its, padded in zip(by_rank, padding, strict=True) if not padded for item in its]
 
 
-def _check_alike(verb: str, said: Sequence[Mapping[str, Any]]) -> None:
-    if any(its["tensors"] != said[0]["tensors"] for its in said):
-        raise _unlike(verb, said, "Give tensors of the same shapes and dtypes on all processes.")
+def _check_same_shapes(verb: str, by_rank: Sequence[Mapping[str, Any]]) -> None:
+    if any(its["tensors"] != by_rank[0]["tensors"] for its in by_rank):
+        raise _mismatch(verb, by_rank, "Pass tensors of the same shapes and dtypes on all processes.")
 
 
-def _check_rows(verb: str, said: Sequence[Mapping[str, Any]]) -> None:
-    """Tensors may differ in the first dimension only where that is the size of each process's micro-batch."""
-    forms = [[(dtype, len(shape), shape[1:]) for dtype, shape in its["tensors"]] for its in said]
+def _check_samples(verb: str, by_rank: Sequence[Mapping[str, Any]]) -> None:
+    """Tensors may differ in the first dimension only if it is the size of each process's micro-batch."""
+    forms = [[(dtype, len(shape), shape[1:]) for dtype, shape in its["tensors"]] for its in by_rank]
     if any(form != forms[0] for form in forms):
-        raise _unlike(verb, said, _PAD)
+        raise _mismatch(verb, by_rank, _PAD)
     for place in range(len(forms[0])):
-        shapes = [its["tensors"][place][1] for its in said]
+        shapes = [its["tensors"][place][1] for its in by_rank]
         if any(shape != shapes[0] for shape in shapes) and any(
-            shape[0] != its["samples"] for shape, its in zip(shapes, said, strict=True)
+            shape[0] != its["samples"] for shape, its in zip(shapes, by_rank, strict=True)
         ):
-            raise _unlike(verb, said, _EACH)
+            raise _mismatch(verb, by_rank, _EACH)
 
 
 _PAD = (
-    "Only the first dimension may differ, where it is that of the samples of each process's micro-batch. Pad the others: "
-    "accelerator.gather(accelerator.pad_across_processes(x, dim=1))"
+    "Only the first dimension may differ, and only if it is the number of samples of each process's micro-batch. Pad the "
+    "others: accelerator.gather(accelerator.pad_across_processes(x, dim=1))"
 )
 
 
 _EACH = (
-    "The first dimension may differ only where it is that of the samples of each process's micro-batch. Gather each batch in "
-    "the loop that reads it; or what was put together, as a list: accelerator.gather_for_metrics([x], use_gather_object=True)"
+    "The first dimension may differ only if it is the number of samples of each process's micro-batch. Gather each batch in "
+    "the loop that reads it; or gather concatenated batches as one object: accelerator.gather_for_metrics([x], "
+    "use_gather_object=True)"
 )
 
 
-def _unlike(verb: str, said: Sequence[Mapping[str, Any]], fix: str) -> CollectiveError:
+def _mismatch(verb: str, by_rank: Sequence[Mapping[str, Any]], fix: str) -> CollectiveError:
     shown = "; ".join(
         f"rank {rank}: {', '.join(f'{dtype}{shape}' for dtype, shape in its['tensors']) or 'nothing'}"
-        for rank, its in enumerate(said)
+        for rank, its in enumerate(by_rank)
     )
-    return CollectiveError(f"{verb}: the processes have tensors that do not go together ({shown}). {fix}")
+    return CollectiveError(f"{verb}: the tensors of the processes cannot be combined ({shown}). {fix}")

@@ -23,13 +23,13 @@ class GradientVerbs(PrepareVerbs):
     """The methods of `trainkit.Accelerator` that work on gradients.
 
     Attributes:
-        skip_asked: The optimizer step of the current window is to be skipped.
-        unspent: Gradients of a whole window wait for a step.
+        skip_requested: The optimizer step of the current window is to be skipped.
+        step_pending: The gradients of a window are complete, and no optimizer step has used them.
     """
 
     averages_in_step: bool
-    skip_asked: bool
-    unspent: bool
+    skip_requested: bool
+    step_pending: bool
     _averaged: set[int]
     _backwards: int
     _begun: bool
@@ -64,14 +64,14 @@ class GradientVerbs(PrepareVerbs):
         if loss is None or share == 0.0:
             self.strategy.skip_backward(loss, micro)
         else:
-            if self._filled is not None:
-                self._filled.note_backward()
+            if self._batch_padding is not None:
+                self._batch_padding.note_backward()
             if share != 1.0:
                 loss = loss * share
             self.strategy.backward(loss, micro, **kwargs)
-        self.unspent = micro.last
+        self.step_pending = micro.last
         if self._weighing is not None and micro.last:
-            self._weighing.settle(self._bare, self.optimizers)
+            self._weighing.correct_gradients(self._bare, self.optimizers)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Divide the gradients by the loss scale of `16-mixed`, to read or change them. Clipping does this itself.
@@ -131,21 +131,21 @@ class GradientVerbs(PrepareVerbs):
         self._average(self.optimizers)
         found = self.strategy.any_loss(had_loss)
         if not found:
-            self.strategy.sync_buffers()  # no update does it
+            self.strategy.sync_buffers()  # otherwise the optimizer step does it
         return found
 
     def _begin_own_backward(self, loss: Tensor | None) -> None:
-        """In your own training loop, what must be right before a backward pass."""
+        """In your own training loop, the checks before a backward pass."""
         state = self.accumulation
         if state.size > 1 and (state.pending is not None or state.by_hand is not False):
             self._by_hand()
         state.note_backward()
         if state.current.first:
-            self.skip_asked = False  # of a window that is over
-        if not self._begun:  # asked here: at every step, a call counts
+            self.skip_requested = False  # of a window that is over
+        if not self._begun:  # checked here, because a call at every step takes time
             self._check_begun("backward")
-        if self.unspent:
-            self._check_spent()
+        if self.step_pending:
+            self._check_step_pending()
         self.reading.working()
         self._backwards += 1
         if not self.strategy.precision.entered:
@@ -154,13 +154,13 @@ class GradientVerbs(PrepareVerbs):
             self._compare("backward", None if loss is None else [loss])
 
     def _by_hand(self) -> None:
-        """`backward` outside of `accumulate`: as in Accelerate its loss is divided all the same, and each step updates."""
+        """`backward` outside of `accumulate`: as in Accelerate its loss is still divided, and each step updates."""
         steps = self.accumulation.size
         if self.accumulation.note_by_hand():
             notice(
-                f"gradient_accumulation_steps={steps}, and backward is called outside of accumulate(): as in Accelerate "
-                f"each loss is divided by {steps}, and each optimizer.step() is an update. To accumulate gradients: with "
-                "accelerator.accumulate(model): around the body of the loop."
+                f"gradient_accumulation_steps={steps}, but backward is called outside of accumulate(): as in Accelerate, "
+                f"each loss is divided by {steps}, and each optimizer.step() updates the parameters. To accumulate gradients, "
+                "put the body of the loop under: with accelerator.accumulate(model):"
             )
 
     def _check_precision(self) -> None:
@@ -176,7 +176,7 @@ class GradientVerbs(PrepareVerbs):
     def _weighed(self, weight: float | Tensor | None) -> float:
         if self._weighing is None:
             if any(loader.weighs for loader in self._loaders):
-                raise ConfigurationError("backward(weight=) and prepare(batch_weight=) say the same thing. Give one of them.")
+                raise ConfigurationError("backward(weight=) and prepare(batch_weight=) set the same thing. Give one of them.")
             self._weighing = Weighing(self.accumulation, self.strategy.world, self.strategy, self.collective_checks)
         return self._weighing.share(weight)
 
@@ -185,32 +185,33 @@ class GradientVerbs(PrepareVerbs):
             return
         if not (self._models or self._optimizers):
             raise ConfigurationError(
-                f"{verb} before prepare: there is no model yet. First: model, optimizer, loader = "
+                f"{verb} was called before prepare. First: model, optimizer, loader = "
                 "accelerator.prepare(model, optimizer, loader)"
             )
         if self.strategy.world.size > 1 and not self._models:
             raise ConfigurationError(
-                f"{verb}: an optimizer has been prepared and no model has, so the gradients would not be averaged over the "
-                "processes. Give the model too: model, optimizer = accelerator.prepare(model, optimizer)"
+                f"{verb}: an optimizer has been prepared but no model, so the gradients would not be averaged over the "
+                "processes. Prepare the model too: model, optimizer = accelerator.prepare(model, optimizer)"
             )
         self._numbered.check()
         self._begun = True
 
-    def _check_spent(self) -> None:
+    def _check_step_pending(self) -> None:
         """ZeRO drops the gradients of a window that had no step when the next one begins: refuse that."""
         if self.accumulation.current.first and self.strategy.accumulates_in_engine and len(self._optimizers) == 1:
             raise ConfigurationError(
-                "under ZeRO the gradients of several backward passes are added up within a window only, and there has been no "
-                "step since the last one. Use Accelerator(gradient_accumulation_steps=n), or accelerator.no_sync(model) around "
-                "all but the last; of two losses make one: accelerator.backward(loss1 + loss2)."
+                "under ZeRO the gradients of several backward passes are accumulated only within a window, and there has been "
+                "no optimizer step since the last one. Use Accelerator(gradient_accumulation_steps=n), or "
+                "accelerator.no_sync(model) around all backward passes but the last. Add up several losses: "
+                "accelerator.backward(loss1 + loss2)."
             )
 
     def _compare(self, verb: str, tensors: Iterable[Tensor] | None) -> None:
-        """In debug mode: that all processes have called it in the same place, with the same tensors."""
+        """In debug mode, check that all processes call `verb` in the same place with the same tensors."""
         self.collective_checks.compare(verb, None if tensors is None else described(tensors))
 
     def _complete(self, parameters: list[Tensor]) -> None:
-        """Make the gradients of the optimizers that these parameters belong to what they will be updated by."""
+        """Average and unscale the gradients of the optimizers that these parameters belong to."""
         if self.strategy.precision.scaler is None and not (self.accumulation.current.uneven or self.averages_in_step):
             return
         wanted = {id(parameter) for parameter in parameters}
@@ -219,7 +220,7 @@ class GradientVerbs(PrepareVerbs):
                 self.unscale_gradients(own)
 
     def _average(self, optimizers: Iterable[Optimizer]) -> None:
-        """Average the gradients over the processes where the backward passes have not: once for each optimizer."""
+        """Average the gradients over the processes if the backward passes have not: once for each optimizer."""
         micro = self.accumulation.current
         if not (micro.last and (micro.uneven or self.averages_in_step)):
             return
@@ -230,7 +231,7 @@ class GradientVerbs(PrepareVerbs):
                 self.strategy.reduce_gradients(parameters, micro)
 
     def _averaged_closure(self, own: Optimizer, closure: Callable[[], Any]) -> Any:
-        """A closure's loss and gradients, over all processes: an optimizer that decides by them decides the same on each."""
+        """Average a closure's loss and gradients over the processes: an optimizer that decides by them decides the same."""
         loss = closure()
         self._averaged.discard(id(own))
         self._average([own])
@@ -242,10 +243,10 @@ class GradientVerbs(PrepareVerbs):
 
 def _listed(verb: str, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
     found = [parameters] if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable) else list(parameters)
-    odd = next((one for one in found if not isinstance(one, Tensor)), None)
-    if odd is not None:
+    other = next((one for one in found if not isinstance(one, Tensor)), None)
+    if other is not None:
         raise ConfigurationError(
-            f"{verb} takes parameters, and there is {with_article(type(odd).__name__)}. For example: "
+            f"{verb} takes parameters, but received {with_article(type(other).__name__)}. For example: "
             f"accelerator.{verb}(model.parameters(), 1.0)"
         )
     return found

@@ -1,4 +1,4 @@
-"""What `Accelerator.prepare` returns for a model in another precision than float32."""
+"""What `Accelerator.prepare` returns for a model in a precision other than float32."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class InPrecision(Wrapped):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         precision = self._precision
-        # under accelerator.autocast() the loss is computed as the Trainer does it, in autocast too
+        # under accelerator.autocast() the loss is computed in autocast too, as in a Trainer
         within = torch.is_autocast_enabled(precision.device_type)
         with self._context():
             outputs = self.module(*precision.convert_input(args), **precision.convert_input(kwargs))
@@ -51,7 +51,7 @@ class InPrecision(Wrapped):
 
 
 def without_wrappers(model: nn.Module, strategy: Strategy, keep_compiled: bool = False) -> nn.Module:
-    """The user's model, without what `prepare` and `torch.compile` have put around it.
+    """The user's model, without the wrappers of `prepare` and `torch.compile`.
 
     Args:
         model: prepared or not.

@@ -59,7 +59,7 @@ class NumberedCheckpoints:
         """The folder of the next checkpoint. Collective.
 
         Raises:
-            ConfigurationError: the folder holds checkpoints of an earlier start, which this run has not resumed.
+            ConfigurationError: the folder contains checkpoints of an earlier start, which this run has not resumed.
         """
         return Path(run_on_all_ranks(self._world, lambda: str(self._free_path()) if self._world.is_main else None)[0])
 
@@ -78,8 +78,8 @@ class NumberedCheckpoints:
         if taken and taken[-1] >= number:
             shown = f"checkpoint_{taken[0]}" + (f" to checkpoint_{taken[-1]}" if len(taken) > 1 else "")
             raise ConfigurationError(
-                f"{folder} holds {shown} of an earlier start, and the next would be checkpoint_{number}. To continue from "
-                "the newest: accelerator.load_state() before the loop; to start a new series next to them: "
+                f"{folder} contains {shown} of an earlier start, and the next one would be checkpoint_{number}. To continue "
+                "from the newest: accelerator.load_state() before the loop; to start a new series next to them: "
                 f"accelerator.project_configuration.iteration = {taken[-1] + 1}, or another project_dir."
             )
         return folder / f"checkpoint_{number}"
@@ -87,7 +87,7 @@ class NumberedCheckpoints:
     def newest_first(self) -> list[tuple[Path, str | None]]:
         """Each checkpoint with what is wrong with it, or `None`. Collective.
 
-        What a killed save has left has another name and is not listed.
+        The files of a killed save have other names and are not listed.
         """
 
         def find() -> list[list[str | None]] | None:
@@ -130,8 +130,8 @@ def rotate(folder: Path, limit: int | None, manifest: Manifest | None) -> None:
         if limit is not None:
             for old in _complete(folder, manifest.run_id)[:-limit]:
                 remove(old)
-    except (CheckpointError, OSError) as error:  # the new checkpoint is there; the next save tries again
-        notice(f"save_state: the new checkpoint is complete, but: {error}")
+    except (CheckpointError, OSError) as error:  # the next save tries again
+        notice(f"save_state: the new checkpoint is complete, but old ones could not be removed: {error}")
 
 
 def _complete(folder: Path, run_id: str) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The arguments of `Accelerator`, and what a configuration says where they say nothing → what it works with."""
+"""The arguments of `Accelerator`, completed by the configuration → `Options`."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from trainkit.unsupported import refuse_unknown
 __all__ = ["Options", "check_steps", "mixed_name", "resolve"]
 
 _GENERATORS = ("torch", "cuda", DEVICE, "generator")
-_ZERO = "Parameters are divided by ZeRO: Accelerator(strategy='zero3')"
+_ZERO = "To shard parameters, use ZeRO: Accelerator(strategy='zero3')"
 
 
 @dataclass
 class Options:
-    """What an `Accelerator` works with.
+    """The options of an `Accelerator`.
 
     Attributes:
         strategy: as one of the processes, with its precision.
-        steps: micro-batches in an update.
+        steps: micro-batches in an optimizer step.
         split_batches: a loader's `batch_size` is that of all processes together.
-        even_batches: all processes are given as many batches.
-        resume_loaders: `load_state` continues loaders where they were, where it is not told otherwise.
-        step_scheduler_with_optimizer: a scheduler advances with updates, once for each process.
+        even_batches: all processes get the same number of batches.
+        resume_loaders: `load_state` continues loaders where they were, by default.
+        step_scheduler_with_optimizer: a scheduler advances with each optimizer step, once for each process.
         device_placement: models, optimizers and batches are put on the device.
         project: where the loop writes.
         log_with: trackers, as they were given.
@@ -83,7 +83,7 @@ def resolve(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
         ConfigurationError: an argument that is wrong, unknown, not supported or contradicts another.
     """
     refuse_unknown("Accelerator", unknown, given)
-    _refuse_what_is_not_offered(given)
+    _refuse_unsupported(given)
     settings = inherited_settings()
     handlers = sorted_handlers(given["kwargs_handlers"])
     loaders, project = _loaders(given), _project(given)
@@ -111,7 +111,7 @@ def resolve(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
     )
 
 
-def _refuse_what_is_not_offered(given: Mapping[str, Any]) -> None:
+def _refuse_unsupported(given: Mapping[str, Any]) -> None:
     for name in ("fsdp_plugin", "megatron_lm_plugin"):
         if given[name] is not None:
             raise UnsupportedArgumentError(f"Accelerator({name}=...) is not supported. {_ZERO}.")
@@ -122,38 +122,38 @@ def _refuse_what_is_not_offered(given: Mapping[str, Any]) -> None:
         )
     for name in _listed(given["rng_types"]):
         if str(getattr(name, "value", name)) not in _GENERATORS:
-            raise ConfigurationError(f"rng_types: {name!r} is none of {', '.join(_GENERATORS)}.")
+            raise ConfigurationError(f"rng_types must be some of {', '.join(_GENERATORS)}, not {name!r}.")
     for name in ("device_placement", "cpu", "step_scheduler_with_optimizer"):
         if not isinstance(given[name], bool):
-            raise ConfigurationError(f"Accelerator({name}={given[name]!r}): True or False.")
+            raise ConfigurationError(f"Accelerator({name}=...) must be True or False, not {given[name]!r}.")
 
 
 def _loaders(given: Mapping[str, Any]) -> DataLoaderConfiguration:
     """How loaders are sharded: by an object, or by arguments of the same names."""
     names = ("split_batches", "dispatch_batches", "even_batches")
-    said = {name: given[name] for name in names if given[name] is not None}
+    arguments = {name: given[name] for name in names if given[name] is not None}
     configuration = given["dataloader_config"]
     if configuration is None:
-        configuration = DataLoaderConfiguration(**said)
+        configuration = DataLoaderConfiguration(**arguments)
     elif not isinstance(configuration, DataLoaderConfiguration):
         raise ConfigurationError(
             f"dataloader_config must be a DataLoaderConfiguration of trainkit.utils, not {configuration!r}."
         )
-    elif said:
-        raise ConfigurationError(f"dataloader_config and {', '.join(said)} were given. Give one of them.")
+    elif arguments:
+        raise ConfigurationError(f"dataloader_config and {', '.join(arguments)} were given. Give one of them.")
     for name in ("split_batches", "even_batches"):
         if not isinstance(getattr(configuration, name), bool):
-            raise ConfigurationError(f"Accelerator({name}={getattr(configuration, name)!r}): True or False.")
+            raise ConfigurationError(f"Accelerator({name}=...) must be True or False, not {getattr(configuration, name)!r}.")
     if configuration.dispatch_batches:
         raise UnsupportedArgumentError(
-            "dispatch_batches=True is not supported: each process reads its own batches, also of a stream that all share. Fix: "
+            "dispatch_batches=True is not supported: each process reads its own batches, also of an iterable dataset. Fix: "
             "remove it."
         )
     return configuration
 
 
 def _steps(given: Mapping[str, Any], settings: Settings, plugin: Plugin | None) -> int:
-    """Micro-batches in an update: of the argument, its plugin, DeepSpeed's plugin, or the configuration."""
+    """Micro-batches in an optimizer step: from the argument, its plugin, DeepSpeed's plugin, or the configuration."""
     steps, accumulation = given["gradient_accumulation_steps"], given["gradient_accumulation_plugin"]
     if accumulation is not None:
         if not isinstance(accumulation, GradientAccumulationPlugin):
@@ -167,18 +167,18 @@ def _steps(given: Mapping[str, Any], settings: Settings, plugin: Plugin | None) 
         return accumulation.num_steps
     if steps is None:
         claimed = None if plugin is None else plugin.claimed("gradient_accumulation_steps")
-        said = [claimed, settings.get("gradient_accumulation_steps")]
-        if given["deepspeed_plugin"] is None:  # it is of the settings, in which an option beats the file
-            said.reverse()
-        return next((int(one) for one in said if one not in (None, "auto")), 1)
+        candidates = [claimed, settings.get("gradient_accumulation_steps")]
+        if given["deepspeed_plugin"] is None:  # it is from the settings, where an option takes precedence over the file
+            candidates.reverse()
+        return next((int(one) for one in candidates if one not in (None, "auto")), 1)
     return check_steps(steps)
 
 
 def check_steps(steps: Any) -> int:
-    """Micro-batches in an update.
+    """Micro-batches in an optimizer step.
 
     Raises:
-        ConfigurationError: no integer ≥ 1.
+        ConfigurationError: not an integer ≥ 1.
     """
     return whole_number(steps, "gradient_accumulation_steps", 1)
 
@@ -191,7 +191,9 @@ def _project(given: Mapping[str, Any]) -> ProjectConfiguration:
         raise ConfigurationError(f"project_config must be a ProjectConfiguration of trainkit.utils, not {configuration!r}.")
     if folder is not None:
         if configuration.project_dir not in (None, folder):
-            raise ConfigurationError(f"project_dir={folder!r}, and project_config has {configuration.project_dir!r}. Give one.")
+            raise ConfigurationError(
+                f"project_dir={folder!r}, but project_config has {configuration.project_dir!r}. Give one of them."
+            )
         configuration.set_directories(folder)
     return configuration
 
@@ -217,41 +219,41 @@ def _listed(value: Any) -> list[Any]:
 def _strategy(
     given: Mapping[str, Any], settings: Settings, handlers: Mapping[Any, Any]
 ) -> tuple[Strategy, Plugin | None, bool]:
-    """The strategy as one of the processes, the plugin that it is made of, and whether it is watched over."""
+    """The strategy as one of the processes, the plugin that it was created from, and whether a watchdog watches it."""
     strategy, plugin = given["strategy"], given["deepspeed_plugin"]
     if strategy is not None and plugin is not None:
         raise ConfigurationError("strategy= and deepspeed_plugin= were given. Give one of them.")
     wanted = RequestedDevices(_kind(given, settings), as_started=True)
-    place, dtype = _left_open(given, settings)
-    _precision(given, settings, handlers, masters=False)  # what is wrong with the arguments themselves
+    place, dtype = _from_settings(given, settings)
+    _precision(given, settings, handlers, masters=False)  # raises for wrong arguments
     with settings.attribute_errors(*place):
-        made, plugin = _made(given, settings, handlers, wanted)
-    precision = _precision(given, settings, handlers, masters=made.owns_masters)
-    watched = isinstance(strategy, str | None) or not made.joined
+        created, plugin = _create(given, settings, handlers, wanted)
+    precision = _precision(given, settings, handlers, masters=created.owns_masters)
+    watched = isinstance(strategy, str | None) or not created.joined
     with settings.attribute_errors(*dtype, *place):
         if place and wanted.accelerator == "cuda":
             find_device("cuda")
         if precision is not None:
-            made.check_precision(precision)  # before it joins, which starts collectives
-    if not made.joined:
-        made.join(wanted)
+            created.check_precision(precision)  # before it joins, which starts collectives
+    if not created.joined:
+        created.join(wanted)
     if precision is not None:
         with settings.attribute_errors(*dtype, *place):
-            made.use_precision(precision)
-    return made, plugin, watched
+            created.use_precision(precision)
+    return created, plugin, watched
 
 
-def _left_open(given: Mapping[str, Any], settings: Settings) -> tuple[Sequence[str], Sequence[str]]:
-    """The settings that say what the script does not: where to run, and in which precision. Errors name them."""
+def _from_settings(given: Mapping[str, Any], settings: Settings) -> tuple[Sequence[str], Sequence[str]]:
+    """The settings that the arguments do not override: where to run, and in which precision. Errors name them."""
     place = settings.of_place if given["strategy"] is None and given["deepspeed_plugin"] is None else ()
     dtype = ("mixed_precision",) if given["precision"] is None and given["mixed_precision"] is None else ()
     return place, dtype
 
 
-def _made(
+def _create(
     given: Mapping[str, Any], settings: Settings, handlers: Mapping[Any, Any], wanted: RequestedDevices
 ) -> tuple[Strategy, Plugin | None]:
-    """The strategy, and the plugin that it is made of."""
+    """The strategy, and the plugin that it was created from."""
     strategy, plugin = given["strategy"], given["deepspeed_plugin"]
     if strategy is None and plugin is None:
         plugin = settings.plugin()
@@ -260,17 +262,17 @@ def _made(
         config = plugin.config_for(short=precision is not None and is_short(precision))
         source = type(plugin).__name__
         if given["deepspeed_plugin"] is None:
-            config.pop("gradient_accumulation_steps", None)  # arguments beat what it says
+            config.pop("gradient_accumulation_steps", None)  # arguments take precedence over it
             source = settings.source
-        made = load_strategy(plugin.strategy)(config=config, device=wanted.accelerator, **_common(handlers))
-        made.configured_by(plugin.source or source)
+        created = load_strategy(plugin.strategy)(config=config, device=wanted.accelerator, **_common(handlers))
+        created.configured_by(plugin.source or source)
     elif strategy is None or isinstance(strategy, str):
         name = chosen_strategy(strategy or settings.strategy or "auto", wanted)
-        made = make_strategy(name, **_named(name, wanted, handlers))
+        created = make_strategy(name, **_named(name, wanted, handlers))
     else:
-        made = make_strategy(strategy)
+        created = make_strategy(strategy)
         refuse_handlers(handlers)
-    return made, plugin
+    return created, plugin
 
 
 def _kind(given: Mapping[str, Any], settings: Settings) -> str:
@@ -293,8 +295,8 @@ def _named(name: str, wanted: RequestedDevices, handlers: Mapping[Any, Any]) -> 
         return options
     if not info.process_group and connected is not None and connected.backend is not None:
         raise UnsupportedArgumentError(
-            f"InitProcessGroupKwargs(backend={connected.backend!r}): on XLA its runtime connects the processes. Leave backend "
-            "out."
+            f"InitProcessGroupKwargs(backend={connected.backend!r}) is not supported on XLA, whose runtime connects the "
+            "processes. Fix: remove backend."
         )
     options |= _common(handlers)
     for kind, handler in handlers.items():
@@ -304,7 +306,7 @@ def _named(name: str, wanted: RequestedDevices, handlers: Mapping[Any, Any]) -> 
 
 
 def refuse_handlers(handlers: Mapping[Any, Any]) -> None:
-    """Refuse options for what a user has made himself.
+    """Refuse options for a strategy that the user has created.
 
     Raises:
         ConfigurationError: there are some.
@@ -312,7 +314,7 @@ def refuse_handlers(handlers: Mapping[Any, Any]) -> None:
     for kind in (DistributedDataParallelKwargs, InitProcessGroupKwargs):
         if kind in handlers:
             raise ConfigurationError(
-                f"kwargs_handlers has {kind.__name__}, and strategy= is an object, which has these options itself. Give them "
+                f"kwargs_handlers has {kind.__name__}, but strategy= is an object, which takes these options itself. Pass them "
                 "to it."
             )
 
@@ -332,13 +334,13 @@ def _precision(
             if scaler is None:
                 return None
             name = "no"
-        # under DeepSpeed Accelerate's names are DeepSpeed's: parameters in 16 bits, with masters in float32
+        # under DeepSpeed, Accelerate's names mean what they mean there: parameters in 16 bits with float32 masters
         precision = (OVER_MASTERS if masters else MIXED)[str(name)]
     chosen: Precision | str | int = precision
     if scaler is None:
         return chosen
     if isinstance(chosen, Precision):
-        raise ConfigurationError("kwargs_handlers has GradScalerKwargs, and precision= is an object. Give the options to it.")
+        raise ConfigurationError("kwargs_handlers has GradScalerKwargs, but precision= is an object. Pass the options to it.")
     return Precision(chosen, **scaler.to_kwargs())
 
 

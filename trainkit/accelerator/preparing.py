@@ -18,7 +18,7 @@ from trainkit.accelerator.in_precision import InPrecision, without_wrappers
 from trainkit.accelerator.options import Options
 from trainkit.accelerator.reading import Reading
 from trainkit.accelerator.skipping import SkippedLoader, skip_first_batches
-from trainkit.console import with_article
+from trainkit.console import counted, with_article
 from trainkit.data.assembling import BatchPadding
 from trainkit.data.combined import CombinedLoader
 from trainkit.data.loader import PreparedLoader
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PrepareVerbs"]
 
-_LOOKED_AT = 16  # of a list, which may be one of all batches: whether it is one of objects to prepare shows at its beginning
+_CHECKED = 16  # number of items of a list to check: it may be a long list of batches, or a list of objects to prepare
 
 
 class PrepareVerbs:
@@ -44,7 +44,7 @@ class PrepareVerbs:
 
     strategy: Strategy
     accumulation: AccumulationState
-    _filled: BatchPadding | None
+    _batch_padding: BatchPadding | None
     options: Options
     collective_checks: CollectiveChecks
     reading: Reading
@@ -122,9 +122,9 @@ class PrepareVerbs:
     ) -> Any:
         placed = self._placements(objects, device_placement)
         self._check_objects(objects, placed)
-        loaders = {place: self._looked_at(item) for place, item in enumerate(objects) if _is_loader(item, place)}
+        loaders = {place: self._loader_to_read(item) for place, item in enumerate(objects) if _is_loader(item, place)}
         if batch_weight is not None and not loaders:
-            raise ConfigurationError("prepare(batch_weight=) is for a loader, and there is none among the arguments.")
+            raise ConfigurationError("prepare(batch_weight=) needs a loader: prepare(model, loader, batch_weight=...)")
         self.collective_checks.wait("prepare")  # errors in the arguments have been raised, and nothing has been changed
         self._begin_watching()
         prepared: dict[int, Any] = {}
@@ -140,7 +140,7 @@ class PrepareVerbs:
         return prepared[0] if len(objects) == 1 else tuple(prepared[place] for place in range(len(objects)))
 
     def _begin_watching(self) -> None:
-        """From here on this process ends if another one fails."""
+        """From now on, this process ends if another one fails."""
         if self._watchdog is not None and not self._watches:
             self._watchdog.entered()
             self._watches = True
@@ -177,8 +177,8 @@ class PrepareVerbs:
         strategy = self.strategy
         if evaluation_mode and (strategy.shards_optimizer_state or strategy.shards_parameters):
             raise UnsupportedArgumentError(
-                f"prepare_model(evaluation_mode=True): what {type(strategy).__name__} prepares it divides over the processes. "
-                "A model that is whole on each needs no preparation: model.to(accelerator.device).eval()"
+                f"prepare_model(evaluation_mode=True) is not supported under {type(strategy).__name__}, which shards the "
+                "models that it prepares. A model that is not sharded needs no preparation: model.to(accelerator.device).eval()"
             )
         prepared: nn.Module = self._prepared_as(nn.Module, model, device_placement, evaluation_mode)
         return prepared
@@ -201,8 +201,7 @@ class PrepareVerbs:
         """Prepare a loader, as `prepare` does. `slice_fn_for_dispatch` can only be `None`."""
         if slice_fn_for_dispatch is not None:
             raise UnsupportedArgumentError(
-                "prepare_data_loader(slice_fn_for_dispatch=...): batches are not dispatched. Leave it out: each process reads "
-                "what it works on."
+                "prepare_data_loader(slice_fn_for_dispatch=) is not supported: each process reads its own batches. Remove it."
             )
         prepared: PreparedLoader = self._prepared_as(object, data_loader, device_placement)
         return prepared
@@ -220,7 +219,9 @@ class PrepareVerbs:
         if given is None:
             return [self.options.device_placement] * len(objects)
         if len(given) != len(objects):
-            raise ConfigurationError(f"device_placement has {len(given)} values, and there are {len(objects)} objects.")
+            raise ConfigurationError(
+                f"device_placement must have one value per object, but has {len(given)} for {counted(len(objects), 'object')}."
+            )
         return [self.options.device_placement if value is None else bool(value) for value in given]
 
     def _is_prepared(self, item: Any) -> bool:
@@ -258,8 +259,8 @@ class PrepareVerbs:
         elsewhere = next((p.device for p in model.parameters() if p.device != self.strategy.device), None)
         if elsewhere is not None:
             raise ConfigurationError(
-                f"device_placement=False, and the model has parameters on {elsewhere}, where this process works on "
-                f"{self.strategy.device}. Put it there: model.to(accelerator.device); or leave device_placement out."
+                f"device_placement=False, but the model has parameters on {elsewhere}, and the device of this process is "
+                f"{self.strategy.device}. Move the model: model.to(accelerator.device); or remove device_placement."
             )
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
@@ -276,8 +277,8 @@ class PrepareVerbs:
         self._schedulers.append(prepared)
         return prepared
 
-    def _looked_at(self, loader: Any) -> tuple[Any, int | None, int]:
-        """The loader to read, the number of its micro-batches that count, and of batches of its next epoch to skip."""
+    def _loader_to_read(self, loader: Any) -> tuple[Any, int | None, int]:
+        """The loader to read, the number of its micro-batches to use, and the number of batches of its next epoch to skip."""
         skipped = 0
         if isinstance(loader, SkippedLoader):
             loader, skipped = loader.loader, loader.skipped
@@ -292,7 +293,7 @@ class PrepareVerbs:
         self, given: Any, loader: Any, end: int | None, skipped: int, placed: bool, weigh: Callable[[Any], float] | None
     ) -> PreparedLoader:
         more: dict[str, Any] = {} if placed else {"transfer": lambda batch, m: batch}
-        # loaders that are read side by side must not have the same order and the same augmentation
+        # loaders that are read at the same time must not have the same order and the same augmentation
         prepared = self.prepare_loader(
             loader,
             window=True,
@@ -315,10 +316,10 @@ class PrepareVerbs:
             window: Its batches form accumulation windows (a training loader).
             **options: Options such as `stage`, `index`, `limit` and `weigh`.
         """
-        filled, strategy = None, self.strategy
+        batch_padding, strategy = None, self.strategy
         if strategy.pad_last_batch and window and not options.get("index"):  # the first one is what is trained on
-            filled = BatchPadding.of(loader, batch_size_of(loader), strategy.data_world.devices, strategy.move)
-            self._filled = filled
+            batch_padding = BatchPadding.of(loader, batch_size_of(loader), strategy.data_world.devices, strategy.move)
+            self._batch_padding = batch_padding
         prepared = PreparedLoader(
             loader,
             device=strategy.device,
@@ -326,7 +327,7 @@ class PrepareVerbs:
             window=self.accumulation.size if window else None,
             world=strategy.data_world,
             ahead=strategy.ahead,
-            filled=filled,
+            filled=batch_padding,
             **{"seed": self.seed, "stage": Stage.TRAIN, **options},
         )
         self._loaders.append(prepared)
@@ -370,7 +371,7 @@ class PrepareVerbs:
     def _check_prepared(self, verb: str, model: Any) -> None:
         if not isinstance(model, nn.Module) or all(self.unwrap_model(model) is not one for one in self._bare):
             raise ConfigurationError(
-                f"{verb}: {type(model).__name__} has not been prepared. Give what prepare returned: model = "
+                f"{verb}: {type(model).__name__} has not been prepared. Pass what prepare returned: model = "
                 "accelerator.prepare(model)"
             )
 
@@ -383,17 +384,16 @@ def _is_loader(item: Any, place: int) -> bool:
     """
     if item is None or isinstance(item, nn.Module | Optimizer) or (hasattr(item, "step") and hasattr(item, "state_dict")):
         return False
-    first = islice(item, _LOOKED_AT) if isinstance(item, list | tuple) else ()
+    first = islice(item, _CHECKED) if isinstance(item, list | tuple) else ()
     several = any(isinstance(one, nn.Module | Optimizer | DataLoader) for one in first)
     if several or isinstance(item, str | bytes | Mapping):
         raise ConfigurationError(
-            f"prepare: argument {place} is {with_article(type(item).__name__)}. Give the objects one by one, "
-            f"prepare(model, optimizer, "
-            "loader); several loaders read together are a CombinedLoader."
+            f"prepare: argument {place} is {with_article(type(item).__name__)}. Pass the objects one by one: prepare(model, "
+            "optimizer, loader). To read several loaders together, pass a CombinedLoader."
         )
     if isinstance(item, CombinedLoader | Iterable | SkippedLoader):
         return True
     raise ConfigurationError(
         f"prepare: argument {place} is {with_article(type(item).__name__)}; expected a model, an optimizer, a loader "
-        f"or a scheduler."
+        "or a scheduler."
     )

@@ -177,7 +177,7 @@ class ProcessVerbs:
             ConfigurationError: `process_index` is missing.
         """
         if process_index is None:
-            raise ConfigurationError("on_process needs the number of the process: @accelerator.on_process(process_index=1)")
+            raise ConfigurationError("on_process needs the rank of the process: @accelerator.on_process(process_index=1)")
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         return only_where(lambda: self.world.size == 1 or self.process_index == process_index, function, "on_process")
@@ -191,7 +191,7 @@ class ProcessVerbs:
         """
         if local_process_index is None:
             raise ConfigurationError(
-                "on_local_process needs the number of the process on its machine: "
+                "on_local_process needs the rank of the process on its node: "
                 "@accelerator.on_local_process(local_process_index=1)"
             )
         if function is None:

@@ -1,4 +1,4 @@
-"""`Processes`: the part of an `Accelerator` that orders the processes of a run and divides work among them."""
+"""`Processes`: the part of an `Accelerator` that orders the processes of a run and splits work between them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Processes:
-    """CollectiveTracker for the other processes, lets one go first, and divides work among all.
+    """Waits for the other processes, lets one run first, and splits work between all.
 
     Args:
         strategy: knows the processes and the device of this one.
@@ -55,7 +55,7 @@ class Processes:
             apply_padding: repeat the last element of `inputs` until all parts have one size.
 
         Raises:
-            ConfigurationError: `inputs` cannot be divided, or the values of a dict differ in length.
+            ConfigurationError: `inputs` cannot be split, or the values of a dict differ in length.
         """
         world = self._strategy.world
         if world.size == 1:
@@ -105,14 +105,14 @@ def _length(inputs: Any) -> int:
         lengths = {key: _length(value) for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
             raise ConfigurationError(
-                "split_between_processes: the values of a dict must have one length, and they have "
+                "split_between_processes: the values of a dict must have the same length, but they have "
                 f"{', '.join(f'{n} ({key!r})' for key, n in lengths.items())}."
             )
         return next(iter(lengths.values()), 0)
     if isinstance(inputs, list | tuple) or (isinstance(inputs, Tensor | np.ndarray) and inputs.ndim > 0) or _is_dataset(inputs):
         return len(inputs)
     raise ConfigurationError(
-        f"split_between_processes divides lists, tuples, tensors, arrays, datasets and dicts of them, not a "
+        "split_between_processes splits lists, tuples, tensors, arrays, datasets and dicts of them, not a "
         f"{type(inputs).__name__}."
     )
 

@@ -24,12 +24,12 @@ __all__ = ["Reading"]
 class _OpenLoader:
     """A loader with its current batch, and the accumulation state from before it was read."""
 
-    __slots__ = ("ahead", "batch", "before", "full", "loader", "number", "odd", "padding")
+    __slots__ = ("ahead", "batch", "before", "full", "loader", "number", "padding", "weights_differ")
 
     def __init__(self, loader: PreparedLoader, before: Snapshot, number: int, devices: int) -> None:
         self.loader, self.before, self.number = loader, before, number
         self.ahead = 0  # batches that were read since a backward pass
-        self.odd = False  # not all of these have the same weight
+        self.weights_differ = False  # not all of these batches have the same weight
         self.batch: Any = None
         size = batch_size_of(loader.source)
         self.full = None if size is None else size * devices
@@ -40,9 +40,9 @@ class Reading:
     """The loaders that are being read, one inside the other, as an evaluation is inside an epoch.
 
     Args:
-        accumulation: the accelerator's; each loader changes it, and the outer loader finds it as it was.
+        accumulation: the accelerator's; each loader changes it, and restores it for the outer loader when it ends.
         models: the user's; while none of them is in training mode, an evaluation is running.
-        devices: number of devices of a process: its batch is a micro-batch for each, side by side.
+        devices: number of devices of a process: its batch is the concatenation of a micro-batch for each.
 
     Attributes:
         loaded: a checkpoint has been loaded since the last backward pass, so the loop may skip batches by reading them.
@@ -98,7 +98,7 @@ class Reading:
                     batch = loader.padding() if place.batch is None else copied(place.batch)
                 place.batch, place.padding = copied(batch), without_data  # the loop may modify its own
                 place.ahead += 1
-                place.odd = place.odd or alone != 1.0
+                place.weights_differ = place.weights_differ or alone != 1.0
                 if places[-1] is not place:
                     places.remove(place)
                     places.append(place)
@@ -109,7 +109,7 @@ class Reading:
             self._end(place)
 
     def _skips(self, micro: MicroBatch) -> bool:
-        """Whether a rank without data takes no part: other ranks have more micro-batches in its window, and it has had some.
+        """Whether a rank without data skips this: other ranks have more micro-batches in its window, and it has had some.
 
         With `backward` outside of `accumulate` all ranks step after each micro-batch.
         """
@@ -126,34 +126,34 @@ class Reading:
         return entry.alone
 
     def _end(self, place: _OpenLoader) -> None:
-        """A loader has been read: the state is what it was before."""
+        """A loader has been read: restore the state from before it."""
         if self._places[-1] is place:
             self._accumulation.restore(place.before)
         self._places.remove(place)
         if not self._places:
             self._accumulation.leave()
         later = [other for other in self._places if other.number > place.number]
-        if later:  # read side by side: what was before this one was before all of them
+        if later:  # read at the same time: the state from before this one is the state from before all of them
             min(later, key=lambda other: other.number).before = place.before
 
     def working(self) -> None:
-        """The batch that was read last is worked on now.
+        """The loop works on the batch that was read last.
 
         Raises:
-            ConfigurationError: it is not clear which one is, as some were read and not worked on.
+            ConfigurationError: it is unclear which batch that is, because several were read.
         """
         if not self._places:
             return
         place = self._places[-1]
-        ahead, odd, skips = place.ahead, place.odd, self.loaded
-        place.ahead, place.odd, self.loaded = 0, False, False
-        if ahead > 1 and not skips and (odd or (self._accumulation.size > 1 and self._accumulation.by_hand is not True)):
+        ahead, differ, skips = place.ahead, place.weights_differ, self.loaded
+        place.ahead, place.weights_differ, self.loaded = 0, False, False
+        if ahead > 1 and not skips and (differ or (self._accumulation.size > 1 and self._accumulation.by_hand is not True)):
             raise ConfigurationError(
-                f"{ahead} batches have been read since the last one that was worked on, and how much a loss counts is known of "
-                "the one that was read last. Work on each batch before the next one is read; for one that is to be skipped "
-                "call accelerator.backward(None), and to begin in the middle of an epoch "
+                f"{ahead} batches have been read since the last one that was trained on, so it is unclear which of them the "
+                "loss belongs to and how much it counts. Train on each batch before reading the next one. To skip a batch, "
+                "call accelerator.backward(None); to begin in the middle of an epoch, use "
                 "accelerator.skip_first_batches(loader, n). If batches are read ahead to count what is in them: "
-                "accelerator.backward(loss, weight=count), or prepare(loader, batch_weight=count)."
+                "accelerator.backward(loss, weight=count), or prepare(loader, batch_weight=function)."
             )
 
     @property
@@ -163,7 +163,7 @@ class Reading:
 
     @property
     def samples(self) -> int | None:
-        """Of the micro-batch that was given last; `None`: no loader is being read."""
+        """Number of samples of the micro-batch that was read last; `None`: no loader is being read."""
         return batch_size(self._places[-1].batch) if self._places else None
 
     @property
@@ -179,7 +179,7 @@ class Reading:
     def cut(self, tensor: Tensor) -> Tensor:
         """Cut a tensor of the size of a full micro-batch to the number of samples of the current one, which may be short.
 
-        So `loss.repeat(batch_size)` counts no more samples than there are, and nor does what a short one was filled up by.
+        So `loss.repeat(batch_size)` counts no more samples than there are, and no padding of a short one.
         """
         if not self._places or tensor.ndim == 0:
             return tensor

@@ -52,7 +52,9 @@ class Saving:
         """
         refuse_pickle("save", safe_serialization)
         if not isinstance(f, str | PathLike):
-            raise ConfigurationError(f"save(obj, f): f is the path of a file, not {f!r}. For example: save(obj, 'state.json')")
+            raise ConfigurationError(
+                f"save(obj, f): f must be the path of a file, not {f!r}. For example: save(obj, 'state.json')"
+            )
         if not self._strategy.is_main_process:
             return
         if self._strategy.shards_parameters and isinstance(obj, Mapping):
@@ -60,8 +62,8 @@ class Saving:
         write_object(Path(f), obj)
         if str(f).endswith(_OF_PICKLES):
             notice(
-                f"{f} is no pickle, whatever its name says: read it by trainkit.utils.load, or as a safetensors file if it "
-                "holds tensors by name."
+                f"{f} is not a pickle file, despite its name. Read it with trainkit.utils.load, or as a safetensors file if it "
+                "contains tensors by name."
             )
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
@@ -107,8 +109,8 @@ class Saving:
 
         def write() -> None:
             for where, (tensors, config) in adapters.items():
-                beside = {"adapter_config.json": config}
-                write_weights(folder / where, tensors, beside, max_shard_size=sys.maxsize, stem="adapter_model", rank=rank)
+                configs = {"adapter_config.json": config}
+                write_weights(folder / where, tensors, configs, max_shard_size=sys.maxsize, stem="adapter_model", rank=rank)
             if not adapters:
                 write_weights(folder, state.tensors, files, max_shard_size=size, rank=rank)
 
@@ -127,9 +129,9 @@ class Saving:
                 whole, given = placeholders.get(id(parameter)), state.get(without_checkpoint_wrapper(name))
                 if whole is not None and whole.numel() and isinstance(given, Tensor) and not given.numel():
                     raise ConfigurationError(
-                        f"save(): {name!r} has no values in this state dict, as the parameters are divided over the processes. "
-                        "Gather them: accelerator.save(accelerator.get_state_dict(model), f), with get_state_dict on all "
-                        "processes."
+                        f"save(): {name!r} has no values in this state dict, because the parameters are sharded over the "
+                        "processes. Gather them: accelerator.save(accelerator.get_state_dict(model), f), with get_state_dict "
+                        "on all processes."
                     )
 
 
@@ -153,7 +155,7 @@ class VerbGroup:
         Raises:
             CollectiveError: another process called another verb.
         """
-        if self._world.channel is None:  # threads, which find that out by themselves
+        if self._world.channel is None:  # threads, whose own exchange finds that out
             return self._world.exchange(value)
         return CollectiveChecks.of(self._world).exchange(self._verb, value)
 

@@ -1,4 +1,4 @@
-"""The update at the end of a window: when it is due, and what must have come before it."""
+"""The optimizer step at the end of a window: when it is due, and what must have come before it."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ class StepVerbs(GradientVerbs):
     Attributes:
         before_step: Called with the optimizer before an optimizer step.
         optimizer_step_was_skipped: Whether the last step of any optimizer was skipped, though the window was full.
+        overflows: Number of steps that were skipped because a scaled gradient overflowed.
         updates: Number of optimizer steps so far.
         updating: An optimizer step is in progress.
     """
 
     before_step: Callable[[Optimizer], None] | None
     optimizer_step_was_skipped: bool
+    overflows: int
     updates: int
     updating: bool
     _watched: ExitStack
 
     def _begin_stepping(self) -> None:
-        """As before the first update."""
-        self.updates = 0
-        self.updating = self.skip_asked = self.unspent = self.optimizer_step_was_skipped = False
-        self._updated: dict[int, bool] = {}  # of each optimizer, by its id, whether its last step was an update
-        self._backwards = 0  # backward passes
-        self._spent: dict[int, int] = {}  # number of them at the last step of each optimizer
+        """Return to the state before the first optimizer step."""
+        self.updates = self.overflows = 0
+        self.updating = self.skip_requested = self.step_pending = self.optimizer_step_was_skipped = False
+        self._updated: dict[int, bool] = {}  # of each optimizer, by its id, whether its last step was not skipped
+        self._backwards = 0  # number of backward passes
+        self._backwards_at_step: dict[int, int] = {}  # the same at the last step of each optimizer, by its id
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Run the optimizer step if the accumulation window is full. `optimizer.step()` of a prepared optimizer calls it.
@@ -59,7 +61,7 @@ class StepVerbs(GradientVerbs):
         micro = self.accumulation.current
         if not micro.last:
             return False
-        self.unspent = False
+        self.step_pending = False
         own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
         if self._own:
             self._check_backward(own, closure)
@@ -71,20 +73,21 @@ class StepVerbs(GradientVerbs):
             closure = partial(self._averaged_closure, own, closure)
         if self.before_step is not None:
             self.before_step(own)
-        if self.skip_asked or micro.empty:
+        if self.skip_requested or micro.empty:
             self.strategy.precision.discard(own)
             self.strategy.sync_buffers()
             updated = False
-            self.skip_asked = self.skip_asked and self._own  # by a Trainer it is said for each step
+            self.skip_requested = self.skip_requested and self._own  # a Trainer requests it for each step
         else:
             self.updating = True  # stays so if an error leaves the parameters between two steps
             updated = self.strategy.optimizer_step(own, closure)
             self.updating = False
+            self.overflows += not updated
             if self.strategy.precision.autocast_dtype is not None:
-                torch.clear_autocast_cache()  # else a forward in the same step would use copies of what was before
+                torch.clear_autocast_cache()  # otherwise a forward in the same step would use copies of the old parameters
         self._averaged.discard(id(own))
         self._updated[id(own)] = updated
-        # of several optimizers, in a loop of the user's, whether any was
+        # in your own training loop with several optimizers: whether any was skipped
         self.optimizer_step_was_skipped = not (all(self._updated.values()) if self._own else updated)
         self.updates += updated
         return updated
@@ -99,49 +102,50 @@ class StepVerbs(GradientVerbs):
 
         Call it on all processes or on none.
         """
-        self.skip_asked = True
+        self.skip_requested = True
 
     # ------------------------------------------------------------------------------- what would silently go wrong
 
     @property
-    def _takes_part(self) -> bool:
-        """Whether an update needs more than torch's own `loss.backward()` and `optimizer.step()`."""
+    def _is_needed(self) -> bool:
+        """Whether an optimizer step needs more than torch's own `loss.backward()` and `optimizer.step()`."""
         strategy = self.strategy
         return (
             self.accumulation.size > 1
             or strategy.precision.scaler is not None
             or strategy.accumulates_in_engine
-            or self.averages_in_step  # by the step
+            or self.averages_in_step
         )
 
     def _check_backward(self, own: Optimizer, closure: Callable[[], Any] | None) -> None:
         """Gradients of `loss.backward()` are not scaled to their share of the window, and ZeRO does not see them."""
-        spent, self._spent[id(own)] = self._spent.get(id(own), 0), self._backwards
-        if closure is not None or spent < self._backwards or not self._takes_part:
+        before = self._backwards_at_step.get(id(own), 0)
+        self._backwards_at_step[id(own)] = self._backwards
+        if closure is not None or before < self._backwards or not self._is_needed:
             return
-        # without gradients it does no harm; under ZeRO they cannot be seen
+        # without gradients a step changes nothing; under ZeRO they cannot be seen
         if self.strategy.accumulates_in_engine or any(
             p.grad is not None for group in own.param_groups for p in group["params"]
         ):
             raise ConfigurationError(
-                "step: there has been no accelerator.backward(loss) since the last step of this optimizer. Write "
+                "step: there has been no accelerator.backward(loss) since the last step of this optimizer. Call "
                 "accelerator.backward(loss) instead of loss.backward(): it scales the loss and passes the gradients to the "
-                "strategy. Where there is nothing to learn from: accelerator.backward(None)."
+                "strategy. If a batch has nothing to learn from: accelerator.backward(None)."
             )
 
     def _watch_steps(self, given: Optimizer) -> None:
-        """Refuse `step` of an optimizer that was given to `prepare`, where only that of what it returned is right."""
+        """Refuse `step` of an optimizer that was passed to `prepare`, if only `step` of what it returned is right."""
         if not self._own:
             return
         reference = weakref.ref(self)
 
         def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             accelerator = reference()
-            if accelerator is not None and not accelerator.updating and accelerator._takes_part:
+            if accelerator is not None and not accelerator.updating and accelerator._is_needed:
                 raise ConfigurationError(
-                    f"{type(optimizer).__name__}.step() of the optimizer that was given to prepare: it would be done with each "
-                    "micro-batch, or without the loss scale, or past the strategy. Use what prepare returned: model, optimizer "
-                    "= accelerator.prepare(model, optimizer)"
+                    f"{type(optimizer).__name__}.step() was called on the optimizer that was passed to prepare, which ignores "
+                    "gradient accumulation, the loss scale and the strategy. Use what prepare returned: model, optimizer = "
+                    "accelerator.prepare(model, optimizer)"
                 )
 
         self._watched.callback(given.register_step_pre_hook(refuse).remove)

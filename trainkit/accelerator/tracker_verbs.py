@@ -41,7 +41,7 @@ class Trackers:
     def start(self, project_name: str, config: Any, init_kwargs: ByTracker | None) -> None:
         """Start a run with each tracker; see `Accelerator.init_trackers`."""
         if self._started:
-            raise ConfigurationError("init_trackers: trackers are running. Fix: call accelerator.end_training() before")
+            raise ConfigurationError("init_trackers: trackers are running already. Fix: call accelerator.end_training() first")
         if not isinstance(project_name, str) or not project_name:
             raise ConfigurationError(f"project_name: expected a name, got {project_name!r}. Fix: init_trackers('my_project')")
         trackers = self._make(project_name, self._by_name("init_kwargs", init_kwargs))
@@ -86,7 +86,7 @@ class Trackers:
         if self._names and not self._started and self._strategy.is_main_process:  # init_trackers may run there alone
             raise ConfigurationError(
                 f"{verb}: the trackers ({', '.join(self._names)}) are not running. "
-                "Fix: call accelerator.init_trackers('my_project') before"
+                "Fix: call accelerator.init_trackers('my_project') first"
             )
         return self._started
 
@@ -107,7 +107,7 @@ class Trackers:
         return found
 
     def _make(self, project_name: str, init_kwargs: ByTracker) -> list[Any]:
-        def made(item: Any) -> Any:
+        def create(item: Any) -> Any:
             options, folder = init_kwargs.get(_name(item), {}), self._project.logging_dir
             if isinstance(item, str):
                 given = {LOGGERS[item].project or "name": project_name, **options}
@@ -115,22 +115,24 @@ class Trackers:
                     given.setdefault("save_dir", folder)
                 return tracker_of(make_logger(item, **given))
             if options:
-                raise ConfigurationError(f"init_kwargs: {item.name!r} was given as an object. Fix: give it its arguments there")
+                raise ConfigurationError(
+                    f"init_kwargs: {item.name!r} was given as an object. Fix: pass these arguments to its class"
+                )
             return item
 
-        trackers = [made(item) for item in self._log_with if item != "all"]
+        trackers = [create(item) for item in self._log_with if item != "all"]
         if "all" not in self._log_with or not self._strategy.is_main_process:
             return trackers
         for name in _ALL:
             if name not in self._log_with and is_installed(LOGGERS[name].package):
                 try:
-                    tracker = made(name)
+                    tracker = create(name)
                     getattr(tracker.logger, "check_login", _NOTHING)()
                     trackers.append(tracker)
                 except (MissingPackageError, NotLoggedInError) as error:
                     notice(f"log_with='all' skips {name}: {error}")
         if not trackers:
-            warn("log_with='all': there is no tracker, so nothing will be logged. Fix: pip install tensorboard")
+            warn("log_with='all': no tracker is available, so nothing will be logged. Fix: pip install tensorboard")
         return trackers
 
 
@@ -142,7 +144,7 @@ def check_trackers(log_with: Any, logging_dir: Any) -> list[Any]:
         if _writes_files(item) and logging_dir is None:
             name = _name(item)
             raise ConfigurationError(
-                f"log_with={name!r} writes files, and there is no folder for them. Fix: Accelerator(log_with={name!r}, "
+                f"log_with={name!r} writes files, but there is no folder for them. Fix: Accelerator(log_with={name!r}, "
                 "project_dir='runs'), or project_config=ProjectConfiguration(project_dir='.', logging_dir='runs')"
             )
         if item not in checked:
@@ -151,7 +153,7 @@ def check_trackers(log_with: Any, logging_dir: Any) -> list[Any]:
 
 
 def _writes_files(item: Any) -> bool:
-    """Whether this tracker needs a folder; raises if it is no tracker."""
+    """Whether this tracker needs a folder; raises if it is not a tracker."""
     if item == "all":
         return is_installed("tensorboard")
     if isinstance(item, str):

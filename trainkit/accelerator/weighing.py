@@ -20,7 +20,7 @@ __all__ = ["Weighing"]
 
 
 class Weighing:
-    """The weights of the window that is being worked on, and what its gradients are to be divided by.
+    """The weights of the current window, and the correction of its gradients.
 
     The sum of a window's weights is known at its last micro-batch. Until then losses are scaled by an estimate from the first
     micro-batch of each rank, and the gradients are corrected at the end, so that float16 holds no larger values than usual.
@@ -29,22 +29,22 @@ class Weighing:
         accumulation: of the accelerator.
         world: the processes.
         strategy: whose gradients they are.
-        checks: that all processes call it.
+        checks: check that all processes call it.
 
     Raises:
-        UnsupportedArgumentError: several micro-batches in a window whose gradients are not to be had.
+        UnsupportedArgumentError: several micro-batches in a window, and the strategy shards its gradients.
     """
 
     def __init__(self, accumulation: AccumulationState, world: World, strategy: Strategy, checks: CollectiveChecks) -> None:
         if strategy.accumulates_in_engine and accumulation.size > 1:
             raise UnsupportedArgumentError(
-                "backward(weight=) with gradient_accumulation_steps > 1 needs the gradients of a window whole, and they are "
-                "divided here. Say the weight when the batch is read: accelerator.prepare(loader, batch_weight=lambda batch: "
-                "float((batch['labels'] != -100).sum()))"
+                "backward(weight=) with gradient_accumulation_steps > 1 needs gradients that are not sharded, but this "
+                "strategy shards them. Set the weight when the batch is read: accelerator.prepare(loader, "
+                "batch_weight=lambda batch: float((batch['labels'] != -100).sum()))"
             )
         self._accumulation, self._world, self._checks = accumulation, world, checks
         self._weighed: bool | None = None  # whether the micro-batches of the window have weights
-        self._emptied = False  # it has been said that the window weighs nothing
+        self._emptied = False  # the window was marked as having weight 0
         self._at = -1  # the micro-batch that was weighed last
         self._sum = 0.0
         self._expected = 1.0
@@ -56,7 +56,7 @@ class Weighing:
         Raises:
             ConfigurationError: some micro-batches of the window have a weight, and this one has none, or the other way round;
                 or this one has been weighed already.
-            DataError: no finite number ≥ 0.
+            DataError: not a finite number ≥ 0.
         """
         state, given = self._accumulation, weight is not None
         micro = state.current
@@ -65,7 +65,7 @@ class Weighing:
         elif given is not self._weighed:
             raise ConfigurationError(
                 "backward(weight=) was called for some micro-batches of a window and not for others, so they cannot be "
-                "compared. Give the weight of each."
+                "compared. Pass the weight of each micro-batch."
             )
         self._factor = 1.0
         if weight is None:
@@ -95,11 +95,11 @@ class Weighing:
         return mine * self._world.size / self._expected
 
     def _over_all(self, value: float) -> float:
-        """The sum over the processes, added in the order of the ranks. It is an error if one has no weight to give."""
+        """The sum over the processes, added in the order of the ranks. Raises if a process passes no weight."""
         return float(sum(self._checks.exchange("backward(weight=)", value)))
 
-    def settle(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
-        """Correct the gradients of a window that is complete: of all that these have."""
+    def correct_gradients(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+        """Correct the gradients of a window that is complete, for all parameters of these models and optimizers."""
         if self._factor == 1.0:
             return
         own = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]

@@ -13,7 +13,7 @@ __all__ = ["Wrapped", "unwrapped"]
 
 
 class Wrapped(nn.Module):
-    """A model in another one that has its state, its names and its attributes.
+    """A wrapper with the state, the names and the attributes of the model in it.
 
     Attributes:
         module: the user's.
@@ -41,7 +41,7 @@ class Wrapped(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         copied: nn.Module = copy.deepcopy(self.module, memo)
-        return copied  # an average of weights, say, which learns nothing by itself
+        return copied  # for example for an average of weights, which is not trained itself
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -56,7 +56,7 @@ def unwrapped(model: nn.Module, inside: Callable[[nn.Module], nn.Module], keep_c
     Args:
         model: wrapped or not.
         inside: what is inside a model, or the model itself.
-        keep_compiled: where the innermost one is in what `torch.compile` made of it, that.
+        keep_compiled: if the innermost one was compiled, return what `torch.compile` returned.
     """
     inner = inside(model)
     if inner is model:

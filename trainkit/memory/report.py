@@ -239,11 +239,12 @@ def _lines(plan: MemoryPlan) -> Iterator[str]:
     here = ["a process"] if plan.on_cpu else ["a device", "+ host"]
     heads = [*_HEADS, *here, "a machine" if plan.on_cpu else "a host", *(["NVMe"] if disk else []), "checkpoint"]
     width = max([len(row.strategy) for row in plan.rows], default=0) + 2
-    yield f"  {'strategy':<{width}}{'processes':>9}" + "".join(f"{head:>11}" for head in heads)
+    last = "  fits" if any(row.fits is not None for row in plan.rows) else ""
+    yield f"  {'strategy':<{width}}{'processes':>9}" + "".join(f"{head:>11}" for head in heads) + last
     for row in plan.rows:
         cells = "".join(f"{value / scale:>11.2f}" for value in _values(row, plan.on_cpu, disk))
         mark = "*" if row.own else " "
-        verdict = "" if row.fits is None else "  fits" if row.fits else "  -"
+        verdict = "" if row.fits is None else "  yes" if row.fits else "  no"
         yield f"{mark} {row.strategy:<{width}}{row.processes:>9}{cells}{verdict}"
     yield from _below(plan, scale, unit)
 
@@ -273,7 +274,9 @@ def _below(plan: MemoryPlan, scale: int, unit: str) -> Iterator[str]:
     limits = f"{_size(plan.host_memory)} a machine"
     if plan.on_cpu or plan.device_memory is not None:
         limits = limits if plan.on_cpu else f"{_size(plan.device_memory or 0)} a device and {limits}"
-        yield f"Smallest that fits in {limits}: {_named(plan.smallest)}"
+        smallest = plan.smallest
+        processes = "" if smallest is None else f", {counted(smallest.processes, 'process')}"
+        yield f"Smallest that fits in {limits}: {_named(smallest)}{processes}"
         for number in sorted({row.processes for row in plan.rows}):
             yield f"  on {number:>3} process{'es' if number > 1 else '  '}  {_named(plan.smallest_on(number))}"
     else:
@@ -281,7 +284,7 @@ def _below(plan: MemoryPlan, scale: int, unit: str) -> Iterator[str]:
 
 
 def _named(row: Row | None) -> str:
-    return "none of these" if row is None else f"{row.strategy}, {counted(row.processes, 'process')}"
+    return "none of these" if row is None else row.strategy
 
 
 def _unit(values: Sequence[int]) -> tuple[int, str]:

@@ -20,7 +20,7 @@ class Stepper(Protocol):
     """What prepared optimizers and schedulers need of the `Accelerator` that prepared them."""
 
     strategy: Any
-    unspent: bool
+    step_pending: bool
 
     @property
     def loaders(self) -> Iterable[Any]:
@@ -120,7 +120,7 @@ class PreparedOptimizer(Optimizer):
         So it may be called at the end of the loop's body or at its beginning: inside a window it does nothing.
         """
         if self._accelerator.clears_gradients:
-            self._accelerator.unspent = False
+            self._accelerator.step_pending = False
             if set_to_none:
                 clear_gradients(self.optimizer)
             else:

@@ -17,7 +17,7 @@ __all__ = ["PreparedScheduler"]
 
 # Where torch's schedulers, and those of transformers, keep the number of their steps.
 _HORIZONS = ("total_steps", "T_max", "total_iters")
-_PAGE = "docs/how-to/own-training-loop.md#learning-rate-schedules"
+_PAGE = "docs/how-to/learning-rate-schedules.md#in-your-own-training-loop"
 
 
 class PreparedScheduler:

@@ -18,7 +18,7 @@ __all__ = ["TrainerArguments", "limited"]
 
 
 def check_switches(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a Trainer, if none of its switches is neither on nor off, such as the string "no"."""
+    """Check that the switches of a Trainer are True, False or, where that is allowed, None; returns its arguments."""
     for name in (
         "enable_checkpointing",
         "enable_progress_bar",
@@ -29,7 +29,7 @@ def check_switches(given: dict[str, Any]) -> dict[str, Any]:
         "benchmark",
     ):
         value = given[name]
-        optional = name == "benchmark" or name.startswith("enable_")  # Lightning's default of these is None
+        optional = name == "benchmark" or name.startswith("enable_")  # Lightning's default is None
         if not (value is None and optional) and (isinstance(value, str) or value not in (True, False)):
             raise ConfigurationError(f"{name} must be True or False, not {value!r}.")
     return given
@@ -65,12 +65,12 @@ class TrainerArguments:
     slurm_requeue: bool
 
     def __post_init__(self) -> None:
-        self.ends_by_default = False  # nothing said when training ends
+        self.ends_by_default = False  # no argument says when training ends
         self._check_counts()
         self._check_fractions()
         self._check_choices()
         self._check_contradictions()
-        self._settle()
+        self._set_defaults()
 
     def _check_counts(self) -> None:
         for name, least, optional in (
@@ -109,7 +109,7 @@ class TrainerArguments:
         if not ((is_whole(value) and value >= 1) or (isinstance(value, float) and 0.0 < value <= 1.0)):
             raise ConfigurationError(
                 "val_check_interval must be a number of training batches (an integer ≥ 1) or a fraction of the epoch (a float "
-                f"above 0.0 up to 1.0), not {value!r}. For every N updates: val_every_n_steps=N"
+                f"above 0.0 up to 1.0), not {value!r}. To validate every N optimizer steps: val_every_n_steps=N"
             )
 
     def _check_choices(self) -> None:
@@ -125,7 +125,7 @@ class TrainerArguments:
             raise ConfigurationError(f"default_root_dir must be a path, not {self.default_root_dir!r}. For example: 'runs'")
         if clip is None and self.gradient_clip_algorithm == "value":
             raise ConfigurationError(
-                "gradient_clip_algorithm='value' clips nothing without a value. Add it: gradient_clip_val=0.5"
+                "gradient_clip_algorithm='value' has no effect without gradient_clip_val. Add it: gradient_clip_val=0.5"
             )
         if self.deterministic not in (True, False, None, "warn"):
             raise ConfigurationError(f"deterministic must be True, False or 'warn', not {self.deterministic!r}.")
@@ -151,26 +151,26 @@ class TrainerArguments:
             )
 
     def _check_validation(self) -> None:
-        """Refuse arguments that contradict each other in when to validate."""
+        """Refuse arguments that contradict each other about when to validate."""
         if self.val_every_n_steps is not None and self.val_check_interval not in (None, 1.0):
             raise ConfigurationError(
-                f"val_every_n_steps={self.val_every_n_steps} and val_check_interval={self.val_check_interval} both say when to "
+                f"val_every_n_steps={self.val_every_n_steps} and val_check_interval={self.val_check_interval} both set when to "
                 "validate. Give one of them."
             )
         if self.val_every_n_steps is not None and self.check_val_every_n_epoch not in (None, 1):
             raise ConfigurationError(
-                f"val_every_n_steps={self.val_every_n_steps} counts updates across epochs, so "
-                f"check_val_every_n_epoch={self.check_val_every_n_epoch} has no meaning. Give one of them."
+                f"val_every_n_steps={self.val_every_n_steps} counts optimizer steps across epochs, so "
+                f"check_val_every_n_epoch={self.check_val_every_n_epoch} cannot be used with it. Give one of them."
             )
         across_epochs = self.check_val_every_n_epoch is None and self.val_every_n_steps is None
         if across_epochs and not isinstance(self.val_check_interval, int):
             raise ConfigurationError(
-                "check_val_every_n_epoch=None validates by training batches across epochs, which needs an integer: "
+                "check_val_every_n_epoch=None counts training batches across epochs, which needs an integer. For example: "
                 "val_check_interval=1000"
             )
 
-    def _settle(self) -> None:
-        """Defaults, also those that depend on other arguments."""
+    def _set_defaults(self) -> None:
+        """Set defaults, also those that depend on other arguments."""
         self.default_root_dir = local_path(self.default_root_dir or "trainkit_runs", "default_root_dir")
         if self.max_epochs is None:
             limitless = self.max_steps != -1 or self.max_time is not None
@@ -181,7 +181,7 @@ class TrainerArguments:
             self.max_epochs, self.max_steps, self.num_sanity_val_steps = 1, batches, 0
             self.val_check_interval, self.val_every_n_steps, self.check_val_every_n_epoch = 1.0, None, 1
             self.overfit_batches = 0.0
-            self.log_every_n_steps = 0 if self.log_every_n_steps == 0 else 1  # so few steps that each of them counts
+            self.log_every_n_steps = 0 if self.log_every_n_steps == 0 else 1  # with so few steps, log each of them
             for name in ("train", "val", "test", "predict"):
                 setattr(self, f"limit_{name}_batches", batches)
         if self.overfit_batches:
@@ -197,10 +197,10 @@ class TrainerArguments:
 
 
 def limited(length: int | None, limit: int | float, argument: str) -> int | None:
-    """The number of batches of a loader of `length` under a limit; `None` if neither tells.
+    """The number of batches to use of a loader of `length`; `None` if neither the length nor the limit determines it.
 
     Raises:
-        ConfigurationError: a fraction of a length that is not known, or one that leaves no batch.
+        ConfigurationError: a fraction of an unknown length, or one that leaves no batch.
     """
     if isinstance(limit, int):
         return limit if length is None else min(length, limit)
@@ -210,12 +210,12 @@ def limited(length: int | None, limit: int | float, argument: str) -> int | None
         if limit == 1.0:
             return None
         raise ConfigurationError(
-            f"{argument}={limit} is a fraction of a loader whose length is not known. Use a number of batches: {argument}=100"
+            f"{argument}={limit} is a fraction, but the loader's length is unknown. Use a number of batches: {argument}=100"
         )
     count = int(length * limit)
     if count == 0 < length:
         raise ConfigurationError(
-            f"{argument}={limit} of {counted(length, 'batch')} leaves none. Use at least {1 / length:.3g}, or a "
-            f"number: {argument}=1"
+            f"{argument}={limit} of {counted(length, 'batch')} leaves no batch. Use a fraction of at least {1 / length:.3g}, "
+            f"or a number of batches: {argument}=1"
         )
     return count

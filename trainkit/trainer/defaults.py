@@ -38,17 +38,17 @@ def attach_callbacks(
     summary: bool | None,
     checkpoints: bool | None,
 ) -> list[Callback]:
-    """The user's callbacks, then those that the Trainer's arguments ask for; `None` asks for one.
+    """The user's callbacks, then those of the Trainer's `enable_…` arguments, of which `None` counts as True.
 
     Raises:
-        HookError: something that is no callback, or has a hook that cannot be called.
+        HookError: an object that is not a callback, or has a hook that cannot be called.
         ConfigurationError: the same callback twice, or one that contradicts an argument.
     """
     callbacks: list[Callback] = [] if given is None else _listed(given)
     for callback in callbacks:
         check_callback(callback)
     if len({id(callback) for callback in callbacks}) < len(callbacks):
-        raise ConfigurationError("callbacks holds the same object twice. Give each callback once.")
+        raise ConfigurationError("callbacks contains the same object twice. Pass each callback once.")
     arguments = trainer._arguments
     progress_bar, summary, checkpoints = (asked is None or bool(asked) for asked in (progress_bar, summary, checkpoints))
 
@@ -59,13 +59,13 @@ def attach_callbacks(
         if any(isinstance(callback, kind) for callback in callbacks):
             if argument in ("gradient_clip_val", "max_time"):
                 raise ConfigurationError(
-                    f"{argument} and {with_article(kind.__name__)} in callbacks say the same thing. Give one of them."
+                    f"{argument} and {with_article(kind.__name__)} in callbacks set the same thing. Give one of them."
                 )
             return
         callbacks.append(kind(*values))
 
     progress_bar = progress_bar and not any(getattr(callback, "is_progress_bar", False) for callback in callbacks)
-    attach("progress_bar", progress_bar, "enable_progress_bar")  # on every process: it shows nothing on others
+    attach("progress_bar", progress_bar, "enable_progress_bar")  # on all processes; only the main process shows it
     attach("model_summary", summary, "enable_model_summary")
     attach("timer", arguments.max_time is not None, "max_time", arguments.max_time)
     clip = arguments.gradient_clip_val
@@ -73,7 +73,7 @@ def attach_callbacks(
     attach("gradient_clipping", clip is not None, "gradient_clip_val", clip, algorithm)
     if not checkpoints and any(isinstance(callback, load_callback("model_checkpoint")) for callback in callbacks):
         raise ConfigurationError(
-            "enable_checkpointing=False and a ModelCheckpoint in callbacks contradict each other. Give one."
+            "enable_checkpointing=False and a ModelCheckpoint in callbacks contradict each other. Remove one of them."
         )
     attach("model_checkpoint", checkpoints and not trainer.fast_dev_run, "enable_checkpointing")
     return callbacks
@@ -82,40 +82,40 @@ def attach_callbacks(
 def merge_module_callbacks(trainer: Trainer, module: TrainModule) -> None:
     """Add what `configure_callbacks` returns; a callback replaces those of its class that the trainer has.
 
-    What the module of an earlier run brought is removed, and what it displaced is restored.
+    Callbacks of the module of an earlier run are removed, and those that they replaced are restored.
     """
-    own = [c for c in trainer.callbacks if not _contains(trainer._brought_callbacks, c)]
-    own += [c for c in trainer._displaced_callbacks if not _contains(own, c)]
-    brought = _brought_by(module)
-    kinds = {type(callback) for callback in brought}
-    trainer._displaced_callbacks = [callback for callback in own if type(callback) in kinds]
+    own = [c for c in trainer.callbacks if not _contains(trainer._module_callbacks, c)]
+    own += [c for c in trainer._replaced_callbacks if not _contains(own, c)]
+    configured = _configured_callbacks(module)
+    kinds = {type(callback) for callback in configured}
+    trainer._replaced_callbacks = [callback for callback in own if type(callback) in kinds]
     kept = [callback for callback in own if type(callback) not in kinds]
     clipping = load_callback("gradient_clipping")
     clips = module.automatic_optimization and is_overridden(module, "configure_gradient_clipping", TrainModule)
-    if clips and not any(isinstance(callback, clipping) for callback in kept + brought):
-        brought.append(clipping(None))  # so that the module's own clipping is called
-    trainer._brought_callbacks = brought
-    trainer._run.callbacks = kept + brought
+    if clips and not any(isinstance(callback, clipping) for callback in kept + configured):
+        configured.append(clipping(None))  # so that the module's own clipping is called
+    trainer._module_callbacks = configured
+    trainer._run.callbacks = kept + configured
     for callback in trainer.callbacks:
         callback._module = module
 
 
 def _contains(callbacks: list[Callback], callback: Callback) -> bool:
-    """Whether it is one of these objects; a user's class may have an equality of its own."""
+    """Whether it is one of these objects, by identity: a user's class may define `__eq__`."""
     return any(callback is other for other in callbacks)
 
 
-def _brought_by(module: TrainModule) -> list[Callback]:
+def _configured_callbacks(module: TrainModule) -> list[Callback]:
     """What `configure_callbacks` returns, checked."""
-    brought = module.configure_callbacks() if is_overridden(module, "configure_callbacks", TrainModule) else None
-    callbacks = [] if brought is None else _listed(brought)
+    configured = module.configure_callbacks() if is_overridden(module, "configure_callbacks", TrainModule) else None
+    callbacks = [] if configured is None else _listed(configured)
     for callback in callbacks:
         check_callback(callback)
     return callbacks
 
 
 def _listed(given: Any) -> list[Any]:
-    """One object or several, as a list; a string or a class is one, and refused later as what it is."""
+    """One object or several, as a list. A string or a class counts as one object, and is refused later."""
     return list(given) if isinstance(given, Iterable) and not isinstance(given, str | type) else [given]
 
 
@@ -123,7 +123,7 @@ def attach_loggers(trainer: Trainer, given: bool | str | Logger | Sequence[str |
     """The user's loggers, or the default one; none in a `fast_dev_run`.
 
     Raises:
-        ConfigurationError: something that is no logger.
+        ConfigurationError: an object that is not a logger.
         UnknownNameError: a name that no logger has.
         MissingPackageError: a logger whose package is not installed.
     """
@@ -149,7 +149,7 @@ def attach_loggers(trainer: Trainer, given: bool | str | Logger | Sequence[str |
 
 
 def renew_loggers(trainer: Trainer) -> None:
-    """Another fit of the same Trainer gets a log version of its own, unless it continues a run."""
+    """Give another fit of the same Trainer a new log version, unless it continues a run."""
     if trainer.loggers:
         from trainkit.loggers.attach import attach_again
 
@@ -157,14 +157,14 @@ def renew_loggers(trainer: Trainer) -> None:
 
 
 def share_log_folders(run: Run, saved: Sequence[Mapping[str, Any]] = ()) -> None:
-    """Let `trainer.log_dir` be the main process's on all of them, before the first hook of a run can ask. Collective.
+    """Set `trainer.log_dir` on all ranks to the main process's, before the first hook of a run can read it. Collective.
 
     Args:
         run: the run.
         saved: the states of the loggers in the checkpoint, if the run continues in their files.
 
     Raises:
-        ConfigurationError: a folder cannot be made.
+        ConfigurationError: a folder cannot be created.
     """
     if run.several and run.loggers:
         from trainkit.loggers.attach import share_folders
@@ -184,7 +184,7 @@ def start_loggers(run: Run) -> None:
     if differing:
         raise ConfigurationError(
             f"the data module and the module have different hyper-parameters of the same name: {', '.join(differing)}. "
-            "Rename one, or leave it out: save_hyperparameters(logger=False)"
+            "Rename one, or do not log those of the module or the data module: save_hyperparameters(logger=False)"
         )
     _make_log_folders(run.loggers)
     if values and run.loggers:
@@ -194,16 +194,16 @@ def start_loggers(run: Run) -> None:
 
 
 def _make_log_folders(loggers: list[Logger]) -> None:
-    """Make the folders now: one that cannot be written must stop a run before training, not where it first logs."""
+    """Create the folders now: one that cannot be written must stop a run before training, not when it first logs."""
     for logger in loggers:
         if not logger.is_main_process or not opens_files(logger):
             continue
         folder = logger.log_dir
         try:
             if folder is not None:
-                Path(folder).mkdir(parents=True, exist_ok=True)  # log_dir makes none whose version was given
+                Path(folder).mkdir(parents=True, exist_ok=True)  # log_dir does not create a folder whose version was given
         except OSError as error:
             raise ConfigurationError(
-                f"{type(logger).__name__}: expected a log folder that can be written, got {folder}: {error}. "
-                "Fix: save_dir='runs' or Trainer(default_root_dir='runs')"
+                f"{type(logger).__name__}: the log folder {folder} cannot be created: {error}. "
+                "Fix: use a folder that can be written, save_dir='runs' or Trainer(default_root_dir='runs')"
             ) from error

@@ -12,7 +12,7 @@ __all__ = ["DueDates"]
 
 
 class DueDates:
-    """What is due at a point of a run, by the arguments and the progress.
+    """Decides what is due at a point of a run, from the arguments and the progress.
 
     Args:
         arguments: the Trainer's.
@@ -61,7 +61,7 @@ class DueDates:
             return updated and progress.global_step % arguments.val_every_n_steps == 0
         if every is None:
             return False
-        done = batch_idx + 1 - progress.surplus
+        done = batch_idx + 1 - progress.extra_batches
         if arguments.check_val_every_n_epoch is None:
             done += progress.earlier_batches
         elif not self._epoch_validates():
@@ -73,7 +73,7 @@ class DueDates:
         return due
 
     def validates_at_end(self, every: int | None) -> bool:
-        """Whether to validate at the end of an epoch whose length was not known; `every` as in `validates`."""
+        """Whether to validate at the end of an epoch whose length was unknown; `every` as in `validates`."""
         return self._arguments.val_every_n_steps is None and every is None and self._epoch_validates()
 
     def _epoch_validates(self) -> bool:

@@ -71,7 +71,7 @@ def evaluate_loader(run: Run, plan: EvaluationPlan, index: int, micro_batches: I
         metrics.scope = Scope.EVAL_BATCH
     alone = run.strategy.world.size == 1
     batch_idx = -1
-    for batch_idx, micro in enumerate(micro_batches if alone else _together(run, plan, index, micro_batches)):
+    for batch_idx, micro in enumerate(micro_batches if alone else _aligned(run, plan, index, micro_batches)):
         if micro.kind is MicroBatchKind.NONE:
             if run.strategy.shards_parameters:
                 pad_evaluation(run, plan, plan.loaders[index].padding(), batch_idx, index)
@@ -100,15 +100,15 @@ def evaluate_loader(run: Run, plan: EvaluationPlan, index: int, micro_batches: I
     return count
 
 
-def _together(run: Run, plan: EvaluationPlan, index: int, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+def _aligned(run: Run, plan: EvaluationPlan, index: int, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
     """This rank's micro-batches, one for each exchange; of kind `NONE` where only other ranks have a batch."""
     loader = plan.loaders[index]
     if loader.length is None or not loader.exact:
-        return _together_to_the_end(run, plan, micro_batches)
-    return _together_of_length(run, plan, micro_batches, loader.length)
+        return _aligned_to_the_end(run, plan, micro_batches)
+    return _aligned_of_length(run, plan, micro_batches, loader.length)
 
 
-def _together_of_length(
+def _aligned_of_length(
     run: Run, plan: EvaluationPlan, micro_batches: Iterator[MicroBatch], length: int
 ) -> Iterator[MicroBatch]:
     """`length` micro-batches: the exchange of one runs while the next is fetched."""
@@ -120,13 +120,13 @@ def _together_of_length(
             _end_exchange(run, plan, had, *pending.wait())
         yield micro
         had = micro.kind is not MicroBatchKind.NONE
-        place = run.strategy.data_world.rank + 1 if had else 0  # the first ranks have the last batches
+        place = run.strategy.data_world.rank + 1 if had else 0  # at the end of a loader, only the first ranks have a batch
         pending = world.begin_largest([place, signals.received or 0, metrics.pending])
     if pending is not None:
         _end_exchange(run, plan, had, *pending.wait())
 
 
-def _together_to_the_end(run: Run, plan: EvaluationPlan, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+def _aligned_to_the_end(run: Run, plan: EvaluationPlan, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
     """Micro-batches until no rank has one: each begins with an exchange of whether there is one."""
     world, metrics, signals = run.strategy.world, plan.metrics, run.signals
     had, count = False, 0
@@ -138,7 +138,7 @@ def _together_to_the_end(run: Run, plan: EvaluationPlan, micro_batches: Iterator
         if not any(there):
             return
         yield micro
-        had, count = has, min(int(sum(there)), run.strategy.data_world.size)  # or all of them read all
+        had, count = has, min(int(sum(there)), run.strategy.data_world.size)  # ranks that read the same data count once
 
 
 def _end_exchange(run: Run, plan: EvaluationPlan, had: bool, count: int, signal: int, waiting: int) -> None:
@@ -184,7 +184,7 @@ def check_sanity(run: Run) -> None:
 
 
 def gather_predictions(world: World, outputs: list[list[Any]], device: torch.device) -> list[list[Any]]:
-    """What all processes have predicted: for each loader the outputs in the order of its batches, the same on each process.
+    """The predictions of all processes: for each loader the outputs in the order of its batches, the same on each process.
 
     Args:
         world: the processes.
@@ -192,7 +192,7 @@ def gather_predictions(world: World, outputs: list[list[Any]], device: torch.dev
         device: where the tensors of the result are.
 
     Raises:
-        ConfigurationError: something in them cannot be sent.
+        ConfigurationError: an output cannot be pickled.
     """
     if world.size == 1:
         return outputs
@@ -202,8 +202,9 @@ def gather_predictions(world: World, outputs: list[list[Any]], device: torch.dev
         raise
     except Exception as error:
         raise ConfigurationError(
-            "predict gives each process what all have predicted, so what predict_step returns must be tensors or something "
-            f"that can be pickled: {error}. To write them instead: predict(..., return_predictions=False), a PredictionWriter"
+            "predict returns the predictions of all processes on each process, so predict_step must return tensors or objects "
+            f"that can be pickled: {error}. To write them to files instead: predict(..., return_predictions=False) with a "
+            "PredictionWriter callback"
         ) from error
     gathered: list[list[Any]] = []
     for per_rank in zip(*by_rank, strict=True):
@@ -214,7 +215,7 @@ def gather_predictions(world: World, outputs: list[list[Any]], device: torch.dev
 
 
 def _to_send(tensor: Tensor) -> Tensor:
-    """A tensor on the CPU that brings no more memory with it than its own: a view would bring all that it is a view of."""
+    """A tensor on the CPU without the rest of its storage: pickling a view would send the whole storage."""
     tensor = tensor.detach().cpu()
     whole = tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
@@ -222,7 +223,7 @@ def _to_send(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _active(run: Run, plan: EvaluationPlan) -> Iterator[None]:
-    """What is logged goes to the evaluation's metrics."""
+    """Within it, what is logged goes to the evaluation's metrics."""
     outer = run.metrics, run.evaluation_plan
     run.results.add(run.metrics.agreed_step_values())  # monitors see what training has logged by step
     run.metrics, run.evaluation_plan = plan.metrics, plan
@@ -234,9 +235,9 @@ def _active(run: Run, plan: EvaluationPlan) -> Iterator[None]:
 
 @contextmanager
 def _eval_mode(module: TrainModule, name: str) -> Iterator[None]:
-    """Eval mode, and afterwards each submodule in the mode that it was in: frozen BatchNorm stays frozen.
+    """Within it the module is in eval mode; afterwards each submodule has its earlier mode: frozen BatchNorm stays frozen.
 
-    Or what the module says instead, in `on_validation_model_eval` and `on_validation_model_train` and the like.
+    A module that overrides `on_<name>_model_eval` or `on_<name>_model_train` sets its modes itself.
     """
     modes = [(part, part.training) for part in module.modules()]
     before, after = f"on_{name}_model_eval", f"on_{name}_model_train"
@@ -253,7 +254,7 @@ def _eval_mode(module: TrainModule, name: str) -> Iterator[None]:
 
 
 def _no_gradients(run: Run) -> AbstractContextManager[Any]:
-    # parameters that are gathered under inference_mode could not be trained afterwards, and XLA has no inference tensors
+    # parameters gathered under inference_mode could not be trained afterwards, and XLA has no inference tensors
     strategy = run.strategy
     plain = run.inference_mode and not (strategy.shards_parameters or strategy.lazy_tensors)
     return torch.inference_mode() if plain else torch.no_grad()

@@ -39,21 +39,21 @@ def _where(trainer: Trainer) -> list[str]:
 
 def _arithmetic(trainer: Trainer) -> list[str]:
     batches, wanted = trainer.num_training_batches, trainer._arguments.global_batch_size
-    window = trainer.accumulate_grad_batches if batches or wanted is None else f"as many as make up {wanted} samples"
-    lines = ["Batches", f"  micro-batches in an update      {window}"]
+    window = trainer.accumulate_grad_batches if batches or wanted is None else f"as many as {wanted} samples need"
+    lines = ["Batches", f"  micro-batches per optimizer step  {window}"]
     if batches:
-        shown = "not known" if math.isinf(batches) else str(batches)
-        lines.append(f"  micro-batches in an epoch       {shown}")
-        lines.append(f"  updates in the whole fit        {_shown(trainer.estimated_stepping_batches)}")
+        shown = "unknown" if math.isinf(batches) else str(batches)
+        lines.append(f"  micro-batches per epoch           {shown}")
+        lines.append(f"  optimizer steps in the whole fit  {_shown(trainer.estimated_stepping_batches)}")
     limits = {"max_epochs": trainer.max_epochs, "max_steps": trainer.max_steps}
-    lines += [f"  {name:<32}{'no limit' if value == -1 else value}" for name, value in limits.items()]
+    lines += [f"  {name:<34}{'no limit' if value == -1 else value}" for name, value in limits.items()]
     return lines
 
 
 def _cadence(trainer: Trainer) -> list[str]:
     arguments = trainer._arguments
     if arguments.val_every_n_steps is not None:
-        validation = _every(arguments.val_every_n_steps, "update")
+        validation = _every(arguments.val_every_n_steps, "optimizer step")
     elif isinstance(arguments.val_check_interval, int):
         validation = _every(arguments.val_check_interval, "training batch")
     elif arguments.val_check_interval == 1.0:
@@ -61,10 +61,10 @@ def _cadence(trainer: Trainer) -> list[str]:
     else:
         validation = f"every {arguments.val_check_interval:g} of an epoch"
     steps = trainer.log_every_n_steps
-    log = f"{_every(steps, 'update')}, and at the end of an epoch" if steps else "at the end of an epoch"
+    log = f"{_every(steps, 'optimizer step')}, and at the end of an epoch" if steps else "at the end of an epoch"
     lines = ["When", f"  log            {log}", f"  validate       {validation}"]
     for config in trainer.lr_scheduler_configs:
-        every = _every(config.frequency, "update" if config.interval == "step" else "epoch")
+        every = _every(config.frequency, "optimizer step" if config.interval == "step" else "epoch")
         lines.append(f"  scheduler      {type(config.scheduler).__name__} {every}")
     return lines
 
@@ -74,7 +74,7 @@ def _every(number: int, noun: str) -> str:
 
 
 def _shown(number: int | float) -> str:
-    return "not known" if math.isinf(number) else f"{int(number):,}"
+    return "unknown" if math.isinf(number) else f"{int(number):,}"
 
 
 def _hooks(trainer: Trainer, module: TrainModule | None) -> list[str]:
@@ -86,7 +86,7 @@ def _hooks(trainer: Trainer, module: TrainModule | None) -> list[str]:
 
 
 def results_table(stage: str, results: list[dict[str, float]]) -> str:
-    """The metrics of an evaluation, a column a loader where there are several."""
+    """The metrics of an evaluation, with one column for each loader."""
     names = sorted({name for result in results for name in result})
     width = max([len(stage), *map(len, names)]) + 2
     heads = [f"loader {index}" for index in range(len(results))] if len(results) > 1 else ["value"]
@@ -101,7 +101,7 @@ def _cell(value: Any) -> str:
 
 
 def end_line(trainer: Trainer) -> str:
-    """How far a fit has come and what ended it, in one line with `folders_line`."""
+    """How far a fit got and what ended it; printed on one line with `folders_line`."""
     reasons: list[str] = []
     if trainer.fast_dev_run:
         reasons.append("fast_dev_run, which writes nothing")
@@ -113,7 +113,21 @@ def end_line(trainer: Trainer) -> str:
         named = [(type(callback).__name__, getattr(callback, "stopping_reason", None)) for callback in trainer.callbacks]
         asked = [f"{name}: {reason.removesuffix(' Training stops.').rstrip('.')}" for name, reason in named if reason]
         reasons += asked or ([] if reasons else ["trainer.should_stop was set"])
-    return f"fit ended at step {trainer.global_step}, epoch {trainer.current_epoch}: {'; '.join(reasons) or 'it was left'}."
+    reason = "; ".join(reasons) or "training was stopped"
+    return f"fit ended at step {trainer.global_step}, epoch {trainer.current_epoch}: {reason}.{_no_step(trainer)}"
+
+
+def _no_step(trainer: Trainer) -> str:
+    """If the loss scaler has skipped every optimizer step of a fit: that, and what to do about it."""
+    progress = trainer._run.progress
+    if not progress.overflows or progress.global_step > progress.first_step:
+        return ""
+    return (
+        f" No optimizer step was made: {counted(progress.overflows, 'step')} "
+        f"{'was' if progress.overflows == 1 else 'were'} skipped, because the scaled gradients were infinite or NaN. Check "
+        "that the loss is finite. If it is, the loss scale is still adapting: train for more steps, or use "
+        f"Trainer(precision={'bf' + trainer.precision.name!r})."
+    )
 
 
 def folders_line(trainer: Trainer) -> str:
@@ -125,6 +139,6 @@ def folders_line(trainer: Trainer) -> str:
 
 
 def _from_here(path: str | os.PathLike[str]) -> str:
-    """A path as it is typed in the folder of the process, if it lies below that."""
+    """A path relative to the working directory, if it lies below that."""
     full, here = os.path.abspath(path), os.getcwd()
     return os.path.relpath(full, here) if full.startswith(here + os.sep) else full

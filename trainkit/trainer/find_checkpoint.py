@@ -1,4 +1,4 @@
-"""Which checkpoint to resume from; over several processes the main process searches, and all of them read."""
+"""Which checkpoint to resume from: the main process searches, and all processes read."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ Raises `CheckpointLockedError` if another live run saves there.
 
 
 class FoundCheckpoint:
-    """A checkpoint that was read, and where it lies.
+    """A checkpoint that was read, and its path.
 
     Attributes:
-        restart: it was taken because the processes were restarted, whatever `ckpt_path` says.
+        restart: it was chosen because the processes were restarted, regardless of `ckpt_path`.
         wanted: the parts of it that are restored.
     """
 
@@ -56,7 +56,7 @@ class FoundCheckpoint:
 
     def __str__(self) -> str:
         manifest = self.loaded.manifest
-        # complete ones: the epoch that a file name counts from 0 is the one before
+        # the number of complete epochs; the epoch in a file name counts from 0
         return f"{self.path} (step {manifest.step}, {counted(manifest.epoch, 'epoch')} complete)"
 
 
@@ -66,9 +66,9 @@ class _Listed(NamedTuple):
     path: Path
     problem: str | None
     resumable: bool
-    of_run: bool  # it is in the folder of a run, not in one that a callback was told
-    module: str | None  # the class that was trained; None: not known
-    run_id: str | None  # None: nothing can be known of it
+    of_run: bool  # it is in the folder of a run, not in the dirpath of a callback
+    module: str | None  # the class that was trained; None: unknown
+    run_id: str | None  # None: its manifest cannot be read
     counter: int
 
 
@@ -78,7 +78,7 @@ class Searcher(NamedTuple):
     Attributes:
         strategy: of the run.
         module: the name of the class that it trains; checkpoints of another class are skipped.
-        callbacks: those of `ModelCheckpoint` know the best one.
+        callbacks: its callbacks; a `ModelCheckpoint` knows the best checkpoint.
     """
 
     strategy: Strategy
@@ -97,12 +97,12 @@ def find_checkpoint(
             `ModelCheckpoint`. Or a path.
         places: where to look.
         whole: read everything, not the weights only.
-        enter: continue in the folder of the run. The newest one of a live run is skipped, and one that is named then
-            begins another run.
+        enter: continues in the folder of the run. "auto" and "last" skip the checkpoints of a live run; one that is named
+            by its path starts another run.
 
     Raises:
         CheckpointNotFoundError: there is none.
-        CorruptCheckpointError: the one that was named is bad, or all are.
+        CorruptCheckpointError: the one that was named is damaged, or all are.
     """
     strategy, world = searcher.strategy, searcher.strategy.world
     if ckpt_path in ("auto", "last"):
@@ -117,7 +117,7 @@ def find_checkpoint(
 
     named, folder = run_on_all_ranks(world, find)[0]
     if folder is not None and enter is not None and _is_busy(Path(folder), enter):
-        notice(f"{folder} is in use by another live run: this run continues from its checkpoint in a folder of its own.")
+        notice(f"{folder} is in use by another live run: this run continues from its checkpoint, in a new folder.")
     return _read(strategy, Path(named), whole)
 
 
@@ -130,14 +130,16 @@ def _is_busy(folder: Path, enter: Enter) -> bool:
 
 
 def _named(searcher: Searcher, ckpt_path: str | os.PathLike[str], places: Places) -> Path:
-    """Where the checkpoint lies that is not asked for by its age."""
+    """The path of the checkpoint for "best" or a path."""
     if ckpt_path == "best":
         return _best(searcher, places)
     path = local_path(ckpt_path, "ckpt_path")
     if path.name == POINTER and path.is_file():  # of save_last
         path = path.parent / (read_pointer(path.parent) or POINTER)
     if not path.exists() and path.name == str(ckpt_path) and (hint := nearest(path.name, WORDS)):
-        raise CheckpointNotFoundError(f"there is no checkpoint {str(ckpt_path)!r}, and it is none of {WORDS}.{hint}")
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint {str(ckpt_path)!r}. ckpt_path is a path or one of {', '.join(map(repr, WORDS))}.{hint}"
+        )
     return path
 
 
@@ -147,7 +149,7 @@ def _read(strategy: Strategy, path: Path, whole: bool) -> FoundCheckpoint:
     def stems(manifest: Manifest) -> set[str] | None:
         if whole and not _resumable(manifest):
             raise CheckpointError(
-                f"{path} holds weights only, so no run can resume from it. Start a new run with them: "
+                f"{path} is a weights-only checkpoint, which cannot be resumed. Start a new run with the weights: "
                 "fit(..., ckpt_path=..., restore={'model'})"
             )
         return None if whole else model_stems(manifest.files) | {"state"}
@@ -161,7 +163,7 @@ def _resumable(manifest: Manifest | None) -> bool:
 
 def _listed(world: World, places: Places) -> tuple[list[_Listed], str]:
     """The checkpoints in the order in which to try them, and the folders for messages, as the main process sees them."""
-    runs = set(places.runs) - set(places.told)
+    runs = set(places.runs) - set(places.given)
 
     def find() -> Any:
         if not world.is_main:
@@ -180,18 +182,18 @@ def _listed(world: World, places: Places) -> tuple[list[_Listed], str]:
 
 
 def newest_of(strategy: Strategy, run_id: str, since: int, places: Places, enter: Enter | None) -> FoundCheckpoint | None:
-    """The newest good checkpoint that a run can resume from; bad ones are named.
+    """The newest good checkpoint that a run can resume from; damaged ones are named in a warning.
 
     Args:
         strategy: of the run.
         run_id: the run.
-        since: only those of a higher save counter.
+        since: only those with a higher save counter.
         places: where to look.
         enter: continue in the folder of the run.
 
     Raises:
         CheckpointLockedError: another live run saves to the folder of the run.
-        CorruptCheckpointError: there are some, and all are bad.
+        CorruptCheckpointError: there are some, and all are damaged.
     """
     bad: list[str] = []
     listed, where = _listed(strategy.world, places)
@@ -211,7 +213,7 @@ def newest_of(strategy: Strategy, run_id: str, since: int, places: Places, enter
         bad += [problem] if own else []
     if bad:
         raise CorruptCheckpointError(
-            f"the processes were restarted, and none of the checkpoints of this run in {where} is good:\n  "
+            f"the processes were restarted, but all checkpoints of this run in {where} are damaged:\n  "
             + "\n  ".join(bad)
             + "\nRemove them, and start the job again."
         )
@@ -219,7 +221,7 @@ def newest_of(strategy: Strategy, run_id: str, since: int, places: Places, enter
 
 
 class _Skipped:
-    """The newest checkpoints that cannot be taken, by reason."""
+    """The newer checkpoints that cannot be used, by reason."""
 
     def __init__(self, module: str, where: str) -> None:
         self._module, self._where = module, where
@@ -228,31 +230,34 @@ class _Skipped:
         self.of_others: list[str] = []  # names of other modules
         self.busy: list[Path] = []  # folders of live runs
 
-    def tell(self) -> None:
-        """Tell which newer checkpoints this run does not continue."""
+    def report(self) -> None:
+        """Print which newer checkpoints this run does not continue."""
         if self.of_others:
             names = ", ".join(dict.fromkeys(self.of_others))
             notice(
-                f"skipped newer checkpoints of another module ({names}): this run trains {self._module}. To use one, give its "
-                "path."
+                f"skipped newer checkpoints of another module ({names}): this run trains {self._module}. To use one, pass its "
+                "path as ckpt_path."
             )
         for folder in self.busy:
-            notice(f"skipped the checkpoints in {folder}: another live run saves there. To continue from one, give its path.")
+            notice(
+                f"skipped the checkpoints in {folder}: another live run saves there. To continue from one, pass its path as "
+                "ckpt_path."
+            )
 
     def refuse(self, word: str, whole: bool) -> None:
-        """Nothing is left to take: an error, or for "auto" a notice.
+        """No checkpoint can be used: raise an error, or for "auto" print a notice.
 
         Raises:
-            CorruptCheckpointError: there are some, and all are damaged.
-            CheckpointError: there are only weights.
+            CorruptCheckpointError: those that are not skipped for another reason are damaged.
+            CheckpointError: there are only weights-only checkpoints.
             CheckpointNotFoundError: there is none.
         """
-        self.tell()
+        self.report()
         if self.damaged:
             raise CorruptCheckpointError(
-                f"ckpt_path={word!r}: none of the checkpoints in {self._where} is good:\n  "
+                f"ckpt_path={word!r}: there is no good checkpoint in {self._where}. Damaged:\n  "
                 + "\n  ".join(self.damaged)
-                + "\nRemove them to start from the beginning, or name another folder: ModelCheckpoint(dirpath=...)"
+                + "\nRemove them to start from the beginning, or use another folder: ModelCheckpoint(dirpath=...)"
             )
         if self.weights_only:
             raise CheckpointError(
@@ -261,10 +266,11 @@ class _Skipped:
             )
         if word != "auto":
             raise CheckpointNotFoundError(
-                f"ckpt_path='last': there is no checkpoint in {self._where}. ckpt_path='auto' starts from the beginning then."
+                f"ckpt_path='last': there is no checkpoint in {self._where}. To start from the beginning if there is none: "
+                "ckpt_path='auto'"
             )
         which = f"checkpoint of {self._module}" if self.of_others else "checkpoint"
-        start = "starting from the beginning." if whole else "weights as they are."
+        start = "starting from the beginning." if whole else "the weights are not changed."
         notice(f"there is no {which} in {self._where}: {start}")
 
 
@@ -284,7 +290,7 @@ def _newest(searcher: Searcher, word: str, places: Places, whole: bool, enter: E
             except CorruptCheckpointError as error:
                 skipped.damaged.append(str(error))
                 continue
-            skipped.tell()
+            skipped.report()
             for problem in skipped.damaged:
                 warn(f"a checkpoint is damaged and skipped: {problem}")
             return read
@@ -293,7 +299,7 @@ def _newest(searcher: Searcher, word: str, places: Places, whole: bool, enter: E
 
 
 def _skips_busy(folder: Path, enter: Enter, busy: list[Path]) -> bool:
-    """Whether a live run saves to a folder, which is noted then."""
+    """Whether a live run saves to a folder, which is then added to `busy`."""
     if folder in busy:
         return True
     if _is_busy(folder, enter):
@@ -303,7 +309,7 @@ def _skips_busy(folder: Path, enter: Enter, busy: list[Path]) -> bool:
 
 
 def _is_another(module: str | None, kind: str) -> bool:
-    """Whether a checkpoint is of another module than that of the class; one that names none may be of any."""
+    """Whether a checkpoint is of another class of modules; a checkpoint without a class name may be of any."""
     return module is not None and module.rpartition(".")[2] != kind
 
 
@@ -312,15 +318,15 @@ def _best(searcher: Searcher, places: Places) -> Path:
     own = [callback for callback in searcher.callbacks if isinstance(callback, kind)]
     if not own:
         raise CheckpointNotFoundError(
-            "ckpt_path='best' asks a ModelCheckpoint: Trainer(callbacks=[ModelCheckpoint(monitor=...)])."
+            "ckpt_path='best' needs a ModelCheckpoint callback: Trainer(callbacks=[ModelCheckpoint(monitor='val_loss')])"
         )
-    told = set(places.told)
+    given = set(places.given)
     for callback in own:
         found = candidates(*places.folders) if not callback.best_model_path else []
         mine = [
             one
             for one in found
-            if one.path.parent in told
+            if one.path.parent in given
             or one.manifest is None
             or not _is_another(one.manifest.contents.get("module"), searcher.module)
         ]

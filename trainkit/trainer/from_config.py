@@ -1,4 +1,4 @@
-"""What a `Trainer` is to be by the configuration, where its own arguments leave it open."""
+"""What the configuration sets for a `Trainer`, where its arguments do not."""
 
 from __future__ import annotations
 
@@ -28,35 +28,36 @@ def with_settings(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """The arguments of a `Trainer`, completed by the settings that this process was started with.
 
     Args:
-        given: the arguments; what is `None` or `"auto"` is open.
+        given: the arguments; the settings replace those that are `None` or `"auto"`.
 
     Returns:
-        The arguments, and what was taken from where, to be said when the processes have met; empty if nothing was.
+        The arguments, and a notice of what the settings have set, to be printed when the processes are connected; empty if
+        they have set nothing.
 
     Raises:
-        ConfigurationError: the settings ask for what cannot be had here.
+        ConfigurationError: the settings ask for something that is not available here.
     """
     settings = inherited_settings()
     plugin, mixed = settings.plugin(), settings.get("mixed_precision")
-    taken = _place(settings, given) | _update(settings, plugin, given)
+    taken = _place(settings, given) | _optimizer_step(settings, plugin, given)
     by_plugin = plugin is not None and given["strategy"] == "auto" and not _elsewhere(settings, given)
-    made: dict[str, Any] = {}
+    created: dict[str, Any] = {}
     if plugin is not None and by_plugin:
         short = is_short(given["precision"] or OVER_MASTERS[mixed or "no"])
         with settings.attribute_errors(*settings.of_place):
-            made["strategy"] = _made(plugin, {**given, **taken}, short)
+            created["strategy"] = _create_strategy(plugin, {**given, **taken}, short)
         taken |= plugin.described()
     if given["precision"] is None and mixed is not None:
         taken |= _precision(given["strategy"], (OVER_MASTERS if by_plugin else MIXED)[mixed])
-    said = [f"{name}={value!r}" for name, value in taken.items()] + _compilation(settings, made)
-    complete = given | {name: taken[name] for name in taken.keys() & given.keys()} | made
+    notes = [f"{name}={value!r}" for name, value in taken.items()] + _compilation(settings, created)
+    complete = given | {name: taken[name] for name in taken.keys() & given.keys()} | created
     if complete["accumulate_grad_batches"] is None:
         complete["accumulate_grad_batches"] = 1
-    return complete, f"settings of {settings.source}: {', '.join(said)}." if said else ""
+    return complete, f"settings of {settings.source}: {', '.join(notes)}." if notes else ""
 
 
 def _precision(strategy: Any, precision: str) -> dict[str, Any]:
-    """The precision of the settings as an argument; a strategy object without one of its own gets it at once."""
+    """The precision of the settings as an argument; a strategy object without a precision gets it immediately."""
     if isinstance(strategy, str):
         return {"precision": precision}
     if hasattr(strategy, "use_precision"):
@@ -64,27 +65,27 @@ def _precision(strategy: Any, precision: str) -> dict[str, Any]:
     return {}
 
 
-def _compilation(settings: Settings, made: dict[str, Any]) -> list[str]:
-    """What the settings say of `torch.compile`, in words.
+def _compilation(settings: Settings, created: dict[str, Any]) -> list[str]:
+    """What the settings say about `torch.compile`, in words.
 
     Raises:
-        ConfigurationError: the backend is unknown, or does not work with the strategy that the settings make.
+        ConfigurationError: the backend is unknown, or does not work with the strategy of the settings.
     """
     backend = settings.get("dynamo_backend")
     if backend is None:
         return []
     with settings.attribute_errors("dynamo_backend", *settings.of_place):
         known_backend(backend)
-        if "strategy" in made:
-            refuse_compiled(backend, made["strategy"])
+        if "strategy" in created:
+            refuse_compiled(backend, created["strategy"])
     return [f"steps compiled by {backend!r}"]
 
 
 def attribute_errors(given: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Within it an error names the settings, where they say what a `Trainer` was not told.
+    """Within it an error names the settings, if they set what the arguments of a `Trainer` do not.
 
     Args:
-        given: its arguments.
+        given: the arguments.
     """
     settings = inherited_settings()
     names = settings.of_place if (given["strategy"], given["accelerator"]) == ("auto", "auto") else ()
@@ -92,7 +93,7 @@ def attribute_errors(given: Mapping[str, Any]) -> AbstractContextManager[None]:
 
 
 def _place(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
-    """What the settings say of where to run, apart from what `Settings.plugin` says."""
+    """What the settings say about where to run, in addition to `Settings.plugin`."""
     taken: dict[str, Any] = {}
     accelerator, name = given["accelerator"], settings.strategy
     if accelerator == "auto" and settings.get("use_cpu"):
@@ -118,10 +119,10 @@ def _elsewhere(settings: Settings, given: dict[str, Any]) -> bool:
     return info.one_device and (given["devices"] not in ("auto", 1, "1") or given["num_nodes"] not in (None, 1))
 
 
-def _update(settings: Settings, plugin: Plugin | None, given: dict[str, Any]) -> dict[str, Any]:
-    """What they say of an optimizer step, by themselves or in the options of the strategy."""
-    told = {} if plugin is None else {name: plugin.claimed(name) for name in _CLAIMS}
-    claimed = {name: value for name, value in told.items() if value is not None}
+def _optimizer_step(settings: Settings, plugin: Plugin | None, given: dict[str, Any]) -> dict[str, Any]:
+    """What the settings say about an optimizer step, by themselves or in the options of the strategy."""
+    of_plugin = {} if plugin is None else {name: plugin.claimed(name) for name in _CLAIMS}
+    claimed = {name: value for name, value in of_plugin.items() if value is not None}
     steps, clip = settings.get(_CLAIMS[0], claimed.get(_CLAIMS[0])), claimed.get(_CLAIMS[1])
     taken: dict[str, Any] = {}
     if steps is not None and given["accumulate_grad_batches"] is None and given["global_batch_size"] is None:
@@ -136,15 +137,15 @@ def _clips(callbacks: Any) -> bool:
     return any(isinstance(callback, kind) for callback in (callbacks if isinstance(callbacks, list | tuple) else [callbacks]))
 
 
-def _made(plugin: Plugin, arguments: dict[str, Any], short: bool) -> Any:
-    """The plugin's strategy, without its accumulation and clipping: the Trainer's count."""
+def _create_strategy(plugin: Plugin, arguments: dict[str, Any], short: bool) -> Any:
+    """The plugin's strategy without its accumulation and clipping, which are arguments of the Trainer."""
     device = read_wanted(arguments["accelerator"], arguments["devices"], arguments["num_nodes"]).accelerator
     config = {name: value for name, value in plugin.config_for(short).items() if name not in _CLAIMS}
     return load_strategy(plugin.strategy)(config=config, device=device)
 
 
 def compiled(module: Any) -> Any:
-    """The module out of `torch.compile`, if the settings ask for that and the user has not done it."""
+    """The module compiled by `torch.compile`, if the settings ask for that and the user has not done it."""
     settings = inherited_settings()
     if settings.get("dynamo_backend") is None or not isinstance(module, TrainModule):
         return module

@@ -20,6 +20,7 @@ from trainkit.errors import (
     DataError,
     MissingMethodError,
     ModuleError,
+    NonFiniteError,
     Preempted,
     ProcessFailedError,
 )
@@ -55,9 +56,9 @@ __all__ = [
 class interruptible:  # noqa: N801 - used as a function, like contextlib's own
     """Within it SIGTERM, SIGUSR1 and Ctrl-C let the step be finished and saved first.
 
-    What Ctrl-C ends with says how to continue, so that this is the last line on the terminal. Its traceback keeps the user's
-    frames only, as the place where the loop checks for signals is of no use to a user. After a second Ctrl-C, which ends a step
-    that hangs, it keeps them all.
+    The KeyboardInterrupt of Ctrl-C says how to continue, so that this is the last line on the terminal. Its traceback contains
+    only the user's frames, since the place where the loop checks for signals does not help a user. After a second Ctrl-C, which
+    ends a step that hangs, it contains all frames.
 
     Args:
         trainer: whose fit runs in it.
@@ -65,7 +66,7 @@ class interruptible:  # noqa: N801 - used as a function, like contextlib's own
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._notices = trainer, each_once()
-        self._signals = Signals(lambda: trainer._run.wake())
+        self._signals = Signals(lambda: trainer._run.request_safe_point())
 
     def __enter__(self) -> Signals:
         self._notices.__enter__()
@@ -76,14 +77,14 @@ class interruptible:  # noqa: N801 - used as a function, like contextlib's own
         signals = self._signals
         signals.__exit__()
         try:
-            if ending is None and signals.received is not None:  # it came when there was no step left to be finished
+            if ending is None and signals.received is not None:  # it came after the last step
                 ending = signals.ending("after the last step")
                 self._explain(ending)
                 raise ending
             if ending is not None:
                 self._explain(ending)
             if sys.version_info < (3, 11) and isinstance(ending, KeyboardInterrupt) and ending.__traceback__ is not trace:
-                raise ending  # else Python puts the traceback back
+                raise ending  # otherwise Python restores the full traceback
         finally:
             self._notices.__exit__(None, None, None)
 
@@ -115,7 +116,7 @@ def running(
     *given: Any,
     signals: Signals | None = None,
 ) -> Iterator[Run]:
-    """Within it the trainer has a new run, with the module and its callbacks; afterwards all that the run took is released.
+    """Within it the trainer has a new run, with the module and its callbacks; afterwards the run's resources are released.
 
     The order: `configure_callbacks`, the body, `teardown`. The body begins with `set_up`; a fit finds the checkpoint
     that it resumes from before that.
@@ -126,11 +127,11 @@ def running(
         module: the user's.
         datamodule: the user's.
         *given: the loaders that the user passed.
-        signals: of `interruptible`; default: signals are not noted.
+        signals: of `interruptible`; default: signals are not handled.
     """
     if trainer.stage is not None:
         raise ConfigurationError(
-            f"this Trainer is in the middle of {trainer.stage!r}, and another run would take its state. Use a second one: "
+            f"this Trainer is running {trainer.stage!r}, and another run would overwrite its state. Use a second Trainer: "
             f"Trainer(...).{stage}(module, ...)"
         )
     strategy, checks = trainer.strategy, trainer.accelerator.collective_checks
@@ -177,13 +178,13 @@ def running(
 
 
 def agree_on_signals(run: Run) -> None:
-    """A signal that has come to one process by now has come to all."""
+    """Share a signal that has come to one process by now: it counts as received on all."""
     if run.several:
         run.signals.received = run.strategy.world.largest([run.signals.received or 0])[0] or None
 
 
-def _log_folders(run: Run) -> Any:
-    """What the checkpoint says of them. A function of its own, so that no frame of the run's holds the checkpoint in memory."""
+def _saved_loggers(run: Run) -> Any:
+    """The states of the loggers in the checkpoint. A function, so that no frame of the run keeps the checkpoint in memory."""
     found = run.found
     return found.loaded.state["loggers"] if found is not None and "loggers" in found.wanted else ()
 
@@ -198,8 +199,8 @@ def _check_inputs(module: object, datamodule: object, given: tuple[Any, ...]) ->
     if not isinstance(module, TrainModule):
         hint = f" Did you forget to make an instance: {module.__name__}()?" if isinstance(module, type) else ""
         raise ModuleError(
-            f"expected a TrainModule, received {type(module).__name__}.{hint} A plain nn.Module can be trained by an own loop "
-            "with trainkit.Accelerator."
+            f"expected a TrainModule, received {type(module).__name__}.{hint} To train a plain nn.Module, write your "
+            "own training loop with trainkit.Accelerator."
         )
     if "_parameters" not in vars(module):
         raise ModuleError(f"{type(module).__name__}.__init__ must begin with super().__init__(), before anything is assigned.")
@@ -221,7 +222,7 @@ def _new_run(
     compiler: Callable[..., Any] | None,
     signals: Signals,
 ) -> Run:
-    """A run that begins: a fit from step 0, an evaluation with the progress of the fit before it."""
+    """A new run: a fit from step 0, or an evaluation with the progress of the fit before it."""
     trainer.strategy.broken = False
     before = trainer._run
     run = replace(
@@ -252,7 +253,7 @@ def _new_run(
 
 
 def _attach(trainer: Trainer, module: TrainModule, datamodule: DataModule | None) -> None:
-    """Make the module, and the data module, this trainer's."""
+    """Attach the trainer to the module and the data module."""
     module._trainer = trainer
     if datamodule is not None:
         datamodule.trainer = trainer
@@ -262,7 +263,7 @@ def set_up(trainer: Trainer, run: Run) -> None:
     """Set up the run: log folders, `prepare_data`, `setup`, `configure_model`, the module on its device."""
     stage, module, strategy = run.progress.stage, run.module, run.strategy
     assert stage is not None
-    share_log_folders(run, _log_folders(run))
+    share_log_folders(run, _saved_loggers(run))
     if run.profiler is not None:
         run.profiler.start(Path(trainer.log_dir or "."))
     seed_generators(mix(run.seed, Stage.TRAIN, Purpose.INIT), strategy.generators())
@@ -278,7 +279,7 @@ def set_up(trainer: Trainer, run: Run) -> None:
 
 
 def _prepare_data(run: Run) -> None:
-    """In one process of each machine, or in one of all; the others wait, however long it takes."""
+    """Call `prepare_data` in one process of each node, or in one process of all; the others wait without a timeout."""
     world = run.strategy.world
     for owner in (run.datamodule, run.module):
         if owner is None or not is_overridden(owner, "prepare_data", DataHooks):
@@ -289,7 +290,7 @@ def _prepare_data(run: Run) -> None:
 
 
 def build_hooks(trainer: Trainer, run: Run) -> None:
-    """Find what is called for which hook, now that callbacks and loaders are known."""
+    """Collect the methods to call for each hook, now that callbacks and loaders are known."""
     run.hooks = HookTable(
         trainer,
         run.module,
@@ -301,48 +302,51 @@ def build_hooks(trainer: Trainer, run: Run) -> None:
 
 
 def refuse_evaluation(run: Run, stage: str, name: str) -> None:
-    """An evaluation that was asked for and cannot be is an error; one that a limit turned off is a notice."""
+    """Raise for an evaluation without data; print a notice for one that a limit of 0 batches turned off."""
     if name not in run.evaluation_sources:
         raise MissingMethodError(
             f"{stage} needs data: trainer.{stage}(module, DataLoader(...)), or define the loader in "
             f"{type(run.module).__name__} or in a DataModule."
         )
-    notice(f"nothing to {stage}: the limit of batches is 0.")
+    notice(f"nothing to {stage}: limit_{'val' if stage == 'validate' else stage}_batches is 0.")
 
 
 def _cause(run: Run, exception: BaseException) -> BaseException:
-    """What the run ends with: a signal to the whole process group ends the loader's workers too, and is the reason then."""
+    """The exception that ends the run: that of a signal if a signal to the process group has ended the loader's workers."""
     workers = run.progress.stage == "fit" and isinstance(exception, RuntimeError) and "DataLoader worker" in str(exception)
-    return run.signals.ending(f"at step {run.progress.global_step}") if workers and run.signals.soon() else exception
+    return run.signals.ending(f"at step {run.progress.global_step}") if workers and run.signals.received_soon() else exception
 
 
 def _report_exception(run: Run, exception: BaseException) -> None:
-    """Tell the callbacks; an error of theirs must not hide the first."""
+    """Call `on_exception` of the callbacks; an error in it must not hide the first one."""
     for hook in run.hooks.on_exception:
         try:
             hook(exception)
         except ProcessFailedError:
             notice("on_exception was not completed: it needs all ranks, and the run has failed.", everywhere=True)
         except Exception as error:
-            if not _same(error, exception):
+            if not _repeats(error, exception):
                 notice(f"on_exception failed: {error!r}", everywhere=True)
 
 
-def _same(error: BaseException, exception: BaseException | None) -> bool:
-    """Whether an error says nothing that the one that ended the run does not say: saves that fail fail again."""
-    saves = isinstance(error, CheckpointWriteError) and isinstance(exception, CheckpointWriteError)
-    return saves or error is exception or (type(error) is type(exception) and str(error) == str(exception))
+def _repeats(error: BaseException, exception: BaseException | None) -> bool:
+    """Whether an error only repeats the one that ended the run.
+
+    A save after a failed save fails again, and `NonFiniteGuard` refuses to save after the error that it has raised.
+    """
+    again = any(isinstance(error, kind) and isinstance(exception, kind) for kind in (CheckpointWriteError, NonFiniteError))
+    return again or error is exception or (type(error) is type(exception) and str(error) == str(exception))
 
 
 def _tear_down(trainer: Trainer, run: Run, stage: str, status: str, exception: BaseException | None) -> None:
-    """All of it, whatever fails on the way; an error here must not hide the one that ended the run."""
+    """Run all parts of the tear-down, even if one fails; an error here must not hide the one that ended the run."""
     run.metrics.scope = Scope.NOWHERE
     run.metrics.batch = None
     errors: list[BaseException] = []
     for part in _parts_to_release(trainer, run, stage, status):
         try:
             part()
-        except BaseException as error:  # an interrupt too: what comes after it releases locks and threads
+        except BaseException as error:  # also an interrupt: the parts after it release locks and threads
             errors.append(error)
     for callback in run.callbacks:
         callback._module = None
@@ -351,13 +355,13 @@ def _tear_down(trainer: Trainer, run: Run, stage: str, status: str, exception: B
     if errors and (status == "success" or interrupts):
         raise (interrupts or errors)[0]
     for failure in errors:
-        if isinstance(failure, ProcessFailedError) or _same(failure, exception):  # what ended the run says as much or more
+        if isinstance(failure, ProcessFailedError) or _repeats(failure, exception):
             continue
         notice(f"the tear-down failed too: {failure!r}", everywhere=True)
 
 
 def _parts_to_release(trainer: Trainer, run: Run, stage: str, status: str) -> Iterator[Callable[[], Any]]:
-    """What a run took, in the order in which it is released."""
+    """The parts of the tear-down, in order."""
     for hook in run.hooks.teardown:
         yield partial(hook, stage)
     if run.datamodule is not None and is_overridden(run.datamodule, "teardown", DataModule):

@@ -54,7 +54,7 @@ def train_loader(run: Run, given: Any) -> PreparedLoader:
         **_transfer(run, Stage.TRAIN, 0),
     )
     if loader.samples is not None:
-        run.train_metrics.count = lambda batch: loader.samples or 0  # not those that it was filled up with
+        run.train_metrics.count = lambda batch: loader.samples or 0  # without the padding
     _refuse_empty(loader, source, "training")
     limit = arguments.limit_train_batches
     assert limit is not None
@@ -88,7 +88,7 @@ def _sources(run: Run, name: str, given: Any) -> list[Any]:
     run.evaluation_sources.pop(name, None)  # those of an earlier run
     sources = evaluation_sources(find_source(_STAGES[name][2], given, run.datamodule, module))
     if sources and fitting and _overfits(run, name) and _can_be_shared(run.train_source):
-        sources = [run.train_source]  # the batches that it trains on
+        sources = [run.train_source]  # the batches that are trained on
     if sources and name != "predict" and not is_overridden(module, f"{name}_step", TrainModule):
         if fitting and getattr(module, f"{name}_step") is not None:
             warn(f"there is validation data, but {type(module).__name__} has no validation_step: nothing is validated.")
@@ -103,7 +103,7 @@ def _overfits(run: Run, name: str) -> bool:
 
 
 def _can_be_shared(source: Any) -> bool:
-    """Whether reading a training loader in a validation leaves the training's position in it alone."""
+    """Whether a validation can read the training loader without changing the position of training in it."""
     parts = [source, getattr(source, "dataset", None)]
     return not any(isinstance(part, Iterator) or hasattr(part, "state_dict") for part in parts)
 
@@ -133,12 +133,12 @@ def _evaluation_loader(run: Run, name: str, source: Any, index: int, sanity: boo
 
 
 def _limit(loader: PreparedLoader, limit: int | float, argument: str) -> int | None:
-    """The rows at most. A length that a dataset says of itself may be wrong, and must not cut off what comes.
+    """The largest number of micro-batches of this rank. The length of an iterable dataset may be wrong, and is no limit.
 
-    A fraction is one of the micro-batches of all processes, so that it is the same data on any number of them.
+    A fraction counts the micro-batches of all processes, so that it is the same data on any number of processes.
     """
     if isinstance(limit, float) and 0.0 < limit < 1.0:
-        loader.micro_limit = None  # of the whole epoch
+        loader.micro_limit = None  # so that micro_batches counts the whole epoch
         loader.micro_limit = limited(loader.micro_batches, limit, argument)
         return None
     count = limited(loader.length, limit, argument)
@@ -154,8 +154,8 @@ def _accumulation(run: Run, source: Any) -> int:
     size = batch_size_of(source)
     if size is None:
         raise ConfigurationError(
-            f"global_batch_size={wanted} needs a loader that says its batch_size; {type(source).__name__} does not. "
-            "Use accumulate_grad_batches."
+            f"global_batch_size={wanted} needs a loader with a batch_size, which {type(source).__name__} does not have. "
+            "Use accumulate_grad_batches instead."
         )
     per_round = size * run.strategy.world_size
     if wanted % per_round:

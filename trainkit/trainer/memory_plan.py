@@ -1,4 +1,4 @@
-"""`trainer.plan(module)`: the memory estimate of a trainer's run, made without its data and without parameters' values."""
+"""`trainer.plan(module)`: the memory estimate of a trainer's run, computed without data and without values of parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["contents_of_module", "make_plan"]
 
-_STEPS = 1000  # for schedules, where the arguments name no number of optimizer steps
+_STEPS = 1000  # number of optimizer steps for schedules, if max_steps is not given
 
 
 def make_plan(
@@ -34,7 +34,7 @@ def make_plan(
     device_memory: int | str | None,
     host_memory: int | str | None,
 ) -> MemoryPlan:
-    """As of `trainkit.Trainer.plan`."""
+    """See `trainkit.Trainer.plan`."""
     contents = contents_of_module(trainer, module)
     late = next(module.parameters(), None) is None
     start = sum(p.nbytes for p in (contents.weights if late else module.parameters()))
@@ -42,10 +42,10 @@ def make_plan(
 
 
 def contents_of_module(trainer: Trainer, module: TrainModule) -> Contents:
-    """What a trainer's run of a module has to keep; the module is not changed, and nothing of its size is made.
+    """What a trainer's run of a module keeps in memory; the module is not changed, and nothing of its size is allocated.
 
     Raises:
-        ModuleError: it is no TrainModule, or has no parameters.
+        ModuleError: it is not a TrainModule, or has no parameters.
         MissingMethodError: it has no `configure_optimizers`.
         OptimizerError: what that returns is wrong.
     """
@@ -55,41 +55,43 @@ def contents_of_module(trainer: Trainer, module: TrainModule) -> Contents:
         raise ModuleError(f"expected a TrainModule, received {type(module).__name__}.{hint}")
     if not (is_overridden(module, "configure_optimizers", TrainModule) or trainer.strategy.has_optimizer):
         raise MissingMethodError(
-            f"{type(module).__name__} has no configure_optimizers, so it is not known what is kept for its parameters. Define: "
-            "def configure_optimizers(self): return torch.optim.AdamW(self.parameters(), lr=1e-3)   (or return None)"
+            f"{type(module).__name__} has no configure_optimizers, so the memory of its optimizer cannot be determined. "
+            "Define: def configure_optimizers(self): return torch.optim.AdamW(self.parameters(), lr=1e-3)   (or return None)"
         )
-    twin: Any = placeholder_of(module)
-    twin._trainer = _Planning(trainer)
+    placeholder: Any = placeholder_of(module)
+    placeholder._trainer = _Planning(trainer)
     precision: Precision = trainer.precision
     if is_overridden(module, "configure_model", TrainModule) and not vars(module).get("_built", False):
         with torch.device("meta"), precision.init_context():
-            twin.configure_model()
-    if next(twin.parameters(), None) is None:
+            placeholder.configure_model()
+    if next(placeholder.parameters(), None) is None:
         raise ModuleError(
-            f"{type(module).__name__} has no parameters, so there is nothing to plan. Make its layers in __init__ or in "
-            "configure_model; setup() is not called for a plan."
+            f"{type(module).__name__} has no parameters, so there is nothing to plan. Create its layers in __init__ or "
+            "in configure_model; setup() is not called for a plan."
         )
-    precision.convert_module(twin)
-    returned = trainer.strategy.configure_optimizers(twin)
-    optimizers, _ = read_optimizers(_own(returned, twin), twin, automatic=twin.automatic_optimization)
-    return contents_of([twin], optimizers, trainer._arguments.accumulate_grad_batches)
+    precision.convert_module(placeholder)
+    returned = trainer.strategy.configure_optimizers(placeholder)
+    optimizers, _ = read_optimizers(
+        _over_placeholders(returned, placeholder), placeholder, automatic=placeholder.automatic_optimization
+    )
+    return contents_of([placeholder], optimizers, trainer._arguments.accumulate_grad_batches)
 
 
-def _own(returned: Any, twin: nn.Module) -> Any:
-    """What `configure_optimizers` returned, over the twin's parameters where it took the module's from a list."""
-    made = vars(twin)["_placeholders"]
+def _over_placeholders(returned: Any, placeholder: nn.Module) -> Any:
+    """What `configure_optimizers` returned, with placeholders instead of parameters of the module."""
+    placeholders = vars(placeholder)["_placeholders"]
     found = returned if isinstance(returned, list | tuple) else [returned]
     for one in found:
         optimizer = one.get("optimizer") if isinstance(one, dict) else one
         for inner in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
             if isinstance(inner, Optimizer):
                 for group in inner.param_groups:
-                    group["params"] = [made.get(id(p), p) for p in group["params"]]
+                    group["params"] = [placeholders.get(id(p), p) for p in group["params"]]
     return returned
 
 
 class _Planning:
-    """The trainer, as a module sees it that is only planned: no data is asked for."""
+    """The trainer as a module sees it while its memory is planned: it loads no data."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._planned = trainer
@@ -99,6 +101,6 @@ class _Planning:
 
     @property
     def estimated_stepping_batches(self) -> int:
-        """For schedules, which take no memory."""
+        """Any number will do: schedules use no memory."""
         steps = self._planned._arguments.max_steps
         return steps if steps > 0 else _STEPS

@@ -45,7 +45,7 @@ def check_monitors(run: Run, logged: Collection[str] | None) -> None:
 
 
 def warn_shared_names(run: Run, trained: Collection[str]) -> None:
-    """Tell once that a monitored metric is logged both in training and in validation.
+    """Print a notice if a monitored metric is logged both in training and in validation.
 
     Args:
         run: the run.
@@ -60,28 +60,28 @@ def warn_shared_names(run: Run, trained: Collection[str]) -> None:
 
 
 def warn_rare_logs(run: Run) -> None:
-    """Tell that an epoch has fewer optimizer steps than there are from one log boundary to the next."""
+    """Print a notice if an epoch has fewer optimizer steps than `log_every_n_steps`."""
     every, steps = run.arguments.log_every_n_steps, run.max_batches / run.accumulation
     if run.loggers and every is not None and steps < every:
         notice(
-            f"an epoch has {math.ceil(steps)} optimizer steps, fewer than log_every_n_steps={every}: what is logged by step "
-            f"reaches the loggers at every {every}th step only. To log more often: Trainer(log_every_n_steps=1)"
+            f"an epoch has {math.ceil(steps)} optimizer steps, fewer than log_every_n_steps={every}: values logged by step "
+            f"reach the loggers only every {every} steps. To log more often: Trainer(log_every_n_steps=1)"
         )
 
 
 def _monitors(run: Run) -> Iterator[tuple[str, str]]:
-    """Who monitors, and what."""
+    """The name of each callback or scheduler with a monitor, and its monitor."""
     for callback in run.callbacks:
         monitor = getattr(callback, "monitor", None)
         if isinstance(monitor, str):
             yield type(callback).__name__, monitor
-    for config in run.schedulers if run.module.automatic_optimization else ():  # else the user advances them
+    for config in run.schedulers if run.module.automatic_optimization else ():  # otherwise the user advances them
         if config.reduce_on_plateau and config.monitor is not None:
             yield type(config.scheduler).__name__, config.monitor
 
 
 def _near(name: str, logged: Collection[str], cutoff: float) -> str | None:
-    """What was likely meant by a name that was not logged."""
+    """The logged name that was likely meant; `None` if `name` was logged or no name is similar."""
     if name in logged:
         return None
     of_loaders = sorted(one for one in logged if one.startswith(name + _DATALOADER))

@@ -1,4 +1,4 @@
-"""Padding micro-batches: a rank without data takes part in the collectives of the others."""
+"""Padding micro-batches: a rank without data takes part in the collectives of the other ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def without_effects(run: Run, batch: Any) -> Iterator[None]:
 
 
 def pad_without_forward(run: Run, plan: FitPlan, batch: Any, batch_idx: int) -> None:
-    """Take part with zero gradients, for a strategy that can average them without a forward."""
+    """Contribute zero gradients, for a strategy that can average gradients without a forward."""
     plan.backward(None)
 
 

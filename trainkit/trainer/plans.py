@@ -1,4 +1,4 @@
-"""What the loops need of one run, worked out when it is set up: the steps to call, the loaders, the schedulers."""
+"""What the loops need of one run, determined when it is set up: the steps to call, the loaders, the schedulers."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class FitPlan:
         safe_points: where saves and signals are handled.
         training_step: called with (batch, batch_idx).
         automatic: the loop runs backward and optimizer step.
-        several: there are other ranks with data of their own.
-        without_optimizer: there is none: windows are counted, nothing is trained.
+        several: other ranks have their own data.
+        without_optimizer: there is no optimizer: windows are counted, nothing is trained.
         optimizer: the only one, under automatic optimization.
         backward: of a loss.
         step: of the optimizer.
         zero_grad: of the optimizer.
         pad: called instead of `training_step` for a micro-batch without data on this rank.
         schedulers: those that the loop advances.
-        profiler: measures the steps; `None`: there is none.
+        profiler: measures the steps; `None`: nothing does.
         validate_every: validate after this many micro-batches; `None`: at the end of an epoch.
     """
 
@@ -60,7 +60,7 @@ class FitPlan:
 
     @property
     def length(self) -> int | None:
-        """Micro-batches of an epoch, `None` if only its end tells."""
+        """Micro-batches of an epoch; `None` if that is unknown until its end."""
         return self.loader.length
 
     def micro_batches(self, epoch: int, start: int) -> Iterator[MicroBatch]:
@@ -73,16 +73,16 @@ class FitPlan:
         return self.length is not None and batch_idx + 1 >= self.length
 
     def refuse_empty(self) -> None:
-        """The loader gave nothing."""
+        """Raise the error for a loader that has yielded nothing."""
         raise EmptyLoaderError(
-            "the training loader gave no batch. Check the dataset's length, drop_last and limit_train_batches; an iterator can "
-            "be read only once."
+            "the training loader yielded no batch. Check the dataset's length, drop_last and limit_train_batches. An iterator "
+            "can be read only once: pass a DataLoader or a list."
         )
 
 
 @dataclass
 class EvaluationPlan:
-    """Of validation, test or prediction.
+    """The plan of a validation, test or prediction.
 
     Attributes:
         name: "validation", "test" or "predict", as in the names of the hooks.
@@ -92,9 +92,9 @@ class EvaluationPlan:
         logs: metrics may be logged (not in prediction).
         keeps: outputs are kept (prediction).
         count: batches of this stage since the run began, the step of what is logged by batch.
-        began: what `count` was when the evaluation that is running began.
+        began: the value of `count` when the running evaluation began.
         loaders_of: metric in `results` → the loaders in whose batches it was logged, `[]` if outside of batches.
-        uneven: the batches of a loader are being worked on, and some process has fewer than others, or may have.
+        uneven: a loader is being read, and some ranks may have fewer of its batches than others.
     """
 
     name: str
@@ -111,21 +111,21 @@ class EvaluationPlan:
     loaders_of: dict[str, list[int]] = field(default_factory=dict)
 
     def begin_loader(self, index: int) -> None:
-        """The batches of this loader come now."""
+        """The evaluation begins to read this loader."""
         if index == 0:
             self.outputs = [[] for _ in self.loaders]
         self.metrics.suffix = f"/dataloader_idx_{index}" if len(self.loaders) > 1 else ""
 
     def refuse_empty(self, index: int) -> None:
-        """A loader gave nothing though it was asked to.
+        """Raise the error for a loader that has yielded nothing.
 
         Raises:
             EmptyLoaderError: always, unless a limit of 0 batches turned the loader off.
         """
         if self.loaders[index].limit != 0:
             raise EmptyLoaderError(
-                f"{self.name} loader {index} gave no batch, so there is nothing to compute its metrics from. Check its "
-                "dataset; an iterator can be read only once, and the sanity check reads it too: pass a DataLoader or a list."
+                f"{self.name} loader {index} yielded no batch, so its metrics cannot be computed. Check its dataset. An "
+                "iterator can be read only once, and the sanity check reads it too: pass a DataLoader or a list."
             )
 
     def keep(self, index: int, outputs: Any) -> None:
@@ -139,7 +139,7 @@ class EvaluationPlan:
         self.loaders_of |= self.metrics.loaders
 
     def by_loader(self) -> list[dict[str, float]]:
-        """The metrics of each loader; those that were logged outside of batches, at the end for example, are in each."""
+        """The metrics of each loader; those that were logged outside of batches, for example at the end, are in each."""
         found: list[dict[str, float]] = []
         for index in range(len(self.loaders)):
             where = {name: self.loaders_of[name] or [index] for name in self.results}

@@ -36,14 +36,14 @@ class Profiler:
         """A micro-batch of training is done."""
 
     def profile(self, action: str) -> AbstractContextManager[None]:
-        """Within it `action` happens."""
+        """A context manager around an action."""
         raise MissingMethodError(
             f"{type(self).__name__}: expected a method profile(self, action), found none. Fix:\n"
             "    @contextlib.contextmanager\n    def profile(self, action): yield"
         )
 
     def summary(self) -> str:
-        """What was found, as text."""
+        """The results as text."""
         raise MissingMethodError(
             f"{type(self).__name__}: expected a method summary(self), found none. Fix:\n"
             "    def summary(self): return 'nothing was measured'"
@@ -60,7 +60,7 @@ class Profiler:
         return profiled
 
     def iterated(self, action: str, iterator: Iterator[Any]) -> Iterator[Any]:
-        """The items of an iterator, the taking of each profiled as `action`."""
+        """The items of an iterator; fetching each item is profiled as `action`."""
         while True:
             with self.profile(action):
                 try:
@@ -71,7 +71,7 @@ class Profiler:
 
 
 class SimpleProfiler(Profiler):
-    """Calls and seconds of each action, by the host's clock; on CUDA, work that was only enqueued is not in it."""
+    """Calls and seconds of each action on the host; on CUDA, the time of kernels that were only enqueued is not included."""
 
     def __init__(self) -> None:
         self._times: dict[str, tuple[int, float]] = {}
@@ -93,7 +93,7 @@ class SimpleProfiler(Profiler):
             self._times[action] = count + 1, total + time.perf_counter() - began
 
     def summary(self) -> str:
-        """A table, the longest first."""
+        """A table, the longest action first."""
         whole = time.perf_counter() - self._began
         lines = [f"{'action':<52}{'calls':>10}{'mean ms':>12}{'total s':>12}{'share':>9}"]
         for action, (count, total) in sorted(self._times.items(), key=lambda item: -item[1][1]):
@@ -102,7 +102,7 @@ class SimpleProfiler(Profiler):
 
 
 class AdvancedProfiler(Profiler):
-    """Python's `cProfile` over the whole run; the summary has the functions with the most time of their own.
+    """Python's `cProfile` over the whole run; the summary lists the functions with the most time (`tottime`).
 
     Args:
         lines: Functions in the summary.
@@ -118,16 +118,16 @@ class AdvancedProfiler(Profiler):
         self._profile.enable()
 
     def stop(self) -> None:
-        """Stop it."""
+        """Stop the profile."""
         self._profile.disable()
 
     @contextmanager
     def profile(self, action: str) -> Iterator[None]:
-        """`cProfile` sees every call by itself."""
+        """Do nothing: `cProfile` records every call."""
         yield
 
     def summary(self) -> str:
-        """The functions with the most time of their own."""
+        """The functions with the most time (`tottime`)."""
         text = io.StringIO()
         pstats.Stats(self._profile, stream=text).sort_stats("tottime").print_stats(self._lines)
         return text.getvalue()
@@ -163,7 +163,7 @@ class PyTorchProfiler(Profiler):
         self._table = profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=self._rows)
 
     def stop(self) -> None:
-        """Stop it."""
+        """Stop the profile."""
         if self._inner is not None:
             self._inner.stop()
             self._inner = None
@@ -174,11 +174,11 @@ class PyTorchProfiler(Profiler):
             self._inner.step()
 
     def profile(self, action: str) -> AbstractContextManager[None]:
-        """The action is a range in the trace."""
+        """Show the action as a range in the trace."""
         return torch.profiler.record_function(action)
 
     def summary(self) -> str:
-        """The operators with the most time of their own."""
+        """The operators with the most CPU time (`self_cpu_time_total`), and the path of the trace."""
         return f"{self._table}\n{self.trace_path}"
 
 

@@ -1,7 +1,7 @@
-"""`RunProgress`: the one place for the state of a run: its counters, the phase of its step, and what it has been asked for.
+"""`RunProgress`: the one place for the state of a run: its counters, the phase of its step, and requests to stop or save.
 
-`Trainer` owns it and shows its values as properties. The loops, the due dates, saving, resume and the step's flags read and
-write it; nothing of it is kept anywhere else.
+`Trainer` owns it and shows its values as properties. The loops, the due dates, saving, resume and the step flags read and
+write it; this state is kept nowhere else.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Stop(Enum):
 
 @dataclass(frozen=True)
 class ValidationStart:
-    """What the loggers and torchmetrics objects were when the running validation began: a checkpoint saved in it holds that.
+    """The state of loggers and torchmetrics objects when the running validation began; checkpoints saved in it contain that.
 
     Attributes:
         loggers: the state of each logger.
@@ -68,7 +68,7 @@ class RunProgress:
         steps_done: the accelerator's count of optimizer steps at that point.
         first_step: `global_step` when this fit began.
         phase: which part of the current optimizer step is done.
-        epoch_complete: the epoch whose end is running counts: it was not left for a stop.
+        epoch_complete: the epoch that is ending counts as complete: no stop request ended it.
         should_log: the open accumulation window ends in a log boundary.
         should_stop: this rank requests a stop (`trainer.should_stop`).
         stop: how far a stop request has come.
@@ -76,12 +76,13 @@ class RunProgress:
         next_save_step: as `safe_point_due`, from this `global_step` on.
         validations: how many times the validation interval has been reached, in this epoch or since `earlier_batches` was 0.
         earlier_batches: micro-batches of earlier epochs, where the validation interval counts across epochs.
-        surplus: how many micro-batches this epoch is longer than others, because it was resumed on another number of
-            processes at a position that is not a multiple of it.
+        extra_batches: number of micro-batches that this epoch has more than others, because it was resumed on a different
+            number of processes, at a position that is not a multiple of that number.
         validation_start: what a running validation began with; `None` outside one.
         computed: metric → `global_step` at which its value of an epoch or an evaluation was computed.
         tried_to_learn: `training_step` has returned a loss or, under manual optimization, stepped an optimizer.
         warned_of_no_step: the user was warned that a whole epoch made no optimizer step.
+        overflows: number of optimizer steps that were skipped because a scaled gradient overflowed; set when training ends.
     """
 
     stage: str | None = None
@@ -103,11 +104,12 @@ class RunProgress:
     next_save_step: float = math.inf
     validations: int = 0
     earlier_batches: int = 0
-    surplus: int = 0
+    extra_batches: int = 0
     validation_start: ValidationStart | None = None
     computed: dict[str, int] = field(default_factory=dict)
     tried_to_learn: bool = False
     warned_of_no_step: bool = False
+    overflows: int = 0
 
     def begin(self, stage: str) -> None:
         """A run begins."""
@@ -161,7 +163,7 @@ class RunProgress:
         self.current_epoch += 1
         self.epoch_start = self.batches_done = 0
         if across_epochs:
-            self.earlier_batches += batches - self.surplus
+            self.earlier_batches += batches - self.extra_batches
         else:
             self.validations = 0
-        self.surplus = 0
+        self.extra_batches = 0

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["PARTS", "FoundCheckpoint", "begin_resume", "check_restore", "load_weights", "restore_fit"]
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "loop", "callbacks", "loggers")
-_FITS = itertools.count(1)  # of this process: after a restart the same script comes by the same ones
+_FITS = itertools.count(1)  # numbers the fits of this process; after a restart the script has the same ones
 
 
 def check_restore(
@@ -64,7 +64,7 @@ def _check_path(ckpt_path: Any) -> None:
         return
     if not isinstance(ckpt_path, str | os.PathLike):
         meant = "datamodule" if isinstance(ckpt_path, DataModule) else "verbose" if isinstance(ckpt_path, bool) else ""
-        hint = f" A {type(ckpt_path).__name__} is given by name: {meant}=..." if meant else ""
+        hint = f" Pass a {type(ckpt_path).__name__} by name: {meant}=..." if meant else ""
         raise ConfigurationError(f"ckpt_path must be a path, 'auto', 'last' or 'best', not {ckpt_path!r}.{hint}")
     if ckpt_path == "":
         raise ConfigurationError("ckpt_path is an empty string. For a fresh start: ckpt_path=None; for the newest one: 'auto'.")
@@ -86,9 +86,9 @@ def begin_resume(
         run: the fit.
         saves: its saves.
         ckpt_path: which one; `None`: a fresh start.
-        wanted: the parts to be restored; what cannot be is taken out.
+        wanted: the parts to be restored; those that cannot be restored are removed from it.
         chosen: the user has named the parts.
-        strict: as of `restore_fit`.
+        strict: see `restore_fit`.
     """
     world, key = run.strategy.world, f"run/{next(_FITS)}"
     run.found = None
@@ -98,7 +98,7 @@ def begin_resume(
         _find(run, saves, ckpt_path, before, wanted, chosen)
     if run.found is None:
         world.keep_text(key, saves.run_id)
-    elif not run.found.restart:  # of a resumed run, what was there before is not what this job has saved
+    elif not run.found.restart:  # this job has not saved the earlier checkpoints of a resumed run
         world.keep_text(key, f"{saves.run_id} {saves.last_counter()}")
 
 
@@ -110,18 +110,18 @@ def _find(
     wanted: set[str],
     chosen: bool,
 ) -> None:
-    """Read the checkpoint, of the restarted job or the one that was asked for, and continue in the folder of its run."""
+    """Read the checkpoint of the restarted job, or the requested one, and continue in the folder of its run."""
     places = checkpoint_places(run)
     enter = _use_folders(run, saves, places)
     found: FoundCheckpoint | None = None
     if run.arguments.fast_dev_run and wanted - {"model"}:
-        wanted -= {"loop", "callbacks", "loggers"}  # its one step is the first, and leaves no trace
+        wanted -= {"loop", "callbacks", "loggers"}  # it starts at step 0 and writes nothing
     elif before is not None:
         found = _restarted(run.strategy, before, places, enter)
     if found is not None:
         wanted |= set(PARTS)
     elif ckpt_path is not None:
-        continues = enter if wanted >= set(PARTS) else None  # with some parts only it is another run
+        continues = enter if wanted >= set(PARTS) else None  # restoring only some parts starts another run
         weights_only = wanted <= {"model"}
         found = find_checkpoint(_searcher(run), ckpt_path, places, whole=not weights_only, enter=continues)
         if found is None:
@@ -141,33 +141,33 @@ def _use_folders(run: Run, saves: SavePolicy, places: Places) -> Enter | None:
     """
     callbacks: list[Any] = [] if run.arguments.fast_dev_run else list(run.checkpoint_callbacks)
     if callbacks:
-        for folder in places.told:
+        for folder in places.given:
             saves.use_folder(folder)
     return None if all(own.given_dirpath for own in callbacks) else saves.places.continue_in
 
 
 def _agree(run: Run, ckpt_path: str | os.PathLike[str] | None, wanted: set[str], strict: bool) -> None:
-    """What is looked for and what is saved must be the same on all processes, or they would wait for each other for ever.
+    """Check that all processes resume from and save the same, as otherwise they would wait for each other forever.
 
     Raises:
-        ConfigurationError: it is not.
+        ConfigurationError: they do not.
     """
-    which = str(ckpt_path) if ckpt_path is None or ckpt_path in WORDS else "a path"  # of which the main process's counts
+    which = str(ckpt_path) if ckpt_path is None or ckpt_path in WORDS else "a path"  # the main process's path is used
     saving = [callback.state_key for callback in run.checkpoint_callbacks]
     own = [f"ckpt_path={which}", f"restore={sorted(wanted)}", f"strict={strict}", f"callbacks={saving}"]
-    said = run.strategy.world.exchange(own)
-    for rank, own in enumerate(said):
-        for first, other in zip(said[0], own, strict=True):
+    by_rank = run.strategy.world.exchange(own)
+    for rank, own in enumerate(by_rank):
+        for first, other in zip(by_rank[0], own, strict=True):
             if first != other:
                 raise ConfigurationError(
-                    f"all processes must resume from the same checkpoint and save the same: rank 0 has {first}, and rank "
-                    f"{rank} {other}. Fix: pass the same on all of them, whatever their rank or what each finds on the disk. "
-                    "ckpt_path='auto' searches on the main process."
+                    f"all processes must resume from the same checkpoint and save the same: rank 0 has {first}, but rank "
+                    f"{rank} has {other}. Fix: pass the same on all ranks; do not choose by rank or by the files that a rank "
+                    "finds. With ckpt_path='auto' the main process searches for all."
                 )
 
 
 def _find_folder(run: Run, saves: SavePolicy, found: FoundCheckpoint, places: Places, enter: Enter) -> None:
-    """Continue in the run's own folder also where the checkpoint was in one that a callback was told."""
+    """Continue in the run's own folder also if the checkpoint was in the `dirpath` of a callback."""
     if saves.places.of_run is None and saves.run_id == found.loaded.manifest.run_id:
         folder = folder_of_run(run.strategy.world, places.runs, saves.run_id)
         if folder is not None:
@@ -175,35 +175,35 @@ def _find_folder(run: Run, saves: SavePolicy, found: FoundCheckpoint, places: Pl
 
 
 def _restarted(strategy: Strategy, before: str, places: Places, enter: Enter | None) -> FoundCheckpoint | None:
-    """What a run resumes from after a restart of its processes: the newest checkpoint that it has saved since the job began."""
+    """The checkpoint to resume from after a restart of the processes: the newest that the run has saved since the job began."""
     run_id, _, since = before.partition(" ")
     found = newest_of(strategy, run_id, int(since or 0), places, enter)
     if found is None:
         notice(
-            "the processes were restarted, and no checkpoint was saved since the job began: the run starts as it did the first "
+            "the processes were restarted, but no checkpoint was saved since the job began: the run starts as it did the first "
             "time."
         )
         return None
     found.restart = True
-    notice("the processes were restarted: the run continues from its newest checkpoint, whatever ckpt_path says.")
+    notice("the processes were restarted: the run continues from its newest checkpoint, regardless of ckpt_path.")
     return found
 
 
 def _take_over(run: Run, saves: SavePolicy, found: FoundCheckpoint, wanted: set[str], chosen: bool) -> None:
-    """What has to be known of the checkpoint before loaders and optimizers are made: seed and run.
+    """Take from the checkpoint what must be known before loaders and optimizers are created: the seed and the run.
 
     Args:
         run: the fit.
         saves: its saves.
         found: the checkpoint.
-        wanted: the parts to be restored; without the loggers afterwards if this is another run.
+        wanted: the parts to be restored; the loggers are removed from it if this is another run.
         chosen: the user has named the parts.
     """
     manifest = found.loaded.manifest
     if wanted - {"model", "optimizer", "scheduler", "scaler"} and "loop" not in found.loaded.state:
         raise CheckpointError(
-            f"{found.path} was saved by a training loop of your own, whose position a Trainer cannot restore. Fix: restore "
-            "what both have: fit(..., ckpt_path=..., restore={'model', 'optimizer', 'scheduler', 'scaler'})"
+            f"{found.path} was saved by your own training loop, whose position a Trainer cannot restore. Fix: restore the "
+            "other parts: fit(..., ckpt_path=..., restore={'model', 'optimizer', 'scheduler', 'scaler'})"
         )
     notice(f"resuming from {found}.")
     if not wanted >= set(PARTS):
@@ -213,11 +213,11 @@ def _take_over(run: Run, saves: SavePolicy, found: FoundCheckpoint, wanted: set[
         saves.run_id = manifest.run_id
     elif run.loggers and not chosen:
         wanted.discard("loggers")  # continuing in its files would cut off what the other run has logged since
-        notice("this is another run than the one that wrote it, so it logs to files of its own.")
+        notice("this run is not the one that saved the checkpoint, so it logs to new files.")
     saves.resumed_from = found.path
     if "loop" not in wanted:
         return
-    # what is asked for before the loop is restored: loaders, which belong to the epoch that they were last asked for in
+    # loaders are created before the loop is restored: those of the epoch in which they were last created
     every = run.arguments.reload_dataloaders_every_n_epochs
     run.progress.current_epoch = manifest.epoch - (manifest.epoch % every if every else 0)
     run.progress.global_step = manifest.step
@@ -225,27 +225,27 @@ def _take_over(run: Run, saves: SavePolicy, found: FoundCheckpoint, wanted: set[
 
 
 def _take_seed(run: Run, manifest: Manifest) -> None:
-    """Draw the random numbers of the checkpoint's run, or warn that they are others from here on."""
+    """Use the seed of the checkpoint's run, or warn that random numbers will differ from it."""
     if not run.seed_given:
         run.seed = run.accelerator.seed = manifest.seed
     elif run.seed != manifest.seed:
         warn(
-            f"seed={run.seed}, and the checkpoint's run had {manifest.seed}: from here on order, augmentation and dropout "
-            "are those of another run. Remove seed to continue as before."
+            f"seed={run.seed}, but the checkpoint's run had seed={manifest.seed}: from now on, order, augmentation and dropout "
+            "differ from that run. To continue it exactly, do not set a seed."
         )
     for name, saved, ours in (
-        ("order", manifest.order_version, ORDER_VERSION),
-        ("keys", manifest.key_version, KEY_VERSION),
+        ("order of samples", manifest.order_version, ORDER_VERSION),
+        ("keys of random numbers", manifest.key_version, KEY_VERSION),
     ):
         if saved != ours:
             warn(
-                f"the checkpoint was written under version {saved} of the {name} of samples and random numbers, and this is "
-                f"{ours}: from here on they are others."
+                f"the checkpoint was saved with version {saved} of the {name}, and this is version {ours}: from now on, the "
+                "order of samples and the random numbers differ from those of the saved run."
             )
 
 
 def restore_fit(run: Run, plan: FitPlan, wanted: set[str], overrides: Mapping[str, Any], strict: bool = True) -> bool:
-    """Put the checkpoint's state into the run, which is set up; returns whether there is a checkpoint.
+    """Restore the checkpoint into the run, which is set up; returns whether there is a checkpoint.
 
     Args:
         run: the fit.
@@ -255,23 +255,23 @@ def restore_fit(run: Run, plan: FitPlan, wanted: set[str], overrides: Mapping[st
         strict: names that are missing or not expected in the model are an error.
 
     Raises:
-        StateMismatchError: it does not fit; nothing has been trained.
+        StateMismatchError: the checkpoint does not fit; nothing has been trained.
     """
     found, run.found = run.found, None  # its memory is released at the end of this function
     if found is None:
         return False
     loaded = found.loaded
     state = loaded.state
-    # the position first: that it does not fit is found before anything has changed
+    # the position first, so that one that does not fit raises before anything has changed
     if "loop" in wanted:
         restore_loop(run, plan, state["loop"])
-    seen = _ask_hooks(run, loaded)
+    seen = _run_load_hooks(run, loaded)
     tensors = {**loaded.tensors, "model": seen["state_dict"]}
     parts = parts_of(run)
     aliases, what = loaded.manifest.aliases, str(found.path)
     restore(parts, tensors, state, aliases, wanted=wanted, what=what, strict=strict, keep=True)
     restore_run(run, {**state, "callbacks": seen["callbacks"]} if "callbacks" in state else state, wanted)
-    if overrides and not found.restart:  # of the first start: the run has them
+    if overrides and not found.restart:  # a restarted run has them already
         _override(parts, overrides)
     if "loop" in wanted and run.due.training_ends and not run.progress.should_stop:
         notice(
@@ -282,7 +282,7 @@ def restore_fit(run: Run, plan: FitPlan, wanted: set[str], overrides: Mapping[st
     return True
 
 
-def _ask_hooks(run: Run, loaded: Loaded) -> dict[str, Any]:
+def _run_load_hooks(run: Run, loaded: Loaded) -> dict[str, Any]:
     """Show the checkpoint to the hooks before it is loaded; they may change `state_dict`."""
     manifest = loaded.manifest
     seen = shown(manifest.epoch, manifest.step, dict(loaded.tensors["model"]), loaded.state)
@@ -291,12 +291,12 @@ def _ask_hooks(run: Run, loaded: Loaded) -> dict[str, Any]:
 
 
 def load_weights(run: Run, ckpt_path: str | os.PathLike[str], strict: bool = True) -> None:
-    """The model's weights only, for an evaluation; `strict` as of `restore_fit`."""
+    """Load only the model's weights, for an evaluation; `strict` as for `restore_fit`."""
     found = find_checkpoint(_searcher(run), ckpt_path, checkpoint_places(run), whole=False)
     if found is None:
         return
     loaded = found.loaded
-    seen = _ask_hooks(run, loaded)
+    seen = _run_load_hooks(run, loaded)
     parts = Parts([run.module], [], [], run.strategy.precision, run.strategy)
     tensors, aliases, what = {"model": seen["state_dict"]}, loaded.manifest.aliases, str(found.path)
     restore(parts, tensors, loaded.state, aliases, wanted={"model"}, what=what, strict=strict)
@@ -308,7 +308,7 @@ def _searcher(run: Run) -> Searcher:
 
 
 def _override(parts: Parts, overrides: Mapping[str, Any]) -> None:
-    """Options of the optimizers' groups, put over what was restored."""
+    """Replace restored options of the optimizers' parameter groups."""
     for name, value in overrides.items():
         known = sorted({key for o in parts.optimizers for group in o.param_groups for key in group if key != "params"})
         if name not in known:
@@ -319,16 +319,16 @@ def _override(parts: Parts, overrides: Mapping[str, Any]) -> None:
             real_number(value, "overrides: lr", least=0, fix="overrides={'lr': 1e-4}")
         for optimizer in parts.optimizers:
             if name == "lr":
-                _override_rates(optimizer, parts.schedulers, value)
+                _override_lr(optimizer, parts.schedulers, value)
                 continue
             for group in optimizer.param_groups:
                 if name in group:
                     group[name] = value
-        notice(f"{name} is {value!r} from here on, not as in the checkpoint.")
+        notice(f"{name} is {value!r} from now on, instead of the value in the checkpoint.")
 
 
-def _override_rates(optimizer: Any, schedulers: Collection[Any], rate: float) -> None:
-    """A new learning rate. Under a schedule it is the one that the schedule starts from: what is left of it is scaled."""
+def _override_lr(optimizer: Any, schedulers: Collection[Any], rate: float) -> None:
+    """Set a new learning rate. If there is a schedule, its initial learning rate changes, and the rest of it is scaled."""
     own = [scheduler for scheduler in schedulers if getattr(scheduler, "optimizer", None) is optimizer]
     factors = []
     for group in optimizer.param_groups:
@@ -338,7 +338,7 @@ def _override_rates(optimizer: Any, schedulers: Collection[Any], rate: float) ->
         for key in keys:
             if key in group:
                 value = rate if len(keys) == 1 else float(group[key]) * factors[-1]
-                # a rate that is a tensor stays that tensor: compiled and captured steps hold it
+                # a tensor is filled and not replaced: compiled and captured steps refer to it
                 group[key] = group[key].fill_(value) if isinstance(group[key], Tensor) else value
     for scheduler in own:
         _scale(scheduler, factors)

@@ -48,7 +48,7 @@ class Run:
 
     A Trainer has a new one for each run. That of a fit begins from step 0; that of an evaluation takes over the progress, the
     optimizers and the saves of the fit before it, so that `trainer.global_step` and `save_checkpoint` continue to work.
-    Setting up fills it in. From then on what changes is in `progress`.
+    Set-up fills in the rest. After that, only `progress` changes.
 
     Attributes:
         arguments: of the Trainer.
@@ -72,20 +72,20 @@ class Run:
         given_loaders: what `fit` was passed for training and validation.
         train_source: the training loader as the user passed or defined it.
         evaluation_sources: the loaders of each evaluation, by name, as the user passed or defined them.
-        loaded_in: epoch in which the training loader was asked for last.
-        val_loaded_in: epoch in which the validation loaders were asked for last.
+        loaded_in: epoch in which the training loader was last requested.
+        val_loaded_in: epoch in which the validation loaders were last requested.
         optimizers: of the fit.
         schedulers: of the fit.
         train_loader: the training batches; `None` before a fit is set up.
-        validation_plan: the validation within a fit; `None`: there is none.
+        validation_plan: the validation within a fit; `None`: no validation.
         evaluation_plan: the evaluation that is running.
         plans: all evaluations of this run, by name.
         save_policy: saves the checkpoints of the fit.
         found: the checkpoint to resume from, until it is restored.
-        wrapped_module: what the strategy made of the module.
+        wrapped_module: the module as the strategy has wrapped it.
         due: when the run logs, validates and ends.
         train_metrics: where `self.log` goes in training.
-        metrics: where `self.log` goes now: an evaluation has a store of its own.
+        metrics: where `self.log` goes now: an evaluation has its own store.
     """
 
     arguments: TrainerArguments
@@ -130,7 +130,7 @@ class Run:
 
     @classmethod
     def before_the_first(cls, arguments: TrainerArguments, strategy: Strategy, seed: int | None) -> Run:
-        """What a Trainer has before its first run; the main process's seed is that of all."""
+        """What a Trainer has before its first run; all processes use the main process's seed."""
         chosen = int(strategy.world.from_main(resolve_seed(seed)))
         accelerator = Accelerator.of_trainer(strategy)
         accumulation = arguments.accumulate_grad_batches
@@ -153,17 +153,17 @@ class Run:
 
     @property
     def max_batches(self) -> int | float:
-        """Largest number of micro-batches in a training epoch; infinity where only its end tells, 0 without a loader."""
+        """Largest number of micro-batches in a training epoch; infinity if unknown, 0 without a loader."""
         loader = self.train_loader
         if loader is None:
             return 0
         most = loader.limit if loader.length is None else loader.length
         return math.inf if most is None else most
 
-    def wake(self) -> None:
-        """Look at saves and signals at the next safe point; may be called by any thread.
+    def request_safe_point(self) -> None:
+        """Check for saves and signals at the next safe point; may be called by any thread.
 
-        Over several processes the next step flags tell all of them, so that they look after the same step.
+        With several processes the step flags do that, so that all ranks check after the same step.
         """
         if not self.several:
             self.progress.safe_point_due = True

@@ -1,6 +1,6 @@
 """The folder of a run: where it saves its checkpoints by default, and where those of earlier runs are looked for.
 
-Each run has a folder of its own: that of its first logger that writes files, `<save_dir>/<name>/version_N`, or
+Each run has its own folder: that of its first logger that writes files, `<save_dir>/<name>/version_N`, or
 `<default_root_dir>/version_N` if no logger has one. Its checkpoints are in the folder `checkpoints` inside it. A resumed
 run continues in the folder of the run that it resumes.
 """
@@ -28,30 +28,30 @@ class Places(NamedTuple):
     """Where checkpoints are looked for.
 
     Attributes:
-        told: the folders that callbacks were told to save to (`dirpath`).
+        given: the folders that callbacks were given (`dirpath`).
         runs: the checkpoint folders of all runs that `"auto"`, `"last"` and `"best"` may mean.
         below: what `runs` were looked for in, for messages.
     """
 
-    told: list[Path]
+    given: list[Path]
     runs: list[Path]
     below: list[Path]
 
     @property
     def folders(self) -> list[Path]:
-        """All of them, without repetition."""
-        return list(dict.fromkeys([*self.told, *self.runs]))
+        """All folders, without duplicates."""
+        return list(dict.fromkeys([*self.given, *self.runs]))
 
     def __str__(self) -> str:
-        return ", ".join(map(str, dict.fromkeys([*self.told, *self.below])))
+        return ", ".join(map(str, dict.fromkeys([*self.given, *self.below])))
 
 
 def choose_folder(run: Run) -> Path:
     """The folder for the checkpoints of a new run, chosen by the main process. Collective.
 
     Raises:
-        CheckpointWriteError: it cannot be made.
-        ConfigurationError: the folder of a logger cannot be made.
+        CheckpointWriteError: it cannot be created.
+        ConfigurationError: the folder of a logger cannot be created.
     """
     world = run.strategy.world
 
@@ -75,13 +75,13 @@ def checkpoint_places(run: Run) -> Places:
     """Where `"auto"`, `"last"` and `"best"` look: where this run saves, and the folders of earlier runs.
 
     An experiment whose logger was given a name, or a run whose logger was given a version, is looked for under that name only:
-    the folds of a cross-validation, for example, must not continue each other. What versions of trainkit before run folders
-    wrote to `<default_root_dir>/checkpoints` counts where there is nothing else.
+    the folds of a cross-validation, for example, must not continue each other. Checkpoints in `<default_root_dir>/checkpoints`,
+    which versions of trainkit without run folders wrote, are used if there are no others.
     """
     callbacks: list[Any] = list(run.checkpoint_callbacks)
-    told = [Path(own) for callback in callbacks if (own := callback.given_dirpath) is not None]
-    if callbacks and len(told) == len(callbacks):
-        return Places(list(dict.fromkeys(told)), [], [])
+    given = [Path(own) for callback in callbacks if (own := callback.given_dirpath) is not None]
+    if callbacks and len(given) == len(callbacks):
+        return Places(list(dict.fromkeys(given)), [], [])
     root = Path(os.path.abspath(run.root_dir))
     below, runs = [root], [*folders_below(root)]
     logger = _logger_with_folder(run)
@@ -96,12 +96,12 @@ def checkpoint_places(run: Run) -> Places:
             below = below if place.is_relative_to(root) else [*below, place]
         else:
             below = [place]
-            runs = own if any(map(_holds_any, own)) else [root / CHECKPOINTS]
-    return Places(list(dict.fromkeys(told)), list(dict.fromkeys(runs)), below)
+            runs = own if any(map(_has_files, own)) else [root / CHECKPOINTS]
+    return Places(list(dict.fromkeys(given)), list(dict.fromkeys(runs)), below)
 
 
 def shown_folders(run: Run) -> list[str]:
-    """Where the checkpoints of a run go, in words; nothing is chosen or made."""
+    """Where the checkpoints of a run go, for messages; no folder is chosen or created."""
     callbacks: list[Any] = list(run.checkpoint_callbacks)
     own = [callback.given_dirpath for callback in callbacks]
     running = None if run.save_policy is None else run.save_policy.places.of_run
@@ -114,7 +114,7 @@ def shown_folders(run: Run) -> list[str]:
 
 
 def folder_of_run(world: World, runs: list[Path], run_id: str) -> Path | None:
-    """The folder among `runs` that holds checkpoints of a run; collective."""
+    """The folder among `runs` that contains checkpoints of a run; collective."""
 
     def find() -> str | None:
         if not world.is_main:
@@ -127,7 +127,7 @@ def folder_of_run(world: World, runs: list[Path], run_id: str) -> Path | None:
 
 
 def _logger_with_folder(run: Run) -> Logger | None:
-    """The first logger that writes files to a folder of the run: one that opens nothing, which may print, has none."""
+    """The first logger that writes files to a folder of the run."""
     if not run.loggers:
         return None
     from trainkit.loggers.log_folder import has_folder
@@ -136,7 +136,7 @@ def _logger_with_folder(run: Run) -> Logger | None:
 
 
 def opens_files(logger: Logger) -> bool:
-    """Whether it has something to open; one that does not, for example one that prints, needs no folder."""
+    """Whether a logger has something to open; one that does not, such as one that prints, needs no folder."""
     from trainkit.loggers.base import Logger
 
     return is_overridden(logger, "open_experiment", Logger)
@@ -147,7 +147,7 @@ def _is_named(logger: Logger) -> tuple[bool, bool]:
     return logger.name not in ("", "default"), logger._version is not None
 
 
-def _holds_any(folder: Path) -> bool:
+def _has_files(folder: Path) -> bool:
     try:
         return any(not name.startswith(".") for name in os.listdir(folder))
     except OSError:

@@ -26,9 +26,9 @@ def parts_of(run: Run) -> Parts:
 
 
 def capture_run(run: Run, loader: PreparedLoader | None) -> dict[str, Any]:
-    """Everything that is no tensor file; without a training loader what the module needs to be built again.
+    """Everything that is not in tensor files; without a training loader, only what is needed to build the module again.
 
-    Over several processes all of them call it: what each has its own part of is gathered, the rest is the main process's.
+    All processes call it: state that differs between them is gathered, and the rest is the main process's.
     """
     module, datamodule, world = run.module, run.datamodule, run.strategy.data_world
     state: dict[str, Any] = {
@@ -53,10 +53,10 @@ def capture_run(run: Run, loader: PreparedLoader | None) -> dict[str, Any]:
 
 def _capture_loop(run: Run, loader: PreparedLoader) -> dict[str, Any]:
     progress, validation = run.progress, run.validation_plan
-    # also at the end of an epoch of unknown length, where a resumed run comes to its validation by itself
+    # also at the end of an epoch of unknown length, where a resumed run reaches its validation by itself
     validating = progress.validation_start is not None
     between = progress.phase is Phase.STEP and (progress.stop is Stop.STOPPING or progress.batches_done == 0)
-    # a stop that was obeyed, or is about to be, must not end the run that resumes here: what requested it will do so again
+    # a stop that was carried out, or is about to be, must not end the run that resumes here: it will be requested again
     requested = not (progress.stop is Stop.STOPPED or (between and run.due.may_stop))
     # over several processes a request of the step that is complete has not been exchanged yet
     underway = run.several and progress.phase is Phase.STEP and progress.should_stop
@@ -89,16 +89,16 @@ def restore_loop(run: Run, plan: FitPlan, saved: Mapping[str, Any]) -> None:
     usual = plan.length
     progress.epoch_start = progress.batches_done = plan.loader.start_of(saved["position"])
     plan.loader.resume(saved["position"], progress.epoch_start)
-    progress.surplus = 0 if usual is None or plan.length is None else plan.length - usual
+    progress.extra_batches = 0 if usual is None or plan.length is None else plan.length - usual
     progress.global_step, progress.current_epoch = int(saved["global_step"]), int(saved["current_epoch"])
     progress.phase = Phase(saved["phase"])
     progress.batch_idx = progress.epoch_start - 1
     progress.validations, progress.earlier_batches = int(saved["validated"]), int(saved["earlier_batches"])
-    if size != before:  # an epoch has another number of micro-batches per process now
+    if size != before:  # an epoch has a different number of micro-batches per process now
         progress.earlier_batches = progress.earlier_batches * before // size
         if plan.validate_every is not None:
             unfinished = run.accumulation if progress.phase is Phase.UPDATED else 0
-            batches = progress.earlier_batches + progress.epoch_start - progress.surplus - unfinished
+            batches = progress.earlier_batches + progress.epoch_start - progress.extra_batches - unfinished
             progress.validations = max(0, batches) // plan.validate_every
     progress.epoch_complete = bool(saved["epoch_complete"])
     progress.agree_on_stop(bool(saved["stop_asked"]))

@@ -1,4 +1,4 @@
-"""`SafePoints`: the protocol by which a fit saves, stops and obeys signals: request, agree over all ranks, carry out.
+"""`SafePoints`: how a fit saves, stops and obeys signals: request, agree over all ranks, carry out.
 
 A safe point is the end of an optimizer step, when its logging, validation and schedulers are done.
 
@@ -6,7 +6,7 @@ A safe point is the end of an optimizer step, when its logging, validation and s
    `every`, users for a stop with `trainer.should_stop`, the system for the end with a signal.
 2. *Agree.* Over several ranks the *step flags* tell the ranks of each other's requests: one small vector for each optimizer
    step, reduced by its largest values. It is sent at the end of step k and read at the end of step k + 1, so that no rank
-   waits for it. At the end of a validation or an epoch it is sent and read at once.
+   waits for it. At the end of a validation or an epoch it is sent and read immediately.
 3. *Carry out.* `carry_out` does what has been requested, on all ranks after the same step.
 """
 
@@ -29,20 +29,19 @@ if TYPE_CHECKING:
 
 __all__ = ["SafePoints"]
 
-_NO_OPINION = -(1 << 63)
+_NO_SCHEMA = -(1 << 63)
 _SAVE_FAILED = 0  # bit of the step flags; bit n: timer n is due
 
 
 class SafePoints:
     """The requests of one fit.
 
-    Over several processes all of them call the same methods at the same points, hooks included. Timers run in the main
-    process.
+    With several processes, all call the same methods at the same points, also in hooks. Timers run in the main process.
 
     Args:
         run: the fit.
-        report_failures: called at a safe point, to raise or warn of saves that failed in the writer's thread; with `True` if
-            it must wait for the save in flight, as on another rank it has failed.
+        report_failures: called at a safe point; raises or warns about saves that failed in the writer's thread. With `True` it
+            waits for the save in flight first, because that has failed on another rank.
     """
 
     def __init__(self, run: Run, report_failures: Callable[[bool], None]) -> None:
@@ -87,7 +86,7 @@ class SafePoints:
 
     def _alert(self, bit: int) -> None:
         self._alerts.append(bit)
-        self._run.wake()
+        self._run.request_safe_point()
 
     def _take_alerts(self) -> int:
         """The alerts of other threads since the last call, as bits."""
@@ -115,7 +114,7 @@ class SafePoints:
             progress.agree_on_stop(progress.should_stop)
 
     def agree_now(self) -> None:
-        """At the end of a validation or an epoch: a stop that any rank requests counts on all ranks from here on.
+        """At the end of a validation or an epoch: a stop that any rank requests counts on all ranks from now on.
 
         Raises:
             ConfigurationError, MetricError: as `agree`.
@@ -135,8 +134,8 @@ class SafePoints:
                 run.progress.should_stop,
                 run.signals.received or 0,
                 self._take_alerts() if self._world.is_main else 0,
-                schema or _NO_OPINION,
-                -schema or _NO_OPINION,
+                schema or _NO_SCHEMA,
+                -schema or _NO_SCHEMA,
                 run.accelerator.updates,
                 -run.accelerator.updates,
             ]
@@ -150,17 +149,17 @@ class SafePoints:
         stop, signal, bits, schema, negated, most, least = pending.wait()
         run.progress.agree_on_stop(bool(stop))
         if signal:
-            self._signal = run.signals.received = signal  # the same on all ranks, whichever came here
+            self._signal = run.signals.received = signal  # the same on all ranks, whichever signal came to this one
         self._bits |= bits
         if signal or bits:
             run.progress.safe_point_due = True
         if most != -least:
             raise ConfigurationError(
-                f"one process has made {counted(most, 'update')}, and another one {-least}: their parameters are not "
-                f"the same any more. "
-                "Call skip_update() on all processes or on none: by the step, or by a value that has been reduced."
+                f"one process has made {counted(most, 'optimizer step')}, and another one {-least}, so their parameters "
+                "differ. Call skip_update() on all processes or on none: decide by the step, or by a value that is the same on "
+                "all."
             )
-        if schema not in (_NO_OPINION, -negated):
+        if schema not in (_NO_SCHEMA, -negated):
             run.train_metrics.check_schema(run.strategy.world)
 
     # ------------------------------------------------------------------------------------------------------ carry out
@@ -173,7 +172,7 @@ class SafePoints:
             Preempted, KeyboardInterrupt: a signal.
         """
         run, step = self._run, self._run.progress.global_step
-        run.progress.safe_point_due = False  # first, so that a request from here on is carried out next time
+        run.progress.safe_point_due = False  # first, so that a request from now on is carried out next time
         run.signals.ignore_worker_exits()
         if self._several:
             bits, self._bits = self._bits, 0

@@ -34,8 +34,8 @@ _FAILURES = 3  # in a row, which end the run
 class SavePolicy:
     """Saves the checkpoints of a run.
 
-    Over several processes all of them call the same methods at the same points, hooks included. Paths, names and numbers of the
-    main process hold for all.
+    With several processes, all call the same methods at the same points, also in hooks. Paths, names and numbers of the main
+    process are used on all.
 
     Args:
         run: the fit.
@@ -61,7 +61,7 @@ class SavePolicy:
         self._fingerprint: tuple[list[str], str] | None = None
 
     def continue_in(self, run: Run) -> None:
-        """An evaluation begins after the fit; what is saved from here on is of its module."""
+        """An evaluation begins after the fit; saves from now on are of its module."""
         self._run = run
 
     @property
@@ -70,10 +70,10 @@ class SavePolicy:
         return self.places.folders
 
     def use_folder(self, folder: Path) -> None:
-        """Save to a folder; no other run may save there as long as this one lives.
+        """Save to a folder; no other run may save there while this run is alive.
 
         Raises:
-            CheckpointWriteError: it cannot be written, or is not the same one for all processes.
+            CheckpointWriteError: it cannot be written, or is not the same for all processes.
             CheckpointLockedError: another live run saves there.
         """
         self.places.use(folder, self.run_id)
@@ -83,11 +83,11 @@ class SavePolicy:
         return self.places.last_counter(self.run_id)
 
     def begin(self) -> None:
-        """The run starts, new or resumed; what a checkpoint would hold is encoded once, so that an error comes now.
+        """The run starts, new or resumed. Its state is encoded once, so that a value that cannot be stored raises now.
 
         Raises:
-            UnsavableError: something that cannot be stored, with the path to it.
-            CheckpointWriteError: a folder cannot be made or written.
+            UnsavableError: a value cannot be stored; the message names the path to it.
+            CheckpointWriteError: a folder cannot be created or written.
         """
         self.places.choose(partial(choose_folder, self._run))
         if self.folders:
@@ -103,11 +103,11 @@ class SavePolicy:
         saved_by: str | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Content:
-        """What a checkpoint of this moment holds; its tensors are the run's own."""
+        """The content of a checkpoint of this moment; its tensors are the run's own and not copies."""
         run = self._run
-        main = self._world.is_main or run.strategy.shards_parameters  # which are gathered, to be read
-        prints = {0: self._frozen() if main else "the main process's"} if save == "trainable" else {}
-        taken = capture(parts_of(run), save=save or "all", weights_only=weights_only, fingerprints=prints)
+        main = self._world.is_main or run.strategy.shards_parameters  # sharded parameters are gathered
+        fingerprints = {0: self._frozen() if main else "the main process's"} if save == "trainable" else {}
+        taken = capture(parts_of(run), save=save or "all", weights_only=weights_only, fingerprints=fingerprints)
         state = {**taken.state, **capture_run(run, None if weights_only else run.train_loader)}
         seen = shown(run.progress.current_epoch, run.progress.global_step, taken.tensors["model"], state)
         run.hooks.run("on_save_checkpoint", seen)
@@ -131,11 +131,11 @@ class SavePolicy:
             metrics=metrics,
             saved_by=saved_by,
         )
-        described["contents"]["module"] = state["module"]  # by which "auto" tells what a run has trained
+        described["contents"]["module"] = state["module"]  # "auto" finds the checkpoints of a module by this
         return Content(taken.tensors, state, described, taken.attachments)
 
     def _frozen(self) -> str:
-        """The fingerprint of the parameters that are not trained; taken once, as long as they are the same ones."""
+        """The fingerprint of the parameters that are not trained; computed again only when other parameters are frozen."""
         module = self._run.module
         frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
         if self._fingerprint is None or self._fingerprint[0] != frozen:
@@ -177,15 +177,15 @@ class SavePolicy:
             blocking: return when it is committed.
             replace: a checkpoint of that name is replaced once the new one is complete.
             committed: called after the commit, in the writer's thread.
-            failed: called in this thread, later if not `blocking`, when it could not be written.
-            before_capture: called with the path before the state is taken.
+            failed: called in this thread if it could not be written; later if not `blocking`.
+            before_capture: called with the path before the state is captured.
 
         Returns:
             The path that it has, or will have.
 
         Raises:
             CheckpointWriteError: this was the third failure in a row.
-            CheckpointLockedError: another run has taken over the folder, as this one did not answer for too long.
+            CheckpointLockedError: another run has taken over the folder, because this one did not respond for too long.
         """
         self._saver.wait()
         path = self.places.place(folder, name, replace)
@@ -213,7 +213,7 @@ class SavePolicy:
         return path
 
     def wait(self) -> None:
-        """Wait until no save is in flight; failures are reported."""
+        """Wait until no save is in flight, and report failures."""
         self._saver.wait()
 
     def _report_failures(self, wait: bool) -> None:
@@ -224,7 +224,7 @@ class SavePolicy:
             self._saver.poll()
 
     def _count_failure(self, error: Exception) -> None:
-        if isinstance(error, OSError):  # it is written, and an older one could not be removed
+        if isinstance(error, OSError):  # the new checkpoint is complete
             warn(f"an old checkpoint could not be removed: {error}. Training continues.")
             return
         if not isinstance(error, CheckpointWriteError | UnsavableError):
@@ -252,7 +252,9 @@ class SavePolicy:
             run_on_all_ranks(self._world, lambda: check_target(path.absolute()) if self._world.is_main else None)
         adapters = has_adapters(self._run.module)
         if adapters:
-            notice("the model has PEFT adapters, so only what is trained is saved, with a fingerprint of the rest.")
+            notice(
+                "the model has PEFT adapters, so only trained parameters and buffers are saved, with a fingerprint of the rest."
+            )
         draft = drafted(self._world, self.content(weights_only=weights_only, save="trainable" if adapters else "all"))
         self._counter += 1
 
@@ -262,18 +264,18 @@ class SavePolicy:
         self._saver.save(draft, path, blocking=blocking, replace=True, committed=done, failed=self._count_failure)
 
     def metrics(self) -> dict[str, tuple[float, bool]]:
-        """The latest value of each metric that was logged, and whether it was computed in the present step; by name.
+        """For each metric that was logged, by name, its latest value and whether it was computed in the current step.
 
-        A value may be each process's own: that of the first that has it is everybody's.
+        Values may differ between processes: all use the value of the first process that has one.
         """
-        own = {name: (float(v.detach()), self._is_present(name)) for name, v in self._run.callback_metrics.items()}
+        own = {name: (float(v.detach()), self._is_current(name)) for name, v in self._run.callback_metrics.items()}
         if self._world.size == 1:
             return own
         known = {name: found for process in reversed(self._world.exchange(own)) for name, found in process.items()}
-        return {name: (value, present) for name, (value, present) in sorted(known.items())}
+        return {name: (value, current) for name, (value, current) in sorted(known.items())}
 
-    def _is_present(self, name: str) -> bool:
-        """Whether a metric was computed in the present step."""
+    def _is_current(self, name: str) -> bool:
+        """Whether a metric was computed in the current step."""
         run = self._run
         step = run.progress.global_step
         if any(run.progress.computed.get(key) == step for key in (name, f"{name}_epoch")):
@@ -291,15 +293,15 @@ class SavePolicy:
 
     @property
     def position(self) -> tuple[Any, ...]:
-        """Where the run is; as long as it is the same, nothing has changed."""
+        """Where the run is; while it is the same, nothing has changed."""
         run = self._run
         return run.progress.global_step, run.progress.current_epoch, run.progress.batches_consumed, run.progress.phase
 
     def why_not_savable(self, exception: BaseException) -> str | None:
-        """Why a checkpoint of this moment would be of no use, after an error, or cannot be; `None` if it would be."""
+        """After an error, why a checkpoint of this moment would be useless or impossible; `None` if it is neither."""
         run = self._run
         if run.signals.twice:
-            return "Ctrl-C came twice"
+            return "Ctrl-C was pressed twice"
         agreed = run.signals.received is not None and isinstance(exception, Preempted | KeyboardInterrupt)
         if self._world.size > 1 and not agreed:
             return "an error stopped the run, and a save needs all processes at the same step"

@@ -63,11 +63,11 @@ def refuse_incomplete(module: TrainModule, stage: str, has_optimizer: bool) -> N
 
 
 def fit_plan(run: Run, loader: PreparedLoader, safe_points: SafePoints) -> FitPlan:
-    """Ask the module, which is on its device, for its optimizers; returns what the training loop calls."""
+    """Get the optimizers of the module, which is on its device; returns what the training loop calls."""
     module, engine, profiler = run.module, run.accelerator, run.profiler
-    interval = validate_every(run, loader)  # which may be refused, before the user's code is called
+    interval = validate_every(run, loader)  # first: it may raise, before the user's code is called
     automatic, several = module.automatic_optimization, run.strategy.data_world.size > 1
-    # before the optimizers: an engine is made around the training step
+    # before the optimizers: an engine is built around the training step
     step = run.strategy.step_function(run.wrapped_module, module, "training_step", run.compiler)
     step = _with_arguments(step, module, "training_step", ("batch", "batch_idx"))
     optimizer, pad, zero_grad = None, pad_manual_step, _no_zero_grad
@@ -131,7 +131,7 @@ def _before_manual_step(run: Run, optimizer: Optimizer) -> None:
 
 
 def _refuse_under_manual(run: Run) -> None:
-    """Refuse arguments that only automatic optimization carries out."""
+    """Refuse arguments that only automatic optimization implements."""
     arguments = run.arguments
     given = {"global_batch_size": arguments.global_batch_size}
     if arguments.accumulate_grad_batches != 1:
@@ -139,8 +139,8 @@ def _refuse_under_manual(run: Run) -> None:
     for name, value in given.items():
         if value is not None:
             raise ConfigurationError(
-                f"Trainer({name}={value}) needs automatic optimization. Under manual optimization, step in training_step when "
-                "a window is full: if (batch_idx + 1) % 4 == 0: opt.step(); opt.zero_grad()"
+                f"Trainer({name}={value}) needs automatic optimization. Under manual optimization, accumulate in "
+                "training_step: if (batch_idx + 1) % 4 == 0: opt.step(); opt.zero_grad()"
             )
     if run.arguments.gradient_clip_val is not None:
         raise ConfigurationError(
@@ -153,7 +153,7 @@ def _refuse_under_manual(run: Run) -> None:
 def validate_every(run: Run, loader: PreparedLoader) -> int | None:
     """Micro-batches between validations.
 
-    `None` where nothing is validated, where the end of the epoch tells, or where optimizer steps are counted.
+    `None` if there is no validation, if it comes at the end of the epoch, or if its interval counts optimizer steps.
     """
     arguments, length, exact = run.arguments, loader.length, loader.exact
     interval = arguments.val_check_interval
@@ -171,14 +171,14 @@ def validate_every(run: Run, loader: PreparedLoader) -> int | None:
         return length if exact else None
     if length is None:
         raise ConfigurationError(
-            f"val_check_interval={interval} is a fraction of a loader whose length is not known. Use a number of batches: "
-            "val_check_interval=1000"
+            f"val_check_interval={interval} is a fraction, but the length of the training loader is unknown. Use a number of "
+            "batches: val_check_interval=1000"
         )
     return max(1, int(length * interval))
 
 
 def refresh_train_loader(run: Run, plan: FitPlan) -> FitPlan:
-    """Ask for the training loader again if `reload_dataloaders_every_n_epochs` says so; returns the plan with it."""
+    """Request the training loader again if `reload_dataloaders_every_n_epochs` says so; returns the plan with it."""
     every, epoch = run.arguments.reload_dataloaders_every_n_epochs, run.progress.current_epoch
     if not every or epoch == run.loaded_in or epoch % every:
         return plan
@@ -188,7 +188,7 @@ def refresh_train_loader(run: Run, plan: FitPlan) -> FitPlan:
 
 
 def refresh_validation(run: Run) -> None:
-    """Ask for the validation loaders of a fit again if `reload_dataloaders_every_n_epochs` says so."""
+    """Request the validation loaders of a fit again if `reload_dataloaders_every_n_epochs` says so."""
     every, plan, epoch = run.arguments.reload_dataloaders_every_n_epochs, run.validation_plan, run.progress.current_epoch
     if not every or plan is None or epoch // every == run.val_loaded_in // every:
         return
@@ -207,7 +207,7 @@ def evaluation_plan(run: Run, name: str, given: Any, *, sanity: bool = False, ke
         run: the run.
         name: "validation", "test" or "predict".
         given: the loaders that the user passed.
-        sanity: for the sanity check, whose metrics go nowhere.
+        sanity: for the sanity check, whose metrics are dropped.
         keeps: a prediction keeps its outputs.
 
     Raises:
@@ -233,9 +233,9 @@ def evaluation_plan(run: Run, name: str, given: Any, *, sanity: bool = False, ke
 def _with_arguments(
     step: Callable[..., Any], module: TrainModule, name: str, arguments: tuple[str, ...], several: bool = False
 ) -> Callable[..., Any]:
-    """The step, to be called with all arguments, however few of them the user's method takes.
+    """The step as a function of all arguments; the user's method may take fewer.
 
-    With one loader a method that would take `dataloader_idx` only into its `*args` does not get it.
+    With one loader, `dataloader_idx` is not passed to a method that would receive it only in `*args`.
 
     Raises:
         HookError: it cannot be called, or there are several loaders and it does not take `dataloader_idx`.
@@ -248,7 +248,7 @@ def _with_arguments(
             continue
         if several and count < len(arguments):
             raise HookError(
-                f"{type(module).__name__}.{name} must take dataloader_idx, as there are several loaders: "
+                f"{type(module).__name__}.{name} must take dataloader_idx, because there are several loaders: "
                 f"def {name}(self, {', '.join(arguments)})"
             )
         if not several and count == 3 and arguments[-1] not in bound.arguments.values():  # it is one of *args
@@ -263,5 +263,5 @@ def _with_arguments(
 
 
 def count_batches(plan: EvaluationPlan | None) -> list[int | float]:
-    """The number of batches of each loader, infinity where it is not known."""
+    """The number of batches of each loader; infinity if unknown."""
     return [] if plan is None else [float("inf") if ld.length is None else ld.length for ld in plan.loaders]

@@ -18,33 +18,33 @@ from trainkit.errors import Preempted
 __all__ = ["Signals", "requeue"]
 
 _GRACE = 0.05  # seconds in which the signal that ended a worker reaches this process too
-_ONE = 1.0  # seconds within which a signal that comes again is the same one
+_REPEATED = 1.0  # seconds within which a launcher may forward a signal that this process has received already
 
 
 class Signals:
-    """Within it signals are noted, not obeyed; the loop looks at `received` when a step is complete.
+    """Within it signals are only recorded; the loop checks `received` when a step is complete.
 
-    Handlers can be set in the main thread only; elsewhere nothing is changed. Those that were there before are called too
-    and are restored at the end. A second signal ends the process at once. One that came to another process only is none in
-    this sense: what a batch system sends to all need not reach all at the same time. Nor is one that a launcher passes on to
-    a process that has got it already.
+    Handlers can be set in the main thread only; in other threads nothing is changed. The handlers from before are called too,
+    and are restored at the end. A second signal to this process ends it immediately. A signal that came to another process is
+    not counted as the first: a batch system may not reach all processes at the same time. Nor is a signal counted twice if a
+    launcher forwards it to a process that has already received it.
 
     Args:
-        wake: called when a signal comes, to make the loop look.
+        notify: called when a signal comes, so that the loop checks.
 
     Attributes:
-        received: the number of the signal that came, if one did, be it to another process.
-        working: the loop runs. Before that there is no step to be finished: a signal ends the fit where it is.
-        twice: Ctrl-C came again: nothing more is saved.
+        received: the number of the signal that came to this process or, once the ranks have agreed, to another one.
+        working: the loop runs. Before that there is no step to finish, and a signal ends the fit immediately.
+        twice: Ctrl-C was pressed twice: nothing more is saved.
     """
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, notify: Callable[[], None]) -> None:
         self.received: int | None = None
         self.working = False
         self.twice = False
-        self._wake = wake
+        self._notify = notify
         self._process = os.getpid()
-        self._first: tuple[int, float] | None = None  # that came to this very process, and when
+        self._first: tuple[int, float] | None = None  # number and time of the first one that came to this process
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -62,29 +62,29 @@ class Signals:
         self._before = {}
 
     def ignore_worker_exits(self) -> None:
-        """Take care that loader workers that the same signal ended do not raise in the middle of a step.
+        """Keep the exit of DataLoader workers, which the same signal may end, from raising in the middle of a step.
 
         A signal to the whole process group ends the workers as well, and torch then raises from its handler of SIGCHLD,
-        wherever the main process is at that moment. Called when the workers may have been started, which is when torch sets
-        that handler. What the workers no longer deliver is noticed where it is waited for.
+        wherever the main process is at that moment. Call this after workers may have been started, which is when torch sets
+        that handler. Batches that are missing then raise where the loop waits for them.
         """
         number = getattr(signal, "SIGCHLD", None)
         before = None if number is None else signal.getsignal(number)
         if number is None or not self._before or number in self._before or not callable(before):
             return
 
-        def noted(received: int, frame: FrameType | None) -> None:
+        def on_worker_exit(received: int, frame: FrameType | None) -> None:
             try:
                 before(received, frame)
             except RuntimeError:
-                if not self.soon():
+                if not self.received_soon():
                     raise
 
         self._before[number] = before
-        signal.signal(number, noted)
+        signal.signal(number, on_worker_exit)
 
-    def soon(self) -> bool:
-        """Whether a signal has come, or comes within a moment: workers may notice one before this process does."""
+    def received_soon(self) -> bool:
+        """Whether a signal has come or comes within a moment: workers may receive one before this process does."""
         if self.received is None:
             threading.Event().wait(_GRACE)
         return self.received is not None
@@ -92,29 +92,29 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number)
         if os.getpid() != self._process:
-            _as_before(number, frame, before)
+            _handle_in_child(number, frame, before)
             return
         if self._first is not None:
-            if not self._passed_on(number):
+            if not self._is_forwarded(number):
                 self._end_now(number)
             return
         self._first = number, time.monotonic()
         if self.received is None:
             self.received = number
-            self._wake()
+            self._notify()
         if number == signal.SIGINT and self.working and prints_here():
             # not through logging or print: the signal may have come in the middle of one
-            os.write(2, b"\ntrainkit: Ctrl-C: finishing the step and saving. Once more ends at once.\n")
+            os.write(2, b"\ntrainkit: Ctrl-C: finishing the step and saving. Press it again to exit immediately.\n")
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
         if not self.working:
             raise self.ending("before the first step")
 
-    def _passed_on(self, number: int) -> bool:
-        """Whether a signal that comes again is the one that came, from the launcher, which has got it too."""
+    def _is_forwarded(self, number: int) -> bool:
+        """Whether a repeated signal is the first one, forwarded by a launcher that has received it too."""
         assert self._first is not None
         first, when = self._first
-        return number == first != signal.SIGINT and time.monotonic() < when + _ONE and "TORCHELASTIC_RUN_ID" in os.environ
+        return number == first != signal.SIGINT and time.monotonic() < when + _REPEATED and "TORCHELASTIC_RUN_ID" in os.environ
 
     def _end_now(self, number: int) -> None:
         if number == signal.SIGINT:
@@ -131,8 +131,8 @@ class Signals:
         return Preempted(f"{name} {when}")
 
 
-def _as_before(number: int, frame: FrameType | None, before: Any) -> None:
-    """In a process that was forked during the fit and has inherited the handler: what the signal did before."""
+def _handle_in_child(number: int, frame: FrameType | None, before: Any) -> None:
+    """In a process that was forked during the fit and has inherited the handler, handle a signal as before the fit."""
     if callable(before):
         before(number, frame)
     elif before == signal.SIG_DFL:
@@ -141,17 +141,17 @@ def _as_before(number: int, frame: FrameType | None, before: Any) -> None:
 
 
 def requeue() -> None:
-    """Ask SLURM to run this job again; what it says goes to the user."""
+    """Ask SLURM to run this job again, and print its answer."""
     job = os.environ.get("SLURM_JOB_ID")
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     if job is None:
-        notice("slurm_requeue=True, but this is no SLURM job (SLURM_JOB_ID is not set): nothing is requeued.")
+        notice("slurm_requeue=True, but this is not a SLURM job (SLURM_JOB_ID is not set): nothing is requeued.")
         return
     name = f"{array}_{task}" if array and task else job
     try:
         done = subprocess.run(["scontrol", "requeue", name], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
-        warn(f"SLURM was not asked to requeue job {name}: {error}. Do it by hand: scontrol requeue {name}")
+        warn(f"scontrol could not ask SLURM to requeue job {name}: {error}. Do it by hand: scontrol requeue {name}")
         return
     if done.returncode:
         warn(f"SLURM refused to requeue job {name}: {done.stderr.strip() or done.stdout.strip()}")

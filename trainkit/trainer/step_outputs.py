@@ -15,7 +15,7 @@ def loss_in(outputs: Any) -> Tensor | None:
     """The loss in the dict that `training_step` returned.
 
     Raises:
-        LossError: it is no dict with a loss.
+        LossError: it is not a dict with a loss.
     """
     if not isinstance(outputs, dict) or "loss" not in outputs:
         raise LossError(
@@ -37,8 +37,8 @@ def check_loss(loss: Tensor) -> None:
         )
     if not loss.requires_grad:
         raise LossError(
-            "the loss that training_step returned has no graph, so it trains nothing. Do not use .item(), "
-            ".detach() or torch.no_grad() on the way to it, and check that some parameter requires a gradient."
+            "the loss that training_step returned has no graph, so nothing can be trained. Do not use .item(), .detach() or "
+            "torch.no_grad() to compute it, and check that at least one parameter has requires_grad=True."
         )
 
 

@@ -13,11 +13,11 @@ __all__ = ["torch_flags"]
 
 @contextmanager
 def torch_flags(deterministic: bool | str | None, benchmark: bool | None, detect_anomaly: bool) -> Iterator[None]:
-    """Within it torch's switches are as the Trainer was told; afterwards as they were.
+    """Within it torch's switches have the values of the Trainer's arguments; afterwards their earlier ones.
 
     Args:
-        deterministic: `True` makes torch raise on nondeterministic kernels, `"warn"` warn; `None` leaves it alone.
-        benchmark: cuDNN chooses kernels by trying; `None` leaves it alone, but deterministic turns it off.
+        deterministic: `True` makes torch raise on nondeterministic kernels, `"warn"` warn; `None` does not change it.
+        benchmark: cuDNN chooses kernels by benchmarking; `None` does not change it, but deterministic turns it off.
         detect_anomaly: autograd names the forward operation of a NaN gradient (slow).
     """
     before = _deterministic()
@@ -28,14 +28,14 @@ def torch_flags(deterministic: bool | str | None, benchmark: bool | None, detect
         if deterministic is not None:
             torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
             if deterministic:
-                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS raises without it
         if benchmark is not None or deterministic:
             torch.backends.cudnn.benchmark = bool(benchmark)
         if detect_anomaly:
             torch.autograd.set_detect_anomaly(True)
         yield
     finally:
-        if _deterministic() != before:  # else nothing is imported for it, which fails if a signal has come in an import
+        if _deterministic() != before:  # this call imports modules, which fails if a signal came during an import
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.benchmark = benchmark_before
         torch.autograd.set_detect_anomaly(anomaly_before[0], check_nan=anomaly_before[1])

@@ -1,7 +1,5 @@
 """The training loop: plain functions over the verbs of the `Accelerator`.
 
-:
-
 ```python
 train_epoch:            on_train_epoch_start
     run_micro_batch:    on_train_batch_start; forward; backward            for each micro-batch of the loader
@@ -46,18 +44,16 @@ __all__ = [
     "training_continues",
 ]
 
-_LONG = 1000  # batches without an optimizer step since a fit began: no accumulation is as long
-
-
+_LONG = 1000  # batches without an optimizer step after which to warn: no accumulation window is that long
 _SKIP_EPOCH = object()  # on_train_batch_start returned -1
 
 
 class OpenWindow:
-    """What the loop keeps of the accumulation window between its first and its last micro-batch.
+    """The state of the loop between the first and the last micro-batch of an accumulation window.
 
     Attributes:
         had_loss: `training_step` has returned a loss in it, on this rank.
-        updates: the accelerator's number of optimizer steps before `training_step` was called last.
+        updates: the accelerator's number of optimizer steps before the last call of `training_step`.
     """
 
     __slots__ = ("had_loss", "updates")
@@ -70,11 +66,11 @@ def begin_training(run: Run, plan: FitPlan) -> None:
     """What comes before the first epoch of a fit."""
     run.metrics.scope = Scope.TRAIN_EPOCH
     run.hooks.run("on_train_start")
-    plan.safe_points.agree_now()  # on a stop that one rank has requested in a hook before
+    plan.safe_points.agree_now()  # on a stop that one rank has requested in an earlier hook
     run.signals.working = True
     if not run.progress.epoch_start:
         run.metrics.stamp = -1
-    run.progress.safe_point_due = True  # at the first safe point, when there may be workers
+    run.progress.safe_point_due = True  # at the first safe point, when DataLoader workers may have started
 
 
 def training_continues(run: Run) -> bool:
@@ -85,7 +81,8 @@ def training_continues(run: Run) -> bool:
 def end_training(run: Run) -> None:
     """What comes after the last epoch of a fit."""
     run.progress.end_training()
-    run.metrics.scope = Scope.NOWHERE  # nothing is left that could be given to the loggers
+    run.progress.overflows = run.accelerator.overflows
+    run.metrics.scope = Scope.NOWHERE  # later values would not reach the loggers
     run.hooks.run("on_train_end")
 
 
@@ -132,7 +129,7 @@ def run_micro_batch(run: Run, plan: FitPlan, micro: MicroBatch, window: OpenWind
             skip = hook if hook(micro.batch, micro.index) == -1 else skip
     if skip is not None:
         engine.collective_checks.end_epoch(skip)
-        engine.skip_asked = False
+        engine.skip_requested = False
         return _SKIP_EPOCH
     if micro.first and plan.optimizer is not None:
         for hook in run.hooks.on_before_zero_grad:
@@ -184,7 +181,7 @@ def close_window(run: Run, plan: FitPlan, window: OpenWindow) -> bool:
             plan.step(optimizer)
     updated = engine.updates != window.updates or plan.without_optimizer
     if updated:
-        count_update(run, plan)
+        count_step(run, plan)
     return updated
 
 
@@ -195,12 +192,12 @@ def end_micro_batch(run: Run, micro: MicroBatch, outputs: Any) -> None:
         hook(given, micro.batch, micro.index)
 
 
-def count_update(run: Run, plan: FitPlan) -> None:
+def count_step(run: Run, plan: FitPlan) -> None:
     """Count an optimizer step and advance the schedulers."""
     progress = run.progress
     progress.global_step += 1
     if plan.without_optimizer:
-        run.strategy.sync_buffers()  # else an update does it
+        run.strategy.sync_buffers()  # otherwise the optimizer step does it
     if plan.schedulers:
         advance_schedulers(run, plan, "step", progress.global_step)
     progress.phase = Phase.UPDATED
@@ -230,11 +227,11 @@ def safe_point(run: Run, plan: FitPlan, batch_idx: int, updated: bool) -> bool:
     progress = run.progress
     if plan.profiler is not None:
         plan.profiler.step()
-    run.accelerator.skip_asked = False  # asked for in a window that had no loss
+    run.accelerator.skip_requested = False  # requested in a window that had no loss
     if updated and progress.should_log:
         run.metrics.flush_step()
     elif not updated and batch_idx >= _LONG and progress.global_step == progress.first_step:
-        warn_without_step(run)  # the epoch may be an endless one
+        warn_without_step(run)  # the epoch may be endless
     plan.safe_points.agree()
     validated = run.validation_plan is not None and run.due.validates(batch_idx, updated, plan.validate_every)
     if validated:
@@ -245,7 +242,7 @@ def safe_point(run: Run, plan: FitPlan, batch_idx: int, updated: bool) -> bool:
 
 
 def end_step(run: Run, plan: FitPlan, batch_idx: int, validated: bool) -> bool:
-    """The step is complete: save and obey signals if there is cause to; returns whether training ends here."""
+    """The step is complete: save and obey signals if they are due; returns whether training ends here."""
     progress = run.progress
     if validated:
         plan.safe_points.agree_now()
@@ -255,7 +252,7 @@ def end_step(run: Run, plan: FitPlan, batch_idx: int, validated: bool) -> bool:
     ends = progress.stop is Stop.STOPPING or run.due.max_steps_reached
     if progress.safe_point_due or progress.global_step >= progress.next_save_step:
         if ends:
-            progress.safe_point_due = True  # after the end of the epoch: a run that has ended does not come back to it
+            progress.safe_point_due = True  # at the end of the epoch, so that a resumed run does not repeat that
         else:
             plan.safe_points.carry_out()
     return ends
@@ -267,8 +264,8 @@ def finish_epoch(run: Run, plan: FitPlan, complete: bool, exhausted: bool) -> No
     Args:
         run: the run.
         plan: of the fit.
-        complete: it counts: it was not left for a stop.
-        exhausted: the loader gave all its batches.
+        complete: the epoch counts as complete: no stop request ended it.
+        exhausted: the loader has yielded all its batches.
     """
     hooks, metrics, progress = run.hooks, run.metrics, run.progress
     if progress.batch_idx < 0:
@@ -297,11 +294,11 @@ def finish_epoch(run: Run, plan: FitPlan, complete: bool, exhausted: bool) -> No
 
 
 def warn_without_step(run: Run) -> None:
-    """Say once why a fit has made no optimizer step in a whole epoch."""
+    """Warn once why a fit has made no optimizer step in a whole epoch."""
     progress = run.progress
     automatic = run.module.automatic_optimization
     if progress.warned_of_no_step or progress.tried_to_learn or not (automatic or run.optimizers):
-        return  # what was tried was skipped: by the user, or by the loss scaler, which takes some steps to settle
+        return  # steps were skipped by the user, or by the loss scaler, which adapts in a few steps: see end_line
     progress.warned_of_no_step = True
     if not automatic:
         why = (
@@ -320,7 +317,7 @@ def validate(run: Run, plan: FitPlan, at_end: bool = False) -> None:
     Args:
         run: the run.
         plan: of the fit.
-        at_end: at the end of an epoch whose length was not known. A run that resumes in it comes here again by itself.
+        at_end: at the end of an epoch whose length was unknown. A run that resumes in it reaches this again by itself.
     """
     refresh_validation(run)
     progress, validation = run.progress, run.validation_plan
@@ -348,7 +345,7 @@ def advance_schedulers(run: Run, plan: FitPlan, interval: str, count: int) -> No
 
 
 def advance_plateaus(run: Run, plan: FitPlan) -> None:
-    """Advance the schedulers that follow a metric by steps: after each validation; without one, after each update."""
+    """Advance the schedulers that follow a metric by steps: after each validation, or without one after each step."""
     for config in plan.schedulers:
         if config.reduce_on_plateau and config.interval == "step" and run.progress.global_step % config.frequency == 0:
             if plan.several:
@@ -367,6 +364,6 @@ def advance(run: Run, config: SchedulerConfig) -> None:
             message = not_logged(run.module.trainer, f"the scheduler {name}", config.monitor or "", known)
             if config.strict:
                 raise MissingMetricError(message)
-            warn(message + " It is not advanced.")
+            warn(message + " The scheduler is not advanced.")
             return
     run.module.lr_scheduler_step(config.scheduler, metric)

@@ -191,19 +191,19 @@ class Trainer:
     ) -> None:
         given = dict(locals())
         refuse_unknown("Trainer", unknown, [name for name in given if name not in ("self", "unknown")])
-        given, said = with_settings(asked := check_switches(given))
+        given, notes = with_settings(asked := check_switches(given))
         self._arguments = TrainerArguments(**{name: given[name] for name in TrainerArguments.__dataclass_fields__})
         wanted, kind = read_wanted(given["accelerator"], given["devices"], num_nodes), given["strategy"]
         with attribute_errors(asked):
-            self.strategy = joined_strategy(kind, wanted, sync_batchnorm, given["precision"], self._arguments, said)
+            self.strategy = joined_strategy(kind, wanted, sync_batchnorm, given["precision"], self._arguments, notes)
         self._flags = deterministic, benchmark, detect_anomaly
         self._run = Run.before_the_first(self._arguments, self.strategy, seed)
         self.inference_mode, self.profiler = inference_mode, make_profiler(profiler)
         self.loggers = attach_loggers(self, logger)
         attached = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)
         self._run.callbacks = attached
-        self._brought_callbacks: list[Callback] = []  # by the module's configure_callbacks
-        self._displaced_callbacks: list[Callback] = []  # by those
+        self._module_callbacks: list[Callback] = []  # from configure_callbacks of the module
+        self._replaced_callbacks: list[Callback] = []  # that those have replaced
 
     def fit(
         self,
@@ -551,7 +551,7 @@ class Trainer:
     @seed.setter
     def seed(self, seed: int) -> None:
         if self.stage is not None:
-            raise ConfigurationError("a run keeps the seed that it began with. Assign it before: trainer.seed = 42")
+            raise ConfigurationError("the seed cannot change during a run. Assign it before: trainer.seed = 42")
         self._run.seed, self._run.seed_given = resolve_seed(seed), True
 
     @property
@@ -665,7 +665,7 @@ class Trainer:
             return loader.sample_mask
         batch = run.metrics.batch if self.stage is not None else None
         if batch is None:
-            raise ModuleError("self.sample_mask is of the batch that is being worked on, and there is none. Use it in a step.")
+            raise ModuleError("self.sample_mask belongs to the current batch, and there is none. Use it in training_step.")
         return torch.ones(batch_size(batch), dtype=torch.bool, device=self.device)
 
     @property
@@ -827,7 +827,7 @@ class Trainer:
         """
         if self._run.train_loader is None:
             raise ModuleError(
-                "estimated_stepping_batches is not known yet: the training loader is asked for after setup. Read it in "
+                "estimated_stepping_batches is not known yet: the training loader is created after setup. Read it in "
                 "configure_optimizers: OneCycleLR(optimizer, 0.1, total_steps=self.trainer.estimated_stepping_batches)"
             )
         length, epochs = self.num_training_batches, self.max_epochs
@@ -836,7 +836,7 @@ class Trainer:
         updates = math.ceil(length / self.accumulate_grad_batches) * epochs
         return updates if self.max_steps == -1 else min(updates, self.max_steps)
 
-    # ------------------------------------------------------------------------------------------------------- its own room
+    # ---------------------------------------------------------------------------------------------------- for this package
 
     def _hook_owners(self, module: TrainModule) -> dict[str, tuple[str, ...]]:
         """For each hook the classes that handle it, in order."""
@@ -844,7 +844,7 @@ class Trainer:
 
     @property
     def _save_policy(self) -> SavePolicy:
-        """What saves the checkpoints of the fit; there is one from the start of a fit on."""
+        """What saves the checkpoints of the fit; it exists from the start of a fit on."""
         assert self._run.save_policy is not None
         return self._run.save_policy
 
@@ -858,8 +858,8 @@ class Trainer:
         fitted = run.train_loader is not None and run.given_module is run.fitted
         if run.given_module is None or not (weights_only or fitted):
             raise ModuleError(
-                "save_checkpoint saves a run, and this Trainer has had no fit of this module. Call trainer.fit(module, ...) "
-                "first, or save the weights of a module that it has evaluated: save_checkpoint(path, weights_only=True)"
+                "save_checkpoint saves a run, but this Trainer has not run fit with this module. Call trainer.fit(module, ...) "
+                "first, or save only the weights of a module that it has evaluated: save_checkpoint(path, weights_only=True)"
             )
         if run.save_policy is None:
             run.save_policy = SavePolicy(run)
@@ -867,10 +867,10 @@ class Trainer:
 
 
 def _check_switch(name: str, value: Any) -> None:
-    """Refuse what is no switch, most likely an argument that was given by position in another order."""
+    """Refuse a value that is not True or False, most likely another argument that was passed by position."""
     if isinstance(value, str) or value not in (True, False):
         raise ConfigurationError(
-            f"{name} must be True or False, not {value!r}. If another argument is meant, give it by name, such as "
+            f"{name} must be True or False, not {value!r}. If you mean another argument, pass it by name, such as "
             "ckpt_path='last' or datamodule=data."
         )
 
