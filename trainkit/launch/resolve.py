@@ -34,7 +34,11 @@ def read_wanted(accelerator: Any, devices: Any, num_nodes: Any) -> RequestedDevi
     """
     if accelerator in ("hpu", "ipu"):
         raise UnsupportedArgumentError(
-            f"accelerator={accelerator!r} is not in this version. Use 'auto', 'cpu', 'gpu', 'mps' or 'tpu'."
+            f"accelerator={accelerator!r} is not supported. Use 'auto', 'cpu', 'gpu', 'mps' or 'tpu'."
+        )
+    if accelerator == DEVICE:
+        raise UnknownNameError(
+            f"accelerator={accelerator!r}: XLA is a strategy, not a device. Use accelerator='tpu', or strategy={accelerator!r}."
         )
     if not isinstance(accelerator, str) or accelerator not in _KINDS:
         raise UnknownNameError(
