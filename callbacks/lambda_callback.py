@@ -26,7 +26,7 @@ class LambdaCallback(Callback):
 
     Example:
         ```python
-        trainer = Trainer(callbacks=[LambdaCallback(on_train_start=lambda trainer, module: print("off we go"))])
+        trainer = Trainer(callbacks=[LambdaCallback(on_train_start=lambda trainer, module: print("training starts"))])
         ```
     """
 

@@ -104,13 +104,13 @@ class PredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Write the prediction of one batch, on the process that made it.
+        """Write the prediction of one batch, on the process that computed it.
 
         Args:
             trainer: the trainer.
             module: the module.
             prediction: the output of `predict_step`, on its device.
-            batch_indices: indices of the samples in the dataset; `None` if the loader's order is not known.
+            batch_indices: indices of the samples in the dataset; `None` if the order of the loader is unknown.
             batch: the batch.
             batch_idx: its index on this process.
             dataloader_idx: the index of the loader.
@@ -169,8 +169,8 @@ class PredictionWriter(Callback):
                 "write_on_batch_end or write_on_epoch_end"
             )
         folder = Path(self.output_dir)
-        there = sorted(path.name for path in folder.iterdir() if _OURS.fullmatch(path.name)) if folder.is_dir() else []
-        problem = trainer.strategy.world.from_main(there[:1])  # before any process writes
+        earlier = sorted(path.name for path in folder.iterdir() if _OURS.fullmatch(path.name)) if folder.is_dir() else []
+        problem = trainer.strategy.world.from_main(earlier[:1])  # before any process writes
         if problem:
             raise ConfigurationError(
                 f"{own.__name__}: {folder} already contains predictions ({problem[0]}), and would mix them with the new ones. "
