@@ -40,7 +40,7 @@ class Callback(KnownKeywords):
 
     Attributes:
         runs_last: run after the module's own hooks; for callbacks that read what the module has logged, or that must be
-            the last to touch the gradients.
+            the last to change the gradients.
     """
 
     runs_last: bool = False
@@ -48,7 +48,7 @@ class Callback(KnownKeywords):
 
     @property
     def state_key(self) -> str:
-        """The key of this callback's state in a checkpoint; override it to tell several of one class apart."""
+        """The key of this callback's state in a checkpoint; override it if a Trainer has several callbacks of one class."""
         return type(self).__qualname__
 
     def log(self, name: str, value: Any, **options: Any) -> None:
@@ -62,15 +62,15 @@ class Callback(KnownKeywords):
     def _attached(self) -> TrainModule:
         if self._module is None:
             raise HookError(
-                f"{type(self).__name__}.log works while a Trainer runs this callback: Trainer(callbacks=[...]).fit(module)."
+                f"{type(self).__name__}.log works only in a run of a Trainer: Trainer(callbacks=[...]).fit(module)."
             )
         return self._module
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Before anything of the module is used. `stage` is "fit", "validate", "test" or "predict"."""
+        """Called first, before the module is used. `stage` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """At the very end, also after an error."""
+        """Called last, also after an error."""
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         """The module is on its device, the optimizers exist."""
@@ -97,10 +97,10 @@ class Callback(KnownKeywords):
         """After the last batch of an epoch and the validation at its end."""
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> int | None:
-        """Before a micro-batch is worked on. Returning -1 skips the rest of the epoch."""
+        """Before a micro-batch. Returning -1 skips the rest of the epoch."""
 
     def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After a micro-batch, and after the update if its window is full.
+        """After a micro-batch, and after the optimizer step if it completes its accumulation window.
 
         `outputs` is what `training_step` returned as a dict, the loss detached under `"loss"`; `None` if it returned
         `None`.
@@ -194,8 +194,8 @@ class Callback(KnownKeywords):
         """Before a checkpoint's state is restored."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback: plain values and tensors."""
+        """The state to save in a checkpoint: plain values and tensors."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""

@@ -1,4 +1,4 @@
-"""What scripts written for Hugging Face Accelerate import from its `logging`: a logger that knows of several processes."""
+"""What scripts written for Hugging Face Accelerate import from its `logging`: a logger for several processes."""
 
 from __future__ import annotations
 
@@ -15,70 +15,70 @@ _LEVELS = ("TRAINKIT_LOG_LEVEL", "ACCELERATE_LOG_LEVEL")
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """A logger, whose methods have two more arguments, to be given by name.
+    """A logger whose methods have two more keyword arguments.
 
-    `main_process_only` (default `True`): the main process logs alone. `in_order` (default `False`): each process logs,
-    one after the other in the order of their ranks. That is for all processes, whatever the level is, and
-    `main_process_only` has no effect then. Of several processes each says which it is: `[RANK 1] …`.
+    `main_process_only` (default `True`): only the main process logs. `in_order` (default `False`): all processes log, one
+    after the other, in the order of their ranks. All processes must then make the call, even if the level is disabled, and
+    `main_process_only` has no effect. With several processes, each message begins with the rank: `[RANK 1] …`.
 
     Args:
-        logger: of `logging`.
-        extra: of `logging.LoggerAdapter`.
+        logger: the logger of `logging`.
+        extra: see `logging.LoggerAdapter`.
     """
 
     def __init__(self, logger: logging.Logger, extra: Any = None) -> None:
         super().__init__(logger, extra)
-        self._said: set[str] = set()
+        self._logged_once: set[str] = set()
 
-    # Each of these by itself, and not as the base class has them: the frame of the user's is two above _say everywhere.
+    # The base class's methods call each other. Here each calls _emit directly, so that the user's frame is always two above it.
 
     def debug(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """`log` at level `DEBUG`."""
-        self._say(logging.DEBUG, msg, args, kwargs)
+        self._emit(logging.DEBUG, msg, args, kwargs)
 
     def info(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """`log` at level `INFO`."""
-        self._say(logging.INFO, msg, args, kwargs)
+        self._emit(logging.INFO, msg, args, kwargs)
 
     def warning(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """`log` at level `WARNING`."""
-        self._say(logging.WARNING, msg, args, kwargs)
+        self._emit(logging.WARNING, msg, args, kwargs)
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """`warning`, of the same message and arguments once only."""
+        """`warning`, but only once for the same message and arguments."""
         what = repr((msg, args))
-        if what not in self._said:
-            self._said.add(what)
-            self._say(logging.WARNING, msg, args, kwargs)
+        if what not in self._logged_once:
+            self._logged_once.add(what)
+            self._emit(logging.WARNING, msg, args, kwargs)
 
     def error(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """`log` at level `ERROR`."""
-        self._say(logging.ERROR, msg, args, kwargs)
+        self._emit(logging.ERROR, msg, args, kwargs)
 
     def exception(self, msg: object, *args: Any, exc_info: Any = True, **kwargs: Any) -> None:
-        """`error`, with the exception that is being handled."""
-        self._say(logging.ERROR, msg, args, {"exc_info": exc_info, **kwargs})
+        """`error`, with the traceback of the current exception."""
+        self._emit(logging.ERROR, msg, args, {"exc_info": exc_info, **kwargs})
 
     def critical(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """`log` at level `CRITICAL`."""
-        self._say(logging.CRITICAL, msg, args, kwargs)
+        self._emit(logging.CRITICAL, msg, args, kwargs)
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log a message, if this process is to.
+        """Log a message, on the processes that `main_process_only` and `in_order` select.
 
         Args:
-            level: of `logging`.
-            msg: with places for `args`.
-            *args: for these places.
-            **kwargs: `main_process_only`, `in_order`, and those of `Logger.log`.
+            level: the level of `logging`.
+            msg: the message, a format string for `args`.
+            *args: the arguments of the message.
+            **kwargs: `main_process_only`, `in_order`, and the arguments of `logging.Logger.log`.
 
         Raises:
-            ConfigurationError: `in_order`, and this process has not joined the others yet.
-            CollectiveError: `in_order`, and not all processes have come to it.
+            ConfigurationError: `in_order` before this process has joined the others.
+            CollectiveError: `in_order`, and not all processes make the call.
         """
-        self._say(level, msg, args, kwargs)
+        self._emit(level, msg, args, kwargs)
 
-    def _say(self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _emit(self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         alone, ordered = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2
         enabled = self.isEnabledFor(level)
@@ -107,7 +107,7 @@ def _marked(msg: object, rank: int, size: int) -> object:
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """The logger of a name, of which only the main process's messages are shown, unless a message is to be shown of all.
+    """A logger with this name that logs on the main process, or on all processes if a call asks for it.
 
     :
 
@@ -118,13 +118,13 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     logger.info("my part: %d", n, in_order=True)            # by all, one after the other
     ```
 
-    It works before the `Accelerator` is made too, by what a launcher has said; `in_order` does not. Where messages go the
-    program says, as with any logger: `logging.basicConfig(...)`.
+    It also works before the `Accelerator` is created, with the rank from the launcher's environment variables; `in_order`
+    does not. Configure the output as for any logger: `logging.basicConfig(...)`.
 
     Args:
-        name: as a rule `__name__`.
-        log_level: `"INFO"`, say, for this logger and the root logger. Default: `TRAINKIT_LOG_LEVEL`, else
-            `ACCELERATE_LOG_LEVEL`; if neither is set nothing is changed.
+        name: usually `__name__`.
+        log_level: a level such as `"INFO"`, for this logger and the root logger. Default: the environment variable
+            `TRAINKIT_LOG_LEVEL`, else `ACCELERATE_LOG_LEVEL`, else the levels are not changed.
     """
     logger = logging.getLogger(name)
     level = log_level or next((os.environ[key] for key in _LEVELS if os.environ.get(key)), None)

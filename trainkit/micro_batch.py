@@ -1,4 +1,4 @@
-"""`MicroBatch`: one batch of an accumulation window, with what the loop, the engine and the strategies need to know of it."""
+"""`MicroBatch`: one batch of an accumulation window, and its position in it, for the loop, the engine and the strategies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_BATCH = NoBatch()
 
 
 class MicroBatchKind(Enum):
-    """Whether a rank has data of its own in a micro-batch."""
+    """Whether a rank has data in a micro-batch."""
 
     DATA = "data"
     """The batch is this rank's share of the data."""
@@ -40,10 +40,10 @@ class WindowEntry(NamedTuple):
     """What your own training loop needs to enter a window at a micro-batch other than its first.
 
     Attributes:
-        begin: index of the micro-batch that the window begins with.
+        begin: index of the first micro-batch of the window.
         whole: weight of the micro-batches of all ranks at this index, over the total weight of the window.
         remaining: weight of these and of all later ones, over the total weight of the window.
-        alone: share that this rank's micro-batch would have if the micro-batches at this index were a window of their own.
+        alone: share that this rank's micro-batch would have if the micro-batches at this index were one whole window.
     """
 
     begin: int
@@ -53,19 +53,19 @@ class WindowEntry(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """One batch of an accumulation window. A value: nothing changes it.
+    """One batch of an accumulation window. Immutable.
 
     Attributes:
         batch: the batch, on the device; `NO_BATCH` if the kind is `NONE`.
         index: its number in the epoch, counted for each rank; the same on all ranks.
         first: it is the first of its accumulation window.
-        last: it is the last of its window: the optimizer step follows its backward.
+        last: it is the last of its accumulation window: the optimizer step follows its backward.
         share: the factor for its mean loss. With it the sum of the losses of a window, averaged over the ranks, is the mean
             over the global batch: its weight × number of ranks ÷ total weight of the window.
         kind: whether this rank has data in it.
         uneven: ranks have different numbers of micro-batches in this window, so no backward averages gradients.
         alike: it is certain that all ranks have the same number of micro-batches in this window, all of one size.
-        empty: the total weight of the window, over all ranks, is 0, so it makes no optimizer step.
+        empty: the total weight of the window, over all ranks, is 0, so there is no optimizer step.
         entry: for your own training loop; else `None`.
     """
 
@@ -82,4 +82,4 @@ class MicroBatch(NamedTuple):
 
 
 WHOLE_WINDOW = MicroBatch(None, 0, True, True, 1.0)
-"""The facts outside of any loader: each backward is a window of its own."""
+"""The micro-batch outside of any loader: each backward is one whole window."""

@@ -1,9 +1,8 @@
 """`Precision`: the dtype of parameters and inputs, autocast, the loss scale.
 
 The built-in names are Lightning's: `*-true` converts parameters and floating-point inputs; `*-mixed` keeps float32
-parameters and runs the forward under autocast; `16-mixed` scales the loss and skips the update when a scaled gradient
-overflows (Micikevicius et al., Mixed Precision Training, ICLR 2018). Another file adds a precision by one call of
-`register_precision`.
+parameters and runs the forward under autocast; `16-mixed` scales the loss and skips the optimizer step if a scaled gradient
+overflows (Micikevicius et al., Mixed Precision Training, ICLR 2018). `register_precision` adds another precision.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ __all__ = ["MIXED", "OVER_MASTERS", "PRECISIONS", "Precision", "PrecisionSpec", 
 
 @dataclass(frozen=True)
 class PrecisionSpec:
-    """What a precision is; `register_precision` makes it known by its name.
+    """The declaration of a precision, for `register_precision`.
 
     Attributes:
-        name: its name in `precision=`, which is Lightning's where Lightning has it.
+        name: the name in `precision=`, the same as Lightning's if Lightning has it.
         parameter_dtype: dtype of parameters and floating-point inputs.
         autocast_dtype: dtype of the forward under `torch.autocast`; `None`: no autocast.
-        scaler: makes the loss scaler from the options of `torch.amp.GradScaler`; `None`: the loss is not scaled.
+        scaler: creates the loss scaler from the options of `torch.amp.GradScaler`; `None`: the loss is not scaled.
         aliases: other names in `precision=`.
         mixed_precision: Accelerate's name in `mixed_precision=`; `None`: it has none.
-        over_masters: Accelerate's name where the backend keeps float32 copies of 16-bit parameters, as DeepSpeed does.
-        refused: types of devices that cannot compute in it, each with the reason.
+        over_masters: Accelerate's name if the backend keeps float32 copies of 16-bit parameters, as DeepSpeed does.
+        refused: types of devices that do not support it → the reason.
     """
 
     name: str
@@ -53,19 +52,19 @@ PRECISIONS: dict[str, PrecisionSpec] = {}
 """The precisions by name."""
 
 MIXED: dict[str, str] = {}
-"""Accelerate's names → ours, the finest first."""
+"""Accelerate's names → ours, the most precise first."""
 
 OVER_MASTERS: dict[str, str] = {}
-"""Accelerate's names → ours, where the backend keeps float32 copies of 16-bit parameters."""
+"""Accelerate's names → ours, for backends that keep float32 copies of 16-bit parameters."""
 
 _ALIASES: dict[str, str] = {}
 
 
 def register_precision(spec: PrecisionSpec) -> None:
-    """Make a precision known by its names.
+    """Register a precision under its names.
 
     Raises:
-        ConfigurationError: a name is taken.
+        ConfigurationError: one of the names exists.
     """
     taken = [name for name in (spec.name, *spec.aliases) if name in PRECISIONS or name in _ALIASES]
     taken += [name for name, table in _of_accelerate(spec) if name in table]
@@ -78,13 +77,13 @@ def register_precision(spec: PrecisionSpec) -> None:
     _ALIASES.update(dict.fromkeys(spec.aliases, spec.name))
     for name, table in _of_accelerate(spec):
         table[name] = spec.name
-        by_fineness = sorted(table.items(), key=lambda item: _epsilon(PRECISIONS[item[1]]))
+        by_precision = sorted(table.items(), key=lambda item: _epsilon(PRECISIONS[item[1]]))
         table.clear()
-        table.update(by_fineness)
+        table.update(by_precision)
 
 
 def _of_accelerate(spec: PrecisionSpec) -> list[tuple[str, dict[str, str]]]:
-    """Accelerate's names of a precision, each with the table that it belongs to."""
+    """Accelerate's names of a precision, each with the table that contains it."""
     names = ((spec.mixed_precision, MIXED), (spec.over_masters, OVER_MASTERS))
     return [(name, table) for name, table in names if name is not None]
 
@@ -108,19 +107,19 @@ _NULL = nullcontext()
 
 
 class Precision:
-    """Numbers of one run: what the parameters, the inputs and the forward are computed in.
+    """The precision of a run: dtypes of parameters, inputs and forward, and the loss scale.
 
     Args:
         name: `"32-true"`, `"64-true"`, `"bf16-mixed"`, `"16-mixed"`, `"bf16-true"` or `"16-true"`; the short
             forms `32`, `64`, `16` (16-mixed) and `"bf16"` (bf16-mixed) work too.
-        init_scale: first loss scale of `16-mixed` (a power of two).
-        growth_interval: updates without an overflow before the scale grows.
-        growth_factor: by which it is multiplied then.
-        backoff_factor: by which it is multiplied after an overflow.
-        enabled: scale the loss in `16-mixed`, and in `16-true` under ZeRO, at all.
+        init_scale: initial loss scale of `16-mixed` (a power of two).
+        growth_interval: number of optimizer steps without an overflow after which the scale grows.
+        growth_factor: the factor by which it grows.
+        backoff_factor: the factor by which it shrinks after an overflow.
+        enabled: `False`: do not scale the loss in `16-mixed`, and in `16-true` under ZeRO.
 
     Raises:
-        UnknownNameError: the name is none of these.
+        UnknownNameError: an unknown name.
     """
 
     def __init__(
@@ -150,19 +149,19 @@ class Precision:
         }
         self.device_type = "cpu"
         self.scaler: torch.amp.GradScaler | None = None
-        self.several_optimizers = False  # that share the loss scale
-        self.entered = False  # a forward has been computed in it
-        self._unscaled: set[int] = set()  # optimizers whose gradients have lost the scale and wait for their update
-        self._over: set[int] = set()  # optimizers whose update is over since the scale was last updated
+        self.several_optimizers = False  # which share the loss scale
+        self.entered = False  # a forward has run in it
+        self._unscaled: set[int] = set()  # optimizers whose gradients are unscaled, before their step
+        self._stepped: set[int] = set()  # optimizers that have made their step since the scale was last updated
 
     def __repr__(self) -> str:
         return f"Precision({self.name!r})"
 
     def setup(self, device: torch.device) -> None:
-        """Make what depends on the device.
+        """Prepare for a device, and create the loss scaler.
 
         Raises:
-            ConfigurationError: the device cannot compute in this precision.
+            ConfigurationError: the device does not support this precision.
         """
         if device.type in self.spec.refused:
             raise ConfigurationError(
@@ -174,48 +173,48 @@ class Precision:
             self.reset()
 
     def use_scaler(self) -> None:
-        """Scale the loss in this precision too, unless it is not to be: float32 masters hold what float16 cannot."""
+        """Scale the loss in this precision too, unless `enabled` is `False`; for float16 with float32 masters."""
         self._scaled = self._enabled
         if self.scaler is None:
             self.reset()
 
     def reset(self) -> None:
-        """The loss scale as it is at the start of a run."""
+        """Reset the loss scale to its initial value."""
         self.entered = False
         self._unscaled.clear()
-        self._over.clear()
+        self._stepped.clear()
         if self._scaled:
             self.scaler = (self.spec.scaler or torch.amp.GradScaler)(self.device_type, **self._scaling)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """The module with its floating-point parameters and buffers in the parameter dtype (in place)."""
+        """Convert the module's floating-point parameters and buffers to the parameter dtype, in place."""
         if self.parameter_dtype is not torch.float32:
             module.to(self.parameter_dtype)
         return module
 
     def note_other_dtypes(self, module: nn.Module) -> None:
-        """Name the dtypes of parameters that this precision leaves unchanged."""
+        """Print a notice with the dtypes of parameters that differ from the parameter dtype."""
         odd = {str(p.dtype) for p in module.parameters() if p.is_floating_point() and p.dtype != self.parameter_dtype}
         if odd:
             notice(
-                f"precision {self.name} leaves parameters as they are, and some are {', '.join(sorted(odd))}. To train in "
-                "that dtype name it: precision='bf16-true'; for float32: module.float()."
+                f"precision={self.name!r} does not convert parameters, and some are {', '.join(sorted(odd))}. To train in "
+                "another dtype, for example: precision='bf16-true'; to train in float32: module.float()."
             )
 
     def convert_input(self, batch: Any) -> Any:
-        """The batch with its floating-point tensors in the parameter dtype; mixed precisions leave it as it is."""
+        """The batch with its floating-point tensors in the parameter dtype; unchanged in mixed precisions."""
         if self.parameter_dtype is torch.float32:
             return batch
         return map_tensors(batch, lambda t: t.to(self.parameter_dtype) if t.is_floating_point() else t)
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Within it, new floating-point tensors have the parameter dtype: `configure_model` runs in it."""
+        """A context in which new floating-point tensors have the parameter dtype; `configure_model` runs in it."""
         if self.parameter_dtype is torch.float32:
             return _NULL
         return _default_dtype(self.parameter_dtype)
 
     def forward_context(self, **autocast: Any) -> AbstractContextManager[Any]:
-        """Within it the forward runs: autocast for mixed precisions, the default dtype for the others but float32.
+        """The context of the forward: autocast for mixed precisions, the default dtype for others except float32.
 
         Args:
             **autocast: options of `torch.autocast`: `enabled`, `cache_enabled`.
@@ -236,53 +235,53 @@ class Precision:
 
     @property
     def plain(self) -> bool:
-        """Whether inputs and forward need nothing done (`32-true`)."""
+        """Whether inputs and forward are unchanged in this precision (`32-true`)."""
         return self.autocast_dtype is None and self.parameter_dtype is torch.float32
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss as backward must see it."""
+        """The loss for the backward pass: scaled in `16-mixed`."""
         if self.scaler is None:
             return loss
         self.settle()
         return self.scaler.scale(loss)
 
     def settle(self) -> None:
-        """Update the scale, if no gradient is left that was computed under it.
+        """Update the scale, once no gradient is left that was computed with it.
 
-        With several optimizers that is known when the next loss is scaled: until then the second one's gradients may still
+        With several optimizers this is known when the next loss is scaled: until then, gradients of the second one may still
         have the old scale.
         """
-        if self.scaler is not None and self._over and not self._unscaled:
+        if self.scaler is not None and self._stepped and not self._unscaled:
             self.scaler.update()
-            self._over.clear()
+            self._stepped.clear()
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Take the loss scale out of the optimizer's gradients; at most once per update, more calls do nothing."""
+        """Divide the optimizer's gradients by the loss scale; further calls before its step do nothing."""
         if self.scaler is not None and id(optimizer) not in self._unscaled and _has_gradients(optimizer):
-            if id(optimizer) in self._over:
+            if id(optimizer) in self._stepped:
                 self.settle()
             self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Update the parameters, unless a scaled gradient overflowed.
+        """Make an optimizer step, unless a scaled gradient overflowed.
 
         Returns:
-            Whether the update happened. A skipped one changed neither parameters nor optimizer state.
+            Whether the step was made. A skipped step changes neither parameters nor optimizer state.
 
         Raises:
-            ConfigurationError: a closure under `16-mixed`, whose scaler has to see the gradients before the update.
+            ConfigurationError: a closure under `16-mixed`, whose loss scaler must check the gradients before the step.
         """
         if self.scaler is None:
             optimizer.step(closure)
             return True
         if closure is not None:
             raise ConfigurationError(
-                "an optimizer step with a closure (LBFGS) does not work with precision='16-mixed', whose loss scaler must see "
-                "the gradients before the update. Use precision='bf16-mixed' or '32-true'."
+                "an optimizer step with a closure (LBFGS) does not work with precision='16-mixed', whose loss scaler checks "
+                "the gradients before the step. Use precision='bf16-mixed' or '32-true'."
             )
         self.unscale(optimizer)
-        if id(optimizer) not in self._unscaled:  # no gradient at all, which torch's scaler refuses
+        if id(optimizer) not in self._unscaled:  # without any gradient, torch's scaler raises an error
             optimizer.step()
             return True
         done: list[bool] = []
@@ -295,18 +294,18 @@ class Precision:
         return bool(done)
 
     def discard(self, optimizer: Optimizer) -> None:
-        """Tell the scaler that an update whose gradients it has seen is over, or will not happen."""
+        """Tell the scaler that a step whose gradients it has checked is complete, or will not be made."""
         if self.scaler is not None and id(optimizer) in self._unscaled:
             self._unscaled.discard(id(optimizer))
-            self._over.add(id(optimizer))
+            self._stepped.add(id(optimizer))
             if not self.several_optimizers:
                 self.settle()
 
 
 def is_short(precision: Precision | str | int) -> bool:
-    """Whether it has parameters in 16 bits."""
-    made = precision if isinstance(precision, Precision) else Precision(precision)
-    return made.parameter_dtype.itemsize < 4
+    """Whether parameters have 16 bits in this precision."""
+    chosen = precision if isinstance(precision, Precision) else Precision(precision)
+    return chosen.parameter_dtype.itemsize < 4
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

@@ -306,7 +306,7 @@ def test_val_check_interval(value: Any) -> None:
         ({"precision": "bf16-mixd"}, "Did you mean 'bf16-mixed'?"),
         ({"accelerator": "gup"}, "Did you mean 'gpu'?"),
         ({"accelerator": None}, "unknown accelerator None"),
-        ({"accelerator": "hpu"}, "is not in this version. Use 'auto', 'cpu', 'gpu', 'mps' or 'tpu'"),
+        ({"accelerator": "hpu"}, "is not supported. Use 'auto', 'cpu', 'gpu', 'mps' or 'tpu'"),
         ({"accelerator": "tpu", "strategy": "ddp"}, "accelerator='tpu' works with strategy='xla', not with 'ddp'"),
         ({"strategy": "sngle"}, "Did you mean 'single'?"),
         ({"strategy": "horovod"}, "strategy='auto'"),
@@ -337,7 +337,7 @@ def test_numpys_integers_are_integers() -> None:
 @pytest.mark.parametrize("callbacks", ["early_stopping", 5, object(), [None], ["x"]])
 def test_what_is_no_callback(callbacks: Any) -> None:
     with pytest.raises(
-        TrainkitError, match=r"callbacks must hold Callback objects, not .*callbacks=\[EarlyStopping\('val_loss'\)\]"
+        TrainkitError, match=r"callbacks must contain Callback objects, not .*callbacks=\[EarlyStopping\('val_loss'\)\]"
     ):
         Trainer(callbacks=callbacks, max_epochs=1)
 

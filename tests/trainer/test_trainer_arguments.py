@@ -134,7 +134,7 @@ def test_callbacks_that_say_the_same_twice() -> None:
         ({"strategy": "fsdp"}, UnsupportedArgumentError, "zero3"),
         ({"strategy": Strategy}, ConfigurationError, "a name or a Strategy object"),
         ({"accelerator": "cpus"}, UnknownNameError, "unknown accelerator 'cpus'.*Did you mean 'cpu'"),
-        ({"accelerator": "hpu"}, UnsupportedArgumentError, "'hpu' is not in this version"),
+        ({"accelerator": "hpu"}, UnsupportedArgumentError, "'hpu' is not supported"),
         ({"devices": 0}, ConfigurationError, "devices must be"),
         ({"num_nodes": 0}, ConfigurationError, "num_nodes must be an integer ≥ 1, not 0"),
         (
