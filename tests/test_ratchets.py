@@ -255,7 +255,7 @@ def test_what_is_not_supported_is_refused_with_the_replacement(name: str) -> Non
     # what the message tells the user to write exists
     for replacement in re.findall(r"\b([a-z_]+)=", ADVICE["Trainer"][name]):
         known = {*TRAINER, "action", "mode", "max_depth", "process_position", "refresh_rate", "logger"}
-        known |= {"ckpt_path", "flush_logs_every_n_steps"}
+        known |= {"flush_logs_every_n_steps"}
         assert replacement in known, f"{name}: {ADVICE['Trainer'][name]}"
 
 

@@ -39,7 +39,7 @@ _TRAINER: dict[str, str] = {
     "progress_bar_refresh_rate": "use callbacks=[TQDMProgressBar(refresh_rate=...)]",
     "reload_dataloaders_every_epoch": "use reload_dataloaders_every_n_epochs=1",
     "replace_sampler_ddp": "remove it: loaders are sharded by position, no sampler is replaced",
-    "resume_from_checkpoint": "pass the path to fit: trainer.fit(module, ckpt_path=path)",
+    "resume_from_checkpoint": "pass the path to trainer.fit, as its argument ckpt_path",
     "row_log_interval": "use log_every_n_steps",
     "stochastic_weight_avg": "average the weights in a callback, with torch.optim.swa_utils",
     "terminate_on_nan": "use callbacks=[NonFiniteGuard(action='raise')]",

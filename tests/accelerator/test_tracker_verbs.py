@@ -202,7 +202,7 @@ def test_wandb_offline(run_dir: Path) -> None:
     tracker.log_images({"pictures": [np.zeros((4, 4, 3)), np.ones((3, 4, 4))]}, step=6)
     tracker.log_table("table", columns=["a", "b"], data=[(1, 2)], step=7)
     accelerator.log({"p": torch.ones(())}, step=8)
-    with pytest.raises(UnsupportedArgumentError, match=r"commit=False .*accelerator.log\({...}, step=step\)"):
+    with pytest.raises(UnsupportedArgumentError, match=r"commit=False\..*accelerator.log\({...}, step=step\)"):
         accelerator.log({"loss": 0}, 9, {"wandb": {"commit": False}})
     with pytest.raises(
         UnsupportedArgumentError, match=r"wandb has no argument sync, got sync=.*get_tracker\('wandb', unwrap=True\)"
@@ -357,7 +357,7 @@ def test_verbs_at_the_wrong_time(run_dir: Path) -> None:
     ("", None, None, ConfigurationError, "project_name: expected a name"),
     ("x", None, {"csw": {}}, UnknownNameError, "init_kwargs: .* got 'csw'. Did you mean 'csv'"),
     ("x", None, {"csv": ["a"]}, ConfigurationError, "expected a dict of arguments"),
-    ("x", None, {"csv": {"flush": 1}}, UnknownNameError, r"CSVLogger: .* got 'flush'.* It has: save_dir, name"),
+    ("x", None, {"csv": {"flush": 1}}, UnknownNameError, r"CSVLogger has no argument 'flush'.* It has: save_dir, name"),
     ("x", None, {"mine": {"a": 1}}, ConfigurationError, "'mine' was given as an object"),
     ("../x", None, None, ConfigurationError, "without '..'"),
     ("x", 3, None, ConfigurationError, "expected a dict, an argparse.Namespace"),

@@ -356,7 +356,7 @@ CONFIGURED: dict[str, tuple[dict[str, Any], dict[str, Any], type[TrainkitError],
         },
         {},
         OptimizerError,
-        ["expected an object with step(), received <class"],
+        ["expected an object with step(), got <class"],
     ),
     "parameters of another module": (
         {"configure_optimizers": lambda self: torch.optim.SGD(nn.Linear(2, 3).parameters(), lr=0.1)},

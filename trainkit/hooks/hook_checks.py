@@ -61,7 +61,7 @@ def _refuse_misspelt(name: str, where: str, known: tuple[str, ...]) -> None:
         if _edits(name, candidate, allowed := 2 if len(candidate) > 10 else 1) <= allowed:
             raise HookError(
                 f"{where} is never called: no hook has that name. Did you mean {candidate!r}? "
-                "If it is your own method, give it a name that differs more."
+                "If it is your own method, rename it so that the names differ more."
             )
 
 
