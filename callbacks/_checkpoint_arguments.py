@@ -24,7 +24,7 @@ _FIX = "Fix: ModelCheckpoint(filename='{epoch:02d}-{val_loss:.2f}')"
 
 
 def check_template(template: Any) -> None:
-    """Check that `template` can be filled and gives a plain name in a folder."""
+    """Check that `template` can be filled, and that the result is a plain file name."""
     if not isinstance(template, str) or not template:
         raise ConfigurationError(f"ModelCheckpoint(filename=...) expected a template or None, got {template!r}. {_FIX}")
     try:
@@ -34,8 +34,8 @@ def check_template(template: Any) -> None:
     for literal, name, spec, conversion in parts:
         if "/" in literal or "\\" in literal or ".." in literal:
             raise ConfigurationError(
-                f"ModelCheckpoint(filename={template!r}) expected a plain name, got one that leads to another folder. "
-                f"The folder is dirpath. {_FIX}"
+                f"ModelCheckpoint(filename={template!r}) expected a plain name, got a path. "
+                f"The argument dirpath sets the folder. {_FIX}"
             )
         if name is not None:
             _check_field(template, name, spec or "", conversion)
@@ -116,7 +116,7 @@ def check_folder(dirpath: Any) -> None:
 
 
 def check_kept(monitor: Any, save_top_k: Any, keep_last: Any, save_last: Any) -> None:
-    """Check the arguments that say what to keep."""
+    """Check the arguments that determine which checkpoints to keep."""
     if monitor is not None and (not isinstance(monitor, str) or not monitor):
         raise ConfigurationError(
             f"ModelCheckpoint(monitor=...) expected the name of a logged metric or None, got {monitor!r}. "
@@ -136,7 +136,7 @@ def check_kept(monitor: Any, save_top_k: Any, keep_last: Any, save_last: Any) ->
         )
     if keep_last == 0 and (save_top_k == 0 or (monitor is None and save_top_k != -1)):
         raise ConfigurationError(
-            "ModelCheckpoint(keep_last=0) keeps only the best, and without a monitor and save_top_k there are none. Fix: "
+            "ModelCheckpoint(keep_last=0) keeps only the best checkpoints, which need a monitor and save_top_k. Fix: "
             "keep_last=1 to keep the newest, or monitor='val_loss'"
         )
 

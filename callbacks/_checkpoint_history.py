@@ -72,7 +72,7 @@ class CheckpointHistory(Callback):
         return None if self._default_dirpath else self.dirpath
 
     def _use_folder(self, folder: Path) -> None:
-        """Save to the folder of the run, which is known now."""
+        """Save to the folder of the run; called when it is known."""
         self.dirpath = str(folder)
 
     @property
@@ -94,7 +94,7 @@ class CheckpointHistory(Callback):
     def best_in(self, found: Sequence[ListedCheckpoint]) -> str:
         """The best of the checkpoints that the newest run of such a callback has saved; "" if there is none.
 
-        It reads the manifests only, so weights-only checkpoints count too.
+        It reads only the manifests, so weights-only checkpoints count too.
         """
         own = [one for one in found if one.manifest is not None and one.manifest.saved_by == self.state_key and not one.problem]
         manifests = [(str(one.path), one.manifest) for one in own if one.manifest is not None]
@@ -105,7 +105,7 @@ class CheckpointHistory(Callback):
         return next(iter(self._best_with("", None, scores)), "")
 
     def _best_with(self, path: str, score: Tensor | None, others: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The best of `others` (default: the best so far) and of a newer one, in order."""
+        """The best of `others` (default: the best so far) and of a newer checkpoint, in order."""
         scores = {known: s for known, s in (self.best_k_models if others is None else others).items() if known != path}
         if score is not None:
             scores[path] = score
@@ -165,7 +165,7 @@ class CheckpointHistory(Callback):
             and (found.manifest.run_id, found.manifest.saved_by) == (run_id, self.state_key)
             and str(found.path) not in protected
         ]
-        keep = self.keep_last if save.path in save.best else max(0, self.keep_last - 1)  # it is one of the rest
+        keep = self.keep_last if save.path in save.best else max(0, self.keep_last - 1)  # it counts as one of the newest
         return [path for _, path in sorted(rest)][: max(0, len(rest) - keep)]
 
     def state_dict(self) -> dict[str, Any]:

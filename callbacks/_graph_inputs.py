@@ -1,4 +1,4 @@
-"""What decides which graph a step needs, and how one step differs from another."""
+"""The inputs that determine which graph a step needs, and how two steps differ."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Change(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What has changed, whatever the values."""
+        """What has changed, without the values."""
         last = self.name.rpartition(".")[2]
         axes = f" dimension {', '.join(map(str, self.axes))}" if self.axes else ""
         return last if last in ("requires_grad", "training") else self.name + axes
@@ -44,11 +44,11 @@ class Change(NamedTuple):
     def fix(self) -> str:
         """What the user can do about it."""
         if not self.name.startswith("batch"):
-            return "Change it once, or before training starts. Of an option, 0, 1 and -1 become part of the graph, as flags do."
+            return "Change it only once, or before training starts. Flags, and options of 0, 1 and -1, are part of the graph."
         if self.axes == [0]:
             return "Drop the short batch, DataLoader(drop_last=True), or pad it, XLAStrategy(pad_last_batch=True)."
         if isinstance(self.new, tuple) and isinstance(self.old, tuple):
-            return "Each size is a graph of its own: pad to one length in collate_fn, or to a few."
+            return "Each size needs its own graph: in collate_fn pad to one length, or to a few lengths."
         return "Let collate_fn return the same tensors with the same dtypes for all batches."
 
 
@@ -86,14 +86,14 @@ def inputs_of_state(module: nn.Module, optimizers: Iterable[Optimizer]) -> Input
     for index, optimizer in enumerate(optimizers):
         for number, group in enumerate(optimizer.param_groups):
             options: dict[str, Any] = {"parameters": len(group["params"])}
-            # the value of a learning rate is no part of the graph
+            # the value of a learning rate is not part of the graph
             options |= {k: _option(value) for k, value in group.items() if k not in ("params", "lr", "initial_lr")}
             found += [(f"optimizer {index}, group {number}, {name}", value) for name, value in options.items()]
     return tuple(found)
 
 
 def _option(value: Any) -> str:
-    """A number is an input of the graph, whatever its value; but 0, 1 and -1 become part of it, as flags do."""
+    """A number is an input of any value to the same graph; but 0, 1 and -1 are part of the graph, like flags."""
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_option, value))})"
     if isinstance(value, bool | str | None) or value in (0, 1, -1):
@@ -102,7 +102,7 @@ def _option(value: Any) -> str:
 
 
 def nearest_changes(new: Inputs, seen: Iterable[Inputs]) -> list[Change]:
-    """The changes from the inputs that differ least, of several the latest; none if there is nothing to compare with."""
+    """The changes from the most similar inputs, of several the latest; none if there is nothing to compare with."""
     after, found = dict(new), []
     for before in map(dict, seen):
         pairs = [Change(name, before.get(name, "missing"), after.get(name, "missing")) for name in after | before]
@@ -111,5 +111,5 @@ def nearest_changes(new: Inputs, seen: Iterable[Inputs]) -> list[Change]:
 
 
 def is_shorter(changes: list[Change]) -> bool:
-    """Whether all that has changed is that the batch has fewer samples: the first dimensions are smaller."""
+    """Whether the only change is that the batch has fewer samples: the first dimensions are smaller."""
     return bool(changes) and all(change.axes == [0] and change.new[0] < change.old[0] for change in changes)

@@ -23,7 +23,7 @@ class Memory:
         start: at its start.
         end: at its end.
         peak: the maximum in between.
-        bound: of `peak`: `""` if it is exact, `"at most"` or `"at least"`.
+        bound: what `peak` is: `""` if it is exact, `"at most"` if it is an upper bound, `"at least"` if it is a lower bound.
     """
 
     start: int
@@ -44,8 +44,8 @@ class Gauge:
 
     Args:
         read: returns the bytes in use, and the peak since the last reset.
-        reset: resets the peak; returns whether it could.
-        bound: of the peaks, see `Memory`.
+        reset: resets the peak; returns whether that worked.
+        bound: what the peaks are; see `Memory`.
     """
 
     def __init__(self, read: Callable[[], tuple[int, int]], reset: Callable[[], bool], bound: str = "") -> None:

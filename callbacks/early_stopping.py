@@ -142,7 +142,7 @@ class EarlyStopping(Callback):
         self._checked = False  # in this run
         self._validated = False  # in this run, the sanity check not counted
         self._at_train_epoch_end = self.check_on_train_epoch_end is True
-        self._ran_out = False  # of patience, before the checkpoint that was loaded
+        self._ran_out = False  # the run of the loaded checkpoint had no patience left
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self.stopping_reason = None
@@ -152,7 +152,7 @@ class EarlyStopping(Callback):
             trainer.should_stop = True  # the resumed run had been stopped for this reason
             self.stopping_reason = f"{self.monitor} had not improved for {self.wait_count} checks"
             notice(
-                f"EarlyStopping had stopped the resumed run: {self.stopping_reason}, so it trains no further. To continue, "
+                f"EarlyStopping had stopped the resumed run: {self.stopping_reason}. It does not train further. To continue, "
                 f"raise patience={self.patience}: EarlyStopping({self.monitor!r}, patience={self.wait_count + 3})"
             )
             return
@@ -257,7 +257,7 @@ class EarlyStopping(Callback):
             )
         if not self._warned:
             self._warned = True
-            warn(f"{text} It is skipped because of strict=False.")
+            warn(f"{text} The check is skipped because of strict=False.")
 
     def _print(self, trainer: Trainer, module: TrainModule, message: str) -> None:
         if trainer.strategy.world.size == 1 or self.log_rank_zero_only:

@@ -88,7 +88,7 @@ class GradientClipping(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
         norm = self._clip(trainer, module, optimizer)
-        due = trainer.should_log or trainer.strategy.lazy_tensors  # there a step that logs more would be another graph
+        due = trainer.should_log or trainer.strategy.lazy_tensors  # with lazy tensors, logging in some steps adds a graph
         if self.log_norm and isinstance(norm, Tensor) and due:
             self.log("grad_norm", norm, on_step=True, on_epoch=False)
 

@@ -124,10 +124,10 @@ class MemoryMonitor(Callback):
         device = trainer.strategy.device
         self._host, self._device = host_gauge(), device_gauge(device)
         if self._host is None:
-            self._notice_once("the host's memory is not measured on this system, only on Linux.")
+            self._notice_once("host memory is measured on Linux only.")
         if self._device is None:
-            why = "there is no memory of a device" if device.type == "cpu" else "torch does not tell of the device's memory"
-            self._notice_once(f"on {device.type} {why}{', only the host' * (self._host is not None)}.")
+            why = "there is no device memory" if device.type == "cpu" else "torch does not count the memory of the device"
+            self._notice_once(f"on {device.type} {why}{': it measures only host memory' * (self._host is not None)}.")
         self._begin("setup")
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:

@@ -185,8 +185,8 @@ class ModelCheckpoint(CheckpointHistory):
         if stage != "fit":
             return
         self._start_over()  # each fit is a new run; a resumed one loads its state after this
-        twins = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint) and one.state_key == self.state_key]
-        if any(twin is not self and twin.given_dirpath == self.given_dirpath for twin in twins):
+        same = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint) and one.state_key == self.state_key]
+        if any(one is not self and one.given_dirpath == self.given_dirpath for one in same):
             raise ConfigurationError(
                 f"two callbacks are {self.state_key} and save to {self.given_dirpath or 'the folder of the run'}: each would "
                 "delete checkpoints of the other. Fix: give one of them another dirpath, monitor or every_n_train_steps"
@@ -240,7 +240,7 @@ class ModelCheckpoint(CheckpointHistory):
                 return
             self._decided = True
         if self._counts(trainer):
-            self._ask(trainer, "validation")
+            self._request(trainer, "validation")
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._epoch_ended = True
@@ -274,7 +274,7 @@ class ModelCheckpoint(CheckpointHistory):
         # with several processes, a checkpoint being written may never be complete
         path = self.last_model_path if reason is None else trainer._save_policy.newest
         newest = f"the newest checkpoint is {path}" if path else "there is no checkpoint"
-        why = "" if reason is None else f"nothing is saved, because {reason}; "
+        why = "" if reason is None else f"nothing was saved, because {reason}; "
         notice(f"ModelCheckpoint, after {type(exception).__name__}: {why}{newest}")
 
     def _saves_at(self, trainer: Trainer, exception: BaseException) -> bool:
@@ -290,8 +290,8 @@ class ModelCheckpoint(CheckpointHistory):
         else:
             self._save(trainer, why)
 
-    def _ask(self, trainer: Trainer, why: str) -> None:
-        """Called in a hook."""
+    def _request(self, trainer: Trainer, why: str) -> None:
+        """Save at the next safe point; after the last batch of an epoch, at its end. Called in a hook."""
         if trainer.is_last_batch:
             self._postponed = why
         else:
@@ -346,7 +346,7 @@ class ModelCheckpoint(CheckpointHistory):
             self._saved = None  # the next save tries again
 
     def _may_replace(self, path: str, score: Tensor | None) -> bool:
-        """Whether the checkpoint at `path` may be replaced: one of the best must not by a worse one."""
+        """Whether the checkpoint at `path` may be replaced: a worse checkpoint must not replace one of the best."""
         return path not in self.best_k_models or path not in self._best_with("", score)
 
     @property
@@ -355,7 +355,7 @@ class ModelCheckpoint(CheckpointHistory):
         return self._epoch_ended and (self._validated or not self._validates)
 
     def _score(self, trainer: Trainer, why: str, values: Mapping[str, tuple[float, bool]]) -> Tensor | None:
-        """The monitor's value of the step that is saved, None if there is none."""
+        """The value of the monitor in the step that is saved; None if it has no value."""
         if self.monitor is None:
             return None
         if self.monitor not in values:
@@ -369,9 +369,9 @@ class ModelCheckpoint(CheckpointHistory):
             self._reported.add("stale")
             warn(
                 f"ModelCheckpoint: {self.monitor!r} was logged before step {trainer.global_step}, which is saved now. "
-                "Such a checkpoint is not ranked, and kept by keep_last. Fix: save when the metric is logged, with "
-                "every_n_epochs=1 after each validation, save_on_train_epoch_end=True at the end of each training epoch; or "
-                "validate when you save, Trainer(val_every_n_steps=...)"
+                "Such a checkpoint is not ranked; keep_last decides how long it is kept. Fix: save when the metric is logged, "
+                "with every_n_epochs=1 after each validation, or with save_on_train_epoch_end=True at the end of each training "
+                "epoch; or validate when you save, Trainer(val_every_n_steps=...)"
             )
         return None
 
@@ -382,7 +382,7 @@ class ModelCheckpoint(CheckpointHistory):
         unknown = [name for name in names_in(template) if name not in values]
         if unknown and (why in _ENDINGS or not self._all_logged):
             self._notice_once(
-                f"ModelCheckpoint: {', '.join(unknown)} of filename was not logged yet, so the name is the default."
+                f"ModelCheckpoint: {', '.join(unknown)} in filename was not logged yet, so the default name is used."
             )
             template = DEFAULT_TEMPLATE
         insert = template is self.filename and self.auto_insert_metric_name

@@ -39,7 +39,7 @@ class NonFiniteGuard(Callback):
 
     `action="raise"` computes a flag on the device and reads it one optimizer step later, or when training ends, so that the
     device does not wait. The optimizer step has then been made: do not use the parameters. `action="skip"` reads the flag
-    at once (one host read per step) and skips the optimizer step: parameters, optimizer state and schedulers do not change.
+    immediately (one host read per step) and skips the optimizer step: parameters, optimizer state and schedulers do not change.
     With several processes all skip it, which takes one small all-reduce per step.
 
     Under `16-mixed` gradients overflow while the loss scale adapts, and the loss scaler skips those steps: only the loss is
@@ -105,7 +105,7 @@ class NonFiniteGuard(Callback):
         scaled = trainer.precision.scaler is not None
         if scaled and "loss" not in self.check:
             raise ConfigurationError(
-                "NonFiniteGuard(check=('grad',)) has nothing to do under precision='16-mixed': its loss scaler skips steps "
+                "NonFiniteGuard(check=('grad',)) has no effect with precision='16-mixed', whose loss scaler skips steps "
                 "whose gradient overflows. Fix: NonFiniteGuard(check=('loss',)), or precision='bf16-mixed'"
             )
         self._watch_gradients = "grad" in self.check and not scaled
@@ -131,7 +131,7 @@ class NonFiniteGuard(Callback):
         self.check_now()
 
     def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        """Save no checkpoint of broken parameters."""
+        """Raise before a checkpoint with broken parameters is saved."""
         self.check_now()
 
     def check_now(self) -> None:
@@ -165,7 +165,7 @@ class NonFiniteGuard(Callback):
         if not flags:
             return None
         finite = flags[0] if len(flags) == 1 else flags[0] & flags[1]
-        host, ready = _on_its_way_to_host(finite) if self.action == "raise" else (finite, None)
+        host, ready = _copying_to_host(finite) if self.action == "raise" else (finite, None)
         return _Findings(update, host, ready, losses, largest, names)
 
     def _read_pending(self) -> None:
@@ -185,7 +185,7 @@ class NonFiniteGuard(Callback):
     def _skip_if_needed(self, trainer: Trainer, findings: _Findings | None) -> None:
         world = trainer.strategy.world
         bad = findings is not None and not bool(findings.finite)
-        if world.size > 1:  # losses differ between processes; one without a loss takes part too
+        if world.size > 1:  # losses differ between processes; one without a loss participates too
             bad = any(world.largest([bad]))
         if not bad:
             if findings is not None or world.size > 1:
@@ -234,7 +234,7 @@ def _largest(gradients: list[Tensor]) -> Tensor:
     return torch.stack(result)
 
 
-def _on_its_way_to_host(flag: Tensor) -> tuple[Tensor, Any]:
+def _copying_to_host(flag: Tensor) -> tuple[Tensor, Any]:
     """Start copying a flag to the host; returns the copy and the event after which it is valid."""
     if flag.device.type != "cuda":
         return flag, None

@@ -104,7 +104,7 @@ class PredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Write the prediction of one batch, on the process that made it.
+        """Write the prediction of one batch, on the process that computed it.
 
         Args:
             trainer: The trainer.
@@ -169,8 +169,8 @@ class PredictionWriter(Callback):
                 "write_on_batch_end or write_on_epoch_end"
             )
         folder = Path(self.output_dir)
-        there = sorted(path.name for path in folder.iterdir() if _OURS.fullmatch(path.name)) if folder.is_dir() else []
-        problem = trainer.strategy.world.from_main(there[:1])  # before any process writes
+        earlier = sorted(path.name for path in folder.iterdir() if _OURS.fullmatch(path.name)) if folder.is_dir() else []
+        problem = trainer.strategy.world.from_main(earlier[:1])  # before any process writes
         if problem:
             raise ConfigurationError(
                 f"{own.__name__}: {folder} already contains predictions ({problem[0]}), and would mix them with the new ones. "

@@ -1,4 +1,4 @@
-"""`RecompileMonitor`: counts compiled graphs, and says why one was compiled when no more should be."""
+"""`RecompileMonitor`: counts compiled graphs, and reports why one was compiled after warm-up."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ __all__ = ["RecompileMonitor"]
 
 _NAMED = 6  # changes, numbers or operations in a message, at most
 _FIRST = {
-    "place": "no step before had this place in its accumulation window; an epoch's last window may have fewer micro-batches.",
-    "log": "the first step at a log boundary: what is logged there, and not in other steps, is a part of the graph.",
+    "place": "no earlier step had this place in its accumulation window; the last window of an epoch may be shorter.",
+    "log": "the first step at a log boundary, where more is logged than in other steps; what is logged is part of the graph.",
 }
 _BETWEEN = (  # a cause: its name in `counts`, and a text with the fix
     "between steps",
-    "A hook, a callback or a logger has computed with tensors of the device, or read one: compute it in training_step and log "
-    "it, self.log('name', value). Or training_step has returned None after it had computed something: decide by the batch "
-    "before that, or give such batches no weight, def batch_weight(self, batch).",
+    "A hook, a callback or a logger computed with tensors of the device, or read one: compute the value in training_step and "
+    "log it, self.log('name', value). Or training_step returned None after it had computed something: decide by the batch "
+    "before the computation, or return 0 for such batches from batch_weight(self, batch).",
 )
 
 
 class _Step(NamedTuple):
-    """What can be seen of a step and decides which graph it needs."""
+    """The visible inputs of a step that determine which graph it needs."""
 
     shapes: Inputs  # of the batch
     place: tuple[bool, bool, bool]  # in its accumulation window
@@ -56,13 +56,13 @@ class _Step(NamedTuple):
 class RecompileMonitor(Callback):
     """Logs how many graphs were compiled, and warns of each compilation after warm-up: in which step, and what changed.
 
-    For strategies that compile each kind of step when they first see it (XLA), where a run should compile in its first two
-    optimizer steps only. With other strategies a notice says that there is nothing to do.
+    For strategies that compile each kind of step when they first run it (XLA): a run should compile in its first two
+    optimizer steps only. With other strategies it does nothing, and a notice says so.
 
     Logged at log boundaries: `compilations/total`, graphs compiled in this process, and `compilations/unexpected`.
 
-    The first evaluation, the short last batch of an epoch, the first log boundary and a shorter accumulation window have
-    graphs of their own, once a run; a notice says so. Any other compilation after warm-up is a warning, once for each cause.
+    The first evaluation, the short last batch of an epoch, the first log boundary and a shorter accumulation window compile
+    their own graphs once in a run, with a notice. Any other compilation after warm-up is a warning, once for each cause.
 
     Args:
         warmup_steps: Number of optimizer steps of this fit that may compile. 2: the optimizer makes its state in the first and
@@ -92,14 +92,14 @@ class RecompileMonitor(Callback):
     def _restart(self) -> None:
         self.counts: Counter[str] = Counter()
         self.unexpected = self._warned = self._first_update = self._state = 0
-        self._reported: set[str] = set()  # causes, fields of steps, and other things that are said once
+        self._reported: set[str] = set()  # causes, fields of steps, and other things that are reported once
         self._steps: dict[_Step, None] = {}  # one of each kind
         self._evaluated: dict[Inputs, None] = {}  # shapes of batches
         self._states: dict[Inputs, int] = {}  # with their numbers
         self._late = False  # warm-up is over
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._total = None  # a validation by itself calls the same hooks as one in a fit
+        self._total = None  # Trainer.validate calls the same hooks as a validation in a fit
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._total = trainer.strategy.compilations
@@ -108,7 +108,7 @@ class RecompileMonitor(Callback):
             self._first_update = trainer.global_step
         elif self._first("useless"):
             notice(
-                f"RecompileMonitor has nothing to do with strategy={trainer.strategy.name!r}, which compiles nothing itself: "
+                f"RecompileMonitor has no effect with strategy={trainer.strategy.name!r}, which compiles nothing itself: "
                 "it is for 'xla'. Nothing is logged. For torch.compile set the environment variable TORCH_LOGS=recompiles."
             )
 
@@ -162,7 +162,7 @@ class RecompileMonitor(Callback):
         self._count("evaluation", self._compiled(trainer))  # at its end, such as its metrics
         number = self.counts["evaluation"]
         if self._total is not None and not trainer.sanity_checking and self._first("evaluation") and number:
-            notice(f"RecompileMonitor: {_graphs(number)} compiled for evaluation, as expected the first time.")
+            notice(f"RecompileMonitor: {_graphs(number)} compiled for the first evaluation, as expected.")
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._look_between_steps(trainer)
@@ -178,7 +178,7 @@ class RecompileMonitor(Callback):
         return self._total - before
 
     def _new_state(self, trainer: Trainer, module: TrainModule) -> list[Change]:
-        """What is new in the state of modules and optimizers; called at first and after a compilation: it takes long."""
+        """What has changed in the state of modules and optimizers. Slow, so it is called first and after a compilation only."""
         state = inputs_of_state(module, trainer.optimizers)
         changes = nearest_changes(state, self._states)
         self._state = self._states.setdefault(state, len(self._states))
@@ -195,7 +195,7 @@ class RecompileMonitor(Callback):
     def _judge(
         self, trainer: Trainer, changes: list[Change], hints: Counter[str], batch: Any, batch_idx: int, number: int
     ) -> None:
-        """Say why the step has compiled, with these changes of state."""
+        """Report why the step has compiled, given the changes of state."""
         step = self._step
         shapes = nearest_changes(step.shapes, dict.fromkeys(one.shapes for one in self._steps))
         if not self._late:
@@ -211,7 +211,7 @@ class RecompileMonitor(Callback):
         new = step.new_fields(self._steps)
         if visible or step in self._steps or (hints["graphs"] > 1 and not new):
             self._unexpected(number, where, *_cause(visible, hints, batch))
-        else:  # a combination of known parts, or what a run has once
+        else:  # a combination of known parts, or something that a run has once
             reasons = {"shapes": f"the short last batch, {_cause(shapes, hints, batch)[1]}"} if short else _FIRST
             self._expected(number, where, new, reasons)
 
@@ -231,11 +231,11 @@ class RecompileMonitor(Callback):
         if self._warned <= self.max_warnings and self._first(cause):
             self._warned += 1
             if self._warned > self.max_warnings:
-                text = f"Further ones are only counted (max_warnings={self.max_warnings}), in compilations/unexpected."
+                text = f"Further compilations are only counted, in compilations/unexpected (max_warnings={self.max_warnings})."
             warn(f"RecompileMonitor: {_graphs(number)} compiled after warm-up {where}. {text}")
 
     def _first(self, what: str) -> bool:
-        """Whether this has not been reported before; it has from now on."""
+        """Whether this has not been reported before; marks it as reported."""
         first = what not in self._reported
         self._reported.add(what)
         return first
@@ -253,19 +253,19 @@ def _cause(changes: Sequence[Change], hints: Counter[str], batch: Any) -> tuple[
         return ", ".join(sorted({change.kind for change in changes})[:_NAMED]), f"{named}. {fixes}"
     if operations := [name for name in hints if name not in ("graphs", "reads")][:_NAMED]:
         return "operations on the host", (
-            f"Operations that the device does not have ran on the host: {', '.join(operations)}. They cut the step in two, and "
-            "what follows may have another shape each time. Instead of x[mask] or nonzero(): torch.where(mask, x, 0)."
+            f"Operations that the device does not support ran on the host: {', '.join(operations)}. They split the step in "
+            "two, and the rest may have another shape each time. Instead of x[mask] or nonzero(): torch.where(mask, x, 0)."
         )
     if hints["reads"] or hints["graphs"] > 1:
         how = ".item(), int(), float(), bool() or if" if hints["reads"] else "print, .cpu(), .tolist() or .numpy()"
         return "values read in a step", (
-            f"A value was read before the step was complete, by {how}, in training_step or a hook: what comes before and after "
-            "it are graphs of their own, and a number that goes into a shape makes another. Log it instead, self.log('name', "
-            "value), which is read after the step, or leave it a tensor, torch.where(condition, a, b)."
+            f"A value was read before the step was complete, by {how}, in training_step or a hook. This splits the step into "
+            "two graphs, and each new number that is used in a shape needs another graph. Log the value instead, "
+            "self.log('name', value), which reads it after the step, or use it as a tensor, torch.where(condition, a, b)."
         )
     numbers = f" The batch has such numbers: {', '.join(numbers_in(batch)[:_NAMED])}." if numbers_in(batch) else ""
     return "a change that is not visible", (
         "Neither the batch's shapes and dtypes nor the window, parameters, modules or options of the optimizer changed. Look "
-        "for a Python number that changes from step to step and is used in a shape, a slice or an index, or is at times 0, 1 "
-        f"or -1: make it a tensor, torch.tensor(number) in the batch.{numbers}"
+        "for a Python number that changes from step to step and is used in a shape, a slice or an index, or is sometimes 0, 1 "
+        f"or -1: convert it to a tensor, torch.tensor(number) in the batch.{numbers}"
     )

@@ -48,8 +48,8 @@ class ThroughputMonitor(Callback):
     PaLM, 2022).
 
     Times are the host's. On CUDA the host runs ahead of the device and waits for it at log boundaries only, so the rates are
-    exact if `window_size` is a multiple of `log_every_n_steps`. A large `data_wait_share` on CUDA is no problem if the
-    rates are good: the device may be busy meanwhile.
+    exact if `window_size` is a multiple of `log_every_n_steps`. A large `data_wait_share` on CUDA is not a problem if the
+    rates are good: the device may be busy during that time.
 
     Args:
         window_size: Number of optimizer steps to average over.
@@ -228,7 +228,7 @@ class ThroughputMonitor(Callback):
         self._flops += self.flops_per_sample * self._batch_samples
         if self.flops_per_sample == 0:
             notice(
-                "ThroughputMonitor counted no FLOPs in the first batch (compiled code, perhaps). Fix: "
+                "ThroughputMonitor counted no FLOPs in the first batch, perhaps because the code is compiled. Fix: "
                 "ThroughputMonitor(flops_per_batch=...)"
             )
 

@@ -99,7 +99,7 @@ class Timer(Callback):
         self._check_together(trainer, module)  # a resumed run may have used up its time
         if self._stopped:
             notice(
-                f"the resumed run had used up its time: {self.stopping_reason}, so it trains no further. To continue, raise "
+                f"the resumed run has no time left: {self.stopping_reason}. It does not train further. To continue, raise "
                 "max_time, or the duration of Timer."
             )
 

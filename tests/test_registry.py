@@ -104,7 +104,7 @@ def test_strategies_that_are_not_there_yet(name: str) -> None:
         ("ddp_spawn_find_unused_parameters_false", "Write strategy='ddp'"),
         ("ddp_fork", "Write strategy='ddp'"),
         ("ddp_notebook", r"start it from the notebook with: notebook_launcher\(function, num_processes=2\)"),
-        ("fsdp", "Use strategy='zero3'"),
+        ("fsdp", r"Use strategy='zero3'; on TPUs use strategy=XLAStrategy\(fsdp=True\)"),
         ("deepspeed_stage_3_offload_nvme", "nvme_path="),
         ("single_device", "write strategy='auto'"),
     ],

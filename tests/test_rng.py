@@ -294,7 +294,7 @@ def test_without_a_seed_one_is_drawn_and_kept() -> None:
 
 def test_workers_are_always_seeded() -> None:
     seed_everything(1, workers=True)
-    with pytest.raises(ConfigurationError, match="workers=False.*Leave the argument out"):
+    with pytest.raises(ConfigurationError, match="workers=False.*Remove the argument"):
         seed_everything(1, workers=False)
 
 

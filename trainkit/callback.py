@@ -62,7 +62,7 @@ class Callback(KnownKeywords):
     def _attached(self) -> TrainModule:
         if self._module is None:
             raise HookError(
-                f"{type(self).__name__}.log works while a Trainer runs this callback: Trainer(callbacks=[...]).fit(module)."
+                f"{type(self).__name__}.log works only in a run of a Trainer: Trainer(callbacks=[...]).fit(module)."
             )
         return self._module
 

@@ -36,17 +36,17 @@ _LIBRARIES = ("trainkit", "torch", "contextlib", "functools", "importlib")  # wa
 _LOGGER = logging.getLogger("trainkit")
 
 
-class _Voice(threading.local):
-    """The state of a thread, where threads act as ranks."""
+class _ThreadState(threading.local):
+    """What a thread prints, if threads act as ranks."""
 
     main: bool | None = None
     prefix = ""
-    told: set[str] | None = None  # the notices of the current run
+    printed: set[str] | None = None  # the notices of the current run
 
 
 _main = True  # whether this process prints
 _prefix = ""  # of messages that each process prints
-_voice = _Voice()
+_thread = _ThreadState()
 
 
 class TrainkitWarning(UserWarning):
@@ -79,14 +79,14 @@ def set_printing(main: bool = True, rank: int | None = None, *, thread: bool = F
     global _main, _prefix
     prefix = "" if rank is None else f"[rank {rank}] "
     if thread:
-        _voice.main, _voice.prefix = main, prefix
+        _thread.main, _thread.prefix = main, prefix
     else:
         _main, _prefix = main, prefix
 
 
 def prints_here() -> bool:
     """Whether this process prints for all."""
-    return _main if _voice.main is None else _voice.main
+    return _main if _thread.main is None else _thread.main
 
 
 def notice(text: str, everywhere: bool = False) -> None:
@@ -97,13 +97,13 @@ def notice(text: str, everywhere: bool = False) -> None:
         everywhere: See `warn`.
     """
     if everywhere:
-        text = (_voice.prefix or _prefix) + text
+        text = (_thread.prefix or _prefix) + text
     elif not prints_here():
         return
-    if _voice.told is not None:
-        if text in _voice.told:
+    if _thread.printed is not None:
+        if text in _thread.printed:
             return
-        _voice.told.add(text)
+        _thread.printed.add(text)
     if logging.getLogger().handlers or any(handler is not _HANDLER for handler in _LOGGER.handlers):
         _LOGGER.removeHandler(_HANDLER)  # the program configures logging: do not print twice
     else:
@@ -116,11 +116,11 @@ def notice(text: str, everywhere: bool = False) -> None:
 @contextmanager
 def each_once() -> Iterator[None]:
     """In this context the same notice is printed once, even if loaders are created repeatedly."""
-    outer, _voice.told = _voice.told, set()
+    outer, _thread.printed = _thread.printed, set()
     try:
         yield
     finally:
-        _voice.told = outer
+        _thread.printed = outer
 
 
 def warn(text: str, everywhere: bool = False) -> None:
@@ -131,7 +131,7 @@ def warn(text: str, everywhere: bool = False) -> None:
         everywhere: Each process warns, with its rank: for a problem of a single rank.
     """
     if everywhere:
-        text = (_voice.prefix or _prefix) + text
+        text = (_thread.prefix or _prefix) + text
     elif not prints_here():
         return
     warnings.warn(printable(text, sys.stderr), TrainkitWarning, stacklevel=_outside())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from torch.optim import Optimizer
 
-__all__ = ["Contents", "Footprint", "Held", "Moment", "Weight", "undivided"]
+__all__ = ["Contents", "Footprint", "Held", "Moment", "Weight", "unsharded"]
 
 
 @dataclass(frozen=True)
@@ -117,14 +117,14 @@ class Footprint:
         moments: The moments of an optimizer step that can be the peak, by name; `"update"` is the step itself.
         checkpoint: Bytes of tensors in a checkpoint, which all processes write together.
         disk: Bytes on NVMe.
-        divides_layers: Whether layers are sharded while `configure_model` builds them.
+        shards_layers: Whether layers are sharded while `configure_model` builds them.
     """
 
     name: str
     moments: Mapping[str, Moment]
     checkpoint: int
     disk: int = 0
-    divides_layers: bool = False
+    shards_layers: bool = False
 
     @property
     def device(self) -> Held:
@@ -143,7 +143,7 @@ class Footprint:
         return max(sums, key=lambda held: held.total)
 
 
-def undivided(name: str, contents: Contents) -> Footprint:
+def unsharded(name: str, contents: Contents) -> Footprint:
     """The memory of a process that has everything on its device: `contents` under the strategy `name`."""
     state = sum(weight.state for weight in contents.weights)
     held = Held(

@@ -37,8 +37,8 @@ def lazily(package: dict[str, Any], files: Mapping[str, str]) -> tuple[Callable[
 def absent(module: str, name: str, known: Iterable[str]) -> AttributeError | ImportError:
     """The error for a missing name of a module, with the nearest name, for the module's `__getattr__`.
 
-    `from module import name` would replace an `AttributeError` by an `ImportError` without the nearest name, so that in
-    this case it is an `ImportError`. Otherwise it is an `AttributeError`, as `hasattr` and `getattr` need.
+    For `from module import name` it is an `ImportError`, because Python would replace an `AttributeError` by an `ImportError`
+    without the nearest name. Otherwise it is an `AttributeError`, which `hasattr` and `getattr` need.
 
     Args:
         module: The full name of the module.
@@ -47,7 +47,7 @@ def absent(module: str, name: str, known: Iterable[str]) -> AttributeError | Imp
     """
     hint = nearest(name, known)
     frame = inspect.currentframe()
-    for _ in range(2):  # of this function, of __getattr__
+    for _ in range(2):  # the frames of this function and of __getattr__
         frame = None if frame is None else frame.f_back
     if frame is not None and dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM":
         return ImportError(f"cannot import name {name!r} from {module!r}.{hint}", name=module)

@@ -1,4 +1,4 @@
-"""What scripts written for Hugging Face Accelerate import from its `logging`: a logger that knows of several processes."""
+"""What scripts written for Hugging Face Accelerate import from its `logging`: a logger for several processes."""
 
 from __future__ import annotations
 
@@ -28,40 +28,40 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
 
     def __init__(self, logger: logging.Logger, extra: Any = None) -> None:
         super().__init__(logger, extra)
-        self._said: set[str] = set()
+        self._logged_once: set[str] = set()
 
-    # Each of these by itself, and not as the base class has them: the frame of the user's is two above _say everywhere.
+    # The base class's methods call each other. Here each calls _emit directly, so that the user's frame is always two above it.
 
     def debug(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log at level `DEBUG`, see `log`."""
-        self._say(logging.DEBUG, msg, args, kwargs)
+        self._emit(logging.DEBUG, msg, args, kwargs)
 
     def info(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log at level `INFO`, see `log`."""
-        self._say(logging.INFO, msg, args, kwargs)
+        self._emit(logging.INFO, msg, args, kwargs)
 
     def warning(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log at level `WARNING`, see `log`."""
-        self._say(logging.WARNING, msg, args, kwargs)
+        self._emit(logging.WARNING, msg, args, kwargs)
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log at level `WARNING`, the same message and arguments only once."""
         what = repr((msg, args))
-        if what not in self._said:
-            self._said.add(what)
-            self._say(logging.WARNING, msg, args, kwargs)
+        if what not in self._logged_once:
+            self._logged_once.add(what)
+            self._emit(logging.WARNING, msg, args, kwargs)
 
     def error(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log at level `ERROR`, see `log`."""
-        self._say(logging.ERROR, msg, args, kwargs)
+        self._emit(logging.ERROR, msg, args, kwargs)
 
     def exception(self, msg: object, *args: Any, exc_info: Any = True, **kwargs: Any) -> None:
         """Log at level `ERROR`, with the exception that is being handled."""
-        self._say(logging.ERROR, msg, args, {"exc_info": exc_info, **kwargs})
+        self._emit(logging.ERROR, msg, args, {"exc_info": exc_info, **kwargs})
 
     def critical(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log at level `CRITICAL`, see `log`."""
-        self._say(logging.CRITICAL, msg, args, kwargs)
+        self._emit(logging.CRITICAL, msg, args, kwargs)
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log a message, on the processes that the arguments select.
@@ -76,9 +76,9 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
             ConfigurationError: `in_order` before this process has joined the others.
             CollectiveError: `in_order`, and not all processes call it.
         """
-        self._say(level, msg, args, kwargs)
+        self._emit(level, msg, args, kwargs)
 
-    def _say(self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _emit(self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         alone, ordered = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2
         enabled = self.isEnabledFor(level)

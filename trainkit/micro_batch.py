@@ -1,4 +1,4 @@
-"""`MicroBatch`: one batch of an accumulation window, with what the loop, the engine and the strategies need to know of it."""
+"""`MicroBatch`: one batch of an accumulation window, and its position in it, for the loop, the engine and the strategies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_BATCH = NoBatch()
 
 
 class MicroBatchKind(Enum):
-    """Whether a rank has data of its own in a micro-batch."""
+    """Whether a rank has data in a micro-batch."""
 
     DATA = "data"
     """The batch is this rank's share of the data."""
@@ -82,4 +82,4 @@ class MicroBatch(NamedTuple):
 
 
 WHOLE_WINDOW = MicroBatch(None, 0, True, True, 1.0)
-"""The facts outside of any loader: each backward is a window of its own."""
+"""The micro-batch outside of any loader: each backward is one whole window."""

@@ -1,9 +1,8 @@
 """`Precision`: the dtype of parameters and inputs, autocast, the loss scale.
 
 The built-in names are Lightning's: `*-true` converts parameters and floating-point inputs; `*-mixed` keeps float32
-parameters and runs the forward under autocast; `16-mixed` scales the loss and skips the update when a scaled gradient
-overflows (Micikevicius et al., Mixed Precision Training, ICLR 2018). Another file adds a precision by one call of
-`register_precision`.
+parameters and runs the forward under autocast; `16-mixed` scales the loss and skips the optimizer step if a scaled gradient
+overflows (Micikevicius et al., Mixed Precision Training, ICLR 2018). `register_precision` adds another precision.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ PRECISIONS: dict[str, PrecisionSpec] = {}
 """The precisions by name."""
 
 MIXED: dict[str, str] = {}
-"""Accelerate's names → ours, the finest first."""
+"""Accelerate's names → ours, the most precise first."""
 
 OVER_MASTERS: dict[str, str] = {}
-"""Accelerate's names → ours, where the backend keeps float32 copies of 16-bit parameters."""
+"""Accelerate's names → ours, for backends that keep float32 copies of 16-bit parameters."""
 
 _ALIASES: dict[str, str] = {}
 
@@ -84,13 +83,13 @@ def register_precision(spec: PrecisionSpec) -> None:
     _ALIASES.update(dict.fromkeys(spec.aliases, spec.name))
     for name, table in _of_accelerate(spec):
         table[name] = spec.name
-        by_fineness = sorted(table.items(), key=lambda item: _epsilon(PRECISIONS[item[1]]))
+        by_precision = sorted(table.items(), key=lambda item: _epsilon(PRECISIONS[item[1]]))
         table.clear()
-        table.update(by_fineness)
+        table.update(by_precision)
 
 
 def _of_accelerate(spec: PrecisionSpec) -> list[tuple[str, dict[str, str]]]:
-    """Accelerate's names of a precision, each with the table that it belongs to."""
+    """Accelerate's names of a precision, each with the table that contains it."""
     names = ((spec.mixed_precision, MIXED), (spec.over_masters, OVER_MASTERS))
     return [(name, table) for name, table in names if name is not None]
 
@@ -163,10 +162,10 @@ class Precision:
         }
         self.device_type = "cpu"
         self.scaler: torch.amp.GradScaler | None = None
-        self.several_optimizers = False  # that share the loss scale
-        self.entered = False  # a forward has been computed in it
-        self._unscaled: set[int] = set()  # optimizers whose gradients have lost the scale and wait for their update
-        self._over: set[int] = set()  # optimizers whose update is over since the scale was last updated
+        self.several_optimizers = False  # which share the loss scale
+        self.entered = False  # a forward has run in it
+        self._unscaled: set[int] = set()  # optimizers whose gradients are unscaled, before their step
+        self._stepped: set[int] = set()  # optimizers that have made their step since the scale was last updated
 
     def __repr__(self) -> str:
         return f"Precision({self.name!r})"
@@ -196,7 +195,7 @@ class Precision:
         """Set the loss scale to its initial value."""
         self.entered = False
         self._unscaled.clear()
-        self._over.clear()
+        self._stepped.clear()
         if self._scaled:
             self.scaler = (self.spec.scaler or torch.amp.GradScaler)(self.device_type, **self._scaling)
 
@@ -211,8 +210,8 @@ class Precision:
         odd = {str(p.dtype) for p in module.parameters() if p.is_floating_point() and p.dtype != self.parameter_dtype}
         if odd:
             notice(
-                f"precision {self.name} leaves parameters as they are, and some are {', '.join(sorted(odd))}. To train in "
-                "that dtype name it: precision='bf16-true'; for float32: module.float()."
+                f"precision={self.name!r} does not convert parameters, and some are {', '.join(sorted(odd))}. To train in "
+                "another dtype, for example: precision='bf16-true'; to train in float32: module.float()."
             )
 
     def convert_input(self, batch: Any) -> Any:
@@ -265,14 +264,14 @@ class Precision:
         With several optimizers this is known when the next loss is scaled: until then the second one's gradients may still
         have the old scale.
         """
-        if self.scaler is not None and self._over and not self._unscaled:
+        if self.scaler is not None and self._stepped and not self._unscaled:
             self.scaler.update()
-            self._over.clear()
+            self._stepped.clear()
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the loss scale, at most once per optimizer step; more calls do nothing."""
         if self.scaler is not None and id(optimizer) not in self._unscaled and _has_gradients(optimizer):
-            if id(optimizer) in self._over:
+            if id(optimizer) in self._stepped:
                 self.settle()
             self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
@@ -291,11 +290,11 @@ class Precision:
             return True
         if closure is not None:
             raise ConfigurationError(
-                "an optimizer step with a closure (LBFGS) does not work with precision='16-mixed', whose loss scaler must see "
-                "the gradients before the update. Use precision='bf16-mixed' or '32-true'."
+                "an optimizer step with a closure (LBFGS) does not work with precision='16-mixed', whose loss scaler checks "
+                "the gradients before the step. Use precision='bf16-mixed' or '32-true'."
             )
         self.unscale(optimizer)
-        if id(optimizer) not in self._unscaled:  # no gradient at all, which torch's scaler refuses
+        if id(optimizer) not in self._unscaled:  # without any gradient, torch's scaler raises an error
             optimizer.step()
             return True
         done: list[bool] = []
@@ -311,15 +310,15 @@ class Precision:
         """Tell the scaler that the optimizer step whose gradients it has read is over, or will not happen."""
         if self.scaler is not None and id(optimizer) in self._unscaled:
             self._unscaled.discard(id(optimizer))
-            self._over.add(id(optimizer))
+            self._stepped.add(id(optimizer))
             if not self.several_optimizers:
                 self.settle()
 
 
 def is_short(precision: Precision | str | int) -> bool:
-    """Whether it has parameters in 16 bits."""
-    made = precision if isinstance(precision, Precision) else Precision(precision)
-    return made.parameter_dtype.itemsize < 4
+    """Whether parameters have 16 bits in this precision."""
+    chosen = precision if isinstance(precision, Precision) else Precision(precision)
+    return chosen.parameter_dtype.itemsize < 4
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

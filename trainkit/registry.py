@@ -61,7 +61,7 @@ class StrategyInfo:
         packages: Packages of the backend: `trainkit env` shows their versions, and tracebacks skip their frames.
         variables: Prefixes of environment variables of the backend, which `trainkit env` shows.
         parameter_marks: Attributes of parameters that the backend manages.
-        shape_attribute: Attribute of a sharded parameter with the shape of the whole one.
+        shape_attribute: Attribute of a sharded parameter with the shape of the whole parameter.
         swapped_devices: Types of devices for which a module is moved by swapping the tensors of its parameters.
         adam_classes: Class name of an optimizer of the backend with the state of `torch.optim.Adam` → the attribute for
             decoupled weight decay, as in `AdamW`.
@@ -116,8 +116,8 @@ CALLBACKS: dict[str, str] = {
     "timer": "trainkit.callbacks.timer:Timer",
 }
 
-# Beginnings of the names of Lightning's strategies that trainkit does not have.
-_NOT_YET = ("hpu", "horovod", "bagua", "colossalai")
+# Prefixes of the names of Lightning's strategies that trainkit does not have.
+_UNSUPPORTED = ("hpu", "horovod", "bagua", "colossalai")
 
 _registered: list[StrategyInfo] = []
 
@@ -166,7 +166,7 @@ def strategies() -> dict[str, str]:
 
 
 def find_info(name: str) -> StrategyInfo | None:
-    """The declaration of the strategy with this name, which may be Lightning's; `None` if there is none."""
+    """The declaration of the strategy with this name, or with this name in Lightning; `None` if the name is unknown."""
     return next((info for info in strategy_infos() if name in info.names or name in info.aliases), None)
 
 
@@ -215,7 +215,7 @@ def load_strategy(name: str) -> Any:
     for refused, advice in ((refused, advice) for info in strategy_infos() for refused, advice in info.refused.items()):
         if name == refused or name.startswith(f"{refused}_"):
             raise UnsupportedArgumentError(f"strategy={name!r}: {advice}.")
-    if name.lower().startswith(_NOT_YET):
+    if name.lower().startswith(_UNSUPPORTED):
         raise UnsupportedArgumentError(
             f"strategy={name!r} is not supported: use strategy='auto', or one of {', '.join(map(repr, known))}."
         )

@@ -174,8 +174,7 @@ def seed_everything(seed: int | None = None, *, workers: bool = True, verbose: b
     global _process_seed
     if not workers:
         raise ConfigurationError(
-            "seed_everything(workers=False): loader workers are always seeded, each micro-batch by its key. "
-            "Leave the argument out."
+            "seed_everything(workers=False): loader workers are always seeded, for each micro-batch. Remove the argument."
         )
     chosen = int.from_bytes(random.SystemRandom().randbytes(4), "little") if seed is None else _checked(seed)
     _process_seed = chosen

@@ -1,4 +1,4 @@
-"""`Strategy`: where a run runs. The base class is a working strategy for one device (CPU, CUDA, MPS)."""
+"""`Strategy`: on which devices a run computes, and how. The base class is a strategy for one device (CPU, CUDA, MPS)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainkit.distributed.placement import move_module, move_state, refuse_shard
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
-from trainkit.footprint import Contents, Footprint, undivided
+from trainkit.footprint import Contents, Footprint, unsharded
 from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.nested import move
 from trainkit.optim.gradient_norm import total_norm
@@ -137,7 +137,7 @@ class Strategy:
         asked = {"devices": wanted.per_node or 1, "num_nodes": wanted.nodes or 1}
         if more := [f"{name}={number}" for name, number in asked.items() if number > 1]:
             raise ConfigurationError(
-                f"{self!r} runs on one device, and {' and '.join(more)} asks for more. Use strategy='ddp', or devices=1."
+                f"{self!r} runs on one device, but {' and '.join(more)} requests more. Use strategy='ddp', or devices=1."
             )
 
     def resolve_device(self, device: str | torch.device) -> torch.device:
@@ -187,7 +187,7 @@ class Strategy:
         chosen = precision if isinstance(precision, Precision) else Precision(precision)
         if chosen.name not in self.supported_precisions:
             raise ConfigurationError(
-                f"precision={chosen.name!r} does not work with {type(self).__name__}; it offers "
+                f"precision={chosen.name!r} does not work with {type(self).__name__}, which supports "
                 f"{', '.join(self.supported_precisions)}."
             )
         return chosen
@@ -202,10 +202,10 @@ class Strategy:
         current = getattr(self, "precision", None)
         if current is not None and self._precision_was_given and given and current.name != chosen.name:
             raise ConfigurationError(
-                f"two precisions: {type(self).__name__}(precision={current.name!r}) and precision={chosen.name!r}. Give one."
+                f"two precisions: {type(self).__name__}(precision={current.name!r}) and precision={chosen.name!r}. Remove one."
             )
         if current is not None and self._precision_was_given and not isinstance(precision, Precision):
-            chosen = current  # of the same name, and perhaps with more than its name says
+            chosen = current  # has the same name, and may have options
         chosen.setup(self.device)
         self.precision = chosen
         self._precision_was_given = self._precision_was_given or given
@@ -256,7 +256,7 @@ class Strategy:
         """
 
         def step(*given: Any) -> Any:
-            return getattr(module, name)(*given)  # not bound once: another method may be assigned during the run
+            return getattr(module, name)(*given)  # looked up each time: another method may be assigned during the run
 
         if compiler is not None:
             step = compiler(step)
@@ -299,7 +299,7 @@ class Strategy:
         self.precision.unscale(optimizer)
 
     def reduce_gradients(self, parameters: Iterable[Tensor], micro: MicroBatch = WHOLE_WINDOW) -> None:
-        """Average gradients over the ranks that no backward pass has averaged, at the end of a window: after `micro`.
+        """Average the gradients that no backward pass has averaged over the ranks, at the end of a window: after `micro`.
 
         Args:
             parameters: The same ones on all processes, in the same order. If the gradient of one is missing on some
@@ -381,7 +381,7 @@ class Strategy:
         Raises:
             TrainkitError: This strategy cannot train that.
         """
-        return undivided(self.name, contents)
+        return unsharded(self.name, contents)
 
     def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:
         """Return the tensors of all processes, stacked along a new first dimension; with one process the tensors unchanged.

@@ -1,4 +1,4 @@
-"""What scripts written for Hugging Face Accelerate import from its `tracking`: the base of their own trackers."""
+"""What scripts written for Hugging Face Accelerate import from its `tracking`: the base class of custom trackers."""
 
 from __future__ import annotations
 

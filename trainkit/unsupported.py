@@ -17,7 +17,7 @@ _TRAINER: dict[str, str] = {
     "auto_scale_batch_size": "choose batch_size in the DataLoader",
     "auto_select_gpus": "use devices=[index]",
     "automatic_optimization": "set self.automatic_optimization in __init__ of the TrainModule",
-    "barebones": "leave it out: unused features cost nothing here; turn off the rest with logger=False, "
+    "barebones": "remove it: features that you do not use cost nothing; turn off the others with logger=False, "
     "enable_progress_bar=False, enable_model_summary=False",
     "checkpoint_callback": "use enable_checkpointing, or callbacks=[ModelCheckpoint(...)]",
     "distributed_backend": "use strategy= to choose it",
@@ -28,33 +28,33 @@ _TRAINER: dict[str, str] = {
     "ipus": "IPUs are not supported",
     "log_gpu_memory": "use callbacks=[MemoryMonitor()]",
     "log_save_interval": "use log_every_n_steps, and an argument of the logger",
-    "model_registry": "leave it out: models are not uploaded anywhere",
-    "move_metrics_to_cpu": "leave it out: metrics are read at log boundaries only",
+    "model_registry": "remove it: models are not uploaded",
+    "move_metrics_to_cpu": "remove it: metrics are copied to the CPU only at log boundaries",
     "multiple_trainloader_mode": "use fit(module, CombinedLoader(loaders, mode=...))",
     "num_processes": "use accelerator='cpu', devices=2",
     "overfit_pct": "use overfit_batches",
-    "plugins": "give precision= a Precision object and strategy= a Strategy object; clusters such as SLURM are recognized",
+    "plugins": "pass precision=Precision(...) or strategy=..., a Strategy object; clusters such as SLURM are recognized",
     "prepare_data_per_node": "set it in the DataModule or TrainModule: self.prepare_data_per_node = False",
     "process_position": "use callbacks=[TQDMProgressBar(process_position=...)]",
     "progress_bar_refresh_rate": "use callbacks=[TQDMProgressBar(refresh_rate=...)]",
     "reload_dataloaders_every_epoch": "use reload_dataloaders_every_n_epochs=1",
-    "replace_sampler_ddp": "leave it out: loaders are sharded by position, no sampler is replaced",
-    "resume_from_checkpoint": "give the path to fit, as its ckpt_path",
+    "replace_sampler_ddp": "remove it: loaders are sharded by position, no sampler is replaced",
+    "resume_from_checkpoint": "pass the path to trainer.fit, as its argument ckpt_path",
     "row_log_interval": "use log_every_n_steps",
     "stochastic_weight_avg": "average the weights in a callback, with torch.optim.swa_utils",
     "terminate_on_nan": "use callbacks=[NonFiniteGuard(action='raise')]",
     "test_percent_check": "use limit_test_batches",
     "tpu_cores": "use accelerator='tpu', devices=8",
-    "track_grad_norm": "use callbacks=[GradientClipping(float('inf'))], or gradient_clip_val, which logs the norm",
+    "track_grad_norm": "use callbacks=[GradientClipping(float('inf'))]; gradient_clip_val also logs the norm",
     "train_percent_check": "use limit_train_batches",
     "truncated_bptt_steps": "loop over the parts of the sequence under manual optimization",
-    "use_distributed_sampler": "leave it out: loaders are sharded by position, no sampler is replaced",
+    "use_distributed_sampler": "remove it: loaders are sharded by position, no sampler is replaced",
     "val_percent_check": "use limit_val_batches",
     "weights_save_path": "use default_root_dir",
     "weights_summary": "use enable_model_summary, or callbacks=[ModelSummary(max_depth=...)]",
 }
 
-# Lightning's defaults of these; the default of all others is `None`.
+# Lightning's defaults of these arguments; the default of all others is `None`.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "auto_lr_find": (False,),
     "auto_scale_batch_size": (False,),
@@ -80,21 +80,21 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
 _TRAINER_VERBS: dict[str, str] = {
     "test_dataloaders": "use dataloaders=",
     "train_dataloader": "use train_dataloaders=",
-    "weights_only": "leave it out: a checkpoint contains no code. For weights only: fit(..., ckpt_path=..., restore={'model'})",
+    "weights_only": "remove it: a checkpoint contains no code. For weights only: fit(..., ckpt_path=..., restore={'model'})",
 }
 
 # Arguments of Accelerate's save_state and load_state, and of the functions that they call.
 _ACCELERATOR_STATE: dict[str, str] = {
-    "exclude_frozen_parameters": "leave it out: of a model with PEFT adapters only trainable parameters are saved",
-    "load_kwargs": "leave it out: nothing is unpickled, and parameters are loaded to their devices",
+    "exclude_frozen_parameters": "remove it: of a model with PEFT adapters only trainable parameters are saved",
+    "load_kwargs": "remove it: nothing is unpickled, and parameters are loaded to their devices",
     "load_lr_scheduler_states": "write load_state(folder, restore={'model', 'optimizer'}), and add what else to restore",
     "load_module_only": "write load_state(folder, restore={'model'})",
     "load_module_strict": "write load_state(folder, strict=False)",
     "load_optimizer_states": "write load_state(folder, restore={'model'}), and add what else to restore",
-    "map_location": "leave it out: parameters are loaded to their devices",
+    "map_location": "remove it: parameters are loaded to their devices",
     "max_shard_size": "is for save_model(model, folder, max_shard_size=...); a checkpoint of several GB is split automatically",
-    "save_latest": "leave it out: trainkit.checkpoint.list_checkpoints(folder) finds the newest",
-    "tag": "leave it out: each checkpoint is a folder, load_state('checkpoints/step_100')",
+    "save_latest": "remove it: trainkit.checkpoint.list_checkpoints(folder) finds the newest",
+    "tag": "remove it: each checkpoint is a folder, load_state('checkpoints/step_100')",
 }
 
 # Arguments of Accelerate's Accelerator.
@@ -180,9 +180,11 @@ _DIVIDE = "ZeRO shards a model that is larger than one device: Accelerator(strat
 _OFFLOAD = "ZeROStrategy(stage=3, offload_params='cpu')"
 _COPY = "load_checkpoint_in_model(model, folder, device_map={'': 'cuda:0'})"
 _TREE = "map the tensors of the batch yourself: {name: f(tensor) for name, tensor in batch.items()}"
-_DEVICE = "leave it out: trainkit runs on CPUs, CUDA, MPS and XLA"
+_DEVICE = "nothing, remove the import: trainkit runs on CPUs, CUDA, MPS and XLA"
 _INSTALLED = "importlib.util.find_spec('the_package') is not None"
-_NO_TRACKER = "leave it out: log_with accepts tensorboard, wandb, mlflow, comet_ml, csv, jsonl and your own trackers"
+_NO_TRACKER = (
+    "nothing, remove the import: log_with accepts tensorboard, wandb, mlflow, comet_ml, csv, jsonl and your own trackers"
+)
 _FILES = "a checkpoint has other files: trainkit.checkpoint.open_checkpoint(folder); save_model writes model.safetensors"
 _ENVIRONMENT = "os.environ"
 _LAUNCH = "trainkit launch, which reads Accelerate's configuration files; in Python trainkit.notebook_launcher"

@@ -66,7 +66,7 @@ class ZeROMemory:
             moments,
             checkpoint=_MASTER * (1 + slots) * trained + contents.stored_bare,
             disk=self._disk(sizes),
-            divides_layers=self.config.stage == 3,
+            shards_layers=self.config.stage == 3,
         )
 
     @property

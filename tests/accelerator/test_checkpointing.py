@@ -276,12 +276,12 @@ def test_parts() -> None:
     assert not loop.optimizer.state
     with pytest.raises(UnknownNameError, match="unknown part 'models'.*Did you mean 'model'"):
         loop.accelerator.load_state("there", restore={"models"})
-    for refused, use in (("map_location", "leave it out"), ("load_module_only", "restore={'model'}")):
+    for refused, use in (("map_location", "remove it"), ("load_module_only", "restore={'model'}")):
         with pytest.raises(UnsupportedArgumentError, match=rf"load_state\({refused}=...\): .*{use}"):
             loop.accelerator.load_state("there", **{refused: True})
-    with pytest.raises(UnsupportedArgumentError, match=r"load_state\(load_kwargs=...\): leave it out"):
+    with pytest.raises(UnsupportedArgumentError, match=r"load_state\(load_kwargs=...\): remove it"):
         loop.accelerator.load_state("there", {"weights_only": True})
-    with pytest.raises(UnsupportedArgumentError, match=r"save_state\(exclude_frozen_parameters=...\): leave it out"):
+    with pytest.raises(UnsupportedArgumentError, match=r"save_state\(exclude_frozen_parameters=...\): remove it"):
         loop.accelerator.save_state("there", exclude_frozen_parameters=True)
 
 

@@ -202,9 +202,11 @@ def test_wandb_offline(run_dir: Path) -> None:
     tracker.log_images({"pictures": [np.zeros((4, 4, 3)), np.ones((3, 4, 4))]}, step=6)
     tracker.log_table("table", columns=["a", "b"], data=[(1, 2)], step=7)
     accelerator.log({"p": torch.ones(())}, step=8)
-    with pytest.raises(UnsupportedArgumentError, match=r"commit=False .*accelerator.log\({...}, step=step\)"):
+    with pytest.raises(UnsupportedArgumentError, match=r"commit=False\..*accelerator.log\({...}, step=step\)"):
         accelerator.log({"loss": 0}, 9, {"wandb": {"commit": False}})
-    with pytest.raises(UnsupportedArgumentError, match=r"wandb does not take sync= here.*get_tracker\('wandb', unwrap=True\)"):
+    with pytest.raises(
+        UnsupportedArgumentError, match=r"wandb has no argument sync, got sync=.*get_tracker\('wandb', unwrap=True\)"
+    ):
         accelerator.log({"loss": 0}, 9, {"wandb": {"sync": True}})
     accelerator.end_training()
     assert wandb.run is None
@@ -226,7 +228,7 @@ def test_all_are_those_that_work_here(run_dir: Path, caplog: Any, monkeypatch: p
     skips = [message for message in caplog.messages if "skips" in message]
     assert [message.split(". Fix")[0] for message in skips] == [
         "log_with='all' skips comet_ml: CometLogger: there is no API key",
-        "log_with='all' skips wandb: no one is logged in",
+        "log_with='all' skips wandb: you are not logged in",
     ]
     assert accelerator.get_tracker("wandb").run.log_artifact("x") is not None  # does nothing
     accelerator.end_training()
@@ -355,7 +357,7 @@ def test_verbs_at_the_wrong_time(run_dir: Path) -> None:
     ("", None, None, ConfigurationError, "project_name: expected a name"),
     ("x", None, {"csw": {}}, UnknownNameError, "init_kwargs: .* got 'csw'. Did you mean 'csv'"),
     ("x", None, {"csv": ["a"]}, ConfigurationError, "expected a dict of arguments"),
-    ("x", None, {"csv": {"flush": 1}}, UnknownNameError, r"CSVLogger: .* got 'flush'.* It has: save_dir, name"),
+    ("x", None, {"csv": {"flush": 1}}, UnknownNameError, r"CSVLogger has no argument 'flush'.* It has: save_dir, name"),
     ("x", None, {"mine": {"a": 1}}, ConfigurationError, "'mine' was given as an object"),
     ("../x", None, None, ConfigurationError, "without '..'"),
     ("x", 3, None, ConfigurationError, "expected a dict, an argparse.Namespace"),
@@ -374,10 +376,10 @@ def test_arguments_of_init_trackers(
     ({"a": torch.ones(2)}, 0, {}, MetricError, "one real number, got Tensor of shape"),
     ({"a": [None]}, 0, {}, MetricError, "one real number"),
     ({3: "x"}, 0, {}, MetricError, "expected a name, got 3"),
-    ({"a": "text"}, 0, {}, ConfigurationError, "CSVLogger cannot hold text"),
-    ({"step": 3}, 4, {}, ConfigurationError, "csv has a column 'step' already"),
+    ({"a": "text"}, 0, {}, ConfigurationError, "CSVLogger cannot store text"),
+    ({"step": 3}, 4, {}, ConfigurationError, "csv already has a column 'step'"),
     ({"a": 1}, 1.5, {}, ConfigurationError, "step: expected a whole number"),
-    ({"a": 1}, 0, {"csv": {"epoch": 1}}, UnsupportedArgumentError, "csv does not take epoch= here"),
+    ({"a": 1}, 0, {"csv": {"epoch": 1}}, UnsupportedArgumentError, "csv has no argument epoch, got epoch=1"),
     ({"a": 1}, 0, {"csx": {}}, UnknownNameError, "log_kwargs: .*Did you mean 'csv'"),
 ])  # fmt: skip
 def test_what_cannot_be_logged(values: Any, step: Any, options: Any, error: type[Exception], words: str, run_dir: Path) -> None:

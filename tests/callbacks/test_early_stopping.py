@@ -337,7 +337,7 @@ def test_a_run_that_had_stopped_resumes_with_more_patience(trainer, module, capl
         )
     else:
         expected = (
-            "EarlyStopping had stopped the resumed run: val_loss had not improved for 2 checks, so it trains no "
+            "EarlyStopping had stopped the resumed run: val_loss had not improved for 2 checks. It does not train "
             f"further. To continue, raise patience={patience}: EarlyStopping('val_loss', patience=5)"
         )
     assert caplog.messages == [expected]

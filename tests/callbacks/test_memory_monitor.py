@@ -307,8 +307,8 @@ def test_what_is_not_measured_is_said_once(trainer, module, monkeypatch, caplog)
         callback.setup(trainer, module, "fit")
         callback.on_fit_start(trainer, module)
     assert len(caplog.messages) == 2
-    assert "the host's memory is not measured on this system, only on Linux" in caplog.messages[0]
-    assert "on cpu there is no memory of a device." in caplog.messages[1]
+    assert "host memory is measured on Linux only" in caplog.messages[0]
+    assert "on cpu there is no device memory." in caplog.messages[1]
     assert callback.stages["setup"].host is callback.stages["setup"].device is None
 
 

@@ -243,7 +243,10 @@ def names_of(callback: ModelCheckpoint) -> dict[str, float]:
         ({"save_top_k": 3}, ["monitor='val_loss'", "keep_last=3"]),
         ({"keep_last": -2}, ["keep_last", "≥ -1"]),
         ({"keep_last": True}, ["keep_last", "True"]),
-        ({"keep_last": 0}, ["keeps only the best", "keep_last=1", "monitor='val_loss'"]),
+        (
+            {"keep_last": 0},
+            ["keeps only the best checkpoints, which need a monitor and save_top_k", "keep_last=1", "monitor='val_loss'"],
+        ),
         ({"keep_last": 0, "monitor": "a", "save_top_k": 0}, ["keep_last=1"]),
         ({"every_n_train_steps": -1}, ["every_n_train_steps"]),
         ({"every_n_epochs": 1.5}, ["every_n_epochs", "1.5"]),
@@ -735,7 +738,7 @@ def test_a_name_whose_metric_is_not_known_yet_is_the_default_said_once(begin, ca
     run.epoch({"val_loss": 0.5})
     run.step(2)
     assert run.names == ["step-00000004", "step-00000008", "val_loss=0.50"]
-    assert caplog.messages == ["ModelCheckpoint: val_loss of filename was not logged yet, so the name is the default."]
+    assert caplog.messages == ["ModelCheckpoint: val_loss in filename was not logged yet, so the default name is used."]
 
 
 def test_a_name_whose_metric_was_never_logged_is_an_error_but_not_at_the_end(begin) -> None:
@@ -805,8 +808,8 @@ def test_what_cannot_be_saved_after_an_error_is_said(begin, caplog) -> None:
     run.hook("on_exception", ValueError())
     assert run.saved == [10]
     assert caplog.messages == [
-        "ModelCheckpoint, after ValueError: nothing is saved, because no optimizer step was made yet; there is no checkpoint",
-        "ModelCheckpoint, after ValueError: nothing is saved, because half a step; the newest checkpoint is "
+        "ModelCheckpoint, after ValueError: nothing was saved, because no optimizer step was made yet; there is no checkpoint",
+        "ModelCheckpoint, after ValueError: nothing was saved, because half a step; the newest checkpoint is "
         f"{callback.last_model_path}",
     ]
 
@@ -824,7 +827,7 @@ def test_a_save_in_flight_is_not_called_a_checkpoint(begin, caplog, processes: i
     run.hook("on_exception", ValueError())
     [said] = caplog.messages
     assert said.startswith(
-        "ModelCheckpoint, after ValueError: nothing is saved, because half a step; the newest checkpoint is "
+        "ModelCheckpoint, after ValueError: nothing was saved, because half a step; the newest checkpoint is "
     )
     assert said.endswith(f"step-{step:08}")
 

@@ -290,7 +290,7 @@ def test_before_the_first_update_there_is_nothing_to_save(caplog) -> None:
     with pytest.raises(StoppedError):
         fit(ModelCheckpoint(), Failing(0, raising(StoppedError())))
     assert steps() == []
-    assert "after StoppedError: nothing is saved, because no optimizer step was made yet" in caplog.text
+    assert "after StoppedError: nothing was saved, because no optimizer step was made yet" in caplog.text
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs POSIX signals")

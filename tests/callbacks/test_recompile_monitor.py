@@ -224,7 +224,7 @@ def test_a_window_in_which_not_all_processes_have_a_batch(run: Run, said: list[s
     run.warm_up()
     run.trainer.accelerator.accumulation.current = WHOLE_WINDOW._replace(uneven=True)
     assert run.step(compiled=2, graphs=2) == []
-    holds(said, "2 graphs were compiled in step 4 (epoch 0, batch_idx 3), as expected once: no step before had this place")
+    holds(said, "2 graphs were compiled in step 4 (epoch 0, batch_idx 3), as expected once: no earlier step had this place")
 
 
 # ------------------------------------------------------------------------------------------------------ what changed
@@ -236,7 +236,7 @@ def test_a_new_length_is_warned_of(run: Run) -> None:
     [text] = run.step((8, 24), compiled=2)
     assert text == (
         "RecompileMonitor: 2 graphs were compiled after warm-up in step 4 (epoch 3, batch_idx 3). "
-        "batch['x']: [8, 16] → [8, 24]. Each size is a graph of its own: pad to one length in collate_fn, or to a few."
+        "batch['x']: [8, 16] → [8, 24]. Each size needs its own graph: in collate_fn pad to one length, or to a few lengths."
     )
     assert run.step((8, 16)) == run.step((8, 24)) == []
 
@@ -359,7 +359,7 @@ def test_a_read_value_that_decides_the_graph(run: Run, said: list[str]) -> None:
     for _ in range(4):
         run.step(graphs=2, reads=1)
     holds(said, "a step runs in 2 graphs", ".item()")  # nothing is compiled for it, but the device is waited for
-    holds(run.step(compiled=1, graphs=2, reads=1), "a number that goes into a shape makes another")
+    holds(run.step(compiled=1, graphs=2, reads=1), "each new number that is used in a shape needs another graph")
 
 
 def test_manual_optimization_may_make_more_updates_in_a_step(run: Run, said: list[str]) -> None:
@@ -377,7 +377,7 @@ def test_the_first_evaluation_is_expected(run: Run, said: list[str]) -> None:
     run.validate(((8, 4), 1), sanity=True)
     run.warm_up()
     run.validate(((8, 4), 0), ((8, 4), 0), ((3, 4), 1))
-    holds(said, "2 graphs were compiled for evaluation, as expected the first time")
+    holds(said, "2 graphs were compiled for the first evaluation, as expected")
     run.validate(((8, 4), 0), ((3, 4), 0))
     assert run.callback.counts == {"evaluation": 2, "warm-up": 2}
     with pytest.warns(TrainkitWarning) as caught:
@@ -408,7 +408,7 @@ def test_a_step_without_a_loss(run: Run) -> None:
     run.warm_up()
     run.step(outputs=None)
     run.compile()
-    holds(run.step(), "training_step has returned None")
+    holds(run.step(), "training_step returned None")
 
 
 def test_between_steps_in_warm_up(run: Run) -> None:
@@ -429,14 +429,14 @@ def test_no_more_than_max_warnings(trainer: Any, module: Any) -> None:
     assert [len(text) for text in texts] == [1, 0, 0, 0]  # one cause
     texts = [run.step({name: torch.zeros(8)}, compiled=1) for name in "abcd"]
     assert [len(text) for text in texts] == [1, 1, 0, 0]
-    holds(texts[1], "Further ones are only counted (max_warnings=2)")
+    holds(texts[1], "Further compilations are only counted, in compilations/unexpected (max_warnings=2)")
     assert run.callback.unexpected == 8
 
 
 def test_none_but_the_last_line(trainer: Any, module: Any) -> None:
     run = Run(trainer, module, max_warnings=0)
     run.warm_up()
-    holds(run.step((8, 3), compiled=1), "Further ones are only counted")
+    holds(run.step((8, 3), compiled=1), "Further compilations are only counted")
     assert run.step({"y": torch.zeros(1)}, compiled=1) == []
 
 
@@ -484,7 +484,7 @@ def test_where_nothing_is_compiled(run: Run, said: list[str]) -> None:
         assert run.step() == []
         run.validate(((8, 4), 0))
         run.callback.on_train_end(run.trainer, run.module)
-    holds(said, "nothing to do with strategy='lazy'", "for 'xla'")
+    holds(said, "no effect with strategy='lazy'", "for 'xla'")
     assert run.module.logged == {}
 
 
@@ -492,4 +492,4 @@ def test_a_real_strategy_that_compiles_nothing(make_trainer: Any, said: list[str
     trainer = make_trainer(RecompileMonitor())
     trainer.fit(TinyModule(), tiny_loader())
     assert not any("compilations" in name for name in trainer.callback_metrics)
-    assert sum("nothing to do with strategy='single'" in text for text in said) == 1
+    assert sum("no effect with strategy='single'" in text for text in said) == 1

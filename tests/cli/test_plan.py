@@ -90,7 +90,7 @@ def test_a_script_with_a_trainer(run: Run) -> None:
     assert code == 0
     assert "on meta\n" in out
     assert "after fit" not in out
-    assert f"{3 * 400 * 401 + 400:,} parameters, {3 * 400 * 401 + 400:,} of them trained" in out
+    assert f"{3 * 400 * 401 + 400:,} parameters, {3 * 400 * 401 + 400:,} of them trainable" in out
     assert "bf16-true" in out
     assert "Smallest that fits in" in out
     rows = [line.split() for line in out.splitlines() if line.startswith("  zero2, optimizer on cpu")]
@@ -103,7 +103,7 @@ def test_a_script_for_gpus(run: Run) -> None:
     """It can be planned without GPUs, and no process is started."""
     code, out, _ = run(TRAINER, "--device-memory", "80G", "--host-memory", "512GiB", after=("--gpu",))
     assert code == 0
-    assert "fits in 80.0 GiB a device and 512.0 GiB a machine: single, 1 process" in out
+    assert "fits in 80.0 GiB a device and 512.0 GiB a node: single, 1 process" in out
     assert any(line.startswith("* zero3 ") for line in out.splitlines())
 
 

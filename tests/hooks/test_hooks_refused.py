@@ -49,9 +49,7 @@ def test_what_would_train_or_restore_something_else_is_no_mere_warning() -> None
 
 @pytest.mark.parametrize("name", sorted(WARNED))
 def test_a_method_with_the_name_of_a_hook_that_lightning_had_is_a_warning(name: str) -> None:
-    said = (
-        rf"Mine.{name} has the name of a hook that Lightning had, .* does not call it.*use {re.escape(REMOVED[name])} instead"
-    )
+    said = rf"Mine.{name} has the name of a former hook of Lightning, .* does not call.*use {re.escape(REMOVED[name])} instead"
     for check, owner in (
         (check_callback, callback_with(**{name: nothing})),
         (lambda module: check_module(module, TrainModule), module_with(**{name: nothing})),
@@ -74,7 +72,7 @@ def test_a_method_of_that_name_that_the_users_code_calls() -> None:
             self.on_epoch_end()
 
     module = Mine()
-    with pytest.warns(TrainkitWarning, match="Mine.on_epoch_end has the name of a hook"):
+    with pytest.warns(TrainkitWarning, match="Mine.on_epoch_end has the name of a former hook"):
         make_trainer(max_epochs=2).fit(module, tiny_loader(4))
     assert module.ends == 2  # by the user's code alone
 
@@ -214,7 +212,7 @@ def test_a_step_may_take_the_batch_only() -> None:
 
 @pytest.mark.parametrize("thing", [Callback, object(), "EarlyStopping", lambda: None])
 def test_what_is_no_callback(thing: Any) -> None:
-    with pytest.raises(HookError, match=r"must hold Callback objects|make an instance: Callback\(\)"):
+    with pytest.raises(HookError, match=r"must contain Callback objects|make an instance: Callback\(\)"):
         make_trainer(thing)
 
 

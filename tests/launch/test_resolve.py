@@ -58,6 +58,8 @@ def test_accelerators() -> None:
     assert read_wanted("gpu", "auto", None) == read_wanted("cuda", "auto", None)
     with pytest.raises(UnknownNameError, match="unknown accelerator 'cpus'.*Did you mean 'cpu'"):
         read_wanted("cpus", 1, None)
+    with pytest.raises(UnknownNameError, match="'xla': XLA is a strategy.* Use accelerator='tpu', or strategy='xla'"):
+        read_wanted("xla", 1, None)
     assert read_wanted("tpu", 4, None) == RequestedDevices("xla", 4)
     with pytest.raises(UnsupportedArgumentError, match="'hpu' is not supported"):
         read_wanted("hpu", 1, None)

@@ -221,11 +221,11 @@ def test_steps() -> None:
 
 
 @pytest.mark.parametrize("kind, call, words", [
-    (CSVLogger, "log_image", "cannot hold images. Loggers that can: TensorBoardLogger, WandbLogger, MLFlowLogger, "),
-    (CSVLogger, "log_text", "cannot hold text. Loggers that can: JSONLLogger, TensorBoardLogger, WandbLogger, "),
-    (CSVLogger, "log_histogram", "cannot hold histograms. Loggers that can: TensorBoardLogger, WandbLogger, CometLogger"),
-    (JSONLLogger, "log_image", "JSONLLogger cannot hold images"),
-    (JSONLLogger, "log_histogram", "JSONLLogger cannot hold histograms"),
+    (CSVLogger, "log_image", "cannot store images. Loggers that can: TensorBoardLogger, WandbLogger, MLFlowLogger, "),
+    (CSVLogger, "log_text", "cannot store text. Loggers that can: JSONLLogger, TensorBoardLogger, WandbLogger, "),
+    (CSVLogger, "log_histogram", "cannot store histograms. Loggers that can: TensorBoardLogger, WandbLogger, CometLogger"),
+    (JSONLLogger, "log_image", "JSONLLogger cannot store images"),
+    (JSONLLogger, "log_histogram", "JSONLLogger cannot store histograms"),
 ])  # fmt: skip
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_a_logger_cannot_hold(kind: type[Logger], call: str, words: str, rank: int) -> None:

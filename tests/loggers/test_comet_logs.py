@@ -163,7 +163,9 @@ def test_an_experiment_of_the_user_is_used_and_never_ended(tmp_path: Path) -> No
     logger.state_dict()
     logger.finalize("failed")
     assert not mine.ended
-    with pytest.raises(ConfigurationError, match=r"has .* open; it has one at a time. Fix: call comet_ml.end\(\) before"):
+    with pytest.raises(
+        ConfigurationError, match=r"has .* open, and it can have only one open experiment. Fix: call comet_ml.end\(\) first"
+    ):
         offline(tmp_path, experiment_key="k" * 32).log_metrics({"a": 1}, 0)
     mine.end()
     assert comet_records(tmp_path) == {"a": [(0, 1)]}
@@ -218,7 +220,7 @@ def test_the_key_of_another_experiment_goes_before_that_of_a_checkpoint(comet_se
     logger = CometLogger(api_key="secret", experiment_key="k" * 32)
     logger.load_state_dict({"last_step": 4, "key": "other", "counts": {}})
     assert caplog.messages[-1] == (
-        f"CometLogger logs to the experiment {'k' * 32}, not to other, to which the resumed run logged."
+        f"CometLogger logs to the experiment {'k' * 32}, not to other, the experiment of the checkpoint."
     )
     logger.log_metrics({"a": 1})
     assert comet_server.calls[0]["experiment_key"] == "k" * 32
@@ -290,7 +292,7 @@ def test_what_is_said_to_comet(comet_server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments, error, words", [
-    (dict(), ConfigurationError, r"no API key. Fix: CometLogger\(online=False\) keeps the experiment on this machine"),
+    (dict(), ConfigurationError, r"no API key. Fix: run comet login.* CometLogger\(online=False\)"),
     (dict(online=True), ConfigurationError, "no API key"),
     (dict(online=False, nam="x"), UnknownNameError, "Did you mean 'name'"),
     (dict(online=False, project_name="x"), UnknownNameError, "Fix: project='…'"),

@@ -91,7 +91,7 @@ def test_hyperparameters_are_plain_yaml(tmp_path: Path) -> None:
             "opaque": Opaque(), "list": [Opaque(), 1], 3: "a key", "text": "naïve: # {x}",
         })  # fmt: skip
     assert [str(one.message) for one in warned] == [
-        "CSVLogger: these hyper-parameters are no plain values and were written as text: opaque, list[0]"
+        "CSVLogger: these hyper-parameters are not plain values and were written as text: opaque, list[0]"
     ]
     assert warned[0].filename == __file__
     logger.log_hyperparams(argparse.Namespace(added=1, none="now text"))

@@ -104,7 +104,7 @@ def test_which_run_is_meant(tmp_path: Path) -> None:
 def test_no_metrics_says_what_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"expected metrics\.csv, metrics\.jsonl, events\.out\.tfevents\.\*"):
         read_metrics(tmp_path)
-    with pytest.raises(ConfigurationError, match="nowhere', which is not there"):
+    with pytest.raises(ConfigurationError, match="nowhere', which does not exist"):
         find_run(tmp_path / "nowhere")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="file', which is a file"):
@@ -115,10 +115,10 @@ def test_no_metrics_says_what_was_looked_for(tmp_path: Path) -> None:
     ("metrics.csv", "time,loss\n1,2\n", "expected a column 'step', got time, loss"),
     ("metrics.csv", "step,loss\n1,2\nx,3\n", "line 3: expected numbers, got .*'x', '3'"),
     ("metrics.csv", "step,loss\n1,abc\n", "line 2: expected numbers"),
-    ("metrics.jsonl", '{"step": 1, "loss": 2}\n{"loss": 2}\n', "line 2: expected like"),
-    ("metrics.jsonl", "[1, 2]\n", "line 1: expected like"),
-    ("metrics.jsonl", '{"step": 1, "loss": [2]}\n', "line 1: expected like"),
-    ("metrics.jsonl", "not json\n", "line 1: expected like"),
+    ("metrics.jsonl", '{"step": 1, "loss": 2}\n{"loss": 2}\n', "line 2: expected an object such as"),
+    ("metrics.jsonl", "[1, 2]\n", "line 1: expected an object such as"),
+    ("metrics.jsonl", '{"step": 1, "loss": [2]}\n', "line 1: expected an object such as"),
+    ("metrics.jsonl", "not json\n", "line 1: expected an object such as"),
 ])  # fmt: skip
 def test_files_that_are_something_else(tmp_path: Path, name: str, text: str, words: str) -> None:
     (tmp_path / name).write_text(text)

@@ -81,7 +81,7 @@ def test_images_and_texts_are_artifacts(database: str, tmp_path: Path) -> None:
     expected = np.round(gradient[0] * 255).ravel().astype(int).tolist()
     assert drawn == [expected, expected[::-1]]
     assert logger.log_dir is None  # it is kept elsewhere
-    with pytest.raises(ConfigurationError, match="MLFlowLogger cannot hold histograms"):
+    with pytest.raises(ConfigurationError, match="MLFlowLogger cannot store histograms"):
         logger.log_histogram("w", gradient)
 
 
@@ -89,7 +89,7 @@ def test_names_that_mlflow_does_not_take(database: str) -> None:
     logger = MLFlowLogger("names", tracking_uri=database)
     logger.log_metrics({"acc@5": 1.0, "/a//b/../c": 2.0, "µ": 3.0}, 0)
     assert set(mlflow_records(database, str(logger.run_id))) == {"acc_5", "a/b/c", "µ"}
-    with pytest.raises(MetricError, match="'acc@5' and 'acc:5' both are 'acc_5' in MLflow"):
+    with pytest.raises(MetricError, match="'acc@5' and 'acc:5' are both 'acc_5' in MLflow"):
         logger.log_metrics({"acc:5": 1.0}, 1)
     with pytest.raises(MetricError, match="letters"):
         logger.log_metrics({"..": 1.0}, 1)
@@ -100,7 +100,7 @@ def test_parameters_that_mlflow_does_not_keep(database: str, tmp_path: Path) -> 
     logger = MLFlowLogger("parameters", tracking_uri=database, artifact_location=str(tmp_path))
     with pytest.warns(TrainkitWarning, match=r"written to the artifacts hparams/<name>.txt: prompt"):
         logger.log_hyperparams({"lr": 0.1, "prompt": "x" * 7000})
-    with pytest.warns(TrainkitWarning, match="keeps a parameter's first value. A tag has the new one of: lr"):
+    with pytest.warns(TrainkitWarning, match="keeps the first value of a parameter. Tags have the new values of: lr"):
         logger.log_hyperparams({"lr": 0.2, "more": {str(index): index for index in range(150)}})
     run = run_of(logger)
     assert len(run.data.params) == 151
@@ -191,7 +191,7 @@ def test_a_resume_whose_run_is_another_or_gone(database: str, caplog: Any) -> No
     assert mlflow_records(database, str(logger.run_id)) == {"loss": [(5, 1.0)]}
     logger.load_state_dict(state)
     assert caplog.messages[-1] == (
-        f"MLFlowLogger logs to the run {logger.version}, not to {'f' * 32}, to which the resumed run logged."
+        f"MLFlowLogger logs to the run {logger.version}, not to {'f' * 32}, the run of the checkpoint."
     )
     logger.finalize()
 

@@ -17,6 +17,7 @@ from trainkit.console import TrainkitWarning
 from trainkit.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger
 from trainkit.loggers.attach import attach
 from trainkit.loggers.metrics_reader import read_metrics
+from trainkit.loggers.resumed_logs import digest
 from trainkit.tagged_json.encode import dumps, loads
 
 KINDS = [CSVLogger, JSONLLogger, TensorBoardLogger]
@@ -86,7 +87,7 @@ def test_the_log_of_a_resumed_run_is_that_of_one_that_was_never_killed(kind: Any
         whole = kind(tmp_path / "whole")
         train(whole, range(1, 10))
         whole.finalize()
-        [one], [other] = (list(Path(str(log.log_dir)).iterdir()) for log in (second, whole))
+        [one], [other] = (list(Path(str(log.log_dir)).glob("metrics.*")) for log in (second, whole))
         assert one.read_bytes() == other.read_bytes()
 
 
@@ -209,17 +210,25 @@ def test_a_state_makes_nothing(kind: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_default_folder_may_be_another_now(kind: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("default_root", ["a", ".", "b"])
+def test_a_log_continues_only_inside_the_default_folder(kind: Any, default_root: str, tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level("INFO", "trainkit")
     first = kind()
     first.set_default_root(tmp_path / "a")
-    state = stopped(first, 3)
+    state = stopped(first, 3, 5)
+    before = contents(tmp_path / "a")
     second = kind()
-    second.set_default_root(tmp_path / "b")
+    second.set_default_root(tmp_path / default_root)
     second.load_state_dict(state)
     train(second, range(4, 7))
     second.finalize()
-    assert without_epoch(tmp_path / "a") == expected(6)
-    assert not (tmp_path / "b").exists()
+    if default_root == "b":
+        assert "The checkpoint names a log in another place" in caplog.messages[-1]
+        assert contents(tmp_path / "a") == before
+        assert without_epoch(tmp_path / "b")["loss"] == expected(6)["loss"][3:]
+    else:
+        assert second.log_dir == first.log_dir
+        assert without_epoch(tmp_path / "a") == expected(6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -245,7 +254,7 @@ def test_a_folder_that_is_gone_is_a_warning(kind: Any, tmp_path: Path) -> None:
     state = stopped(first, 3)
     shutil.rmtree(tmp_path / "default")
     second = kind(tmp_path)
-    with pytest.warns(TrainkitWarning, match="version_0 of the run that is resumed is not there, so that what was logged"):
+    with pytest.warns(TrainkitWarning, match="version_0 of the resumed run does not exist. It starts a new log"):
         second.load_state_dict(state)
     train(second, range(4, 7))
     second.finalize()
@@ -266,7 +275,7 @@ def test_another_runs_files_are_not_touched(kind: Any, rows: int, tmp_path: Path
     other.finalize()
     before = {path: path.read_bytes() for path in (tmp_path / "default" / "version_0").iterdir()}
     second = kind(tmp_path)
-    with pytest.warns(TrainkitWarning, match="version_0 of the run that is resumed holds the log of another run"):
+    with pytest.warns(TrainkitWarning, match="version_0 of the resumed run contains the log of another run"):
         second.load_state_dict(state)
     train(second, range(4, 7))
     second.finalize()
@@ -287,8 +296,8 @@ def test_a_file_that_lacks_something_is_a_warning(kind: Any, name: str, cut: str
         kept = 2 if kind is CSVLogger else 1
         path.write_text("".join(lines[:kept]) + (lines[kept][:4] if cut == "torn" else ""))
     second = kind(tmp_path)
-    found = "is not there" if cut == "gone" else "has 1 rows" if kind is CSVLogger else "has [0-9]+ bytes"
-    with pytest.warns(TrainkitWarning, match=f"the log continues, but .*{name} {found}; when the checkpoint was made it had"):
+    found = "does not exist" if cut == "gone" else "has 1 rows" if kind is CSVLogger else "has [0-9]+ bytes"
+    with pytest.warns(TrainkitWarning, match=f"the log continues, but .*{name} {found}; when the checkpoint was saved, it had"):
         second.load_state_dict(state)
     train(second, range(5, 7))
     second.finalize()
@@ -309,7 +318,7 @@ def test_event_files_that_lack_something_are_a_warning(tmp_path: Path) -> None:
     with (folder / other).open("r+b") as file:
         file.truncate(state["files"]["sizes"][other] - 3)
     second = TensorBoardLogger(tmp_path)
-    with pytest.warns(TrainkitWarning, match=f"{one} is not there; .*; .*{other} has [0-9]+ bytes; when"):
+    with pytest.warns(TrainkitWarning, match=f"{one} does not exist; .*; .*{other} has [0-9]+ bytes; when"):
         second.load_state_dict(state)
     train(second, range(5, 7))
     second.finalize()
@@ -324,7 +333,7 @@ def test_what_the_user_says_goes_before(kind: Any, arguments: dict[str, Any], tm
     state = stopped(first, 3, 5)
     second = kind(**{"save_dir": tmp_path, **arguments})
     second.load_state_dict(state)
-    assert "a new log begins" in caplog.messages[-1]
+    assert "starts a new log" in caplog.messages[-1]
     train(second, range(4, 7))
     second.finalize()
     assert without_epoch(Path(str(first.log_dir))) == {name: s for name, s in expected(5).items() if s}
@@ -398,6 +407,127 @@ def test_a_file_that_cannot_be_cut_is_a_warning(tmp_path: Path, monkeypatch: pyt
         patch.setattr("trainkit.loggers.files.os.replace", read_only)
         with pytest.warns(TrainkitWarning, match="could not be removed and appears twice.*Permission denied"):
             second.load_state_dict(state)
+
+
+# ------------------------------------------------------------------------------------------------------ forged states
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def log_of_another_run(kind: Any, save_dir: Path) -> Logger:
+    other: Logger = kind(save_dir)
+    train(other, range(1, 8))
+    other.finalize()
+    return other
+
+
+def weak_marks(folder: Path) -> list[dict[str, Any]]:
+    """Marks that anyone can give without knowing the log in a folder."""
+    nothing, brace = digest(b""), digest(b"{")
+    names = [path.name for path in folder.glob("events*")]
+    return [
+        {},
+        {"metrics.csv": {"rows": 0, "columns": 1, "first": "", "last": ""}},
+        {"metrics.csv": {"rows": 0, "columns": 0, "first": "", "last": ""}},
+        {"metrics.csv": {"rows": 1000, "columns": 1, "first": "", "last": ""}},
+        {"metrics.jsonl": {"bytes": 0, "first": nothing, "last": nothing}},
+        {"metrics.jsonl": {"bytes": 1, "first": brace, "last": brace}},
+        {"metrics.jsonl": {"bytes": -1, "first": nothing, "last": nothing}},
+        {"text.jsonl": {"bytes": 1000, "first": "", "last": ""}},
+        {"sizes": {}},
+        {"sizes": {"events.out.tfevents.1.forged.1.0": 1}},
+        {"sizes": dict.fromkeys(names, 0)},
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", ["outside", "inside", "linked"])
+@pytest.mark.parametrize("folder_id", [None, "", "forged"])
+def test_a_forged_state_changes_no_log(kind: Any, place: str, folder_id: str | None, tmp_path: Path) -> None:
+    """The log of another run outside the folder, in the folder, or where a link in it leads."""
+    root = tmp_path / "run" / "logs"
+    other = log_of_another_run(kind, root if place == "inside" else tmp_path / "outside")
+    folder = Path(str(other.log_dir))
+    if place == "linked":
+        root.mkdir(parents=True)
+        (root / "default").mkdir()
+        (root / "default" / "version_0").symlink_to(folder)
+    before = contents(folder)
+    assert before
+    for files in weak_marks(folder):
+        state = {"last_step": 1, "folder": str(folder), "version": 0, "name": "default", "files": files, "folder_id": folder_id}
+        logger = kind()
+        logger.set_default_root(tmp_path / "run")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", TrainkitWarning)
+            logger.load_state_dict(state)
+        logger.log_metrics({"loss": 1.0}, 2)
+        logger.finalize()
+        assert contents(folder) == before, files
+        shutil.rmtree(str(logger.log_dir))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_with_the_right_marks_names_no_folder_outside(kind: Any, tmp_path: Path) -> None:
+    first = kind(tmp_path / "outside")
+    state = stopped(first, 3, 7)
+    before = contents(tmp_path / "outside")
+    logger = kind()
+    logger.set_default_root(tmp_path / "run")
+    logger.load_state_dict(state)
+    assert str(logger.log_dir).startswith(str(tmp_path / "run"))
+    assert contents(tmp_path / "outside") == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("version", ["../../outside", "..", "/outside", "", -1, True, None, 1.5])
+def test_a_forged_version_names_no_folder_outside(kind: Any, version: Any, tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level("INFO", "trainkit")
+    root = tmp_path / "run" / "logs" / "default"
+    logger = kind()
+    logger.set_default_root(tmp_path / "run")
+    logger.load_state_dict({"last_step": 1, "folder": f"{root}/{version}", "version": version, "name": "default", "files": {}})
+    assert "starts a new log" in caplog.messages[-1]
+    assert logger.log_dir == str(root / "version_0")
+
+
+def test_forged_names_of_event_files_are_ignored(tmp_path: Path) -> None:
+    first = TensorBoardLogger(tmp_path / "logs")
+    state = stopped(first, 3, 5)
+    private = tmp_path / "events.out.tfevents.1.private.1.0"
+    private.write_bytes(b"x" * 100)
+    (tmp_path / "notes.txt").write_bytes(b"x" * 100)
+    for name in (f"../../../{private.name}", str(private), "../../../notes.txt", str(tmp_path / "notes.txt")):
+        for size in (0, 10):
+            state["files"]["sizes"][name] = size
+    second = TensorBoardLogger(tmp_path / "logs")
+    second.load_state_dict(state)
+    assert second.log_dir == first.log_dir
+    assert private.stat().st_size == (tmp_path / "notes.txt").stat().st_size == 100
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_from_before_the_log_without_an_id_starts_a_new_log(kind: Any, tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level("INFO", "trainkit")
+    first = kind(tmp_path)
+    assert first.log_dir
+    state = first.state_dict()
+    assert state["files"] == {}
+    assert state["folder_id"] == first.state_dict()["folder_id"]
+    del state["folder_id"]  # as in checkpoints of earlier versions
+    empty = kind(tmp_path)
+    empty.load_state_dict(state)
+    assert empty.log_dir == first.log_dir  # nothing is there to be removed
+    train(first, range(1, 4))
+    first.finalize()
+    before = contents(Path(first.log_dir))
+    second = kind(tmp_path)
+    second.load_state_dict(state)
+    assert "shows that it is the log of the resumed run. It starts a new log" in caplog.messages[-1]
+    assert second.version == 1
+    assert contents(Path(first.log_dir)) == before
 
 
 class Printer(Logger):

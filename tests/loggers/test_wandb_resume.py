@@ -150,7 +150,7 @@ def test_a_run_that_the_user_chose_goes_before(how: str, tmp_path: Path, caplog:
         wandb.init(project="x", dir=tmp_path, id="mine")
         logger = WandbLogger(save_dir=tmp_path)
     logger.load_state_dict({"last_step": 4, "id": "other", "rows": 6})
-    assert caplog.messages[-1] == "WandbLogger logs to the run mine, not to other, to which the resumed run logged."
+    assert caplog.messages[-1] == "WandbLogger logs to the run mine, not to other, the run of the checkpoint."
     logger.log_metrics({"loss": 1.0})
     assert logger.version == "mine"
     assert logger.state_dict() == {"last_step": 5, "id": "mine", "rows": 1}

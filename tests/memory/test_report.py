@@ -90,7 +90,7 @@ def test_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert shown == f"{made}\n"
     assert "Not included: activations" in shown
-    assert "fits in 80.0 GiB a device and 512.0 GiB a machine: single, 1 process" in shown
+    assert "fits in 80.0 GiB a device and 512.0 GiB a node: single, 1 process" in shown
 
 
 def test_what_fits_has_a_column_and_a_line_for_each_number_of_processes() -> None:
@@ -210,7 +210,7 @@ def test_adapters() -> None:
 def test_what_cannot_be_had_is_said() -> None:
     made = plan(trainer={"precision": "64-true"}, processes=[2])
     assert {each.strategy for each in made.rows} == {"ddp"}
-    assert any(note.startswith("zero1; zero2") and "not in 64-true" in note for note in made.notes)
+    assert any(note.startswith("zero1; zero2") and "does not support 64-true" in note for note in made.notes)
 
     class Factored(Planned):
         def configure_optimizers(self) -> Any:

@@ -185,7 +185,7 @@ def test_callbacks_that_run_last_can_still_log_at_the_end_of_an_epoch() -> None:
 
 def test_a_callback_that_is_not_running_cannot_log() -> None:
     callback = Callback()
-    with pytest.raises(HookError, match=r"Callback\.log works while a Trainer runs this callback"):
+    with pytest.raises(HookError, match=r"Callback\.log works only in a run of a Trainer"):
         callback.log("x", 1.0)
     fitted(TinyModule(), callback)
     with pytest.raises(HookError, match=r"Trainer\(callbacks=\[\.\.\.\]\)\.fit"):

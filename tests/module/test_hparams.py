@@ -194,9 +194,7 @@ def test_fields_that_init_does_not_take() -> None:
 def test_keys_that_are_no_strings() -> None:
     module = Given({1: "one", (2, 3): "two", "lr": 0.5})
     assert module.hparams == {1: "one", (2, 3): "two", "lr": 0.5}
-    with pytest.raises(
-        AttributeError, match=r"no hyper-parameter 'lrr'; there are \['\(2, 3\)', '1', 'lr'\]\. Did you mean 'lr'"
-    ):
+    with pytest.raises(AttributeError, match=r"no hyper-parameter 'lrr'; known: \['\(2, 3\)', '1', 'lr'\]\. Did you mean 'lr'"):
         module.hparams.lrr
 
 
@@ -271,7 +269,7 @@ def test_entries_are_attributes_too() -> None:
     hparams["width"] = 5
     assert (hparams["lr"], hparams.width) == (1.0, 5)
     with pytest.raises(
-        AttributeError, match=r"no hyper-parameter 'widht'; there are \['flag', 'lr', 'width'\]\. Did you mean 'width'"
+        AttributeError, match=r"no hyper-parameter 'widht'; known: \['flag', 'lr', 'width'\]\. Did you mean 'width'"
     ):
         hparams.widht
     assert not hasattr(hparams, "depth")

@@ -192,16 +192,16 @@ def made_elsewhere(module: Any) -> Any:
         (with_scheduler(lambda o, s: ([o], [{"scheduler": s, "frequency": 0}])), ["frequency", "≥ 1, not 0"]),
         (with_scheduler(lambda o, s: ([o], [{"scheduler": s, "frequency": True}])), ["frequency", "not True"]),
         (with_scheduler(lambda o, s: ([o], [{"scheduler": s, "frequency": 1.5}])), ["frequency", "not 1.5"]),
-        (with_scheduler(lambda o, s: ([o], ["cosine"])), ["expected an object with step(), received 'cosine'"]),
+        (with_scheduler(lambda o, s: ([o], ["cosine"])), ["expected an object with step(), got 'cosine'"]),
         (with_scheduler(lambda o, s: ([o], [s]), plateau), ["ReduceLROnPlateau needs the metric", "'monitor': 'val_loss'"]),
-        (made_elsewhere, ["StepLR was made for another optimizer"]),
+        (made_elsewhere, ["StepLR was created for an optimizer that configure_optimizers did not return"]),
         (
             lambda m: [sgd(m.layer), sgd(m.other)],
             ["returned 2 optimizers", "automatic_optimization = False", "parameter groups"],
         ),
         (lambda m: torch.optim.LBFGS(m.parameters()), ["LBFGS", "self.optimizers().step(closure)"]),
-        (lambda m: SGD(nn.Linear(3, 7).parameters(), 0.1), ["SGD holds 2 parameters that are not the module's", "(7, 3)"]),
-        (lambda m: SGD([*m.parameters(), torch.zeros(5, requires_grad=True)], 0.1), ["holds 1 parameter that", "(5,)"]),
+        (lambda m: SGD(nn.Linear(3, 7).parameters(), 0.1), ["SGD has 2 parameters that are not the module's", "(7, 3)"]),
+        (lambda m: SGD([*m.parameters(), torch.zeros(5, requires_grad=True)], 0.1), ["has 1 parameter that", "(5,)"]),
     ],
 )
 def test_wrong_forms(configure: Callable[[Any], Any], words: list[str]) -> None:
@@ -226,7 +226,7 @@ def test_an_optimizer_of_layers_that_were_replaced() -> None:
             self.layer = nn.Linear(4, 1)
             return optimizer
 
-    with pytest.raises(OptimizerError, match="made before layers were replaced holds the old ones"):
+    with pytest.raises(OptimizerError, match="created before layers were replaced has the old parameters"):
         make_trainer().fit(Replaced(), tiny_loader())
 
 

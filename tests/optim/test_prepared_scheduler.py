@@ -190,14 +190,14 @@ def test_one_made_for_the_prepared_length_warns_once() -> None:
     main, other = run_world(2, warned_of_each)
     for said in main:
         (text,) = said["prepared"]
-        assert "is over after 18 steps, and takes 2 with each update, one for each process" in text
-        assert "18 fits the 6 batches of the prepared loader, so it ends too early" in text
-        assert "it must fit the 12 of the loader as it was before prepare" in text
+        assert "ends after 18 steps, and makes 2 steps with each optimizer step, one for each process" in text
+        assert "18 matches the 6 batches of the prepared loader, so it ends too early" in text
+        assert "it must match the 12 batches of the loader before prepare" in text
         assert said["first"] == [text]  # before a rate was wrong
         # two epochs of six batches are one of twelve: a message says when it continues past its end
         (text,) = said["both"]
-        assert "is over after 12 steps" in text
-        assert "12 fits the 6 batches" in text
+        assert "ends after 12 steps" in text
+        assert "12 matches the 6 batches" in text
         assert said["one epoch"] == said["whole"] == []
     assert not any(text for said in other for text in said.values())  # the main process speaks for all
 

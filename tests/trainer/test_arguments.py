@@ -337,7 +337,7 @@ def test_numpys_integers_are_integers() -> None:
 @pytest.mark.parametrize("callbacks", ["early_stopping", 5, object(), [None], ["x"]])
 def test_what_is_no_callback(callbacks: Any) -> None:
     with pytest.raises(
-        TrainkitError, match=r"callbacks must hold Callback objects, not .*callbacks=\[EarlyStopping\('val_loss'\)\]"
+        TrainkitError, match=r"callbacks must contain Callback objects, not .*callbacks=\[EarlyStopping\('val_loss'\)\]"
     ):
         Trainer(callbacks=callbacks, max_epochs=1)
 

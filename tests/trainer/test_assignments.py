@@ -42,7 +42,7 @@ def test_a_wrong_seed() -> None:
 
 
 def test_callbacks_that_are_none() -> None:
-    with pytest.raises(HookError, match="callbacks must hold Callback objects, not 'x'"):
+    with pytest.raises(HookError, match="callbacks must contain Callback objects, not 'x'"):
         make_trainer().callbacks = ["x"]
 
 

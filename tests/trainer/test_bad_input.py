@@ -161,7 +161,7 @@ MODULES: dict[str, tuple[Callable[[], Any], type[TrainkitError], list[str]]] = {
     "a callback that is none": (
         lambda: made(configure_callbacks=lambda self: [Callback]),
         HookError,
-        ["callbacks must hold Callback objects", "Did you forget to make an instance: Callback()?"],
+        ["callbacks must contain Callback objects", "Did you forget to make an instance: Callback()?"],
     ),
 }
 
@@ -356,13 +356,13 @@ CONFIGURED: dict[str, tuple[dict[str, Any], dict[str, Any], type[TrainkitError],
         },
         {},
         OptimizerError,
-        ["expected an object with step(), received <class"],
+        ["expected an object with step(), got <class"],
     ),
     "parameters of another module": (
         {"configure_optimizers": lambda self: torch.optim.SGD(nn.Linear(2, 3).parameters(), lr=0.1)},
         {},
         OptimizerError,
-        ["SGD holds 2 parameters that are not the module's (the first of shape (3, 2))", "Give it self.parameters()"],
+        ["SGD has 2 parameters that are not the module's (the first of shape (3, 2))", "Pass self.parameters() to it"],
     ),
     "a batch size that does not divide": ({}, {"global_batch_size": 6}, ConfigurationError, ["is not a multiple", "Use 8"]),
     "a limit that leaves nothing": ({}, {"limit_train_batches": 0.1}, ConfigurationError, ["leaves no batch", "at least 0.25"]),

@@ -82,7 +82,7 @@ def test_early_stopping_and_what_a_resume_of_it_says(caplog: pytest.LogCaptureFi
     trainer = fit(EarlyStopping("val_loss", patience=2), module=Worse(), max_epochs=9, ckpt_path="auto")
     assert trainer.global_step == 12
     assert (
-        "EarlyStopping had stopped the resumed run: val_loss had not improved for 2 checks, so it trains no "
+        "EarlyStopping had stopped the resumed run: val_loss had not improved for 2 checks. It does not train "
         "further. To continue, raise patience=2: EarlyStopping('val_loss', patience=5)"
     ) in caplog.messages
     assert ends(caplog) == [f"fit ended at step 12, epoch 3: EarlyStopping: val_loss had not improved for 2 checks. {PLACE}"]
@@ -104,7 +104,7 @@ def test_a_time_limit_and_what_a_resume_of_it_says(caplog: pytest.LogCaptureFixt
         trainer = fit(Late(), timer, ckpt_path="auto")
         assert trainer.global_step == step
         assert ends(caplog) == [f"fit ended at step 3, epoch 0: Timer: the time limit of 1:00:00 is reached. {PLACE}"]
-    assert any("had used up its time: the time limit of 1:00:00 is reached" in text for text in caplog.messages)
+    assert any("has no time left: the time limit of 1:00:00 is reached" in text for text in caplog.messages)
 
 
 def test_max_epochs_were_reached_before_the_resume(caplog: pytest.LogCaptureFixture) -> None:

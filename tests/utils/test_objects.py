@@ -22,7 +22,9 @@ def on_several() -> list[Any]:
     given = [rank, "text", None]
     received = broadcast_object_list(given, from_process=1)
     assert received is given
-    with pytest.raises(ConfigurationError, match="the same length and process on all processes; rank 0: 0 from 0, rank 1: 1"):
+    with pytest.raises(
+        ConfigurationError, match="the same length and from_process on all ranks, got rank 0: 0 from 0, rank 1: 1"
+    ):
         broadcast_object_list([None] * rank)
     with pytest.raises(ConfigurationError, match=r"from_process=7\): expected a rank from 0 to 2"):
         broadcast_object_list([], from_process=7)

@@ -42,8 +42,8 @@ def _check_methods(owner: str, methods: Mapping[str, Any], base: type, known: tu
         where = f"{owner}.{name}"
         if name in WARNED:
             warn(
-                f"{where} has the name of a hook that Lightning had, and trainkit does not call it. Expected: a method that "
-                f"your code calls itself. If it is meant as the hook, use {REMOVED[name]} instead."
+                f"{where} has the name of a former hook of Lightning, which trainkit does not call. Ignore this if your own "
+                f"code calls the method. If it is meant as the hook, use {REMOVED[name]} instead."
             )
         elif name in REMOVED:
             raise HookError(f"{where} is never called by trainkit. Use {REMOVED[name]} instead.")
@@ -61,12 +61,12 @@ def _refuse_misspelt(name: str, where: str, known: tuple[str, ...]) -> None:
         if _edits(name, candidate, allowed := 2 if len(candidate) > 10 else 1) <= allowed:
             raise HookError(
                 f"{where} is never called: no hook has that name. Did you mean {candidate!r}? "
-                "If it is a method of your own, rename it so that it cannot be taken for the hook."
+                "If it is your own method, rename it so that the names differ more."
             )
 
 
 def _edits(first: str, second: str, limit: int) -> int:
-    """The Levenshtein distance of two names, or `limit + 1` if it is more. difflib finds more edits than are needed."""
+    """The Levenshtein distance of two names, or `limit + 1` if it is larger. difflib does not compute the smallest one."""
     if abs(len(first) - len(second)) > limit:
         return limit + 1
     row = list(range(len(second) + 1))
@@ -83,7 +83,7 @@ def check_callback(callback: object) -> None:
     """Raise a `HookError` for an object that is not a callback, or whose hooks are misspelled or cannot be called."""
     if not isinstance(callback, Callback):
         raise HookError(
-            f"callbacks must hold Callback objects, not {callback!r}. "
+            f"callbacks must contain Callback objects, not {callback!r}. "
             + (
                 f"Did you forget to make an instance: {callback.__name__}()?"
                 if isinstance(callback, type)
@@ -108,7 +108,7 @@ def check_module(module: object, base: type) -> None:
         if "dataloader_iter" in inspect.signature(method).parameters:
             raise HookError(
                 f"{type(module).__name__}.{name} takes dataloader_iter, which is not supported. Take the batch: "
-                f"def {name}({', '.join(('self', *arguments[:2]))}); copies to the device overlap with the work anyway."
+                f"def {name}({', '.join(('self', *arguments[:2]))}); copies to the device overlap with the computation anyway."
             )
 
 

@@ -68,7 +68,7 @@ REMOVED: dict[str, str] = {
     "on_post_move_to_device": "on_fit_start: tied parameters stay tied",
     "on_hpc_save": "on_save_checkpoint",
     "on_hpc_load": "on_load_checkpoint",
-    "on_validation_model_zero_grad": "on_validation_start: a validation leaves the gradients as they are",
+    "on_validation_model_zero_grad": "on_validation_start: validation does not change the gradients",
     "optimizer_step": (
         "on_before_optimizer_step, or manual optimization (automatic_optimization = False) with self.optimizers().step()"
     ),
@@ -77,7 +77,7 @@ REMOVED: dict[str, str] = {
     "tbptt_split_batch": "a loop over the parts of the sequence under manual optimization",
 }
 
-# Hooks among them whose names users also give to methods that they call themselves: these only warn. The others raise an error,
-# because without them a run would train or restore something other than the user means.
+# Hooks in REMOVED with a name that users may also give to their own methods cause a warning. The others raise an error, because
+# without them a run would train or restore something other than the user means.
 _ERRORS_AMONG_HOOKS = ("on_configure_sharded_model", "on_hpc_load", "on_hpc_save", "on_post_move_to_device")
 WARNED: frozenset[str] = frozenset(name for name in REMOVED if name.startswith("on_") and name not in _ERRORS_AMONG_HOOKS)

@@ -36,6 +36,10 @@ def read_wanted(accelerator: Any, devices: Any, num_nodes: Any) -> RequestedDevi
         raise UnsupportedArgumentError(
             f"accelerator={accelerator!r} is not supported. Use 'auto', 'cpu', 'gpu', 'mps' or 'tpu'."
         )
+    if accelerator == DEVICE:
+        raise UnknownNameError(
+            f"accelerator={accelerator!r}: XLA is a strategy, not a device. Use accelerator='tpu', or strategy={accelerator!r}."
+        )
     if not isinstance(accelerator, str) or accelerator not in _KINDS:
         raise UnknownNameError(
             f"unknown accelerator {accelerator!r}; known: {', '.join(_KINDS)}.{nearest(str(accelerator), _KINDS)}"

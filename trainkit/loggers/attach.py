@@ -1,4 +1,4 @@
-"""What a Trainer does with its loggers: choose one, and set the folders of several."""
+"""What a Trainer does with its loggers: create the default one, and set their folders."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _check_files(logger: Logger, same_kind: Sequence[Logger]) -> None:
     if logger.log_dir in [other.log_dir for other in same_kind if other._run_folder().path is not None]:
         raise ConfigurationError(
             f"Expected loggers that write different files, got two {kind} for {logger.log_dir}. "
-            f"Fix: give one of them another name, {kind}(name='other')"
+            f"Fix: set another name for one of them, {kind}(name='other')"
         )
 
 
@@ -88,7 +88,7 @@ def share_folders(loggers: Sequence[Logger], world: World, saved: Sequence[Mappi
     Args:
         loggers: the same on all processes.
         world: the processes.
-        saved: states of the loggers in the checkpoint that the run resumes from; their folders are used again.
+        saved: states of the loggers in the checkpoint that the run resumes from; their folders are reused.
 
     Raises:
         ConfigurationError: a folder cannot be created; on all processes.
@@ -96,24 +96,24 @@ def share_folders(loggers: Sequence[Logger], world: World, saved: Sequence[Mappi
     if world.size == 1 or not loggers:
         return
     states = states_of(loggers, saved)
-    said: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     if world.is_main:
         try:
             for logger, state in zip(loggers, states, strict=True):
                 if state is not None and "folder" in state:
                     logger._found = state, find_folder(logger, state)
-            said = {"folders": [_folder_values(logger) for logger in loggers]}
+            chosen = {"folders": [_folder_values(logger) for logger in loggers]}
         except ConfigurationError as error:
-            said = {"error": str(error)}
-    said = world.from_main(said)
-    if "error" in said:
-        raise ConfigurationError(said["error"])
+            chosen = {"error": str(error)}
+    chosen = world.from_main(chosen)
+    if "error" in chosen:
+        raise ConfigurationError(chosen["error"])
     if world.is_main:
         return
-    for logger, told, state in zip(loggers, said["folders"], states, strict=True):
-        logger._found = None if state is None else (state, None)  # the main process has looked for the folder
-        if told is not None:
-            logger._folder = LogFolder(Path(told[0]), told[1])
+    for logger, folder, state in zip(loggers, chosen["folders"], states, strict=True):
+        logger._found = None if state is None else (state, None)  # the main process has searched for the folder
+        if folder is not None:
+            logger._folder = LogFolder(Path(folder[0]), folder[1])
 
 
 def _folder_values(logger: Logger) -> list[Any] | None:

@@ -20,7 +20,7 @@ from trainkit.loggers.resumed_logs import folder_state, resume_log
 
 __all__ = ["Logger", "NullExperiment", "is_installed"]
 
-_CAN_HOLD = {
+_CAN_STORE = {
     "images": "TensorBoardLogger, WandbLogger, MLFlowLogger, CometLogger",
     "text": "JSONLLogger, TensorBoardLogger, WandbLogger, MLFlowLogger, CometLogger",
     "histograms": "TensorBoardLogger, WandbLogger, CometLogger",
@@ -108,8 +108,8 @@ class Logger(KnownKeywords):
     _experiment: Any = None
     _last_step: int = -1
     _guard: weakref.finalize[..., Any] | None = None
-    _found: tuple[Mapping[str, Any], Path | None] | None = None  # a state whose folder was looked for, and what was found
-    _in_run_folder: bool = True  # False: the backend has a layout of its own inside save_dir
+    _found: tuple[Mapping[str, Any], Path | None] | None = None  # a state and its folder, if it was searched already
+    _in_run_folder: bool = True  # False: the backend has its own layout in save_dir
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class Logger(KnownKeywords):
         values, as_text = plain(params)
         if as_text:
             warn(
-                f"{type(self).__name__}: these hyper-parameters are no plain values and were written as text: "
+                f"{type(self).__name__}: these hyper-parameters are not plain values and were written as text: "
                 f"{', '.join(as_text)}"
             )
         self.write_hyperparams(values)
@@ -386,7 +386,7 @@ class Logger(KnownKeywords):
     def _require(self, what: str, default: Any, bound: Any) -> None:
         if getattr(bound, "__func__", None) is default:
             raise ConfigurationError(
-                f"{type(self).__name__} cannot hold {what}. Loggers that can: {_CAN_HOLD[what]}. "
+                f"{type(self).__name__} cannot store {what}. Loggers that can: {_CAN_STORE[what]}. "
                 f"Fix: Trainer(logger=[{type(self).__name__}(), TensorBoardLogger()])"
             )
 

@@ -113,8 +113,8 @@ class CometLogger(Logger):
         self._adopted = running is not None and not running.ended
         if self._adopted and self._key not in (None, running.get_key()):
             raise ConfigurationError(
-                f"CometLogger: expected the experiment {self._key}, but comet_ml has {running.get_key()} open; it has "
-                "one at a time. Fix: call comet_ml.end() before"
+                f"CometLogger: expected the experiment {self._key}, but comet_ml has {running.get_key()} open, and it can have "
+                "only one open experiment. Fix: call comet_ml.end() first"
             )
         if self._online and self._key is not None:
             self._recorded = recorded_steps(self._api_key, self._key)
@@ -137,7 +137,7 @@ class CometLogger(Logger):
         experiment, owner = CometLogger._open[0], CometLogger._open[1]()
         if not (experiment.ended or owner is None or owner._idle or owner is self):
             raise ConfigurationError(
-                "Two CometLoggers at a time: comet_ml has one experiment per process. Fix: pass one CometLogger to the Trainer"
+                "Two CometLoggers at a time: comet_ml supports one experiment per process. Fix: pass only one to the Trainer"
             )
         CometLogger._open = None
         if not experiment.ended:
@@ -146,7 +146,7 @@ class CometLogger(Logger):
     def save(self) -> None:
         """Online, wait until everything is sent. Offline, comet_ml writes the archive when the experiment ends."""
         if self._online and self._experiment is not None and not self._experiment.ended and not self._experiment.flush():
-            warn("CometLogger: comet_ml has not sent all that was logged; some of it may be missing after a kill")
+            warn("CometLogger: comet_ml has not sent all logged data yet; if the process is killed now, some may be lost")
 
     def finalize(self, status: str = "success") -> None:
         """After success, keep the experiment open until another starts; after a failure, end it."""
@@ -178,18 +178,19 @@ class CometLogger(Logger):
             self._key, self._begun, self._repeats = self._given_key, False, Repeats()
             notice("CometLogger: an offline experiment is not continued. The resumed run logs to a new one.")
         elif self._key not in (None, state["key"]):
-            notice(f"CometLogger logs to the experiment {self._key}, not to {state['key']}, to which the resumed run logged.")
+            notice(f"CometLogger logs to the experiment {self._key}, not to {state['key']}, the experiment of the checkpoint.")
         else:
             self._key, self._begun = str(state["key"]), True
             self._repeats.resume(state["counts"])
 
-    def _used(self) -> Any:
+    def _active(self) -> Any:
+        """The experiment, marked as in use, so that no other logger ends it."""
         self._idle = False
         return self.experiment
 
     def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
         """Log the metrics, except those from before a resume; "epoch" is an argument of Comet's."""
-        experiment, epoch, new = self._used(), metrics.get("epoch"), {}
+        experiment, epoch, new = self._active(), metrics.get("epoch"), {}
         for name, value in metrics.items():
             if name != "epoch" and not self._repeats.has(name, step, lambda key: self._recorded.get(key, [])):
                 self._repeats.note(name)
@@ -199,7 +200,7 @@ class CometLogger(Logger):
 
     def write_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Log parameters; the names of nested ones are paths, `model/width`."""
-        self._used().log_parameters(flatten(params), nested_support=False)
+        self._active().log_parameters(flatten(params), nested_support=False)
 
     def write_image(self, key: str, images: Sequence[Any], step: int) -> None:
         if not is_installed("PIL"):
@@ -208,11 +209,11 @@ class CometLogger(Logger):
 
         for image in images:
             picture = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image)
-            self._used().log_image(picture, name=key, step=step)
+            self._active().log_image(picture, name=key, step=step)
 
     def write_text(self, key: str, text: str, step: int) -> None:
         """Log a text, with its name in the metadata."""
-        self._used().log_text(text, step=step, metadata={"key": key})
+        self._active().log_text(text, step=step, metadata={"key": key})
 
     def write_histogram(self, key: str, values: Any, step: int) -> None:
-        self._used().log_histogram_3d(values, name=key, step=step)
+        self._active().log_histogram_3d(values, name=key, step=step)

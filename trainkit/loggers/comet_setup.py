@@ -1,4 +1,4 @@
-"""comet_ml for `CometLogger`: check options, start an experiment, read what the server has of one."""
+"""comet_ml for `CometLogger`: check options, start an experiment, read the records of an experiment from the server."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def check_online(api_key: str | None, online: bool | None) -> bool:
         return False
     if not api_key and not comet_ml().get_api_key(None, config):
         raise NotLoggedInError(
-            "CometLogger: there is no API key. Fix: CometLogger(online=False) keeps the experiment on this machine, for "
-            "comet upload; to send it, run comet login or set COMET_API_KEY"
+            "CometLogger: there is no API key. Fix: run comet login or set COMET_API_KEY; or keep the experiment on this "
+            "machine, for comet upload, with CometLogger(online=False)"
         )
     return True
 
@@ -53,7 +53,7 @@ def comet_ml() -> Any:
 def checked_options(kwargs: dict[str, Any], mode: str | None) -> dict[str, Any]:
     """`kwargs`; raises `UnknownNameError` for one that `comet_ml.ExperimentConfig` does not have."""
     if mode not in (None, "get_or_create", "get", "create"):
-        raise ConfigurationError(f"mode: expected 'get_or_create', 'get' or 'create', got {mode!r}. Fix: leave it out")
+        raise ConfigurationError(f"mode: expected 'get_or_create', 'get' or 'create', got {mode!r}. Fix: remove it")
     if kwargs:
         known = inspect.signature(comet_ml().ExperimentConfig.__init__).parameters
         for name in kwargs:
@@ -62,7 +62,7 @@ def checked_options(kwargs: dict[str, Any], mode: str | None) -> dict[str, Any]:
             fix = f"Fix: {_FORMER[name]}" if name in _FORMER else "Fix: remove it; see help(comet_ml.ExperimentConfig)"
             similar = "" if name in _FORMER else nearest(name, known)
             raise UnknownNameError(
-                f"CometLogger: expected arguments of its own or of comet_ml.ExperimentConfig, got {name!r}.{similar} {fix}"
+                f"CometLogger: expected its own arguments or those of comet_ml.ExperimentConfig, got {name!r}.{similar} {fix}"
             )
     return kwargs
 

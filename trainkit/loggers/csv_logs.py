@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainkit.checks import is_whole
 from trainkit.errors import ConfigurationError
 from trainkit.loggers.base import Logger
 from trainkit.loggers.files import AppendFile, complete_lines, replace_file
@@ -85,16 +86,20 @@ class CSVLogger(Logger):
         """Numbers of rows and columns of `metrics.csv`; not of bytes, because a new column rewrites the file."""
         path = folder / _FILE
         mark = _mark(path) if self._experiment is None else self._experiment.mark()
-        return {_FILE: mark} if mark["columns"] else {}
+        return {_FILE: mark} if mark["rows"] else {}
 
     def is_log_of(self, folder: Path, files: Mapping[str, Any]) -> bool:
-        """Whether the first row, and the last row at that position, are still the same."""
-        if _FILE not in files:
-            return True
-        mark = files[_FILE]
-        found = _mark(folder / _FILE, mark["rows"])
-        short = found["rows"] < mark["rows"]
-        return found["first"] in ("", mark["first"]) and (short or found["last"] == mark["last"])
+        """Whether the first row, and the last row at that position, are still the same, or there is no row yet."""
+        path, mark = folder / _FILE, files.get(_FILE)
+        if mark is None:
+            return not path.exists()
+        rows, columns = mark["rows"], mark["columns"]
+        if not is_whole(rows) or not is_whole(columns) or rows < 1 or columns < 1:
+            return False
+        found = _mark(path, rows)
+        if found["rows"] < rows:  # a part of the log is missing
+            return bool(found["first"] in ("", mark["first"]))
+        return bool(found["first"] == mark["first"] and found["last"] == mark["last"])
 
     def cut_files(self, folder: Path, files: Mapping[str, Any]) -> list[str]:
         path, mark = folder / _FILE, files.get(_FILE)
@@ -103,7 +108,7 @@ class CSVLogger(Logger):
             return []
         rows, columns = mark["rows"], mark["columns"]
         found = _mark(path)
-        if found["rows"] > rows or found["columns"] > columns:
+        if found["rows"] > rows or (found["rows"] and found["columns"] > columns):
             replace_file(path, partial(_copy, path, None, rows, columns))
         return [too_short(path, f"{found['rows']} rows", str(rows))] if found["rows"] < rows else []
 

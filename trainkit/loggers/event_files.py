@@ -13,9 +13,10 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from trainkit.checks import is_whole
 from trainkit.loggers.resumed_logs import cut_file
 
-__all__ = ["cut_event_files", "event_files", "event_times", "last_step_in", "quiet_writers"]
+__all__ = ["cut_event_files", "event_files", "event_times", "last_step_in", "quiet_writers", "sizes_in"]
 
 _NAME = re.compile(r"events\.out\.tfevents\.\d+\.(.+\.\d+)\.\d+(?!\d)")  # seconds, then host and process, then a number
 _WRITERS = "tensorboard.summary.writer.event_file_writer"
@@ -43,8 +44,18 @@ def event_files(folder: Path, sub_dir: str = "") -> dict[str, int]:
     return found
 
 
+def sizes_in(folder: Path, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of event files that lie in a folder; anyone may have written `sizes`, so others are ignored."""
+    top = Path(os.path.realpath(folder))
+    return {
+        name: size
+        for name, size in sizes.items()
+        if _NAME.match(Path(name).name) and top in Path(os.path.realpath(folder / name)).parents and is_whole(size) and size > 0
+    }
+
+
 def cut_event_files(folder: Path, sub_dir: str, sizes: Mapping[str, int]) -> list[str]:
-    """Cut event files to these sizes and remove others; returns messages about what is missing."""
+    """Truncate event files to these sizes and remove others; returns messages about what is missing."""
     for name in event_files(folder, sub_dir).keys() - sizes.keys():
         (folder / name).unlink()
     problems = [cut_file(folder / name, size) for name, size in sizes.items()]

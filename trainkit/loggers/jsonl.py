@@ -10,7 +10,7 @@ from typing import Any
 
 from trainkit.loggers.base import Logger
 from trainkit.loggers.files import AppendFile
-from trainkit.loggers.resumed_logs import cut_file, is_same_file, mark_of
+from trainkit.loggers.resumed_logs import cut_file, has_mark, is_cut_off, mark_of
 
 __all__ = ["JSONLLogger", "JSONLWriter"]
 
@@ -59,12 +59,24 @@ class JSONLLogger(Logger):
         return {name: mark for name, mark in marks.items() if mark is not None}
 
     def is_log_of(self, folder: Path, files: Mapping[str, Any]) -> bool:
-        """Whether the files start with what was logged by then, or with a part of it."""
-        return all(is_same_file(folder / name, mark) for name, mark in files.items())
+        """Whether the files start with what was logged by then, or with a part of it.
+
+        A file without a mark began later. It counts only if another file has its mark, because it will be removed.
+        """
+        marks = {name: files[name] for name in _FILES if name in files}
+        marked = [has_mark(folder / name, mark) for name, mark in marks.items()]
+        if not any(marked) and any((folder / name).exists() for name in _FILES if name not in marks):
+            return False
+        return all(ok or is_cut_off(folder / name, marks[name]) for name, ok in zip(marks, marked, strict=True))
 
     def cut_files(self, folder: Path, files: Mapping[str, Any]) -> list[str]:
-        found = [cut_file(folder / name, files[name]["bytes"] if name in files else 0) for name in _FILES]
-        return [problem for problem in found if problem is not None]
+        problems: list[str | None] = []
+        for name in _FILES:
+            if name in files:
+                problems.append(cut_file(folder / name, files[name]["bytes"]))
+            else:
+                (folder / name).unlink(missing_ok=True)
+        return [problem for problem in problems if problem is not None]
 
 
 class JSONLWriter:

@@ -17,13 +17,13 @@ __all__ = ["LOGGERS", "Kind", "NotLoggedInError", "check_logger", "load_logger",
 
 
 class NotLoggedInError(ConfigurationError):
-    """A service needs an API key, and has none here; `log_with="all"` skips it."""
+    """A service needs an API key, but none is set; `log_with="all"` skips the service."""
 
 
 class Kind(NamedTuple):
     """A logger that has a name: the path of its class, the package that it needs, and the extra that installs it.
 
-    `project` is the argument that names the project; none for a logger of files, whose `name` is a folder.
+    `project` is the argument that names the project; empty for a logger of files, whose `name` is a folder.
     """
 
     path: str
@@ -47,8 +47,8 @@ def check_logger(name: str, argument: str = "logger", also: Sequence[str] = ()) 
 
     Args:
         name: the value of `argument`.
-        argument: for the message.
-        also: further values that `argument` may have.
+        argument: the name of the argument, for the message.
+        also: further allowed values.
 
     Raises:
         UnknownNameError: no logger has this name.
@@ -85,7 +85,7 @@ def make_logger(name: str, /, **options: Any) -> Logger:
         for option in options:
             if option not in parameters:
                 raise UnknownNameError(
-                    f"{kind.__name__}: expected arguments of its own, got {option!r}.{nearest(option, parameters)} "
+                    f"{kind.__name__} has no argument {option!r}.{nearest(option, parameters)} "
                     f"It has: {', '.join(parameters)}. Fix: remove it"
                 )
     return kind(**options)

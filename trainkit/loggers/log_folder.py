@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import re
+import secrets
 from pathlib import Path, PurePath, PureWindowsPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from trainkit.checks import is_whole
 from trainkit.errors import ConfigurationError
+from trainkit.loggers.files import replace_file
 from trainkit.paths import local_path
 
 if TYPE_CHECKING:
     from trainkit.loggers.base import Logger
 
-__all__ = ["LogFolder", "check_name", "check_save_dir", "check_version", "claimed", "has_folder", "one_of"]
+__all__ = [
+    "LogFolder",
+    "check_name",
+    "check_save_dir",
+    "check_version",
+    "claimed",
+    "folder_id",
+    "has_folder",
+    "is_version",
+    "one_of",
+]
+
+_ID_FILE = ".log_id"
 
 _VERSION = re.compile(r"version_(\d+)")
 
@@ -58,13 +72,33 @@ def claimed(folder: LogFolder) -> Path:
     except OSError as error:
         raise ConfigurationError(
             f"The log folder {folder.root} cannot be created: {error}. "
-            "Fix: give a folder that can be written, save_dir='runs' or Trainer(default_root_dir='runs')"
+            "Fix: choose a folder that you can write to, save_dir='runs' or Trainer(default_root_dir='runs')"
         ) from error
 
 
 def has_folder(logger: Logger) -> bool:
-    """Whether its runs have folders in `save_dir`: not if the backend has its own layout, or `save_dir` is None."""
+    """Whether a logger has a folder in `save_dir` for each run, unlike a backend with its own layout."""
     return logger._in_run_folder and logger.save_dir is not None
+
+
+def folder_id(path: Path, create: bool = False) -> str | None:
+    """The random id of a log folder, which identifies it before it contains a log; None if it has none.
+
+    Args:
+        path: the folder of a run.
+        create: give it one if it exists and has none.
+    """
+    file = path / _ID_FILE
+    try:
+        if file.is_file() and (found := file.read_text(encoding="ascii").strip()):
+            return found
+        if not create or not path.is_dir():
+            return None
+        made = secrets.token_hex(16)
+        replace_file(file, lambda text: text.write(made + "\n"))
+        return made
+    except (OSError, ValueError):  # a disk that is full or read-only, or a damaged file
+        return None
 
 
 def _highest_version(root: Path) -> int:
@@ -83,13 +117,13 @@ def check_save_dir(save_dir: object) -> Path | None:
 
 
 def one_of(owner: str, **values: Any) -> Any:
-    """The value of arguments of `owner` that mean the same: at most one, or equal ones; None if none is given."""
+    """The value of arguments of `owner` with the same meaning: one of them, or several equal ones; None if all are None."""
     given = {name: value for name, value in values.items() if value is not None}
     name, value = next(iter(given.items()), ("", None))
     if any(other != value for other in given.values()):
         raise ConfigurationError(
             f"{owner}: {' and '.join(given)} mean the same, got {' and '.join(repr(str(one)) for one in given.values())}. "
-            f"Fix: give one of them, {name}={str(value)!r}"
+            f"Fix: pass only one of them, {name}={str(value)!r}"
         )
     return value
 
@@ -108,14 +142,19 @@ def check_name(name: object, argument: str = "name") -> str:
 
 def check_version(version: object) -> int | str | None:
     """Check a version: a number N ≥ 0 for `version_N`, the name of a folder, or None for the next free number."""
-    if version is None or (is_whole(version) and version >= 0):
-        return version
-    if isinstance(version, str) and _is_inside(version) and not set(version) & set("/\\"):
+    if version is None or is_version(version):
         return version
     raise ConfigurationError(
         f"version: expected a number ≥ 0, the name of one folder, or None for the next free number, got {version!r}. "
         "Fix: version=None"
     )
+
+
+def is_version(version: object) -> TypeGuard[int | str]:
+    """Whether this is a number N ≥ 0, or the name of one folder."""
+    if isinstance(version, str):
+        return _is_inside(version) and not set(version) & set("/\\")
+    return is_whole(version) and version >= 0
 
 
 def _is_inside(name: str) -> bool:

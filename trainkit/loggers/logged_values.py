@@ -46,9 +46,9 @@ def _not_a_number(name: str, value: Any) -> str:
     shape = getattr(value, "shape", None)
     kind = type(value).__name__
     what = f"{kind} {value!r}" if shape is None else f"{kind} of shape {tuple(shape)}"
-    fix = f"reduce it first: {name!r}: value.mean()"
+    fix = f"reduce it first: {{{name!r}: value.mean()}}"
     if isinstance(value, Mapping):
-        fix = f"give each its own name: {{f'{name}/{{key}}': v for key, v in value.items()}}"
+        fix = f"log each value under its own name: {{f'{name}/{{key}}': v for key, v in value.items()}}"
     elif shape is None:
         fix = "convert it with float(value)"
     return f"Metric {name!r}: expected one real number, got {what}. Fix: {fix}"
@@ -97,7 +97,7 @@ def _as_image(key: str, image: Any) -> npt.NDArray[np.uint8]:
     if array.ndim != 3 or array.shape[-1] not in (1, 3, 4) or array.size == 0 or array.dtype.kind not in "biuf":
         raise MetricError(
             f"Image {key!r}: expected a tensor or array of shape (C, H, W), (H, W, C) or (H, W) with C in 1, 3, 4, "
-            f"got shape {as_array(image).shape} and dtype {array.dtype}. Fix: give a list for several images, "
+            f"got shape {as_array(image).shape} and dtype {array.dtype}. Fix: pass a list for several images, "
             f"log_image({key!r}, list(images), step)"
         )
     if array.dtype.kind == "f":

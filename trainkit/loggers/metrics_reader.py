@@ -34,7 +34,7 @@ def find_run(run_dir: str | os.PathLike[str]) -> Path:
     root = local_path(run_dir, "run_dir")
     if not root.is_dir():
         raise ConfigurationError(
-            f"Expected the folder of a run, got {str(root)!r}, which is {'a file' if root.exists() else 'not there'}. "
+            f"Expected the folder of a run, got {str(root)!r}, which {'is a file' if root.exists() else 'does not exist'}. "
             "Fix: trainkit plot trainkit_runs"
         )
     newest: dict[Path, tuple[int, float, Path]] = {}  # experiment → its newest version
@@ -49,7 +49,7 @@ def find_run(run_dir: str | os.PathLike[str]) -> Path:
     if not newest:
         raise ConfigurationError(
             f"No metrics in {root} or its subfolders, expected {_LOOKED_FOR}. Fix: pass the folder of a run that was "
-            "logged with CSVLogger, JSONLLogger or TensorBoardLogger; metrics of W&B are on its page"
+            "logged with CSVLogger, JSONLLogger or TensorBoardLogger; see metrics of W&B on its website"
         )
     return max(newest.values(), key=lambda found: (found[1], found[0]))[2]
 
@@ -130,7 +130,8 @@ def _read_jsonl(path: Path) -> dict[str, Series]:
                 metrics.setdefault(name, []).append((step, float(value)))
         except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
             raise TrainkitError(
-                f'{path}, line {number}: expected like {{"step": 1, "loss": 0.5}}, got {line.strip()[:80]!r}. Fix: remove it'
+                f'{path}, line {number}: expected an object such as {{"step": 1, "loss": 0.5}}, got {line.strip()[:80]!r}. '
+                "Fix: remove it"
             ) from error
     return metrics
 
@@ -149,7 +150,7 @@ def _read_events(folder: Path) -> dict[str, Series]:
         if events.SummaryMetadata(tag).plugin_data.plugin_name == "scalars":
             written = _as_written(events.Tensors(tag))
             metrics[tag] = [(event.step, float(tensor_util.make_ndarray(event.tensor_proto))) for event in written]
-    placeholder = metrics.pop("hp_metric", [])  # TensorBoardLogger(default_hp_metric=True) writes one that is no result
+    placeholder = metrics.pop("hp_metric", [])  # TensorBoardLogger(default_hp_metric=True) writes a placeholder
     real = [(step, value) for step, value in placeholder if (step, value) != (0, -1.0)]
     return {**metrics, "hp_metric": real} if real else metrics
 

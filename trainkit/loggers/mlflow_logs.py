@@ -107,7 +107,7 @@ class MLFlowLogger(Logger):
         self._begun = False  # the run and its records are known
         self._resumed = False  # the run is that of a checkpoint, and may no longer exist
         self._repeats = Repeats()
-        self._names: dict[tuple[str, str], str] = {}  # (what it names, name in MLflow) → name that the user gave
+        self._names: dict[tuple[str, str], str] = {}  # (what it names, name in MLflow) → the user's name
         self._stamp = 0  # milliseconds, different for each row: MLflow keeps one of several equal records
 
     # ------------------------------------------------------------------ where
@@ -171,7 +171,7 @@ class MLFlowLogger(Logger):
         except MlflowException as error:
             raise ConfigurationError(
                 f"MLFlowLogger cannot open a run of the experiment {self.name!r} in {uri}: {error}\n"
-                "Fix: name a server that answers, or remove tracking_uri for a database in save_dir"
+                "Fix: pass the tracking_uri of a running server, or remove tracking_uri to use a database in save_dir"
             ) from error
         self._close_when_dropped(partial(_end, client, self._id))
         return client
@@ -181,8 +181,8 @@ class MLFlowLogger(Logger):
         known = self.version
         if known is not None and self._resumed and not _exists(client, known):
             warn(
-                f"MLFlowLogger: the run {known} of the resumed run is not in {self.tracking_uri}: a new one begins, without "
-                "what was logged before. Fix: pass the same tracking_uri or save_dir and resume again"
+                f"MLFlowLogger: the run {known} of the resumed run is not in {self.tracking_uri}. A new one begins, without "
+                "the earlier metrics. Fix: pass the same tracking_uri or save_dir and resume again"
             )
             known = None
         if known is None:
@@ -237,7 +237,7 @@ class MLFlowLogger(Logger):
         if "run_id" not in state or not self.is_main_process:
             return
         if self.version not in (None, state["run_id"]):
-            notice(f"MLFlowLogger logs to the run {self.version}, not to {state['run_id']}, to which the resumed run logged.")
+            notice(f"MLFlowLogger logs to the run {self.version}, not to {state['run_id']}, the run of the checkpoint.")
             return
         self._id = str(state["run_id"])
         self._begun = self._resumed = True
@@ -280,7 +280,7 @@ class MLFlowLogger(Logger):
             raise MetricError(f"MLFlowLogger: expected a name with letters in it, got {name!r}. Fix: log it under another name")
         first = self._names.setdefault((what, allowed), name)
         if first != name:
-            raise MetricError(f"MLFlowLogger: {first!r} and {name!r} both are {allowed!r} in MLflow. Fix: rename one of them")
+            raise MetricError(f"MLFlowLogger: {first!r} and {name!r} are both {allowed!r} in MLflow. Fix: rename one of them")
         return allowed
 
     def write_hyperparams(self, params: Mapping[str, Any]) -> None:
@@ -304,9 +304,11 @@ class MLFlowLogger(Logger):
             for key in changed:
                 client.set_tag(self._id, key, values[key], synchronous=True)
         if long:
-            warn(f"MLFlowLogger: too long for a parameter, and written to the artifacts hparams/<name>.txt: {', '.join(long)}")
+            warn(f"MLFlowLogger: too long for a parameter, so written to the artifacts hparams/<name>.txt: {', '.join(long)}")
         if changed:
-            warn(f"MLFlowLogger: MLflow keeps a parameter's first value. A tag has the new one of: {', '.join(changed)}")
+            warn(
+                f"MLFlowLogger: MLflow keeps the first value of a parameter. Tags have the new values of: {', '.join(changed)}"
+            )
 
     def write_image(self, key: str, images: Sequence[Any], step: int) -> None:
         """Write images as artifacts; several are numbered."""

@@ -1,4 +1,4 @@
-"""`Repeats`: which records a service already has that a resumed run logs again."""
+"""`Repeats`: which records of a resumed run a service already has."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ __all__ = ["Repeats"]
 class Repeats:
     """For services that cannot remove records: after a resume, each record is logged once.
 
-    A checkpoint contains the number of records of each metric. Later records were logged by the process that was killed; a
-    record of the same metric and step is skipped.
+    A checkpoint contains the number of records of each metric. The killed process may have logged more: if the resumed run
+    logs a record with the same metric and step again, it is skipped.
     """
 
     def __init__(self) -> None:

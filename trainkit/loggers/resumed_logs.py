@@ -1,4 +1,4 @@
-"""Continuing the log of a resumed run: find its folder, and cut its files at the position of the checkpoint."""
+"""Continue the log of a resumed run: find its folder, and truncate its files at the position of the checkpoint."""
 
 from __future__ import annotations
 
@@ -8,15 +8,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainkit.checks import is_whole
 from trainkit.console import notice, warn
-from trainkit.loggers.log_folder import LogFolder, has_folder
+from trainkit.loggers.log_folder import LogFolder, folder_id, has_folder, is_version
 
 if TYPE_CHECKING:
     from trainkit.loggers.base import Logger
 
-__all__ = ["cut_file", "digest", "find_folder", "folder_state", "is_same_file", "mark_of", "resume_log", "too_short"]
+__all__ = [
+    "cut_file",
+    "digest",
+    "find_folder",
+    "folder_state",
+    "has_mark",
+    "is_cut_off",
+    "mark_of",
+    "resume_log",
+    "too_short",
+]
 
-_TAIL = 4096  # bytes at the end of a file that identify it
+_TAIL = 4096  # number of bytes at the end of a file that identify it
 
 
 def digest(data: bytes) -> str:
@@ -38,25 +49,34 @@ def mark_of(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def is_same_file(path: Path, mark: Mapping[str, Any]) -> bool:
-    """Whether a file continues from a mark, or is a shorter part of such a file; True if it does not exist."""
-    size = int(mark["bytes"])
+def has_mark(path: Path, mark: Mapping[str, Any]) -> bool:
+    """Whether a file continues from a mark: the lines up to its position are those that the mark identifies."""
+    size = mark["bytes"]
+    if not is_whole(size) or size < 1:
+        return False
     try:
         with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size < size:
-                line = file.readline(_TAIL)
-                return not line.endswith(b"\n") or digest(line) == str(mark["first"])
             file.seek(max(0, size - _TAIL))
-            return digest(file.read(min(size, _TAIL))) == str(mark["last"])
+            tail = file.read(min(size, _TAIL))
+            return file.tell() == size and tail.endswith(b"\n") and digest(tail) == mark["last"]
+    except FileNotFoundError:
+        return False
+
+
+def is_cut_off(path: Path, mark: Mapping[str, Any]) -> bool:
+    """Whether a file is missing, or is a shorter part of the file that a mark identifies."""
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size >= mark["bytes"]:
+                return False
+            line = file.readline(_TAIL)
+            return not line.endswith(b"\n") or digest(line) == mark["first"]
     except FileNotFoundError:
         return True
 
 
 def cut_file(path: Path, size: int) -> str | None:
-    """Cut a file to a size, 0 to remove it; returns a message if it is shorter."""
-    if size == 0:
-        path.unlink(missing_ok=True)
-        return None
+    """Truncate a file to a size; returns a message if it is shorter."""
     found = path.stat().st_size if path.is_file() else 0
     if found < size:
         return too_short(path, f"{found} bytes", str(size))
@@ -68,8 +88,8 @@ def cut_file(path: Path, size: int) -> str | None:
 
 def too_short(path: Path, found: str, expected: str) -> str:
     """The message for a file that is shorter than expected."""
-    has = f"has {found}" if path.is_file() else "is not there"
-    return f"{path} {has}; when the checkpoint was made it had {expected}"
+    has = f"has {found}" if path.is_file() else "does not exist"
+    return f"{path} {has}; when the checkpoint was saved, it had {expected}"
 
 
 def folder_state(logger: Logger) -> dict[str, Any]:
@@ -84,7 +104,10 @@ def folder_state(logger: Logger) -> dict[str, Any]:
         logger.save()
     except OSError as error:  # the log lacks something, but the checkpoint can be saved
         warn(f"{type(logger).__name__} could not flush to {folder.path}: {error}. Fix: free some space")
-    return {**state, "files": logger.mark_files(folder.path)}
+    files = logger.mark_files(folder.path)
+    if not files and (own_id := folder_id(folder.path, create=True)):  # no file could identify the log
+        state["folder_id"] = own_id
+    return {**state, "files": files}
 
 
 def resume_log(logger: Logger, state: Mapping[str, Any]) -> None:
@@ -102,29 +125,77 @@ def resume_log(logger: Logger, state: Mapping[str, Any]) -> None:
 
 
 def find_folder(logger: Logger, state: Mapping[str, Any]) -> Path | None:
-    """Set the folder of a logger to that of its state; None, with a message, if it has to start another.
+    """Set the folder of a logger to that of its state; None, with a message, if it has to start a new log.
 
     The folder is searched where the logger writes now, because runs are moved, and then where it was. `save_dir`, `name`
-    and `version` given by the user take precedence. A folder that contains another run's files is not used.
+    and `version` given by the user take precedence. Anyone may have written the state: it can only name a folder inside
+    `save_dir`, or inside the Trainer's `default_root_dir`, whose files are those that it describes.
     """
-    recorded, version, files = Path(state["folder"]), state["version"], state.get("files", {})
-    kind, root = type(logger).__name__, Path(logger.root_dir)
-    here = root / recorded.name
-    if logger._name != state["name"] or logger._version not in (None, version):
-        notice(f"{kind} has another name or version than in the run that is resumed: a new log begins; {recorded} stays.")
+    if not has_folder(logger):
         return None
-    for path in (here,) if logger._save_dir is not None else (here, recorded):
-        if path.is_dir() and (not logger.is_main_process or logger.is_log_of(path, files)):
-            logger._folder = LogFolder(path.parent, version)
+    kind, recorded = type(logger).__name__, Path(state["folder"])
+    here = _folder_here(logger, state)
+    if here is None:
+        notice(f"{kind} has another name or version than in the resumed run. It starts a new log; {recorded} is not changed.")
+        return None
+    places = _allowed_folders(logger, here, recorded)
+    for path in places:
+        if _is_log(logger, path, state):
+            logger._folder = LogFolder(path.parent, state["version"])
             return path
-    if recorded.is_dir() and logger._save_dir is not None and recorded != here.absolute():
-        notice(f"{kind} logs to {root}, not to where the resumed run logged: a new log begins; {recorded} stays.")
-    elif files and logger.is_main_process:
-        what = "holds the log of another run" if recorded.is_dir() else "is not there"
-        warn(
-            f"{kind}: the log folder {recorded} of the run that is resumed {what}, so that what was logged before is missing "
-            "and a new log begins. Fix: put the folder back and resume again"
+    if recorded.is_dir() and not any(path.samefile(recorded) for path in places):
+        notice(
+            f"{kind} logs to {here.parent}. The checkpoint names a log in another place, {recorded}. The logger starts a new "
+            f"log; {recorded} is not changed."
         )
+    elif logger.is_main_process:
+        _report_new_log(kind, places[0] if places else recorded, state.get("files", {}))
     if not here.exists():
-        logger._folder = LogFolder(root, version)
+        logger._folder = LogFolder(here.parent, state["version"])
     return None
+
+
+def _folder_here(logger: Logger, state: Mapping[str, Any]) -> Path | None:
+    """The folder of a state's version where the logger writes now; None if the logger has another name or version."""
+    version = state["version"]
+    if not is_version(version) or logger._name != state["name"] or logger._version not in (None, version):
+        return None
+    return LogFolder(Path(logger.root_dir), version).path
+
+
+def _allowed_folders(logger: Logger, here: Path, recorded: Path) -> list[Path]:
+    """Those of the two folders that exist and lie where the logger may write."""
+    allowed = {here: here.parent}
+    if logger._save_dir is None and recorded.name == here.name:
+        allowed.setdefault(recorded, logger._default_root or Path("trainkit_runs"))
+    return [path for path, root in allowed.items() if path.is_dir() and _is_inside(path, root)]
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Whether a path lies inside a folder, after resolving symbolic links."""
+    return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
+
+
+def _is_log(logger: Logger, path: Path, state: Mapping[str, Any]) -> bool:
+    """Whether a folder contains the log that a state describes; only the main process, which writes, reads the files."""
+    if not logger.is_main_process:
+        return True
+    files, own_id = state.get("files", {}), state.get("folder_id")
+    if not files and own_id is not None:
+        return bool(own_id == folder_id(path))
+    return logger.is_log_of(path, files)
+
+
+def _report_new_log(kind: str, folder: Path, files: Mapping[str, Any]) -> None:
+    """Say that the log in a folder is not continued."""
+    if files:
+        what = "contains the log of another run" if folder.is_dir() else "does not exist"
+        warn(
+            f"{kind}: the log folder {folder} of the resumed run {what}. It starts a new log, without the earlier metrics. "
+            "Fix: restore the folder and resume again"
+        )
+    elif folder.is_dir():
+        notice(
+            f"{kind}: nothing in {folder} shows that it is the log of the resumed run. It starts a new log; {folder} is not "
+            "changed."
+        )

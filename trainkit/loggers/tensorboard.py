@@ -11,13 +11,13 @@ from typing import Any
 from trainkit.console import warn
 from trainkit.errors import UnsupportedArgumentError, missing_package
 from trainkit.loggers.base import Logger, is_installed
-from trainkit.loggers.event_files import cut_event_files, event_files, last_step_in, quiet_writers
+from trainkit.loggers.event_files import cut_event_files, event_files, last_step_in, quiet_writers, sizes_in
 from trainkit.loggers.log_folder import check_name
 from trainkit.loggers.logged_values import flatten, number
 
 __all__ = ["TensorBoardLogger"]
 
-_RETRY = 60.0  # seconds until a disk that was full is tried again
+_RETRY = 60.0  # seconds between attempts to write to a full disk
 
 
 class TensorBoardLogger(Logger):
@@ -124,8 +124,8 @@ class TensorBoardLogger(Logger):
         first, self._failed_at = self._failed_at is None, time.monotonic()
         if first:
             warn(
-                f"TensorBoardLogger could not write to {self.log_dir}: {error}. Training continues without these events. "
-                "Fix: free some space; it tries again every minute"
+                f"TensorBoardLogger could not write to {self.log_dir}: {error}. Training continues without these events; it "
+                "tries again every minute. Fix: free some space"
             )
 
     def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
@@ -161,12 +161,13 @@ class TensorBoardLogger(Logger):
         return {"sizes": sizes, "hparams": dict(self._hparams), "page": page} if sizes else {}
 
     def is_log_of(self, folder: Path, files: Mapping[str, Any]) -> bool:
-        """Whether one of the event files exists: their names contain time, host and process."""
-        return not files or any((folder / name).is_file() for name in files["sizes"])
+        """Whether one of the event files exists, because their names contain time, host and process; or there is none yet."""
+        sizes = sizes_in(folder, files.get("sizes", {}))
+        return any((folder / name).is_file() for name in sizes) or not event_files(folder, self._sub_dir)
 
     def cut_files(self, folder: Path, files: Mapping[str, Any]) -> list[str]:
         """Cut the event files to their sizes then, and remove later ones; a running TensorBoard hides their events too."""
-        sizes = files.get("sizes", {})
+        sizes = sizes_in(folder, files.get("sizes", {}))
         missing = cut_event_files(folder, self._sub_dir, sizes)
         self._hparams = dict(files.get("hparams", {}))
         self._page = tuple(files["page"]) if files.get("page") else None

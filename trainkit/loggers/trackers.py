@@ -40,7 +40,7 @@ class LoggerTracker(GeneralTracker):
     writer = run = tracker  # Accelerate's names for it, of TensorBoard and Comet and of wandb
 
     def start(self) -> None:
-        """Open the run now, so that `init_trackers` fails, not the first `log`."""
+        """Open the run now, so that an error occurs in `init_trackers`, not in the first `log`."""
         _ = self.logger.experiment
 
     def store_init_configuration(self, values: Any) -> None:
@@ -52,8 +52,8 @@ class LoggerTracker(GeneralTracker):
 
         Raises:
             MetricError: a value of another type.
-            ConfigurationError: a text, and this kind of logger cannot hold any.
-            UnsupportedArgumentError: an argument of the backend's own.
+            ConfigurationError: a text, which this logger cannot store.
+            UnsupportedArgumentError: an argument of the backend.
         """
         self._refuse(kwargs)
         at = self.logger._last_step + 1 if step is None else as_step(step)
@@ -64,10 +64,10 @@ class LoggerTracker(GeneralTracker):
         own_step = at if step is None else numbers.pop("step", at)
         if own_step != at and self.name in ("csv", "jsonl"):
             raise ConfigurationError(
-                f"log: {self.name} has a column 'step' already, expected its value to be step={step}, got {own_step}. "
+                f"log: {self.name} already has a column 'step', expected the value step={step} for it, got {own_step}. "
                 f"Fix: accelerator.log({{'my_step': {own_step}}}, step={step})"
             )
-        for name in texts:  # before the numbers: a logger that cannot hold texts logs nothing
+        for name in texts:  # before the numbers: a logger that cannot store text then logs nothing
             self.logger.log_text(name, found[name], at)
         self.logger.log_metrics(numbers, at)
         if own_step != at:
@@ -80,21 +80,19 @@ class LoggerTracker(GeneralTracker):
             self.logger.log_image(key, list(images), step)
 
     def finish(self) -> None:
-        """End the run, including one that its logger keeps open after a `fit`."""
+        """End the run, even if its logger keeps it open after a `fit`."""
         self.logger.finalize("success")
         Logger.finalize(self.logger, "success")
 
     def _refuse(self, kwargs: Mapping[str, Any]) -> None:
         for name, value in kwargs.items():
-            if (name, value) != ("commit", True):  # what each call does
+            if (name, value) != ("commit", True):  # each call commits
                 fix = advice("log_kwargs", name) or f"call the method of accelerator.get_tracker({self.name!r}, unwrap=True)"
-                raise UnsupportedArgumentError(
-                    f"log: {self.name} does not take {name}= here, and {name}={value!r} was given. Fix: {fix}"
-                )
+                raise UnsupportedArgumentError(f"log: {self.name} has no argument {name}, got {name}={value!r}. Fix: {fix}")
 
 
 class WandBTracker(LoggerTracker):
-    """A `WandbLogger` as a tracker: one call of `log` is one row, of any values that wandb can hold."""
+    """A `WandbLogger` as a tracker: one call of `log` is one row, of any values that wandb can store."""
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log a row: numbers, texts, dicts, `wandb.Image`, `wandb.Table` and lists of these. Skips `None`."""
@@ -134,7 +132,7 @@ class MLflowTracker(LoggerTracker):
 
 
 def _numeric(key: str, value: Any) -> Any:
-    """Tensors and NumPy scalars as numbers, dicts without `None`, other values as they are."""
+    """Tensors and NumPy scalars as numbers, dicts without `None`, other values unchanged."""
     if isinstance(value, Mapping):
         return {name: _numeric(f"{key}/{name}", one) for name, one in value.items() if one is not None}
     return number(key, value) if hasattr(value, "item") and hasattr(value, "shape") else value

@@ -53,7 +53,7 @@ class WandbLogger(Logger):
     If the logger is used after that, it resumes the run by its id.
 
     After a resume from a checkpoint the run keeps its id and continues to count its rows. Rows that were sent after the
-    checkpoint cannot be removed and are not logged again. Offline, each process writes a file of its own, and such rows are
+    checkpoint cannot be removed and are not logged again. Offline, each process writes its own file, and such rows are
     in both files with the same number.
 
     Args:
@@ -113,7 +113,7 @@ class WandbLogger(Logger):
         self._idle = False
         self._rows = 0  # of the run, when it was closed or when the checkpoint was made
         self._resumed_at: int | None = None  # the last step of the checkpoint, until something is logged
-        self._repeats, self._until = 0, math.inf  # rows still to come that the run has already, and the last step of those
+        self._repeats, self._until = 0, math.inf  # number of next rows that the run already has, and their last step
 
     # ------------------------------------------------------------------ where
 
@@ -169,7 +169,7 @@ class WandbLogger(Logger):
 
         mode = self._options.get("mode") or wandb.setup().settings.mode
         if self._given is None and not wandb.run and mode in ("online", "shared") and not wandb.login(prompt=False):
-            raise NotLoggedInError("no one is logged in. Fix: run wandb login, or set WANDB_MODE=offline to log offline")
+            raise NotLoggedInError("you are not logged in. Fix: run wandb login, or set WANDB_MODE=offline to log offline")
 
     def _adopt(self, run: Any) -> Any:
         unused = sorted(self._options)
@@ -177,8 +177,8 @@ class WandbLogger(Logger):
         unused += ["project"] if self._project not in (None, run.project) else []
         if unused:
             warn(
-                f"WandbLogger uses the run {run.id} that wandb.init() has started, so that its arguments "
-                f"{', '.join(unused)} have no effect. Fix: pass them to wandb.init(), or call wandb.finish() before"
+                f"WandbLogger uses the run {run.id} that wandb.init() has started, so its arguments "
+                f"{', '.join(unused)} have no effect. Fix: pass them to wandb.init(), or call wandb.finish() first"
             )
         self._id = run.id
         return run
@@ -242,11 +242,11 @@ class WandbLogger(Logger):
         if "id" not in state or not self.is_main_process:
             return
         wandb = sys.modules.get("wandb")
-        active = None if wandb is None else wandb.run  # by wandb.init(), or left open by a logger
+        active = None if wandb is None else wandb.run  # from wandb.init(), or left open by a logger
         users = active is not None and all(started.run is not active for started in self._started)
         known = self.version or (active.id if active is not None and users else None)
         if known not in (None, state["id"]):
-            notice(f"WandbLogger logs to the run {known}, not to {state['id']}, to which the resumed run logged.")
+            notice(f"WandbLogger logs to the run {known}, not to {state['id']}, the run of the checkpoint.")
             return
         self._rows, self._resumed_at, self._repeats = int(state["rows"]), self._last_step, 0
         if self._given is None:
@@ -334,11 +334,11 @@ def _checked_options(kwargs: dict[str, Any], offline: bool) -> dict[str, Any]:
         for name in kwargs:
             if name not in known:
                 raise UnknownNameError(
-                    f"WandbLogger: expected arguments of its own or of wandb.init, got {name!r}.{nearest(name, known)} "
+                    f"WandbLogger: expected its own arguments or those of wandb.init, got {name!r}.{nearest(name, known)} "
                     "Fix: remove it; the arguments are listed by help(wandb.init)"
                 )
     if offline and kwargs.get("mode", "offline") != "offline":
         raise ConfigurationError(
-            f"WandbLogger: offline=True contradicts mode={kwargs['mode']!r}. Fix: give one of them, offline=True"
+            f"WandbLogger: offline=True contradicts mode={kwargs['mode']!r}. Fix: pass only one of them, offline=True"
         )
     return {**kwargs, "mode": "offline"} if offline else kwargs

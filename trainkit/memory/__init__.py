@@ -1,4 +1,4 @@
-"""The memory estimate: what a run holds per device and on the host, before it starts."""
+"""The memory plan: how much memory a run will need per device and on the host."""
 
 from __future__ import annotations
 

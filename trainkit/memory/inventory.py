@@ -69,19 +69,19 @@ def contents_of(modules: Iterable[nn.Module], optimizers: Sequence[Optimizer], w
         except Exception as error:
             raise OptimizerError(
                 f"The size of the state of {type(optimizer).__name__} is unknown: a step with tiny parameters on the CPU "
-                f"raised {type(error).__name__}: {error}. Plan with an optimizer that has as much state."
+                f"raised {type(error).__name__}: {error}. Plan with an optimizer that has the same amount of state."
             ) from error
     weights = tuple(
         Weight(whole_shape(p).numel(), p.element_size(), p.requires_grad, state.get(id(p), 0) if p.requires_grad else 0)
         for p in together.parameters()
     )
     buffers = list(together.buffers())
-    passing = {id(part._buffers[name]) for part in together.modules() for name in part._non_persistent_buffers_set}
+    not_stored = {id(part._buffers[name]) for part in together.modules() for name in part._non_persistent_buffers_set}
     return Contents(
         weights,
         flat_slots=slots,
         buffers=sum(b.nbytes for b in buffers),
-        stored_buffers=sum(b.nbytes for b in buffers if id(b) not in passing),
+        stored_buffers=sum(b.nbytes for b in buffers if id(b) not in not_stored),
         optimizers=tuple(optimizers),
         window=window,
         stored_frozen=not any(has_adapters(module) for module in together),

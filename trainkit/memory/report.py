@@ -23,8 +23,8 @@ __all__ = ["PROCESSES", "MemoryPlan", "Row", "plan_contents"]
 PROCESSES = (1, 2, 4, 8)
 _HEADS = [part.name for part in fields(Held)]
 _NOT_IN_IT = (
-    "Not included: activations and the batch, temporary memory of kernels and of the optimizer step (fused=True has none), the "
-    "memory of Python, torch and the libraries of the device (about 0.5 GiB per process), fragmentation, loader workers."
+    "Not included: activations and the batch, temporary memory of kernels and of the optimizer step (fused=True needs none), "
+    "the memory of Python, torch and the libraries of the device (about 0.5 GiB per process), fragmentation, loader workers."
 )
 
 
@@ -128,7 +128,7 @@ def plan_contents(
     notes: list[str] = []
     for held, number, own in _footprints(strategy, contents, sorted(set(processes)), notes):
         each = min(number, per_host or number)
-        first = 0 if late and held.divides_layers else start
+        first = 0 if late and held.shards_layers else start
         rows.append(_row(held, number, each, on_cpu, device, host, first, own))
     return MemoryPlan(
         rows=tuple(rows),
@@ -152,7 +152,7 @@ def _check_counts(name: str, numbers: list[int]) -> None:
 def _footprints(
     strategy: Strategy, contents: Contents, processes: Sequence[int], notes: list[str]
 ) -> Iterator[tuple[Footprint, int, bool]]:
-    """Each strategy on each number of processes that makes sense, and whether it is the run's own strategy.
+    """Each strategy with each useful number of processes, and whether it is the run's own strategy.
 
     Args:
         strategy: The run's strategy.
@@ -185,7 +185,8 @@ def _candidates(strategy: Strategy, notes: list[str]) -> Iterator[tuple[Any, boo
     name, seen = strategy.footprint(empty, 1).name, False
     for one in load_footprints():
         if strategy.precision.name not in one.supported_precisions:
-            notes.append(f"{_name_of(one)}: not in {strategy.precision.name}, but in {', '.join(one.supported_precisions)}.")
+            supported = ", ".join(one.supported_precisions)
+            notes.append(f"{_name_of(one)}: does not support {strategy.precision.name}; it supports {supported}.")
             continue
         own = _name_of(one) == name
         seen |= own
@@ -232,12 +233,12 @@ def _host_memory(given: int | str | None) -> int:
 def _lines(plan: MemoryPlan) -> Iterator[str]:
     scale, unit = _unit([row.footprint.together.total for row in plan.rows])
     yield (
-        f"{plan.parameters:,} parameters, {plan.trained:,} of them trained, {plan.precision}. {unit} at the peak of an "
+        f"{plan.parameters:,} parameters, {plan.trained:,} of them trainable, {plan.precision}. {unit} at the peak of an "
         "optimizer step, after the first one:"
     )
     disk = any(row.footprint.disk for row in plan.rows)
     here = ["a process"] if plan.on_cpu else ["a device", "+ host"]
-    heads = [*_HEADS, *here, "a machine" if plan.on_cpu else "a host", *(["NVMe"] if disk else []), "checkpoint"]
+    heads = [*_HEADS, *here, "a node", *(["NVMe"] if disk else []), "checkpoint"]
     width = max([len(row.strategy) for row in plan.rows], default=0) + 2
     last = "  fits" if any(row.fits is not None for row in plan.rows) else ""
     yield f"  {'strategy':<{width}}{'processes':>9}" + "".join(f"{head:>11}" for head in heads) + last
@@ -262,16 +263,16 @@ def _below(plan: MemoryPlan, scale: int, unit: str) -> Iterator[str]:
     if any(row.own for row in plan.rows):
         yield "* this Trainer's strategy, with its options; the others have their defaults."
     if plan.on_cpu:
-        yield "On the CPU, device and host share one memory: a column has both. For a GPU write: --device-memory 80G"
+        yield "On the CPU, device and host share one memory: each column includes both. For a GPU write: --device-memory 80G"
     else:
         yield "The columns up to 'a device' are device memory; '+ host' is the host memory of the process."
     first = "Each process except in stage 3" if plan.late else "Each process"
-    advice = "" if plan.late else " Stage 3 does not if its layers are built in configure_model."
+    advice = "" if plan.late else " Stage 3 does not need this if configure_model builds the layers."
     yield f"{first} starts with the whole module in host memory, {_size(plan.start)}, which must fit too.{advice}"
-    yield "While a checkpoint is written in the background, the processes keep a copy of it in host memory, a part each."
+    yield "While a checkpoint is written in the background, each process keeps a copy of its part in host memory."
     yield _NOT_IN_IT
     yield from plan.notes
-    limits = f"{_size(plan.host_memory)} a machine"
+    limits = f"{_size(plan.host_memory)} a node"
     if plan.on_cpu or plan.device_memory is not None:
         limits = limits if plan.on_cpu else f"{_size(plan.device_memory or 0)} a device and {limits}"
         smallest = plan.smallest
@@ -280,7 +281,7 @@ def _below(plan: MemoryPlan, scale: int, unit: str) -> Iterator[str]:
         for number in sorted({row.processes for row in plan.rows}):
             yield f"  on {number:>3} process{'es' if number > 1 else '  '}  {_named(plan.smallest_on(number))}"
     else:
-        yield "What fits is unknown: there is no GPU here. Write: --device-memory 80G, or plan(device_memory='80G')"
+        yield "There is no GPU, so it is unknown what fits. Write: --device-memory 80G, or plan(device_memory='80G')"
 
 
 def _named(row: Row | None) -> str:

@@ -29,11 +29,11 @@ def build_from_checkpoint(
     strict: bool,
     overrides: Mapping[str, Any],
 ) -> T:
-    """A module made with the hyper-parameters of a checkpoint, with its weights loaded.
+    """A module created with the hyper-parameters of a checkpoint, with its weights loaded.
 
     Raises:
         CheckpointError: The checkpoint is missing or damaged, or an argument of `__init__` is neither saved nor given.
-        StateMismatchError: The weights do not fit the module that `__init__` made.
+        StateMismatchError: The weights do not fit the module that `__init__` built.
         UnknownNameError: `__init__` does not accept an override.
     """
     checkpoint = open_checkpoint(path)

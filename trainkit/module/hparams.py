@@ -29,7 +29,7 @@ class HyperParameters(dict[str, Any]):
             return self[name]
         except KeyError:
             names = sorted(map(str, self))
-            raise AttributeError(f"no hyper-parameter {name!r}; there are {names}.{nearest(name, names)}") from None
+            raise AttributeError(f"no hyper-parameter {name!r}; known: {names}.{nearest(name, names)}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value

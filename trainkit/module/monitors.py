@@ -28,7 +28,7 @@ def not_logged(run: Trainer, owner: str, monitor: str, logged: Iterable[str]) ->
     near, reason = nearest(monitor, known), why_no_validation(run)
     if reason is not None:
         reason = f" This fit has no validation: {reason}."
-        near = "" if of_validation(monitor) else near  # a metric of training was not meant
+        near = "" if of_validation(monitor) else near  # the user did not mean a training metric
     elif monitor in run.logged_metrics:
         reason = f" Validation logs it by step only: use self.log({monitor!r}, value, on_epoch=True)."
     return (

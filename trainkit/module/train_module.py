@@ -345,14 +345,14 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         """
         if group is not None:
             raise ConfigurationError(
-                f"all_gather: expected group=None, got {group!r}: a run gathers over all its ranks. Leave it out: "
+                f"all_gather: expected group=None, got {group!r}: a run gathers over all its ranks. Remove it: "
                 "self.all_gather(data)"
             )
         plan = self.trainer._run.evaluation_plan
         if plan is not None and plan.uneven:
             raise ConfigurationError(
-                f"all_gather in a batch of {plan.name}: ranks may have different numbers of batches, so that some would wait. "
-                f"self.log reduces over all ranks; or collect what you need and gather in on_{plan.name}_epoch_end."
+                f"all_gather in a batch of {plan.name}: ranks may have different numbers of batches, so some would wait."
+                f" Use self.log, which reduces over all ranks; or collect values and gather them in on_{plan.name}_epoch_end."
             )
         return self.trainer.strategy.all_gather(data, sync_grads=sync_grads)
 
@@ -393,5 +393,5 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         raise MissingMethodError(f"{type(self).__name__} was called, but has no forward. Define: def forward(self, x): ...")
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy or a worker process needs the module, not its run
+        # a copy, or a worker process, needs the module without its run
         return {**self.__dict__, "_trainer": None}

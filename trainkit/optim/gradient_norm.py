@@ -1,4 +1,4 @@
-"""The norm of all gradients together, right to the last digits of its dtype for tensors of any size."""
+"""The norm of all gradients together, accurate for tensors of any size."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 __all__ = ["total_norm"]
 
-_ROW = 4096  # elements that torch adds up on a CPU, in float32, without losing more than the last digit
+_ROW = 4096  # number of elements that torch sums on a CPU in float32 with an error in the last digit only
 
 
 def total_norm(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of the vector of all elements of `gradients`, a scalar on their device.
 
-    On a CPU torch adds the squares of a tensor up one after the other: in float32 the norm of 5 million elements is wrong by
-    3e-4, that of 50 million by 4e-3. So large ones are cut into rows, whose norms have that norm together.
+    On a CPU torch sums the squares of a tensor sequentially: in float32 the norm of 5 million elements has an error of 3e-4, of
+    50 million elements 4e-3. So large tensors are split into rows; the norm of the norms of the rows is the norm of the tensor.
 
     Args:
         gradients: tensors of any shapes, on one device.
-        norm_type: of the p-norm.
+        norm_type: the p of the p-norm.
     """
     pieces = gradients if not 1 <= norm_type < math.inf else [p for g in gradients for p in _pieces(g, norm_type)]
     found: Tensor = torch.nn.utils.get_total_norm(pieces, norm_type)

@@ -1,4 +1,4 @@
-"""What `configure_optimizers` may return, turned into a list of optimizers and a list of schedulers, and checked."""
+"""Checks what `configure_optimizers` returned, and converts it to a list of optimizers and a list of schedulers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FORMS = (
 
 @dataclass
 class SchedulerConfig:
-    """When a scheduler is advanced.
+    """When a scheduler makes a step.
 
     Attributes:
         scheduler: Anything with `step`, `state_dict` and `load_state_dict`.
@@ -66,7 +66,7 @@ def read_optimizers(returned: Any, module: nn.Module, automatic: bool) -> tuple[
 
 
 def _forms(returned: Any) -> tuple[list[Optimizer], list[Any]]:
-    """The optimizers and the schedulers, as they are in one of the documented forms."""
+    """The optimizers and the schedulers, from one of the supported forms."""
     if returned is None:
         return [], []
     if isinstance(returned, Optimizer):
@@ -86,7 +86,7 @@ def _forms(returned: Any) -> tuple[list[Optimizer], list[Any]]:
 
 
 def _all_are(kind: type, items: Any) -> bool:
-    """Whether a value is a list or tuple of objects of a class, and not empty."""
+    """Whether a value is a non-empty list or tuple of objects of a class."""
     return isinstance(items, list | tuple) and bool(items) and all(isinstance(item, kind) for item in items)
 
 
@@ -102,7 +102,7 @@ def _one_dict(returned: Mapping[Any, Any]) -> tuple[list[Optimizer], list[Any]]:
         if key == "frequency":
             raise OptimizerError(
                 "configure_optimizers: 'frequency' of an optimizer is not supported. Use manual optimization "
-                "(automatic_optimization = False) to update optimizers in turn."
+                "(automatic_optimization = False) to step optimizers alternately."
             )
         if key not in known:
             raise OptimizerError(
@@ -126,9 +126,9 @@ def _check_parameters(optimizer: Optimizer, module: nn.Module) -> None:
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if foreign:
         raise OptimizerError(
-            f"{name} holds {counted(len(foreign), 'parameter that is', 'parameters that are')} not the module's "
-            f"(the first of shape {tuple(foreign[0].shape)}). Give it self.parameters(), or make them parameters of the "
-            "module: self.weight = nn.Parameter(...). An optimizer made before layers were replaced holds the old ones."
+            f"{name} has {counted(len(foreign), 'parameter that is', 'parameters that are')} not the module's "
+            f"(the first of shape {tuple(foreign[0].shape)}). Pass self.parameters() to it, or assign them to the module: "
+            "self.weight = nn.Parameter(...). An optimizer that was created before layers were replaced has the old parameters."
         )
 
 
@@ -142,7 +142,7 @@ def _check_automatic(optimizers: list[Optimizer]) -> None:
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise OptimizerError(
-                "LBFGS evaluates the loss several times per update, which needs manual optimization. Set "
+                "LBFGS evaluates the loss several times per step, which needs manual optimization. Set "
                 "self.automatic_optimization = False in __init__ and call self.optimizers().step(closure) in training_step."
             )
 
@@ -166,8 +166,8 @@ def _scheduler_config(scheduler: Any, optimizers: list[Optimizer], automatic: bo
         places = [i for i, optimizer in enumerate(optimizers) if optimizer is owner]
         if not places:
             raise OptimizerError(
-                f"{type(inner).__name__} was made for another optimizer than those that configure_optimizers returned. Make it "
-                "from the one that is returned with it."
+                f"{type(inner).__name__} was created for an optimizer that configure_optimizers did not return. Create it with "
+                "an optimizer that is returned."
             )
         config.optimizer_index = places[0]
     return config
@@ -176,7 +176,7 @@ def _scheduler_config(scheduler: Any, optimizers: list[Optimizer], automatic: bo
 def _check_scheduler(config: SchedulerConfig, automatic: bool) -> None:
     name = type(config.scheduler).__name__
     if isinstance(config.scheduler, type) or not callable(getattr(config.scheduler, "step", None)):
-        raise OptimizerError(f"lr_scheduler: expected an object with step(), received {config.scheduler!r}.")
+        raise OptimizerError(f"lr_scheduler: expected an object with step(), got {config.scheduler!r}.")
     if config.interval not in ("step", "epoch"):
         raise OptimizerError(f"lr_scheduler: interval must be 'step' or 'epoch', not {config.interval!r}.")
     fix = "{'scheduler': scheduler, 'frequency': 1}"

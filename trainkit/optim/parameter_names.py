@@ -1,4 +1,4 @@
-"""Names of parameters as users know them, without what `torch.compile` and wrappers put in."""
+"""Names of parameters as users know them, without the parts that `torch.compile` and wrappers add."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ParameterNames(dict[int, str]):
     """What `parameter_names` returns: a dict from `id(parameter)` to its name.
 
     Attributes:
-        parameters: the parameters by name. It also keeps them alive, without which an id says nothing.
+        parameters: the parameters by name. It also keeps them alive, so that their ids stay valid.
     """
 
     def __init__(self) -> None:
@@ -31,9 +31,9 @@ class ParameterNames(dict[int, str]):
 def clean_names(module: nn.Module) -> dict[str, str]:
     """The names in `module.state_dict()`, each with the name that users know.
 
-    What `torch.compile` (`_orig_mod`), `DataParallel` or `DistributedDataParallel` (`module`) and torch's
-    `checkpoint_wrapper` (`_checkpoint_wrapped_module`) put in is left out, wherever in the module they are. They are found
-    by class: an attribute of a user's that is called `module` stays.
+    The parts that `torch.compile` (`_orig_mod`), `DataParallel` or `DistributedDataParallel` (`module`) and torch's
+    `checkpoint_wrapper` (`_checkpoint_wrapped_module`) add are removed, at any depth. Wrappers are recognized by their class,
+    so an attribute of the user's module that is called `module` stays.
 
     Raises:
         UnsavableError: two names are the same without these parts.
@@ -44,8 +44,8 @@ def clean_names(module: nn.Module) -> dict[str, str]:
 def parameter_names(modules: Sequence[nn.Module]) -> ParameterNames:
     """`id(parameter)` → clean name, for the parameters of all modules.
 
-    Names of the second module begin with `model_1/`, of the third with `model_2/`, and so on. A parameter that is there
-    several times goes by its first name.
+    Names of the second module begin with `model_1/`, of the third with `model_2/`, … A parameter with several names has its
+    first one.
     """
     names = ParameterNames()
     for index, module in enumerate(modules):
@@ -59,10 +59,10 @@ def parameter_names(modules: Sequence[nn.Module]) -> ParameterNames:
 
 
 def cleaned(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Dotted names within `module`, each with its clean one.
+    """Dotted names in `module`, each with its clean name.
 
     Raises:
-        UnsavableError: two of them are the same without the parts of wrappers.
+        UnsavableError: two names are the same without the parts of wrappers.
     """
     inserted = _inserted(module)
     if not inserted:
@@ -73,8 +73,8 @@ def cleaned(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
         name = _without(raw, inserted)
         if name in taken:
             raise UnsavableError(
-                f"{type(module).__name__} has {taken[name]!r} and {raw!r}, which are both {name!r} without what wrappers put "
-                "in. Give one of the two attributes another name."
+                f"{type(module).__name__} has {taken[name]!r} and {raw!r}, which are both {name!r} without the parts that "
+                "wrappers add. Rename one of the two attributes."
             )
         taken[name] = raw
         result[raw] = name
@@ -82,18 +82,18 @@ def cleaned(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def without_checkpoint_wrapper(name: Any) -> Any:
-    """A parameter's name as a state dict has it, where torch removes what its `checkpoint_wrapper` puts in.
+    """A parameter's name without the part that torch's `checkpoint_wrapper` adds, as in a state dict.
 
-    Checkpoints written by earlier versions have the whole name in the state of optimizers.
+    Checkpoints of earlier versions have the full name in the state of optimizers.
     """
     return name.replace(f"{_CHECKPOINT_WRAPPED}.", "") if isinstance(name, str) else name
 
 
 def wrapped_attribute(module: nn.Module) -> str | None:
-    """The attribute under which a wrapper holds the user's module; None if `module` is no wrapper."""
+    """The attribute of a wrapper that contains the user's module; None if `module` is not a wrapper."""
     if isinstance(module, DataParallel | DistributedDataParallel):
         return "module"
-    # A module that is not loaded has wrapped nothing; loading the compiler takes a second.
+    # If these Python modules are not loaded, they have wrapped nothing; importing the compiler takes a second.
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and isinstance(module, compiler.OptimizedModule):
         return "_orig_mod"
@@ -104,13 +104,13 @@ def wrapped_attribute(module: nn.Module) -> str | None:
 
 
 def _inserted(module: nn.Module) -> set[str]:
-    """The beginnings of dotted names whose last part a wrapper has put in, each with a dot at its end."""
+    """The prefixes of dotted names whose last part was added by a wrapper, each with a dot at its end."""
     inserted = {
         f"{path}.{attribute}." if path else f"{attribute}."
         for path, part in module.named_modules(remove_duplicate=False)
         if (attribute := wrapped_attribute(part))
     }
-    # torch omits this part itself in state dicts, and not in the names of parameters: other wrappers inside have two paths
+    # torch removes this part in state dicts, but not in the names of parameters, so a wrapper inside has two paths
     hidden = {path for path in inserted if path.endswith(f"{_CHECKPOINT_WRAPPED}.")}
     return inserted | {_without(path, hidden) for path in inserted - hidden} if hidden else inserted
 

@@ -1,4 +1,4 @@
-"""What `Accelerator.prepare` returns for an optimizer: the same verbs, which wait for a full window."""
+"""`PreparedOptimizer`: what `Accelerator.prepare` returns for an optimizer. It steps when an accumulation window is full."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["PreparedOptimizer", "Stepper", "clear_gradients", "toggle", "untoggl
 
 
 class Stepper(Protocol):
-    """What prepared optimizers and schedulers need of the `Accelerator` that prepared them."""
+    """What prepared optimizers and schedulers need from the `Accelerator` that prepared them."""
 
     strategy: Any
     step_pending: bool
@@ -32,7 +32,7 @@ class Stepper(Protocol):
 
     @property
     def clears_gradients(self) -> bool:
-        """Whether `zero_grad` acts at this point of the accumulation window."""
+        """Whether `zero_grad` clears gradients at this point of the accumulation window."""
 
     @property
     def sync_gradients(self) -> bool:
@@ -44,7 +44,7 @@ class Stepper(Protocol):
 
     @property
     def steps_of_scheduler(self) -> int:
-        """Number of steps that a prepared scheduler takes with an optimizer step; 0: one with each call."""
+        """Number of steps that a prepared scheduler makes with an optimizer step; 0: one for each call."""
 
     def has_updated(self, optimizer: Optimizer | None) -> bool:
         """Whether the last step of an optimizer, or of any, changed parameters."""
@@ -54,21 +54,22 @@ class Stepper(Protocol):
 
 
 class PreparedOptimizer(Optimizer):
-    """An optimizer whose `step` acts only when the accumulation window is full, and `zero_grad` then or when one begins.
+    """An optimizer whose `step` acts only when the accumulation window is full; `zero_grad` acts then and when one begins.
 
-    It is an `Optimizer` so that torch's schedulers accept it; parameters, groups, state and defaults are the wrapped one's.
+    It is an `Optimizer`, so that torch's schedulers accept it. Its parameter groups, state and defaults are those of the
+    wrapped optimizer.
 
     Attributes:
-        optimizer: torch's own.
+        optimizer: the wrapped optimizer.
     """
 
     def __init__(self, optimizer: Optimizer, accelerator: Stepper) -> None:
-        # not Optimizer.__init__, which would make groups and state of its own
+        # without Optimizer.__init__, which would create separate groups and state
         self.optimizer = optimizer
         self._accelerator = accelerator
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not set yet: an object that is being copied
+        if name == "optimizer":  # not set yet: the object is being copied
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -95,7 +96,7 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether its last step was no update, because a scaled gradient overflowed or it was skipped."""
+        """Whether its last step changed no parameters, because a scaled gradient overflowed or the step was skipped."""
         return not self._accelerator.has_updated(self)
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,7 +118,7 @@ class PreparedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set the gradients to zero, after the last backward pass of a window or before its first.
 
-        So it may be called at the end of the loop's body or at its beginning: inside a window it does nothing.
+        Call it at the end or at the beginning of the loop's body: inside a window it does nothing.
         """
         if self._accelerator.clears_gradients:
             self._accelerator.step_pending = False
@@ -128,10 +129,10 @@ class PreparedOptimizer(Optimizer):
             self._accelerator.strategy.precision.discard(self.optimizer)
 
     def toggle_model(self, sync_grad: bool = True) -> AbstractContextManager[None]:
-        """Within it gradients flow only into this optimizer's parameters (Lightning's name; see `toggle_optimizer`).
+        """A context in which gradients flow only into this optimizer's parameters. Lightning's name; see `toggle_optimizer`.
 
         Args:
-            sync_grad: no effect on one process; over processes gradients are averaged in the optimizer's step.
+            sync_grad: no effect: with several processes gradients are averaged in the optimizer step.
         """
         return self._toggled()
 
@@ -145,10 +146,10 @@ class PreparedOptimizer(Optimizer):
 
 
 def toggle(optimizer: Optimizer, optimizers: Iterable[Optimizer]) -> dict[Tensor, bool]:
-    """Let gradients flow only into this optimizer's parameters, of all that `optimizers` have.
+    """Let gradients flow only into this optimizer's parameters, not into those of the other `optimizers`.
 
     Returns:
-        The parameters that were turned off, with what `untoggle` restores for each.
+        The other parameters, each with its `requires_grad` before; `untoggle` restores it.
     """
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     others = [p for o in optimizers for group in o.param_groups for p in group["params"] if id(p) not in own]
@@ -165,9 +166,9 @@ def untoggle(before: Mapping[Tensor, bool]) -> None:
 
 
 def clear_gradients(optimizer: Optimizer) -> None:
-    """`optimizer.zero_grad()`, but without its record for torch's profiler, which takes longer than the work itself.
+    """`optimizer.zero_grad()`, but without its record for torch's profiler, which takes longer than clearing the gradients.
 
-    An optimizer that has a `zero_grad` of its own is asked to do it.
+    For an optimizer that overrides `zero_grad`, calls it.
     """
     method = optimizer.zero_grad
     if getattr(method, "__func__", None) is not Optimizer.zero_grad:

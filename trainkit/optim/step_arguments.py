@@ -1,4 +1,4 @@
-"""`StepArguments`: the arguments of a `Trainer` that say what an optimizer step is made of."""
+"""`StepArguments`: the arguments of a `Trainer` that determine an optimizer step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["StepArguments"]
 
 
 class StepArguments(Protocol):
-    """What a strategy checks before any process is started; meanings in `trainkit.Trainer`."""
+    """What a strategy checks before any process is started; for the meanings see `trainkit.Trainer`."""
 
     accumulate_grad_batches: int
     global_batch_size: int | None

@@ -1,4 +1,4 @@
-"""An optimizer as a checkpoint sees it, where a strategy keeps its state in parts over the processes."""
+"""What a checkpoint saves instead of an optimizer whose state a strategy shards over the processes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["StoredOptimizer", "empty_copy", "placeholder_parameter"]
 
 
 def placeholder_parameter(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter of this shape and dtype on the CPU, whose memory is never touched, so it is not allocated."""
+    """A parameter of this shape and dtype on the CPU. Its memory is never written, so the system does not allocate it."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 def empty_copy(optimizer: Optimizer) -> Optimizer:
-    """Another optimizer of the same kind with the same options and groups, and with no state; `__init__` is not called."""
+    """An optimizer of the same class with the same options and groups, and without state; `__init__` is not called."""
     kind = type(optimizer)
-    if hasattr(kind, "__del__"):  # which would take away what the two have in common
+    if hasattr(kind, "__del__"):  # which would free what the copy shares with the original
         kind = type(kind.__name__, (kind,), {"__del__": lambda self: None, "__module__": kind.__module__})
     made: Optimizer = object.__new__(kind)
     vars(made).update({name: value for name, value in vars(optimizer).items() if name != "step"})  # a scheduler's wrapper
@@ -32,14 +32,14 @@ def empty_copy(optimizer: Optimizer) -> Optimizer:
 
 
 class StoredOptimizer:
-    """A placeholder for an optimizer: of its class, with its options, with whole parameters and whole state.
+    """A placeholder for an optimizer: of its class, with its options, but with whole parameters and whole state.
 
     Args:
-        original: the user's.
-        placeholders: `id(parameter)` → what stands in for it, for each parameter of the groups.
+        original: the user's optimizer.
+        placeholders: `id(parameter)` → its placeholder, for each parameter of the groups.
 
     Attributes:
-        optimizer: what is saved and loaded; its state is empty.
+        optimizer: the optimizer that is saved and loaded; its state is empty.
     """
 
     def __init__(self, original: Optimizer, placeholders: Mapping[int, nn.Parameter]) -> None:
@@ -61,29 +61,29 @@ class StoredOptimizer:
         return found
 
     def check(self, described: Any, what: str) -> None:
-        """Refuse what cannot be held in parts.
+        """Check that the state can be sharded.
 
         Raises:
-            StateMismatchError: state that is not one number or of its parameter's shape, or that is the whole optimizer's.
+            StateMismatchError: state that is neither one number nor has its parameter's shape, or that belongs to no parameter.
         """
         if not isinstance(described, dict):
-            return  # which is said elsewhere
+            return  # reported elsewhere
         odd = [key for key in ("opaque", "entries", "more") if described.get(key)]
         for name, about in (described.get("state") or {}).items():
             if isinstance(about, dict):
                 odd += [f"{name}: {slot}" for key in ("irregular", "lists") for slot in about.get(key) or ()]
         if odd:
             raise StateMismatchError(
-                f"{what}: the optimizer's state cannot be divided over the processes as ZeRO does it: {', '.join(odd[:5])}. "
+                f"{what}: ZeRO cannot shard this state of the optimizer over the processes: {', '.join(odd[:5])}. "
                 "Resume with another strategy."
             )
 
     def copy_options(self) -> None:
-        """Put the options that were loaded into the user's groups."""
+        """Copy the loaded options to the user's groups."""
         for ours, theirs in zip(self._original.param_groups, self.optimizer.param_groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
 
     def state(self, parameter: Tensor) -> dict[str, Any]:
-        """What has been loaded for a parameter."""
+        """The loaded state of a parameter."""
         found: dict[str, Any] = self.optimizer.state.get(self.placeholders[id(parameter)], {})
         return found

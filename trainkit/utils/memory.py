@@ -16,7 +16,7 @@ from trainkit.errors import ConfigurationError
 
 __all__ = ["find_executable_batch_size", "release_memory"]
 
-# Messages of torch and cuDNN for which there is no class of errors.
+# Messages of errors of torch and cuDNN that have no class.
 _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "cudnn_status_not_supported")
 
 

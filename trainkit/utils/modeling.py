@@ -109,7 +109,7 @@ def load_checkpoint_in_model(
     sources = state.tensors.keys() | state.aliases.keys()
     if sources and sources.isdisjoint(clean_names(inner).values()):
         raise StateMismatchError(
-            f"{what} has no tensor with a name of {type(inner).__name__}'s: it has {_some(sources)}, and the model "
+            f"{what} has no tensor with a name of {type(inner).__name__}: the file has {_some(sources)}, and the model has "
             f"{_some(clean_names(inner).values())}. Nothing was changed. Load it into a model of the same class."
         )
     names = cleaned(inner, [name for _, _, name, _ in entries(inner)])
@@ -126,8 +126,8 @@ def load_checkpoint_in_model(
     left = [name for _, _, name, tensor in entries(inner) if tensor.is_meta]
     if left:
         warn(
-            f"{what}: {counted(len(left), 'tensor of the model still has', 'tensors of the model still have')} no "
-            f"values, as on the meta device: {_some(left)}. "
+            f"{what}: {counted(len(left), 'tensor of the model is', 'tensors of the model are')} still on the meta device, "
+            f"without values: {_some(left)}. "
             "Initialize them before you use the model."
         )
 
@@ -152,12 +152,12 @@ def _refuse_unsupported(offload_8bit_bnb: bool, full_state_dict: bool, broadcast
         )
     if not full_state_dict:
         raise UnsupportedArgumentError(
-            "load_checkpoint_in_model(full_state_dict=False): tensors are not sharded. Leave it out; load a checkpoint of "
+            "load_checkpoint_in_model(full_state_dict=False): tensors are not sharded. Remove it; load a checkpoint of "
             "ZeRO-3 with accelerator.load_state(folder, restore={'model'})"
         )
     if broadcast_from_rank0:
         raise UnsupportedArgumentError(
-            "load_checkpoint_in_model(broadcast_from_rank0=True): each process reads the files. Leave it out, and put the "
+            "load_checkpoint_in_model(broadcast_from_rank0=True): each process reads the files. Remove it, and put the "
             "folder on a disk that all nodes can access"
         )
 
@@ -202,8 +202,7 @@ def _read_folder(path: Path) -> ModelState:
 def _nothing(path: Path, names: list[str]) -> CheckpointError:
     if "adapter_model.safetensors" in names:
         return CheckpointNotFoundError(
-            f"{path} contains adapters of PEFT, and no whole model. Open it with: PeftModel.from_pretrained(base, "
-            f"{str(path)!r})"
+            f"{path} contains PEFT adapters, not a whole model. Open it with: PeftModel.from_pretrained(base, {str(path)!r})"
         )
     pickles = [name for name in names if name.endswith(_PICKLES)]
     if pickles:
@@ -263,7 +262,7 @@ def _read_checkpoint(path: Path) -> ModelState:
     loaded = checkpoint.read({stem, "state"}, mapped=hasattr(mmap, "MAP_PRIVATE"))  # Windows does not have it
     own: dict[str, Any] = dict(loaded.state["models"][0])
     if own["fingerprint"] is None:
-        own["trained"] = {}  # belongs to a run, not to weights
+        own["trained"] = {}  # part of a run, not of weights
     return ModelState(tensors=dict(loaded.tensors[stem]), aliases=dict(loaded.manifest.aliases.get(stem, {})), **own)
 
 

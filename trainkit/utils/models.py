@@ -31,7 +31,7 @@ def extract_model_from_parallel(
     """
     if recursive:
         raise UnsupportedArgumentError(
-            "extract_model_from_parallel(recursive=True) is not supported: prepare wraps whole models. Leave it out."
+            "extract_model_from_parallel(recursive=True) is not supported: prepare wraps whole models. Remove it."
         )
     return unwrapped(model, _inside, keep_torch_compile)
 

@@ -51,7 +51,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     lengths = world.exchange([len(object_list), from_process])
     if any(said != lengths[0] for said in lengths):
         shown = ", ".join(f"rank {rank}: {length} from {source}" for rank, (length, source) in enumerate(lengths))
-        raise ConfigurationError(f"broadcast_object_list needs the same length and process on all processes; {shown}.")
+        raise ConfigurationError(f"broadcast_object_list needs the same length and from_process on all ranks, got {shown}.")
     if not isinstance(from_process, int) or not 0 <= from_process < world.size:
         raise ConfigurationError(
             f"broadcast_object_list(from_process={from_process!r}): expected a rank from 0 to {world.size - 1}."

@@ -173,7 +173,7 @@ def test_unsupported_names_of_lightning(name: str, fix: str) -> None:
         ({"mode": "replicas", "pad_last_batch": True}, "do not work with mode=.replicas., .* Use mode='spmd'"),
         ({"device": "cuda"}, "does not run on 'cuda'. Use device='xla'"),
         ({"timeout": 0}, "timeout must be a timedelta or a number of seconds"),
-        ({"precision": "16-mixed"}, "does not work with XLAStrategy; it offers 32-true"),
+        ({"precision": "16-mixed"}, "does not work with XLAStrategy, which supports 32-true"),
     ],
 )
 def test_contradictory_arguments(options: dict[str, Any], message: str) -> None:
