@@ -48,7 +48,7 @@ __all__ = ["XLAStrategy"]
 
 
 class XLAStrategy(Strategy):
-    """Training on one or all XLA devices of a host, such as the cores of a TPU. What `strategy="xla"` makes.
+    """Training on one or all XLA devices of a host, such as the cores of a TPU. `strategy="xla"` creates it.
 
     Tensors are lazy: operations are recorded, compiled to one graph per step, and run at the end of the step. So a step
     must not read values (`.item()`, `print(loss)`, `if loss > 1`). Log them instead: they are read after the step.
@@ -58,16 +58,13 @@ class XLAStrategy(Strategy):
     statistics of all devices. With several hosts, start the script once on each; each host reads all of the data.
 
     Args:
-        mode: `"spmd"`, or `"replicas"`: one process for each device, with a copy of the model. `launch` and
-            `notebook_launcher` start the processes, and make it the default. Every `training_step` must then return a loss
-            and use the same parameters on all replicas.
-        mesh: Layout of the devices: a `torch_xla.distributed.spmd.Mesh`, or a dict of axis sizes such as
-            `{"data": 2, "fsdp": 4}`. Batches are sharded over "data" and "fsdp". Default: one axis with all devices.
+        mode: `"spmd"`, or `"replicas"`: one process for each device, started by `launch` or `notebook_launcher`. Every
+            `training_step` must then return a loss and use the same parameters on all replicas.
+        mesh: A `torch_xla.distributed.spmd.Mesh`, or a dict of axis sizes. Batches are sharded over "data" and "fsdp".
         fsdp: Shard parameters, gradients and optimizer state over the axis "fsdp" (FSDPv2 of torch_xla).
-        pad_last_batch: Pad the short last batch of an epoch with copies of its last sample, so that it does not need its own
-            graph. The loss must skip the copies with `self.sample_mask`; BatchNorm includes them. Without padding the last
-            batch is compiled once in a run.
-        timeout: How long processes wait for each other: a timedelta, or a number of seconds.
+        pad_last_batch: Pad the short last batch of an epoch with copies of its last sample, so that it needs no graph of
+            its own. The loss must skip the copies with `self.sample_mask`; BatchNorm includes them.
+        timeout: Timeout of collectives: a timedelta, or a number of seconds.
         compilation_cache: Folder in which TPUs keep compiled graphs for later runs.
         device: `"auto"` or `"xla"`. `"cpu"` is XLA's CPU runtime, for tests.
         precision: `"32-true"`, `"bf16-mixed"`, `"bf16-true"` or `"64-true"` (slow on TPUs, which have no float64).
