@@ -94,15 +94,21 @@ class CheckpointHistory(Callback):
     def best_in(self, found: Sequence[ListedCheckpoint]) -> str:
         """The best of the checkpoints that the newest run of such a callback has saved; "" if there is none.
 
-        It reads only the manifests, so weights-only checkpoints count too.
+        Such a callback has the same monitor and mode; when it saves does not matter. It reads only the manifests, so
+        weights-only checkpoints count too.
         """
-        own = [one for one in found if one.manifest is not None and one.manifest.saved_by == self.state_key and not one.problem]
-        manifests = [(str(one.path), one.manifest) for one in own if one.manifest is not None]
+        manifests = [(str(one.path), one.manifest) for one in found if one.manifest is not None and not one.problem]
+        manifests = [(path, manifest) for path, manifest in manifests if self._ranks_like(manifest.saved_by)]
         run = [(path, manifest) for path, manifest in manifests if manifest.run_id == manifests[0][1].run_id]
         if self.monitor is None:
             return run[0][0] if run else ""
         scores = {path: score_of(m.metrics[self.monitor]) for path, m in reversed(run) if self.monitor in m.metrics}
         return next(iter(self._best_with("", None, scores)), "")
+
+    def _ranks_like(self, saved_by: str | None) -> bool:
+        """Whether a checkpoint was saved by a callback with the same monitor and mode. Without a monitor: by the same one."""
+        ranking = f"ModelCheckpoint{ {'monitor': self.monitor, 'mode': self.mode} }"[:-1] + ","
+        return saved_by == self.state_key or (self.monitor is not None and (saved_by or "").startswith(ranking))
 
     def _best_with(self, path: str, score: Tensor | None, others: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The best of `others` (default: the best so far) and of a newer checkpoint, in order."""

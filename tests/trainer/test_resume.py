@@ -83,6 +83,20 @@ def test_best() -> None:
         make_trainer().validate(Adam(), tiny_loader(), ckpt_path="best")
 
 
+def test_best_is_of_the_callback_with_a_monitor() -> None:
+    """Also if another one comes first, and in a new process if it saves at other times."""
+    best = ModelCheckpoint(monitor="val_loss", mode="max")
+    trainer = saved(ModelCheckpoint(every_n_train_steps=3), best, max_epochs=3)
+    expected = open_checkpoint(best.best_model_path).read({"model", "state"}).tensors["model"]
+    other = saving(ModelCheckpoint(every_n_train_steps=2, monitor="val_loss", mode="max"))
+    for again in (trainer, other):
+        module = Adam()
+        again.validate(module, tiny_loader(8), verbose=False, ckpt_path="best")
+        assert same(parameters_of(module), expected)
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint that was ranked by monitor='val_loss', mode='min' is in"):
+        saving(ModelCheckpoint(monitor="val_loss")).validate(Adam(), tiny_loader(8), ckpt_path="best")
+
+
 def test_a_damaged_one_is_passed_over_and_named() -> None:
     saved(max_epochs=2)
     file = Path("runs/version_0/checkpoints/step-00000008/model.safetensors")

@@ -321,7 +321,8 @@ def _best(searcher: Searcher, places: Places) -> Path:
             "ckpt_path='best' needs a ModelCheckpoint callback: Trainer(callbacks=[ModelCheckpoint(monitor='val_loss')])"
         )
     given = set(places.given)
-    for callback in own:
+    ranking = [callback for callback in own if callback.monitor is not None]
+    for callback in ranking or own:
         found = candidates(*places.folders) if not callback.best_model_path else []
         mine = [
             one
@@ -332,7 +333,14 @@ def _best(searcher: Searcher, places: Places) -> Path:
         ]
         if path := callback.best_model_path or callback.best_in(mine):
             return Path(path)
+    if not ranking:
+        raise CheckpointNotFoundError(
+            "ckpt_path='best': no checkpoint has been ranked yet. A ModelCheckpoint ranks by its monitor: "
+            "ModelCheckpoint(monitor='val_loss')"
+        )
+    wanted = " or ".join(f"monitor={callback.monitor!r}, mode={callback.mode!r}" for callback in ranking)
     raise CheckpointNotFoundError(
-        "ckpt_path='best': no checkpoint has been ranked yet. A ModelCheckpoint ranks by its monitor: "
-        "ModelCheckpoint(monitor='val_loss')"
+        f"ckpt_path='best': no checkpoint that was ranked by {wanted} is in {places}. Pass the path of a checkpoint "
+        "(trainkit checkpoint ls FOLDER lists them with their metrics), or give ModelCheckpoint the monitor and mode of the run "
+        "that saved them."
     )
