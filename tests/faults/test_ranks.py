@@ -155,7 +155,7 @@ def test_one_hangs(launcher: str, rank: int, run_dir: Path) -> None:
         running.until(f"failing on rank {rank}")
         running.ends_within(TIMEOUT + LIMIT)
         assert running.process.returncode != 0
-        stacks = {path.name: path.read_text() for path in (run_dir / "stacks").iterdir()}
+        stacks = {path.name: path.read_text() for path in (run_dir / "stacks").glob("*/*")}
         assert sorted(stacks) == ["rank-0.txt", "rank-1.txt"]
         assert "this_line_hangs" in stacks[f"rank-{rank}.txt"]
         assert "train_epoch" in stacks[f"rank-{1 - rank}.txt"]

@@ -41,7 +41,8 @@ class Watchdog:
         grace: seconds that the main thread has to leave the run itself.
 
     Attributes:
-        folder: stacks are written to `stacks/rank-N.txt` in this folder; to standard error if it is `None`.
+        folder: stacks are written to `stacks/<time of the failure, UTC>/rank-N.txt` in this folder; to standard error if it is
+            `None`.
     """
 
     def __init__(self, channel: Channel, *, grace: float = _GRACE) -> None:
@@ -142,7 +143,7 @@ class Watchdog:
             if self._written[0] is not failure:
                 text = f"rank {self._channel.rank}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {failure}.\n"
                 self._text = f"{text}{self._error()}{stacks()}"
-                self._written = (failure, _save(self.folder, self._channel.rank, self._text))
+                self._written = (failure, _save(self._file(failure), self._text))
             return self._written[1]
 
     def _append_error(self) -> None:
@@ -151,7 +152,14 @@ class Watchdog:
             failure, where = self._written
             if failure is not None and failure is self._channel.failure and where != _ABOVE and self._error() not in self._text:
                 self._text += self._error()
-                _save(self.folder, self._channel.rank, self._error(), more=True)
+                _save(self._file(failure), self._error(), more=True)
+
+    def _file(self, failure: Failure) -> Path | None:
+        """The file for the stacks: all ranks have the same folder, and stacks of earlier failures stay apart."""
+        if self.folder is None:
+            return None
+        when = time.strftime("%Y-%m-%dT%H-%M-%S", time.gmtime(failure.time))
+        return Path(self.folder, "stacks", when, f"rank-{self._channel.rank}.txt")
 
     def _error(self) -> str:
         error = self._channel.traceback
@@ -160,18 +168,17 @@ class Watchdog:
     def _end(self, failure: Failure) -> None:
         rank = self._channel.rank
         reason = "was ended in the middle of a run" if failure.rank == rank else f"was ended because {str(failure).rstrip('.')}"
-        where = "" if failure.kind in _CODES else f". Its stacks are in {self._write(failure)}"
+        where = "" if failure.kind in _CODES else f". The stacks of rank {rank} are in {self._write(failure)}"
         write_stderr(f"trainkit: rank {rank} {reason}{where}\n")
         write_error_file(failure, rank)
         end_after_others(self._channel, failure)
         end_process(_CODES.get(failure.kind, 1))
 
 
-def _save(folder: str | Path | None, rank: int, text: str, *, more: bool = False) -> str:
+def _save(path: Path | None, text: str, *, more: bool = False) -> str:
     """Write stacks, or append to them. Returns where they are."""
     problem = ""
-    if folder is not None:
-        path = Path(folder, "stacks", f"rank-{rank}.txt")
+    if path is not None:
         try:
             path = path.absolute()
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -341,6 +341,6 @@ def _best(searcher: Searcher, places: Places) -> Path:
     wanted = " or ".join(f"monitor={callback.monitor!r}, mode={callback.mode!r}" for callback in ranking)
     raise CheckpointNotFoundError(
         f"ckpt_path='best': no checkpoint that was ranked by {wanted} is in {places}. Pass the path of a checkpoint "
-        "(trainkit checkpoint ls FOLDER lists them with their metrics), or give ModelCheckpoint the monitor and mode of the run "
-        "that saved them."
+        "(trainkit checkpoint ls FOLDER lists them with their metrics), or give ModelCheckpoint the monitor and mode of the "
+        "run that saved them."
     )
