@@ -197,6 +197,7 @@ def test_a_script_that_fails_shows_its_traceback(verify: Verify) -> None:
     ("", ", ckpt_path='last'", "the script calls fit(ckpt_path='last'), so it does not start at step 0."),
     ("print('so far'); os._exit(3)", "", "so far\ntrainkit: The script failed with exit code 3"),
     ("real = Trainer; Trainer = lambda **given: real(**{**given, 'fast_dev_run': True, 'logger': False})", "", "fast_dev_run"),
+    ("real = Trainer; Trainer = lambda **given: real(**{**given, 'devices': 2, 'logger': False})", "", "trains on 2 processes"),
     ("real = Trainer; Trainer = lambda **given: real(**{**given, 'max_steps': 5})", "", "after 5 optimizer steps (max_"),
 ])  # fmt: skip
 def test_what_cannot_be_verified(verify: Verify, first: str, fit: str, words: str) -> None:

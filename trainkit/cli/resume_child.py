@@ -169,6 +169,12 @@ class _PatchedTrainer:
     def check(self, trainer: Trainer, arguments: dict[str, Any]) -> None:
         """Refuse a fit that cannot be verified; let the resumed run start from its checkpoint."""
         path, parts = arguments.get("ckpt_path"), arguments.get("restore")
+        if trainer.world_size > 1:
+            self.refuse(
+                f"it trains on {trainer.world_size} processes, and verify-resume compares one. Set devices=1 for it. To check "
+                "several processes, kill and resume the script yourself, and compare the last checkpoints with those of a run "
+                "that was not killed: trainkit checkpoint diff A B"
+            )
         if trainer.fast_dev_run:
             self.refuse("Trainer(fast_dev_run=...) ends after a few batches and saves nothing. Remove that argument.")
         recorders = [callback for callback in trainer.callbacks if isinstance(callback, _Recorder)]
