@@ -154,7 +154,7 @@ def ragged(kind: str, uneven: bool) -> None:
 
 def test_batches_that_cannot_be_concatenated() -> None:
     run_xla(ragged, "spmd", False, devices=4)
-    with pytest.raises(WorldError, match=r"DataError: .*put side by side: they hold tensors of the shapes \(1, 4\), \(1, 5\)"):
+    with pytest.raises(WorldError, match=r"DataError: .*concatenated: they contain tensors of the shapes \(1, 4\), \(1, 5\)"):
         run_xla(ragged, "spmd", True, devices=4)
 
 
