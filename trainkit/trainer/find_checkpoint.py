@@ -333,13 +333,18 @@ def _best(searcher: Searcher, places: Places) -> Path:
         ]
         if path := callback.best_model_path or callback.best_in(mine):
             return Path(path)
-    if not ranking:
-        raise CheckpointNotFoundError(
+    raise CheckpointNotFoundError(_none_ranked([(callback.monitor, callback.mode) for callback in ranking], places))
+
+
+def _none_ranked(rankings: Sequence[tuple[str, str]], places: Places) -> str:
+    """The message if `"best"` finds nothing; `rankings`: monitor and mode of each callback that has a monitor."""
+    if not rankings:
+        return (
             "ckpt_path='best': no checkpoint has been ranked yet. A ModelCheckpoint ranks by its monitor: "
             "ModelCheckpoint(monitor='val_loss')"
         )
-    wanted = " or ".join(f"monitor={callback.monitor!r}, mode={callback.mode!r}" for callback in ranking)
-    raise CheckpointNotFoundError(
+    wanted = " or ".join(f"monitor={monitor!r}, mode={mode!r}" for monitor, mode in rankings)
+    return (
         f"ckpt_path='best': no checkpoint that was ranked by {wanted} is in {places}. Pass the path of a checkpoint "
         "(trainkit checkpoint ls FOLDER lists them with their metrics), or give ModelCheckpoint the monitor and mode of the "
         "run that saved them."
