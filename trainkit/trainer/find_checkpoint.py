@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainkit.checkpoint.all_ranks import run_on_all_ranks
-from trainkit.checkpoint.folder import POINTER, candidates, read_pointer
+from trainkit.checkpoint.folder import POINTER, ListedCheckpoint, candidates, read_pointer
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import Loaded
 from trainkit.checkpoint.shared_reading import read_on_all_ranks
@@ -320,20 +320,23 @@ def _best(searcher: Searcher, places: Places) -> Path:
         raise CheckpointNotFoundError(
             "ckpt_path='best' needs a ModelCheckpoint callback: Trainer(callbacks=[ModelCheckpoint(monitor='val_loss')])"
         )
-    given = set(places.given)
     ranking = [callback for callback in own if callback.monitor is not None]
     for callback in ranking or own:
-        found = candidates(*places.folders) if not callback.best_model_path else []
-        mine = [
-            one
-            for one in found
-            if one.path.parent in given
-            or one.manifest is None
-            or not _is_another(one.manifest.contents.get("module"), searcher.module)
-        ]
-        if path := callback.best_model_path or callback.best_in(mine):
+        if path := callback.best_model_path or callback.best_in(_candidates_of(searcher, places)):
             return Path(path)
     raise CheckpointNotFoundError(_none_ranked([(callback.monitor, callback.mode) for callback in ranking], places))
+
+
+def _candidates_of(searcher: Searcher, places: Places) -> list[ListedCheckpoint]:
+    """The checkpoints in folders that the user gave, and those of runs that trained the same class of module."""
+    given = set(places.given)
+    return [
+        one
+        for one in candidates(*places.folders)
+        if one.path.parent in given
+        or one.manifest is None
+        or not _is_another(one.manifest.contents.get("module"), searcher.module)
+    ]
 
 
 def _none_ranked(rankings: Sequence[tuple[str, str]], places: Places) -> str:
