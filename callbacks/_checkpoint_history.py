@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +61,7 @@ class CheckpointHistory(Callback):
     save_top_k: int
     save_last: bool | None
     keep_last: int
+    enable_version_counter: bool
 
     def _start_history(self) -> None:
         self.best_k_models: dict[str, Tensor] = {}
@@ -123,6 +125,20 @@ class CheckpointHistory(Callback):
 
         ordered = sorted(scores.items(), key=order)
         return dict(ordered if self.save_top_k == -1 else ordered[: self.save_top_k])
+
+    def _reuse(self, folder: Path, name: str, score: Tensor | None) -> tuple[str, bool]:
+        """The name of a new checkpoint, and whether it replaces the one of that name.
+
+        It takes the name of a checkpoint that it displaces from the best, so that `filename="best"` is the best at any time.
+        """
+        path, best = str(folder / name), self._best_with("", score)
+        if not self.enable_version_counter:  # a worse one must not replace one of the best
+            return name, path not in self.best_k_models or path not in best
+        same = re.compile(re.escape(path) + r"(-v\d+)?")
+        displaced = next((known for known in self.best_k_models if known not in best and same.fullmatch(known)), None)
+        if displaced is None or not os.path.lexists(path):
+            return name, False
+        return os.path.basename(displaced), True
 
     def _add(self, save: Save, path: Path) -> None:
         """Record a checkpoint that is about to be written to `path`."""

@@ -55,8 +55,10 @@ class ModelCheckpoint(CheckpointHistory):
         dirpath: The folder; default: `checkpoints` in the folder of the run's logger (`<save_dir>/<name>/version_N`), or
             in `<default_root_dir>/version_N` without one; set when training starts. The same for all processes.
         filename: Name of a checkpoint, with metrics, `epoch` (from 0) and `step` in braces:
-            `"{epoch:02d}-{val_loss:.2f}"`. Default: `"step-{step:08d}"`. A `/` becomes `_`. If the name exists,
-            `-v1`, `-v2`, … is appended.
+            `"{epoch:02d}-{val_loss:.2f}"`. Default: `"step-{step:08d}"`. A `/` becomes `_`. A checkpoint has the default
+            name if a metric in `filename` was not logged in its step or, with a `monitor` and a `filename` without braces,
+            if it is not one of the best. If the name exists, the new checkpoint replaces that one if it takes its place among
+            the best; otherwise `-v1`, `-v2`, … is appended.
         monitor: The metric, as passed to `self.log`, that ranks checkpoints.
         verbose: Print each save.
         save_last: True: a file `last` in the folder contains the name of the newest checkpoint.
@@ -313,7 +315,9 @@ class ModelCheckpoint(CheckpointHistory):
         if self.keep_last == 0 and why != "exception" and not from_main("" in self._best_with("", save.score)):
             return
         checkpointing.wait()  # if the previous save fails, undo it before recording this one
-        name, folder = self._name(trainer, why, values), Path(self.dirpath or "")
+        folder = Path(self.dirpath or "")
+        # What the main process finds is used on all ranks.
+        name, replace = self._reuse(folder, self._name(trainer, why, values, save.score), save.score)
         try:
             path = checkpointing.save(
                 folder,
@@ -322,7 +326,7 @@ class ModelCheckpoint(CheckpointHistory):
                 save=self._content,
                 saved_by=self.state_key,
                 metrics={metric: value for metric, (value, present) in values.items() if present},
-                replace=not self.enable_version_counter and from_main(self._may_replace(str(folder / name), save.score)),
+                replace=replace,
                 blocking=why in _ENDINGS,
                 before_capture=partial(self._added, save),
                 committed=partial(self._clean_up, save, checkpointing.run_id, trainer.is_global_zero),
@@ -344,10 +348,6 @@ class ModelCheckpoint(CheckpointHistory):
     def _failed(self, save: Save, *_: Exception) -> None:
         if self._undo(save) and self._saved == save.position:
             self._saved = None  # the next save tries again
-
-    def _may_replace(self, path: str, score: Tensor | None) -> bool:
-        """Whether the checkpoint at `path` may be replaced: a worse checkpoint must not replace one of the best."""
-        return path not in self.best_k_models or path not in self._best_with("", score)
 
     @property
     def _all_logged(self) -> bool:
@@ -375,18 +375,22 @@ class ModelCheckpoint(CheckpointHistory):
             )
         return None
 
-    def _name(self, trainer: Trainer, why: str, metrics: Mapping[str, tuple[float, bool]]) -> str:
+    def _name(self, trainer: Trainer, why: str, metrics: Mapping[str, tuple[float, bool]], score: Tensor | None) -> str:
         values: dict[str, float] = {name: value for name, (value, _) in metrics.items()}
         values |= {"epoch": self._epoch, "step": trainer.global_step}
         template = self.filename or DEFAULT_TEMPLATE
-        unknown = [name for name in names_in(template) if name not in values]
-        if unknown and (why in _ENDINGS or not self._all_logged):
+        used = names_in(template)
+        unknown = [name for name in used if name not in values]
+        early = bool(unknown) and (why in _ENDINGS or not self._all_logged)
+        if early:
             self._notice_once(
                 f"ModelCheckpoint: {', '.join(unknown)} in filename was not logged yet, so the default name is used."
             )
+        outdated = any(name in metrics and not metrics[name][1] for name in used)
+        names_the_best = not used and self.monitor is not None and self.save_top_k != 0
+        if early or outdated or (names_the_best and "" not in self._best_with("", score)):
             template = DEFAULT_TEMPLATE
-        insert = template is self.filename and self.auto_insert_metric_name
-        return fill(template, values, insert=insert)
+        return fill(template, values, insert=template is self.filename and self.auto_insert_metric_name)
 
     def _notice_once(self, text: str) -> None:
         """A notice, once in a fit."""

@@ -607,11 +607,16 @@ def test_without_version_counter_a_name_is_used_again(begin) -> None:
     assert (run.names, run.steps) == (["newest"], [20])
 
 
-def test_a_name_that_is_used_again_does_not_take_the_place_of_a_better_one(begin) -> None:
-    callback = ModelCheckpoint(filename="best", monitor="val_loss", enable_version_counter=False, keep_last=1)
+@pytest.mark.parametrize("enable_version_counter", [True, False])
+def test_a_fixed_name_is_always_the_best(begin, enable_version_counter: bool) -> None:
+    callback = ModelCheckpoint(filename="best", monitor="val_loss", enable_version_counter=enable_version_counter, keep_last=1)
     run = begin(callback)
-    both = ["best", "best-v1"]
-    for value, names in [(3.0, ["best"]), (4.0, both), (2.0, both), (5.0, ["best", "best-v2"])]:
+    for value, names in [
+        (3.0, ["best"]),
+        (4.0, ["best", "step-00000020"]),
+        (2.0, ["best", "step-00000020"]),
+        (5.0, ["best", "step-00000040"]),
+    ]:
         run.epoch({"val_loss": value})
         assert run.names == names
     assert open_checkpoint(callback.best_model_path).manifest.step == 30
@@ -620,6 +625,33 @@ def test_a_name_that_is_used_again_does_not_take_the_place_of_a_better_one(begin
     run.epoch({"val_loss": 1.0})
     assert open_checkpoint(callback.best_model_path).manifest.step == 30
     assert names_of(callback) == {"best": 2.0}
+    run.checkpointing.fail = False
+    run.epoch({"val_loss": 1.5})
+    assert open_checkpoint(callback.best_model_path).manifest.step == 60
+    assert names_of(callback) == {"best": 1.5}
+
+
+def test_fixed_names_of_the_best_two(begin) -> None:
+    callback = ModelCheckpoint(filename="best", monitor="val_loss", save_top_k=2, keep_last=0)
+    run = begin(callback)
+    for value in (3.0, 4.0, 2.0, 1.0, 5.0):
+        run.epoch({"val_loss": value})
+    assert (run.names, names_of(callback)) == (["best", "best-v1"], {"best": 1.0, "best-v1": 2.0})
+
+
+def test_a_fixed_name_that_another_run_has_used_is_kept(begin) -> None:
+    begin(ModelCheckpoint(filename="best", monitor="val_loss")).epoch({"val_loss": 1.0})
+    run = begin(ModelCheckpoint(filename="best", monitor="val_loss", keep_last=0), run_id="b" * 16)
+    run.epoch({"val_loss": 3.0})
+    run.epoch({"val_loss": 2.0})
+    assert (run.names, run.steps) == (["best", "best-v1"], [10, 20])
+
+
+def test_a_name_with_a_value_of_an_earlier_step_is_not_used(begin) -> None:
+    run = begin(ModelCheckpoint(filename="{val_loss:.1f}", every_n_train_steps=5, keep_last=-1))
+    run.epoch({"val_loss": 3.0})
+    run.epoch({"val_loss": 2.0})
+    assert run.names == ["step-00000005", "step-00000015", "val_loss=2.0", "val_loss=3.0"]
 
 
 def test_two_callbacks_that_would_delete_each_others_checkpoints(begin) -> None:
@@ -736,8 +768,8 @@ def test_a_name_whose_metric_is_not_known_yet_is_the_default_said_once(begin, ca
     caplog.set_level("INFO", "trainkit")
     run = begin(ModelCheckpoint(filename="{val_loss:.2f}", every_n_train_steps=4, keep_last=-1))
     run.epoch({"val_loss": 0.5})
-    run.step(2)
-    assert run.names == ["step-00000004", "step-00000008", "val_loss=0.50"]
+    run.step(2, val_loss=0.25)
+    assert run.names == ["step-00000004", "step-00000008", "val_loss=0.25"]
     assert caplog.messages == ["ModelCheckpoint: val_loss in filename was not logged yet, so the default name is used."]
 
 
