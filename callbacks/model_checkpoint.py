@@ -55,10 +55,9 @@ class ModelCheckpoint(CheckpointHistory):
         dirpath: The folder; default: `checkpoints` in the folder of the run's logger (`<save_dir>/<name>/version_N`), or
             in `<default_root_dir>/version_N` without one; set when training starts. The same for all processes.
         filename: Name of a checkpoint, with metrics, `epoch` (from 0) and `step` in braces:
-            `"{epoch:02d}-{val_loss:.2f}"`. Default: `"step-{step:08d}"`. A `/` becomes `_`. A checkpoint has the default
-            name if a metric in `filename` was not logged in its step or, with a `monitor` and a `filename` without braces,
-            if it is not one of the best. If the name exists, the new checkpoint replaces that one if it takes its place among
-            the best; otherwise `-v1`, `-v2`, … is appended.
+            `"{epoch:02d}-{val_loss:.2f}"`. Default: `"step-{step:08d}"`, also if a metric in it is not of this step or, for a
+            name without braces and with a `monitor`, if this is not one of the best. A `/` becomes `_`. If the name exists,
+            that checkpoint is replaced if the new one takes its place among the best; else `-v1`, `-v2`, … is appended.
         monitor: The metric, as passed to `self.log`, that ranks checkpoints.
         verbose: Print each save.
         save_last: True: a file `last` in the folder contains the name of the newest checkpoint.
@@ -316,7 +315,6 @@ class ModelCheckpoint(CheckpointHistory):
             return
         checkpointing.wait()  # if the previous save fails, undo it before recording this one
         folder = Path(self.dirpath or "")
-        # What the main process finds is used on all ranks.
         name, replace = self._reuse(folder, self._name(trainer, why, values, save.score), save.score)
         try:
             path = checkpointing.save(
@@ -376,21 +374,24 @@ class ModelCheckpoint(CheckpointHistory):
         return None
 
     def _name(self, trainer: Trainer, why: str, metrics: Mapping[str, tuple[float, bool]], score: Tensor | None) -> str:
-        values: dict[str, float] = {name: value for name, (value, _) in metrics.items()}
-        values |= {"epoch": self._epoch, "step": trainer.global_step}
+        known = {**metrics, "epoch": (self._epoch, True), "step": (trainer.global_step, True)}
         template = self.filename or DEFAULT_TEMPLATE
-        used = names_in(template)
-        unknown = [name for name in used if name not in values]
-        early = bool(unknown) and (why in _ENDINGS or not self._all_logged)
-        if early:
+        if self._would_mislead(names_in(template), why, known, score):
+            template = DEFAULT_TEMPLATE
+        insert = template is self.filename and self.auto_insert_metric_name
+        return fill(template, {name: value for name, (value, _) in known.items()}, insert=insert)
+
+    def _would_mislead(self, used: list[str], why: str, known: Mapping[str, tuple[float, bool]], score: Tensor | None) -> bool:
+        """Whether a name with these values would lack one, have that of an earlier step, or name another than the best."""
+        unknown = [name for name in used if name not in known]
+        if unknown and (why in _ENDINGS or not self._all_logged):
             self._notice_once(
                 f"ModelCheckpoint: {', '.join(unknown)} in filename was not logged yet, so the default name is used."
             )
-        outdated = any(name in metrics and not metrics[name][1] for name in used)
-        names_the_best = not used and self.monitor is not None and self.save_top_k != 0
-        if early or outdated or (names_the_best and "" not in self._best_with("", score)):
-            template = DEFAULT_TEMPLATE
-        return fill(template, values, insert=template is self.filename and self.auto_insert_metric_name)
+            return True
+        if used:
+            return any(name in known and not known[name][1] for name in used)
+        return self.monitor is not None and self.save_top_k != 0 and "" not in self._best_with("", score)
 
     def _notice_once(self, text: str) -> None:
         """A notice, once in a fit."""

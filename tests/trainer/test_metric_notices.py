@@ -213,3 +213,41 @@ def test_an_epoch_shorter_than_the_log_interval_is_reported_once(caplog: Any) ->
 )
 def test_where_the_log_interval_is_no_surprise(caplog: Any, arguments: dict[str, Any]) -> None:
     assert rare(caplog, **arguments) == []
+
+
+# -------------------------------------------------------------------------------------------------------- the wrong mode
+
+
+class Accurate(TinyModule):
+    """Logs an accuracy and an error."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log_dict({"val/acc1": 0.5, "val_error": 0.5, "faccade": 0.5, "accuracy_loss": 0.5})
+
+
+@pytest.mark.parametrize(
+    "monitor, mode, advice",
+    [
+        ("val/acc1", "min", "the lowest value is the best. If the highest is: mode='max'"),
+        ("val/acc1", "max", None),
+        ("val_error", "min", None),
+        ("faccade", "min", None),  # the letters of "acc" inside a word
+        ("accuracy_loss", "min", None),
+    ],
+)
+@pytest.mark.parametrize("kind", [ModelCheckpoint, EarlyStopping])
+def test_a_mode_that_contradicts_the_name(kind: Any, monitor: str, mode: str, advice: str | None) -> None:
+    trainer = make_trainer(kind(monitor=monitor, mode=mode), enable_checkpointing=kind is ModelCheckpoint)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Accurate(), tiny_loader(), tiny_loader())
+    expected = [f"{kind.__name__}(monitor={monitor!r}) has mode={mode!r}: {advice}"] if advice else []
+    assert [str(one.message) for one in caught if "has mode=" in str(one.message)] == expected
+
+
+def test_the_mode_of_a_scheduler() -> None:
+    class Accuracy(Plateau, Accurate):
+        """Its scheduler follows the accuracy."""
+
+    with pytest.warns(TrainkitWarning, match=r"ReduceLROnPlateau\(monitor='val/acc1'\) has mode='min'"):
+        make_trainer().fit(Accuracy("val/acc1"), tiny_loader(), tiny_loader())

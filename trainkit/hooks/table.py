@@ -36,6 +36,10 @@ class HookTable:
 
     Raises:
         HookError: A batch hook of an evaluation with several loaders does not take `dataloader_idx`.
+
+    Attributes:
+        owners: Hook → names of the classes that override it, in the order of their calls.
+        early: Hooks that the module or a callback that does not run last overrides.
     """
 
     def __init__(
@@ -52,11 +56,13 @@ class HookTable:
         early: list[Any] = [*(c for c in callbacks if not c.runs_last), module]
         late: list[Any] = [c for c in callbacks if c.runs_last]
         self.owners: dict[str, tuple[str, ...]] = {}
+        self.early: set[str] = set()
         for name, arguments in HOOKS.items():
             entries: list[Callable[..., Any]] = []
             owners: list[str] = []
             for owner in [*early, None, *late]:
                 if owner is None:
+                    self.early |= {name} if entries else set()
                     entries += [inserted[name]] if inserted and name in inserted else []
                     continue
                 entry = _entry(owner, name, arguments, trainer, module, several_loaders)
@@ -70,7 +76,7 @@ class HookTable:
     def nothing(cls) -> HookTable:
         """An empty table, for a run whose callbacks are not known yet."""
         table = cls.__new__(cls)
-        table.owners = dict.fromkeys(HOOKS, ())
+        table.owners, table.early = dict.fromkeys(HOOKS, ()), set()
         for name in HOOKS:
             setattr(table, name, ())
         return table

@@ -209,15 +209,16 @@ class Record(MetricInfo):
         self.values, self.weights, self.total, self.weight, self.stamps = [], [], None, 0.0, None
         self.torchmetric = self.awaits = None
 
-    def epoch_value(self) -> Tensor | None:
-        """The value of the epoch on this rank; `None` if it has none. A torchmetrics object is reset."""
+    def epoch_value(self, *, reset: bool = True) -> Tensor | None:
+        """The value of the epoch on this rank; `None` if it has none. With `reset`, a torchmetrics object is reset."""
         if self.awaits is not None:
             missing, value = value_if_missing(self)
             if missing:
                 return value
         if self.torchmetric is not None:
             value = self.torchmetric.compute() if self.on_epoch else None
-            self.torchmetric.reset()
+            if reset:
+                self.torchmetric.reset()
             return None if value is None else one_element(self.full_name, value)
         if not self.on_epoch:
             return None

@@ -130,7 +130,11 @@ def value_if_missing(metric: Record) -> tuple[bool, Tensor | None]:
 
 
 def warn_missing(metric: Record) -> None:
-    """Warn that the function or object for the value of the epoch is missing."""
+    """Warn once that the function or object for the value of the epoch is missing."""
+    if metric.awaits is not None and metric.awaits.setdefault("warned", False):
+        return
+    if metric.awaits is not None:
+        metric.awaits["warned"] = True
     is_object = metric.how == "object"
     what = "its torchmetrics object" if is_object else "its function reduce_fx"
     fix = "keep the object as an attribute of the module" if is_object else "log it in the last batch of the epoch"

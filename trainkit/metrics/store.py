@@ -54,6 +54,7 @@ class MetricStore:
             increases during an epoch and is the same on all ranks for the batches of a row; negative before the first batch.
         gaps: stamps of earlier loaders at which other ranks had a batch and this one had none, as (first, end).
         count: returns the number of samples of a batch.
+        previewed: the epoch has ended, and the results have its values; those of its last step are not the latest any more.
         loaders: metric of the last `flush_epoch` → the evaluation loaders that it was logged in; `[]`: in no batch.
         schema: a number for the metrics of this epoch and their reductions, if there are several ranks. Ranks that have logged
             the same have the same number; 0 if nothing was logged.
@@ -81,6 +82,7 @@ class MetricStore:
         self.gaps: list[tuple[int, int]] = []
         self.loaders: dict[str, list[int]] = {}
         self.suffix, self.stamp, self.schema, self.count = "", -1, 0, size_of
+        self.previewed = False
 
     def _log(
         self,
@@ -206,13 +208,7 @@ class MetricStore:
             MetricError: a rank with batches did not log the same metrics, or logged them with different options; or the result
                 of a function or an object is not a number.
         """
-        seen: dict[str, Any] = {}
-        evaluation = self.scope in _EVALUATION
-        if self._several:
-            ended, waiting = end_epoch(self._world, self._metrics, self.stamp, self.gaps, seen, last=evaluation)
-        else:
-            ended, waiting = self._end_epoch(seen)
-        self.results.add(seen, evaluation=evaluation)
+        ended, waiting = self._reduce_epoch()
         # a metric that is logged rarely waits for a log boundary of the next epoch
         self._waiting |= waiting
         for metric in waiting.values():
@@ -222,18 +218,38 @@ class MetricStore:
         self._publish(ended, for_step=False)
         return {metric.epoch_name: number for metric, number in ended}
 
+    def preview_epoch(self) -> None:
+        """Before the hooks at the end of an epoch: let monitors see its values so far. The hooks may log more.
+
+        Raises:
+            MetricError: see `flush_epoch`.
+        """
+        self._reduce_epoch(reset=False)
+        self.previewed = True
+
     def end_loader(self, index: int, first: int) -> None:
         """At the end of an evaluation loader, whose stamps began at `first`: note which metrics were logged in it."""
         for metric in self._metrics.values():
             if metric.stamp >= first:
                 metric.loaders.append(index)
 
-    def _end_epoch(self, seen: dict[str, Any]) -> tuple[Ended, dict[Key, Record]]:
+    def _reduce_epoch(self, *, reset: bool = True) -> tuple[Ended, dict[Key, Record]]:
+        """The values of the epoch, also for monitors, and the metrics whose step value waits; `reset`: see `end_epoch`."""
+        seen: dict[str, Any] = {}
+        evaluation = self.scope in _EVALUATION
+        if self._several:
+            reduced = end_epoch(self._world, self._metrics, self.stamp, self.gaps, seen, last=evaluation, reset=reset)
+        else:
+            reduced = self._end_epoch(seen, reset)
+        self.results.add(seen, evaluation=evaluation)
+        return reduced
+
+    def _end_epoch(self, seen: dict[str, Any], reset: bool) -> tuple[Ended, dict[Key, Record]]:
         if self.scope not in _EVALUATION:
             seen.update(self.step_values())
         values: list[tuple[MetricInfo, Any]] = []
         for metric in self._metrics.values():
-            value = metric.epoch_value()
+            value = metric.epoch_value(reset=reset)
             if value is not None:
                 values.append((metric, value))
                 seen[metric.full_name] = seen[metric.epoch_name] = value
@@ -242,7 +258,7 @@ class MetricStore:
         return [(metric, number) for (metric, _), number in zip(values, numbers, strict=True)], waiting
 
     def _forget(self) -> None:
-        self._metrics, self._size, self.schema = {}, (None, 0), 0
+        self._metrics, self._size, self.schema, self.previewed = {}, (None, 0), 0, False
         for value in self._skipped.values():
             value.reset()
         self._skipped = {}
@@ -346,7 +362,7 @@ class MetricStore:
 
     def discard(self) -> None:
         """Discard what was logged in this epoch (after the sanity check, or when an epoch is aborted)."""
-        self._metrics, self._waiting, self.stamp, self.gaps, self.schema = {}, {}, -1, [], 0
+        self._metrics, self._waiting, self.stamp, self.gaps, self.schema, self.previewed = {}, {}, -1, [], 0, False
 
 
 def _other_options(name: str, resumed: bool) -> MetricError:

@@ -87,16 +87,18 @@ def end_epoch(
     callback: MutableMapping[str, Any],
     *,
     last: bool,
+    reset: bool = True,
 ) -> tuple[Ended, dict[Key, Record]]:
     """The values of an epoch, and the metrics whose step value waits for the next log boundary.
 
     Args:
         world: the ranks.
-        records: the metrics of this rank. Their torchmetrics objects are reset.
+        records: the metrics of this rank.
         stamp: the stamp of its last batch in the epoch.
         gaps: the gaps of this rank, see `check`.
         callback: receives the values of the epoch and, in training, of its last step.
         last: True in an evaluation, see `step_number`.
+        reset: the epoch ends: torchmetrics objects are reset, and step values wait. False: only return its values so far.
 
     Raises:
         MetricError: the ranks did not log the same metrics, or a value is not a number.
@@ -111,7 +113,7 @@ def end_epoch(
     values = {key: epoch_number(group) for key, group in numbers.items()}
     values |= _computed_values(world, found, records)
     for record in records.values():
-        if record.torchmetric is not None:
+        if reset and record.torchmetric is not None:
             record.torchmetric.reset()
     ended: Ended = []
     for key, group in found.items():
@@ -120,7 +122,7 @@ def end_epoch(
             group[0].loaders = sorted({index for one in group for index in one.loaders})
             ended.append((group[0], value))
             callback[group[0].full_name] = callback[group[0].epoch_name] = _tensor(value)
-    return ended, _waiting(steps, records)
+    return ended, _waiting(steps, records) if reset else {}
 
 
 def _waiting(steps: Mapping[Key, tuple[list[RankRecord], float]], records: Records) -> dict[Key, Record]:

@@ -52,6 +52,7 @@ def evaluate(run: Run, plan: EvaluationPlan) -> list[dict[str, float]]:
         metrics.suffix, metrics.batch = "", None
         metrics.scope = Scope.EVAL_EPOCH if plan.logs else Scope.NOWHERE
         plan.results, plan.loaders_of = {}, {}
+        run.preview_metrics(f"on_{name}_epoch_end")
         hooks.run(f"on_{name}_epoch_end")
         plan.finish()
         metrics.scope = Scope.NOWHERE  # the evaluation's metrics are complete

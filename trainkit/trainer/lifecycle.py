@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -291,14 +292,17 @@ def _prepare_data(run: Run) -> None:
 
 def build_hooks(trainer: Trainer, run: Run) -> None:
     """Collect the methods to call for each hook, now that callbacks and loaders are known."""
+    epoch_ends = [f"on_{name}_epoch_end" for name in ("train", "validation", "test")]
     run.hooks = HookTable(
         trainer,
         run.module,
         run.callbacks,
-        inserted={f"on_{name}_epoch_end": run.finish_metrics for name in ("train", "validation", "test")},
+        inserted=dict.fromkeys(epoch_ends, run.finish_metrics),
         several_loaders=any(plan is not None and len(plan.loaders) > 1 for plan in run.plans.values()),
         timed=None if run.profiler is None else run.profiler.wrapped,
     )
+    own = [name for name in epoch_ends if name in run.hooks.early]
+    run.early_hooks = frozenset(chain.from_iterable(run.strategy.world.exchange(own)))  # callbacks may differ by rank
 
 
 def refuse_evaluation(run: Run, stage: str, name: str) -> None:

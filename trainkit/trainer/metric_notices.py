@@ -1,11 +1,14 @@
-"""Warnings about metrics: monitored under a misspelled name, logged twice under one name, or logged by step too rarely."""
+"""Warnings about metrics: monitored under a misspelled name or with the wrong mode, logged twice under one name, or logged by
+step too rarely.
+"""
 
 from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainkit.console import notice, warn
 from trainkit.module.monitors import of_validation, why_no_validation
@@ -13,10 +16,13 @@ from trainkit.module.monitors import of_validation, why_no_validation
 if TYPE_CHECKING:
     from trainkit.trainer.run import Run
 
-__all__ = ["check_monitors", "warn_rare_logs", "warn_shared_names"]
+__all__ = ["check_monitors", "warn_of_modes", "warn_rare_logs", "warn_shared_names"]
 
 _LIKELY = 0.85  # similarity (difflib's ratio) of a misspelled name to the right one; val_los and val_loss: 0.93
 _DATALOADER = "/dataloader_idx_"
+# words in the names of metrics
+_LARGER_IS_BETTER = frozenset(("acc", "accuracy", "auc", "auroc", "bleu", "dice", "f1", "iou", "miou", "precision", "recall"))
+_SMALLER_IS_BETTER = frozenset(("err", "error", "loss", "mae", "mse", "nll", "perplexity", "rmse", "wer"))
 
 
 def check_monitors(run: Run, logged: Collection[str] | None) -> None:
@@ -30,7 +36,7 @@ def check_monitors(run: Run, logged: Collection[str] | None) -> None:
         logged: what validation logged in the sanity check; `None`: this fit has no validation.
     """
     reason = why_no_validation(run.module.trainer) if logged is None else None
-    for owner, monitor in _monitors(run):
+    for owner, monitor, _ in _monitors(run):
         if reason is not None and of_validation(monitor):
             warn(
                 f"{owner} monitors {monitor!r}, but this fit has no validation: {reason}. Ignore this if training logs "
@@ -51,12 +57,20 @@ def warn_shared_names(run: Run, trained: Collection[str]) -> None:
         run: the run.
         trained: what training logged in this epoch.
     """
-    for owner, monitor in _monitors(run):
+    for owner, monitor, _ in _monitors(run):
         if monitor in trained and monitor in run.results.evaluated:
             notice(
                 f"{monitor!r} is logged in training and in validation; {owner} monitors the value of validation. Use two "
                 f"names to tell them apart: self.log('train_{monitor}', value)"
             )
+
+
+def warn_of_modes(run: Run) -> None:
+    """Warn if a callback or scheduler takes the lowest accuracy for the best, because "min" is the default of `mode`."""
+    for owner, monitor, mode in _monitors(run):
+        words = set(re.findall(r"f1|[a-z]+", monitor.lower()))
+        if mode == "min" and words & _LARGER_IS_BETTER and not words & _SMALLER_IS_BETTER:
+            warn(f"{owner}(monitor={monitor!r}) has mode='min': the lowest value is the best. If the highest is: mode='max'")
 
 
 def warn_rare_logs(run: Run) -> None:
@@ -69,15 +83,15 @@ def warn_rare_logs(run: Run) -> None:
         )
 
 
-def _monitors(run: Run) -> Iterator[tuple[str, str]]:
-    """The name of each callback or scheduler with a monitor, and its monitor."""
+def _monitors(run: Run) -> Iterator[tuple[str, str, Any]]:
+    """The name of each callback or scheduler with a monitor, its monitor and its mode."""
     for callback in run.callbacks:
         monitor = getattr(callback, "monitor", None)
         if isinstance(monitor, str):
-            yield type(callback).__name__, monitor
+            yield type(callback).__name__, monitor, getattr(callback, "mode", None)
     for config in run.schedulers if run.module.automatic_optimization else ():  # otherwise the user advances them
         if config.reduce_on_plateau and config.monitor is not None:
-            yield type(config.scheduler).__name__, config.monitor
+            yield type(config.scheduler).__name__, config.monitor, getattr(config.scheduler, "mode", None)
 
 
 def _near(name: str, logged: Collection[str], cutoff: float) -> str | None:

@@ -64,6 +64,7 @@ class Run:
         progress: counters, phase, and what the run has been asked for.
         signals: what the process has received.
         hooks: what is called for which hook.
+        early_hooks: hooks that, on any rank, the module or a callback that does not run last overrides.
         results: the latest values of all metrics.
         given_module: the user's module; `None` before the first run. See `module`.
         fitted: the module of the last fit.
@@ -101,6 +102,7 @@ class Run:
     progress: RunProgress = field(default_factory=RunProgress)
     signals: Signals = field(default_factory=lambda: Signals(lambda: None))
     hooks: HookTable = field(default_factory=HookTable.nothing)
+    early_hooks: frozenset[str] = frozenset()
     results: MetricResults = field(default_factory=MetricResults)
     given_module: TrainModule | None = None
     fitted: TrainModule | None = None
@@ -202,7 +204,8 @@ class Run:
     def callback_metrics(self) -> dict[str, Tensor]:
         """The latest value of each metric, as callbacks see them: see `Trainer.callback_metrics`."""
         values, evaluated = dict(self.results.callback), self.results.evaluated
-        if self.progress.stage is not None and self.evaluation_plan is None:  # an evaluation has no value before its end
+        # An evaluation has no value before its end, and in the hooks at its end an epoch has those of the epoch.
+        if self.progress.stage is not None and self.evaluation_plan is None and not self.metrics.previewed:
             values.update((name, value) for name, value in self.metrics.step_values().items() if name not in evaluated)
         return as_tensors(values)
 
@@ -225,6 +228,11 @@ class Run:
             except OSError as error:  # a full disk must not end a run that can continue without its log
                 name = type(logger).__name__
                 warn(f"{name} could not write the metrics of step {step}: {error}. Training continues without them.")
+
+    def preview_metrics(self, hook: str) -> None:
+        """Before a hook at the end of an epoch: callbacks and the module read the metrics of the epoch in it."""
+        if hook in self.early_hooks:
+            self.metrics.preview_epoch()
 
     def finish_metrics(self) -> None:
         """Reduce what was logged in the epoch that ends, before the callbacks that run last."""

@@ -278,6 +278,7 @@ def finish_epoch(run: Run, plan: FitPlan, complete: bool, exhausted: bool) -> No
     progress.phase, progress.epoch_complete = Phase.EPOCH_END, complete
     metrics.batch = None
     metrics.scope = Scope.TRAIN_EPOCH
+    run.preview_metrics("on_train_epoch_end")
     hooks.run("on_train_epoch_end")
     run.end_metrics_of_epoch()  # what callbacks that run last have logged
     if complete:

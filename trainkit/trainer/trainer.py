@@ -46,7 +46,7 @@ from trainkit.trainer.lifecycle import (
 )
 from trainkit.trainer.loaders import train_loader
 from trainkit.trainer.memory_plan import make_plan
-from trainkit.trainer.metric_notices import warn_rare_logs
+from trainkit.trainer.metric_notices import warn_of_modes, warn_rare_logs
 from trainkit.trainer.profiler import Profiler, make_profiler
 from trainkit.trainer.resume import begin_resume, check_restore, load_weights, restore_fit
 from trainkit.trainer.run import Run
@@ -276,6 +276,7 @@ class Trainer:
                 notice(f"neither max_epochs nor max_steps nor max_time was given: training for up to {self.max_epochs} epochs.")
             notice(f"fit on {self.strategy.where}, {self.precision.name}, seed {run.seed}.")
             warn_rare_logs(run)
+            warn_of_modes(run)
             run.hooks.run("on_fit_start")
             if not resumed:
                 check_sanity(run)
@@ -704,8 +705,9 @@ class Trainer:
     def callback_metrics(self) -> dict[str, Tensor]:
         """Every metric logged so far, by name; with both `on_step` and `on_epoch` under all three names.
 
-        A metric logged in an evaluation has the value of the whole evaluation. If training and validation log the same
-        name, the value is that of the validation.
+        A metric logged in an evaluation has the value of the whole evaluation. In the hooks at the end of an epoch or an
+        evaluation, the values are those of all its batches; what these hooks log is added after them. If training and
+        validation log the same name, the value is that of the validation.
         """
         return self._run.callback_metrics
 
