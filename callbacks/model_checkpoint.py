@@ -274,7 +274,7 @@ class ModelCheckpoint(CheckpointHistory):
             self._save(trainer, "exception")
         # with several processes, a checkpoint being written may never be complete
         path = self.last_model_path if reason is None else trainer._save_policy.newest
-        newest = f"the newest checkpoint is {path}" if path else "there is no checkpoint"
+        newest = f"the newest checkpoint is {path}" if path else "this run has saved no checkpoint"
         why = "" if reason is None else f"nothing was saved, because {reason}; "
         notice(f"ModelCheckpoint, after {type(exception).__name__}: {why}{newest}")
 

@@ -840,7 +840,8 @@ def test_what_cannot_be_saved_after_an_error_is_said(begin, caplog) -> None:
     run.hook("on_exception", ValueError())
     assert run.saved == [10]
     assert caplog.messages == [
-        "ModelCheckpoint, after ValueError: nothing was saved, because no optimizer step was made yet; there is no checkpoint",
+        "ModelCheckpoint, after ValueError: nothing was saved, because no optimizer step was made yet; this run has saved no "
+        "checkpoint",
         "ModelCheckpoint, after ValueError: nothing was saved, because half a step; the newest checkpoint is "
         f"{callback.last_model_path}",
     ]
@@ -888,7 +889,7 @@ def test_a_save_that_fails_after_an_error_is_not_called_a_checkpoint(begin, capl
     run.step(3)
     run.checkpointing.fail = True
     run.hook("on_exception", ValueError())
-    assert caplog.messages == ["ModelCheckpoint, after ValueError: there is no checkpoint"]
+    assert caplog.messages == ["ModelCheckpoint, after ValueError: this run has saved no checkpoint"]
 
 
 @pytest.mark.parametrize("exception, saver", [(KeyboardInterrupt(), 1), (ValueError(), 2)])

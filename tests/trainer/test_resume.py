@@ -418,6 +418,21 @@ def test_what_cannot_be_saved_fails_at_the_start() -> None:
     assert recorder.batches == []
 
 
+def test_a_state_that_is_created_too_late_is_explained() -> None:
+    class Late(Callback):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            self.count = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": self.count}
+
+    with pytest.raises(
+        UnsavableError, match=r"AttributeError: .*'count'.* before on_fit_start.* in __init__ or setup"
+    ) as caught:
+        saving(Late()).fit(Adam(), tiny_loader())
+    assert isinstance(caught.value.__cause__, AttributeError)
+
+
 class Average:
     """Something that no checkpoint can store by itself."""
 

@@ -86,13 +86,21 @@ class SavePolicy:
         """The run starts, new or resumed. Its state is encoded once, so that a value that cannot be stored raises now.
 
         Raises:
-            UnsavableError: a value cannot be stored; the message names the path to it.
+            UnsavableError: a value cannot be stored, the message names the path to it; or a `state_dict` is not ready yet.
             CheckpointWriteError: a folder cannot be created or written.
         """
         self.places.choose(partial(choose_folder, self._run))
         if self.folders:
             self._counter = max(self._counter, self.last_counter())
-            drafted(self._world, self.content())
+            try:
+                content = self.content()
+            except (AttributeError, KeyError, TypeError) as error:  # such as of a state that on_fit_start creates
+                raise UnsavableError(
+                    f"the state of the run cannot be collected: {type(error).__name__}: {error}. state_dict and "
+                    "on_save_checkpoint are called once before on_fit_start, so that what cannot be saved is an error now. "
+                    "Fix: create what they read in __init__ or setup"
+                ) from error
+            drafted(self._world, content)
             self.places.begin(self.run_id)
 
     def content(
