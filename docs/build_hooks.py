@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import json
 import os
 import re
 from contextlib import redirect_stdout
@@ -23,6 +24,21 @@ _CONSTANTS = {
     "__version__": "The version of trainkit, such as `0.1.0`.",
     "errors": "The module of all exceptions: [errors and exit codes](errors.md).",
     "WHOLE_WINDOW": "A `MicroBatch` that is an accumulation window of its own, for code outside of a loader.",
+}
+
+# What a user searches for, and a page that the search must find.
+_SEARCHES = {
+    "resume": "how-to/resume-after-preemption",
+    "OOM": "how-to/model-does-not-fit",
+    "hang": "how-to/debug-a-hang",
+    "EarlyStopping": "how-to/keep-the-best-checkpoints",
+    "deepspeed": "how-to/model-does-not-fit",
+    "NaN": "how-to/debug-nans",
+    "gradient accumulation": "how-to/gradient-accumulation",
+    "LoRA": "how-to/lora",
+    "SLURM": "how-to/resume-after-preemption",
+    "FSDP": "concepts/strategies",
+    "Lightning": "moving-over/lightning",
 }
 
 # Not inside a link, a heading or a block of code.
@@ -117,8 +133,13 @@ def on_page_content(content: str, **_: Any) -> str:
 
 
 def on_post_build(*, config: Any, **_: Any) -> None:
-    """Raise if a page loads something from elsewhere: the site works without a network."""
+    """Raise if a page loads something from elsewhere, as the site works without a network, or is not found by its words."""
     for page in Path(config.site_dir).rglob("*.html"):
         found = re.search(r'<(?:script|link|img)\b[^>]*\b(?:src|href)="?https?://[^>]*>', page.read_text("utf-8"))
         if found:
             raise ValueError(f"{page} loads from elsewhere: {found[0]}. Fix: put the file into docs/assets")
+    sections = json.loads((Path(config.site_dir) / "search" / "search_index.json").read_text("utf-8"))["docs"]
+    for words, page in _SEARCHES.items():
+        texts = [one["title"] + one["text"] for one in sections if one["location"].partition("#")[0] == f"{page}.html"]
+        if not any(re.search(rf"\b{words}\b", text, re.IGNORECASE) for text in texts):
+            raise ValueError(f"a search for {words!r} does not find docs/{page}.md. Fix: use the word on that page")
