@@ -91,14 +91,51 @@ def test_which_run_is_meant(tmp_path: Path) -> None:
     second = at(logs / "a" / "version_2" / "metrics.csv", 1000)
     tenth = at(logs / "a" / "version_10" / "metrics.csv", 900)  # the highest number, whatever a copy made of its time
     other = at(logs / "b" / "version_0" / "sub" / "metrics.jsonl", 800)
-    assert find_run(second) == second
-    assert find_run(tenth.parent) == tenth
-    assert find_run(logs) == find_run(tmp_path) == tenth
-    assert find_run(logs / "b") == find_run(str(other)) == other
+    assert find_run(second).folder == second
+    assert find_run(tenth.parent).folder == tenth
+    assert find_run(logs).folder == find_run(tmp_path).folder == tenth
+    assert find_run(logs / "b").folder == find_run(str(other)).folder == other
     newer = at(logs / "c" / "final" / "events.out.tfevents.1.host", 2000)
-    assert find_run(logs) == newer
+    assert find_run(logs).folder == newer
     (logs / "b" / "version_7").mkdir()  # a run that has logged nothing
-    assert find_run(logs / "b") == other
+    assert find_run(logs / "b").folder == other
+
+
+TESTED, TRAINED = {"test_loss": 0.5, "epoch": 0}, {"loss": 0.5, "epoch": 0}
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLLogger, TensorBoardLogger])
+def test_the_newest_run_that_trained_is_meant(kind: type[Logger], tmp_path: Path) -> None:
+    def log(metrics: dict[str, float], name: str = "default", written: int = 0) -> Path:
+        logger = kind(tmp_path, name=name)
+        logger.log_metrics(metrics, 1)
+        logger.finalize()
+        folder = Path(str(logger.log_dir))
+        for file in folder.iterdir():
+            os.utime(file, (written, written))
+        return folder
+
+    tested = log(TESTED, written=1000)
+    assert find_run(tmp_path) == (tested, None)  # there is no other
+    trained = log(TRAINED, written=2000)
+    assert find_run(tmp_path) == (trained, None)
+    again = log({"val/loss": 0.5, "test": 0.5}, written=3000)
+    assert find_run(tmp_path) == (trained, again)
+    assert find_run(again) == (again, None)
+    other = log(TRAINED, "other", written=2500)  # of another experiment, written later
+    assert find_run(tmp_path) == (other, again)
+    (again / "starts.jsonl").write_text("")  # a fit without a training metric
+    assert find_run(tmp_path) == (again, None)
+
+
+def test_a_run_that_saved_checkpoints_has_trained(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics(TESTED, 1)
+    (tmp_path / "default/version_0/checkpoints").mkdir()
+    CSVLogger(tmp_path).log_metrics(TESTED, 1)
+    assert find_run(tmp_path).folder == tmp_path / "default/version_0"
+    Path(tmp_path, "default/version_0/checkpoints").rmdir()
+    assert find_run(tmp_path).folder == tmp_path / "default/version_1"
 
 
 def test_no_metrics_says_what_was_looked_for(tmp_path: Path) -> None:

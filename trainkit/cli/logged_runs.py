@@ -39,7 +39,7 @@ def find_runs(run_dirs: Sequence[str], command: str) -> list[Path]:
     """The folders with the metrics of these runs, each once.
 
     Args:
-        run_dirs: Each is the folder of a run, or a folder above it, which means the newest run in it.
+        run_dirs: Each is the folder of a run, or a folder above it, which means the newest run in it that trained.
         command: "plot" or "report", for messages.
 
     Raises:
@@ -71,10 +71,13 @@ def check_folder(run_dir: str, command: str) -> Path:
 
 
 def metrics_folder(run_dir: str, command: str) -> Path:
-    """The folder with the metrics of one run; raises like `find_runs`."""
+    """The folder with the metrics of one run; raises like `find_runs`. Prints which newer run is skipped."""
     root = check_folder(run_dir, command)
     try:
-        return find_run(root)
+        found = find_run(root)
+        if found.newer is not None:
+            print(f"Skipping {found.newer}, which is newer but has no training metrics")
+        return found.folder
     except ConfigurationError:
         hint = _service_hint(root)
         if hint is None:

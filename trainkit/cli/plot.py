@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run_dir",
         metavar="RUN_DIR",
         nargs="+",
-        help="a run's folder (…/version_3), or a folder above it, for the newest run; several runs share the same panels",
+        help="a run's folder (…/version_3), or a folder above it, for the newest run that trained; "
+        "several runs share the same panels",
     )
     parser.add_argument(
         "--out",

@@ -8,25 +8,48 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainkit.errors import ConfigurationError, TrainkitError, missing_package
 from trainkit.loggers.files import complete_lines
+from trainkit.loggers.starts_file import STARTS
 from trainkit.paths import local_path
 
-__all__ = ["Series", "find_run", "read_metrics"]
+__all__ = ["FoundRun", "Series", "find_run", "home_of", "read_metrics"]
 
 Series = list[tuple[int, float]]
 """The values of one metric in the order of writing: (step, value); values may be NaN or infinite."""
 
 _EVENTS = "events.out.tfevents."
+_EVALUATION = re.compile(r"(val|valid|validation|test|eval)([_/.-]|$)", re.IGNORECASE)  # names of metrics
 _LOOKED_FOR = f"metrics.csv, metrics.jsonl, {_EVENTS}*"
 
 
-def find_run(run_dir: str | os.PathLike[str]) -> Path:
-    """The folder with the metrics of `run_dir`: itself, or the newest run in it.
+class FoundRun(NamedTuple):
+    """A run that was chosen in a folder.
 
-    The newest of an experiment is the `version_N` with the highest N; of several experiments, the one written to last.
+    Attributes:
+        folder: The folder with its metrics.
+        newer: A newer one, which was not chosen because it has no training metrics; None if there is none.
+    """
+
+    folder: Path
+    newer: Path | None = None
+
+
+class _Candidate(NamedTuple):
+    """A folder with metrics; the newest of an experiment is the largest."""
+
+    version: int
+    written: float
+    folder: Path
+
+
+def find_run(run_dir: str | os.PathLike[str]) -> FoundRun:
+    """The run in `run_dir`: itself, or the newest run in it that trained, since an evaluation has a folder of its own.
+
+    The newest of an experiment is the `version_N` with the highest N; of several experiments, the one written to last. If no
+    run has trained, the newest is taken.
 
     Raises:
         ConfigurationError: There is no such folder, or it has no metrics.
@@ -37,21 +60,51 @@ def find_run(run_dir: str | os.PathLike[str]) -> Path:
             f"Expected the folder of a run, got {str(root)!r}, which {'is a file' if root.exists() else 'does not exist'}. "
             "Fix: trainkit plot trainkit_runs"
         )
-    newest: dict[Path, tuple[int, float, Path]] = {}  # experiment → its newest version
+    experiments: dict[Path, list[_Candidate]] = {}
     for folder, _, names in os.walk(root):
         files = [Path(folder, name) for name in names if _is_metrics(name)]
         if Path(folder) == root and files:
-            return root
+            return FoundRun(root)
         if files:
             experiment, version = _experiment(Path(folder), root)
-            found = (version, max(file.stat().st_mtime for file in files), Path(folder))
-            newest[experiment] = max(newest.get(experiment, found), found)
-    if not newest:
+            found = _Candidate(version, max(file.stat().st_mtime for file in files), Path(folder))
+            experiments.setdefault(experiment, []).append(found)
+    if not experiments:
         raise ConfigurationError(
             f"No metrics in {root} or its subfolders, expected {_LOOKED_FOR}. Fix: pass the folder of a run that was "
             "logged with CSVLogger, JSONLLogger or TensorBoardLogger; see metrics of W&B on its website"
         )
-    return max(newest.values(), key=lambda found: (found[1], found[0]))[2]
+    newest = max(map(max, experiments.values()), key=_written)
+    trained: _Candidate | None = None
+    for runs in sorted(experiments.values(), key=lambda runs: max(map(_written, runs)), reverse=True):
+        if trained is not None and max(map(_written, runs)) < trained.written:
+            break
+        one = next((one for one in sorted(runs, reverse=True) if _has_trained(one.folder)), None)
+        trained = max(filter(None, (trained, one)), key=_written, default=None)
+    if trained is None or trained == newest:
+        return FoundRun(newest.folder)
+    return FoundRun(trained.folder, newest.folder)
+
+
+def _written(one: _Candidate) -> float:
+    return one.written
+
+
+def _has_trained(folder: Path) -> bool:
+    """Whether a run has recorded a start or saved checkpoints, or has other metrics than those of an evaluation."""
+    home = home_of(folder)
+    if (home / STARTS).exists() or (home / "checkpoints").exists():
+        return True
+    try:
+        names = read_metrics(folder).keys() - {"epoch"}
+    except TrainkitError:  # raised when the run is read
+        return True
+    return not all(map(_EVALUATION.match, names))
+
+
+def home_of(folder: Path) -> Path:
+    """The folder of a run: the folder of its metrics, or the one above it (`TensorBoardLogger(sub_dir=)`)."""
+    return next((one for one in (folder, *folder.resolve().parents) if re.fullmatch(r"version_\d+", one.name)), folder)
 
 
 def _is_metrics(name: str) -> bool:
@@ -82,7 +135,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> dict[str, Series]:
         MissingPackageError: The run has only event files, and tensorboard is not installed.
         TrainkitError: A file does not have the format of its name.
     """
-    folder = find_run(run_dir)
+    folder = find_run(run_dir).folder
     readers: list[tuple[str, Callable[[Path], dict[str, Series]]]] = [
         ("metrics.csv", _read_csv),
         ("metrics.jsonl", _read_jsonl),

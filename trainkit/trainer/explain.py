@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["end_line", "explain", "folders_line", "results_table"]
+__all__ = ["end_line", "end_reason", "explain", "folders_line", "results_table"]
 
 
 def explain(trainer: Trainer, module: TrainModule | None) -> str:
@@ -102,6 +102,12 @@ def _cell(value: Any) -> str:
 
 def end_line(trainer: Trainer) -> str:
     """How far a fit got and what ended it; printed on one line with `folders_line`."""
+    where = f"step {trainer.global_step}, epoch {trainer.current_epoch}"
+    return f"fit ended at {where}: {end_reason(trainer)}.{_no_step(trainer)}"
+
+
+def end_reason(trainer: Trainer) -> str:
+    """What ended a fit that no exception has ended."""
     reasons: list[str] = []
     if trainer.fast_dev_run:
         reasons.append("fast_dev_run, which writes nothing")
@@ -113,8 +119,7 @@ def end_line(trainer: Trainer) -> str:
         named = [(type(callback).__name__, getattr(callback, "stopping_reason", None)) for callback in trainer.callbacks]
         asked = [f"{name}: {reason.removesuffix(' Training stops.').rstrip('.')}" for name, reason in named if reason]
         reasons += asked or ([] if reasons else ["trainer.should_stop was set"])
-    reason = "; ".join(reasons) or "training was stopped"
-    return f"fit ended at step {trainer.global_step}, epoch {trainer.current_epoch}: {reason}.{_no_step(trainer)}"
+    return "; ".join(reasons) or "training was stopped"
 
 
 def _no_step(trainer: Trainer) -> str:

@@ -352,6 +352,8 @@ def _tear_down(trainer: Trainer, run: Run, stage: str, status: str, exception: B
             part()
         except BaseException as error:  # also an interrupt: the parts after it release locks and threads
             errors.append(error)
+    if run.start_record is not None:
+        run.start_record.end(trainer, exception or next(iter(errors), None))
     for callback in run.callbacks:
         callback._module = None
     run.found = None

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from trainkit.trainer.plans import EvaluationPlan
     from trainkit.trainer.profiler import Profiler
     from trainkit.trainer.save_policy import SavePolicy
+    from trainkit.trainer.start_record import StartRecord
 
 __all__ = ["Run"]
 
@@ -82,6 +83,7 @@ class Run:
         evaluation_plan: the evaluation that is running.
         plans: all evaluations of this run, by name.
         save_policy: saves the checkpoints of the fit.
+        start_record: records in the run's folder how the fit starts and ends.
         found: the checkpoint to resume from, until it is restored.
         wrapped_module: the module as the strategy has wrapped it.
         due: when the run logs, validates and ends.
@@ -120,6 +122,7 @@ class Run:
     evaluation_plan: EvaluationPlan | None = None
     plans: dict[str, EvaluationPlan | None] = field(default_factory=dict)
     save_policy: SavePolicy | None = None
+    start_record: StartRecord | None = None
     found: FoundCheckpoint | None = None
     wrapped_module: nn.Module = field(init=False)
     due: DueDates = field(init=False)

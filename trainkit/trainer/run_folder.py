@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainkit.loggers import Logger
     from trainkit.trainer.run import Run
 
-__all__ = ["Places", "checkpoint_places", "choose_folder", "folder_of_run", "opens_files", "shown_folders"]
+__all__ = ["Places", "checkpoint_places", "choose_folder", "folder_of_fit", "folder_of_run", "opens_files", "shown_folders"]
 
 
 class Places(NamedTuple):
@@ -111,6 +111,15 @@ def shown_folders(run: Run) -> list[str]:
         version = None if logger is None else logger._run_folder().path
         running = Path(os.path.abspath(version or os.path.join(place, "version_N")), CHECKPOINTS)
     return list(dict.fromkeys(str(running) if folder is None else folder for folder in own))
+
+
+def folder_of_fit(run: Run) -> Path | None:
+    """The folder of a fit that has begun; `None` if it writes nothing in a folder of its own. Chooses and creates none."""
+    chosen = None if run.save_policy is None else run.save_policy.places.of_run
+    if chosen is not None:
+        return chosen.parent
+    logger = _logger_with_folder(run)
+    return None if logger is None else logger._run_folder().path
 
 
 def folder_of_run(world: World, runs: list[Path], run_id: str) -> Path | None:

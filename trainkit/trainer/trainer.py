@@ -20,6 +20,7 @@ from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.hooks.hook_checks import check_callback
 from trainkit.hooks.table import HookTable
 from trainkit.launch.resolve import joined_strategy, read_wanted
+from trainkit.loggers.starts_file import utc_now
 from trainkit.memory.report import PROCESSES, MemoryPlan
 from trainkit.metrics.results import as_tensors
 from trainkit.module.data_module import DataModule
@@ -52,6 +53,7 @@ from trainkit.trainer.resume import begin_resume, check_restore, load_weights, r
 from trainkit.trainer.run import Run
 from trainkit.trainer.save_policy import SavePolicy
 from trainkit.trainer.setup import count_batches, evaluation_plan, fit_plan, refresh_train_loader
+from trainkit.trainer.start_record import StartRecord
 from trainkit.unsupported import refuse_unknown
 
 if TYPE_CHECKING:
@@ -252,7 +254,7 @@ class Trainer:
         if isinstance(train_dataloaders, DataModule) and datamodule is None:
             train_dataloaders, datamodule = None, train_dataloaders
         wanted = check_restore(ckpt_path, restore, overrides, strict)
-        loaders = train_dataloaders, val_dataloaders
+        loaders, began = (train_dataloaders, val_dataloaders), utc_now()
         with interruptible(self) as signals, running(self, "fit", model, datamodule, *loaders, signals=signals) as run:
             saves = run.save_policy
             assert saves is not None  # each fit has them
@@ -272,6 +274,7 @@ class Trainer:
             run.progress.first_step = run.progress.global_step
             start_loggers(run)
             saves.begin()
+            run.start_record = StartRecord(run, ckpt_path, began)
             if self._arguments.ends_by_default:
                 notice(f"neither max_epochs nor max_steps nor max_time was given: training for up to {self.max_epochs} epochs.")
             notice(f"fit on {self.strategy.where}, {self.precision.name}, seed {run.seed}.")

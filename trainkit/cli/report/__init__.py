@@ -17,7 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run_dir",
         metavar="RUN_DIR",
         nargs="+",
-        help="a run's folder (…/version_3), or a folder above it, for the newest run; several runs, at most 10, are compared",
+        help="a run's folder (…/version_3), or a folder above it, for the newest run that trained; "
+        "several runs, at most 10, are compared",
     )
     parser.add_argument(
         "--out",
