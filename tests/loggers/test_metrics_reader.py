@@ -95,7 +95,7 @@ def test_which_run_is_meant(tmp_path: Path) -> None:
     assert find_run(tenth.parent).folder == tenth
     assert find_run(logs).folder == find_run(tmp_path).folder == tenth
     assert find_run(logs / "b").folder == find_run(str(other)).folder == other
-    newer = at(logs / "c" / "final" / "events.out.tfevents.1.host", 2000)
+    newer = at(logs / "c" / "final" / "metrics.csv", 2000)
     assert find_run(logs).folder == newer
     (logs / "b" / "version_7").mkdir()  # a run that has logged nothing
     assert find_run(logs / "b").folder == other

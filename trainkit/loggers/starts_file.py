@@ -59,8 +59,12 @@ class RecordedStart:
     @property
     def end_time(self) -> float | None:
         """When the fit ended; None if that was not recorded."""
-        seconds = _seconds(self.end.get("time"))
-        return seconds if math.isfinite(seconds) else None
+        return _known_time(self.end.get("time"))
+
+    @property
+    def resumed_saved_at(self) -> float | None:
+        """When the checkpoint was saved from which the fit resumed; None if it did not resume."""
+        return _known_time(self.start.get("resumed_saved_at"))
 
     @property
     def end_step(self) -> int | None:
@@ -92,6 +96,11 @@ def _record(line: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
+
+
+def _known_time(time: object) -> float | None:
+    seconds = _seconds(time)
+    return seconds if math.isfinite(seconds) else None
 
 
 def _seconds(time: object) -> float:

@@ -214,7 +214,7 @@ def _take_over(run: Run, saves: SavePolicy, found: FoundCheckpoint, wanted: set[
     elif run.loggers and not chosen:
         wanted.discard("loggers")  # continuing in its files would cut off what the other run has logged since
         notice("this run is not the one that saved the checkpoint, so it logs to new files.")
-    saves.resumed_from = found.path
+    saves.resumed_from, saves.resumed_saved_at = found.path, manifest.saved_at
     if "loop" not in wanted:
         return
     # loaders are created before the loop is restored: those of the epoch in which they were last created

@@ -44,6 +44,7 @@ class SavePolicy:
         safe_points: where saves that hooks request are carried out, so that what is saved is what an uninterrupted run had.
         run_id: what all checkpoints of a run have in common; a full resume keeps it.
         resumed_from: the checkpoint that the run resumed from.
+        resumed_saved_at: when that one was saved, as in its manifest.
         places: the folders that it saves to.
     """
 
@@ -52,6 +53,7 @@ class SavePolicy:
         self._world = run.strategy.world
         self.run_id: str = self._world.from_main(secrets.token_hex(8))
         self.resumed_from: Path | None = None
+        self.resumed_saved_at: str | None = None
         self.places = SaveFolders(self._world, self.run_id)
         self._counter = 0
         self.safe_points = SafePoints(run, self._report_failures)

@@ -77,13 +77,16 @@ def _position(run: Run) -> dict[str, int]:
 def _facts(run: Run, ckpt_path: str | os.PathLike[str] | None) -> dict[str, Any]:
     """How and where the fit was started. Nothing of the environment variables."""
     strategy, saves = run.strategy, run.save_policy
+    assert saves is not None  # each fit has them
     try:
         command = without_secrets(start_command(strategy.world.size))
     except ConfigurationError:  # a notebook, python -c, a test: no command line that can be run again
         command = None
     return {
-        "run_id": None if saves is None else saves.run_id,
+        "run_id": saves.run_id,
         "ckpt_path": None if ckpt_path is None else os.fspath(ckpt_path),
+        "resumed_from": None if saves.resumed_from is None else str(saves.resumed_from),
+        "resumed_saved_at": saves.resumed_saved_at,
         "argv": without_secrets(sys.argv),
         "command": command,
         "folder": os.path.abspath(folder_at_start() or ""),

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainkit.cli.report.run_data import RunData, saved_time
+from trainkit.cli.report.run_data import RunData
+from trainkit.cli.report.run_starts import RunStart, saved_time
 from trainkit.cli.report.style import CHART, COLORS, DASHES
 from trainkit.loggers.metrics_reader import Series
 
-__all__ = ["Key", "bokeh_script", "embed", "metric_chart", "styles_of", "time_chart", "timed"]
+__all__ = ["Key", "bokeh_script", "embed", "interrupted", "metric_chart", "styles_of", "time_chart", "timed"]
 
 Key = tuple[str, str]
 """(label of a run, name of a metric)."""
@@ -143,13 +144,25 @@ def time_chart(runs: Sequence[RunData], colors: Mapping[str, str]) -> Any:
             points = _thinned_times(start.points)
             x = [(time - origin) / scale for time, _ in points]
             chart.line(x, [step for _, step in points], name=run.label, line_color=colors[run.label], line_width=1.8)
-        resumed = [start.points[0] for start in run.starts[1:]]
-        for marker, found in (("triangle", resumed), ("diamond", _checkpoint_times(run))):
+        marked = {
+            "diamond": _checkpoint_times(run),
+            "triangle": [start.points[0] for start in run.starts[1:]],
+            "x": [start.points[-1] for start in interrupted(run)],
+        }
+        for marker, found in marked.items():
             x = [(time - origin) / scale for time, _ in found]
-            chart.scatter(x, [step for _, step in found], name=run.label, marker=marker, size=9, color=colors[run.label])
+            y, width = [step for _, step in found], 2.5 if marker == "x" else 1
+            chart.scatter(x, y, name=run.label, marker=marker, size=9, color=colors[run.label], line_width=width)
     chart.yaxis.formatter = NumeralTickFormatter(format="0,0")
     chart.yaxis.axis_label = "step"
     return chart
+
+
+def interrupted(run: RunData) -> list[RunStart]:
+    """The recorded starts of a run that did not reach the end of training; not the last one if it may be running."""
+    return [
+        start for start in run.starts if start.facts and not start.finished and (start.ended or start is not run.starts[-1])
+    ]
 
 
 def _tooltips(when: str) -> list[tuple[str, str]]:

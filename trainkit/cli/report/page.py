@@ -9,12 +9,12 @@ from datetime import datetime, timezone
 from trainkit._version import __version__
 from trainkit.cli.logged_runs import group_of
 from trainkit.cli.report import charts
+from trainkit.cli.report.continuing import continue_blocks
 from trainkit.cli.report.html import card, definitions, element, number, safe, section, time_text
 from trainkit.cli.report.run_data import KINDS, RunData, kind_of
 from trainkit.cli.report.style import COLORS, PAGE
 from trainkit.cli.report.tables import (
     checkpoint_tables,
-    continue_blocks,
     environment_table,
     facts,
     hparams_table,
@@ -129,8 +129,10 @@ def _time(runs: Sequence[RunData], colors: dict[str, str], elements: dict[str, s
         keys.append("<span>line: step</span>")
     if any(len(run.starts) > 1 for run in runs):
         keys.append("<span>▲ resumed</span>")
-        if len(runs) == 1:
-            keys.append("<span>gray: no events in the log</span>")
+    if any(charts.interrupted(run) for run in runs):
+        keys.append("<span>✕ interrupted; for a killed process, its last record</span>")
+    if len(runs) == 1 and len(runs[0].starts) > 1:
+        keys.append(f"<span>gray: no {'record' if runs[0].recorded else 'events in the log'}</span>")
     if any(run.checkpoints for run in runs):
         keys.append("<span>◆ checkpoint</span>")
     return f"<figure>{element('div', *keys, css='keys')}{elements['time']}</figure>{starts_tables(runs, colors)}"

@@ -1,43 +1,25 @@
-"""The data in the folder of a run: metrics, hyper-parameters, checkpoints, and the times of its event files."""
+"""The data in the folder of a run: metrics, hyper-parameters, checkpoints and starts."""
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainkit.checkpoint.folder import CHECKPOINTS, ListedCheckpoint, candidates, folders_below, list_checkpoints
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.cli.logged_runs import check_folder, metrics_folder, unique
+from trainkit.cli.report.run_starts import RunStart, starts_of
 from trainkit.errors import CheckpointError, ConfigurationError
-from trainkit.loggers.event_files import event_files, event_times
 from trainkit.loggers.logged_values import flatten
-from trainkit.loggers.metrics_reader import Series, read_metrics
+from trainkit.loggers.metrics_reader import Series, home_of, read_metrics
+from trainkit.loggers.starts_file import STARTS
 
-__all__ = ["KINDS", "LoggedStart", "RunData", "kind_of", "read_run", "report_folders", "saved_time"]
+__all__ = ["KINDS", "RunData", "kind_of", "read_run", "report_folders"]
 
 KINDS = ("Metrics", "Learning rates", "Throughput", "Memory")
 """The kinds of metrics, in the order of the page."""
-
-_LATEST = 32503680000.0  # the year 3000; a larger number is not a time
-
-
-class LoggedStart(NamedTuple):
-    """One start of a run, from its event file.
-
-    Attributes:
-        opened: When the file was opened, in seconds since 1970.
-        end: When the last event in the file was written.
-        points: (time, highest step so far) of its events.
-    """
-
-    opened: float
-    end: float
-    points: list[tuple[float, int]]
 
 
 @dataclass
@@ -59,7 +41,7 @@ class RunData:
     metrics: dict[str, Series] = field(default_factory=dict)
     hparams: dict[str, Any] = field(default_factory=dict)
     checkpoints: list[ListedCheckpoint] = field(default_factory=list)
-    starts: list[LoggedStart] = field(default_factory=list)
+    starts: list[RunStart] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -74,6 +56,11 @@ class RunData:
             if one.problem is None and one.manifest is not None and one.manifest.contents.get("resumable", False):
                 return one
         return None
+
+    @property
+    def recorded(self) -> Sequence[Mapping[str, Any]]:
+        """What was recorded at each start; empty if starts were not recorded."""
+        return [start.facts for start in self.starts if start.facts]
 
     @property
     def last_step(self) -> int | None:
@@ -121,7 +108,7 @@ def read_run(folder: Path, label: str, notes: Sequence[str] = ()) -> RunData:
         TrainkitError: A file of metrics does not have the format of its name.
     """
     run = RunData(label, folder, notes=list(notes))
-    home = _home(folder)
+    home = home_of(folder)
     if not _only_checkpoints(folder):
         run.metrics = read_metrics(folder)
     run.hparams = _hparams(run, folder, home)
@@ -129,17 +116,18 @@ def read_run(folder: Path, label: str, notes: Sequence[str] = ()) -> RunData:
         run.checkpoints = list_checkpoints(home / CHECKPOINTS)
     except CheckpointError as error:
         run.notes.append(f"The checkpoints could not be read: {error}")
-    run.starts = _starts(folder)
+    manifests = [one.manifest for one in run.checkpoints if one.manifest is not None]
+    run.starts = starts_of(folder, home, manifests, run.last_step)
+    if not run.recorded:
+        run.notes.append(
+            f"The starts of this run were not recorded: there is no {home / STARTS}, which a Trainer writes. Its "
+            "interruptions, host and command line are not known, except for times in event files of TensorBoard."
+        )
     return run
 
 
 def _only_checkpoints(folder: Path) -> bool:
     return not any(path.name.startswith(("metrics.", "events.out.tfevents.")) for path in folder.iterdir())
-
-
-def _home(folder: Path) -> Path:
-    """The folder of the run: the folder of its metrics, or the one above it (`TensorBoardLogger(sub_dir=)`)."""
-    return next((one for one in (folder, *folder.resolve().parents) if re.fullmatch(r"version_\d+", one.name)), folder)
 
 
 def _hparams(run: RunData, folder: Path, home: Path) -> dict[str, Any]:
@@ -156,30 +144,3 @@ def _hparams(run: RunData, folder: Path, home: Path) -> dict[str, Any]:
         if isinstance(values, dict):
             return flatten({str(key): value for key, value in values.items()})
     return {}
-
-
-def _starts(folder: Path) -> list[LoggedStart]:
-    starts = []
-    for name in event_files(folder):
-        if "/" in name:  # written by add_scalars
-            continue
-        times = [(time, step) for time, step in event_times(folder / name) if 0 < time < _LATEST]
-        if times:
-            starts.append(LoggedStart(times[0][0], max(time for time, _ in times), times))
-    starts.sort()
-    highest = 0
-    for number, start in enumerate(starts):
-        points = []
-        for time, step in start.points:  # the step of an evaluation metric may be the index of its batch
-            highest = max(highest, step)
-            points.append((time, highest))
-        starts[number] = start._replace(points=points)
-    return starts
-
-
-def saved_time(manifest: Manifest) -> float:
-    """When a checkpoint was saved, in seconds since 1970; NaN if the manifest has no valid time."""
-    try:
-        return datetime.fromisoformat(manifest.saved_at.replace("Z", "+00:00")).timestamp()
-    except ValueError:
-        return math.nan

@@ -43,6 +43,8 @@ figure, .card { margin: 0; background: var(--card); border: 1px solid var(--rule
 .wide { overflow-x: auto; padding: 4px 14px; }
 .card + .card, figure + .card, .card + h3, h3 + .card { margin-top: 12px; }
 .card h3 { margin: 4px 0; }
+.card > p { margin: 0 0 6px; }
+.card > pre + p { margin-top: 10px; }
 .keys { display: flex; flex-wrap: wrap; gap: 2px 14px; color: var(--soft); font-size: 13px; margin: 2px 0 6px; }
 .keys span { overflow-wrap: anywhere; }
 .keys i { display: inline-block; width: 22px; border-top: 2px solid; margin-right: 6px; vertical-align: middle; }
@@ -59,12 +61,14 @@ td, tbody th { overflow-wrap: break-word; }
 .nowrap { white-space: nowrap; }
 .differs td { background: var(--mark); }
 .bad { color: var(--bad); }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px 20px; margin: 6px 0; }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 12px 20px; margin: 6px 0; }
 dt { color: var(--soft); font-size: 13px; }
 dd { margin: 0; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 code, pre { font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-pre { margin: 0; padding: 6px 0; white-space: pre-wrap; overflow-wrap: anywhere; }
+pre { margin: 0; padding: 2px 0; white-space: pre-wrap; overflow-wrap: anywhere; }
+.argument { display: inline-block; max-width: 100%; }
 @media (max-width: 600px) { main { padding: 16px 12px 32px; } h1 { font-size: 20px; } h2 { margin-top: 28px; }
-  figure, .card { padding: 12px 10px 6px; } .wide { padding: 4px 10px; } }
+  figure, .card { padding: 12px 10px 6px; } .wide { padding: 4px 10px; }
+  dl { grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); } }
 @media print { body { background: none; } figure, .card { break-inside: avoid; } }
 """

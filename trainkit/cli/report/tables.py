@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from trainkit.checkpoint.folder import ListedCheckpoint
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.cli.checkpoint.text import bytes_text, contents_text, on_one_line
-from trainkit.cli.report.html import card, data, duration, number, safe, table, time_text
-from trainkit.cli.report.run_data import KINDS, RunData, kind_of, saved_time
+from trainkit.cli.report.html import data, duration, number, safe, table, time_text
+from trainkit.cli.report.run_data import KINDS, RunData, kind_of
+from trainkit.cli.report.run_starts import RunStart, saved_time
 from trainkit.loggers.metrics_reader import Series
 
 __all__ = [
     "checkpoint_tables",
-    "continue_blocks",
     "environment_table",
     "facts",
     "hparams_table",
@@ -32,14 +32,21 @@ def facts(run: RunData) -> dict[str, str]:
     epochs = [int(value) for _, value in run.metrics.get("epoch", []) if math.isfinite(value)]
     if epochs:
         found["last epoch (from 0)"] = number(max(epochs))
-    if run.starts:
-        first, last = run.starts[0].opened, max(start.end for start in run.starts)
-        found |= {"first logged": time_text(first), "last logged": time_text(last), "time between": duration(last - first)}
+    found |= _times(run)
     if len(run.starts) > 1:
         found["resumed"] = "once" if len(run.starts) == 2 else f"{len(run.starts) - 1} times"
     if run.checkpoints:
         found["checkpoints"] = f"{len(run.checkpoints)}, {bytes_text(sum(map(_size, run.checkpoints)))}"
     return found
+
+
+def _times(run: RunData) -> dict[str, str]:
+    if not run.starts:
+        return {}
+    first, last, newest = run.starts[0].opened, max(start.end for start in run.starts), run.starts[-1]
+    names = ("started", "ended" if newest.ended else "last record") if run.recorded else ("first logged", "last logged")
+    found = {names[0]: time_text(first), names[1]: time_text(last), "time between": duration(last - first)}
+    return {**found, "how it ended": safe(newest.ending)} if newest.ending else found
 
 
 def runs_table(runs: Sequence[RunData], colors: Mapping[str, str]) -> str:
@@ -99,17 +106,24 @@ def starts_tables(runs: Sequence[RunData], colors: Mapping[str, str]) -> str:
     """The starts of runs that were resumed."""
     rows = []
     resumed = [run for run in runs if len(run.starts) > 1]
+    recorded = any(run.recorded for run in resumed)
     for run in resumed:
         before = None
         for start in run.starts:
             first = f"<th class='nowrap'>{_dot(run, colors)}</th>" if len(runs) > 1 else ""
             pause = "" if before is None else duration(max(0.0, start.opened - before))
-            steps = f"{number(start.points[0][1])} to {number(start.points[-1][1])}"
-            cells = [_cell(time_text(start.opened), True), _cell(time_text(start.end), True), _number_cell(steps)]
-            rows.append(f"<tr>{first}{''.join(cells)}{_number_cell(pause)}</tr>")
+            cells = [_cell(time_text(start.opened), True), _cell(time_text(start.end), True), _number_cell(_steps(start))]
+            ending = _cell(safe(start.ending), len(start.ending) < 60) if recorded else ""
+            rows.append(f"<tr>{first}{''.join(cells)}{_number_cell(pause)}{ending}</tr>")
             before = start.end
-    header = [*(["run"] if len(runs) > 1 else []), "started", "last kept event", "steps", "gap before"]
+    header = [*(["run"] if len(runs) > 1 else []), "started", "last record" if recorded else "last kept event"]
+    header += ["steps", "gap before", *(["how it ended"] if recorded else [])]
     return table(header, rows, right=["steps", "gap before"]) if rows else ""
+
+
+def _steps(start: RunStart) -> str:
+    open_end = "at least " if start.facts and not start.ended else ""
+    return f"{number(start.points[0][1])} to {open_end}{number(start.reached)}"
 
 
 def checkpoint_tables(runs: Sequence[RunData]) -> str:
@@ -173,13 +187,21 @@ def _differs(name: str, row: Sequence[str]) -> bool:
 
 
 def environment_table(runs: Sequence[RunData]) -> str:
-    """How each run was trained, from its newest checkpoint."""
-    described = [{} if run.manifest is None else _environment(run.manifest) for run in runs]
+    """How and where each run was trained, from its newest checkpoint and its recorded starts."""
+    described = [_environment(run) for run in runs]
     names = list(dict.fromkeys(name for one in described for name in one))
-    return _compared("newest checkpoint", {name: [one.get(name, "") for one in described] for name in names}, runs)
+    what = "of all starts" if any(run.recorded for run in runs) else "newest checkpoint"
+    return _compared(what, {name: [one.get(name, "") for one in described] for name in names}, runs)
 
 
-def _environment(manifest: Manifest) -> dict[str, str]:
+def _environment(run: RunData) -> dict[str, str]:
+    started, saved = _started(run.recorded), _checkpointed(run.manifest)
+    return {**started, **{name: value for name, value in saved.items() if name not in started}}
+
+
+def _checkpointed(manifest: Manifest | None) -> dict[str, str]:
+    if manifest is None:
+        return {}
     module = manifest.contents.get("module")
     return {
         "trainkit": manifest.trainkit_version,
@@ -192,15 +214,10 @@ def _environment(manifest: Manifest) -> dict[str, str]:
     }
 
 
-def continue_blocks(runs: Sequence[RunData]) -> str:
-    """The call that continues each run from its newest checkpoint."""
-    parts = []
-    for run in runs:
-        if (newest := run.resumable) is not None:
-            heading = f"<h3>{safe(run.label)}</h3>" if len(runs) > 1 else ""
-            call = f"trainer.fit(module, train_dataloaders, ckpt_path={str(newest.path.resolve())!r})"
-            parts.append(card(f"{heading}<pre><code>{safe(call)}</code></pre>"))
-    if not parts:
-        return ""
-    hint = "<p class='soft'>In the script of the run, with the same module and data:</p>"
-    return hint + "".join(parts)
+_RECORDED = ("trainkit", "torch", "python", "host", "device", "processes", "strategy", "precision")
+
+
+def _started(starts: Sequence[Mapping[str, object]]) -> dict[str, str]:
+    """What was recorded at the starts; a value that changed has all its values."""
+    found = {name: list(dict.fromkeys(str(start[name]) for start in starts if name in start)) for name in _RECORDED}
+    return {name: ", then ".join(values) for name, values in found.items() if values}
