@@ -19,8 +19,8 @@ __all__ = ["RunStart", "saved_time", "starts_of"]
 _Points = list[tuple[float, int]]  # (seconds since 1970, step)
 
 _LATEST = 32503680000.0  # the year 3000; a larger number is not a time
-_KILLED = "killed: no end was recorded"
-_OPEN = "no end was recorded: still running, or killed"
+_KILLED = "killed (no end was recorded)"
+_OPEN = "running or killed"
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def _times(run: RunData) -> dict[str, str]:
     if not run.starts:
         return {}
     first, last, newest = run.starts[0].opened, max(start.end for start in run.starts), run.starts[-1]
-    names = ("started", "ended" if newest.ended else "last record") if run.recorded else ("first logged", "last logged")
+    names = ("started", "last record") if run.recorded else ("first logged", "last logged")
     found = {names[0]: time_text(first), names[1]: time_text(last), "time between": duration(last - first)}
     return {**found, "how it ended": safe(newest.ending)} if newest.ending else found
 
