@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import re
@@ -60,30 +61,38 @@ def find_run(run_dir: str | os.PathLike[str]) -> FoundRun:
             f"Expected the folder of a run, got {str(root)!r}, which {'is a file' if root.exists() else 'does not exist'}. "
             "Fix: trainkit plot trainkit_runs"
         )
-    experiments: dict[Path, list[_Candidate]] = {}
-    for folder, _, names in os.walk(root):
-        files = [Path(folder, name) for name in names if _is_metrics(name)]
-        if Path(folder) == root and files:
-            return FoundRun(root)
-        if files:
-            experiment, version = _experiment(Path(folder), root)
-            found = _Candidate(version, max(file.stat().st_mtime for file in files), Path(folder))
-            experiments.setdefault(experiment, []).append(found)
+    if any(_is_metrics(name) for _, _, names in itertools.islice(os.walk(root), 1) for name in names):
+        return FoundRun(root)
+    experiments = _experiments_in(root)
     if not experiments:
         raise ConfigurationError(
             f"No metrics in {root} or its subfolders, expected {_LOOKED_FOR}. Fix: pass the folder of a run that was "
             "logged with CSVLogger, JSONLLogger or TensorBoardLogger; see metrics of W&B on its website"
         )
-    newest = max(map(max, experiments.values()), key=_written)
+    newest = max(map(max, experiments), key=_written)
+    trained = _newest_trained(experiments) or newest
+    return FoundRun(trained.folder, None if trained == newest else newest.folder)
+
+
+def _experiments_in(root: Path) -> list[list[_Candidate]]:
+    """The folders with metrics below a folder, those of each experiment in one list; the experiment written to last first."""
+    found: dict[Path, list[_Candidate]] = {}
+    for folder, _, names in os.walk(root):
+        if files := [Path(folder, name) for name in names if _is_metrics(name)]:
+            experiment, version = _experiment(Path(folder), root)
+            one = _Candidate(version, max(file.stat().st_mtime for file in files), Path(folder))
+            found.setdefault(experiment, []).append(one)
+    return sorted(found.values(), key=lambda runs: max(map(_written, runs)), reverse=True)
+
+
+def _newest_trained(experiments: list[list[_Candidate]]) -> _Candidate | None:
     trained: _Candidate | None = None
-    for runs in sorted(experiments.values(), key=lambda runs: max(map(_written, runs)), reverse=True):
+    for runs in experiments:
         if trained is not None and max(map(_written, runs)) < trained.written:
             break
         one = next((one for one in sorted(runs, reverse=True) if _has_trained(one.folder)), None)
         trained = max(filter(None, (trained, one)), key=_written, default=None)
-    if trained is None or trained == newest:
-        return FoundRun(newest.folder)
-    return FoundRun(trained.folder, newest.folder)
+    return trained
 
 
 def _written(one: _Candidate) -> float:
