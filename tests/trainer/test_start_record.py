@@ -95,8 +95,9 @@ def test_a_second_fit_is_recorded_in_its_own_folder() -> None:
     trainer = fit()
     trainer.fit(TinyModule(), tiny_loader())
     trainer.validate(TinyModule(), tiny_loader())
-    assert files() == [f"runs/logs/default/version_{number}/starts.jsonl" for number in range(2)]
-    assert [record["kind"] for record in records()] == ["start", "end"]
+    folders = [f"runs/logs/default/version_{number}" for number in range(2)]
+    assert files() == [f"{folder}/starts.jsonl" for folder in folders]
+    assert [[record["kind"] for record in records(folder)] for folder in folders] == [["start", "end"]] * 2
 
 
 SCRIPT = """
