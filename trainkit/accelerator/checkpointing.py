@@ -36,6 +36,7 @@ from trainkit.optim.prepared_scheduler import PreparedScheduler
 from trainkit.paths import local_path
 from trainkit.state.model import has_adapters
 from trainkit.state.parts import Parts, SaveMode, about, capture, restore
+from trainkit.state.plug_ins import drafted
 from trainkit.strategy import Strategy
 
 __all__ = ["PARTS", "Checkpointing", "Loop", "Prepared"]
@@ -298,9 +299,7 @@ class Checkpointing:
             save=save,
         )
         content = Content(taken.tensors, state, described, taken.attachments)
-        drafts: list[Draft] = []
-        run_on_all_ranks(world, lambda: drafts.append(Draft(content, rank=world.rank, ranks=world.size)))
-        return drafts[0]
+        return drafted(world, content)
 
     def _restore(self, loop: Loop, path: Path, loaded: Loaded, wanted: set[str], strict: bool, resumes: bool) -> None:
         """Load a checkpoint into what was prepared; what does not fit is raised before anything is changed.

@@ -10,6 +10,7 @@ from trainkit.checkpoint.draft import Content, Draft
 from trainkit.console import notice
 from trainkit.distributed.world import World
 from trainkit.errors import UnsavableError
+from trainkit.state.rank_checksums import checksums, compare_ranks
 from trainkit.tagged_json.encode import unsavable
 
 if TYPE_CHECKING:
@@ -24,19 +25,27 @@ def drafted(world: World, content: Content) -> Draft:
 
     Raises:
         UnsavableError: a value cannot be stored; names the path to it.
+        CheckpointError: ranks have different values of a parameter, or of the state of an optimizer.
     """
     drafts: list[Draft] = []
+    own: dict[str, int] = {}
 
-    def create() -> None:
+    def create() -> list[Any]:
         try:
-            drafts.append(Draft(content, rank=world.rank, ranks=world.size))
+            draft = Draft(content, rank=world.rank, ranks=world.size)
         except UnsavableError as error:
             explained = _added_by_hooks(content.state)
             if explained is None:
                 raise
             raise explained from error
+        drafts.append(draft)
+        if world.size > 1:
+            own.update(checksums(content))
+        return [draft.layout, sum(own.values())]
 
-    run_on_all_ranks(world, create)
+    planned = run_on_all_ranks(world, create)
+    if all(layout == drafts[0].layout for layout, _ in planned):  # otherwise `commit` says what differs
+        compare_ranks(world, [total for _, total in planned], own)
     return drafts[0]
 
 

@@ -1,0 +1,86 @@
+"""Compares what ranks hold before a save: a checkpoint takes each tensor from one rank, so all must have the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from trainkit.checkpoint.all_ranks import Group
+from trainkit.checkpoint.draft import Content
+from trainkit.errors import CheckpointError
+from trainkit.tagged_json.tensors import is_sharded_tensor
+
+__all__ = ["checksums", "compare_ranks"]
+
+_WORD = 8  # bytes
+# On other devices, such as XLA's, reading values would compile and run a graph of its own.
+_READ_AT_ONCE = ("cpu", "cuda")
+
+
+def checksums(content: Content) -> dict[str, int]:
+    """A checksum of each parameter and of each tensor of the optimizers, by name; of those that each rank has as a whole.
+
+    Buffers are left out: a strategy may let each rank have its own until the end of a step. It is the sum of the tensor's
+    64-bit words, which is read at the speed of the memory, and with one wait for a device.
+    """
+    tensors = {name: tensor for name, tensor in _compared(content).items() if tensor.device.type in _READ_AT_ONCE}
+    if not tensors:
+        return {}
+    sums = [_sum_of_words(tensor) for tensor in tensors.values()]
+    together = torch.stack([value.to(sums[0].device, non_blocking=True) for value in sums])
+    return dict(zip(tensors, together.tolist(), strict=True))
+
+
+def compare_ranks(group: Group, totals: list[int], own: Mapping[str, int]) -> None:
+    """Check that all ranks have the same checksums. Collective only if they do not.
+
+    Args:
+        group: the ranks.
+        totals: the sum of the `checksums` of each rank, in rank order.
+        own: the `checksums` of this rank.
+
+    Raises:
+        CheckpointError: they differ; names the first tensor and the ranks.
+    """
+    if len(set(totals)) == 1:
+        return
+    by_rank = group.exchange(own)
+    differing = {
+        name: [str(rank) for rank, sums in enumerate(by_rank) if sums.get(name) != first]
+        for name, first in by_rank[0].items()
+        if any(sums.get(name) != first for sums in by_rank)
+    }
+    name, ranks = next(iter(differing.items()))
+    raise CheckpointError(
+        f"{name!r} has other values on rank {', '.join(ranks)} than on rank 0 ({len(differing)} of {len(own)} parameters and "
+        "optimizer states differ). A checkpoint takes each tensor from one rank, so it would mix the models of several ranks. "
+        "Expected: all ranks have the same parameters and optimizer state. Fix: if your strategy averages only now and then, "
+        "average before each save, in a callback: def on_save_checkpoint(self, trainer, module, checkpoint): "
+        "for p in module.parameters(): p.data.copy_(trainer.strategy.mean(p.data)), and the same for the tensors in the "
+        "optimizer's state. With another strategy, change parameters on all ranks and not only on some."
+    )
+
+
+def _compared(content: Content) -> dict[str, Tensor]:
+    models = content.state["models"]
+    found: dict[str, Tensor] = {}
+    for stem, tensors in content.tensors.items():
+        first, _, number = stem.partition("_")
+        parameters = models[int(number or 0)]["trained"] if first == "model" else tensors
+        prefix = "" if stem == "model" else f"{stem}: "
+        found |= {
+            f"{prefix}{name}": tensor
+            for name, tensor in tensors.items()
+            if name in parameters and not is_sharded_tensor(tensor)
+        }
+    return found
+
+
+def _sum_of_words(tensor: Tensor) -> Tensor:
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % _WORD:  # a view into a larger tensor, which cannot be read as words
+        data = data.clone()
+    whole = data.numel() // _WORD * _WORD
+    return data[:whole].view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)
