@@ -271,3 +271,18 @@ def test_declarations_import_no_backend() -> None:
     done = run_python(program)
     infos = [f"trainkit.strategies.{package}.info" for package in ("ddp", "xla", "zero")]
     assert done.stdout.splitlines() == ["4 [] False", str(infos)], done.stderr
+
+
+class WithoutDevice(Strategy):
+    def __init__(self, *, every: int = 1) -> None:
+        super().__init__("cpu")
+        self.every = every
+
+
+def test_options_that_the_class_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit.registry._registered", [])
+    register_strategy(StrategyInfo(f"{__name__}:WithoutDevice", {"own": {}, "own_8": {"every": 8}, "own_x": {"evry": 8}}))
+    assert make_strategy("own_8").every == 8
+    for name, options, passed in (("own", {"device": "cpu"}, "device='cpu'"), ("own_x", {}, "evry=8")):
+        with pytest.raises(ConfigurationError, match=f"strategy='{name}' passes {passed} to WithoutDevice, which has no such "):
+            make_strategy(name, **options)

@@ -7,8 +7,9 @@ declarations and never names a backend, so that a new strategy needs no change h
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -19,6 +20,7 @@ __all__ = [
     "CALLBACKS",
     "SINGLE",
     "StrategyInfo",
+    "accepts_keyword",
     "automatic_info",
     "automatic_strategy",
     "find_info",
@@ -231,7 +233,7 @@ def make_strategy(strategy: Any, **options: Any) -> Any:
         **options: Arguments of the class, for a name.
 
     Raises:
-        ConfigurationError: Another object, or a name that `load_strategy` refuses.
+        ConfigurationError: Another object, a name that `load_strategy` refuses, or an option that the class does not have.
     """
     if isinstance(strategy, str):
         info = find_info(strategy)
@@ -240,10 +242,27 @@ def make_strategy(strategy: Any, **options: Any) -> Any:
         name, own = info.aliases.get(strategy, (strategy, {}))
         if strategy in info.command_line and (given := load(info.command_line[strategy])(sys.argv[1:])) is not None:
             return load(info.path)(**{**given, **options})
-        return load(info.path)(**{**info.names[name], **own, **options})
+        return _create(strategy, load(info.path), {**info.names[name], **own, **options})
     if isinstance(strategy, type) or not hasattr(strategy, "optimizer_step"):
         raise ConfigurationError(f"strategy must be a name or a Strategy object, not {strategy!r}. Use strategy='auto'.")
     return strategy
+
+
+def accepts_keyword(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function, or the constructor of a class, accepts a keyword argument."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(p.kind is p.VAR_KEYWORD or (p.name == name and p.kind is not p.POSITIONAL_ONLY) for p in parameters)
+
+
+def _create(name: str, kind: type, options: Mapping[str, Any]) -> Any:
+    for option, value in options.items():
+        if not accepts_keyword(kind, option):
+            raise ConfigurationError(
+                f"strategy={name!r} passes {option}={value!r} to {kind.__name__}, which has no such argument. Expected a "
+                "constructor that accepts device= and each option that StrategyInfo names. Fix: "
+                f"def __init__(self, *, {option}={value!r}, **options)"
+            )
+    return kind(**options)
 
 
 def load(path: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.conformance.toy import INFO as ALL_REDUCE
 from torch import nn
 
 from trainkit import Accelerator, Precision, Strategy, Trainer
@@ -107,6 +108,22 @@ def test_the_runtime_of_xla_connects_the_processes() -> None:
     handlers = [InitProcessGroupKwargs(backend="nccl")]
     text = refused(UnsupportedArgumentError, strategy="xla", kwargs_handlers=handlers)
     assert "backend='nccl') is not supported on XLA, whose runtime connects the processes. Fix: remove backend" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "missing"),
+    [
+        ({"timeout": timedelta(seconds=77)}, "timeout=datetime.timedelta(seconds=77)", "timeout"),
+        ({"backend": "gloo"}, "backend='gloo'", "process_group_backend"),
+    ],
+)
+def test_a_strategy_without_the_options_of_the_process_group(
+    options: dict[str, Any], given: str, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainkit.registry._registered", [ALL_REDUCE])
+    text = refused(ConfigurationError, strategy="all_reduce", kwargs_handlers=[InitProcessGroupKwargs(**options)])
+    assert f"InitProcessGroupKwargs({given}): strategy='all_reduce' has no option '{missing}'. Expected a strategy " in text
+    assert f"if AllReduceStrategy is yours, add the option: def __init__(self, *, {missing}=None, " in text
 
 
 def test_options_of_ddp_count_for_nothing_on_one_process() -> None:

@@ -27,7 +27,7 @@ from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.launch.resolve import chosen_strategy
 from trainkit.launch.tpu import DEVICE
 from trainkit.precision import MIXED, OVER_MASTERS, Precision, is_short
-from trainkit.registry import find_info, load_strategy, make_strategy
+from trainkit.registry import accepts_keyword, find_info, load, load_strategy, make_strategy
 from trainkit.strategy import Strategy
 from trainkit.unsupported import refuse_unknown
 
@@ -298,11 +298,29 @@ def _named(name: str, wanted: RequestedDevices, handlers: Mapping[Any, Any]) -> 
             f"InitProcessGroupKwargs(backend={connected.backend!r}) is not supported on XLA, whose runtime connects the "
             "processes. Fix: remove backend."
         )
-    options |= _common(handlers)
+    common = _common(handlers)
+    _check_accepted(name, load(info.path), common)
+    options |= common
     for kind, handler in handlers.items():
         if kind.__name__ in info.handlers:
             options |= handler.strategy_options()
     return options
+
+
+def _check_accepted(name: str, kind: type, options: Mapping[str, Any]) -> None:
+    """Check that a strategy has the options of `InitProcessGroupKwargs`.
+
+    Raises:
+        ConfigurationError: it does not have one of them.
+    """
+    for option, value in options.items():
+        if not accepts_keyword(kind, option):
+            argument = "backend" if option == "process_group_backend" else option
+            raise ConfigurationError(
+                f"InitProcessGroupKwargs({argument}={value!r}): strategy={name!r} has no option {option!r}. Expected a "
+                f"strategy whose constructor has it, such as 'ddp'. Fix: remove {argument}=; or, if {kind.__name__} is yours, add the "
+                f"option: def __init__(self, *, {option}=None, device='auto', precision=None)"
+            )
 
 
 def refuse_handlers(handlers: Mapping[Any, Any]) -> None:
