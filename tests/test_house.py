@@ -162,6 +162,7 @@ PUBLIC = {
 # What someone relies on who writes a strategy or a precision. The modules have other names, for trainkit itself.
 FOR_PLUG_INS = {
     "trainkit.distributed.requested_devices": ["RequestedDevices"],
+    "trainkit.distributed.world": ["World"],
     "trainkit.launch.joining": ["device_of", "join"],
     "trainkit.micro_batch": ["WHOLE_WINDOW", "MicroBatch", "MicroBatchKind"],
     "trainkit.nested": ["map_tensors"],

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.conformance.toy import INFO as ALL_REDUCE
 from torch import nn
 
 from trainkit import Accelerator, Precision, Strategy, Trainer
@@ -24,6 +23,7 @@ from trainkit.config.kwargs_handlers import (
     ProfileKwargs,
 )
 from trainkit.errors import ConfigurationError, TrainkitError, UnknownNameError, UnsupportedArgumentError
+from trainkit.registry import StrategyInfo
 from trainkit.strategies import DDPStrategy
 
 
@@ -110,6 +110,11 @@ def test_the_runtime_of_xla_connects_the_processes() -> None:
     assert "backend='nccl') is not supported on XLA, whose runtime connects the processes. Fix: remove backend" in text
 
 
+class WithoutOptions(Strategy):
+    def __init__(self, device: Any = "auto") -> None:
+        super().__init__(device)
+
+
 @pytest.mark.parametrize(
     ("options", "given", "missing"),
     [
@@ -120,10 +125,10 @@ def test_the_runtime_of_xla_connects_the_processes() -> None:
 def test_a_strategy_without_the_options_of_the_process_group(
     options: dict[str, Any], given: str, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainkit.registry._registered", [ALL_REDUCE])
-    text = refused(ConfigurationError, strategy="all_reduce", kwargs_handlers=[InitProcessGroupKwargs(**options)])
-    assert f"InitProcessGroupKwargs({given}): strategy='all_reduce' has no option '{missing}'. Expected a strategy " in text
-    assert f"if AllReduceStrategy is yours, add the option: def __init__(self, *, {missing}=None, " in text
+    monkeypatch.setattr("trainkit.registry._registered", [StrategyInfo(f"{__name__}:WithoutOptions", {"own": {}})])
+    text = refused(ConfigurationError, strategy="own", kwargs_handlers=[InitProcessGroupKwargs(**options)])
+    assert f"InitProcessGroupKwargs({given}): strategy='own' has no option '{missing}'. Expected a strategy whose " in text
+    assert f"if WithoutOptions is yours, add the option: def __init__(self, *, {missing}=None, " in text
 
 
 def test_options_of_ddp_count_for_nothing_on_one_process() -> None:

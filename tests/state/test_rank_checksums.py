@@ -9,7 +9,8 @@ import pytest
 import torch
 from helpers.conformance.toy import AllReduceStrategy
 from helpers.resume.checkpoints import about
-from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.resume.saving import Adam
+from helpers.runs.tiny import tiny_loader
 from helpers.runs.trainers import make_trainer
 from helpers.worlds.threaded import run_threads, try_threads
 from torch import Tensor, nn
@@ -85,16 +86,24 @@ class LocalSGD(AllReduceStrategy):
         pass
 
 
-class Averaging(Callback):
-    """The fix that the error advises."""
+class AverageBeforeSave(Callback):
+    """The one of the page on custom strategies."""
 
+    def on_save_checkpoint(self, trainer: Any, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+        states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+        for tensor in [*module.parameters(), *(value for state in states for value in state.values())]:
+            if isinstance(tensor, Tensor):
+                tensor.data.copy_(trainer.strategy.mean(tensor.data))
+
+
+class AverageParameters(Callback):
     def on_save_checkpoint(self, trainer: Any, module: nn.Module, checkpoint: dict[str, Any]) -> None:
         for p in module.parameters():
             p.data.copy_(trainer.strategy.mean(p.data))
 
 
-def fit(strategy: Any, *callbacks: Callback, sizes: tuple[int, ...] = (16,)) -> TinyModule:
-    module = TinyModule()
+def fit(strategy: Any, *callbacks: Callback, sizes: tuple[int, ...] = (16,)) -> Adam:
+    module = Adam()
     trainer = make_trainer(*callbacks, strategy=strategy, accelerator="cpu", max_steps=2)
     trainer.fit(module, tiny_loader(*sizes))
     trainer.save_checkpoint("saved")
@@ -103,14 +112,20 @@ def fit(strategy: Any, *callbacks: Callback, sizes: tuple[int, ...] = (16,)) -> 
 
 @pytest.mark.world_size(2)
 def test_a_strategy_whose_ranks_differ(run_dir: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"'layer\.weight' has other values on rank 1 than on rank 0 \(2 of 2 "):
+    with pytest.raises(CheckpointError, match=r"'layer\.weight' has other values on rank 1 than on rank 0 \(6 of 8 "):
         fit(LocalSGD())
     assert not Path("saved").exists()
 
 
 @pytest.mark.world_size(2)
+def test_only_the_optimizer_differs() -> None:
+    with pytest.raises(CheckpointError, match=r"'optimizer: 0/layer\.weight/exp_avg' has other values on rank 1 .* \(4 of 8 "):
+        fit(LocalSGD(), AverageParameters())
+
+
+@pytest.mark.world_size(2)
 def test_ranks_that_average_before_the_save() -> None:
-    module = fit(LocalSGD(), Averaging())
+    module = fit(LocalSGD(), AverageBeforeSave())
     assert torch.equal(open_checkpoint("saved").read().tensors["model"]["layer.weight"], module.layer.weight)
 
 

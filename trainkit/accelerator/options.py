@@ -318,8 +318,8 @@ def _check_accepted(name: str, kind: type, options: Mapping[str, Any]) -> None:
             argument = "backend" if option == "process_group_backend" else option
             raise ConfigurationError(
                 f"InitProcessGroupKwargs({argument}={value!r}): strategy={name!r} has no option {option!r}. Expected a "
-                f"strategy whose constructor has it, such as 'ddp'. Fix: remove {argument}=; or, if {kind.__name__} is yours, add the "
-                f"option: def __init__(self, *, {option}=None, device='auto', precision=None)"
+                f"strategy whose constructor has it, such as 'ddp'. Fix: remove {argument}=; or, if {kind.__name__} is yours, "
+                f"add the option: def __init__(self, *, {option}=None, device='auto', precision=None)"
             )
 
 

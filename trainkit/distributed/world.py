@@ -30,7 +30,11 @@ _HEAD = 8
 
 
 class World:
-    """The processes of a run. `World()` is a single process, for which all collectives are free.
+    """The processes of a run, and small collectives for numbers and decisions.
+
+    In a strategy it is `self.world`, the result of `trainkit.launch.joining.join`. `World()` is a single process, for which
+    all collectives return at once. All ranks call the same methods in the same order, from the main thread. Their collectives
+    run on the CPU, in a process group of their own. For tensors, use `torch.distributed` inside `with world.collectives:`.
 
     Args:
         rank: the rank of this process, from 0.
@@ -48,7 +52,22 @@ class World:
         memory: keeps texts over such a restart.
 
     Attributes:
-        collectives: counts the collectives of this process: `with world.collectives:` around each one of the main thread.
+        collectives: counts the collectives of this process. Put each of your own inside `with world.collectives:`. If another
+            rank fails, the failure report then says that this rank waited in a collective.
+
+    Example:
+        ```python
+        import torch
+        import torch.distributed as dist
+
+        from trainkit.distributed.world import World
+
+
+        def sum_over_ranks(world: World, tensor: torch.Tensor) -> None:
+            if world.size > 1:
+                with world.collectives:
+                    dist.all_reduce(tensor)
+        ```
     """
 
     def __init__(
@@ -95,7 +114,17 @@ class World:
         return self.size * self.devices
 
     def exchange(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order. Values are JSON: lists, dicts, strings, numbers (including nan)."""
+        """Return the values of all ranks, in rank order.
+
+        Args:
+            value: JSON: lists, dicts with strings as keys, strings, `None`, and numbers, NaN included. Tuples become lists.
+
+        Example:
+            ```python
+            names = [name for name, _ in module.named_parameters()]
+            assert all(other == names for other in self.world.exchange(names))
+            ```
+        """
         if self.size == 1:
             return [value]
         return [json.loads(bytes(data)) for data in self._gathered(json.dumps(value).encode())]
@@ -118,7 +147,16 @@ class World:
             return all_gather_user_objects(value, self.size, self.control)
 
     def from_main(self, value: Any) -> Any:
-        """The value of the main process; JSON."""
+        """Return the value of the main process; on other ranks `value` has no effect.
+
+        Args:
+            value: JSON, as for `exchange`.
+
+        Example:
+            ```python
+            run_id = self.world.from_main(secrets.token_hex(8))
+            ```
+        """
         return value if self.size == 1 else self.exchange(value if self.is_main else None)[0]
 
     def agree(self, error: BaseException | None = None) -> str | None:
@@ -127,7 +165,16 @@ class World:
         return next((f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None), None)
 
     def rows(self, values: Sequence[float]) -> list[list[float]]:
-        """The numbers of each rank, in float64; all ranks pass the same number of values."""
+        """Return the numbers of each rank, in rank order.
+
+        Args:
+            values: Numbers, which are sent as float64; the same number of values on all ranks.
+
+        Example:
+            ```python
+            seconds = [row[0] for row in self.world.rows([step_time])]
+            ```
+        """
         if self.size == 1:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.float64)
@@ -137,11 +184,29 @@ class World:
         return [row.tolist() for row in rows]
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """The sums over all ranks, added in rank order: the same bits on every rank."""
+        """Return the sum of each number over all ranks, added in rank order: the same bits on every rank.
+
+        Args:
+            values: As for `rows`.
+
+        Example:
+            ```python
+            loss_sum, tokens = self.world.sums([float(loss), tokens])
+            ```
+        """
         return [sum(column) for column in zip(*self.rows(values), strict=True)]
 
     def largest(self, values: Sequence[int]) -> list[int]:
-        """The maximum of each number over all ranks; 64-bit integers."""
+        """Return the maximum of each number over all ranks.
+
+        Args:
+            values: 64-bit integers or booleans; the same number of values on all ranks.
+
+        Example:
+            ```python
+            (any_overflow,) = self.world.largest([overflow])
+            ```
+        """
         return self.begin_largest(values).wait()
 
     def begin_largest(self, values: Sequence[int]) -> Pending:
@@ -165,7 +230,15 @@ class World:
         return text
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have called it.
+
+        Example:
+            ```python
+            if self.world.is_main:
+                path.write_text("...")
+            self.world.barrier()  # now the file exists for all ranks
+            ```
+        """
         if self.size > 1:
             self.largest([0])
 

@@ -33,9 +33,13 @@ class AllReduceStrategy(Strategy):
     averages_in_step = True  # the engine calls reduce_gradients before each optimizer step
     supported_precisions = ("32-true", "64-true", "bf16-mixed", "bf16-true")  # no loss scale
 
+    def __init__(self, *, timeout: timedelta = timedelta(minutes=5), device: Any = "auto", precision: Any = None) -> None:
+        super().__init__(device, precision)
+        self.timeout = timeout
+
     def join(self, wanted: RequestedDevices) -> None:
         wanted = replace(wanted, accelerator=self.device.type)
-        self.world = join(wanted, timeout=timedelta(minutes=5))
+        self.world = join(wanted, timeout=self.timeout)
         self.device, self.joined, self._buffers = device_of(wanted, self.world), True, []
 
     def prepare_module(self, module: nn.Module) -> nn.Module:
