@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from trainkit.callback import Callback
     from trainkit.loggers.base import Logger
 
-__all__ = ["drafted", "keyed", "logger_states", "restore_callbacks", "restore_loggers"]
+__all__ = ["drafted", "keyed", "logger_states", "readable_key", "restore_callbacks", "restore_loggers"]
 
 
 def drafted(world: World, content: Content) -> Draft:
@@ -87,16 +88,35 @@ def keyed(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     return found
 
 
+def readable_key(key: str) -> str:
+    """The `state_key` of a callback as code: `EarlyStopping{'monitor': 'x'}` → `EarlyStopping(monitor='x')`.
+
+    Options that are off (`None` or 0) are left out, and so is the mode if there is no monitor. Other keys stay as they are.
+    """
+    name, brace, _ = key.partition("{")
+    try:
+        options = ast.parse(key[len(name) :], mode="eval").body
+    except (SyntaxError, ValueError):
+        return key
+    if not (brace and name.isidentifier() and isinstance(options, ast.Dict)):
+        return key
+    values = {ast.unparse(k): ast.unparse(v) for k, v in zip(options.keys, options.values, strict=True) if k is not None}
+    on = {option.strip("'"): value for option, value in values.items() if value not in ("None", "0")}
+    if "'monitor'" in values and "monitor" not in on:
+        on.pop("mode", None)
+    return f"{name}({', '.join(f'{option}={value}' for option, value in on.items())})"
+
+
 def restore_callbacks(callbacks: Sequence[Callback], saved: Mapping[str, Any]) -> None:
     """Restore the callbacks, and list those without saved state and saved states without a callback."""
     present = keyed(callbacks)
     for key, callback in present.items():
         if saved.get(key):
             callback.load_state_dict(saved[key])
-    fresh = [key for key, callback in present.items() if key not in saved and callback.state_dict()]
+    fresh = [readable_key(key) for key, callback in present.items() if key not in saved and callback.state_dict()]
     if fresh:
         notice(f"the checkpoint has no state for these callbacks, which start without it: {', '.join(fresh)}.")
-    gone = [key for key, state in saved.items() if key not in present and state]
+    gone = [readable_key(key) for key, state in saved.items() if key not in present and state]
     if gone:
         notice(f"the checkpoint has state for callbacks that this run does not have: {', '.join(gone)}.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from helpers.runs.tiny import TinyModule
 from torch import nn
 
+from trainkit.callbacks import EarlyStopping, ModelCheckpoint
 from trainkit.cli.checkpoint.text import bytes_text
 from trainkit.cli.main import main
 
@@ -26,6 +28,8 @@ def test_contents_of_a_checkpoint(run_folder: Path, capsys: pytest.CaptureFixtur
     assert lines[0] == str(path)
     assert "  step      8, 2 epochs complete" in lines
     assert "  ran on    1 × single, 32-true" in lines
+    [saved] = [line for line in lines if line.startswith("  saved ")]
+    assert " by ModelCheckpoint(every_n_epochs=1, train_time_interval=datetime.timedelta(seconds=1800)), trainkit " in saved
     for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
         [line] = [line for line in lines if line.startswith(f"{name} ")]
         assert bytes_text((path / name).stat().st_size) in line
@@ -35,6 +39,33 @@ def test_contents_of_a_checkpoint(run_folder: Path, capsys: pytest.CaptureFixtur
     assert group.startswith("optimizer 0 (AdamW) group 0: 2 parameters, lr=0.1, weight_decay=0.01, betas=(0.9, 0.999), ")
     assert lines[-3:] == ["hyper-parameters", "  learning_rate: 0.1", "  name: 'line'"]
     assert "TENSOR" not in shown
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "shown"),
+    [
+        (None, "the user"),
+        (
+            ModelCheckpoint(monitor="loss", every_n_epochs=2).state_key,
+            "ModelCheckpoint(monitor='loss', mode='min', every_n_epochs=2)",
+        ),
+        (
+            ModelCheckpoint(train_time_interval=timedelta(hours=1)).state_key,
+            "ModelCheckpoint(train_time_interval=datetime.timedelta(seconds=3600))",
+        ),
+        (ModelCheckpoint(monitor="it's", mode="max", every_n_train_steps=5).state_key, None),
+        (EarlyStopping(monitor="x").state_key, "EarlyStopping(monitor='x', mode='min')"),
+        ("verify-resume", "verify-resume"),
+        ("Mine{'a': ", "Mine{'a': "),
+        ("Mine{1, 2}", "Mine{1, 2}"),
+        ("my {'a': 1}", "my {'a': 1}"),
+        ("", ""),
+    ],
+)
+def test_who_saved_it(saved_by: str | None, shown: str | None, save: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "show", str(save(TinyModule(), saved_by=saved_by))]) == 0
+    shown = """ModelCheckpoint(monitor="it's", mode='max', every_n_train_steps=5)""" if shown is None else shown
+    assert f" by {shown}, trainkit " in capsys.readouterr().out
 
 
 def test_tensors_and_aliases(save: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
 from trainkit.cli.checkpoint.headers import TensorHeader, tensor_headers
 from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, contents_text, print_lines, short, table
 from trainkit.console import counted
+from trainkit.state.plug_ins import readable_key
 
 __all__ = ["groups_of", "run"]
 
@@ -88,11 +89,12 @@ def _count(headers: Mapping[str, TensorHeader]) -> dict[str, int]:
 
 def _about(path: Path, manifest: Manifest) -> list[str]:
     metrics = ", ".join(f"{name}={value:.6g}" for name, value in manifest.metrics.items())
+    saved_by = "the user" if manifest.saved_by is None else readable_key(manifest.saved_by)
     values = {
         "step": f"{manifest.step}, {counted(manifest.epoch, 'epoch')} complete",
         "position": short(manifest.position),
         "run": f"{manifest.run_id}, save {manifest.save_counter}",
-        "saved": f"{manifest.saved_at} by {manifest.saved_by or 'the user'}, trainkit {manifest.trainkit_version}",
+        "saved": f"{manifest.saved_at} by {saved_by}, trainkit {manifest.trainkit_version}",
         "contains": contents_text(manifest),
         "metrics": metrics or "none",
         "seed": f"{manifest.seed} (order {manifest.order_version}, keys {manifest.key_version})",
