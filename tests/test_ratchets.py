@@ -251,11 +251,11 @@ def test_lightnings_arguments_are_ours_or_refused() -> None:
 @pytest.mark.parametrize("name", sorted(ADVICE["Trainer"]))
 def test_what_is_not_supported_is_refused_with_the_replacement(name: str) -> None:
     with pytest.raises(UnsupportedArgumentError, match=rf"Trainer\({name}=...\): {re.escape(ADVICE['Trainer'][name])}"):
-        Trainer(**{name: 7})
+        Trainer(**{name: object()})
     # what the message tells the user to write exists
     for replacement in re.findall(r"\b([a-z_]+)=", ADVICE["Trainer"][name]):
         known = {*TRAINER, "action", "mode", "max_depth", "process_position", "refresh_rate", "logger"}
-        known |= {"flush_logs_every_n_steps"}
+        known |= {"flush_logs_every_n_steps", "ckpt_path"}
         assert replacement in known, f"{name}: {ADVICE['Trainer'][name]}"
 
 

@@ -19,39 +19,61 @@ _TRAINER: dict[str, str] = {
     "automatic_optimization": "set self.automatic_optimization in __init__ of the TrainModule",
     "barebones": "remove it: features that you do not use cost nothing; turn off the others with logger=False, "
     "enable_progress_bar=False, enable_model_summary=False",
-    "checkpoint_callback": "use enable_checkpointing, or callbacks=[ModelCheckpoint(...)]",
-    "distributed_backend": "use strategy= to choose it",
+    "checkpoint_callback": "use enable_checkpointing=..., or callbacks=[ModelCheckpoint(...)]",
+    "distributed_backend": "use strategy=..., which chooses it",
     "early_stop_callback": "use callbacks=[EarlyStopping('val_loss')]",
     "enable_autolog_hparams": "use save_hyperparameters(logger=False)",
     "flush_logs_every_n_steps": "use logger=CSVLogger(flush_logs_every_n_steps=...)",
-    "gpus": "use accelerator='gpu', devices=1",
+    "gpus": "use accelerator='gpu', devices=...",
     "ipus": "IPUs are not supported",
     "log_gpu_memory": "use callbacks=[MemoryMonitor()]",
     "log_save_interval": "use log_every_n_steps, and an argument of the logger",
     "model_registry": "remove it: models are not uploaded",
     "move_metrics_to_cpu": "remove it: metrics are copied to the CPU only at log boundaries",
     "multiple_trainloader_mode": "use fit(module, CombinedLoader(loaders, mode=...))",
-    "num_processes": "use accelerator='cpu', devices=2",
-    "overfit_pct": "use overfit_batches",
+    "num_processes": "use accelerator='cpu', devices=...",
+    "overfit_pct": "use overfit_batches=...",
     "plugins": "pass precision=Precision(...) or strategy=..., a Strategy object; clusters such as SLURM are recognized",
-    "prepare_data_per_node": "set it in the DataModule or TrainModule: self.prepare_data_per_node = False",
+    "prepare_data_per_node": "set it in the DataModule or TrainModule: self.prepare_data_per_node = ...",
     "process_position": "use callbacks=[TQDMProgressBar(process_position=...)]",
     "progress_bar_refresh_rate": "use callbacks=[TQDMProgressBar(refresh_rate=...)]",
     "reload_dataloaders_every_epoch": "use reload_dataloaders_every_n_epochs=1",
     "replace_sampler_ddp": "remove it: loaders are sharded by position, no sampler is replaced",
-    "resume_from_checkpoint": "pass the path to trainer.fit, as its argument ckpt_path",
-    "row_log_interval": "use log_every_n_steps",
+    "resume_from_checkpoint": "pass the path to trainer.fit: trainer.fit(module, ckpt_path=...)",
+    "row_log_interval": "use log_every_n_steps=...",
     "stochastic_weight_avg": "average the weights in a callback, with torch.optim.swa_utils",
     "terminate_on_nan": "use callbacks=[NonFiniteGuard(action='raise')]",
-    "test_percent_check": "use limit_test_batches",
-    "tpu_cores": "use accelerator='tpu', devices=8",
+    "test_percent_check": "use limit_test_batches=...",
+    "tpu_cores": "use accelerator='tpu', devices=...",
     "track_grad_norm": "use callbacks=[GradientClipping(float('inf'))]; gradient_clip_val also logs the norm",
-    "train_percent_check": "use limit_train_batches",
+    "train_percent_check": "use limit_train_batches=...",
     "truncated_bptt_steps": "loop over the parts of the sequence under manual optimization",
     "use_distributed_sampler": "remove it: loaders are sharded by position, no sampler is replaced",
-    "val_percent_check": "use limit_val_batches",
-    "weights_save_path": "use default_root_dir",
+    "val_percent_check": "use limit_val_batches=...",
+    "weights_save_path": "use default_root_dir=...",
     "weights_summary": "use enable_model_summary, or callbacks=[ModelSummary(max_depth=...)]",
+}
+
+# Arguments whose value belongs in the place of the first "..." of their advice, and its types there.
+_CARRIED: dict[str, tuple[type, ...]] = {
+    "checkpoint_callback": (bool,),
+    "distributed_backend": (str,),
+    "flush_logs_every_n_steps": (int,),
+    "gpus": (int, str, list),
+    "max_shard_size": (int, str),
+    "multiple_trainloader_mode": (str,),
+    "num_processes": (int,),
+    "overfit_pct": (float,),
+    "prepare_data_per_node": (bool,),
+    "process_position": (int,),
+    "progress_bar_refresh_rate": (int,),
+    "resume_from_checkpoint": (str,),
+    "row_log_interval": (int,),
+    "test_percent_check": (float,),
+    "tpu_cores": (int,),
+    "train_percent_check": (float,),
+    "val_percent_check": (float,),
+    "weights_save_path": (str,),
 }
 
 # Lightning's defaults of these arguments; the default of all others is `None`.
@@ -337,7 +359,19 @@ def refuse_unknown(where: str, given: Mapping[str, Any], known: Iterable[str]) -
         if fix is None:
             raise UnknownNameError(f"{where} has no argument {name!r}.{nearest(name, [*known, *ADVICE.get(where, {})])}")
         if not (where.startswith("Trainer") and _is_default(name, value)):
-            raise UnsupportedArgumentError(f"{where}({name}=...): {fix}.")
+            raise UnsupportedArgumentError(f"{where}({name}=...): {_with_value(fix, name, value)}.")
+
+
+def _with_value(fix: str, name: str, value: Any) -> str:
+    """The advice with the user's value in it, if the value means the same there."""
+    if name == "gpus" and value == 0:
+        return "use accelerator='cpu'"
+    kinds = _CARRIED.get(name, ())
+    if type(value) is int and kinds == (float,):
+        value = float(value)  # a fraction: as an integer it would be a number of batches
+    if type(value) not in kinds or (isinstance(value, list) and not all(isinstance(item, int) for item in value)):
+        return fix
+    return fix.replace("...", repr(value), 1)
 
 
 def _is_default(name: str, value: Any) -> bool:
