@@ -141,11 +141,12 @@ class _PatchedTrainer:
                 raise _Done(0)  # the script caught the exception of the first fit
             bound = signature.bind(trainer, *args, **given)
             self.check(trainer, bound.arguments)
+            sets_seed = torch.initial_seed() != self.task.seed
             fit(*bound.args, **bound.kwargs)
             if trainer.global_step >= self.task.total:
                 trainer.save_checkpoint(Path(self.task.folder) / END)
             limits = f"max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}"
-            self.end({"step": trainer.global_step, "limits": limits})
+            self.end({"step": trainer.global_step, "limits": limits, "sets_seed": sets_seed})
 
         trainer_class: Any = Trainer
         trainer_class.__init__, trainer_class.fit = patched_init, patched_fit

@@ -38,13 +38,18 @@ _HIDDEN = (
 _ADVICE = {
     "batch": "The dataset returned something that depends on more than the sample.\n"
     "Fix: draw random numbers with torch, numpy.random or random, which are seeded for each micro-batch,\n"
-    "and not from your own generator, such as numpy.random.default_rng().\n"
-    "Set a seed before data is created or split: trainkit.seed_everything(1).",
+    "and not from your own generator, such as numpy.random.default_rng().",
     "order": "The position in the data was not restored.\nFix: add state_dict() and load_state_dict() to your own loader.",
     "rate": "Fix: return your own learning-rate schedule from configure_optimizers, so that it is saved.",
     "loss": "The batch and the learning rates are the same.\n" + _HIDDEN.format(what="loss"),
     "length": "The end of the run depends on the time or on something that is not in the checkpoint.",
 }
+_SEED = {
+    False: "Set a seed before data is created or split: trainkit.seed_everything(1).",
+    True: "The script sets a seed. If data is created or split at random, the seed must come first, and be for all\n"
+    "generators: trainkit.seed_everything(1).",
+}
+"""By whether the script sets a seed of torch; for a batch that differs after the resume only."""
 _NOT_REPRODUCIBLE = (
     "This is before the kill: two runs of the script differ even without a resume, so no resume can be exact.\n"
     "On a GPU, try Trainer(deterministic=True)."
@@ -108,6 +113,7 @@ class _Verification:
         self._folder, self._command = folder, command
         self._steps, self._total = steps, steps + more
         self._kill_at = steps + min(_KILLED_LATER, more)
+        self._sets_seed = False
 
     def run(self) -> int:
         """Train, kill, resume, compare."""
@@ -122,7 +128,8 @@ class _Verification:
         after = [record for record in whole if record["step"] > self._steps]
         difference = first_difference(after, resumed, name="the resumed run", killed=False)
         if difference is not None:
-            return _different(difference.text, _ADVICE[difference.kind])
+            seed = [_SEED[self._sets_seed]] if difference.kind == "batch" else []
+            return _different(difference.text, _ADVICE[difference.kind], *seed)
         if found := list(compare_checkpoints(*(open_checkpoint(self._folder / name / END) for name in ("whole", "resumed")))):
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             return _different(f"the end, step {self._total}: {found[0]}{more}", _HIDDEN.format(what="state"))
@@ -139,7 +146,7 @@ class _Verification:
     def _whole(self) -> list[dict[str, Any]]:
         text = f"{counted(self._total, 'optimizer step')} without interruption"
         outcome, _ = self._start(text, self._task("whole", seed=1))
-        step = outcome.get("step", 0)
+        step, self._sets_seed = outcome.get("step", 0), outcome.get("sets_seed", False)
         if step < self._total:
             raise ConfigurationError(
                 f"The script's fit ends after {counted(step, 'optimizer step')} ({outcome.get('limits')}), but "

@@ -133,14 +133,16 @@ def _before_manual_step(run: Run, optimizer: Optimizer) -> None:
 def _refuse_under_manual(run: Run) -> None:
     """Refuse arguments that only automatic optimization implements."""
     arguments = run.arguments
-    given = {"global_batch_size": arguments.global_batch_size}
+    given: dict[str, int | None] = {"global_batch_size": arguments.global_batch_size}
+    number: int | str = "n"  # how many micro-batches a global batch has is not known yet
     if arguments.accumulate_grad_batches != 1:
-        given = {"accumulate_grad_batches": arguments.accumulate_grad_batches}
+        number = arguments.accumulate_grad_batches
+        given = {"accumulate_grad_batches": number}
     for name, value in given.items():
         if value is not None:
             raise ConfigurationError(
                 f"Trainer({name}={value}) needs automatic optimization. Under manual optimization, accumulate in "
-                "training_step: if (batch_idx + 1) % 4 == 0: opt.step(); opt.zero_grad()"
+                f"training_step: if (batch_idx + 1) % {number} == 0: opt.step(); opt.zero_grad()"
             )
     if run.arguments.gradient_clip_val is not None:
         raise ConfigurationError(
