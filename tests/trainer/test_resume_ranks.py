@@ -519,3 +519,41 @@ def test_an_error_of_one_process_saves_nothing(run_dir: Path) -> None:
     assert ends[1] == (True, ("BadError", "mine"))
     assert ends[0][1] != ("nothing", "")
     assert 3 not in saved()
+
+
+def stop_at(steps: int, strategy: str, save: bool, batches: int | None = None) -> None:
+    """Train up to a number of optimizer steps, from the checkpoint `there` if it does not `save` that."""
+    trainer = Trainer(
+        strategy=strategy, accelerator="cpu", max_steps=steps, global_batch_size=batches, logger=False,
+        enable_progress_bar=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(TinyModule(), tiny_loader(), ckpt_path=None if save else "there")
+    if save:
+        trainer.save_checkpoint("there")
+
+
+SAVED_BY_DDP = "the checkpoint was saved with strategy='ddp' on 2 devices; this run uses strategy='single' on 1 device."
+SAMPLES = (
+    " Each optimizer step has batch_size × 1 × accumulate_grad_batches samples from now on. To have the same number on any "
+    "number of devices: Trainer(global_batch_size=N)."
+)
+
+
+def test_another_strategy_and_number_of_processes_are_announced(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_world(2, stop_at, 1, "ddp", True)
+    for batches, said in ((None, SAVED_BY_DDP + SAMPLES), (8, SAVED_BY_DDP)):
+        caplog.clear()
+        stop_at(2, "single", False, batches)
+        assert [line for line in caplog.messages if "was saved with" in line] == [said]
+    caplog.clear()
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(TinyModule())
+    accelerator.load_state("there", restore={"model"})
+    assert SAVED_BY_DDP in caplog.messages
+
+
+def test_the_same_strategy_is_not_announced(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stop_at(1, "single", True)
+    stop_at(2, "single", False)
+    assert any(line.startswith("resuming from") for line in caplog.messages)
+    assert not any("was saved with" in line for line in caplog.messages)

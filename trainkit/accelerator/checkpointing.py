@@ -35,7 +35,7 @@ from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.optim.prepared_scheduler import PreparedScheduler
 from trainkit.paths import local_path
 from trainkit.state.model import has_adapters
-from trainkit.state.parts import Parts, SaveMode, about, capture, restore
+from trainkit.state.parts import Parts, SaveMode, about, capture, moved, restore
 from trainkit.state.plug_ins import drafted
 from trainkit.strategy import Strategy
 
@@ -330,6 +330,8 @@ class Checkpointing:
                 thing.load_state_dict(own)
         loop.reading.loaded = True
         _report_restored(path, manifest.step, wanted)
+        if text := moved(self._strategy, manifest):
+            notice(text)
         _report_loader_start(self._prepared.loaders)
 
     def _place_loaders(

@@ -12,7 +12,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.console import notice
+from trainkit.checkpoint.manifest import Manifest
+from trainkit.console import counted, notice
 from trainkit.data.order import ORDER_VERSION
 from trainkit.errors import CorruptCheckpointError, StateMismatchError, UnknownNameError, nearest
 from trainkit.optim.stored_optimizer import StoredOptimizer
@@ -34,6 +35,7 @@ __all__ = [
     "configurations",
     "model_stem",
     "model_stems",
+    "moved",
     "restore",
     "shown",
 ]
@@ -135,6 +137,15 @@ def about(
         "aliases": taken.aliases,
         "irregular": taken.irregular,
     }
+
+
+def moved(strategy: Strategy, manifest: Manifest) -> str | None:
+    """That a checkpoint was saved by another strategy or on another number of devices; `None` if it was not."""
+    here, saved = (strategy.name, strategy.world_size), (manifest.strategy, manifest.world_size)
+    if here == saved:
+        return None
+    places = (f"strategy={name!r} on {counted(size, 'device')}" for name, size in (saved, here))
+    return "the checkpoint was saved with {}; this run uses {}.".format(*places)
 
 
 def model_stem(number: int) -> str:

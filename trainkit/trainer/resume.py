@@ -18,7 +18,7 @@ from trainkit.errors import CheckpointError, ConfigurationError, UnknownNameErro
 from trainkit.module.data_module import DataModule
 from trainkit.paths import local_path
 from trainkit.rng import KEY_VERSION
-from trainkit.state.parts import Parts, check_names, restore, shown
+from trainkit.state.parts import Parts, check_names, moved, restore, shown
 from trainkit.trainer.find_checkpoint import WORDS, Enter, FoundCheckpoint, Searcher, find_checkpoint, newest_of
 from trainkit.trainer.run_folder import Places, checkpoint_places, folder_of_run
 from trainkit.trainer.run_state import parts_of, restore_loop, restore_run
@@ -206,6 +206,7 @@ def _take_over(run: Run, saves: SavePolicy, found: FoundCheckpoint, wanted: set[
             "other parts: fit(..., ckpt_path=..., restore={'model', 'optimizer', 'scheduler', 'scaler'})"
         )
     notice(f"resuming from {found}.")
+    _note_moved(run, manifest, loop="loop" in wanted)
     if not wanted >= set(PARTS):
         left = [part for part in PARTS if part not in wanted]
         notice(f"restored: {', '.join(p for p in PARTS if p in wanted) or 'nothing'}. Not restored: {', '.join(left)}.")
@@ -222,6 +223,19 @@ def _take_over(run: Run, saves: SavePolicy, found: FoundCheckpoint, wanted: set[
     run.progress.current_epoch = manifest.epoch - (manifest.epoch % every if every else 0)
     run.progress.global_step = manifest.step
     _take_seed(run, manifest)
+
+
+def _note_moved(run: Run, manifest: Manifest, loop: bool) -> None:
+    """One notice if the checkpoint was saved by another strategy or on another number of devices."""
+    text, size = moved(run.strategy, manifest), run.strategy.world_size
+    if text is None:
+        return
+    if loop and size != manifest.world_size and run.arguments.global_batch_size is None:
+        text += (
+            f" Each optimizer step has batch_size × {size} × accumulate_grad_batches samples from now on. To have the same "
+            "number on any number of devices: Trainer(global_batch_size=N)."
+        )
+    notice(text)
 
 
 def _take_seed(run: Run, manifest: Manifest) -> None:
