@@ -25,14 +25,14 @@ from trainkit.state.rank_checksums import checksums
 from trainkit.tagged_json.tensors import ShardedTensor
 
 
-def content(**changes: Tensor) -> Content:
-    """A content of a parameter, a buffer and a moment; `changes` replaces some."""
+def content(counter: int = 1, **changes: Tensor) -> Content:
+    """A content of a parameter, a buffer and a moment, for a save with this number; `changes` replaces some."""
     values = {"weight": torch.arange(6.0), "mean": torch.zeros(2), "moment": torch.ones(6), **changes}
     tensors = {
         "model": {"weight": values["weight"], "mean": values["mean"]},
         "optimizer": {"0/weight/exp_avg": values["moment"]},
     }
-    return Content(tensors, {"models": [{"trained": {"weight": True}}]}, about())
+    return Content(tensors, {"models": [{"trained": {"weight": True}}]}, about(save_counter=counter))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64])
@@ -44,6 +44,18 @@ def test_every_element_counts(dtype: torch.dtype, size: int) -> None:
         changed = tensor.clone()
         changed[index] = 1
         assert checksums(content(weight=changed))["weight"] != before, index
+
+
+@pytest.mark.parametrize("index", [0, 511 * 2, 512 * 2, 100_000, 16 * 512 * 2 * 13 - 1, 16 * 512 * 2 * 13])
+def test_the_parts_of_a_large_tensor(index: int) -> None:
+    """Of a large tensor the first save reads all elements, and later ones read each of them once in 16 saves."""
+    zeros = torch.zeros(16 * 512 * 2 * 13 + 3)
+    changed = zeros.clone()
+    changed[index] = 1
+    found = [checksums(content(n, weight=zeros)) != checksums(content(n, weight=changed)) for n in range(1, 34)]
+    assert found[0]
+    last = index >= 16 * 512 * 2 * 13  # behind the last whole block, which is always read
+    assert sum(found[1:17]) == sum(found[17:]) == (16 if last else 1)
 
 
 def test_a_view_of_any_layout() -> None:

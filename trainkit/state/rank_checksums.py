@@ -15,6 +15,8 @@ from trainkit.tagged_json.tensors import is_sharded_tensor
 __all__ = ["checksums", "compare_ranks"]
 
 _WORD = 8  # bytes
+_BLOCK = 512  # words
+_PARTS = 16  # of a large tensor, one of which is read at a save
 # On other devices, such as XLA's, reading values would compile and run a graph of its own.
 _READ_AT_ONCE = ("cpu", "cuda")
 
@@ -22,13 +24,16 @@ _READ_AT_ONCE = ("cpu", "cuda")
 def checksums(content: Content) -> dict[str, int]:
     """A checksum of each parameter and of each tensor of the optimizers, by name; of those that each rank has as a whole.
 
-    Buffers are left out: a strategy may let each rank have its own until the end of a step. It is the sum of the tensor's
-    64-bit words, which is read at the speed of the memory, and with one wait for a device.
+    Buffers are left out: a strategy may let each rank have its own until the end of a step. A checksum is a sum of 64-bit
+    words, with one wait for a device. The first save of a run reads all words. Later ones read a sixteenth of each tensor of
+    more than 64 KiB, each time another one: reading all words takes about a tenth of the time of a save on a CPU.
     """
+    counter = int(content.about["save_counter"])
+    part = None if counter == 1 else counter % _PARTS
     tensors = {name: tensor for name, tensor in _compared(content).items() if tensor.device.type in _READ_AT_ONCE}
     if not tensors:
         return {}
-    sums = [_sum_of_words(tensor) for tensor in tensors.values()]
+    sums = [_sum_of_words(tensor, part) for tensor in tensors.values()]
     together = torch.stack([value.to(sums[0].device, non_blocking=True) for value in sums])
     return dict(zip(tensors, together.tolist(), strict=True))
 
@@ -78,9 +83,15 @@ def _compared(content: Content) -> dict[str, Tensor]:
     return found
 
 
-def _sum_of_words(tensor: Tensor) -> Tensor:
+def _sum_of_words(tensor: Tensor, part: int | None) -> Tensor:
+    """The sum of a tensor's words; of a large tensor only of those of a part, unless that is `None`."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if data.storage_offset() % _WORD:  # a view into a larger tensor, which cannot be read as words
         data = data.clone()
     whole = data.numel() // _WORD * _WORD
-    return data[:whole].view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)
+    words, rest = data[:whole].view(torch.int64), data[whole:].sum(dtype=torch.int64)
+    blocks = words.numel() // _BLOCK
+    if part is None or blocks < _PARTS:
+        return words.sum() + rest
+    end = blocks * _BLOCK
+    return words[:end].view(blocks, _BLOCK)[part::_PARTS].sum() + words[end:].sum() + rest
