@@ -262,7 +262,7 @@ class Terminal:
 
     def end(self) -> int:
         """Read until the process ends; returns its exit code."""
-        with contextlib.suppress(OSError):  # Linux raises this when the other side is closed
+        with contextlib.suppress(OSError):  # Linux raises this when the other end is closed
             while part := os.read(self._ours, 1000):
                 self.shown += part
         os.close(self._ours)
