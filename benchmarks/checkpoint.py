@@ -2,24 +2,23 @@
 
     python benchmarks/checkpoint.py [--only save load] [--folder DISK] [--repeats 7] [--threads N] [--json FILE]
 
-A transformer of 48 million parameters with AdamW, float32: 577 MB of state. Each case is a process of its own; the
-measurements are in `checkpoint_cases.py`. In each repeat the reference runs before and after what is measured, and the ratio
-is taken to the mean of the two; the output shows the median and the range over the repeats. The lines "… / itself" are one
-run of the reference relative to the other: its distance from 1 is noise.
+A transformer with 48 million parameters and AdamW, float32: 577 MB of state. Each case runs in its own process; the
+measurements are in `checkpoint_cases.py`. In each repeat the reference runs before and after the measured call, and the ratio
+is relative to the mean of the two. The output shows the median and the range over the repeats. The lines "… / itself" compare
+one run of the reference with the other: how far they are from 1 is the noise.
 
-- bytes: those of the files, and those handed to the system (Linux), relative to those of the tensors.
+- bytes: the size of the files, and the bytes passed to write calls (Linux), relative to the bytes of the tensors.
 - save: `Accelerator.save_state` to a new folder, compared with one loop that hashes the tensors with SHA-256 and writes them to
-  one file, 1 MiB at a time, and then syncs it.
-- stall: the time inside `Trainer.save_checkpoint(blocking=False)` at the end of a training step, while no save is in flight,
-  compared with copying the same tensors into memory that is reused. The first save, which allocates that memory, is separate.
+  one file, 1 MiB at a time, and then calls fsync.
+- stall: the time inside `Trainer.save_checkpoint(blocking=False)` at the end of a training step, while no other save runs,
+  compared with copying the same tensors into preallocated memory. The first save allocates that memory, and has its own line.
 - load: reading and verifying, and all of `Accelerator.load_state` into a model whose optimizer has no state yet, compared with
-  one loop that reads the same files into new memory and hashes them, 1 MiB at a time. "cold" is after the files were dropped
-  from the page cache, where the system can be asked to (not macOS, not Windows); what lies below, such as the host of a
-  virtual disk, may still have them.
-- memory: how far `ru_maxrss` rises above what the process held, compared with the bytes of the largest tensor or of the state
-  (not on Windows).
+  one loop that reads the same files into new memory and hashes them, 1 MiB at a time. For "cold", the files are dropped from
+  the page cache first, where the system supports it (not macOS, not Windows); the host of a virtual disk may still cache them.
+- memory: how far `ru_maxrss` rises above the memory in use before the call, compared with the bytes of the largest tensor or
+  of the state (not on Windows).
 
-It needs 2.5 GB of memory and 1.5 GB on a disk, which should be one that checkpoints are written to.
+It needs 2.5 GB of memory and 1.5 GB of disk space. Choose a disk to which you write checkpoints.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ MEASURE = Path(__file__).with_name("checkpoint_cases.py")
 
 @dataclass
 class Row:
-    """One line of the table: what is measured, the largest ratio that it may have, and the unit."""
+    """One line of the table: what is measured, the maximum ratio, and the unit."""
 
     name: str
     title: str
@@ -79,7 +78,7 @@ CASES = {
 
 
 def measure(case: str, arguments: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
-    """Measure a case in a process of its own: row → (trainkit, reference) of each repeat."""
+    """Measure a case in its own process. Returns row → (trainkit, reference) of each repeat."""
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=arguments.folder) as folder:
         command = [sys.executable, str(MEASURE), case, os.path.abspath(folder)]
         command += [f"--layers={arguments.layers}", f"--repeats={arguments.repeats}"]

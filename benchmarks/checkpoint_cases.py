@@ -1,6 +1,6 @@
-"""The measurements of `checkpoint.py`, one a process: `python checkpoint_cases.py CASE FOLDER`.
+"""The measurements of `checkpoint.py`, one per process: `python checkpoint_cases.py CASE FOLDER`.
 
-The last line of what it prints is JSON: name of the row → [trainkit, reference] for each repeat, in seconds or MB.
+The last line of the output is JSON: name of the row → [trainkit, reference] for each repeat, in seconds or MB.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ PIECE = 2**20
 WORDS = 20_000
 WIDTH = 512
 
-Pairs = dict[str, list[tuple[float, float]]]  # row → (trainkit, reference), one a repeat
+Pairs = dict[str, list[tuple[float, float]]]  # row → (trainkit, reference), one per repeat
 
 
 class Language(TrainModule):
-    """An embedding and transformer layers; each parameter has a gradient in each step."""
+    """An embedding and transformer layers. Each parameter has a gradient in each step."""
 
     def __init__(self, layers: int, words: int = WORDS) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Language(TrainModule):
         return self.adamw
 
     def fill(self) -> None:
-        """Give the optimizer the state that a step would, without the memory that a step takes."""
+        """Create the optimizer state that a step would create, without the memory that a step needs."""
         for parameter in self.parameters():
             self.adamw.state[parameter] = {
                 "step": torch.tensor(1.0),
@@ -57,7 +57,7 @@ class Language(TrainModule):
             }
 
     def tensors(self) -> list[Tensor]:
-        """Those of model and optimizer, as they are now."""
+        """The current tensors of model and optimizer."""
         slots = [slot for state in self.adamw.state.values() for slot in state.values() if isinstance(slot, Tensor)]
         return [tensor.detach() for tensor in (*self.state_dict().values(), *slots)]
 
@@ -93,7 +93,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def between(ours: Callable[[], float], reference: Callable[[], float]) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Ours relative to the mean of the reference before and after it, and the reference relative to itself."""
+    """Returns (trainkit, mean of the two references), and (reference before, reference after)."""
     before, own, after = reference(), ours(), reference()
     return (own, (before + after) / 2), (before, after)
 
@@ -166,7 +166,7 @@ def measure_save(folder: Path, layers: int, repeats: int) -> Pairs:
 
 
 def written_by_this_process() -> int | None:
-    """Bytes that this process has given to the system to write; None where that does not tell."""
+    """Bytes that this process has passed to write calls; None where `/proc` does not exist."""
     try:
         text = Path("/proc/self/io").read_text()
     except OSError:
@@ -175,7 +175,7 @@ def written_by_this_process() -> int | None:
 
 
 class Saves(Callback):
-    """Saves after each training step, no save being in flight, and copies the same bytes plainly."""
+    """Saves after each training step while no other save runs, and times a plain copy of the same bytes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -197,7 +197,7 @@ class Saves(Callback):
 
 
 def save_beside(trainer: Any, target: Path) -> float:
-    """Seconds inside the call; returns when the checkpoint has been written, and removed again."""
+    """Seconds inside the call. Returns when the checkpoint is written, and removes it."""
     took = seconds(lambda: trainer.save_checkpoint(target, blocking=False))
     while not target.exists():
         time.sleep(0.01)
@@ -248,14 +248,14 @@ def measure_load(folder: Path, layers: int, repeats: int) -> Pairs:
 
 
 def drop(path: Path) -> None:
-    """Ask the system to forget what it has of a file in memory."""
+    """Ask the system to drop a file from the page cache."""
     with path.open("rb") as file:
-        os.fsync(file.fileno())  # what is not on the disk yet stays
+        os.fsync(file.fileno())  # pages that are not on the disk yet cannot be dropped
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def give_back_memory() -> None:
-    """Let a load get its memory from the system, as it has to in a new process."""
+    """Return free memory to the system, so that a load has to request its memory, as in a new process."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # glibc only
         trim(0)
@@ -271,7 +271,7 @@ def peak_mb() -> float:
 
 
 def warm_up(folder: Path) -> None:
-    """Save and load something small: the code that does it is in memory then."""
+    """Save and load a small model, so that the code for it is already in memory."""
     small = Language(layers=0, words=1)
     small.fill()
     accelerator = prepared(small)
@@ -326,7 +326,7 @@ def measure_memory_load(folder: Path, layers: int, repeats: int) -> Pairs:
 
 
 def written_elsewhere(folder: Path, layers: int) -> Path:
-    """A checkpoint that another process has written: this one has never held the state."""
+    """A checkpoint written by another process, so that this process has never held its state."""
     warm_up(folder)
     command = [sys.executable, __file__, "memory_save", str(folder), f"--layers={layers}"]
     subprocess.run(command, check=True, capture_output=True)

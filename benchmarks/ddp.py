@@ -2,13 +2,13 @@
 
     python benchmarks/ddp.py [--only mlp gpt] [--repeats 5] [--chunks 16] [--json FILE]
 
-A multilayer perceptron of 10 million parameters, and the GPT over bytes of `trainkit demo`; AdamW, float32, one thread for
-each process. The loop by hand is that of PyTorch's tutorial: `DistributedDataParallel` and a `DataLoader` with a
-`DistributedSampler`. `Trainer` gets the same data set in a plain `DataLoader`, without logger, bar and checkpoints.
+A multilayer perceptron with 10 million parameters, and the byte-level GPT of `trainkit demo`; AdamW, float32, one thread per
+process. The loop by hand is that of PyTorch's tutorial: `DistributedDataParallel` and a `DataLoader` with a
+`DistributedSampler`. `Trainer` gets the same dataset in a plain `DataLoader`, without logger, progress bar and checkpoints.
 
-How it is measured is in `pairs.py`.
+`pairs.py` explains how it is measured.
 
-Returns 1 if a ratio of the wall's clock is above 1.03. Linux and macOS only.
+Returns 1 if a ratio of wall-clock times is above 1.03. Linux and macOS only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LIMIT = 1.03
 
 
 def hand(model: str, data: Clocked) -> None:
-    """PyTorch's tutorial."""
+    """The loop of PyTorch's tutorial."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data.distributed import DistributedSampler

@@ -1,7 +1,7 @@
 """A step on a CUDA device, compared with the loop written by hand, alternating in one process.
 
-The batches lie in pinned memory and are copied to the device by both: by the loop by hand at the start of its step, by
-trainkit one batch ahead, during the work. Time is taken over whole epochs, each ended by waiting for the device.
+The batches are in pinned memory, and both loops copy them to the device: the loop by hand at the start of its step, trainkit
+one batch ahead, while the device computes. Whole epochs are timed, and each ends with `torch.cuda.synchronize()`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Layers(TrainModule):
 
 
 class EpochTimes(Callback):
-    """Seconds of each epoch, with the work that the device still had to do at its end."""
+    """Seconds of each epoch, including the work that the device still has to finish at its end."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -53,7 +53,7 @@ class EpochTimes(Callback):
 
 
 def by_hand(module: Layers, batches: list[list[Tensor]], mixed: bool) -> float:
-    """Milliseconds of a step of the loop by hand."""
+    """Milliseconds per step of the loop by hand."""
     module.cuda()
     optimizer = module.configure_optimizers()
     seconds = []
@@ -73,7 +73,7 @@ def by_hand(module: Layers, batches: list[list[Tensor]], mixed: bool) -> float:
 
 
 def by_trainkit(module: Layers, batches: list[list[Tensor]], mixed: bool) -> float:
-    """Milliseconds of a step of `Trainer`."""
+    """Milliseconds per step of `Trainer`."""
     times = EpochTimes()
     trainer = Trainer(
         accelerator="gpu",

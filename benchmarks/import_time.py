@@ -2,10 +2,10 @@
 
     python benchmarks/import_time.py [--repeats 15] [--json FILE]
 
-Each import runs in a process of its own, in turns, so that what slows the machine down slows both. The difference is
-taken pair by pair, and its median is the figure. Since torch's own import varies more than what is looked for, the same
-is also timed inside one process: trainkit after torch. "names" is the first use of Trainer, TrainModule, DataModule and
-Accelerator, which `import trainkit` puts off. The time to start Python is not included.
+Each import runs in its own process. The two alternate, so that other load on the machine slows both. The result is the median
+of the differences of the pairs. The time of `import torch` itself varies more than this difference, so the import of
+trainkit after torch is also timed inside one process. "names" is the first use of Trainer, TrainModule, DataModule and
+Accelerator, which `import trainkit` does not import yet. The time to start Python is not included.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAMES = "trainkit.Trainer, trainkit.TrainModule, trainkit.DataModule, trainkit.A
 
 
 def seconds(*programs: str) -> list[float]:
-    """The seconds that each program takes, one after the other in one new process."""
+    """The seconds that each program takes; they run one after the other in one new process."""
     timed = "".join(f"start = now(); {program}; times.append(now() - start)\n" for program in programs)
     text = f"import json\nfrom time import perf_counter as now\ntimes = []\n{timed}print(json.dumps(times))"
     done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=True, capture_output=True, text=True)
@@ -40,7 +40,7 @@ def seconds(*programs: str) -> list[float]:
 
 def measure(repeats: int) -> dict[str, float]:
     """Medians in seconds."""
-    seconds(TORCH, APART, NAMES)  # byte code is written and files are read into memory
+    seconds(TORCH, APART, NAMES)  # warm up: write the byte code, fill the page cache
     alone, both, after, names = [], [], [], []
     for _ in range(repeats):
         alone += seconds(TORCH)

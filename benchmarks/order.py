@@ -2,9 +2,9 @@
 
     python benchmarks/order.py [--lengths 1000000 1000000000 1000000000000] [--baseline 10000000] [--json FILE]
 
-Every row is measured in a process of its own, with one thread. "cold" is the first call in that process, "warm" the
-median of the following ones, each with a new key (a new epoch). "traced" is the peak that tracemalloc sees, which does
-not include tensors; "process" is how far the resident memory ever rose above what it was before (Linux only).
+Every row is measured in its own process, with one thread. "cold" is the first call in that process, "warm" the median of the
+following calls, each with a new key (a new epoch). "traced" is the peak that tracemalloc reports, which does not include
+tensors. "process" is how far the resident memory rose above its value before the calls (Linux only).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def first_index(length: int, position: int, key: int) -> int:
 
 
 def first_index_of_random_sampler(length: int, key: int) -> int:
-    """What `DataLoader(shuffle=True)` does at the start of an epoch; any other position is reached from there."""
+    """What `DataLoader(shuffle=True)` does at the start of an epoch. Another position needs all indices before it."""
     sampler = torch.utils.data.RandomSampler(range(length), generator=torch.Generator().manual_seed(key))
     return next(iter(sampler))
 
 
 def resident_mb() -> tuple[float, float] | None:
-    """Resident memory now and at its highest, in MB; None where `/proc` does not tell."""
+    """Resident memory now and at its peak, in MB; None where `/proc` does not exist."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None
@@ -50,7 +50,7 @@ def resident_mb() -> tuple[float, float] | None:
 
 
 def cost(call: Callable[[int], object], repeats: int) -> dict[str, float | None]:
-    """Seconds and memory of `call(key)`. tracemalloc slows Python's lists, so it watches a call of its own."""
+    """Seconds and memory of `call(key)`. tracemalloc slows down Python's lists, so it traces an additional call."""
     before = resident_mb()
     seconds = []
     for key in range(repeats):
@@ -81,10 +81,10 @@ def measure_first(case: tuple[str, int, int]) -> dict[str, Any]:
 
 
 def measure_sequence(length: int) -> dict[str, Any]:
-    """Nanoseconds an index in one long block, and microseconds a `block` of 32 when asked for one after the other."""
+    """Nanoseconds per index in one long block, and microseconds per `block` of 32 in consecutive calls."""
     count = min(length, IN_SEQUENCE) // BLOCK * BLOCK
     long, short = Permutation(length, 1), Permutation(length, 2)
-    long.block(0, 1), short.block(0, 1)  # sorting, if any, is in the other table
+    long.block(0, 1), short.block(0, 1)  # the cost of the first call is in the other table
     began = time.perf_counter()
     long.block(0, count)
     middle = time.perf_counter()

@@ -2,15 +2,15 @@
 
     python benchmarks/overhead.py [--only trainer full] [--python OTHER/bin/python] [--repeats 5] [--json FILE]
 
-Linear(32, 64)-ReLU-Linear(64, 10) on ready batches of 32, AdamW, float32, one thread; and four to eight layers of 256, for
-steps of one to two milliseconds. A pair is two processes, the baseline and the contender, on the same core. They take turns,
-chunk by chunk, so that whatever slows the machine down slows both; neither runs while the other does. A pair's ratio is the
-median over its chunks of contender / baseline; given are the median and the range of five pairs, each a pair of new
-processes. Starting up and the first 300 steps are not counted.
+Linear(32, 64)-ReLU-Linear(64, 10) on ready batches of 32, AdamW, float32, one thread; and four to eight layers of width 256,
+for steps of one to two milliseconds. A pair is two processes, the baseline and the contender, on the same core. They alternate
+after each chunk of steps and never run at the same time, so that other load on the machine slows both. A pair's ratio is the
+median over its chunks of contender / baseline. The table shows the median and the range of five pairs, each a pair of new
+processes. Startup and the first 300 steps are not counted.
 
-"wall" is what the clock on the wall says, and it is meant. "CPU" is the processor time of the process: on a machine where
-others work too it is the one to look at, since waiting for them does not count. The terminal that bars are drawn on is a
-pseudo-terminal that this program reads. Linux and macOS only.
+"wall" is wall-clock time, to which the limits apply by default. "CPU" is the processor time of the process: use it on a machine
+that runs other programs too (`--clock cpu`), since it does not include the time spent waiting for them. Progress bars are drawn
+on a pseudo-terminal, which this program reads. Linux and macOS only.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 CONTENDERS = Path(__file__).with_name("overhead_contenders.py")
 
-STEPS, CHUNKS = 500, 10  # of the small network: a chunk is about a tenth of a second, between two looks of a bar
+STEPS, CHUNKS = 500, 10  # of the small network: a chunk takes about 0.1 s, as long as a progress bar waits between refreshes
 WIDE_STEPS = 100
-# glibc returns large blocks to the system after use and requests them again, in some processes at every step, in some never.
-# That is worth a third of a step of the wide network and has nothing to do with who trains it.
+# After use, glibc returns large blocks to the system and requests them again: in some processes at every step, in others never.
+# That costs a third of a step of the wide network, and does not depend on the framework.
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 
 
 @dataclass
 class Case:
-    """One line of the table: a contender, what it is compared with, and the largest ratio that it may have."""
+    """One line of the table: a contender, its baseline, and the maximum ratio."""
 
     name: str
     title: str
@@ -79,7 +79,7 @@ CASES = [
 
 
 class Runner:
-    """A contender's process, which waits for its turn before each chunk of steps."""
+    """A contender's process, which waits for a signal before each chunk of steps."""
 
     def __init__(self, python: str, contender: str, *, layers: int, chunks: int, core: int | None, folder: Path) -> None:
         self.steps = WIDE_STEPS if layers else STEPS
@@ -108,7 +108,7 @@ class Runner:
         threading.Thread(target=_drain, args=(terminal,), daemon=True).start()
 
     def chunk(self) -> tuple[float, float]:
-        """Let it run one chunk; microseconds per step by the wall, and of the process."""
+        """Run one chunk; returns wall-clock and processor time, both in microseconds per step."""
         try:
             os.write(self._turns, b"!")
             wall, process = map(float, self._reports.readline().split())
@@ -124,11 +124,11 @@ class Runner:
 
 
 def _drain(terminal: int) -> None:
-    """Read what is drawn, or the process would wait for a full screen to be read."""
+    """Read the terminal: if its buffer were full, the process would block."""
     try:
         while os.read(terminal, 65536):
             pass
-    except OSError:  # the other side is closed
+    except OSError:  # the other end is closed
         pass
     os.close(terminal)
 
@@ -162,7 +162,7 @@ def summary(case: Case, pairs: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def line(row: dict[str, Any], clock: str) -> str:
-    """A row as text."""
+    """Format a row as text."""
     extra = row[f"{clock}_us"] - row[f"{clock}_baseline_us"]
     cells = [f"{row['title']:<36}{row[f'{clock}_baseline_us']:>10.1f}{row[f'{clock}_us']:>10.1f}{extra:>+9.1f}"]
     for each in ("wall", "cpu"):
@@ -174,14 +174,14 @@ def line(row: dict[str, Any], clock: str) -> str:
 
 
 def find(python: str, package: str) -> str | None:
-    """The version of torch next to `package` in an environment, `None` if the package is not there."""
+    """The version of torch in the environment of `python`; None if `package` is not installed there."""
     program = f"import importlib.util as u, torch; print(torch.__version__ if u.find_spec({package!r}) else '')"
     done = subprocess.run([python, "-c", program], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() or None
 
 
 def choose(arguments: argparse.Namespace) -> list[tuple[Case, str]]:
-    """The cases to run, each with its interpreter; those that cannot run are named."""
+    """The cases to run, each with its interpreter. Prints the packages that are not installed."""
     cases = [case for case in CASES if not arguments.only or case.name in arguments.only]
     missing: set[str] = set()
     interpreters: dict[str, str] = {}
@@ -222,7 +222,7 @@ def main() -> int:
     print(f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores, load {load:.1f}, core {core}")
     cases = choose(arguments)
     pairs: dict[str, list[dict[str, float]]] = {case.name: [] for case, _ in cases}
-    for repeat in range(arguments.repeats):  # all cases in each repeat: a slow quarter of an hour is shared by all
+    for repeat in range(arguments.repeats):  # all cases in each repeat, so that a slow period affects all cases
         for case, python in cases:
             print(f"\r{repeat + 1}/{arguments.repeats} {case.name:<20}", end="", file=sys.stderr, flush=True)
             pairs[case.name].append(measure_pair(case, python, core, arguments.chunks))

@@ -1,12 +1,12 @@
-"""One contender of overhead.py, in a process of its own: it trains, and says what each chunk of steps has cost.
+"""One contender of overhead.py, in its own process: it trains, and reports the time of each chunk of steps.
 
-By hand, to profile one of them:
+To profile a contender, run it directly:
 
     python benchmarks/overhead_contenders.py trainer --steps 500 --chunks 10
 
-The clock is in the data: every contender iterates over the same object, which reads the clock between two chunks. So
-nothing is attached to a loop that the loop would not have anyway, and what comes before the first step is not counted.
-Only what a contender needs is imported: the other frameworks may live in an environment without trainkit.
+The clock is in the data: every contender iterates over the same object, which reads the clock between two chunks. So the
+measurement adds nothing to a loop, and the time before the first step is not counted. Only what a contender needs is imported:
+the other frameworks may be in an environment without trainkit.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-SMALL, WIDTH = (32, 64, 10), 256  # the small network; the width of the others
-BATCH, DIFFERENT = 32, 50  # samples in a batch; batches that differ
-WARM_UP = 300  # steps before the first chunk: allocations, AdamW's state, byte code that specialises itself
-AFTER = 5  # steps after the last chunk: some loops do not ask for a batch that they know is not there
+SMALL, WIDTH = (32, 64, 10), 256  # the widths of the small network; the width of all layers of the others
+BATCH, DIFFERENT = 32, 50  # samples per batch; number of different batches
+WARM_UP = 300  # steps before the first chunk: allocations, AdamW's state, byte code specialization
+AFTER = 5  # steps after the last chunk, since some loops do not request a batch after the last one
 
 
 class Clock:
-    """Waits for its turn before each chunk of steps, and reports afterwards: seconds by the wall, seconds of this process.
+    """Waits for a signal before each chunk of steps, and afterwards reports wall-clock and processor time in seconds.
 
     Args:
-        turns: file descriptor, a byte is read from it before each chunk; `None` never waits.
-        reports: file descriptor, a line is written to it after each chunk.
+        turns: file descriptor from which a byte is read before each chunk; `None` never waits.
+        reports: file descriptor to which a line is written after each chunk.
     """
 
     def __init__(self, turns: int | None, reports: int) -> None:
@@ -52,7 +52,7 @@ class Clock:
 
 
 class Batches(list[Any]):
-    """A list of ready batches, the same few over and over: first those to warm up on, then chunks of `steps` each."""
+    """A list of ready batches, repeated: first those of the warm-up, then chunks of `steps` batches each."""
 
     def __init__(self, batches: list[Any], clock: Clock, steps: int, chunks: int) -> None:
         super().__init__(islice(cycle(batches), WARM_UP + chunks * steps + AFTER))
@@ -68,7 +68,7 @@ class Batches(list[Any]):
         yield from batches
 
     def of(self, batches: list[Any]) -> Batches:
-        """The same of other batches: in the form that a framework wants."""
+        """The same with other batches, in the format that a framework needs."""
         return Batches(batches, self._clock, self._steps, self._chunks)
 
 
@@ -82,7 +82,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def module_of(base: Any, model: nn.Module, log: bool) -> Any:
-    """The module of trainkit and of Lightning: the same but for its base class."""
+    """The module of trainkit and of Lightning, which differ only in their base class."""
 
     class Module(base):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -115,7 +115,7 @@ def raw(model: nn.Module, batches: Batches) -> None:
 
 
 def seeding(model: nn.Module, batches: Batches) -> None:
-    """The loop by hand with the seeding that trainkit does: torch, numpy and `random` before each step."""
+    """The loop by hand, with trainkit's seeding of torch, numpy and `random` before each step."""
     from trainkit.rng import KeyStream, Purpose, Stage, seed_generators
 
     optimizer = adamw(model)
@@ -132,7 +132,7 @@ def seeding(model: nn.Module, batches: Batches) -> None:
 
 
 def trainer(model: nn.Module, batches: Batches, *, idle: int = 0, full: bool = False) -> None:
-    """The Trainer without anything; with idle callbacks; with bar, CSV logger and the loss logged at every step."""
+    """A bare Trainer; with idle callbacks; or (`full`) with progress bar, CSV logger and the loss logged at every step."""
     from trainkit import Callback, Trainer, TrainModule
     from trainkit.loggers import CSVLogger
 
@@ -150,7 +150,7 @@ def trainer(model: nn.Module, batches: Batches, *, idle: int = 0, full: bool = F
 
 
 def own_loop(model: nn.Module, batches: Batches) -> None:
-    """A loop of one's own with the Accelerator, as in the README."""
+    """Your own training loop with the Accelerator, as in the README."""
     from trainkit import Accelerator
 
     accelerator = Accelerator()
@@ -173,7 +173,7 @@ def ignite(model: nn.Module, batches: Batches) -> None:
 
 
 def accelerate(model: nn.Module, batches: Batches) -> None:
-    """The loop of its quick tour. It passes ready batches through as they are, so its loader costs nothing here."""
+    """The loop of its quick tour. It does not change ready batches, so its loader would cost nothing here."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -204,7 +204,7 @@ def lightning(model: nn.Module, batches: Batches, *, idle: int = 0, full: bool =
 
 
 def transformers(model: nn.Module, batches: Batches) -> None:
-    """Without its clipping, logging and scheduling, so that its step computes the same."""
+    """Without gradient clipping, logging and a learning-rate schedule, so that its step computes the same."""
     from transformers import Trainer, TrainingArguments
 
     class Model(nn.Module):
@@ -265,7 +265,7 @@ def main() -> None:
     parser.add_argument("--reports", type=int, default=1, help="file descriptor: seconds by the wall and of the process")
     arguments = parser.parse_args()
 
-    warnings.simplefilter("ignore")  # what frameworks have to say about a model this small
+    warnings.simplefilter("ignore")  # frameworks warn about such a small model
     if arguments.core is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {arguments.core})
     torch.set_num_threads(1)

@@ -1,10 +1,9 @@
-"""Two worlds of one or two processes that take turns on the same cores: the machinery of `ddp.py`, `zero.py`, `xla.py`.
+"""Two worlds of one or two processes that alternate on the same cores: the common code of `ddp.py`, `zero.py` and `xla.py`.
 
-They work a chunk of steps each, so that whatever slows the machine down slows both; neither works while the other does. A
-step takes as long as on the slower of its processes. A pair's ratio is the median over its chunks of contender / reference;
-given are the median and the range of the pairs, each of new processes. Starting up and the first steps are not counted. "CPU"
-is the same of the processor time of both processes: what they wait for, each other among it, and what others do on the machine
-is not in it.
+They alternate after each chunk of steps and never run at the same time, so that other load on the machine slows both. The time
+of a step is that of the slower process. A pair's ratio is the median over its chunks of contender / reference. The table shows
+the median and the range of the pairs, each of new processes. Startup and the first steps are not counted. "CPU" is the same
+ratio for the processor time of all processes, without the time that they wait for each other or for other programs.
 """
 
 from __future__ import annotations
@@ -50,26 +49,26 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 2
-WARM_UP, AFTER = 20, 3  # steps before the first chunk, and after the last: what is fetched ahead is not trained on
-SAMPLES = 512  # that differ
+WARM_UP, AFTER = 20, 3  # steps before the first chunk, and after the last: batches fetched in advance
+SAMPLES = 512  # number of different samples
 
 WIDTHS = (1280, 2048, 2048, 1536)
 CONTEXT = 64
 BATCH = {"mlp": 32, "gpt": 16}
-STEPS = {"mlp": 8, "gpt": 5}  # of a chunk
-# So that glibc does not return large blocks to the system and request them again, in some processes at every step.
+STEPS = {"mlp": 8, "gpt": 5}  # per chunk
+# Otherwise glibc returns large blocks to the system and requests them again, in some processes at every step.
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A loop that is measured.
+    """A loop to measure.
 
     Attributes:
         title: for the table.
-        train: is given the model's name and the data.
-        reference: the name of what it is compared with.
-        limit: the largest ratio; None: it has none.
+        train: called with the model's name and the data.
+        reference: the name of the contender to compare with.
+        limit: the maximum ratio; None for no limit.
     """
 
     title: str
@@ -82,10 +81,10 @@ class Contender:
 
 
 class Clocked(Dataset[Any]):
-    """Ready samples. The clock is in the data, so nothing is attached to a loop that it would not have anyway.
+    """Ready samples. The clock is in the data, so that the measurement adds nothing to a loop.
 
-    Before each chunk a byte is read from `turns`; after it the seconds that it took, by the wall and of processor time,
-    are written to `reports`.
+    Before each chunk, a byte is read from `turns`. After it, its wall-clock and processor time in seconds are written to
+    `reports`.
     """
 
     def __init__(self, samples: list[Any], model: str, chunks: int, turns: int, reports: int) -> None:
@@ -142,7 +141,7 @@ def adamw(module: nn.Module) -> torch.optim.AdamW:
 
 
 def train_module(model: str) -> Any:
-    """A model as a `Trainer` trains it."""
+    """A model as a `TrainModule`, for the `Trainer`."""
     from trainkit import TrainModule
 
     class Module(TrainModule):
@@ -160,7 +159,7 @@ def train_module(model: str) -> Any:
 
 
 def fit(strategy: Any, model: str, data: Clocked) -> None:
-    """Train by a `Trainer` with nothing attached."""
+    """Train with a bare `Trainer`."""
     from trainkit import Trainer
 
     Trainer(
@@ -175,7 +174,7 @@ def fit(strategy: Any, model: str, data: Clocked) -> None:
 
 
 def work(arguments: argparse.Namespace, contenders: Mapping[str, Contender]) -> None:
-    """Be one process of a world."""
+    """Run one process of a world."""
     rank = int(os.environ["RANK"])
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
@@ -189,7 +188,7 @@ def work(arguments: argparse.Namespace, contenders: Mapping[str, Contender]) -> 
 
 
 class World:
-    """The processes of one contender, which wait for their turn before each chunk of steps."""
+    """The processes of one contender, which wait for a signal before each chunk of steps."""
 
     def __init__(self, script: str, model: str, contender: str, chunks: int, folder: Path, ranks: int) -> None:
         folder.mkdir()
@@ -229,7 +228,7 @@ class World:
             self._errors.append(errors)
 
     def chunk(self) -> tuple[float, float]:
-        """Let them run one chunk; milliseconds a step of the slower one, and milliseconds of processor time of both."""
+        """Run one chunk; returns milliseconds per step of the slower process, and of processor time of all processes."""
         try:
             for turns in self._turns:
                 os.write(turns, b"!")
@@ -253,7 +252,7 @@ class World:
 
 
 def measure_pair(script: str, model: str, names: tuple[str, str], chunks: int, ranks: int) -> dict[str, float]:
-    """Milliseconds a step by hand and of the contender, and the ratios."""
+    """Milliseconds per step by hand and of the contender, and the ratios."""
     with tempfile.TemporaryDirectory() as folder:
         pair = [World(script, model, name, chunks, Path(folder) / f"{place}", ranks) for place, name in enumerate(names)]
         timed = [(pair[0].chunk(), pair[1].chunk()) for _ in range(chunks)]
@@ -268,7 +267,7 @@ def measure_pair(script: str, model: str, names: tuple[str, str], chunks: int, r
 
 
 def argument_parser(doc: str | None, contenders: Sequence[str]) -> argparse.ArgumentParser:
-    """With the arguments that both scripts have."""
+    """A parser with the arguments that all benchmarks of pairs have."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=(*BATCH, *contenders), help="some of the models and contenders")
     parser.add_argument("--repeats", type=int, default=5, help="pairs of worlds for each case (default: 5)")
@@ -297,7 +296,7 @@ def _summary(model: str, contender: Contender, pairs: list[dict[str, float]]) ->
 
 
 def _line(row: dict[str, Any]) -> str:
-    """A row as text."""
+    """Format a row as text."""
     cells = [f"{row['model'] + ': ' + row['contender']:<36}{row['by_hand_ms']:>10.2f}{row['ms']:>10.2f}"]
     for key in ("ratio", "cpu_ratio"):
         cells.append(f"{row[key]:>10.3f} ({row[f'{key}_lowest']:.3f}-{row[f'{key}_highest']:.3f})")
@@ -313,20 +312,20 @@ def compare(
     more: Sequence[str] = (),
     ranks: int = RANKS,
 ) -> int:
-    """Measure and print; 1 if a limit is exceeded.
+    """Measure and print; returns 1 if a limit is exceeded.
 
     Args:
-        script: that is run for each process, with `--work`.
-        arguments: of `argument_parser`.
+        script: the file to run in each process, with `--work`.
+        arguments: those of `argument_parser`.
         contenders: by name; those that are only references must be in `more`.
-        more: names that are not measured themselves.
-        ranks: processes of a world.
+        more: names of contenders that are not measured themselves.
+        ranks: number of processes of a world.
     """
     load = os.getloadavg()[0]
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores, load {load:.1f}")
     cases = _chosen(arguments.only, {name: one for name, one in contenders.items() if name not in more})
     pairs: dict[tuple[str, str], list[dict[str, float]]] = {case: [] for case in cases}
-    for repeat in range(arguments.repeats):  # all cases in each repeat: a slow quarter of an hour is shared by all
+    for repeat in range(arguments.repeats):  # all cases in each repeat, so that a slow period affects all cases
         for model, name in cases:
             print(f"\r{repeat + 1}/{arguments.repeats} {model} {name:<20}", end="", file=sys.stderr, flush=True)
             both = (contenders[name].reference, name)

@@ -1,19 +1,20 @@
-"""What real runs hold in memory, compared with what `trainer.plan` says.
+"""The memory that real runs use, compared with the values of `trainer.plan`.
 
     python benchmarks/plan.py [--only zero1 …] [--processes 1 2] [--precisions 32-true …] [--nvme FOLDER] [--json FILE]
 
-A transformer's layers of some 13 million parameters, one sample a batch, AdamW(fused=True), trained for three steps by real
-processes over gloo on the CPU, where device and host are one memory. Measured on each process, the largest is taken:
+Feed-forward layers of a transformer with about 13 million parameters, one sample per batch, AdamW(fused=True). Real processes
+train them for three steps over gloo on the CPU, where device and host are the same memory. Each process is measured, and the
+largest value counts:
 
-- tensors: the storages of all tensors that Python can see, in the middle of the second step, when the optimizer has stepped;
-  compared with the plan's moment `"update"`. DDP's buckets are not tensors that Python sees, so both sides omit them.
-- RSS: how far the resident memory (`VmHWM`, reset before the second step) rises above what the process held after the same
-  training with a tiny model; compared with the largest moment of the plan. Large blocks are mapped one by one and returned
-  at once (`MALLOC_MMAP_THRESHOLD_`), so that only memory in use counts.
-- NVMe: the bytes of the files there, of one process.
-- checkpoint: the bytes of the folder that `Trainer.save_checkpoint` writes, compared with the plan's.
+- tensors: the storages of all tensors that Python can see, at the end of the last `optimizer.step()`; compared with the plan's
+  moment `"update"`. Python cannot see DDP's buckets, so both sides omit them.
+- RSS: how far the resident memory (`VmHWM`, reset before the second step) rises above that of the process after the same
+  training of a tiny model; compared with the largest moment of the plan. Large blocks are mapped one by one and returned to
+  the system immediately (`MALLOC_MMAP_THRESHOLD_`), so that only memory in use counts.
+- NVMe: the bytes of the files there, per process.
+- checkpoint: the bytes of the folder that `Trainer.save_checkpoint` writes, compared with those of the plan.
 
-A row is bad beyond 10 %, a checkpoint beyond 1 %; then the program returns 1. Linux only.
+A row fails if it differs by more than 10 %, or 1 % for a checkpoint; then the program returns 1. Linux only.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Layers(TrainModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if self.trainer.global_step == 1:
-            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         if self.trainer.global_step == 2:
             seen_high[:] = [resident("VmHWM")]
         x = self.embedding(batch)
@@ -118,7 +119,7 @@ def resident(name: str) -> int:
 
 
 def train(kind: str, precision: str, module: Layers, nvme: str | None) -> Trainer:
-    """Three updates."""
+    """Three optimizer steps."""
     options = dict(KINDS[kind])
     if "nvme" in options.values():
         options["nvme_path"] = nvme
@@ -135,7 +136,7 @@ def train(kind: str, precision: str, module: Layers, nvme: str | None) -> Traine
 
 
 def work(kind: str, precision: str, folder: str, nvme: str | None, width: int, layers: int) -> dict[str, float]:
-    """One process of a run: what it holds, and what the plan says."""
+    """Run one process; returns its memory, and the values of the plan."""
     train(kind, precision, Layers(16, 1), nvme)
     gc.collect()
     tensors, rss = live(), resident("VmRSS")
@@ -173,7 +174,7 @@ def work(kind: str, precision: str, folder: str, nvme: str | None, width: int, l
 
 
 def measure(kind: str, precision: str, size: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """Start the processes of a run; the largest of what they hold."""
+    """Start the processes of a run; returns the largest value of all processes."""
     with socket.socket() as taken:
         taken.bind(("", 0))
         port = taken.getsockname()[1]
@@ -202,7 +203,7 @@ def measure(kind: str, precision: str, size: int, arguments: argparse.Namespace)
 
 
 def line(name: str, size: int, precision: str, row: dict[str, float]) -> tuple[str, bool]:
-    """A row as text, and whether it is within the limits."""
+    """Format a row as text; also returns whether it is within the limits."""
     text, fine = f"{name:<26}{size:>2}  {precision:<10}", True
     limits = {"tensors": LIMIT, "rss": LIMIT, "checkpoint": CHECKPOINT_LIMIT}
     for what, limit in (limits | ({"disk": LIMIT} if row["said_disk"] else {})).items():

@@ -2,16 +2,16 @@
 
     python benchmarks/xla.py [--only mlp gpt] [--repeats 5] [--chunks 16] [--json FILE]
 
-A multilayer perceptron of 10 million parameters, and the GPT over bytes of `trainkit demo`; AdamW, float32. The loop by hand
-is that of torch_xla's documentation: `MpDeviceLoader`, one `torch_xla.sync()` a step; over several devices SPMD with a
-`ShardingSpec` for the batch, and `SpmdFullyShardedDataParallel`. `Trainer` gets the same data set in a plain
-`DataLoader`, without logger, bar and checkpoints. A batch is as large on one device as on four together.
+A multilayer perceptron with 10 million parameters, and the byte-level GPT of `trainkit demo`; AdamW, float32. The loop by hand
+is that of torch_xla's documentation: `MpDeviceLoader`, one `torch_xla.sync()` per step; on several devices SPMD with a
+`ShardingSpec` for the batch, and `SpmdFullyShardedDataParallel`. `Trainer` gets the same dataset in a plain `DataLoader`,
+without logger, progress bar and checkpoints. A batch on one device is as large as on four devices together.
 
-A world is one process, which drives all its devices; on a CPU four devices share its cores. How it is measured is in
-`pairs.py`, but for the clock: it is asked at the start of each step, and waits for the devices where a chunk ends.
+A world is one process, which drives all its devices; on a CPU, four devices share its cores. `pairs.py` explains how it is
+measured, except for the clock: it is read at the start of each step, and waits for the devices at the end of a chunk.
 
-Runs where torch_xla does (`make test-xla` makes such an environment), on `PJRT_DEVICE`, by default the CPU. Returns 1 if a
-ratio of the wall's clock is above 1.05.
+Needs an environment with torch_xla (`make test-xla` creates one). Runs on `PJRT_DEVICE`, by default the CPU. Returns 1 if a
+ratio of wall-clock times is above 1.05.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ sys.path.insert(0, str(ROOT))
 LIMIT = 1.05
 DEVICES = 4
 M_ARENA_MAX = -8  # of glibc's mallopt
-AFTER = 30  # steps after the last chunk: what MpDeviceLoader has read ahead is not worked on
+AFTER = 30  # steps after the last chunk: batches that MpDeviceLoader reads in advance
 
 
 class Ready(Dataset[Any]):
-    """Samples that are there, as many times as they are needed."""
+    """Ready samples, repeated up to the given length."""
 
     def __init__(self, samples: list[Any], length: int) -> None:
         self._samples, self._length = samples, length
@@ -65,7 +65,7 @@ class Ready(Dataset[Any]):
 
 
 class Clock:
-    """Waits for its turn before each chunk of steps, and tells what the chunk has taken."""
+    """Waits for a signal before each chunk of steps, and reports the time of the chunk."""
 
     def __init__(self, model: str, chunks: int, turns: int, reports: int) -> None:
         self._steps, self._chunks, self._turns, self._reports = STEPS[model], chunks, turns, reports
@@ -73,7 +73,7 @@ class Clock:
         self._done, self._began = 0, (0.0, 0.0)
 
     def step(self) -> None:
-        """A step begins."""
+        """Call this at the start of each step."""
         chunk, place = divmod(self._done - WARM_UP, self._steps)
         self._done += 1
         if place or not 0 <= chunk <= self._chunks:
@@ -90,7 +90,7 @@ class Clock:
 
 
 def by_hand(kind: str, model: str, clock: Any) -> None:
-    """torch_xla's documentation."""
+    """The loop of torch_xla's documentation."""
     import torch_xla
     import torch_xla.distributed.parallel_loader as pl
     import torch_xla.distributed.spmd as xs
@@ -197,7 +197,7 @@ def main() -> int:
     if not arguments.work:
         return compare(__file__, arguments, CONTENDERS, more=[name for name in CONTENDERS if name.startswith("hand")], ranks=1)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)  # of pairs.py: here a world is one process
+        os.environ.pop(name, None)  # set by pairs.py, but here a world is one process
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     one = arguments.work.endswith("_one")
     os.environ["CPU_NUM_DEVICES"] = "1" if one else str(DEVICES)

@@ -2,17 +2,17 @@
 
     python benchmarks/zero.py [--only mlp gpt zero2 ... | memory] [--repeats 5] [--chunks 16] [--json FILE]
 
-Steps: two processes over gloo on the CPU; a multilayer perceptron of 10 million parameters, and the GPT over bytes of
+Steps: two processes over gloo on the CPU; a multilayer perceptron with 10 million parameters, and the byte-level GPT of
 `trainkit demo`; AdamW, float32. The loop by hand calls `deepspeed.initialize` with the same configuration that
-`ZeROStrategy(config=)` gets, and reads the same data. How it is measured is in `pairs.py`.
+`ZeROStrategy(config=)` gets, and reads the same data. `pairs.py` explains how it is measured.
 
-Memory: a process of your own training loop, of two, with 36 million parameters and AdamW, 430 MB of state. For `save_state`:
-how far the process's largest resident memory rises above what it held, compared with the largest tensor (written at once) or
-with its shard of the state (written in the background); one gathered tensor is added to either, since a CPU's memory is the
-device's too. For `load_state`: how far its private memory rises beyond what it holds afterwards, compared with the largest
-tensor; mapped files do not count, since the system takes them back when it needs to.
+Memory: one of two processes of your own training loop, with 36 million parameters and AdamW, 430 MB of state. For `save_state`:
+how far the peak of the process's resident memory rises above its memory before the call, compared with the largest tensor (for
+a blocking save) or with its shard of the state (for a save in the background); one gathered tensor is added to either, since
+on a CPU, device and host are the same memory. For `load_state`: how far its private memory rises above its memory after the
+call, compared with the largest tensor. Mapped files do not count, since the system can drop them when it needs memory.
 
-Returns 1 if a ratio of the wall's clock is above 1.05, or one of memory above 1.10. Linux only.
+Returns 1 if a ratio of wall-clock times is above 1.05, or a ratio of memory above 1.10. Linux only.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MEMORY = ("save", "save_in_background", "load")
 
 
 def configuration(kind: str, model: str) -> dict[str, Any]:
-    """DeepSpeed's."""
+    """The configuration for DeepSpeed."""
     stage, optimizer, params = KINDS[kind]
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 10_000_000, "allgather_bucket_size": 10_000_000}
     if optimizer:
@@ -63,12 +63,12 @@ def configuration(kind: str, model: str) -> dict[str, Any]:
 
 
 def by_hand(kind: str, model: str, data: Clocked) -> None:
-    """DeepSpeed's tutorial."""
+    """The loop of DeepSpeed's tutorial."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     from torch.utils.data.distributed import DistributedSampler
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise DeepSpeed compiles it
     deepspeed.init_distributed("gloo")
     module = make_module(model)
     engine, *_ = deepspeed.initialize(model=module, optimizer=adamw(module), config=configuration(kind, model))
@@ -77,7 +77,7 @@ def by_hand(kind: str, model: str, data: Clocked) -> None:
     for batch in DataLoader(data, BATCH[model], sampler=sampler):
         engine.backward(loss_of(model, engine, batch))
         engine.step()
-    os._exit(0)  # DeepSpeed aborts now and then when an interpreter ends
+    os._exit(0)  # DeepSpeed sometimes aborts at interpreter exit
 
 
 def trainer(kind: str, model: str, data: Clocked) -> None:
@@ -94,7 +94,7 @@ CONTENDERS = HANDS | {kind: Contender(kind, partial(trainer, kind), f"hand-{kind
 
 
 def resident(name: str) -> float:
-    """MB, out of `/proc/self/status`."""
+    """A value of `/proc/self/status` in MB."""
     return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) / 1e3
 
 
@@ -110,13 +110,13 @@ print(most)
 
 
 class Peak:
-    """The largest private memory within it, in MB, looked at each millisecond by another process: a thread may have to wait."""
+    """The peak of the private memory in MB. Another process reads it each millisecond, since a thread might have to wait."""
 
     def __enter__(self) -> Peak:
         pipe = subprocess.PIPE
         self._looking = subprocess.Popen([sys.executable, "-c", LOOK, str(os.getpid())], stdin=pipe, stdout=pipe, text=True)
         assert self._looking.stdout is not None
-        self._looking.stdout.readline()  # it has begun
+        self._looking.stdout.readline()  # wait until it has started
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -131,7 +131,7 @@ def prepared(kind: str, updates: int = 1) -> Any:
     from trainkit.strategies import ZeROStrategy
 
     stage, optimizer, params = KINDS[kind]
-    # what is offloaded is not page-locked, as in configuration(); the option is for that alone
+    # offloaded tensors are not in pinned memory, as in configuration(); only offloading has this option
     strategy = ZeROStrategy(stage, offload_optimizer=optimizer, offload_params=params, device="cpu", pin_memory=not optimizer)
     accelerator = Accelerator(strategy=strategy)
     net = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)), nn.Linear(2048, 1024))
@@ -144,7 +144,7 @@ def prepared(kind: str, updates: int = 1) -> Any:
 
 
 def measure_memory(kind: str, what: str, folder: Path) -> None:
-    """Print the MB that an action took, and those that it is measured by; what is loaded has been saved there before."""
+    """Print the MB that a save or load needs, and the allowed MB. A load reads the checkpoint that an earlier call saved."""
     accelerator = prepared(kind, updates=0 if what == "load" else 1)
     largest, state = 4 * 2048 * 2048 / 1e6, 3 * 4 * (8 * (2048 + 1) * 2048 + (2048 + 1) * 1024) / 1e6
     if what == "load":
@@ -152,7 +152,7 @@ def measure_memory(kind: str, what: str, folder: Path) -> None:
             accelerator.load_state(folder)
         taken, allowed = peak.found - resident("RssAnon"), largest
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # the largest resident memory counts from here
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         before = resident("VmRSS")
         accelerator.save_state(folder, blocking=what == "save")
         while not folder.exists():
@@ -164,9 +164,9 @@ def measure_memory(kind: str, what: str, folder: Path) -> None:
 
 
 def taken_and_allowed(kind: str, what: str, folder: str) -> tuple[float, float]:
-    """What `measure_memory` prints in two new processes."""
+    """Run `measure_memory` in two new processes; returns the two values that it prints."""
     command = [sys.executable, "-m", "trainkit", "launch", "--nproc-per-node", "2", __file__, "--memory", kind, what]
-    # large blocks go back to the system, so that what is measured is what is held
+    # Large blocks are returned to the system, so that only memory in use is measured.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     place = f"{folder}/{'in_background' if what == 'save_in_background' else 'state'}"
     done = subprocess.run([*command, place], env=environment, cwd=folder, check=True, capture_output=True, text=True)
@@ -175,7 +175,7 @@ def taken_and_allowed(kind: str, what: str, folder: str) -> tuple[float, float]:
 
 
 def compare_memory() -> int:
-    """Measure and print; 1 if a limit is exceeded."""
+    """Measure and print; returns 1 if a limit is exceeded."""
     missed = 0
     print(f"\n{'MB of a process, two of them':<36}{'it':>10}{'allowed':>10}{'ratio':>10}")
     for kind in KINDS:

@@ -92,7 +92,7 @@ class Classifier(TrainModule):
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    """Train and test; returns the share of test digits that were classified correctly."""
+    """Train and test; returns the fraction of test digits that were classified correctly."""
     parser = argparse.ArgumentParser(description="Classify handwritten digits.")
     parser.add_argument("--max-epochs", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=32)

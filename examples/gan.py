@@ -30,11 +30,11 @@ class Coverage(NamedTuple):
     """How well generated points fit the eight Gaussians."""
 
     modes: int  # Gaussians that at least a twentieth of all points belong to
-    near: float  # the share of points within three standard deviations of a centre
+    near: float  # fraction of points within three standard deviations of a center
 
 
 def centres() -> Tensor:
-    """The centres of the Gaussians, shape (8, 2)."""
+    """The centers of the Gaussians, shape (8, 2)."""
     angles = torch.arange(MODES) * (2 * math.pi / MODES)
     return RADIUS * torch.stack([angles.cos(), angles.sin()], dim=1)
 
@@ -61,8 +61,8 @@ def perceptron(width: int, outputs: int) -> nn.Sequential:
 class GAN(TrainModule):
     """A generator and a discriminator with the loss of Goodfellow et al., "Generative Adversarial Nets" (2014).
 
-    The discriminator's slope at real points is kept small, which keeps the two from circling around each other (Mescheder
-    et al., "Which Training Methods for GANs do actually Converge?", 2018).
+    A penalty keeps the gradient of the discriminator at real points small, so that the two networks converge instead of
+    circling around each other (Mescheder et al., "Which Training Methods for GANs do actually Converge?", 2018).
     """
 
     def __init__(self, width: int = 64, learning_rate: float = 2e-3, penalty: float = 0.02) -> None:
@@ -99,7 +99,7 @@ class GAN(TrainModule):
         self.untoggle_optimizer(for_generator)
 
         schedulers: Any = self.lr_schedulers()
-        for scheduler in schedulers:  # under manual optimization they are stepped here too
+        for scheduler in schedulers:  # with manual optimization, you also step the schedulers
             scheduler.step()
         self.log_dict({"discriminator_loss": discriminator_loss, "generator_loss": generator_loss}, prog_bar=True)
 

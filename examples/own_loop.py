@@ -31,7 +31,7 @@ def loaders(batch_size: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    """Train and evaluate; returns the share of held-out digits that were classified correctly."""
+    """Train and evaluate; returns the fraction of held-out digits that were classified correctly."""
     parser = argparse.ArgumentParser(description="Your own training loop, with the Accelerator.")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=16)

@@ -31,7 +31,7 @@ Sample = tuple[Tensor, Tensor]  # a point (2,) and its spiral ()
 
 
 class Spirals(Dataset[Sample]):
-    """Points of two spirals; each time that one is fetched, numpy moves it a little."""
+    """Points of two spirals. Each time a point is fetched, numpy adds noise to it."""
 
     def __init__(self, points: int = 500) -> None:
         radius = np.sqrt(np.linspace(0.02, 1.0, points))
@@ -48,7 +48,7 @@ class Spirals(Dataset[Sample]):
 
 
 class Classifier(TrainModule):
-    """Tells on which spiral a point lies."""
+    """Predicts on which spiral a point lies."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -71,18 +71,18 @@ class Classifier(TrainModule):
 
 
 class KillAt(Callback):
-    """Ends the process without a warning: nothing is flushed, nothing is closed, no `finally` runs."""
+    """Kills the process without warning: nothing is flushed, nothing is closed, no `finally` runs."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
     def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self.step:
-            os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has the second, which does the same
+            os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has only SIGTERM, which does the same
 
 
 def digest(module: nn.Module) -> str:
-    """The first digits of a SHA-256 over every bit of every parameter."""
+    """The first digits of the SHA-256 of all parameters."""
     whole = hashlib.sha256()
     for parameter in module.parameters():
         whole.update(parameter.detach().cpu().numpy().tobytes())
@@ -90,7 +90,7 @@ def digest(module: nn.Module) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> str:
-    """Train, from the newest checkpoint if there is one; returns the digest of the final parameters."""
+    """Train, resuming from the newest checkpoint if there is one; returns the digest of the final parameters."""
     parser = argparse.ArgumentParser(description="Kill a run, start it again, and get the same result.")
     parser.add_argument("--max-epochs", type=int, default=20)
     parser.add_argument("--kill-at", type=int, default=0, metavar="STEP", help="end the process with SIGKILL after this step")
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> str:
     parser.add_argument("--root", default="trainkit_runs/resume", help="where logs and checkpoints go")
     args = parser.parse_args(argv)
 
-    seed_everything(args.seed)  # the parameters are drawn from it, too
+    seed_everything(args.seed)  # also determines the initial parameters
     model = Classifier()
     loader = DataLoader(Spirals(), batch_size=64, shuffle=True, num_workers=args.num_workers)
     checkpoints = ModelCheckpoint(every_n_train_steps=20, every_n_epochs=5)

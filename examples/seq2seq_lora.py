@@ -1,13 +1,13 @@
-"""Adapt a sequence-to-sequence model with LoRA under ZeRO-3, with parameters and optimizer in the host's memory.
+"""Adapt a sequence-to-sequence model with LoRA under ZeRO-3, with parameters and optimizer state in host memory.
 
     python examples/seq2seq_lora.py
     trainkit launch --nproc-per-node 2 examples/seq2seq_lora.py
     python examples/seq2seq_lora.py --base FOLDER            # a model of your own, with the tokens of ByT5
 
-A small T5 learns to predict a function's name from the first line of its docstring, byte by byte. First, all parameters train
-on the standard library's modules that are single files. Then they are frozen, and an adapter (PEFT) trains on those that are
-packages. The adapter is saved as a folder that `PeftModel.from_pretrained` opens. The perplexity falls; correct names need a
-larger model.
+A small T5 learns to predict a function's name from the first line of its docstring, byte by byte. First, all parameters are
+trained on the standard library's modules that are single files. Then they are frozen, and an adapter (PEFT) is trained on the
+modules that are packages. The adapter is saved as a folder that `PeftModel.from_pretrained` opens. The perplexity falls;
+correct names need a larger model.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from trainkit import Trainer, TrainModule, seed_everything
 from trainkit.callbacks import MemoryMonitor
 
 Pair = tuple[str, str]  # the first line of a docstring, the function's name
-PAD, END, FIRST = 0, 1, 3  # tokens as ByT5 has them: a byte is its value + 3
+PAD, END, FIRST = 0, 1, 3  # the tokens of ByT5: a byte has the token of its value + 3
 LONGEST = 24  # tokens of a name
 ELSEWHERE = {"idlelib", "lib2to3", "site-packages", "test", "tests"}
 
 
 def pairs(pattern: str, count: int) -> tuple[list[Pair], list[Pair]]:
-    """Documented functions of the standard library: `count` for training, and a quarter as many others for validation."""
+    """Functions of the standard library with docstrings: `count` for training, and a quarter as many others for validation."""
     library, found = Path(sysconfig.get_path("stdlib")), set()
     for path in library.glob(pattern):
         if not ELSEWHERE.intersection(path.relative_to(library).parts):
@@ -63,11 +63,11 @@ def collate(batch: list[Pair]) -> dict[str, Tensor]:
 
 
 class Namer(TrainModule):
-    """The model, made as the strategy wants it: under ZeRO-3 no process ever has all of it.
+    """The model. It is created in `configure_model`, so that under ZeRO-3 no process ever holds all of it.
 
     Args:
-        base: the folder of a model, which is frozen and gets an adapter; None: a new model, all of which is trained.
-        args: of the command line.
+        base: the folder of a model, which is frozen and gets an adapter; None for a new model, which is trained as a whole.
+        args: the command-line arguments.
     """
 
     def __init__(self, base: str | None, args: argparse.Namespace) -> None:
@@ -76,7 +76,7 @@ class Namer(TrainModule):
         self.model: Any = None
 
     def configure_model(self) -> None:
-        if self.model is not None:  # from the run before
+        if self.model is not None:  # created by an earlier call
             return
         width = self.args.width
         if self.base is None:
@@ -89,7 +89,7 @@ class Namer(TrainModule):
         self.model = get_peft_model(base, config)
 
     def batch_weight(self, batch: dict[str, Tensor]) -> float:
-        return float((batch["labels"] != -100).sum())  # a loss is the mean over tokens
+        return float((batch["labels"] != -100).sum())  # the loss is the mean over these tokens
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self.model(**batch).loss
@@ -113,10 +113,10 @@ class Namer(TrainModule):
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[float, float, list[str]]:
-    """Train the base unless there is one, adapt it, and generate.
+    """Train a base model unless one is given, adapt it, and generate names.
 
     Returns:
-        The perplexity of the validation set before and after the adapter was trained, and the names generated for it.
+        The perplexity of the validation set before and after training the adapter, and the names generated for it.
     """
     parser = argparse.ArgumentParser(description="LoRA under ZeRO-3 with offload: name a function by its docstring.")
     parser.add_argument("--max-epochs", type=int, default=4, help="epochs for the adapter")
@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float, list[str]]:
 
     said = [name for batch in trainer.predict(model, load(val)) or [] for name in batch]
     right = sum(name == guess for (_, name), guess in zip(val, said, strict=True)) / len(val)
-    # of the letters of all names, those that are in their places
+    # for each letter of all names: whether the generated name has it at the same position
     letters = [
         letter == guess[at : at + 1] for (_, name), guess in zip(val, said, strict=True) for at, letter in enumerate(name)
     ]

@@ -36,7 +36,7 @@ def train(
         The prepared model and validation loader, and the perplexities.
     """
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
-    steps = len(loaders[0]) * epochs  # of the loader as it is: a prepared scheduler takes a step for each process
+    steps = len(loaders[0]) * epochs  # the length before `prepare`: a prepared scheduler takes one step per process
     scheduler = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=0, num_training_steps=steps)
     model, train_loader, val_loader, optimizer, scheduler = accelerator.prepare(
         model, *loaders, optimizer, scheduler, batch_weight=lambda batch: float((batch["labels"] != -100).sum())
@@ -56,7 +56,7 @@ def train(
 
 
 def evaluate(accelerator: Accelerator, model: Any, loader: Any) -> float:
-    """The perplexity of the names: over all processes, each token once."""
+    """The perplexity of the names over all processes, counting each token once."""
     model.eval()
     losses, tokens = 0.0, 0.0
     for batch in loader:
@@ -69,7 +69,7 @@ def evaluate(accelerator: Accelerator, model: Any, loader: Any) -> float:
 
 
 def generate(accelerator: Accelerator, model: Any, loader: Any) -> list[str]:
-    """The names that the model gives, in the order of the pairs."""
+    """The names that the model generates, in the order of the pairs."""
     model.eval()
     bare: Any = accelerator.unwrap_model(model)
     said: list[str] = []
@@ -82,7 +82,7 @@ def generate(accelerator: Accelerator, model: Any, loader: Any) -> list[str]:
                 attention_mask=batch["attention_mask"],
                 max_new_tokens=LONGEST,
                 do_sample=False,
-                synced_gpus=divided,  # all processes work until the last one has its end
+                synced_gpus=divided,  # all processes call the model until the last one has finished
             )
         tokens = accelerator.pad_across_processes(tokens, dim=1, pad_index=PAD)
         said += decode(accelerator.gather_for_metrics(tokens).cpu())
@@ -90,10 +90,10 @@ def generate(accelerator: Accelerator, model: Any, loader: Any) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[float, float, list[str]]:
-    """Train a base, adapt it with LoRA, and generate.
+    """Train a base model, adapt it with LoRA, and generate names.
 
     Returns:
-        The perplexity of the validation set before and after the adapter was trained, and the names generated for it.
+        The perplexity of the validation set before and after training the adapter, and the names generated for it.
     """
     parser = argparse.ArgumentParser(description="LoRA in a loop of its own: name a function by its docstring.")
     parser.add_argument("--max-epochs", type=int, default=4, help="epochs for the adapter")

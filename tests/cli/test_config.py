@@ -1,4 +1,4 @@
-"""`trainkit config`: a file out of flags or out of answers, on a real terminal too."""
+"""`trainkit config`: writes a file from flags or from the answers to its questions, also on a real terminal."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_refused_flags_keep_the_file(flags: list[str], words: str, capsys: pytes
 
 @pytest.fixture
 def say(monkeypatch: pytest.MonkeyPatch) -> Said:
-    """`say("cpu", "", …)`: the questions that are asked, with these answers."""
+    """`say("cpu", "", …)` runs the command with these answers, and returns its exit code and the questions asked."""
 
     def answered(*answers: str | type[BaseException], gpus: int = 0) -> list[str]:
         asked: list[str] = []
@@ -230,7 +230,7 @@ def test_an_end_before_the_last_answer_writes_nothing(
 
 
 class Terminal:
-    """`trainkit config` in its own terminal."""
+    """A process of `trainkit config` on its own pseudo-terminal."""
 
     def __init__(self) -> None:
         import fcntl
@@ -261,8 +261,8 @@ class Terminal:
         os.write(self._ours, text.encode())
 
     def end(self) -> int:
-        """Read to the end; the exit code."""
-        with contextlib.suppress(OSError):  # Linux raises this when the other side is closed
+        """Read until the process ends; returns its exit code."""
+        with contextlib.suppress(OSError):  # Linux raises this when the other end is closed
             while part := os.read(self._ours, 1000):
                 self.shown += part
         os.close(self._ours)
@@ -286,7 +286,7 @@ def test_a_terminal() -> None:
 def test_ctrl_c_on_a_terminal(run_dir: Path) -> None:
     terminal = Terminal()
     terminal.until(b"Run on cpu, gpu or tpu [")
-    terminal.type("cpu\n\x03\n")  # Python handles a signal that arrives just before a read after that read
+    terminal.type("cpu\n\x03\n")  # newline: Python handles a signal that arrives just before a read only after it
     assert terminal.end() == 130, terminal.shown
     assert terminal.shown.endswith(b"interrupted\r\n")
     assert list(run_dir.iterdir()) == []

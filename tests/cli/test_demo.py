@@ -1,4 +1,4 @@
-"""`trainkit demo`: the baselines and the corpus by hand, and the whole command in an empty directory."""
+"""`trainkit demo`: baselines compared with values computed by hand, the corpus, the model, and the whole command."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def as_bytes(text: bytes) -> np.ndarray:
 
 
 def test_unigram_by_hand() -> None:
-    # "aab": 3 bytes and one more of each of the 256, so p(a) = 3/259, p(b) = 2/259, p(c) = 1/259.
+    # "aab": 3 bytes, plus one of each of the 256 (smoothing), so p(a) = 3/259, p(b) = 2/259, p(c) = 1/259.
     expected = -(math.log2(3 / 259) + math.log2(2 / 259) + math.log2(1 / 259)) / 3
     assert unigram_bits(b"aab", as_bytes(b"abc")) == pytest.approx(expected, rel=1e-12)
 
@@ -38,7 +38,7 @@ def test_unigram_by_hand() -> None:
 def test_bigram_by_hand() -> None:
     # "aaab" has the pairs aa, aa, ab; unigram p(a) = 4/260, p(b) = 2/260, p(c) = 1/260.
     after_a = [(2 + 0.5 * 4 / 260) / 3.5, (1 + 0.5 * 2 / 260) / 3.5, (0 + 0.5 * 1 / 260) / 3.5]
-    after_c = 2 / 260  # c is never followed by anything: the unigram model alone
+    after_c = 2 / 260  # no byte follows c, so only the unigram model counts
     expected = -sum(map(math.log2, [*after_a, after_c])) / 4
     got = bigram_bits(b"aaab", as_bytes(b"aaac"), as_bytes(b"abcb"), strength=0.5)
     assert got == pytest.approx(expected, rel=1e-12)
@@ -63,7 +63,7 @@ def test_baselines_take_windows_of_any_shape() -> None:
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
-    """A small library with every kind of file that is skipped."""
+    """A small library that also contains every kind of file that is skipped."""
     root = tmp_path / "lib"
     texts = {f"package/module_{n}.py": f"x = {n}\n" for n in range(200)}
     texts |= {
@@ -104,7 +104,7 @@ def test_what_is_read(library: Path) -> None:
 def test_the_split_is_by_file_and_does_not_depend_on_other_files(library: Path) -> None:
     first = read_corpus(library)
     assert not set(first.train_files) & set(first.val_files)
-    assert 5 <= len(first.val_files) <= 40  # a tenth of 201
+    assert 5 <= len(first.val_files) <= 40  # about a tenth of 201
     removed = [name for name in first.train_files if name != "copy.py"][:50]
     for name in removed:
         (library / name).unlink()
@@ -226,7 +226,7 @@ def test_no_byte_sees_what_comes_after_it() -> None:
 
 
 def test_positions_matter() -> None:
-    model = ByteGPT(width=16, depth=1, heads=2, context=8)  # one block alone would see a set of bytes
+    model = ByteGPT(width=16, depth=1, heads=2, context=8)  # without positions, one block would see only a set of bytes
     last = model(torch.tensor([[1, 2, 3]]))[0, -1], model(torch.tensor([[2, 1, 3]]))[0, -1]
     assert not torch.allclose(*last, rtol=1e-3)
 
@@ -374,7 +374,7 @@ def test_optional_packages_are_not_loaded_with_the_command() -> None:
 
 
 def test_a_demo_that_was_killed_continues(finished: tuple[Path, str, str], run_dir: Path) -> None:
-    """SIGKILL at any moment: the same command resumes and prints the same results."""
+    """After SIGKILL, and then Ctrl-C, the same command resumes the run and prints the results of an uninterrupted run."""
     arguments = ("demo", "--small", "--seed", "3")
     killing = (
         "import os, signal, sys\n"
@@ -416,7 +416,7 @@ def test_a_demo_that_has_finished_starts_over(finished: tuple[Path, str, str]) -
 
 
 def test_threads_of_the_demo_do_not_spin() -> None:
-    """Two spinning threads are slow next to another busy process: a step took 2.8 s instead of 0.3 s."""
+    """Next to another busy process, a step took 2.8 s with spinning threads instead of 0.3 s."""
     program = (
         "import os, sys\n"
         "from trainkit.cli.main import main\n"

@@ -1,4 +1,4 @@
-"""`trainkit env`: the report for bugs."""
+"""`trainkit env`: the versions and settings for a bug report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Report = Callable[..., list[str]]
 
 @pytest.fixture
 def report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Report:
-    """`report(NAME="value", …)`: the lines of the report with only these variables."""
+    """`report(NAME="value", …)` runs the command with only these environment variables, and returns its lines."""
 
     def lines(**variables: str) -> list[str]:
         monkeypatch.setattr("os.environ", variables)

@@ -1,4 +1,4 @@
-"""`trainkit launch`: what the arguments come to, what is refused, and real runs."""
+"""`trainkit launch`: the job that results from arguments, files and the environment; errors; and real runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Launch = Callable[..., Job]
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
-    """`launch("--nproc-per-node", "2", "script.py", NAME="value")`: the job that would be run, with these variables alone."""
+    """`launch("script.py", NAME="value")` returns the job for these arguments, with only these environment variables."""
     jobs: list[Job] = []
     monkeypatch.setattr(agent, "run_job", lambda job: jobs.append(job) or 7)  # type: ignore[func-returns-value]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -62,7 +62,7 @@ def test_a_module(launch: Launch) -> None:
 
 
 def test_output_is_not_held_back(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output of a killed process is not lost; on a terminal, output is buffered by line."""
+    """Python gets -u, so that a killed process loses no output. On a terminal, output is buffered by line instead."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
     assert "-u" in launch("script.py").command
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
@@ -111,7 +111,7 @@ def test_missing_arguments_come_from_the_environment(launch: Launch) -> None:
 
 def test_workers_get_unchanged_variables(launch: Launch) -> None:
     assert launch("script.py", A="1").environment == {"A": "1"}
-    assert os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"  # the agent's own
+    assert os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"  # set for the agent only
 
 
 @pytest.mark.parametrize("arguments, words", [
@@ -174,7 +174,7 @@ def test_a_number_of_nodes_that_differs_from_the_environment(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The nodes would wait for each other forever."""
+    """This is an error, since the nodes would wait for each other forever."""
     monkeypatch.setattr(os, "environ", dict(variables))
     assert main(["launch", *arguments, "script.py"]) == 2
     assert words in capsys.readouterr().err
@@ -184,13 +184,13 @@ def test_a_number_of_nodes_as_in_the_environment(launch: Launch) -> None:
     for text, least, most in (("3", 3, 3), ("2:4", 2, 4)):
         job = launch("--nnodes", text, "script.py", **STEP)
         assert (job.least, job.most, job.node_rank, job.master_addr) == (least, most, 2, "n1")
-    job = launch("--nnodes", "5", "--node-rank", "4", "script.py", **STEP)  # of several steps, say
+    job = launch("--nnodes", "5", "--node-rank", "4", "script.py", **STEP)  # for example, nodes of several SLURM steps
     assert (job.most, job.node_rank) == (5, 4)
-    assert launch("--nnodes", "2", "--master-addr", "m", "script.py", PET_NNODES="1:3").most == 2  # where none is numbered
+    assert launch("--nnodes", "2", "--master-addr", "m", "script.py", PET_NNODES="1:3").most == 2  # without a node rank
 
 
 def test_the_rendezvous_address_comes_from_the_arguments(launch: Launch) -> None:
-    """mpirun does not tell it, and need not."""
+    """mpirun does not set the address, so it comes from --master-addr."""
     each = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
     job = launch("--master-addr", "h", "script.py", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2", **each)
     assert (job.most, job.node_rank, job.master_addr) == (2, 1, "h")
@@ -264,7 +264,7 @@ def test_the_default_file(launch: Launch, caplog: pytest.LogCaptureFixture, tmp_
 
 
 def test_the_default_file_is_not_read_on_other_nodes(launch: Launch) -> None:
-    """In a worker that calls `trainkit launch`, and on a node that was started by ssh."""
+    """A node started by ssh uses the settings sent to it. A worker that calls `trainkit launch` does not pass its own on."""
     theirs = carry(Settings({"mixed_precision": "bf16"}, source="theirs.yaml"))
     assert VARIABLE not in launch("script.py", **theirs, LOCAL_RANK="0", TORCHELASTIC_RUN_ID="x").environment
     write(MULTI_CPU, "default.yaml")
@@ -289,7 +289,7 @@ def test_nodes_of_a_configuration(
 
 
 def test_a_configuration_for_one_node_does_not_set_nodes(launch: Launch) -> None:
-    """Accelerate writes num_machines: 1 and machine_rank: 0 to each file."""
+    """Accelerate writes num_machines: 1 and machine_rank: 0 to every file, so these do not contradict --nnodes."""
     job = launch("--config_file", write(MULTI_CPU), "--nnodes", "2", "--master-addr", "h", "script.py")
     assert (job.per_node, job.most, job.node_rank) == (1, 2, None)
     job = launch("--config_file", "conf.yaml", "--nnodes", "3", "--nproc-per-node", "4", "--master-addr", "h", "script.py")
@@ -348,7 +348,7 @@ def test_settings_that_are_refused(
 def test_a_file_with_a_different_number_of_nodes(
     launch: Launch, text: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each node would train alone."""
+    """This is an error: with num_machines: 1, for example, each node would train alone."""
     monkeypatch.setattr(os, "environ", dict(STEP))
     assert main(["launch", "--config_file", write(text), "script.py"]) == 2
     assert words in capsys.readouterr().err
@@ -360,12 +360,15 @@ def test_a_file_without_nodes_under_slurm(launch: Launch) -> None:
     assert launch("--config_file", write(MULTI_CPU), "--num_machines", "1", "script.py", **STEP).most == 1
 
 
-# ---------------------------------------------------------------------------------------------------- machines of a file
+# --------------------------------------------------------------------------------------------------- nodes of a hostfile
 
 
 @pytest.fixture
 def hosts(launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
-    """`hosts("--ssh", "x", "script.py")`: what is sent to the nodes of the file `hosts`, and by which program; see `launch`."""
+    """`hosts("--ssh", "x", "script.py")` returns what `run_hosts` gets: scripts of the nodes, ssh command, timeouts.
+
+    The nodes are those of the file `hosts`. See `launch` for the environment variables.
+    """
     found: list[Any] = []
     monkeypatch.setattr(remote, "run_hosts", lambda *given: found.append(given) or 7)  # type: ignore[func-returns-value]
     (tmp_path / "hosts").write_text("node1 slots=8\nme@node2 slots=4\n")
@@ -380,7 +383,7 @@ def hosts(launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ca
 
 
 def told(script: str) -> list[str]:
-    """The arguments of `trainkit launch` on a node."""
+    """The arguments of `trainkit launch` in the script for a node."""
     (line,) = [line for line in script.splitlines() if line.startswith("exec ") and "launch_child" in line]
     return shlex.split(line)[5:]
 
@@ -433,7 +436,7 @@ def test_settings_are_sent_to_all_nodes(hosts: Any) -> None:
 
 def test_a_hostfile_in_the_configuration(hosts: Any, launch: Launch) -> None:
     text = "distributed_type: DEEPSPEED\nuse_cpu: true\ndeepspeed_config: {deepspeed_hostfile: one}\n"
-    assert list(hosts("--config_file", write(text), "script.py")[0]) == ["node1", "me@node2"]  # a flag beats it
+    assert list(hosts("--config_file", write(text), "script.py")[0]) == ["node1", "me@node2"]  # --hostfile takes precedence
     with pytest.MonkeyPatch.context() as patch:
         ran: list[Any] = []
         patch.setattr(remote, "run_hosts", lambda *given: ran.append(given) or 7)  # type: ignore[func-returns-value]
@@ -505,7 +508,7 @@ def script(tmp_path: Path) -> str:
 
 
 def test_a_plain_torch_script(script: str, tmp_path: Path) -> None:
-    """A script without trainkit, with a port that the user chose."""
+    """A script that does not use trainkit."""
     done = run_python("-m", "trainkit", "launch", "--nproc-per-node", "2", script, "ok", "--x", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("['ok', '--x'] 3.0") == 2

@@ -1,4 +1,4 @@
-"""The part of `trainkit launch --hostfile` on each host: it starts when all hosts are ready, and ends with its terminal."""
+"""The part of `trainkit launch --hostfile` that runs on each host: starts once all hosts are ready, stops with its terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainkit.launch.remote import HEARTBEAT, MARK, SIGNAL, START
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX")
 
 VERSIONS = MARK + b"v" + json.dumps(versions()).encode()
-# Runs `work` as the job. The timeout of heartbeats is `silence` from the first line after the job has printed.
+# Runs `work` as the job. Once the job has printed its first line, the heartbeat timeout is `silence` instead of `vain`.
 PROGRAM = """\
 import sys
 from trainkit.cli import launch_child
@@ -64,7 +64,7 @@ sys.exit(7)
 
 
 class Part:
-    """A program in a terminal whose other end is the test."""
+    """A program on a pseudo-terminal, of which the test holds the other end."""
 
     def __init__(self, *command: str) -> None:
         self.end, terminal = os.openpty()
@@ -84,7 +84,7 @@ class Part:
         os.write(self.end, line + b"\n")
 
     def line(self) -> bytes:
-        """The next line; `b""` when the program has ended."""
+        """The next line; `b""` after the program has ended."""
         while b"\n" not in self._received:
             try:
                 self._received += os.read(self.end, 65536)
@@ -107,7 +107,7 @@ Start = Callable[..., Part]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """`start(work, silence=…)`: a part whose job has printed its first line."""
+    """`start(work, silence=…)` starts the program and returns it after its job has printed the first line."""
     parts: list[Part] = []
 
     def run(work: str, silence: float = VAIN) -> Part:
@@ -143,7 +143,7 @@ def test_versions() -> None:
 
 
 def test_an_address_that_cannot_be_resolved(capsys: pytest.CaptureFixture[str]) -> None:
-    """Such as a name that is only in ssh's configuration."""
+    """Such as an alias that only ssh's configuration defines."""
     assert main(["--nnodes", "2", "--master-addr", "no.such.host.invalid", "script.py"]) == 2
     errors = capsys.readouterr().err
     assert "cannot resolve 'no.such.host.invalid', the address of the first host: " in errors
@@ -168,7 +168,7 @@ def test_signals(start: Start) -> None:
 
 @pytest.mark.parametrize("how", ["the terminal hangs up", "nothing comes", "nothing comes, and nothing is read"])
 def test_the_end_of_a_connection(start: Start, how: str) -> None:
-    """The job has time to save, and can still print."""
+    """The job receives SIGHUP, has time to save, and can still print."""
     part = start(SAVE, **({} if how.startswith("the terminal") else {"silence": 0.5}))
     if how.startswith("the terminal"):
         part.hang_up()
@@ -183,7 +183,7 @@ def test_the_end_of_a_connection(start: Start, how: str) -> None:
 
 @pytest.mark.prompt
 def test_heartbeats(start: Start) -> None:
-    """The timeout starts at the last heartbeat."""
+    """Each heartbeat restarts the timeout."""
     part = start(SAVE, silence=within(2.0))
     for _ in range(25):
         part.send(HEARTBEAT)

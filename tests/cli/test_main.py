@@ -96,7 +96,7 @@ def test_options_are_frozen() -> None:
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
 def test_help_equals_the_list_of_subcommands(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Except for the first letter: "a PNG file", "Python's own"."""
+    """The help contains the description in the list of subcommands, with a capital first letter."""
     purpose = SUBCOMMANDS[name][1]
     assert main([name, "--help"]) == 0
     assert f"{purpose[0].upper()}{purpose[1:]}." in " ".join(capsys.readouterr().out.split())

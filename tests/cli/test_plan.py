@@ -1,4 +1,4 @@
-"""`trainkit plan`: runs users' scripts until they would train."""
+"""`trainkit plan`: runs a user's script up to the call that would start the training."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`run(source, *options, after=())`: the exit code of the command and its output."""
+    """`run(source, *options, after=())` plans a script with the arguments `after`; returns exit code, stdout and stderr."""
 
     def command(source: str, *options: str, after: tuple[str, ...] = ()) -> tuple[int, str, str]:
         script = tmp_path / "train.py"

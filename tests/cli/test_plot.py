@@ -1,4 +1,4 @@
-"""`trainkit plot`: a picture with the right lines in it, from any kind of metrics file."""
+"""`trainkit plot`: the picture contains the right lines, for every kind of metrics file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainkit.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are saved."""
+    """The figures that were saved."""
     saved: list[Figure] = []
     save = Figure.savefig
 

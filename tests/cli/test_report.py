@@ -1,4 +1,4 @@
-"""`trainkit report`: one page about real runs that needs no network and shows the numbers of the logs."""
+"""`trainkit report`: one page about real runs, which needs no network and shows the numbers of the logs."""
 
 from __future__ import annotations
 

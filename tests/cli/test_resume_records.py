@@ -1,4 +1,4 @@
-"""The record that `verify-resume` writes of a micro-batch, and the first difference between records."""
+"""The records that `verify-resume` writes for each micro-batch, and the search for the first difference between two runs."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_the_first_difference_of_a_run() -> None:
     assert kind([run[0], {**run[1], "epoch": 1}]) == "order 2"
     assert kind([run[0], record(step=2, batch=2, loss=None)]) == "loss 2"
     assert kind([run[0], {**run[1], "parameters": ["a"]}]) == "loss 2"
-    # if several things differ, the first one in a step is reported: the loss depends on the batch
+    # if several values of a step differ, the first one is reported: the loss depends on the batch
     assert kind([run[0], {**record(2, 2, torch.ones(3), 3.0), "rates": [1.0]}]) == "batch 2"
 
 

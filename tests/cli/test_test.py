@@ -1,4 +1,4 @@
-"""`trainkit test`: a set-up that works, and what is said of one that does not."""
+"""`trainkit test`: a working setup, and the messages about a broken one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES = ["processes", "collectives", "training", "evaluation", "checkpoint"]
 
 
 def test_a_working_setup(capfd: pytest.CaptureFixture[str], run_dir: Path) -> None:
-    """With a configuration, which only its own check uses: the other checks would fail with its precision and accumulation."""
+    """Only the check `settings` uses the configuration: the other checks would fail with its precision and accumulation."""
     text = "distributed_type: MULTI_CPU\nnum_processes: 2\nmixed_precision: bf16\ngradient_accumulation_steps: 3\n"
     Path("conf.yaml").write_text(text)
     assert main(["test", "--config_file", "conf.yaml"]) == 0
@@ -64,7 +64,7 @@ def out_of_order(world: World, outputs: list[list[Any]], device: torch.device) -
 
 
 def found_wrong(folder: str) -> list[str]:
-    """The results of the checks if something is broken on all processes."""
+    """Break one part after another on all processes; returns the messages of the checks."""
     make = partial(make_strategy, "ddp", device="cpu")
     strategy = make()
     strategy.join(RequestedDevices(accelerator="cpu"))
@@ -113,7 +113,7 @@ def test_differences_are_measured() -> None:
 
 
 def one_fails(folder: str) -> int:
-    """The second check fails on one process."""
+    """The second of three checks fails on one process."""
 
     def fails(context: CheckContext) -> str:
         if context.strategy.world.rank:
@@ -136,7 +136,7 @@ def test_a_check_that_fails_on_one_process_fails(tmp_path: Path) -> None:
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Replaces the processes by: the checks that have ended, the errors of the next one, and the exit code."""
+    """Fakes the processes: the names of the completed checks, the errors of the next check by rank, and the exit code."""
 
     def stand_in(ended: list[str], errors: dict[int, str], code: int) -> None:
         def start(count: int, arguments: Any, variables: Any) -> int:
@@ -212,7 +212,7 @@ def test_unsupported_configurations(capsys: pytest.CaptureFixture[str], monkeypa
 
 
 def settings_fail(folder: str) -> int:
-    """The check of the configuration, on processes with different parameters."""
+    """Run only the check of the configuration, while the parameters of the processes differ."""
     os.environ |= carry(Settings({"distributed_type": "MULTI_CPU", "use_cpu": True}))
     setup_child.CHECKS = ()
     rank = int(os.environ["RANK"])

@@ -82,7 +82,7 @@ Verify = Callable[..., tuple[int, list[str], str]]
 
 @pytest.fixture
 def verify(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Verify:
-    """`verify(*words, first="", fit="", steps=4, more=3)` runs the script; code, lines of output, and what went to stderr."""
+    """`verify(*words, first="", fit="", steps=4, more=3)` runs the script; returns exit code, lines of stdout, and stderr."""
 
     def run(*words: str, first: str = "", fit: str = "", steps: int = 4, more: int = 3) -> tuple[int, list[str], str]:
         script = tmp_path / "train.py"
@@ -129,7 +129,7 @@ def test_a_script_that_resumes_exactly(verify: Verify, tmp_path: Path) -> None:
 def test_hidden_state_shows_in_the_first_loss(verify: Verify) -> None:
     code, lines, _ = verify("hidden")
     assert code == 1
-    # 3 optimizer steps an epoch of 6 micro-batches: the step after the 4th begins with batch 2 of epoch 1
+    # an epoch has 6 micro-batches and 3 optimizer steps, so step 5 begins with batch 2 of epoch 1
     assert lines[3].startswith("DIFFERENT at step 5 (epoch 1, batch 2): the loss is ")
     assert lines[4:] == [
         "The batch and the learning rates are the same.",
@@ -150,7 +150,7 @@ def test_an_unkeyed_generator_shows_in_the_batch(verify: Verify) -> None:
 
 @pytest.mark.slow
 def test_a_generator_that_starts_again(verify: Verify) -> None:
-    """Its seed makes two runs the same, but its position is not restored."""
+    """Its seed makes two uninterrupted runs the same, but a resume does not restore its position."""
     code, lines, _ = verify("unkeyed", "seeded")
     assert code == 1
     assert lines[3] == "DIFFERENT at step 5 (epoch 1, batch 2): the batch differs: ['x'], sample 0 and 3 more of 4"

@@ -1,4 +1,4 @@
-"""Trackers, for the files whose tests ask for them with `pytestmark`."""
+"""Fixtures for trackers, which test files request with `pytestmark`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every logger has in common: where it writes, who writes, what it accepts."""
+"""What all loggers have in common: the folder, the process that writes, the accepted values, opening and closing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Memory(Logger):
         self.rows.append((step, dict(metrics)))
 
 
-# ---------------------------------------------------------------------- where
+# ---------------------------------------------------------------------- the folder
 
 
 def test_the_package_loads_its_classes_on_use() -> None:
@@ -63,7 +63,7 @@ def test_where_a_logger_without_save_dir_writes(tmp_path: Path) -> None:
     logger = CSVLogger()
     assert logger.save_dir == str(Path("trainkit_runs") / "logs")
     logger.set_default_root(tmp_path / "first")
-    logger.set_default_root(tmp_path / "second")  # nothing is written yet: the last word counts
+    logger.set_default_root(tmp_path / "second")  # nothing is written yet, so the last call counts
     assert logger.log_dir == str(tmp_path / "second" / "logs" / "default" / "version_0")
     logger.set_default_root(tmp_path / "third")
     assert logger.log_dir == str(tmp_path / "second" / "logs" / "default" / "version_0")
@@ -75,7 +75,7 @@ def test_where_a_logger_without_save_dir_writes(tmp_path: Path) -> None:
 def test_versions_count_on_from_the_highest(tmp_path: Path) -> None:
     for entry in ("version_2", "version_10", "version_x", "version_30.bak", "other"):
         (tmp_path / "run" / entry).mkdir(parents=True)
-    (tmp_path / "run" / "version_12").touch()  # a file of that name is in the way too
+    (tmp_path / "run" / "version_12").touch()  # a file with such a name counts too
     assert CSVLogger(tmp_path, "run").version == 13
     assert CSVLogger(tmp_path, "run").version == 14
     assert CSVLogger(tmp_path, "run", version=3).version == 3
@@ -125,7 +125,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_loggers_of_different_kinds_share_a_folder(tmp_path: Path) -> None:
     loggers = [TensorBoardLogger(), CSVLogger(), JSONLLogger(), CSVLogger(), CSVLogger(name="other")]
-    for _ in range(2):  # a second fit says it again
+    for _ in range(2):  # a second fit attaches them again
         attach(loggers, tmp_path)
         assert [(logger.name, logger.version) for logger in loggers] == [
             ("default", 0), ("default", 0), ("default", 0), ("default", 1), ("other", 0),
@@ -156,7 +156,7 @@ def test_default_logger(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(default_logger()) is CSVLogger
 
 
-# ---------------------------------------------------------------------- who writes
+# ---------------------------------------------------------------------- the process that writes
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, JSONLLogger, TensorBoardLogger])
@@ -203,7 +203,7 @@ def test_the_environment_tells_the_rank_where_nothing_else_does(tmp_path: Path, 
     assert logger.rows == [(0, {"a": 2})]
 
 
-# ---------------------------------------------------------------------- what is accepted
+# ---------------------------------------------------------------------- accepted values
 
 
 def test_steps() -> None:
@@ -212,7 +212,7 @@ def test_steps() -> None:
     logger.log_metrics({"a": 2, "epoch": 0}, 10)
     logger.log_metrics({"a": 3}, torch.tensor(12))  # type: ignore[arg-type]
     logger.log_metrics({"a": 4})
-    logger.log_metrics({"a": 5, "step": torch.tensor(40.0)}, 14)  # Lightning's way to choose the axis
+    logger.log_metrics({"a": 5, "step": torch.tensor(40.0)}, 14)  # as in Lightning, a metric "step" sets the step
     logger.log_metrics({}, 50)
     assert [step for step, _ in logger.rows] == [0, 10, 12, 13, 40]
     assert [dict(row) for _, row in logger.rows[:2]] == [{"run1-a": 1}, {"run1-a": 2, "epoch": 0}]
@@ -230,12 +230,12 @@ def test_steps() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_a_logger_cannot_hold(kind: type[Logger], call: str, words: str, rank: int) -> None:
     logger = kind()
-    logger.set_rank(rank)  # on every process alike: a script must not fail on one of them only
+    logger.set_rank(rank)  # the same error on all ranks: a script must not fail on one rank only
     with pytest.raises(ConfigurationError, match=words):
         getattr(logger, call)("key", "value", 0)
 
 
-# ---------------------------------------------------------------------- life
+# ---------------------------------------------------------------------- opening and closing
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, JSONLLogger, TensorBoardLogger])
@@ -245,7 +245,7 @@ def test_a_logger_continues_after_its_end_and_leaks_nothing(kind: type[Logger], 
         return descriptors, threading.active_count()
 
     logger = kind(tmp_path)
-    logger.log_metrics({"warm": 0}, 0)  # what is opened once by libraries stays open
+    logger.log_metrics({"warm": 0}, 0)  # libraries keep open what they open on first use
     logger.finalize()
     before = held()
     for fit in range(1, 51):
@@ -294,7 +294,7 @@ def test_a_logger_without_its_one_method() -> None:
 
 def test_a_logger_written_for_lightning(tmp_path: Path) -> None:
     class FromLightning(Logger):
-        def __init__(self) -> None:  # sets nothing up
+        def __init__(self) -> None:  # does not call super().__init__()
             self.seen: list[Any] = []
 
         @property

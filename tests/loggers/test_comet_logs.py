@@ -1,4 +1,4 @@
-"""`CometLogger` against real offline experiments, whose archives are read back; its server is played where one is needed."""
+"""`CometLogger` with real offline experiments, whose archives are read back, or with a fake server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def whole(last: int) -> dict[str, list[tuple[int, float]]]:
 
 
 class Server:
-    """Comet's server, as far as a logger asks it: it has records, and gives them back in no order."""
+    """A fake of Comet's server: it stores records, and returns them in reverse order."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
@@ -128,7 +128,7 @@ def test_one_experiment_for_all_fits_of_a_logger(tmp_path: Path) -> None:
     assert comet_ml.get_running_experiment() is logger.experiment  # still open: your own calls after fit go to it
     comet_ml.end()
     key = logger.version
-    logger.log_metrics({"loss": 3}, 3)  # ended: another experiment
+    logger.log_metrics({"loss": 3}, 3)  # after its end, the logger starts another experiment
     logger.finalize("failed")
     assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {key, logger.version}
     assert comet_records(tmp_path) == {"loss": [(step, step) for step in range(4)]}
@@ -185,7 +185,7 @@ def test_a_resumed_offline_run_starts_a_new_experiment_and_says_so(tmp_path: Pat
         "CometLogger: an offline experiment is not continued. The resumed run logs to a new one."
     ]
     middle = second.state_dict()
-    second.load_state_dict(middle)  # in the same process
+    second.load_state_dict(middle)  # a resume in the same process
     second.log_metrics({"loss": 9 / 8})
     second.finalize("failed")
     keys = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
@@ -203,7 +203,7 @@ def test_an_online_run_does_not_continue_an_offline_one(comet_server: Server) ->
 
 
 def test_parts_with_the_same_seed_do_not_replace_each_other(tmp_path: Path) -> None:
-    """comet_ml names an archive by letters that the seeded generator gives."""
+    """comet_ml draws the letters of an archive's name from the seeded global generator."""
     drawn = []
     for part in range(3):
         random.seed(1)
@@ -211,7 +211,7 @@ def test_parts_with_the_same_seed_do_not_replace_each_other(tmp_path: Path) -> N
         logger.log_metrics({"loss": part}, part)
         drawn.append(random.random())
         logger.finalize("failed")
-    assert len(set(drawn)) == 1  # and the seeded numbers stay what they were
+    assert len(set(drawn)) == 1  # the logger does not change the user's random numbers
     assert comet_records(tmp_path) == {"loss": [(part, part) for part in range(3)]}
 
 
@@ -245,9 +245,9 @@ def test_online_what_was_sent_before_the_kill_is_not_sent_again(comet_server: Se
     assert first.log_dir is None
     train(first, 1, 4)
     state = first.state_dict()
-    assert server.flushed == 1  # a checkpoint's records have arrived
+    assert server.flushed == 1  # the records before a checkpoint have arrived
     train(first, 5, 8)
-    server.records = server.records[:-2]  # which were still to be sent
+    server.records = server.records[:-2]  # not sent yet when the process was killed
     server.ended = True
     second = CometLogger(api_key="secret")
     second.load_state_dict(state)
@@ -269,7 +269,7 @@ def test_an_experiment_that_the_user_names_continues_after_its_records(comet_ser
     comet_server.ended = True
     second = CometLogger(api_key="secret", experiment_key="key")
     assert second.state_dict() == {"last_step": -1}  # its records are not known yet
-    train(second, 1, 2)  # another training, logged as a whole
+    train(second, 1, 2)  # another training: all of its records are logged
     assert second.state_dict()["counts"] == {"loss": 6, "val": 3}
 
 

@@ -1,4 +1,4 @@
-"""`CSVLogger`: rows that no kill loses, columns that come later."""
+"""`CSVLogger`: a killed process loses no row, and columns can be added later."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_rows_may_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logger.save()
     assert table(tmp_path).count("\n") == 8
     logger.log_metrics({"loss": 7}, 7)
-    logger.log_metrics({"new": 8}, 8)  # a new column writes what waited
+    logger.log_metrics({"new": 8}, 8)  # a new column flushes waiting rows
     logger.finalize()
     assert [step for step, _ in read_metrics(tmp_path)["loss"]] == list(range(8))
 
@@ -83,7 +83,7 @@ def test_a_new_process_continues_in_the_same_file(tmp_path: Path) -> None:
 def test_a_row_that_was_torn_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "default" / "version_0" / "metrics.csv"
     path.parent.mkdir(parents=True)
-    path.write_text("step,loss\n1,0.5\n2,0.2")  # of 0.25, say: half a number reads like a number
+    path.write_text("step,loss\n1,0.5\n2,0.2")  # a part of 0.25: a truncated number is a number, too
     assert read_metrics(tmp_path) == {"loss": [(1, 0.5)]}
     logger = CSVLogger(tmp_path, version=0)
     logger.log_metrics({"loss": 0.25}, 2)
@@ -146,7 +146,7 @@ while True:
 
 
 def test_a_process_killed_at_any_moment_loses_no_row_it_had_written(tmp_path: Path) -> None:
-    for kill_after in (5, 23, 38):  # among steps that each add a column
+    for kill_after in (5, 23, 38):  # in the first 40 steps, each of which adds a column
         with subprocess.Popen(
             [sys.executable, "-c", KILLED, str(tmp_path / str(kill_after))], stdout=subprocess.PIPE
         ) as process:
@@ -156,7 +156,7 @@ def test_a_process_killed_at_any_moment_loses_no_row_it_had_written(tmp_path: Pa
             acknowledged += [int(line) for line in process.stdout.read().split()]
         rows = read_metrics(tmp_path / str(kill_after))["loss"]
         assert [step for step, _ in rows][: len(acknowledged)] == acknowledged
-        assert len(rows) - len(acknowledged) in (0, 1)  # killed after the row and before it was told
+        assert len(rows) - len(acknowledged) in (0, 1)  # killed after writing the row and before reporting it
         logger = CSVLogger(tmp_path / str(kill_after), version=0)
         logger.log_metrics({"loss": -1, "last": -1}, len(rows))
         logger.finalize()

@@ -1,4 +1,4 @@
-"""`JSONLLogger`: strict JSON, one object a line."""
+"""`JSONLLogger`: strict JSON, one object per line."""
 
 from __future__ import annotations
 

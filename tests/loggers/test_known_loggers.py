@@ -1,4 +1,4 @@
-"""Loggers by name, also for a `Trainer`."""
+"""Loggers that are created by name, also by a `Trainer`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics and hyper-parameters of any kind become plain numbers and plain YAML, or are refused by name."""
+"""Metrics become plain numbers, and hyper-parameters plain YAML. For other values, the error names the key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainkit.loggers import CSVLogger, Logger
 
 
 class Memory(Logger):
-    """Keeps everything in a list."""
+    """A logger that keeps everything in a list."""
 
     def __init__(self) -> None:
         super().__init__()

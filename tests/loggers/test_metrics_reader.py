@@ -1,4 +1,4 @@
-"""`find_run` and `read_metrics`: which run is meant, and the same numbers out of every kind of file."""
+"""`find_run` finds the run in a folder, and `read_metrics` reads the same numbers from every kind of file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_kind_of_file_reads_alike(kind: type[Logger], tmp_path: Path) -> N
 
 def test_all_steps_of_a_long_run_are_read(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
-    for step in range(12_000):  # tensorboard itself keeps a sample of 10,000 unless told otherwise
+    for step in range(12_000):  # by default, tensorboard's reader keeps a sample of 10,000
         logger.log_metrics({"loss": step % 7}, step)
     logger.finalize()
     assert read_metrics(tmp_path)["loss"] == [(step, float(step % 7)) for step in range(12_000)]
@@ -89,7 +89,7 @@ def at(path: Path, seconds: int) -> Path:
 def test_which_run_is_meant(tmp_path: Path) -> None:
     logs = tmp_path / "root" / "logs"
     second = at(logs / "a" / "version_2" / "metrics.csv", 1000)
-    tenth = at(logs / "a" / "version_10" / "metrics.csv", 900)  # the highest number, whatever a copy made of its time
+    tenth = at(logs / "a" / "version_10" / "metrics.csv", 900)  # the highest number, although its file is older
     other = at(logs / "b" / "version_0" / "sub" / "metrics.jsonl", 800)
     assert find_run(second).folder == second
     assert find_run(tenth.parent).folder == tenth

@@ -1,4 +1,4 @@
-"""`MLFlowLogger` against real databases."""
+"""`MLFlowLogger` with real databases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [needs("mlflow"), pytest.mark.usefixtures("local_mlflow")]
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One for all tests that need none of their own: to make its tables takes a second."""
+    """A database for all tests that need none of their own, since creating its tables takes a second."""
     return f"sqlite:///{tmp_path_factory.mktemp('mlflow').as_posix()}/runs.db"
 
 
@@ -44,13 +44,13 @@ def test_a_run_in_the_folder_of_the_logs(tmp_path: Path) -> None:
     logger.log_hyperparams({"lr": 0.1, "model": {"width": 8, "act": None}, "layers": [1, 2]})
     logger.log_metrics({"loss": 0.5, "epoch": 0}, step=10)
     logger.log_metrics({"val": float("nan"), "epoch": 0}, step=10)
-    logger.log_metrics({"loss": 0.25}, step=5)  # the step may go back
+    logger.log_metrics({"loss": 0.25}, step=5)  # steps may decrease
     run_id = logger.version
     assert run_of(logger).info.status == "RUNNING"
     logger.finalize("success")
-    logger.finalize("failed")  # nothing is open: nothing happens
+    logger.finalize("failed")  # no run is open, so this does nothing
 
-    run = run_of(logger)  # used again: it runs again
+    run = run_of(logger)  # using the logger again reopens its run
     assert (run.info.run_id, run.info.run_name, run.info.status) == (run_id, "first", "RUNNING")
     assert run.data.params == {"lr": "0.1", "model/width": "8", "model/act": "None", "layers": "[1, 2]"}
     assert run.data.tags["stage"] == "1"
@@ -63,7 +63,7 @@ def test_a_run_in_the_folder_of_the_logs(tmp_path: Path) -> None:
     client = logger.experiment
     logger.finalize("failed")
     assert client.get_run(run_id).info.status == "FAILED"
-    assert [path.name for path in (tmp_path / "a b%c").iterdir()] == ["mlflow.db"]  # no artifact, no folder for them
+    assert [path.name for path in (tmp_path / "a b%c").iterdir()] == ["mlflow.db"]  # no artifacts, so no folder for them
 
 
 def test_images_and_texts_are_artifacts(database: str, tmp_path: Path) -> None:
@@ -73,14 +73,14 @@ def test_images_and_texts_are_artifacts(database: str, tmp_path: Path) -> None:
     logger.log_metrics({"loss": 1.0}, 7)
     logger.log_image("val/sample", [gradient, 1 - gradient[0]])
     logger.log_text("note", "to be", 8)
-    logger.log_text("note", "or not", 8)  # as after a resume: one file
+    logger.log_text("note", "or not", 8)  # as after a resume: replaces the file
     folder = tmp_path / "artifacts" / str(logger.run_id) / "artifacts"
     logger.finalize()
     assert (folder / "text" / "note" / "step_00000008.txt").read_text() == "or not"
     drawn = [np.asarray(image.open(folder / "images/val/sample" / f"step_00000007_{i}.png")).ravel().tolist() for i in (0, 1)]
     expected = np.round(gradient[0] * 255).ravel().astype(int).tolist()
     assert drawn == [expected, expected[::-1]]
-    assert logger.log_dir is None  # it is kept elsewhere
+    assert logger.log_dir is None  # with tracking_uri=, it has no local folder
     with pytest.raises(ConfigurationError, match="MLFlowLogger cannot store histograms"):
         logger.log_histogram("w", gradient)
 
@@ -110,7 +110,7 @@ def test_parameters_that_mlflow_does_not_keep(database: str, tmp_path: Path) -> 
 
 
 def test_records_that_are_alike_are_all_kept(database: str) -> None:
-    """MLflow keeps one of records of the same value, step and millisecond."""
+    """MLflow itself stores records with the same value, step and millisecond only once."""
     logger = MLFlowLogger("alike", tracking_uri=database)
     for _ in range(20):
         logger.log_metrics({"a": 1.0}, 3)
@@ -156,7 +156,7 @@ def test_records_that_the_run_has_already_are_not_logged_again(at: int, killed: 
     third = MLFlowLogger("resumed", tracking_uri=database)
     third.load_state_dict(middle)
     train(third, 9, 12)
-    third.load_state_dict(middle)  # in the same process
+    third.load_state_dict(middle)  # a resume in the same process
     train(third, 9, 13)
     assert mlflow_records(database, str(first.run_id)) == whole(13)
     for logger in (first, second, third):
@@ -169,7 +169,7 @@ def test_a_run_that_the_user_names_continues_after_what_it_has(database: str, mo
     first.finalize()
     monkeypatch.setenv("MLFLOW_RUN_ID", str(first.version))
     second = MLFlowLogger(tracking_uri=database)
-    train(second, 1, 2)  # another training in the same run: none of it is skipped
+    train(second, 1, 2)  # another training in the same run: none of its records is skipped
     state = second.state_dict()
     train(second, 3, 4)
     third = MLFlowLogger(tracking_uri=database)
@@ -260,7 +260,7 @@ def test_a_store_that_cannot_be_opened(tmp_path: Path) -> None:
 
 
 def test_a_store_that_fails_later_costs_the_rows_and_not_the_run(tmp_path: Path) -> None:
-    """An `OSError`, after which a Trainer continues; the records count only once they are stored."""
+    """It raises an `OSError`, after which a Trainer continues. Only stored records are counted."""
     logger = MLFlowLogger(save_dir=tmp_path)
     logger.log_metrics({"loss": 1.0}, 0)
     database = tmp_path / "mlflow.db"

@@ -1,4 +1,4 @@
-"""Loggers on several processes: one writes, and all of them know where."""
+"""Loggers on several processes: only the main process writes, and all processes know the folder."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def first_run() -> Any:
 
 
 def second_run(saved: list[dict[str, Any]]) -> Any:
-    """The first one, resumed; one logger more."""
+    """Resume `first_run` with two of its loggers and a new one."""
     world = joined()
     loggers = attached(world, CSVLogger(), JSONLLogger(), JSONLLogger(name="new"))
     share_folders(loggers, world, saved)
-    early = [where(logger) for logger in loggers]  # before anything is restored
+    early = [where(logger) for logger in loggers]  # before load_state_dict
     for logger, state in zip(loggers, states_of(loggers, saved), strict=True):
         if state is not None:
             logger.load_state_dict(state)
@@ -82,7 +82,7 @@ def test_all_processes_know_where_the_main_one_logs(run_dir: Path) -> None:
     assert (run_dir / folder / "metrics.jsonl").read_text() == '{"step": 1, "rank": 0}\n'
     assert len(list((run_dir / folder / "events").glob("events.*"))) == 1
 
-    (run_dir / folder / "metrics.csv").write_text("step,rank\n1,0\n2,99\n")  # by a run that was killed then
+    (run_dir / folder / "metrics.csv").write_text("step,rank\n1,0\n2,99\n")  # the run logged step 2 after its checkpoint
     resumed = run_world(2, second_run, ends[0][2])
     assert resumed[0] == resumed[1]
     early, late = resumed[0]

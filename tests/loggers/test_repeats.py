@@ -1,4 +1,4 @@
-"""`Repeats`: nothing twice after a resume, nothing lost."""
+"""`Repeats`: after a resume, no record is logged twice and none is lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainkit.loggers.repeats import Repeats
 
 
 class Store:
-    """A tracker from which nothing can be taken back."""
+    """A tracker that cannot delete records."""
 
     def __init__(self) -> None:
         self.records: list[tuple[str, int]] = []
@@ -24,7 +24,7 @@ class Store:
 
 
 def script(first: int, last: int) -> list[tuple[str, int]]:
-    """A loss each step; after every third, an evaluation whose batches count from 0 again."""
+    """The records of a run: a loss per step; after every third step, an evaluation, which counts its batches from 0."""
     found = []
     for step in range(first, last + 1):
         found.append(("loss", step))
@@ -35,7 +35,7 @@ def script(first: int, last: int) -> list[tuple[str, int]]:
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9), st.integers(0, 3)), max_size=5))
 def test_a_run_killed_anywhere_and_often_is_that_of_one_that_was_not(kills: list[tuple[int, int, int]]) -> None:
-    """Each: from which checkpoint, how many records until the kill, and how many of the last ones never arrived."""
+    """Each kill: the step to resume from next, the number of records until the kill, and how many of the last ones are lost."""
     store, states = Store(), {0: dict[str, int]()}
     at = 0
     for start, length, lost in [*kills, (12, 0, 0)]:
@@ -51,7 +51,7 @@ def test_a_run_killed_anywhere_and_often_is_that_of_one_that_was_not(kills: list
                 states[step] = dict(repeats.counts)
         kept = max(before, len(store.records) - lost)
         newest = [step for step, counts in states.items() if sum(counts.values()) <= kept]
-        del store.records[kept:]  # sent in order, so that a checkpoint's records have arrived
+        del store.records[kept:]  # records arrive in order, so those before a checkpoint are complete
         at = min(start, max(newest))
         at = max(step for step in newest if step <= at)
     assert store.records == script(1, 12)

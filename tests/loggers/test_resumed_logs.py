@@ -1,4 +1,4 @@
-"""Loggers that resume after a kill: each step once, none lost, and no other run's files touched."""
+"""Loggers that resume after a kill: each step is logged once, none is lost, and files of other runs do not change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILES = [(CSVLogger, "metrics.csv"), (JSONLLogger, "metrics.jsonl")]
 
 
 def through_json(state: dict[str, Any]) -> dict[str, Any]:
-    """As a checkpoint gives it back: no tensors are needed."""
+    """The state after a checkpoint has stored and loaded it as JSON, without tensors."""
     tensors: dict[str, Any] = {}
     back = loads(dumps(state, tensors), {}, "state.json")
     assert not tensors
@@ -34,7 +34,7 @@ def through_json(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def train(logger: Logger, steps: range) -> None:
-    """A row each step, every third also one of validation; a column that comes late."""
+    """Log a row per step, a validation row after every third step, and one more column from step 6 on."""
     for step in steps:
         late = {"late": 0.5} if step >= 6 else {}
         logger.log_metrics({"loss": step / 8, **late, "epoch": 0}, step)
@@ -43,7 +43,7 @@ def train(logger: Logger, steps: range) -> None:
 
 
 def stopped(logger: Logger, step: int, last: int = 0) -> dict[str, Any]:
-    """The state of a logger after a step, up to which it has logged; it continues to the `last` one, and is closed."""
+    """Train to `step`, take the state, train to `last`, and close the logger; returns the state."""
     train(logger, range(1, step + 1))
     state = logger.state_dict()
     train(logger, range(step + 1, last + 1))
@@ -73,7 +73,7 @@ def test_the_log_of_a_resumed_run_is_that_of_one_that_was_never_killed(kind: Any
     assert first.log_dir
     train(first, range(1, at + 1))
     state = through_json(first.state_dict())
-    train(first, range(at + 1, 8))  # written, and then killed
+    train(first, range(at + 1, 8))  # logged after the checkpoint, before the kill
     first.save()
 
     second = kind(tmp_path / "logs")
@@ -115,7 +115,7 @@ def test_a_logger_that_is_still_open_goes_back_too(kind: Any, tmp_path: Path) ->
     state = logger.state_dict()
     train(logger, range(4, 7))
     logger.load_state_dict(state)
-    logger.log_metrics({"loss": 0.5})  # one more than the last step of the state
+    logger.log_metrics({"loss": 0.5})  # the step after the last step of the state
     logger.finalize()
     assert without_epoch(tmp_path)["loss"] == [(1, 0.125), (2, 0.25), (3, 0.375), (4, 0.5)]
 
@@ -132,7 +132,7 @@ def test_text_continues_too(tmp_path: Path) -> None:
     second.log_text("note", "c", 2)
     folder = Path(str(second.log_dir))
     assert [json.loads(line)["text"] for line in (folder / "text.jsonl").read_text().splitlines()] == ["a", "c"]
-    assert not (folder / "metrics.jsonl").exists()  # nothing was in it
+    assert not (folder / "metrics.jsonl").exists()  # the file did not exist at the checkpoint
     first.finalize()
 
 
@@ -193,7 +193,7 @@ def test_a_state_where_rows_cannot_be_written_says_what_is_in_the_file(tmp_path:
     logger.finalize()
 
 
-# ------------------------------------------------------------------------------------------------------------- where
+# -------------------------------------------------------------------------------------------------------- the folder
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -265,7 +265,7 @@ def test_a_folder_that_is_gone_is_a_warning(kind: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 9])
 def test_another_runs_files_are_not_touched(kind: Any, rows: int, tmp_path: Path) -> None:
-    """The folder was removed, and a new run has taken its number since."""
+    """The folder of the run was removed, and a new run has the same version number."""
     first = kind(tmp_path)
     state = stopped(first, 3)
     shutil.rmtree(tmp_path / "default")
@@ -369,7 +369,7 @@ def test_loggers_whose_folder_is_gone_start_one_together(tmp_path: Path) -> None
         train(logger, range(1, 4))
     states = [logger.state_dict() for logger in first]
     for path in Path(str(first[0].log_dir)).iterdir():
-        path.write_text(path.read_text().replace("0.125", "0.5"))  # another run's
+        path.write_text(path.read_text().replace("0.125", "0.5"))  # looks like the log of another run
     attach(second, tmp_path)
     for logger, state in zip(second, states, strict=True):
         with pytest.warns(TrainkitWarning, match="another run"):
@@ -424,7 +424,7 @@ def log_of_another_run(kind: Any, save_dir: Path) -> Logger:
 
 
 def weak_marks(folder: Path) -> list[dict[str, Any]]:
-    """Marks that anyone can give without knowing the log in a folder."""
+    """Marks that can be forged without knowing the contents of the log."""
     nothing, brace = digest(b""), digest(b"{")
     names = [path.name for path in folder.glob("events*")]
     return [
@@ -446,7 +446,7 @@ def weak_marks(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("place", ["outside", "inside", "linked"])
 @pytest.mark.parametrize("folder_id", [None, "", "forged"])
 def test_a_forged_state_changes_no_log(kind: Any, place: str, folder_id: str | None, tmp_path: Path) -> None:
-    """The log of another run outside the folder, in the folder, or where a link in it leads."""
+    """The state names the log of another run: outside of the run's folder, inside it, or behind a symbolic link in it."""
     root = tmp_path / "run" / "logs"
     other = log_of_another_run(kind, root if place == "inside" else tmp_path / "outside")
     folder = Path(str(other.log_dir))
@@ -519,7 +519,7 @@ def test_a_state_from_before_the_log_without_an_id_starts_a_new_log(kind: Any, t
     del state["folder_id"]  # as in checkpoints of earlier versions
     empty = kind(tmp_path)
     empty.load_state_dict(state)
-    assert empty.log_dir == first.log_dir  # nothing is there to be removed
+    assert empty.log_dir == first.log_dir  # the folder has no rows to remove
     train(first, range(1, 4))
     first.finalize()
     before = contents(Path(first.log_dir))
@@ -531,7 +531,7 @@ def test_a_state_from_before_the_log_without_an_id_starts_a_new_log(kind: Any, t
 
 
 class Printer(Logger):
-    """A user's logger without files, written as Lightning's documents say."""
+    """A user's logger without files. Like loggers written for Lightning, it does not call super().__init__()."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -574,7 +574,7 @@ def test_a_running_tensorboard_forgets_the_later_steps(tmp_path: Path) -> None:
 
 
 def test_steps_that_count_something_else_are_not_hidden(tmp_path: Path) -> None:
-    """Values of validation batches have the number of the batch as their step, far above that of training."""
+    """The step of validation values is the number of the batch, which can be far above the training step."""
     first = TensorBoardLogger(tmp_path)
     for batch in (0, 1, 500, 10**7):
         first.log_metrics({"val_step": 0.5}, batch)

@@ -47,13 +47,13 @@ def test_scalars_and_hyperparameters(tmp_path: Path) -> None:
         "lr": 0.5, "model/width": 8.0, "model/act": "None", "model/sizes": "[1, 2]", "flag": 1.0, "inf": "inf",
     }  # fmt: skip
     assert yaml.safe_load((folder / "hparams.yaml").read_text())["model"] == {"width": 8, "act": None, "sizes": [1, 2]}
-    assert list(read_metrics(tmp_path)) == ["p-loss", "epoch"]  # the placeholder is no metric
+    assert list(read_metrics(tmp_path)) == ["p-loss", "epoch"]  # the placeholder hp_metric is omitted
 
 
 def test_hyperparameters_with_results(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
     logger.log_hyperparams({"lr": 0.5})
-    logger.log_hyperparams({"lr": 0.5})  # a second fit: said once
+    logger.log_hyperparams({"lr": 0.5})  # a second fit writes nothing new
     logger.log_hyperparams({"b": 2}, {"accuracy": torch.tensor(0.75)})
     logger.log_hyperparams({}, 0.5)
     logger.log_hyperparams(None)
@@ -111,7 +111,7 @@ def test_events_are_in_the_file_after_save_and_otherwise_soon(tmp_path: Path) ->
     logger.save()
     assert read_metrics(tmp_path) == {"loss": [(1, 1.0)]}
     logger.log_metrics({"loss": 2.0}, 2)
-    end = time.monotonic() + 60  # a second, on a machine that is not busy
+    end = time.monotonic() + 60  # takes about a second on an idle machine
     while len(read_metrics(tmp_path)["loss"]) < 2 and time.monotonic() < end:
         time.sleep(0.05)
     assert read_metrics(tmp_path) == {"loss": [(1, 1.0), (2, 2.0)]}
@@ -137,7 +137,7 @@ def test_options_of_the_queue_are_those_of_torchs_writer(tmp_path: Path, monkeyp
 
 
 def test_options_of_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # TensorBoard reads files of the same second by name, a process's tenth writer before its ninth: restart the count
+    # TensorBoard sorts files of the same second by name, a process's tenth file before its ninth: reset the count
     from tensorboard.summary.writer import event_file_writer
 
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))

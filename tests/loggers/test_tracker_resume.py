@@ -1,4 +1,4 @@
-"""A Trainer's run that is killed and resumed, with trackers that cannot remove what they have received."""
+"""A Trainer's run that is killed and resumed, with trackers that cannot delete records."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [needs("mlflow"), needs("comet_ml"), pytest.mark.usefixtures("local
 
 
 class Mortal(TinyModule):
-    """Kills itself in the middle of a step, if `killed` is set."""
+    """Kills its own process in the middle of a step if `killed` is set."""
 
     killed = False
 
@@ -32,9 +32,9 @@ class Mortal(TinyModule):
         loss = super().training_step(batch, batch_idx)
         if self.killed and self.trainer.global_step == 7:
             saved = Path(self.trainer.checkpoint_callback.dirpath) / "step-00000006"
-            wait_until(saved.exists, lambda: f"{saved} was not written")  # in the background: the run resumes from it
+            wait_until(saved.exists, lambda: f"{saved} was not written")  # saved in the background, and needed for the resume
             for logger in self.trainer.loggers:
-                logger.save()  # what it has logged by now is there, beyond the checkpoint
+                logger.save()  # stores the records that were logged after the checkpoint
             os.kill(os.getpid(), signal.SIGKILL)
         return loss
 
@@ -51,7 +51,7 @@ def train(root: Path, loggers: list[Logger], killed: bool = False) -> None:
     trainer.fit(module, tiny_loader(shuffle=True), tiny_loader(8), ckpt_path="auto")
     trainer.test(module, tiny_loader(8))
     for logger in loggers:
-        Logger.finalize(logger, "success")  # Comet's stays open otherwise, for more of the same experiment
+        Logger.finalize(logger, "success")  # CometLogger.finalize would keep the experiment open for further fits
 
 
 def trackers() -> list[Logger]:
@@ -72,7 +72,7 @@ def test_each_record_is_there_once(run_dir: Path) -> None:
 
     logs = run_dir / "killed" / "logs"
     keys = {path.name.partition("-")[0] for path in logs.glob("*.zip")}
-    assert len(keys) == 2  # that of the killed process is empty
+    assert len(keys) == 2  # the archive of the killed process is empty
     assert comet.version in keys
     assert isinstance(mlflow, MLFlowLogger)
     expected = read_metrics(run_dir / "whole")
@@ -80,6 +80,6 @@ def test_each_record_is_there_once(run_dir: Path) -> None:
     assert set(expected) == {"epoch", "test_loss", "train_loss", "val_loss"}
     found = mlflow_records(mlflow.tracking_uri, str(mlflow.version))
     assert {name: sorted(rows) for name, rows in found.items()} == {name: sorted(rows) for name, rows in expected.items()}
-    del expected["epoch"]  # Comet has it with each metric
+    del expected["epoch"]  # Comet stores the epoch with each metric
     resumed = {name: [(step, value) for step, value in rows if step > 6] for name, rows in expected.items()}
     assert comet_records(logs) == resumed

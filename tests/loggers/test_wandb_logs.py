@@ -1,4 +1,4 @@
-"""`WandbLogger` against real offline runs, whose files are read back record by record."""
+"""`WandbLogger` with real offline runs, whose files are read back record by record."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_metrics_hyperparams_and_exit_code_reach_the_file_of_an_offline_run(tmp_
     logger.log_hyperparams({"lr": 0.1, "model": {"width": 8}})
     logger.log_metrics({"loss": 0.5, "epoch": 0}, step=10)
     logger.log_metrics({"val": 1.5, "epoch": 0}, step=10)
-    logger.log_metrics({"loss": float("nan")}, step=5)  # the step may go back: it is a metric
+    logger.log_metrics({"loss": float("nan")}, step=5)  # steps may decrease, since the step is a metric
     run = logger.experiment
     assert (logger.name, logger.version, run.name, run.tags) == ("demo", run.id, "first", ("a",))
     assert dict(run.config) == {"lr": 0.1, "model": {"width": 8}}
@@ -118,7 +118,7 @@ def test_two_loggers_of_one_trainer_have_a_run_each(tmp_path: Path) -> None:
             logger.finalize("success")
     for logger in pair:
         logger.experiment.finish()
-    rows = sorted([history(path) for path in run_files(tmp_path)], key=lambda rows: sorted(rows[0]))  # by their own names
+    rows = sorted([history(path) for path in run_files(tmp_path)], key=lambda rows: sorted(rows[0]))  # by metric names
     assert rows == [[{name: fit, STEP: fit} for fit in range(2)] for name in ("a", "b")]
 
 
@@ -132,7 +132,7 @@ def test_a_failed_run_ends_at_once_and_is_resumed_by_its_id(tmp_path: Path) -> N
     assert wandb.run is None
     exits = [record.exit.exit_code for record in records(run_files(tmp_path)[0]) if record.HasField("exit")]
     assert exits == [1]
-    logger.finalize("failed")  # nothing is open: nothing happens
+    logger.finalize("failed")  # no run is open, so this does nothing
     logger.log_metrics({"loss": 2.0}, 1)
     assert logger.experiment.id == run_id
     logger.experiment.finish()

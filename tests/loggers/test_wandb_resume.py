@@ -1,4 +1,4 @@
-"""`WandbLogger` after a resume: the same run, its rows counted on, none of them logged twice."""
+"""`WandbLogger` after a resume: it continues the same run and its count of rows, and logs no row twice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("wandb_service", "no_open_wandb_runs")
 
 
 class Online:
-    """A run as wandb's server gives it back: it knows how many rows it has and what the last of them said."""
+    """A fake of a run on wandb's server: it has a number of rows, and a summary with the last value of each metric."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.id = "abc"
@@ -77,13 +77,13 @@ def test_a_run_without_the_server_keeps_its_id_and_counts_its_rows_on(tmp_path: 
     second.log_metrics({"loss": 6 / 8})
     assert second.state_dict() == {"last_step": 6, "id": state["id"], "rows": 8}
     second.finalize("failed")
-    assert second.state_dict()["rows"] == 8  # closed
+    assert second.state_dict()["rows"] == 8  # also after the run is finished
 
 
 @pytest.mark.parametrize("killed", [4, 5, 6, 9])
 @pytest.mark.parametrize("lost", [0, 1])
 def test_rows_that_the_run_has_already_are_not_logged_again(killed: int, lost: int) -> None:
-    """`lost`: rows that the killed process had not sent yet."""
+    """`lost`: number of rows that the killed process had not sent yet."""
     run = Online(whole(4))
     before = WandbLogger(experiment=run)
     before.log_metrics({}, 4)
@@ -115,7 +115,7 @@ def test_a_state_from_while_rows_are_skipped_leads_to_the_same(tmp_path: Path) -
 
 
 def test_a_run_that_continues_with_other_steps_loses_none() -> None:
-    """Logged each step before, every tenth now: what is skipped ends with the last step that the run has."""
+    """The run logged every step, and now logs every tenth: rows are skipped only up to the last step that the run has."""
     resumed = Online(whole(8))
     second = WandbLogger(experiment=resumed)
     second.load_state_dict({"last_step": 4, "id": "abc", "rows": 6})

@@ -1,4 +1,4 @@
-"""`all_gather`."""
+"""`Strategy.all_gather`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_gradients_flow_back_with_sync_grads() -> None:
     assert not strategy.all_gather(mine).requires_grad
     gathered = strategy.all_gather(mine.square(), sync_grads=True)
     (gathered * torch.tensor([[1.0], [10.0]]) * (strategy.rank + 1)).sum().backward()
-    # both processes contribute to each square: 1 and 2 times, and the factor of its row
+    # the gradient sums over both processes, with factors 1 and 2, times the factor of the row
     assert mine.grad is not None
     assert mine.grad.tolist() == [[6.0] * 2, [120.0] * 2][strategy.rank]
 

@@ -114,7 +114,7 @@ class Maker(nn.Module):
 
 
 def duel(seeds: list[list[int]], frozen: bool) -> list[float]:
-    """In each window, a step of a critic and a step of a generator. One process, or several with different seeds."""
+    """For each list of seeds, a step of the critic and one of the generator. Several processes use one seed each."""
     several = "WORLD_SIZE" in os.environ
     strategy = joined() if several else None
     plain_maker, plain_critic = Maker().double(), Critic().double()
@@ -161,7 +161,7 @@ def test_a_compiled_model() -> None:
 
 
 def pair(kind: str, nothing: bool) -> list[float]:
-    """Two models of the same size; in the second window rank 1 may have no loss."""
+    """Train two models of the same size. With `nothing`, rank 1 has no loss in the second step."""
     strategy = joined() if "WORLD_SIZE" in os.environ else None
     plain = [Net(seed=1).double(), Net(seed=2).double()]
     first, second = plain if strategy is None else [strategy.wrap(strategy.prepare_module(m)) for m in plain]

@@ -1,4 +1,4 @@
-"""Averaging gradients and giving out values by a few collectives."""
+"""`average_gradients`, `broadcast` and `mean`, which combine many tensors in few collectives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainkit.strategies._reduction import average_gradients, broadcast, mean
 
 
 def parameters() -> list[nn.Parameter]:
-    """Of several dtypes and shapes, one of them not contiguous."""
+    """Parameters of several dtypes and shapes, one of them not contiguous."""
     return [
         nn.Parameter(torch.zeros(3, 2)),
         nn.Parameter(torch.zeros(4, dtype=torch.float64)),
@@ -30,10 +30,10 @@ def parameters() -> list[nn.Parameter]:
 def test_average_gradients() -> None:
     strategy = joined()
     rank = strategy.rank
-    for size in (25, 1e-5):  # in buckets of many and of one
+    for size in (25, 1e-5):  # buckets of many parameters, and of one
         given = parameters()
         for place, parameter in enumerate(given[:-1]):
-            if place != 3 or rank == 1:  # one that only one process has
+            if place != 3 or rank == 1:  # only rank 1 has this gradient
                 parameter.grad = torch.full_like(parameter, rank + place * 3)
         given[4].grad = torch.tensor([1 + 2j, 3 - 1j]) * (rank + 1)
         kept = given[0].grad

@@ -1,4 +1,4 @@
-"""Checkpoints for these tests, written without a run if possible."""
+"""Fixtures that write checkpoints: `save` without a training run, `run_folder` with one."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def save(tmp_path: Path) -> Save:
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
-    """The folder of checkpoints of a run of two epochs: steps 4 and 8."""
+    """The checkpoint folder of a run of two epochs: checkpoints of steps 4 and 8."""
     root = tmp_path / "run"
     make_trainer(max_epochs=2, default_root_dir=root, enable_checkpointing=True).fit(Momentum(), tiny_loader(), tiny_loader())
     return root / "version_0" / "checkpoints"

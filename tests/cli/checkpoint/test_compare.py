@@ -1,4 +1,4 @@
-"""`trainkit checkpoint diff`, and the comparison bit for bit behind it."""
+"""`trainkit checkpoint diff`, and the bit-for-bit comparison that it uses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_identical_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         0, ["equal, bit for bit: model, optimizer, state (not compared without --all: callbacks, loggers, logged metrics)"],
     )  # fmt: skip
     assert diff(first, first, "--all", capsys=capsys) == (0, ["equal, bit for bit: model, optimizer, state"])
-    code, lines = diff(first, second, "--all", capsys=capsys)  # their folders
+    code, lines = diff(first, second, "--all", capsys=capsys)  # the state of the callbacks contains their folders
     assert code == 1
     assert all(line.startswith("state: callbacks[") for line in lines[:-1])
 

@@ -1,4 +1,4 @@
-"""`trainkit checkpoint export`: plain safetensors, and what is refused. Folders for other libraries: test_formats.py."""
+"""`trainkit checkpoint export`: plain safetensors files, and the errors. Folders for other libraries: test_formats.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainkit.cli.main import main
 
 
 class Two(nn.Module):
-    """Two attributes, one of them nested, tied within and across; a whole number among the buffers."""
+    """Two submodules; a parameter is tied within `net`, and BatchNorm has an integer buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def test_an_exported_attribute_loads_into_the_module(save: Any, tmp_path: Path, 
     expected = module(model).state_dict()
     if attribute == "net":
         del expected["1.1.weight"]
-    assert same(found, expected)  # includes tensors that were stored under a name outside the module
+    assert same(found, expected)  # also a tied tensor that the checkpoint stores under a name outside of the module
 
 
 @pytest.mark.parametrize("name, dtype", [
@@ -95,7 +95,7 @@ def test_several_files_and_an_index(save: Any, tmp_path: Path) -> None:
     index = json.loads((out / "model.safetensors.index.json").read_text())
     found = {name: load_file(out / file)[name] for name, file in index["weight_map"].items()}
     assert same(found, module.state_dict())
-    assert export(path, out) == 0  # again, in one file: remaining files would be read too
+    assert export(path, out) == 0  # an export into one file must remove the old shards, or they would be read too
     assert sorted(os.listdir(out)) == ["model.safetensors", "trainkit_export.json"]
     assert same(load_file(out / "model.safetensors"), module.state_dict())
 
@@ -160,7 +160,7 @@ def test_existing_files_are_not_overwritten(save: Any, tmp_path: Path, capsys: p
     assert export(path, out, "--overwrite") == 0
     # a file that another program would read as part of the export is removed; other files are kept
     assert sorted(os.listdir(out)) == ["model.safetensors", "thesis.tex", "trainkit_export.json"]
-    assert export(path, out) == 0  # an earlier export
+    assert export(path, out) == 0  # the folder of an earlier export may be replaced
     (tmp_path / "file").touch()
     assert export(path, tmp_path / "file", "--overwrite") == 2
     empty = tmp_path / "empty"

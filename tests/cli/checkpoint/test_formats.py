@@ -1,4 +1,4 @@
-"""`trainkit checkpoint export`: folders that `transformers` and PEFT open, compared with what they write themselves."""
+"""`trainkit checkpoint export`: folders that transformers and PEFT open, compared with those that they write themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainkit.cli.main import main
 
 transformers = pytest.importorskip("transformers")
 
-# PEFT asks transformers for what it calls by another name now
+# PEFT still uses the old name of an attribute of transformers
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Unsupported layer type .*RMSNorm:UserWarning"),
@@ -27,7 +27,7 @@ pytestmark = [
 
 
 class Held(TrainModule):
-    """A module with a model of another library as an attribute."""
+    """A module whose attribute is a model of another library."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def export(*arguments: object) -> int:
 
 
 def opened(model: Any, folder: Path, **options: Any) -> Any:
-    """The model in a folder, which must contain all of its weights."""
+    """Load the model from a folder, which must contain all of its weights."""
     again, about = type(model).from_pretrained(folder, output_loading_info=True, **options)
     assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), about
     return again.eval()
@@ -133,13 +133,13 @@ def test_a_module_with_a_model_is_exported_as_safetensors_with_a_hint(
 
 
 def test_tied_parameters_of_the_user(save: Any, tmp_path: Path) -> None:
-    """transformers does not know them, so each name must be written."""
+    """transformers does not know of these ties, so the tensor must be written under each of its names."""
     model = gpt2(tie_word_embeddings=False)
     model.lm_head.weight = model.transformer.wte.weight
     assert export(save(Held(model)), tmp_path / "a", "--attribute", "net") == 0
     assert equal(opened(model, tmp_path / "a"), model)
     held = Held(gpt2())
-    held.probe = nn.Linear(16, 64, bias=False)  # comes first, so the embedding is stored under its name
+    held.probe = nn.Linear(16, 64, bias=False)  # comes first, so the checkpoint stores the embedding under this name
     held.probe.weight = held.net.transformer.wte.weight
     assert export(save(held, name="b"), tmp_path / "b-out", "--attribute", "net") == 0
     assert equal(opened(held.net, tmp_path / "b-out"), held.net)
@@ -296,7 +296,7 @@ def test_adapters_added_by_transformers(save: Any, tmp_path: Path, peft: Any, ca
 
 
 def test_the_base_model_inside_a_peft_model(save: Any, tmp_path: Path, peft: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """transformers does not know its parameter names, and would initialize the parameters at random."""
+    """transformers does not know the parameter names inside a PEFT model, and would initialize them at random."""
     path = save(Held(adapted(peft, "LoraConfig")))
     inner = ["--attribute", "net.base_model.model"]
     assert export(path, tmp_path / "out", *inner, "--format", "transformers") == 2

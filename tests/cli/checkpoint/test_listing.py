@@ -18,7 +18,7 @@ def rows(text: str) -> list[dict[str, str]]:
     """The rows of the table, as dicts of column title → cell."""
     lines = text.splitlines()
     titles = ["NAME", "STEP", "EPOCHS", "RUN", "SAVED AT", "SIZE", "CONTAINS", "METRICS", "STATE"]
-    # columns are separated where all lines have two blanks
+    # columns are separated by two blanks in all lines
     width = max(map(len, lines))
     blank = [all(not line[i : i + 1].strip() for line in lines) for i in range(width)] + [True]
     starts = [0] + [i for i in range(1, width) if not blank[i] and i >= 2 and blank[i - 1] and blank[i - 2]]
@@ -63,7 +63,7 @@ def test_the_default_folder_and_a_folder_above(
 
 def test_all_runs_below_a_folder(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = run_folder.parent.parent
-    shutil.copytree(run_folder, root / "checkpoints")  # as earlier versions of trainkit wrote them
+    shutil.copytree(run_folder, root / "checkpoints")  # where earlier versions of trainkit wrote checkpoints
     shutil.copytree(run_folder, root / "logs" / "mine" / "version_3" / "checkpoints")
     capsys.readouterr()
     assert main(["checkpoint", "ls", str(root / "logs")]) == 0
@@ -89,7 +89,7 @@ def test_damaged_checkpoints_come_last(run_folder: Path, capsys: pytest.CaptureF
     assert [row["NAME"] for row in found] == ["step-00000004", "torn", "step-00000008"]
     states = [row["STATE"] for row in found]
     assert states[0] == "good"
-    assert states[1].startswith("manifest.sha256: ")  # the file, without its folder
+    assert states[1].startswith("manifest.sha256: ")  # the name of the file, without its folder
     assert states[2].startswith("model.safetensors: ")
     assert "missing" in states[1]
     assert "missing" in states[2]
@@ -123,7 +123,7 @@ def test_json(save: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_contents(
     save: Any, tmp_path: Path, model: str, resumable: bool, word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # a metric, so that no column is empty
+    # with a metric, so that no column is empty
     contents = {"model": model, "optimizer": resumable, "resumable": resumable}
     save(TinyModule(), contents=contents, metrics={"loss": 1.0})
     assert main(["checkpoint", "ls", str(tmp_path)]) == 0

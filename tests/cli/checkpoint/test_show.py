@@ -137,7 +137,7 @@ def test_a_wrong_header(save: Any, capsys: pytest.CaptureFixture[str]) -> None:
     file = path / "model.safetensors"
     data = file.read_bytes()
     for lie in ((2**62).to_bytes(8, "little"), (len(data)).to_bytes(8, "little")):
-        file.write_bytes(lie + data[8:])  # of the same size, so that only reading it shows
+        file.write_bytes(lie + data[8:])  # the file size stays the same, so that only parsing the header finds the damage
         assert main(["checkpoint", "show", str(path)]) == 2
         assert "model.safetensors has a malformed header: " in capsys.readouterr().err
     file.write_bytes(data[:8] + data[8:].replace(b'"shape":[1,4]', b'"shape":[1,x]'))

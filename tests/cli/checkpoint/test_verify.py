@@ -60,7 +60,7 @@ def test_a_folder_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_message_names_files_without_their_folder() -> None:
-    """For absolute and relative folders; the message has the absolute path."""
+    """For absolute and relative folders. The messages contain absolute paths."""
     text = f"{os.path.abspath('runs/step-1')}/state.json: missing\n{os.path.abspath('runs/step-1')}/model.safetensors: missing"
     for path in ("runs/step-1", os.path.abspath("runs/step-1"), Path("runs/step-1")):
         assert on_one_line(text, path) == "state.json: missing; model.safetensors: missing"

@@ -1,4 +1,4 @@
-"""A checkpoint of each strategy is resumed exactly, and moves to one device and back."""
+"""Each strategy resumes its checkpoints exactly; they can also be resumed on one device, and vice versa."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainkit import Callback
 from trainkit.checkpoint import open_checkpoint
 
 each = pytest.mark.parametrize("setting", settings())
-SAVED = 3  # optimizer steps before the save; an epoch has five, of which the last is short
+SAVED = 3  # optimizer steps before the save; an epoch has five, the last with a short accumulation window
 
 
 class Saving(Callback):
-    """Saves after some optimizer steps, and again at the start if that continues a checkpoint."""
+    """Saves after `steps` optimizer steps, and also at the start of a run that resumes from that step."""
 
     def __init__(self, folder: Path, steps: int, stop: bool = False) -> None:
         self.folder, self.steps, self.stop = folder, steps, stop
@@ -36,7 +36,7 @@ class Saving(Callback):
 
 
 def train(setting: Setting, way: Way, folder: Path, like: Setting, stop: bool = False, resume: Path | None = None) -> Result:
-    """Train, and save to `folder` after three optimizer steps, or immediately after a load."""
+    """Train, and save to `folder` after three optimizer steps, or immediately after resuming."""
     return by_trainer(setting, way, Saving(folder, SAVED, stop), like=like, resume=resume)
 
 
@@ -62,7 +62,7 @@ def test_exact_resume(setting: Setting, run_dir: Path) -> None:
 
 
 def assert_moves(source: Setting, target: Setting, like: Setting, folder: Path) -> None:
-    """Saved under one strategy and continued under another, over the same global batches."""
+    """Save under one strategy and continue under another, over the same global batches."""
     precision = "64-true" if source.precision == target.precision == "64-true" else "32-true"
     way = Way(accumulate=2, rest=1, optimizer="adamw", precision=precision)
     stopped = combined(source.launch(train, way, folder / "saved", like, True))
@@ -70,7 +70,7 @@ def assert_moves(source: Setting, target: Setting, like: Setting, folder: Path) 
     found = combined(target.launch(train, way, folder / "again", like, False, folder / "saved"))
     saved, again = tensors(folder / "saved"), tensors(folder / "again")
     assert saved.keys() == again.keys()
-    assert len(saved) == 5 + 3 * 4  # parameters and a buffer; two moments and a count of each parameter
+    assert len(saved) == 5 + 3 * 4  # 4 parameters and a buffer; two moments and a step count per parameter
     for name, tensor in saved.items():
         assert torch.equal(again[name], tensor), name
     assert_same(found, after_the_save(by_hand(like, way)), LIMITS[precision])

@@ -1,4 +1,4 @@
-"""Under each strategy an evaluation counts each sample once, also where the processes have different numbers of batches."""
+"""Under each strategy, an evaluation counts each sample once, even if the processes have different numbers of batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from trainkit import Accelerator
 
-SAMPLES = 13  # in batches of two, seven of them, the last with one sample
+SAMPLES = 13  # seven batches of two, the last with one sample
 
 
 class Evaluated(Net):

@@ -1,4 +1,4 @@
-"""Under each strategy a training loop with `Accelerator` equals `Trainer` bit for bit."""
+"""Under each strategy, a training loop with `Accelerator` gives the same results as `Trainer`, bit for bit."""
 
 from __future__ import annotations
 

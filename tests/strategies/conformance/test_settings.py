@@ -1,4 +1,4 @@
-"""Which strategies the suite runs, and that a strategy of another package only needs to be registered."""
+"""The suite runs all registered strategies, including those that other packages register."""
 
 from __future__ import annotations
 

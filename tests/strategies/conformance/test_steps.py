@@ -1,4 +1,4 @@
-"""The optimizer steps of each strategy equal those of a loop that is written by hand for one device."""
+"""The optimizer steps of each strategy equal those of a loop written by hand for one device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.worlds.worlds import WorldError
 each = pytest.mark.parametrize("setting", settings())
 
 ACCUMULATION = Way(accumulate=2)
-SHORT = Way(accumulate=2, windows=2)  # and a last window with fewer samples, see `short`
+SHORT = Way(accumulate=2, windows=2)  # `short` adds a last window with fewer samples
 
 
 def assert_as_by_hand(setting: Setting, way: Way) -> Result:
@@ -40,7 +40,7 @@ def test_clipping_by_norm(setting: Setting) -> None:
 
 @each
 def test_clipping_by_value(setting: Setting) -> None:
-    """A strategy whose engine keeps the gradients refuses it, and names what to use."""
+    """A strategy whose engine keeps the gradients raises an error, which says what to use instead."""
     way = replace(ACCUMULATION, clip=0.01, by_value=True)
     if setting.kind.accumulates_in_engine:
         with pytest.raises(WorldError, match="ConfigurationError: .*clip"):
@@ -50,7 +50,7 @@ def test_clipping_by_value(setting: Setting) -> None:
 
 
 def short(setting: Setting) -> Way:
-    """A last window of one micro-batch of every process, and one more sample."""
+    """Add a last accumulation window: one micro-batch of every process, and one more sample."""
     return replace(SHORT, rest=SHORT.window(setting) // 2 + 1)
 
 
@@ -68,7 +68,7 @@ def test_a_short_last_window(setting: Setting) -> None:
 def test_no_loss_on_one_rank(setting: Setting, accumulate: int) -> None:
     """Its gradient counts as zero; if the backward pass is collective, all ranks raise an error.
 
-    The last rank has none at the end of the second window, and rank 0 none at the beginning of the third.
+    The last rank has no loss at the end of the second accumulation window, and rank 0 none at the beginning of the third.
     """
     way = replace(ACCUMULATION, accumulate=accumulate)
     window = way.window(setting)

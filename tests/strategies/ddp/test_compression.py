@@ -1,4 +1,4 @@
-"""Gradients sent in fewer bytes."""
+"""`DDPStrategy(comm_hook=)`: gradients are compressed before the all-reduce."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def train(options: dict[str, Any]) -> list[float]:
 
 
 LOW = {"matrix_approximation_rank": 1, "min_compression_rate": 0.1}
-# The difference that compression makes: at least, and at most.
+# The smallest and largest difference that compression may make, relative to the largest parameter.
 CASES: dict[str, tuple[dict[str, Any], float, float]] = {
     "fp16": ({"comm_hook": "fp16"}, 1e-7, 2e-3),
     "fp16, views": ({"comm_hook": "fp16", "gradient_as_bucket_view": True}, 1e-7, 2e-3),
@@ -48,7 +48,7 @@ def test_compressed_gradients(name: str) -> None:
 
 @pytest.mark.world_size(2)
 def test_powersgd_when_other_parameters_are_trained() -> None:
-    """Its state of the old buckets does not fit the new ones."""
+    """New buckets need a new PowerSGD state, which keeps the number of iterations."""
 
     def before(module: nn.Module, window: int) -> None:
         module.get_submodule("first").requires_grad_(window >= 3)
@@ -61,7 +61,7 @@ def test_powersgd_when_other_parameters_are_trained() -> None:
 
 
 def halving(state: dict[str, int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A hook with annotations that are text here, which torch refuses."""
+    """A hook whose annotations are strings in this file, which torch rejects."""
     state["calls"] += 1
     future: Any = dist.all_reduce(bucket.buffer() / 4, async_op=True).get_future()  # type: ignore[union-attr]
     result: torch.futures.Future[Tensor] = future.then(lambda done: done.value()[0])

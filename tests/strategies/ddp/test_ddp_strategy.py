@@ -1,4 +1,4 @@
-"""`DDPStrategy`: its arguments, and that training on several processes is training."""
+"""`DDPStrategy`: its arguments, and that several processes train exactly like a loop by hand on one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainkit.strategies import DDPStrategy
 
 EXACT = 1e-11
 
-# Accumulation windows of 2 × 2 and 3 × 2 micro-batches on two and three processes, with all special cases.
+# Accumulation windows of 2 × 2 and 3 × 2 micro-batches on two and three processes; some without a loss, some short.
 PLANS: dict[int, Plan] = {
     2: [[1, 2, 3, 4], [5, NoLoss, 6, 7], [8, 9, 10, NoLoss], [NoLoss] * 4, [11, 12, 13, 14], [15, 16, 17], [18]],
     3: [
@@ -106,7 +106,7 @@ def test_a_static_graph_with_accumulation(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "unused"])
 def test_micro_batches_with_weight_0(name: str) -> None:
-    """Their losses are NaN. In the second window one process has a loss with weight 0, and the other has no loss."""
+    """Their losses are NaN. In the second accumulation window, one process has a loss with weight 0, the other has no loss."""
     same(all_alike(trained(2)[f"weightless {name}"]), flat(by_hand(WITHOUT_WEIGHT, double())))
 
 
@@ -162,7 +162,7 @@ def test_trainer_and_own_loop(size: int) -> None:
 
 
 class Counting(Net):
-    """Its buffers differ by process, and one of them is replaced at each forward."""
+    """Its buffers differ between processes, and each forward replaces one of them."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(seed=rank)
@@ -225,7 +225,7 @@ def in_precisions() -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("busy", [1, 2])
 def test_an_overflow_on_one_process_skips_the_update_on_all(busy: int) -> None:
-    """Also in a window in which the other process has no micro-batch."""
+    """Also in an accumulation window in which the other process has no micro-batch."""
     (parameters, scale), other = in_precisions()[f"overflow {busy}"]
     assert (parameters, scale) == other
     assert scale == 4.0
@@ -283,7 +283,7 @@ def test_tear_down_leaves_the_module_alone() -> None:
     mine = module.last.weight.grad
     assert mine is not None
     assert not torch.equal(*strategy.all_gather(mine))
-    over_strategy(strategy, [[1, 2]], module)  # once again
+    over_strategy(strategy, [[1, 2]], module)  # it can be prepared again
 
 
 # One process

@@ -1,4 +1,4 @@
-"""`FixedDDP`: the first step after a start is reduced as all others are, so that a resume is exact on three processes."""
+"""`FixedDDP`: the first step uses the same buckets as all later steps, so that a resume is exact on three processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def plain(module: nn.Module, **options: Any) -> nn.Module:
 
 
 def train(make: Callable[..., nn.Module], options: dict[str, Any], stop: int | None) -> list[float]:
-    """Six steps; before step `stop` DDP is created again, as in a new process."""
+    """Train six steps; before step `stop`, create DDP again, as in a new process."""
     rank = joined().rank
     module = network()
     ddp = make(module, **options)
@@ -58,7 +58,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @cache
 def trained() -> dict[str, list[list[float]]]:
-    """On three processes."""
+    """The results of all cases, computed on three processes."""
     jobs: dict[str, Any] = {f"{name}, {stop}": (train, fixed, o, stop) for name, o in OPTIONS.items() for stop in (None, 3)}
     jobs |= {f"torch's {name}, {stop}": (train, plain, OPTIONS[name], stop) for name in DIFFERING for stop in (None, 3)}
     return together(3, jobs)
@@ -76,7 +76,7 @@ def test_a_restart_changes_no_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", DIFFERING)
 def test_torchs_own_buckets_change_bits(name: str) -> None:
-    """So the test above can fail."""
+    """With torch's own DDP, a restart changes bits, so the test above can fail."""
     whole, resumed = (trained()[f"torch's {name}, {stop}"] for stop in (None, 3))
     assert whole[0] == whole[1] == whole[2]
     assert whole != resumed
@@ -109,7 +109,7 @@ def test_the_buckets_are_final_in_the_first_step() -> None:
 
 
 def test_a_torch_whose_buckets_cannot_be_fixed() -> None:
-    """Its reducer has no such methods, or they do nothing."""
+    """Its reducer lacks the methods that rebuild buckets, or they do nothing."""
 
     class Other:
         def _push_all_rebuilt_params(self) -> None:

@@ -1,4 +1,4 @@
-"""Changes of the set of trained parameters, and models of many kinds."""
+"""`DDPStrategy` when the set of trained parameters changes, and with many kinds of models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAN: Plan = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15], [16, 17
 
 
 def fine_tune(module: nn.Module, window: int) -> None:
-    """Train the first layer from the second window on; in the fourth window only the first layer."""
+    """Train the first layer from the second accumulation window on; in the fourth, train only the first layer."""
     assert isinstance(module, Net)
     module.first.requires_grad_(window >= 1)
     module.last.requires_grad_(window != 3)
@@ -79,7 +79,7 @@ def test_a_module_with_nothing_to_train() -> None:
 
 
 class Branching(Net):
-    """One of two branches is used, by the seed of the input; a third never is."""
+    """Uses one of two branches, depending on the seed of the input, and never the third."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Tied(Net):
 
 
 class Wave(Net):
-    """With a complex parameter."""
+    """A model with a complex parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Wave(Net):
 
 
 class Mixed(Net):
-    """Of two dtypes, one of its parameters frozen, one of shape (0,)."""
+    """A model with parameters of two dtypes, a frozen parameter, and one of shape (0,)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Recomputing(Net):
 
 
 class Embedded(Net):
-    """With sparse gradients."""
+    """A model with sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -64,7 +64,7 @@ def test_layers_are_converted_and_restored() -> None:
 @pytest.mark.world_size(2)
 def test_in_a_training_loop() -> None:
     strategy = joined()
-    strategy.sync_batchnorm = True  # which is refused on the CPU; in eval mode the layers work there
+    strategy.sync_batchnorm = True  # an error as an argument on the CPU, but in eval mode the layers work there
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).requires_grad_(False)
     model = strategy.wrap(strategy.prepare_module(module)).eval()
     for uneven, size in ((True, 1), (False, 2)):

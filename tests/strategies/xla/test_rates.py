@@ -1,4 +1,4 @@
-"""`Rate`: a learning rate that is never a constant of a compiled graph. Here on the CPU, where it is a number."""
+"""`Rate`: a learning rate that never becomes a constant of a compiled graph. Tested on the CPU, where it is a number."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_computed_values_are_exact_and_never_constants() -> None:
 
 
 def test_zeros_of_two_groups_differ() -> None:
-    """Equal numbers would be one input of the graph, but different rates are two."""
+    """Equal numbers would become one input of the graph, and need another graph when they differ."""
     zeros = [float(Rate(0.0, group, {})) for group in range(4)]
     assert len({np.float32(zero).tobytes() for zero in zeros}) == 4
     assert all(abs(zero) < 1e-44 for zero in zeros), "XLA treats them as 0"

@@ -1,4 +1,4 @@
-"""The XLA runtime of a run and its number of devices: tests that do not need torch_xla."""
+"""Choosing the XLA runtime and its number of devices. These tests do not need torch_xla."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from trainkit.strategies.xla.threads import ReplicaScheduler, ThreadWorld, repli
 
 
 def replicas(size: int, function: Callable[[ThreadWorld], Any]) -> list[Any]:
-    """What a function returned, or raised, in each of `size` replicas."""
+    """Run a function in `size` replicas; returns the result or the error of each."""
     scheduler = ReplicaScheduler(size)
     ended: list[Any] = [None] * size
 
@@ -31,7 +31,7 @@ def replicas(size: int, function: Callable[[ThreadWorld], Any]) -> list[Any]:
             scheduler.leave(rank, error)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in reversed(threads):  # rank 0 runs first, in whatever order the threads start
+    for thread in reversed(threads):  # rank 0 runs first, whatever the order in which threads start
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
@@ -106,7 +106,7 @@ def test_waiting_for_an_exited_replica_is_an_error() -> None:
 
 
 def test_between_runs_replicas_do_not_wait_for_their_turn() -> None:
-    """Unless `XLAStrategy.launch` started them, which leaves the run when they end."""
+    """For replicas that `XLAStrategy.launch` did not start. Those that it starts leave the run when they exit."""
     scheduler = ReplicaScheduler(2)
     over = threading.Barrier(2)
     found: list[Any] = []

@@ -1,4 +1,4 @@
-"""`XLAStrategy(compilation_cache=)`: compiled graphs are kept from run to run."""
+"""`XLAStrategy(compilation_cache=)`: compiled graphs are stored, and later runs reuse them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Line(TrainModule):
 
 
 def fit(folder: str | None) -> str:
-    """Train for a while; returns the error."""
+    """Train for two optimizer steps; returns the error message, or an empty string."""
     from trainkit.errors import ConfigurationError
     from trainkit.strategies import XLAStrategy
 

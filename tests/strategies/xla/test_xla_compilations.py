@@ -1,4 +1,4 @@
-"""The number of XLA compilations: two at the start, and one for each other shape, whatever else the run does."""
+"""The number of XLA compilations: two at the start and one for each further shape; nothing else in a run compiles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainkit.checkpoint.folder import list_checkpoints
 
 pytestmark = pytest.mark.xla
 
-SAMPLES = 77  # ten rows, the last of five samples
+SAMPLES = 77  # ten batches, the last of five samples
 
 
 def after(trained: Trained, updates: int) -> int:
@@ -37,7 +37,7 @@ def later(trained: Trained) -> dict[tuple[int, int], int]:
     return found
 
 
-# --------------------------------------------------------------------------------------------------------- the rates
+# ------------------------------------------------------------------------------------------- learning-rate schedules
 
 
 def ends_at_zero(step: int) -> float:
@@ -45,12 +45,12 @@ def ends_at_zero(step: int) -> float:
 
 
 def through_one(step: int) -> float:
-    """From 0 over 1 to 0; 2 half-way, which doubles a rate of 0.5 to exactly 1."""
+    """Rises from 0 to 2, and falls to 0. At 2, a learning rate of 0.5 becomes exactly 1."""
     return step / 5 if step <= 10 else max(0.0, (18 - step) / 4)
 
 
 class TwoGroups(Net):
-    """Two groups whose rates go through 0, through exactly 1, and are equal."""
+    """Two parameter groups, whose learning rates pass through 0 and exactly 1, and are sometimes equal."""
 
     def configure_optimizers(self) -> Any:
         first, *rest = self.parameters()
@@ -72,7 +72,7 @@ def scheduled(kind: str, make: type[Net], optimizer: str) -> Trained:
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("make, optimizer", [(Net, "adamw"), (TwoGroups, "adamw"), (TwoGroups, "sgd")])
 def test_schedules(make: type[Net], optimizer: str, kind: str) -> None:
-    """Rates of 0 and 1 compile nothing; the only graphs are those of the short batch and of the evaluation."""
+    """Learning rates of 0 and 1 compile nothing; the only further graphs are those of the short batch and of the evaluation."""
     trained = under(kind, scheduled, make, optimizer)
     assert 0.0 in trained.rates
     if make is TwoGroups:
@@ -94,7 +94,7 @@ def test_a_padded_short_batch_has_the_same_graph(kind: str) -> None:
 
 
 class Logging(Net):
-    """Logs in all ways."""
+    """Logs with all kinds of options."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -127,7 +127,7 @@ def logged(kind: str, every: int, bar: bool) -> tuple[Trained, dict[int, float]]
 @pytest.mark.parametrize("kind", FEW)
 @pytest.mark.parametrize("every, bar", [(1, False), (5, True)])
 def test_logging_and_validation(kind: str, every: int, bar: bool) -> None:
-    """Logged values are read after they are computed, which compiles nothing; the only graph is that of the evaluation."""
+    """Logged values are read after they are computed, which compiles nothing; the only further graph is the evaluation's."""
     trained, rows = under(kind, logged, every, bar)
     assert list(rows) == list(range(every, 21, every))
     assert sum(later(trained).values()) == 1
@@ -142,7 +142,7 @@ def accumulated(kind: str, samples: int) -> Trained:
 
 @pytest.mark.parametrize("kind", FEW)
 def test_accumulation(kind: str) -> None:
-    """A graph each for the first, the middle and the last micro-batch of a window; a new one once the optimizer has state."""
+    """At most six graphs: for the first, middle and last micro-batch of a window, before and after the optimizer has state."""
     trained = under(kind, accumulated, 128)
     assert after(trained, 2) <= 6
     assert later(trained) == {}
@@ -172,8 +172,10 @@ def gone_on(kind: str, folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_resuming(kind: str, run_dir: Path) -> None:
-    """There is state already, so one graph does on one device; on several what has been loaded is divided by a graph of its
-    own, or the first step says how it is to be divided from the second on."""
+    """After a resume, the optimizer already has state, so on one device a single graph is enough.
+
+    On several devices there is a second one: it shards the loaded state, or the first step determines the sharding.
+    """
     under(kind, saved, run_dir / "checkpoints")
     newest, *_ = list_checkpoints(run_dir / "checkpoints")
     compilations = under(kind, gone_on, newest.path)

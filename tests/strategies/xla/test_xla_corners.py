@@ -1,4 +1,4 @@
-"""Corner cases: models that are moved back from XLA, steps without training, Adam's later steps, unusual starts."""
+"""Corner cases: models moved back from XLA, steps without a loss, Adam's later steps, unusual ways to start."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def quiet(strategy: Any, *callbacks: Callback, **options: Any) -> Trainer:
     return Trainer(strategy=strategy, callbacks=[*callbacks], **{"max_epochs": 1, **silent, **options})
 
 
-# ------------------------------------------------------------------------------------------------------------- and back
+# ------------------------------------------------------------------------------------------------------ to XLA and back
 
 
 def there_and_back() -> list[Any]:
@@ -77,14 +77,14 @@ def compiled(rates: tuple[float, float]) -> list[int]:
 
 
 def test_the_corrections_of_adams_first_steps_may_become_1() -> None:
-    """Immediately with these betas, after thousands of steps with others: numbers would then be constants of the graph."""
+    """With these betas they reach 1 early, with others after thousands of steps. As numbers they would become constants."""
     counts = run_xla(compiled, (0.4, 0.5))
     assert len(counts) == 64
     assert 1 - 0.5**60 == 1.0
     assert counts[-1] == counts[1], counts
 
 
-# -------------------------------------------------------------------------------------------------------- filled batches
+# -------------------------------------------------------------------------------------------------------- padded batches
 
 
 def steps_without_a_loss() -> int:
@@ -184,7 +184,7 @@ def one_of_several(options: dict[str, Any]) -> str:
 
     with pytest.raises(ConfigurationError) as caught:
         quiet(XLAStrategy(**options), devices=1)
-    quiet("xla", devices=1).fit(Tied(), data())  # SPMD has not been switched on
+    quiet("xla", devices=1).fit(Tied(), data())  # the error did not enable SPMD
     return str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""Runs under XLA with manual optimization, evaluations, all kinds of loaders and batches, hooks, callbacks."""
+"""Runs under XLA with manual optimization, evaluations, all kinds of loaders and batches, hooks and callbacks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Gan(TrainModule):
         self.losses: list[Tensor] = []
 
     def both(self, batch: Any) -> Iterator[tuple[int, Tensor]]:
-        """The number of an optimizer, and its loss."""
+        """Yields the index and the loss of each optimizer."""
         made = self.discriminator(self.generator(batch["x"])).square().mean()
         yield 0, made
         told = (self.discriminator(batch["y"][:, :1]) - 1).square().mean()
@@ -93,7 +93,7 @@ def test_manual_optimization(kind: str) -> None:
 
 
 class Evaluated(Net):
-    """Predicts, is validated on two loaders, and tested."""
+    """Has steps for validation on two loaders, for testing and for prediction."""
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_loss", self.loss(batch))
@@ -156,7 +156,7 @@ class Named(Numbers):
 
 
 class Strict(Net):
-    """Checks its batches, and sometimes returns no loss."""
+    """Checks its batches."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if "name" in batch:
@@ -209,7 +209,7 @@ def test_a_combined_loader(kind: str) -> None:
 
 
 class Sometimes(Net):
-    """No loss in every third step."""
+    """Returns no loss in every third step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None if batch_idx % 3 == 1 else super().training_step(batch, batch_idx)
@@ -230,7 +230,7 @@ def test_steps_without_a_loss(kind: str) -> None:
 
 
 class Moves(Net):
-    """Moves batches to the device itself."""
+    """Overrides the hooks that transfer a batch to the device."""
 
     def __init__(self) -> None:
         super().__init__("sgd")
@@ -311,7 +311,7 @@ def test_callbacks(kind: str, run_dir: Path) -> None:
 
 
 class Broken(Net):
-    """The third step's loss is not a number."""
+    """The loss of the third step is NaN."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -326,7 +326,7 @@ def guarded(kind: str) -> tuple[int, bool]:
 
 @pytest.mark.parametrize("kind", FEW)
 def test_steps_that_are_not_finite_are_skipped(kind: str) -> None:
-    """All other steps are run."""
+    """All other optimizer steps are made."""
     skipped, finite = under(kind, guarded)
     assert finite
     assert skipped == 1

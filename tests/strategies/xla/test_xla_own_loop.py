@@ -1,4 +1,4 @@
-"""Under XLA, a training loop with Accelerator equals the Trainer bit for bit."""
+"""Under XLA, a training loop with Accelerator gives the same results as the Trainer, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLES = 77
 
 
 class Loop:
-    """Two epochs, with windows of two and clipping."""
+    """A training loop with accumulation windows of two micro-batches, and clipping."""
 
     def __init__(self, kind: str, net: Any = None, precision: str = "32-true") -> None:
         trainkit.seed_everything(5)
@@ -31,7 +31,7 @@ class Loop:
         self.trained, self.updates = Trained(), 0
 
     def epoch(self, save: tuple[int, Path] | None = None) -> None:
-        """`save`: after how many micro-batches, and where."""
+        """Train for an epoch. `save`: the number of micro-batches after which to save, and the folder."""
         for number, batch in enumerate(self.loader, 1):
             self.trained.ids.append(batch["id"].tolist())
             with self.accelerator.accumulate(self.model):
@@ -55,7 +55,7 @@ class Loop:
 
 
 class Called(Net):
-    """Can be called."""
+    """Has a `forward`, so that a training loop can call it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
@@ -99,7 +99,7 @@ def saved_and_loaded(kind: str, folder: Path) -> tuple[Trained, Trained]:
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_save_state_and_load_state(kind: str, run_dir: Path) -> None:
-    """Bit for bit, with dropout, shuffling and augmentation."""
+    """The resumed loop equals the uninterrupted one bit for bit, with dropout, shuffling and augmentation."""
     whole, rest = under(kind, saved_and_loaded, run_dir / "state")
     assert rest.ids == whole.ids[4:]
     assert rest.losses == whole.losses[4:]
@@ -107,7 +107,7 @@ def test_save_state_and_load_state(kind: str, run_dir: Path) -> None:
 
 
 def evaluated(kind: str) -> dict[str, Any]:
-    """An evaluation of 21 samples in a training loop, on any devices, and with a plain model."""
+    """Evaluate 21 samples in a training loop under XLA, and with a plain model."""
     net, again, data = Called(), Called(), Numbers(21)
     accelerator = Accelerator(strategy=strategy(kind))
     model = accelerator.prepare(net).eval()

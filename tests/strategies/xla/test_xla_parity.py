@@ -59,7 +59,7 @@ WAYS = {
 
 
 def both(kind: str, name: str, epochs: int, precision: str = "32-true") -> tuple[Trained, Trained]:
-    """By the Trainer, and by hand."""
+    """Train with the Trainer, and by hand."""
     way = WAYS[name]
     module, data = way.make(**way.options), way.data(SAMPLES)
     plainly = dict(way.plainly)
@@ -74,7 +74,7 @@ def both(kind: str, name: str, epochs: int, precision: str = "32-true") -> tuple
 
 
 def assert_same(mine: Trained, theirs: Trained, allowed: float, parameters: bool, digit: float = 0.0) -> None:
-    """`digit`: the last that a norm has, relative to it."""
+    """`digit`: the relative rounding error of a gradient norm."""
     assert mine.ids == theirs.ids
     assert mine.rates == theirs.rates
     close(mine.losses, theirs.losses, allowed)
@@ -86,7 +86,7 @@ def assert_same(mine: Trained, theirs: Trained, allowed: float, parameters: bool
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("name", list(WAYS))
 def test_parity(name: str, kind: str) -> None:
-    """Over thirty micro-batches, three of them short; compiled as for a user if that does not take too long."""
+    """Over thirty micro-batches, three of them short. Compiled with the options of a user's run, except for the slow GPT."""
     mine, theirs = under(kind, both, name, 3, optimized=name != "gpt")
     assert len(theirs.losses) == 30
     assert_same(mine, theirs, limit(), WAYS[name].options.get("optimizer") == "sgd")

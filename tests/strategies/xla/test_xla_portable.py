@@ -1,4 +1,4 @@
-"""Checkpoints of XLA resumed under other strategies, in another environment with another torch, and vice versa."""
+"""Checkpoints of XLA are resumed under other strategies, in an environment with another torch, and vice versa."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def go(kind: str, *callbacks: Callback, **arguments: Any) -> Notes:
 
 
 def save(kind: str, folder: Path) -> None:
-    """Ten optimizer steps."""
+    """Train for ten optimizer steps, and save."""
     go(kind, SaveAfterTen(folder))
 
 
 def go_on(kind: str, source: Path, copy: Path) -> dict[int, list[float]]:
-    """Train to the end; returns the losses of each optimizer step."""
+    """Resume from `source` and train to the end; returns the losses of each optimizer step."""
     trained = go(kind, SaveAtOnce(copy), ckpt_path=source).trained
     found: dict[int, list[float]] = {}
     before = 10
@@ -91,7 +91,7 @@ def test_from_one_configuration_to_another(kind: str, run_dir: Path) -> None:
 
 
 def test_the_comparison_can_fail(run_dir: Path) -> None:
-    """The optimizer steps of another schedule differ from these."""
+    """A loss that differs by 0.1 % is found."""
     run_world(1, save, "auto", run_dir / "saved")
     [found] = run_world(1, go_on, "auto", run_dir / "saved", run_dir / "copy")
     assert_goes_on([found], run_dir / "saved", run_dir / "copy")
@@ -124,7 +124,7 @@ class Divided(Callback):
 
 
 def divided(kind: str, folder: Path) -> list[list[dict[str, str]]]:
-    """In a run of twelve optimizer steps, and in one that resumes after its tenth."""
+    """Record the sharding in a run of ten optimizer steps, and in a run that resumes from its checkpoint."""
     whole, rest = Divided(), Divided()
     go(kind, whole, SaveAfterTen(folder))
     go(kind, rest, ckpt_path=folder)
@@ -133,7 +133,7 @@ def divided(kind: str, folder: Path) -> list[list[dict[str, str]]]:
 
 @pytest.mark.parametrize("kind", ["fsdp", "mesh"])
 def test_optimizer_state_is_sharded_like_the_parameters(kind: str, run_dir: Path) -> None:
-    """Also loaded state, which would otherwise be whole on each device; the parameters would then differ in the last digits."""
+    """Also state that was loaded. If each device held all of it, the parameters would differ in the last digits."""
     whole, rest = under(kind, divided, run_dir / "saved")
     parameters = {name: spec for name, spec in whole[0].items() if "/" not in name}
     assert len(parameters) == len(whole[0]) == 4, "there is no state before the first update"

@@ -1,4 +1,4 @@
-"""Errors for what XLA does not support, with what to do instead; test_runtime.py has those before the runtime starts."""
+"""Errors for what XLA does not support, with what to do instead. Errors before the runtime starts: test_runtime.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.xla
 
 
 def made(arguments: dict[str, Any], options: dict[str, Any]) -> None:
-    """A Trainer, or the error of creating it."""
+    """Create a Trainer; returns only if there is no error."""
     from trainkit.strategies import XLAStrategy
 
     Trainer(**{"strategy": XLAStrategy(**options), **arguments})
@@ -130,7 +130,7 @@ def trained_on_the_cpu_first() -> str:
 
 
 def test_a_backward_pass_before_the_runtime_begins() -> None:
-    """torch's autograd makes its queues at the first one, for the devices that there are then."""
+    """torch's autograd creates its queues in the first backward pass, for the devices that exist then."""
     assert "a backward pass ran in this process before XLA's runtime started" in run_xla(trained_on_the_cpu_first)
 
 
@@ -163,7 +163,7 @@ def launched() -> None:
 
 
 def test_processes_of_another_launcher() -> None:
-    """Each process would train alone, without a message."""
+    """This is an error, since each process would train alone."""
     torchrun = {
         "RANK": "0",
         "LOCAL_RANK": "0",

@@ -1,4 +1,4 @@
-"""`XLAStrategy(mode="replicas")`: on a TPU a process for each chip, on the CPU a thread for each device."""
+"""`XLAStrategy(mode="replicas")`: one process per chip on a TPU, one thread per device on the CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.xla
 
 
 class Noisy(Dataset[Any]):
-    """Samples with augmentation, drawn when they are fetched; each contains its number."""
+    """Samples with noise that is drawn when they are fetched. Each contains its index."""
 
     def __init__(self, samples: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -106,7 +106,7 @@ def _in_replica(index: int, folder: str, module: dict[str, Any], options: dict[s
 
 
 def in_replicas(folder: str, module: dict[str, Any], options: dict[str, Any]) -> list[dict[str, Any]]:
-    """The results of each of two replicas."""
+    """Run a fit in two replicas; returns the results of each."""
     from trainkit.strategies import XLAStrategy
 
     XLAStrategy.launch(_in_replica, (folder, module, options), devices=2, start_method="fork")
@@ -115,18 +115,18 @@ def in_replicas(folder: str, module: dict[str, Any], options: dict[str, Any]) ->
 
 @pytest.fixture
 def replicas(tmp_path: Path) -> Any:
-    """Runs a fit in two replicas."""
+    """A function that runs a fit in two replicas."""
     return lambda module=None, **options: run_xla(in_replicas, str(tmp_path), module or {}, options, devices=2)
 
 
 def alone(module: Classifier, **options: Any) -> dict[str, Any]:
-    """The same on one CPU, which accumulates the micro-batches that the replicas process in parallel."""
+    """The same training on one CPU, which accumulates the micro-batches that the replicas process in parallel."""
     options["accumulate_grad_batches"] = 2 * options.pop("accumulate_grad_batches", 1)
     return fit("single", module, accelerator="cpu", devices=1, **options)
 
 
 def dealt_again(found: list[dict[str, Any]], name: str) -> list[Any]:
-    """The records of all replicas for each micro-batch, in the order of the epoch."""
+    """The records of both replicas, merged in the order of the epoch's micro-batches."""
     parts = [list(one[name]) for one in found]
     rows = max(map(len, parts))
     per_epoch = rows // 2
@@ -190,7 +190,7 @@ def test_one_failure_ends_all_replicas(replicas: Any) -> None:
         replicas(fail=True)
 
 
-# ------------------------------------------------------------------------------------------------------------ own loops
+# ----------------------------------------------------------------------------------------------- your own training loop
 
 
 def _own_loop(index: int, folder: str) -> None:
@@ -254,7 +254,7 @@ def test_a_training_loop_equals_the_trainer_bit_for_bit(replicas: Any, tmp_path:
 def _plain(index: int, folder: str) -> None:
     from trainkit.strategies import XLAStrategy
 
-    # Two threads would draw at the same time if each replica created it: they run one at a time only with a Trainer.
+    # Created once: without a Trainer, the threads would draw random numbers at the same time.
     found = fit(XLAStrategy(mode="replicas"), copy.deepcopy(_made[0]))
     Path(folder, f"{index}.json").write_text(json.dumps(found))
 

@@ -1,4 +1,4 @@
-"""Killed by SIGKILL and resumed: bit for bit on as many devices, and with the same samples on other numbers of devices."""
+"""Runs killed by SIGKILL and resumed: bit for bit on the same devices, with the same samples on another number of devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xla
 def same_as_undisturbed(
     kind: str, run_dir: Path, kills: int, seed: int, workers: tuple[int, ...] = (0,), arguments: dict[str, Any] | None = None
 ) -> None:
-    """Check that losses, samples, augmentation, rates and parameters of a killed run equal those of an uninterrupted one."""
+    """Check that losses, samples, augmentation and parameters of a killed run equal those of an uninterrupted one."""
     whole, broken = (Life(run_dir / name, arguments=arguments or {}) for name in ("whole", "broken"))
     expected = lived(kind, whole)
     attempt = lives(kind, broken, kills, seed, workers)

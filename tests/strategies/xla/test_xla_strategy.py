@@ -1,4 +1,4 @@
-"""`XLAStrategy`: what is given to the devices, and what is refused."""
+"""`XLAStrategy`: the same counts, samples and learning rates as DDP; short last batches; tied parameters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def falling(step: int) -> float:
 
 
 def dealt(kind: str, samples: int, window: int) -> dict[str, Any]:
-    """Batches of two samples for each device, shuffled and augmented."""
+    """Train on batches of two samples per device, shuffled and augmented; returns counts, learning rates and samples."""
     notes, net, data = Notes(), Net("sgd", falling), DataLoader(Numbers(samples, noise=True), 2, shuffle=True)
     trainer = quiet(kind, notes, max_epochs=2, global_batch_size=8 * window)
     trainer.fit(net, data, DataLoader(Numbers(5), 2))
@@ -63,7 +63,7 @@ def of_all(found: list[dict[str, Any]], what: str) -> dict[tuple[int, int], list
 
 @pytest.mark.parametrize("samples, window", [(77, 1), (77, 2), (71, 3)])
 def test_the_arithmetic_of_ddp(samples: int, window: int) -> None:
-    """Sizes, lengths, windows, learning rates, and the augmented samples of each micro-batch are bit-identical."""
+    """World size, numbers of batches and steps, learning rates and augmented samples of each micro-batch equal those of DDP."""
     theirs = run_world(4, dealt, "ddp", samples, window)
     for kind in ("spmd", "mesh"):
         mine = under(kind, dealt, samples, window)
@@ -85,7 +85,7 @@ def test_one_device_is_one_process() -> None:
 
 
 def last_batch(kind: str, samples: int, make: type[Net], options: dict[str, Any]) -> tuple[Trained, Trained, list[int]]:
-    """Two epochs by the Trainer and by hand, and the sizes of the tensors."""
+    """Train two epochs with the Trainer and by hand; also returns the sizes of the batches that the callback sees."""
     net, sizes = make("sgd"), []
 
     class Sizes(Callback):

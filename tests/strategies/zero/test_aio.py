@@ -1,4 +1,4 @@
-"""Reads and writes of offloaded tensors, through DeepSpeed's own handle: none fails unnoticed."""
+"""Reads and writes of offloaded tensors through DeepSpeed's own handle: each failure raises an error."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_write_and_read(handle: Any, tmp_path: Path) -> None:
 
 
 def test_a_refused_read(handle: Any, tmp_path: Path) -> None:
-    """Into memory that begins in the middle of a block: DeepSpeed reports success."""
+    """The buffer is not aligned. The read fails, although DeepSpeed reports success."""
     tensor = locked(handle, 2**18)
     tensor.fill_(1.0)
     handle.async_pwrite(tensor, str(tmp_path / "file"), 0)

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration and the run: values of both must be equal, and values of only the configuration are used."""
+"""A DeepSpeed configuration and the run: a value in both must be equal, and a value in only the configuration is used."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def case(make: type = RegressionModule, **arguments: Any) -> Case:
 
 
 def test_optimizer_and_scheduler_of_the_configuration() -> None:
-    """As if `configure_optimizers` had created them; Adam has no weight decay by default, as in DeepSpeed."""
+    """The same as if `configure_optimizers` had created them. Adam has no weight decay by default, as in DeepSpeed."""
     told = config(3, optimizer=ADAM, scheduler=WARMUP)
     mine = train(case(WithoutOptimizer), strategy=ZeROStrategy(config=told, device="cpu"))
     other = train(case(Same), strategy=ZeROStrategy(stage=3, device="cpu"))
@@ -200,7 +200,7 @@ def test_a_precision_that_is_set_twice_keeps_its_scale() -> None:
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
-    """Complete batches, whose size the loader does not know."""
+    """A stream of complete batches, so that the loader does not know the batch size."""
 
     def __iter__(self) -> Any:
         yield from DataLoader(Noisy(8), 2)
@@ -251,7 +251,7 @@ def own_loop(told: Any, clip: float | None, plugin: bool = False) -> list[float]
 
 
 def refused(told: Any, clip: float | None) -> str:
-    """The error message."""
+    """Train; returns the error message."""
     with pytest.raises(ConfigurationError) as caught:
         own_loop(told, clip)
     return str(caught.value)
@@ -288,7 +288,7 @@ def plugins() -> tuple[dict[str, list[float]], list[str]]:
 
 
 def test_a_training_loop_is_clipped_by_the_configuration() -> None:
-    """Whether it clips itself or not; a different value is an error."""
+    """Also if the loop itself clips by the same value. A different value is an error."""
     losses, _ = run_world(2, loops)
     assert losses["configuration"] == losses["both"] == losses["loop"] != losses["none"]
     assert "'gradient_clipping': 0.05, but the run has clip_grad_norm_(..., 1.0)" in run_world(1, refused, CLIP, 1.0)[0]
@@ -319,7 +319,7 @@ def test_contradictions_to_a_training_loop(told: Any, message: str) -> None:
 
 
 def test_the_plan_uses_the_optimizer_of_the_configuration() -> None:
-    """Two tensors for each parameter, before training starts."""
+    """The plan counts two tensors of Adam's state per parameter."""
     total = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 3, "warmup_max_lr": "auto"}}
     trainer = Trainer(
         strategy=ZeROStrategy(config=config(optimizer=ADAM, scheduler=total)), accelerator="cpu", max_steps=5, logger=False

@@ -85,7 +85,7 @@ def test_the_usual_file() -> None:
 
 
 def test_a_file_with_comments(caplog: pytest.LogCaptureFixture) -> None:
-    """DeepSpeed reads them with hjson; a notice names keys that have no effect in this stage."""
+    """Comments are allowed, as in DeepSpeed. A notice names keys that have no effect in this stage."""
     Path("ds.json").write_text("// ours\n" + json.dumps(USUAL) + "\n")
     strategy = ZeROStrategy(config="ds.json")
     assert strategy.config == ZeROConfig(

@@ -1,4 +1,4 @@
-"""DeepSpeed as the strategies start it: its output, and the exit of the process."""
+"""DeepSpeed under trainkit: its output, the exit code of the process, and saving after the run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ sys.exit(7)
 
 
 def test_the_exit_code_of_the_script(run_dir: Path) -> None:
-    """Even if something aborts at exit; the script's output is complete, without output of DeepSpeed."""
+    """It is kept even if something aborts at exit. The script's output is complete, without output of DeepSpeed."""
     done = run_python("-c", SCRIPT)
     assert done.returncode == 7, done.stderr
     assert sorted(without_gloo(done.stdout).splitlines()) == ["written by C", "written by Python"]
@@ -47,7 +47,7 @@ def test_the_exit_code_of_the_script(run_dir: Path) -> None:
 @pytest.mark.zero
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 def test_saving_after_the_run(stage: str, run_dir: Path) -> None:
-    """An error says that the optimizer state is freed; the weights can be saved."""
+    """Saving all is an error, which says that the optimizer state is freed. The weights can be saved."""
     script = SCRIPT.replace('"zero3"', repr(stage)).split("libc.printf")[0].replace("libc.abort", "libc.fflush")
     done = run_python("-c", script + 'trainer.save_checkpoint("weights", weights_only=True)\ntrainer.save_checkpoint("all")\n')
     assert done.returncode == 1

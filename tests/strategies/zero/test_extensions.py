@@ -25,7 +25,7 @@ def test_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The headers of libaio; creating the strategy raises the error."""
+    """libaio's headers are missing. Creating the strategy raises the error."""
     monkeypatch.setenv("CXX", "g++ -nostdinc")
     with pytest.raises(MissingPackageError, match="libaio with its headers, which is not installed.*apt install libaio-dev"):
         ZeROStrategy(stage=3, offload_optimizer="nvme", nvme_path=tmp_path)
@@ -42,7 +42,7 @@ def test_without_a_lock(tmp_path: Path) -> None:
 
 
 def test_the_lock_of_a_killed_process_of_trainkit(tmp_path: Path) -> None:
-    """The caller holds the lock that excludes live processes."""
+    """It is removed immediately, since the caller holds the lock that excludes live processes."""
     (tmp_path / "lock").touch()
     (tmp_path / _MARK).touch()
     _clear(tmp_path)

@@ -113,6 +113,6 @@ def test_space_on_the_disk(tmp_path: Path) -> None:
 
 
 def test_memory_that_cannot_be_locked(tmp_path: Path) -> None:
-    """More memory than any machine has: the system refuses, as above a user's limit."""
+    """No machine has so much memory, so the system refuses, as it does above a user's limit."""
     with pytest.raises(ConfigurationError, match=r"1024.0 GiB of page-locked memory .*ulimit -l unlimited"):
         check_space(tmp_path, 0, 2**40, 1)

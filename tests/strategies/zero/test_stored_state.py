@@ -30,7 +30,7 @@ PRECISIONS = {"zero1": "32-true", "zero2-cpu": "16-mixed", "zero3": "bf16-mixed"
     "kind, precision", [pytest.param(*pair, marks=() if pair[0] == "zero3" else ZERO) for pair in PRECISIONS.items()]
 )
 def test_exact_resume(kind: str, precision: str, run_dir: Path) -> None:
-    """Killed by SIGKILL and resumed, bit for bit: losses, samples, augmentation, parameters."""
+    """A run killed by SIGKILL and resumed equals an uninterrupted one bit for bit: losses, samples, parameters."""
     whole, broken = run_dir / "whole", run_dir / "broken"
     whole.mkdir()
     broken.mkdir()
@@ -79,7 +79,7 @@ def test_counters_that_differ_within_a_group(run_dir: Path) -> None:
 
 
 class OnDisk(Callback):
-    """Which files of tensors are mapped when the checkpoint is loaded, and which at the end."""
+    """Records which tensor files are memory-mapped in on_load_checkpoint, and in on_train_start."""
 
     def __init__(self) -> None:
         self.mapped: list[set[str]] = []
@@ -106,7 +106,7 @@ def test_no_process_reads_the_whole_checkpoint(kind: str, run_dir: Path) -> None
 
 
 class Checkpointed(RegressionModule):
-    """With torch's activation checkpointing wrapper around a layer."""
+    """A module with torch's activation checkpointing wrapper around a layer."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -128,7 +128,7 @@ def test_activation_checkpointing_leaves_no_trace(before: type, kind: str, after
 
 
 class Longer(RegressionModule):
-    """With one more layer, which is trained too."""
+    """A module with one more layer, which is also trained."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -139,7 +139,7 @@ class Longer(RegressionModule):
 
 
 def lengthened(kind: str, source: Path, copy: Path) -> tuple[str, int]:
-    """The error of a run whose model has one more layer, and its progress when it loads only matching parameters."""
+    """Resume with one more layer: returns the error, and the last optimizer step when loading only matching parameters."""
     longer = case(make=Longer)
     try:
         train(longer, strategy=strategy(kind), ckpt_path=str(source))
@@ -152,7 +152,7 @@ def lengthened(kind: str, source: Path, copy: Path) -> tuple[str, int]:
 
 @pytest.mark.parametrize("kind", ["zero2", pytest.param("zero3", marks=ZERO)])
 def test_matching_parts_of_another_model(kind: str, run_dir: Path) -> None:
-    """`strict=False`: a parameter that was not there starts with moments of zero."""
+    """With `strict=False`, a parameter that is not in the checkpoint starts with moments of zero."""
     together(2, {"save": (save, case(), kind, run_dir / "saved")})
     ends = together(2, {"go": (lengthened, kind, run_dir / "saved", run_dir / "copy")})["go"]
     assert all("missing in the checkpoint (2): more.weight, more.bias" in said for said, _ in ends)

@@ -1,4 +1,4 @@
-"""Ranges of tensors in memory and in files."""
+"""`InMemory` and `OnDisk`: ranges of a tensor in memory or in a file."""
 
 from __future__ import annotations
 

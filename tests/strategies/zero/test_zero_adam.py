@@ -1,4 +1,4 @@
-"""DeepSpeed's own Adam, which is compiled: trains like torch's, and their states are interchangeable."""
+"""DeepSpeed's own, compiled Adam trains like torch's Adam, and their states are interchangeable."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_state_for_both(here: str, there: str, run_dir: Path) -> None:
 
 
 def test_a_copy_does_not_affect_the_optimizer() -> None:
-    """Deleting one of DeepSpeed's optimizers destroys its compiled part."""
+    """`count_slots` steps a copy and deletes it, which must not destroy the compiled part of DeepSpeed's optimizer."""
     module = DeepSpeeds()
     optimizer = module.configure_optimizers()
     assert count_slots(optimizer) == 2
@@ -92,7 +92,7 @@ def test_a_copy_does_not_affect_the_optimizer() -> None:
 
 
 def test_the_configuration_chooses_it() -> None:
-    """ "Adam" with an offloaded optimizer, as DeepSpeed does it; "torch_adam" is torch's."""
+    """With an offloaded optimizer, "Adam" is DeepSpeed's own Adam, as in DeepSpeed. "torch_adam" chooses torch's."""
     told = {
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},

@@ -1,4 +1,4 @@
-"""`configure_model` in stage 3: each layer is divided as soon as it is made, and trains as any other."""
+"""`configure_model` in stage 3: each layer is sharded as soon as it is created, and trains like any other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.zero  # they take long
 
 
 class Built(RegressionModule):
-    """Creates its layers in `configure_model`; one initializes itself, one is initialized by `apply`."""
+    """Creates its layers in `configure_model`. One layer initializes itself, the others are initialized by `apply`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -46,7 +46,7 @@ def small(layer: nn.Module) -> None:
 
 
 class Sizes(Callback):
-    """The number of elements of the module in this process, before training and after `fit` has set it up."""
+    """Records the number of parameter elements in this process in `on_fit_start`."""
 
     def __init__(self) -> None:
         self.setup = -1
@@ -58,7 +58,7 @@ class Sizes(Callback):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("kind, size", [("zero3", 2), ("zero3-both-cpu", 1), ("zero3-cpu", 3)])
 def test_the_same_training(kind: str, size: int, precision: str) -> None:
-    """From the same initial values."""
+    """The losses equal those of one device, from the same initial values."""
     arguments = {"precision": precision, "gradient_clip_val": 1.0}
     which = Case(samples=48, make=Built, options={"optimizer": "adamw"}, arguments=arguments)
     record, other = trained(which, size, strategy=strategy(kind)), trained(which, 1)
@@ -76,7 +76,7 @@ def test_memory_during_and_after_a_run() -> None:
 
 
 def divided() -> tuple[int, list[int], bool]:
-    """The elements of a process when training begins, those at the end, and whether it can train again."""
+    """Returns the elements in this process when the fit starts, those at the end, and whether the module can train again."""
     module, watch = Built(), Sizes()
     which = Case(samples=12, make=lambda: module, arguments={"precision": "32-true"})
     train(which, watch, strategy=strategy("zero3"))
@@ -85,7 +85,7 @@ def divided() -> tuple[int, list[int], bool]:
 
 
 def test_sharded_parameters_need_stage_3() -> None:
-    """Another strategy could not train it."""
+    """Another strategy could not train the module, so this is an error."""
     for said in run_world(2, elsewhere):
         assert said.startswith("4 parameters are sharded by ZeRO-3: configure_model created them in an earlier run")
         assert said.endswith("Continue with strategy='zero3', or start from a checkpoint: Built.load_from_checkpoint(path)")
@@ -190,7 +190,7 @@ def test_nvme(kind: str, size: int) -> None:
 
 
 def test_parameters_after_offload_to_a_disk() -> None:
-    """The values, in memory, after the folder was removed."""
+    """After the run, the folder is removed, but the values are in memory and can be trained again."""
     for values in run_world(2, gone):
         assert values
 

@@ -50,14 +50,14 @@ def test_portability(kind: str, size: int, precision: str, run_dir: Path) -> Non
         for other, count in targets:
             if precision != "bf16-true":
                 assert_portable(source, other, count, precision, make)
-            elif kind.startswith("zero"):  # others have no masters
+            elif kind.startswith("zero"):  # other strategies have no master weights
                 assert_portable(source, other, count, precision, make, exact=other.startswith("zero"))
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_exact_resume(kind: str, precision: str, run_dir: Path) -> None:
-    """Killed by SIGKILL and resumed, bit for bit; nothing is left on the disk."""
+    """A run killed by SIGKILL and resumed equals an uninterrupted one bit for bit. No swap folder is left on the disk."""
     whole, broken = run_dir / "whole", run_dir / "broken"
     whole.mkdir()
     broken.mkdir()

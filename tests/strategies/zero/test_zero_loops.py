@@ -28,7 +28,7 @@ SOME = ["zero1", "zero2", "zero2-cpu", "zero3", "zero3-both-cpu"]
 
 
 def own_loop(kind: str, precision: str, clip: bool) -> list[float]:
-    """Two epochs whose last accumulation window is short and uneven."""
+    """Train two epochs, whose last accumulation window is short and uneven; returns the losses."""
     trainkit.seed_everything(5)
     accelerator = Accelerator(strategy=strategy(kind), precision=precision, gradient_accumulation_steps=2)
     net = RegressionModule().net
@@ -50,7 +50,7 @@ def own_loop(kind: str, precision: str, clip: bool) -> list[float]:
 
 
 class Trained(RegressionModule):
-    """The same for a `Trainer`."""
+    """The training of `own_loop`, for a `Trainer`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def of_ddp(size: int, precision: str, clip: bool) -> list[list[float]]:
     ],
 )
 def test_own_loop(kind: str, size: int, precision: str, clip: bool) -> None:
-    """Equal to the Trainer bit for bit, and to DDP."""
+    """The losses equal those of the Trainer bit for bit, and those of DDP except for rounding."""
     own = run_world(size, own_loop, kind, precision, clip)
     assert own == run_world(size, by_trainer, kind, precision, clip)
     for mine, other in zip(own, of_ddp(size, precision, clip), strict=True):
@@ -124,7 +124,7 @@ class Gan(TrainModule):
         self.losses: list[tuple[float, float]] = []
 
     def judged(self, x: Tensor) -> Tensor:
-        """In float32, like losses: float16 does not have the digits that are compared."""
+        """Returns float32, like losses, since float16 is less precise than the comparison."""
         return self.discriminator(x).float()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -171,7 +171,7 @@ def test_a_gan(kind: str, size: int, precision: str) -> None:
 
 
 class Evaluated(RegressionModule):
-    """Predicts, and is tested."""
+    """Has a test step and a predict step."""
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.log("test_loss", self.loss(batch))
@@ -181,7 +181,7 @@ class Evaluated(RegressionModule):
 
 
 def evaluate(kind: str, samples: int) -> tuple[Any, ...]:
-    """A test and a prediction before and after a fit, and the validation in it."""
+    """Test and predict before a fit, validate during it, and test after it; returns the results."""
     module, data = Evaluated(), DataLoader(Noisy(samples), 2)
     trainer = quiet_trainer(kind, max_epochs=1, global_batch_size=4)
     found: list[Any] = [trainer.test(module, data), [t.tolist() for t in trainer.predict(module, data)]]
@@ -193,7 +193,7 @@ def evaluate(kind: str, samples: int) -> tuple[Any, ...]:
 @pytest.mark.parametrize("kind", ["zero2", "zero3", "zero3-both-cpu"])
 @pytest.mark.parametrize("samples", [1, 9, 7])
 def test_evaluation(kind: str, samples: int) -> None:
-    """Exact on any data, also if a process has fewer batches than another, or none."""
+    """The results are exact for any number of samples, even if a process has fewer batches than another, or none."""
     (expected,) = run_world(1, evaluate, "auto", samples)
     for size in (1, 2):
         for found in run_world(size, evaluate, kind, samples):
@@ -230,7 +230,7 @@ def guarded(kind: str, action: str) -> tuple[str, int, bool]:
 
 @pytest.mark.parametrize("kind", SOME)
 def test_gradients_that_are_not_finite(kind: str) -> None:
-    """They are used as under other strategies, and `NonFiniteGuard` detects them."""
+    """They are applied, as under other strategies, and `NonFiniteGuard` detects them."""
     for said, _, finite in run_world(1, guarded, kind, "raise"):
         assert "Not finite in optimizer step 3: the gradient of all parameters together" in said
         assert not finite
@@ -251,7 +251,7 @@ def fails() -> None:
 
 
 def test_a_step_that_needs_a_loss() -> None:
-    """All processes end, and the process without a loss reports the reason."""
+    """All processes fail, and the process without a loss reports the reason."""
     first, second = start_world(2, fails).ends()
     assert not first[0]
     assert not second[0]

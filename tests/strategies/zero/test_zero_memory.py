@@ -29,7 +29,7 @@ def memory(kind: str, **options: Any) -> ZeROMemory:
 
 
 def assert_update(kinds: list[str], precision: str, size: int) -> None:
-    """Tensors in the middle of the optimizer's step are those of the plan."""
+    """Assert that the bytes of all tensors in the middle of an optimizer step are those of the plan."""
     by_rank = together(size, {"held": (bytes_in_the_update, kinds, precision)})["held"]
     wrong = {}
     for kind in kinds:
@@ -41,8 +41,8 @@ def assert_update(kinds: list[str], precision: str, size: int) -> None:
 
 
 def assert_peak(kinds: list[str], precision: str, size: int, **options: Any) -> None:
-    """The memory that torch allocates in an optimizer step equals the plan's largest moment."""
-    for _ in range(3):  # a tensor that a thread of gloo happens to free is never noted as freed: that adds to some measurements
+    """Assert that the peak of torch's allocations in an optimizer step equals the plan's largest moment."""
+    for _ in range(3):  # a tensor that a thread of gloo frees is not recorded as freed, which adds to some measurements
         by_rank = together(size, {"held": (_peaks, kinds, precision, options)})["held"]
         wrong = {}
         for kind in kinds:
@@ -69,18 +69,18 @@ def test_in_the_update(size: int, precision: str) -> None:
 
 
 def test_at_the_peak() -> None:
-    """On one process: torch does not record what gloo's threads free."""
+    """On one process, since torch does not record tensors that gloo's threads free."""
     for precision in ("32-true", "bf16-true"):
         assert_peak(["zero1", "zero2"], precision, 1)
 
 
 def test_two_buckets() -> None:
-    """One is filled while the other one is reduced."""
+    """With overlap_comm=True, one bucket is filled while the other is reduced."""
     assert_peak(["zero1", "zero2"], "32-true", 1, overlap_comm=True)
 
 
 def test_small_buckets() -> None:
-    """Small next to the model, like the default buckets next to a large model."""
+    """Small relative to the model, like the default buckets relative to a large model."""
     assert_peak(["zero1", "zero2"], "32-true", 1, reduce_bucket_size=1_200_000)
 
 
@@ -98,7 +98,7 @@ def test_in_autocast(size: int) -> None:
 
 
 def test_memory_over_numbers_of_processes() -> None:
-    """With more processes each process holds less, but all together no less than the whole."""
+    """With more processes, each holds less optimizer state, but all together never less than a single process."""
     held = contents("32-true")
     for kind in STAGES:
         totals = [memory(kind).footprint(held, size).moments["update"] for size in (1, 2, 4, 8)]

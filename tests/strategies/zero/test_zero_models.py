@@ -1,4 +1,4 @@
-"""Users' models under ZeRO: of `transformers`, with tied weights, with frozen weights, with LoRA adapters."""
+"""Models of `transformers` under ZeRO: with tied weights, with frozen weights, with LoRA adapters."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader
 
 from trainkit import Trainer
 
-pytestmark = pytest.mark.zero  # for the time that they take
+pytestmark = pytest.mark.zero  # they take long
 
 
 def tokens_of(batch: dict[str, Tensor]) -> Tensor:
-    """Six tokens of a sample."""
+    """Six tokens for each sample."""
     return (batch["x"] * 10).abs().long() % 50
 
 
@@ -67,7 +67,7 @@ class Translation(Language):
 
 
 class Adapted(Language):
-    """The GPT-2 frozen, with LoRA adapters; all of them are used in each step."""
+    """The GPT-2, frozen, with LoRA adapters, all of which are used in each step."""
 
     def make(self) -> Any:
         from peft import LoraConfig, get_peft_model
@@ -127,14 +127,14 @@ class BuiltLanguage(Language):
 
 
 class Late(BuiltLanguage):
-    """Created with its class; it is initialized after all its layers are created."""
+    """The GPT-2, created from its class in `configure_model`. It is initialized after all its layers are created."""
 
     def configure_model(self) -> None:
         self.net = Language.make(self)
 
 
 def test_configure_model() -> None:
-    """The same on any number of processes; `transformers` draws initial values in a different order for stage 3."""
+    """The same losses on any number of processes. For stage 3, `transformers` draws initial values in another order."""
     which = Case(samples=24, make=BuiltLanguage, arguments={"precision": "32-true"})
     losses = trained(which, 2, strategy=strategy("zero3")).losses
     assert losses == pytest.approx(trained(which, 1, strategy=strategy("zero3-both-cpu")).losses, rel=2e-5)
@@ -142,7 +142,7 @@ def test_configure_model() -> None:
 
 
 def test_configure_model_with_a_class() -> None:
-    """From the same initial values as under other strategies."""
+    """The initial values are the same as under other strategies."""
     which = Case(samples=24, make=Late, arguments={"precision": "32-true"})
     losses = trained(which, 2, strategy=strategy("zero3")).losses
     assert losses == pytest.approx(trained(replace(which, make=Language), 1).losses, rel=2e-5)
@@ -199,7 +199,7 @@ def speak(kind: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", ["zero2", "zero3", "zero3-both-cpu"])
 def test_generation_stays_synchronized(kind: str) -> None:
-    """Five samples on two processes, whose outputs have different lengths."""
+    """Two processes generate from five samples, so the numbers of batches and the lengths of outputs differ."""
     expected = speak("auto")
     assert len({len(said) for said in expected}) > 2
     first, second = run_world(2, speak, kind)

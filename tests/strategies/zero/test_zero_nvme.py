@@ -57,7 +57,7 @@ def measured(kind: str, options: dict[str, int]) -> tuple[int, dict[str, int]]:
 
 
 class Deep(Wide):
-    """With 21 million parameters."""
+    """A module with 21 million parameters."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(layers=40, **options)
@@ -83,14 +83,14 @@ def test_files_grow_and_memory_shrinks(size: int) -> None:
 
 @pytest.mark.parametrize("optimizer", ELEMENTWISE)
 def test_elementwise_optimizers(optimizer: str) -> None:
-    """Each has the number of buffers that it needs."""
+    """Each optimizer gets the number of buffers that it needs."""
     case = Case(samples=16, window=4, make=AnyOptimizer, options={"optimizer": optimizer}, arguments=ALONE)
     record = trained(case, 1, strategy=strategy("zero3-both-nvme", sub_group_size=400_000))
     assert record.losses == pytest.approx(trained(case, 1).losses, rel=2e-5)
 
 
 class AnyOptimizer(Wide):
-    """With an optimizer of torch, in two groups; some optimizers with all optional state."""
+    """Uses an optimizer of torch with two parameter groups; for some optimizers, with all optional state."""
 
     def configure_optimizers(self) -> Any:
         first, *rest = [p for p in self.net.parameters() if p.requires_grad]
@@ -100,7 +100,7 @@ class AnyOptimizer(Wide):
 
 
 def own_loop(kind: str) -> list[float]:
-    """Two models, each with an optimizer."""
+    """Train two models, each with an optimizer; returns the losses."""
     trainkit.seed_everything(5)
     accelerator = Accelerator(strategy=strategy(kind))
     nets = [Wide().net, nn.Sequential(nn.Linear(6, 728), nn.Tanh(), nn.Linear(728, 728), nn.Tanh(), nn.Linear(728, 6))]
@@ -125,7 +125,7 @@ def test_several_optimizers(kind: str) -> None:
 
 
 def test_parameters_are_gathered_all_at_once() -> None:
-    """More of them than are read ahead; changes are kept."""
+    """Also if there are more parameters than are read ahead. Changes are kept."""
     accelerator = Accelerator(strategy=strategy("zero3-both-nvme", param_buffer_count=1))
     net = Wide(layers=4).net
     before = [p.detach().clone() for p in net.parameters()]
@@ -144,7 +144,7 @@ def test_parameters_are_gathered_all_at_once() -> None:
 
 @pytest.mark.parametrize("kind", ["zero3-nvme", "zero3-both-nvme"])
 def test_a_file_that_is_removed_during_training(kind: str) -> None:
-    """An error names it, and the folder is removed."""
+    """An error says so, and the folder is removed."""
 
     class Remove(Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
@@ -166,7 +166,7 @@ def test_a_file_that_is_removed_during_training(kind: str) -> None:
     ],
 )
 def test_options(options: dict[str, Any]) -> None:
-    """The losses are the same with all options of the disk."""
+    """The losses are the same with all options of the offload."""
     which = Case(samples=24, make=Wide, options={"layers": 3, "optimizer": "adamw"}, arguments=ALONE)
     record = trained(which, 1, strategy=strategy("zero3-both-nvme", **options))
     assert record.losses == pytest.approx(trained(which, 1).losses, rel=2e-5)

@@ -1,4 +1,4 @@
-"""Options of ZeRO that change how it computes: what they must change, and what they must not change."""
+"""Options of ZeRO that change how it computes: what they change, and what stays the same."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_processes_that_cannot_be_grouped() -> None:
 
 @pytest.mark.parametrize("kind, precision", [("zero2", "32-true"), ("zero3", "32-true"), ("zero3", "bf16-mixed")])
 def test_gradients_reduced_in_16_bits(kind: str, precision: str) -> None:
-    """Close to the exact values, but not equal."""
+    """The results are close to the exact ones, but not equal."""
     record, other = run(kind, 2, 4, 1.0, precision, communication_dtype="bf16"), expected(2, 4, 1.0, precision)
     assert_same(record, other, 5e-3)
     assert record.losses != pytest.approx(other.losses, rel=2e-6)

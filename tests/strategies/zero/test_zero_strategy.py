@@ -23,7 +23,7 @@ from trainkit.strategies.zero.optimizer_adapter import refuse_optimizer
 
 
 def covering() -> list[tuple[str, int, int, float | None, str]]:
-    """A few combinations of five values that cover each pair of values."""
+    """A few combinations of the five parameters, which contain each pair of their values."""
     values = (list(STAGES), [1, 2], [1, 4], [None, 1.0], ["32-true", "bf16-mixed", "16-mixed"])
     left = {((i, a), (j, b)) for i in range(5) for j in range(i + 1, 5) for a in values[i] for b in values[j]}
     chosen = []
@@ -57,7 +57,7 @@ def test_the_comparison_can_fail() -> None:
 
 
 def overflowing(kind: str) -> list[Any]:
-    """Losses with their step numbers, and the last loss scale, of a training whose first scales are too large."""
+    """The losses with their step numbers, and the last loss scale, of a training whose first scales are too large."""
     precision = Precision("16-mixed", init_scale=2.0**33, growth_interval=4)
     case = Case(samples=40, batch_size=2, arguments={"precision": precision, "gradient_clip_val": 1.0, "max_epochs": 2})
     losses = train(case, strategy=strategy(kind)).losses
@@ -79,7 +79,7 @@ def test_steps_that_overflow_are_skipped(kind: str) -> None:
     "samples, window", [(21, 12), *(pytest.param(*case, marks=pytest.mark.zero) for case in ((21, 4), (50, 12)))]
 )
 def test_uneven_windows(kind: str, samples: int, window: int) -> None:
-    """The last windows have a short micro-batch, and some processes have fewer micro-batches or none."""
+    """In the last accumulation windows, a micro-batch is short, and some processes have fewer micro-batches or none."""
     case = Case(samples=samples, window=window, arguments={"precision": "32-true", "gradient_clip_val": 1.0})
     alone = trained(case, 1)
     for size in (2,) if window == 4 or samples == 21 else (3,):
@@ -110,7 +110,7 @@ def test_weights_of_zero(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", list(STAGES))
 def test_modules_are_restored_after_a_run(kind: str) -> None:
-    """After a run the module is like under another strategy: full, without hooks; it can be copied and trained again."""
+    """As after a run under another strategy, all values are there, without hooks. It can be copied and trained again."""
     linear, module = nn.functional.linear, RegressionModule()
     trained_here(module, "auto")
     attributes = {name: sorted(vars(part)) for name, part in module.named_modules()}
@@ -146,7 +146,7 @@ def trained_here(module: Any, kind: str, **arguments: Any) -> Trainer:
 
 @pytest.mark.parametrize("kind", ["zero1", "zero2", "zero2-cpu"])
 def test_no_loss_on_a_stage_where_no_rank_waits(kind: str) -> None:
-    """Steps without a loss count as zero gradients in stages 1 and 2."""
+    """In stages 1 and 2, a step without a loss counts as a zero gradient."""
     case = Case(samples=48, window=4, make=NoLosses, arguments={"precision": "32-true"})
     alone = trained(case, 1)
     assert len(alone.losses) == 2 * 24 - 4
@@ -206,7 +206,7 @@ ELEMENTWISE = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam"
 
 
 class AnyOptimizer(RegressionModule):
-    """With an optimizer of torch, in two groups."""
+    """Uses an optimizer of torch with two parameter groups."""
 
     def configure_optimizers(self) -> Any:
         first, *rest = self.net.parameters()
@@ -222,7 +222,7 @@ def test_elementwise_optimizers(optimizer: str, kind: str) -> None:
 
 
 def test_the_number_of_state_tensors_of_an_optimizer() -> None:
-    """Counted in a step of a copy, which has no side effects."""
+    """They are counted in a step of a copy, which does not affect the optimizer."""
     parameter = nn.Parameter(torch.ones(4))
     plain, adam = torch.optim.SGD([parameter], lr=0.1), torch.optim.AdamW([parameter], amsgrad=True)
     adam.register_step_post_hook(lambda *_: pytest.fail("a hook was called"))
