@@ -1,4 +1,4 @@
-"""`DueDates`: when a fit logs, validates and ends; numbers in, no Trainer."""
+"""`DueDates`: when a fit logs, validates and ends, computed from counters without a Trainer."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_stop_request_counts_from_min_epochs_and_min_steps_on(progress: RunPro
 
 
 def validated(dates: DueDates, every: int | None, batches: range) -> list[int]:
-    """The micro-batches after which to validate, each of them an accumulation window."""
+    """The micro-batches after which to validate, if each micro-batch is an accumulation window."""
     return [batch_idx for batch_idx in batches if dates.validates(batch_idx, True, every)]
 
 
@@ -83,7 +83,7 @@ def test_every_n_micro_batches() -> None:
 
 def test_an_interval_that_ends_inside_a_window_is_due_at_its_end() -> None:
     dates = due()
-    windows = [3, 7, 11]  # of four micro-batches
+    windows = [3, 7, 11]  # last micro-batches of windows of four
     assert [last for last in windows if dates.validates(last, True, 6)] == [7, 11]
 
 

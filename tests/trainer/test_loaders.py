@@ -1,4 +1,4 @@
-"""The loaders of a run: where they are found, and their limits; without a Trainer."""
+"""The loaders of a run: where they come from, and their limits, without a Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training on several processes is training: the same losses, samples, learning rates and parameters on 1, 2, 3 and 4."""
+"""Training gives the same losses, samples, learning rates and parameters on 1, 2, 3 and 4 processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CASES = {
 
 @cache
 def alone(name: str) -> Record:
-    """The same on one process."""
+    """The record of the same case on one process."""
     return trained(CASES[name], 1)
 
 
@@ -33,7 +33,7 @@ def relative(one: float, other: float) -> float:
 
 
 def apart(one: list[Tensor], other: list[Tensor]) -> float:
-    """The largest difference of two lists of tensors, relative to their norm."""
+    """The largest difference between two lists of tensors, relative to the norm."""
     return max(float((a - b).norm() / b.norm()) for a, b in zip(one, other, strict=True))
 
 
@@ -69,7 +69,7 @@ def test_float32(size: int) -> None:
 
 
 def of_updates(record: Record) -> dict[int, float]:
-    """The loss of each update: the mean over its micro-batches."""
+    """The loss of each optimizer step: the mean over its micro-batches."""
     found: dict[int, list[float]] = {}
     for (step, _), loss in record.losses.items():
         found.setdefault(step, []).append(loss)
@@ -78,7 +78,10 @@ def of_updates(record: Record) -> dict[int, float]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_bfloat16(size: int) -> None:
-    """The losses of the updates: where a last bit of a parameter is rounded in another way, that of two samples shows it."""
+    """The losses of micro-batches may differ more than those of optimizer steps.
+
+    If the last bit of a parameter is rounded differently, the loss of a micro-batch of two samples changes visibly.
+    """
     case = Case(arguments={"precision": "bf16-mixed", "max_steps": 10, "max_epochs": 3})
     record, expected = trained(case, size), trained(case, 1)
     assert_same(record, expected, 0.05, 5e-3)
@@ -88,7 +91,7 @@ def test_bfloat16(size: int) -> None:
 
 
 def test_the_comparison_can_fail() -> None:
-    """Another seed is another training."""
+    """A run with another seed is not the same."""
     other = trained(Case(arguments={"seed": 6}), 1)
     with pytest.raises(AssertionError):
         assert_same(other, alone("plain"), EXACT, EXACT)

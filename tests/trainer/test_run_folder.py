@@ -1,4 +1,4 @@
-"""Each run has a checkpoint folder of its own, and the newest checkpoint of the same module is found all the same."""
+"""Each run has its own checkpoint folder, and a resume finds the newest checkpoint of the same module in all of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainkit.loggers import CSVLogger, JSONLLogger, Logger
 
 
 class Another(TinyModule):
-    """Another module."""
+    """A module of another class."""
 
 
 def fit(*callbacks: Callback, module: Any = None, ckpt_path: Any = None, restore: Any = None, **arguments: Any) -> Trainer:
@@ -33,7 +33,7 @@ def fit(*callbacks: Callback, module: Any = None, ckpt_path: Any = None, restore
 
 
 def folder(trainer: Trainer) -> str:
-    """Where it has saved, from here."""
+    """The checkpoint folder of the run, relative to the working directory."""
     callback: Any = trainer.checkpoint_callback
     return os.path.relpath(callback.dirpath)
 
@@ -43,7 +43,7 @@ def resumed(trainer: Trainer) -> str | None:
     return None if path is None else os.path.relpath(path)
 
 
-# --------------------------------------------------------------------------------------------------------- where they are
+# -------------------------------------------------------------------------------------------------- where checkpoints are
 
 
 def test_checkpoints_are_in_the_folder_of_the_run() -> None:
@@ -99,7 +99,7 @@ def test_two_callbacks_of_a_run_share_its_folder() -> None:
 
 @pytest.mark.parametrize("logger", [True, False])
 def test_the_same_trainer_fit_twice_is_two_runs(logger: bool) -> None:
-    """A log version and a checkpoint folder each; what is tested in between belongs to the first."""
+    """Each fit has its own log version and checkpoint folder. A test after a fit logs to the version of that fit."""
     trainer = saving(logger=CSVLogger() if logger else False, max_epochs=1, log_every_n_steps=1)
     seen: list[tuple[str | None, str]] = []
     for _ in range(2):
@@ -150,7 +150,7 @@ def test_a_logger_without_a_save_dir() -> None:
     assert "Printing" in trainer.explain()
 
 
-# ----------------------------------------------------------------------------------------------------------- finding them
+# ---------------------------------------------------------------------------------------------------- finding checkpoints
 
 
 def test_auto_finds_the_newest_run_and_continues_in_its_folder() -> None:
@@ -196,7 +196,7 @@ def test_where_only_another_module_has_saved() -> None:
 
 
 def test_a_manifest_that_names_no_module_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As versions of trainkit before this one wrote them."""
+    """Earlier versions of trainkit did not save the name of the module. Such a checkpoint is found for any module."""
     from trainkit.trainer import save_policy as checkpointing
 
     class Forgetful(dict[str, Any]):
@@ -217,7 +217,7 @@ def test_a_manifest_that_names_no_module_counts(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("given", ["name", "version"])
 def test_folds_do_not_continue_each_other(given: str) -> None:
-    """A cross-validation that is started again: each fold continues itself."""
+    """When a cross-validation is started again, each fold resumes from its own checkpoint."""
 
     def fold(number: int, epochs: int) -> Trainer:
         return fit(logger=CSVLogger(**{given: f"fold{number}"}), ckpt_path="auto", max_epochs=epochs)
@@ -252,7 +252,7 @@ def test_a_run_that_saves_to_two_folders_continues_in_both() -> None:
         return fit(often, ModelCheckpoint(every_n_train_steps=2), max_steps=steps, ckpt_path=ckpt_path)
 
     train(3)
-    shutil.rmtree("runs/version_0/checkpoints/step-00000003")  # the newest is in the other one
+    shutil.rmtree("runs/version_0/checkpoints/step-00000003")  # the newest checkpoint is in the other folder
     trainer = train(4, "auto")
     assert resumed(trainer) == "often/step-00000003"
     assert [callback.dirpath for callback in trainer.checkpoint_callbacks] == [  # type: ignore[attr-defined]
@@ -276,7 +276,7 @@ def test_the_best_is_that_of_the_newest_run_of_the_module() -> None:
 
 
 def test_damage_in_an_older_run_is_not_reported() -> None:
-    """Of a folder that has a newer checkpoint than the damaged one's folder, nothing is said: warnings are errors here."""
+    """If a newer run is resumed, a damaged checkpoint of an older run causes no warning, which would be an error here."""
     fit(max_epochs=2)
     fit()
     Path("runs/version_0/checkpoints/step-00000008/manifest.json").unlink()
@@ -293,11 +293,11 @@ def test_no_whole_tree_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [path for path in read if path.endswith(("cats", "images", "c"))]
 
 
-# ------------------------------------------------------------------------------------------------------ at the same time
+# --------------------------------------------------------------------------------------------- two runs at the same time
 
 
 def holding(step: int) -> At:
-    """Stays in front of a step until the file "go" is there."""
+    """A callback that waits before a step until the file "go" exists."""
 
     def hold() -> None:
         tell("holding")
@@ -309,7 +309,7 @@ def holding(step: int) -> At:
 
 @pytest.mark.parametrize("word", [None, "auto"])
 def test_two_runs_at_a_time(word: str | None) -> None:
-    """The second gets a folder of its own; it does not take the first one's checkpoints from it, and says so."""
+    """The second run gets its own folder. It does not resume from the first one while that is running, and says so."""
     each = {"max_steps": 6, "max_epochs": None}
 
     def first() -> Any:
@@ -366,7 +366,7 @@ def test_all_processes_save_to_the_folder_of_the_main_one(run_dir: Path) -> None
 
 
 def test_what_a_run_killed_in_its_first_save_has_left_is_removed() -> None:
-    """No run resumes in its folder, so the next start removes it; not that of a live run, nor of one that can be resumed."""
+    """The next run removes a partial checkpoint, unless its run is still running or has another checkpoint to resume from."""
 
     def left(number: int) -> Path:
         partial = Path(f"runs/version_{number}/checkpoints/.step-00000004.tmp-0123456789abcdef")

@@ -1,4 +1,4 @@
-"""The state of a run in a checkpoint: taken from one `Run`, restored into another; without a Trainer."""
+"""The state of a run in a checkpoint: captured from one `Run` and restored into another, without a Trainer."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_position_is_what_the_phase_has_consumed(phase: Phase, consumed: int
      (Stop.STOPPING, False, True)],
 )  # fmt: skip
 def test_a_stop_that_was_obeyed_does_not_end_the_resumed_run(stop: Stop, may_stop: bool, asked: bool) -> None:
-    """Between steps; what requested it will do so again."""
+    """A checkpoint contains a stop request only if the run has not stopped yet, or may not stop before min_steps."""
     run, _ = fitting(min_steps=None if may_stop else 100)
     run.progress.batches_done, run.progress.stop = 2, stop
     run.progress.should_stop = stop is not Stop.RUNNING

@@ -1,4 +1,4 @@
-"""Setting up a run: what the loops call, worked out from a module and arguments; without a Trainer."""
+"""`trainkit.trainer.setup`: the plans that the loops follow, made from a module and arguments, without a Trainer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def plan(run: Run, loader: Any = None) -> FitPlan:
     return fit_plan(run, train_loader(run, loader or tiny_loader()), SafePoints(run, lambda wait: None))
 
 
-# ------------------------------------------------------------------------------------------------------- what a module has
+# ----------------------------------------------------------------------------------------------------- methods of a module
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_zero_grad_of_the_users() -> None:
 @pytest.mark.parametrize("takes, given", [("batch, batch_idx", 2), ("batch", 1), ("*args", 2)])
 def test_a_training_step_takes_what_it_names(takes: str, given: int) -> None:
     space: dict[str, Any] = {"TinyModule": TinyModule}
-    exec(  # the signature is the case
+    exec(  # each case is a signature
         f"class Own(TinyModule):\n    def training_step(self, {takes}):\n        self.got = ({takes},)\n", space
     )
     run = make_run(space["Own"]())
@@ -201,7 +201,7 @@ def test_the_metrics_of_a_sanity_check_go_nowhere() -> None:
     assert made.metrics.results is not run.results
 
 
-# ------------------------------------------------------------------------------------------------------------ fresh loaders
+# ---------------------------------------------------------------------------------------------------------------- reloading
 
 
 def test_loaders_are_asked_for_again_every_n_epochs() -> None:
