@@ -1,4 +1,4 @@
-"""What users assign to a Trainer, before a run or in its hooks, counts from then on."""
+"""Attributes that users assign to a Trainer, before a run or in a hook, take effect from then on."""
 
 from __future__ import annotations
 

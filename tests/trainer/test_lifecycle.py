@@ -1,4 +1,4 @@
-"""A run from its begin to its tear-down: what holds whatever its body does. Whole runs: `test_bad_run`, `test_trainer`."""
+"""A run from its start to its teardown, whatever its body does. Whole runs: `test_bad_run`, `test_trainer`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainkit.trainer.lifecycle import running, set_up
 
 
 class Heard(Callback):
-    """Which hooks were called, in order."""
+    """Records the hooks that are called, in order."""
 
     def __init__(self) -> None:
         self.hooks: list[str] = []

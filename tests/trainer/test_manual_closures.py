@@ -1,4 +1,4 @@
-"""Manual optimization with one optimizer: closures, counting, and the arguments that make no sense there."""
+"""Manual optimization with one optimizer: closures, the step count, and arguments that need automatic optimization."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_manual_is_automatic() -> None:
 
 
 def test_lbfgs_with_a_closure() -> None:
-    """It fits a line exactly, which is what it is for, and as by hand."""
+    """LBFGS fits a line exactly, and gives the same parameters as a loop in plain torch."""
 
     class Fitting(Manual):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -194,7 +194,7 @@ def test_an_update_can_be_skipped_by_a_hook() -> None:
     class Asking(Manual):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 3:
-                self.trainer.accelerator.skip_update()  # and then there is no step that it could be for
+                self.trainer.accelerator.skip_update()  # no optimizer step follows that could be skipped
                 return
             super().training_step(batch, batch_idx)
 

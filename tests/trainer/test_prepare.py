@@ -1,4 +1,4 @@
-"""What `Accelerator.prepare` takes and returns, and how that is undone."""
+"""What `Accelerator.prepare` accepts and returns, and how `free_memory` releases it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def loader() -> DataLoader:
     return DataLoader(TensorDataset(torch.zeros(4, 2)), batch_size=2)
 
 
-# What it takes
+# What prepare accepts
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
@@ -122,7 +122,7 @@ def test_accumulating_what_was_not_prepared() -> None:
     prepared = accelerator(precision="bf16-mixed")
     with prepared.accumulate(prepared.prepare(model)):
         pass
-    with prepared.accumulate():  # of no model it is not known
+    with prepared.accumulate():  # without a model there is nothing to check
         pass
 
 
@@ -304,7 +304,7 @@ def test_gradients_may_flow_into_one_optimizers_parameters_only() -> None:
 
 
 class Outputs(nn.Module):
-    """Gives its output in containers, and has a method and an attribute of its own."""
+    """Returns its outputs in nested containers, and has a method and an attribute of its own."""
 
     note = "mine"
 
@@ -326,7 +326,7 @@ def test_a_prepared_model_computes_in_its_precision(precision: str) -> None:
     prepared = engine.prepare(model)
     outputs = prepared(torch.ones(3, 2))
     half = engine.strategy.precision.autocast_dtype or engine.strategy.precision.parameter_dtype
-    expected = torch.float32 if "mixed" in precision else half  # a loss outside autocast is not to be computed in half
+    expected = torch.float32 if "mixed" in precision else half  # a loss outside autocast must not be computed in half precision
     assert {outputs["y"].dtype, outputs["more"][0].dtype, outputs["more"][1][0].dtype} == {expected}
     assert prepared(torch.ones(3, 2), scale=torch.ones(1))["y"].dtype is expected  # keywords are converted too
     assert outputs["index"].dtype is torch.int64
@@ -334,7 +334,7 @@ def test_a_prepared_model_computes_in_its_precision(precision: str) -> None:
     exact = model.float()(torch.ones(3, 2))["y"]
     assert torch.allclose(outputs["y"].float(), exact, atol=0.02)
     if precision == "bf16-mixed":
-        assert not torch.equal(outputs["y"], exact)  # or nothing has been computed in half precision
+        assert not torch.equal(outputs["y"], exact)  # otherwise nothing was computed in half precision
 
 
 def test_a_prepared_model_is_the_users_in_everything_else() -> None:

@@ -1,4 +1,4 @@
-"""Corners of a resume: runs that were asked to stop, ends of epochs, loaders requested again, states of iterables."""
+"""Special cases of a resume: runs that were stopped, ends of epochs, reloaded loaders, and streams that save their position."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StopAt(Callback):
 
 
 class Signal(Callback):
-    """Sends this process a signal in a hook, the n-th time."""
+    """Sends a signal to this process in the n-th call of a hook."""
 
     def __init__(self, hook: str, number: int, sent: int = signal.SIGTERM) -> None:
         self.calls, self.number, self.sent = 0, number, sent
@@ -45,13 +45,13 @@ class Signal(Callback):
             os.kill(os.getpid(), self.sent)
 
 
-# ----------------------------------------------------------------------------------------------- runs that were told to end
+# --------------------------------------------------------------------------------------------------- runs that were stopped
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
 @pytest.mark.parametrize("every", [None, 1, 1000])
 def test_a_run_that_was_asked_to_stop_resumes(every: int | None, hook: str) -> None:
-    """The stop request was served: a resumed run continues where it was, with nothing repeated and nothing skipped."""
+    """The resumed run does not stop again: it continues after the last batch, and repeats or skips none."""
     step = 5 if hook == "on_train_batch_end" else 4
     callback = ModelCheckpoint() if every is None else ModelCheckpoint(every_n_train_steps=every)
     first, second = Recorder(), Recorder()
@@ -88,7 +88,7 @@ def test_early_stopping_asks_again() -> None:
 
 @pytest.mark.parametrize("hook, number", [("on_train_batch_end", 8), ("on_validation_batch_end", 3)])
 def test_a_signal_at_the_last_step_leaves_nothing_undone(hook: str, number: int) -> None:
-    """The validation, the hooks and the metrics of the end come with the resume, if they had not come before."""
+    """The resumed run makes the final validation, and calls the final hooks, if the interrupted run did not."""
 
     def run(*callbacks: Callback, **arguments: Any) -> Any:
         trainer = saving(*callbacks, max_steps=8, max_epochs=2, val_check_interval=4)
@@ -133,7 +133,7 @@ def test_a_save_at_the_end_of_an_epoch_counts_its_batches_once() -> None:
 
 
 def test_a_save_at_the_end_of_an_epoch_that_was_left_early() -> None:
-    """The rest of the epoch comes when the run gets more steps."""
+    """A resumed run with more steps trains the rest of the epoch."""
     recorder = Recorder()
     make_trainer(SaveIn("on_train_epoch_end", 1), max_steps=3, max_epochs=2).fit(Adam(), tiny_loader(20))
     make_trainer(recorder, max_epochs=2).fit(Adam(), tiny_loader(20), ckpt_path="there")
@@ -184,7 +184,7 @@ def test_loaders_that_are_asked_for_by_epoch() -> None:
 
 
 class Endless(IterableDataset):
-    """A stream that continues from epoch to epoch, and can be asked where it is."""
+    """A stream that continues from epoch to epoch, and saves its position."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -202,7 +202,7 @@ class Endless(IterableDataset):
 
 
 class Read(Adam):
-    """Notes what it reads."""
+    """Records the samples that it reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ def test_a_position_that_does_not_fit_leaves_an_own_loop_as_it_was() -> None:
     assert same(parameters_of(model), before)
 
 
-# ------------------------------------------------------------------------------------------------------- afterwards
+# ------------------------------------------------------------------------------------------------------ after a run
 
 
 def test_an_interrupted_trainer_can_be_used() -> None:
@@ -303,7 +303,7 @@ def test_weights_of_another_module_are_not_saved_as_the_runs() -> None:
 
 
 def test_the_best_of_weights_only_checkpoints() -> None:
-    """In a new process too: the manifests say which it is."""
+    """A new process finds the best checkpoint as well, because the manifests contain the scores."""
 
     def callback() -> ModelCheckpoint:
         return ModelCheckpoint("weights", monitor="val_loss", mode="max", save_weights_only=True, keep_last=-1)

@@ -1,4 +1,4 @@
-"""`Run`: what it knows by itself."""
+"""`Run`: its properties and methods, without a Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`SavePolicy` without a Trainer: what a save holds, and what happens when it fails. Whole runs: `test_save_checkpoint`."""
+"""`SavePolicy` without a Trainer: what a save contains, and what happens if it fails. Whole runs: `test_save_checkpoint`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Signals` by itself; whole runs that get signals are in `faults/test_sigterm.py` and `faults/test_ranks_sigterm.py`."""
+"""`Signals` without a run. Tests of runs that receive signals: `faults/test_sigterm.py` and `faults/test_ranks_sigterm.py`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def signals() -> Iterator[Signals]:
-    """In a step."""
+    """`Signals` as in the middle of a training step."""
     with Signals(lambda: None) as entered:
         entered.working = True
         yield entered
 
 
 def send(number: int) -> None:
-    """Python handles it before this returns."""
+    """Send a signal to this process. Python handles it before this function returns."""
     os.kill(os.getpid(), number)
 
 
@@ -44,7 +44,7 @@ def test_the_second_ends_at_once(signals: Signals, ended: list[int], monkeypatch
 
 
 def test_what_came_to_another_process_first_is_no_second(signals: Signals, ended: list[int]) -> None:
-    signals.received = signal.SIGUSR1  # as the control word says it
+    signals.received = signal.SIGUSR1  # as if another rank had received it
     send(signal.SIGTERM)
     assert (signals.received, ended) == (signal.SIGUSR1, [])
     send(signal.SIGINT)
