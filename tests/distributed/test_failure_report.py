@@ -119,6 +119,7 @@ def test_an_exit_in_a_run(how: str, code: int, text: str) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exit_between_runs(rank: int) -> None:
+    # That rank exits normally. The other rank ends, because its next run needs all ranks.
     ended = end(2, "one_ends", rank, "0", "outside")
     assert ended.codes[rank] == 0
     assert ended.codes[1 - rank] == 1

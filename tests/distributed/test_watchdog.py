@@ -361,6 +361,7 @@ def test_a_rank_that_is_no_longer_needed_may_exit(how: str) -> None:
 
 
 def test_a_second_failure_of_a_run() -> None:
+    # Rank 1 fails after it has left the run. Rank 0 is still in the run, and is ended.
     ended = end(2, "the_last_steps_take_long", "fails")
     assert ended.codes == [1, 1]
     assert "rank 0 was ended because rank 1 failed: ValueError: boom" in ended.output

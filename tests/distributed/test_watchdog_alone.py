@@ -16,6 +16,7 @@ from trainkit.errors import ProcessFailedError
 
 
 def test_a_run_without_all_ranks() -> None:
+    # A run cannot begin after a rank has exited.
     with star(2) as channels:
         watchdogs = [Watchdog(channel) for channel in channels]
         channels[1].announce_end()

@@ -81,6 +81,7 @@ def test_a_bare_trainer(configured: Any, text: str, expected: tuple[Any, ...], c
 
 
 def test_zero_is_what_it_says(configured: Any, caplog: pytest.LogCaptureFixture) -> None:
+    # The ZeRO stage and the offload device are those of the file, and the log lists them.
     configured(ZERO2)
     strategy: Any = bare().strategy
     assert (strategy.stage, strategy.config.offload_optimizer, strategy.config.offload_params) == (2, "cpu", None)
@@ -99,7 +100,7 @@ def test_arguments_beat_the_file(configured: Any) -> None:
     trainer = bare(callbacks=[own], accelerator="cpu", global_batch_size=16)
     assert (trainer._arguments.gradient_clip_val, trainer.accumulate_grad_batches) == (None, 1)
     assert [callback for callback in trainer.callbacks if isinstance(callback, GradientClipping)] == [own]
-    # only ZeRO, which keeps master parameters, supports pure bfloat16; other strategies use mixed precision
+    # bf16 in the file is bf16-true only for ZeRO, which keeps master parameters, and bf16-mixed otherwise
     assert shown(bare(strategy="ddp")) == ("ddp", "bf16-mixed", 4, 1.0)
     assert shown(bare(strategy=DDPStrategy(device="cpu", precision="64-true")))[:2] == ("ddp", "64-true")
     assert shown(bare(strategy=Strategy("cpu")))[:2] == ("single", "bf16-mixed")
@@ -107,6 +108,7 @@ def test_arguments_beat_the_file(configured: Any) -> None:
 
 
 def test_a_place_beats_the_file(configured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Arguments that choose a device override the device and the strategy of the file.
     def told(**given: Any) -> dict[str, Any]:
         complete, _ = with_settings({**OPEN, **given})
         return {name: complete[name] for name in ("accelerator", "strategy", "devices")}

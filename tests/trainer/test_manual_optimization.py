@@ -1,4 +1,4 @@
-"""`automatic_optimization = False`: several optimizers, the loss scale of each, and toggling."""
+"""`automatic_optimization = False`: several optimizers, loss scaling, and toggling."""
 
 from __future__ import annotations
 
@@ -122,6 +122,7 @@ def gan_loader() -> DataLoader:
 
 
 def test_a_gan_is_a_gan_by_hand() -> None:
+    # A GAN trained by the Trainer gives the same parameters as a loop in plain torch, bit for bit.
     module = GAN()
     trainer = make_trainer(seed=SEED, max_epochs=EPOCHS)
     trainer.fit(module, gan_loader())
@@ -183,7 +184,7 @@ def test_a_forward_sees_the_update_before_it() -> None:
 
 
 def test_the_loss_scale_while_gradients_of_two_optimizers_wait() -> None:
-    """Clipping unscales the gradients of both before either makes its step: each is unscaled once, with its own scale."""
+    """Clipping unscales the gradients of both before either makes its step: each is unscaled once, with the right scale."""
     norms: dict[str, list[float]] = {}
 
     class Both(Unscheduled):
@@ -317,6 +318,7 @@ def test_toggling_leaves_frozen_parameters_frozen() -> None:
 
 @pytest.mark.filterwarnings("ignore:no optimizer step was made")
 def test_a_parameter_of_both_optimizers_stays_on() -> None:
+    # toggle_optimizer keeps gradients on for parameters that the toggled optimizer shares with another one.
     class Sharing(Unscheduled):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             first, _ = self.optimizers()

@@ -47,7 +47,7 @@ def test_the_end_of_a_window() -> None:
     [(Phase.STEP, 4), (Phase.EPOCH_END, 4), (Phase.UPDATED, 6), (Phase.VALIDATING, 6)],
 )
 def test_where_a_checkpoint_of_this_moment_resumes(phase: Phase, expected: int) -> None:
-    """Inside an accumulation window, at the start of the window. After its optimizer step, at its end."""
+    """In the middle of an accumulation window it resumes at the start of the window; after the optimizer step, at its end."""
     assert RunProgress(batches_done=4, batch_idx=5, phase=phase).batches_consumed == expected
 
 

@@ -45,6 +45,7 @@ def test_auto_starts_afresh_only_if_there_is_none() -> None:
 
 
 def test_last_wants_one() -> None:
+    # ckpt_path='last' is an error if there is no checkpoint.
     with pytest.raises(CheckpointNotFoundError, match="ckpt_path='last': there is no checkpoint in .*To start from the"):
         saving().fit(Adam(), tiny_loader(), ckpt_path="last")
     assert not Path("runs").exists(), "a fit that ends before it begins leaves nothing"
@@ -247,6 +248,7 @@ def test_another_batch_size() -> None:
 
 
 def test_another_dataset_is_said() -> None:
+    # A dataset with another number of samples causes a warning.
     make_trainer(SaveIn("on_train_batch_end", 2)).fit(Adam(), tiny_loader(24))
     with pytest.warns(UserWarning, match="the dataset has 32 samples, but had 24 when"):
         make_trainer().fit(Adam(), tiny_loader(32), ckpt_path="there")
@@ -304,6 +306,7 @@ def test_a_new_learning_rate(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_does_not_fit_is_listed_whole() -> None:
+    # The error lists every parameter that does not match, and nothing is loaded.
     path = saved().checkpoint_callback.last_model_path
 
     class Other(Adam):
@@ -524,6 +527,7 @@ def test_save_checkpoint_after_a_fit_replaces_what_is_there() -> None:
 
 
 def test_not_blocking() -> None:
+    # With blocking=False, the checkpoint has the parameters at the time of the call.
     class Saving(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 1:
@@ -605,6 +609,7 @@ def test_data_that_is_split_in_setup_is_split_alike() -> None:
 
 
 def test_a_trial_run_of_a_checkpoint_makes_its_step(caplog: pytest.LogCaptureFixture) -> None:
+    # fast_dev_run makes one step even with a checkpoint, and saves none.
     saved()
     recorder = Recorder()
     trainer = saving(recorder, fast_dev_run=True)

@@ -216,6 +216,7 @@ def loop_on() -> Any:
 
 @pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (2, 3)])
 def test_own_loops(run_dir: Path, before: int, after: int) -> None:
+    # The state of your own training loop is the same on another number of processes.
     run_world(before, loop_and_save)
     ends = run_world(after, loop_on)
     assert ends == [ends[0]] * after
@@ -259,6 +260,7 @@ def by_time() -> Any:
 
 
 def test_the_main_processs_timer_is_everybodys(run_dir: Path) -> None:
+    # The time interval of the main process decides when all ranks save.
     ends = run_world(2, by_time)
     assert ends[0] == ends[1]
     assert len(saved()) > 2  # not only the last checkpoint
@@ -293,6 +295,7 @@ def with_a_full_disk(rank: int, last: int) -> Any:
 
 
 def test_a_full_disk_of_one_process_is_tried_again(run_dir: Path) -> None:
+    # A save fails on all ranks if one rank cannot write. The next save is made as usual.
     ends = run_world(2, with_a_full_disk, 1, 3)
     assert [error for error, *_ in ends] == [("nothing", "")] * 2
     assert ends[0][2] == ends[1][2]
@@ -362,6 +365,7 @@ def killed_while_saving(rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_kill_while_saving_leaves_the_old_one(run_dir: Path, rank: int) -> None:
+    # If a rank is killed during a save, the previous checkpoint stays valid, and the run resumes from it.
     ends = start_world(2, killed_while_saving, rank).ends()
     assert ends[rank] == (False, "ended with -9")
     assert not ends[1 - rank][0]
@@ -391,6 +395,7 @@ def blind(rank: int) -> tuple[str, str]:
 
 
 def test_a_folder_that_is_not_shared(run_dir: Path) -> None:
+    # If a rank does not see the checkpoint folder, all ranks raise an error that names this rank.
     ends = run_world(2, blind, 1)
     assert ends[0] == ends[1]
     assert ends[0][0] == "CheckpointWriteError"
@@ -429,6 +434,7 @@ def resumes(word: str) -> Any:
 
 
 def test_a_damaged_one_is_passed_over_by_all_or_is_an_error_on_all(run_dir: Path) -> None:
+    # A damaged checkpoint is an error on all ranks if its path is passed. With ckpt_path='auto', all ranks skip it.
     run_world(2, fit_and_keep)
     newest = sorted(FOLDER.glob("step-*"))[-1]
     path = newest / "optimizer-00002-of-00002.safetensors"
@@ -479,6 +485,7 @@ def test_a_rank_that_asks_for_something_else_gets_an_error_and_no_rank_waits(run
 
 @pytest.mark.parametrize("word", ["last", "nowhere"])
 def test_none_is_an_error_on_all(run_dir: Path, word: str) -> None:
+    # If there is no checkpoint, all ranks raise the same error.
     ends = run_world(2, resumes, word)
     assert ends[0] == ends[1]
     assert ends[0][0][0] == "CheckpointNotFoundError"

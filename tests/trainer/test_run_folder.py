@@ -61,6 +61,7 @@ def test_without_files_of_a_logger_the_run_has_a_version_of_its_own() -> None:
 
 
 def test_a_folder_that_was_named_stays() -> None:
+    # A folder passed to ModelCheckpoint is used instead of the folder of the run.
     trainer = fit(ModelCheckpoint("mine"), logger=CSVLogger())
     assert folder(trainer) == "mine"
     assert folders_below("runs") == []
@@ -167,6 +168,7 @@ def test_auto_finds_the_newest_run_and_continues_in_its_folder() -> None:
 
 @pytest.mark.parametrize("word", ["auto", "last"])
 def test_what_earlier_versions_wrote_is_found(word: str) -> None:
+    # Earlier versions of trainkit saved to `runs/checkpoints`.
     fit()
     shutil.move("runs/version_0/checkpoints", "runs/checkpoints")
     shutil.rmtree("runs/version_0")
@@ -188,6 +190,7 @@ def test_a_checkpoint_of_another_module_is_skipped_and_said_once(caplog: pytest.
 
 
 def test_where_only_another_module_has_saved() -> None:
+    # ckpt_path='last' is an error, and 'auto' starts a new run.
     fit(module=Another())
     with pytest.raises(CheckpointNotFoundError):
         fit(ckpt_path="last")
@@ -240,6 +243,7 @@ def test_a_path_in_the_folder_of_a_run_continues_that_run() -> None:
 
 
 def test_weights_of_a_run_begin_another_one() -> None:
+    # A fit that restores only the model is a new run with its own folder.
     first = fit()
     trainer = fit(ckpt_path="auto", restore={"model"})
     assert folder(trainer) == "runs/version_1/checkpoints"
@@ -276,7 +280,7 @@ def test_the_best_is_that_of_the_newest_run_of_the_module() -> None:
 
 
 def test_damage_in_an_older_run_is_not_reported() -> None:
-    """If a newer run is resumed, a damaged checkpoint of an older run causes no warning, which would be an error here."""
+    """If a newer run is resumed, a damaged checkpoint of an older run causes no warning (pytest makes warnings errors)."""
     fit(max_epochs=2)
     fit()
     Path("runs/version_0/checkpoints/step-00000008/manifest.json").unlink()
@@ -284,6 +288,7 @@ def test_damage_in_an_older_run_is_not_reported() -> None:
 
 
 def test_no_whole_tree_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The search for checkpoints does not read folders deeper than those of runs.
     for deep in ("runs/data/images/cats/black", "runs/logs/a/b/c/d"):
         Path(deep).mkdir(parents=True)
     read: list[str] = []
@@ -309,7 +314,7 @@ def holding(step: int) -> At:
 
 @pytest.mark.parametrize("word", [None, "auto"])
 def test_two_runs_at_a_time(word: str | None) -> None:
-    """The second run gets its own folder. It does not resume from the first one while that is running, and says so."""
+    """The second run gets its own folder. With ckpt_path='auto' it does not resume from the live first run, and says so."""
     each = {"max_steps": 6, "max_epochs": None}
 
     def first() -> Any:

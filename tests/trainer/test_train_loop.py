@@ -170,6 +170,7 @@ def test_a_window_without_weight_makes_no_update(accumulate: int, precision: str
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, None, "many", torch.ones(2)])
 def test_a_weight_that_is_none(weight: Any) -> None:
+    # batch_weight must return a finite number ≥ 0.
     module = Tagger()
     module.batch_weight = None
     wrong = type("Wrong", (Tagger,), {"batch_weight": lambda self, batch: weight})()
@@ -280,6 +281,7 @@ class Choosy(Regression):
 @pytest.mark.parametrize("as_dict", [False, True])
 @pytest.mark.parametrize("left_out", [{0}, {1}, {2}, {0, 1}, {1, 2}])
 def test_none_contributes_zero_gradient_but_keeps_its_weight(left_out: set[int], as_dict: bool) -> None:
+    # A micro-batch whose loss is None adds no gradient, but its samples count in the mean.
     module = Choosy(left_out, as_dict)
     start = copy.deepcopy(module.layer).double()
     trainer = make_trainer(accumulate_grad_batches=3, precision="64-true")

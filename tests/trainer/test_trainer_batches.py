@@ -65,6 +65,7 @@ def test_overfit_batches(overfit: int | float, batches: int) -> None:
 
 
 def test_overfitting_reads_a_loader_with_workers_in_both_at_a_time() -> None:
+    # Training and validation read the same loader with workers at the same time.
     module, loader = Seen(), tiny_loader(32, shuffle=True, num_workers=1, persistent_workers=True)
     make_trainer(overfit_batches=4, val_check_interval=2).fit(module, loader, other_loader(4))
     first = [float(batch[0][0, 0]) for batch in tiny_loader(32)][:4]
@@ -72,6 +73,7 @@ def test_overfitting_reads_a_loader_with_workers_in_both_at_a_time() -> None:
 
 
 def test_overfitting_leaves_validation_off_folders_line() -> None:
+    # overfit_batches does not turn on a validation that is off.
     module = Seen()
     make_trainer(overfit_batches=2).fit(module, tiny_loader(32))
     make_trainer(overfit_batches=2, limit_val_batches=0).fit(module, tiny_loader(32), tiny_loader(8))
@@ -215,6 +217,7 @@ def test_steps_of_validation_continue_after_reloading() -> None:
 
 
 def test_reloading_keeps_no_loader_of_before() -> None:
+    # Reloading releases the previous loaders.
     kept = []
 
     class Looking(Callback):

@@ -239,7 +239,7 @@ def script_that_fails() -> None:
 
 
 def test_what_needs_all_ranks_after_an_error_of_one(run_dir: Path) -> None:
-    """`on_exception` cannot make such a call. Each rank shows the first error once: rank 1, which did not fail, in one line."""
+    """`on_exception` cannot make a call that needs all ranks. Each rank shows the first error once, rank 1 in one line."""
     ended = end_of(2, script_that_fails)
     assert ended.codes == [1, 1], ended.output
     assert "[rank 0] on_exception was not completed: it needs all ranks, and the run has failed." in ended.output

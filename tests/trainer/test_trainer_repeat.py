@@ -111,7 +111,7 @@ def test_metrics_of_an_earlier_run_are_gone() -> None:
 
 
 class Drawing(TinyModule):
-    """Draws from every generator in every step."""
+    """Draws from every random generator in every step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         torch.rand(5), numpy.random.rand(5), random.random()
@@ -127,6 +127,7 @@ def draws() -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_users_generators_continue_where_they_were(fails: bool) -> None:
+    # A fit, even a failed one, does not change the state of the user's random generators.
     def fit() -> None:
         module = Drawing()
         if fails:
@@ -149,6 +150,7 @@ def test_the_users_generators_continue_where_they_were(fails: bool) -> None:
 @pytest.mark.parametrize("deterministic", [True, "warn", False, None])
 @pytest.mark.parametrize("fails", [False, True])
 def test_torchs_switches_come_back(deterministic: Any, fails: bool) -> None:
+    # A fit, even a failed one, restores the global settings of torch.
     seen: dict[str, Any] = {}
 
     def switches() -> dict[str, Any]:
@@ -184,6 +186,7 @@ def test_torchs_switches_come_back(deterministic: Any, fails: bool) -> None:
 
 
 def test_a_users_setting_is_left_alone() -> None:
+    # A fit without `deterministic` uses the user's setting, and deterministic=False changes it only during the fit.
     seen = []
 
     class Looking(TinyModule):
