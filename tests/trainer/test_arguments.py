@@ -133,6 +133,7 @@ def test_an_argument_of_lightning_that_is_not_offered(name: str, value: Any) -> 
     ],
 )
 def test_the_replacement_has_the_value(name: str, value: Any, fix: str) -> None:
+    # The advice for an argument of Lightning contains the value that the user passed, if it can be used as it is.
     assert refused(**{name: value}) == f"Trainer({name}=...): {fix}."
 
 

@@ -533,7 +533,7 @@ def test_an_error_of_one_process_saves_nothing(run_dir: Path) -> None:
 
 
 def stop_at(steps: int, strategy: str, save: bool, batches: int | None = None) -> None:
-    """Train up to a number of optimizer steps, from the checkpoint `there` if it does not `save` that."""
+    """Train up to a number of optimizer steps. With `save`, save to `there`; otherwise resume from `there`."""
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", max_steps=steps, global_batch_size=batches, logger=False,
         enable_progress_bar=False, enable_checkpointing=False,
@@ -551,6 +551,7 @@ SAMPLES = (
 
 
 def test_another_strategy_and_number_of_processes_are_announced(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # A log message names the strategy and the number of devices that saved the checkpoint, if they differ.
     run_world(2, stop_at, 1, "ddp", True)
     for batches, said in ((None, SAVED_BY_DDP + SAMPLES), (8, SAVED_BY_DDP)):
         caplog.clear()
