@@ -1,4 +1,4 @@
-"""`Channel`: exchanges from any thread, and how soon every process knows about the failure of another one."""
+"""`Channel`: exchanges from any thread, and how soon every process knows about a failure of another process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainkit.errors import ProcessFailedError
 
 pytestmark = pytest.mark.prompt
 
-SOON = within(1.0)  # what takes milliseconds
+SOON = within(1.0)  # seconds, for what takes milliseconds
 
 
 def eventually(channel: Channel, condition: Any) -> None:
@@ -90,7 +90,7 @@ def test_values_that_cannot_be_exchanged() -> None:
 
 
 def test_a_signal_withdraws_the_value() -> None:
-    """A later exchange with the same key must not see the old value."""
+    """If a signal handler raises during an exchange, the next exchange with the same key must not see the old value."""
 
     class InterruptError(Exception):
         pass
@@ -100,7 +100,7 @@ def test_a_signal_withdraws_the_value() -> None:
 
     def send(hub: Any) -> None:
         deadline = time.monotonic() + PATIENCE
-        while not hub.waiting and time.monotonic() < deadline:  # for what was given
+        while not hub.waiting and time.monotonic() < deadline:  # until the hub has the value
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGUSR2)
 
@@ -129,7 +129,7 @@ def test_a_closed_channel_exchanges_nothing(rank: int) -> None:
 
 
 def test_a_waiting_rank_calls_the_function_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception in the function ends the wait; the value is then withdrawn."""
+    """An exception in the function ends the wait and withdraws the value."""
     monkeypatch.setattr("trainkit.distributed.channel._LOOK", 0.01)
     looks: list[int] = []
 
@@ -167,7 +167,7 @@ def test_an_interrupted_exchange_is_repeated(complete: bool, monkeypatch: pytest
 
 
 def test_ask_returns_what_each_rank_is_doing() -> None:
-    """Ranks answer whatever their main threads are doing."""
+    """A thread of the channel answers, so the main thread of a rank may be busy. A rank that has exited gives `None`."""
     nothing = {"begun": 0, "where": None, "checks": 0}
     with star(3) as channels:
         channels[1].collectives.checks = 4
@@ -193,7 +193,7 @@ def test_a_rank_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         assert channels[0].ask() is not None
 
 
-# --------------------------------------------------------------------------------------------------- failing, leaving
+# ------------------------------------------------------------------------------------------------- failures and exits
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
@@ -231,7 +231,7 @@ def test_a_failure_that_all_ranks_catch() -> None:
             eventually(channels[0], lambda: channels[0].failure is not None)
             channels[0].post_failure("error", "boom")
             channels[1].leave_run()
-            with ThreadPoolExecutor(1) as pool:  # the next run waits for those who are still in this one
+            with ThreadPoolExecutor(1) as pool:  # the next run waits for the ranks that are still in this one
                 waiting = pool.submit(channels[1].enter_run)
                 time.sleep(0.1)
                 assert not waiting.done()
@@ -275,7 +275,10 @@ def test_an_announced_exit_is_not_a_failure(leaving: int) -> None:
 
 @pytest.mark.parametrize("leaving", [0, 1])
 def test_a_script_that_ends_in_its_own_loop_has_not_failed(leaving: int) -> None:
-    """No process leaves that run before the script ends. A rank in a collective that the other has not entered reports it."""
+    """With your own training loop, no rank leaves the run before its script ends, so an exit inside the run is no failure.
+
+    It is a failure only if another rank is in a collective that the exited rank has not entered; that rank reports it.
+    """
     with star(2) as channels:
         for channel in channels:
             channel.enter_run()
@@ -285,8 +288,8 @@ def test_a_script_that_ends_in_its_own_loop_has_not_failed(leaving: int) -> None
         channels[leaving].close()
         other = channels[1 - leaving]
         eventually(other, lambda: leaving in other.exited)
-        other.report_missing_rank()  # it waits for no process
-        other.collectives.depth += 1  # as if it were still in the one that both have begun
+        other.report_missing_rank()  # it is not in a collective
+        other.collectives.depth += 1  # as if it were still in the collective that both ranks have entered
         other.report_missing_rank()
         assert other.failure is None
         other.collectives.depth -= 1
@@ -312,6 +315,7 @@ def test_an_exit_in_the_middle_of_a_run_is_a_failure(leaving: int) -> None:
 
 
 def test_all_ranks_know_the_failed_ranks() -> None:
+    # A rank that knows the cause of a failure reports it to the other ranks.
     with star(3) as channels:
         channels[2].announce_end()
         eventually(channels[1], lambda: 2 in channels[1].exited)
@@ -324,7 +328,7 @@ def test_all_ranks_know_the_failed_ranks() -> None:
 
 
 def test_a_failure_is_known_on_this_process_if_the_hub_hangs() -> None:
-    """All threads of the main process may hang. A rank that waits for it must still know the failure, to write its stacks."""
+    """All threads of the main process may hang. A rank that waits for it must still know its failure, to write its stacks."""
     hangs = threading.Event()
     with star(2) as channels:
         for channel in channels:
@@ -341,7 +345,7 @@ def test_a_failure_is_known_on_this_process_if_the_hub_hangs() -> None:
 
 
 def in_run(dying: int, how: str) -> Any:
-    """What a rank knows about a rank that dies, and how long after its death."""
+    """Return what this rank knows about the rank that dies, and how many seconds after its death."""
     member = Member()
     member.watchdog.close()
     member.watchdog.entered()
@@ -378,7 +382,7 @@ def test_a_killed_process_is_known_immediately(dying: int, how: str) -> None:
 
 
 def with_children(dying: int) -> Any:
-    """As `in_run`, but the dying process has a child that was forked from it and lives on."""
+    """Like `in_run`, but the rank that dies has forked a child, which survives it. Return the seconds only."""
     member = Member()
     began = time.time()
     if member.rank == dying:
@@ -410,7 +414,7 @@ def test_a_killed_process_with_living_children(dying: int) -> None:
 
 @pytest.mark.world_size(2)
 def test_an_exchange_costs_little() -> None:
-    """Much less than polling: about 0.2 ms on two free cores. On a busy machine the fastest exchange counts."""
+    """An exchange takes about 0.2 ms on two idle cores, much less than polling. On a busy machine the fastest one counts."""
     member = Member()
     took = []
     for turn in range(100):

@@ -1,4 +1,4 @@
-"""`CollectiveTracker`: what a process is in, as seen by another thread; and the line of the script in the frames."""
+"""`CollectiveTracker`: another thread sees which collective a process is in, and which line of the script called it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainkit.distributed.collective_tracker import CollectiveTracker, find_call
 
 
 def function_of(where: str, text: str, **names: Any) -> Callable[..., Any]:
-    """`verb` of a module of that name."""
+    """Compile `text` as the module `where`, and return its function `verb`."""
     made: dict[str, Any] = {"__name__": where, "called": find_call, "sys": sys, **names}
     exec(compile(text, f"/somewhere/{where}.py", "exec"), made)
     return made["verb"]
@@ -24,7 +24,10 @@ def line() -> int:
 
 
 def test_the_line_of_a_script() -> None:
-    """Frames of torch and the like between are not the script's; a function of it that we call is not where we were called."""
+    """`find_call` returns the trainkit function that the script called, and the line of that call.
+
+    It skips frames of torch between them, and trainkit functions that are called by trainkit.
+    """
     inner = function_of("trainkit.inner", "def verb(): return called(sys._getframe())")
     module = function_of("torch.nn", "def verb(*given): return inner(*given)", inner=inner)
     outer = function_of("trainkit.accelerator", "def verb(): return module()", module=module)
@@ -32,7 +35,7 @@ def test_the_line_of_a_script() -> None:
         assert call() == ("verb", f"test_collective_tracker.py:{line()}")
 
     first = function_of("trainkit.a", "def save_state(call): return call()\nverb = save_state")
-    assert first(lambda: inner())[0] == "verb"  # the lambda is a script's
+    assert first(lambda: inner())[0] == "verb"  # the lambda belongs to a script
     in_library = function_of("torch.nn", "def verb(): return called(sys._getframe())")
     assert first(in_library)[0] == "save_state"
     within = function_of("torchmetrics.x", "def verb(): return outer()", outer=outer)
@@ -45,6 +48,7 @@ def test_a_frame_outside_of_the_package() -> None:
 
 
 def test_what_is_counted() -> None:
+    # Each collective is counted once, also inside another collective and if it raises an error.
     tracker = CollectiveTracker()
     assert tracker.record() == {"begun": 0, "where": None, "checks": 0}
     with tracker, tracker:
@@ -83,7 +87,7 @@ def test_a_known_location_is_used() -> None:
 
 
 def test_a_collective_costs_two_calls() -> None:
-    """It is around each reduction of each step."""
+    """The tracker is entered for every reduction of every step, so it must be cheap."""
     tracker, calls = CollectiveTracker(), []
     sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code.co_name) if event == "call" else None)
     try:

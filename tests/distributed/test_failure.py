@@ -1,4 +1,4 @@
-"""The text of a failure, and how a consequence is distinguished from a cause."""
+"""The text of a failure, and which errors are consequences of another rank's failure."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ LATE = "[/__w/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000m
         (RuntimeError("NCCL communicator was aborted on rank 1."), True, False),
         (RuntimeError("DataLoader timed out after 5 seconds"), False, False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False, False),
-        (ConnectionResetError("Connection reset by peer"), False, False),  # a user's own download
+        (ConnectionResetError("Connection reset by peer"), False, False),  # for example, from a download in the user's code
         (ValueError(LATE), False, False),
         (None, False, False),
     ],
 )
 def test_errors_of_collectives(error: BaseException | None, communication: bool, timeout: bool) -> None:
+    # An error that a collective raised, and whether it was a timeout, is recognized by its type and message.
     assert is_communication(error) is communication
     assert is_timeout(error) is timeout
 
@@ -78,6 +79,7 @@ def test_a_failure_as_json() -> None:
 
 
 def test_runs() -> None:
+    # `Runs` records which runs of a rank are open, and which have failed.
     runs = Runs()
     assert not runs.over(1)
     assert runs.missing(1)

@@ -1,4 +1,4 @@
-"""What a failed process prints, and that all processes end, for every kind of exit."""
+"""What the terminal shows after a failure, and that all processes exit, for every kind of exit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CLOSED = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0
 
 
 def script(name: str, *given: Any) -> None:
-    """One of the functions below in one process."""
+    """Run one of the functions below in one process."""
     as_script(globals()[name], *given)
 
 
@@ -36,14 +36,14 @@ def end(size: int, name: str, *given: Any) -> Ended:
 
 
 def assert_last_traceback(ended: Ended, rank: int, error: str) -> None:
-    """The last output on the terminal is one error of one rank; there is no other traceback of the same run."""
+    """The output ends with a traceback of this error on this rank, without output of other processes inside it."""
     lines = [line.removeprefix(f"[rank{rank}]: ") for line in ended.output.rstrip().splitlines()]
     assert lines[-1] == error
     start = max(number for number, line in enumerate(lines) if line.startswith("Traceback"))
     assert all(line.startswith("  ") for line in lines[start + 1 : -1]), "another process has printed into it"
 
 
-# --------------------------------------------------------------------------------------------------- one of them fails
+# ------------------------------------------------------------------------------------------------------ one rank fails
 
 
 def one_ends(rank: int, how: str, where: str) -> None:
@@ -77,7 +77,7 @@ def trouble(how: str) -> None:
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("size, rank", [(2, 0), (2, 1), (4, 2)])
 def test_an_error(size: int, rank: int, where: str) -> None:
-    """The first traceback is the last output on the terminal, and the only traceback."""
+    """Only the failed rank prints a traceback, and it is the last output on the terminal."""
     ended = end(size, "one_ends", rank, "raise", where)
     assert ended.codes == [1] * size
     assert max(ended.seconds) < LIMIT
@@ -119,13 +119,14 @@ def test_an_exit_in_a_run(how: str, code: int, text: str) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exit_between_runs(rank: int) -> None:
+    # That rank exits normally. The other rank ends, because its next run needs all ranks.
     ended = end(2, "one_ends", rank, "0", "outside")
     assert ended.codes[rank] == 0
     assert ended.codes[1 - rank] == 1
     assert f"rank {rank} has exited: its script ended" in ended.output
 
 
-# ------------------------------------------------------------------------------------------------------ all of them end
+# ------------------------------------------------------------------------------------------------------- all ranks exit
 
 
 def all_end(how: str) -> None:
@@ -157,7 +158,7 @@ def test_all_ranks_exit_the_same_way(how: str, code: int) -> None:
 
 def test_ctrl_c() -> None:
     ended = end(2, "all_end", "interrupt")
-    assert ended.codes == [1, 1]  # of a shell's script 130, which is the interpreter's doing
+    assert ended.codes == [1, 1]  # 130 for a script that a shell runs: the Python interpreter sets it
     assert ended.output.count("Traceback") == 1
     assert_last_traceback(ended, 0, "KeyboardInterrupt")
 
@@ -172,8 +173,10 @@ def test_the_same_error_on_all_ranks() -> None:
 
 
 def first_in_the_run_last_at_its_end(catches: bool, leaves: bool) -> None:
+    # Rank 1 fails first, and is the last one to leave the run. With `catches`, it catches its error. With `leaves`, it then
+    # ends without waiting for the other ranks to exit.
     member = Member()
-    endings._CAUSE = LIMIT if not catches or leaves else 1.0  # what they wait for does come, however slow the machine is
+    endings._CAUSE = LIMIT if not catches or leaves else 1.0  # long enough for a slow machine
 
     def work() -> None:
         member.step()
@@ -205,7 +208,7 @@ def test_the_same_error_on_all_ranks_when_the_first_is_the_slowest() -> None:
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_the_same_error_on_all_ranks_when_the_first_catches_it(leaves: bool) -> None:
-    """It prints nothing, whether it is still running or not, so the other ranks must print the error."""
+    """The rank that fails first prints nothing, whether or not it has exited. So the other ranks must print the error."""
     ended = end(3, "first_in_the_run_last_at_its_end", True, leaves)
     assert ended.codes == [1, 0, 1]
     assert ended.output.count("Traceback") >= 1
@@ -226,7 +229,7 @@ def different_errors() -> None:
 
 
 def test_different_errors() -> None:
-    """Each is shown, the first one last."""
+    """Each rank prints its own error. The error that occurred first is printed last."""
     ended = end(2, "different_errors")
     assert ended.codes == [1, 1]
     assert ended.output.count("Traceback") == 2
@@ -244,7 +247,7 @@ def the_launcher_sends_sigterm(early: bool) -> None:
 
         def post(*given: Any, **named: Any) -> Any:
             failure = posted(*given, **named)
-            if early:  # the other ranks know, but this process does not get the processor
+            if early:  # the other ranks know the failure, but this process is not scheduled yet
                 time.sleep(0.5)
             else:
                 Path("posted").touch()
@@ -321,7 +324,7 @@ def test_bare_processes(fail: bool) -> None:
 
 
 def test_mp_spawn() -> None:
-    """Its wrapper catches the error, and the parent shows the error of the process that ends first."""
+    """The wrapper of `mp.spawn` catches the error, and the parent process shows the error of the process that ends first."""
     done = run_python("-u", write_script("mp.spawn(main, nprocs=2)"))
     assert done.returncode == 1
     assert "-- Process 1 terminated with the following error:" in done.stderr
@@ -329,7 +332,7 @@ def test_mp_spawn() -> None:
 
 
 def test_torchrun() -> None:
-    """Its own report comes last; the first failure in it is the right one, with its traceback."""
+    """The report of torchrun is printed last. Its root cause names the rank that failed, and contains the traceback."""
     script = write_script()
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", script]
     done = run_python(*command)

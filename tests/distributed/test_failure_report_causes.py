@@ -1,4 +1,4 @@
-"""How a process distinguishes its own error from the consequence of another rank's failure; in one process."""
+"""How a process distinguishes its own error from the consequence of another rank's failure. All ranks are in one process."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ def test_a_broken_connection_without_a_cause() -> None:
 
 
 def test_a_stop_request_to_another_rank_is_a_stop_request() -> None:
+    # A connection error caused by the exit of a preempted rank becomes `Preempted`, not a failure.
     with star(2) as channels:
         for channel in channels:
             channel.enter_run()

@@ -1,4 +1,4 @@
-"""`Hub`: which messages it sends to which rank, without a connection."""
+"""`Hub`: which messages it sends to which rank. No sockets here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Star:
         self.hub.receive(rank, {"fail": Failure(rank, "error", f"of {rank}", run=run).record(), "number": number})
 
     def take(self, *kinds: str) -> list[list[Any]]:
-        """The messages of these kinds for each rank; they are removed."""
+        """Return and remove all received messages, by rank. With a kind, return only the messages of that kind."""
         found = [[m for m in messages if not kinds or kinds[0] in m] for messages in self.received]
         for messages in self.received:
             messages.clear()
@@ -137,17 +137,18 @@ def test_a_run_inside_another_that_fails_leaves_the_outer_one_alone() -> None:
 
 
 def test_a_failure_in_a_run_that_the_other_ranks_have_left() -> None:
+    # It is sent to the other ranks only if it ends the process.
     star = Star()
     star.begin(0, 1, 2)
     star.end(0, 2)
     star.fail(1)
     assert star.failed() == [[], [], []]
-    star.fail(1, run=None)  # no code has caught it
+    star.fail(1, run=None)  # the script did not catch it
     assert star.failed() == [[1], [1], [1]]
 
 
 def test_a_fatal_error_names_the_first_failed_rank_of_the_run() -> None:
-    """Whichever process ends first: all ranks must name the same one, because only that one prints its traceback."""
+    """All ranks must name the same failed rank, whichever ends first, because only that rank prints its traceback."""
     star = Star()
     star.begin(0, 1, 2)
     star.fail(1)

@@ -1,4 +1,4 @@
-"""How processes connect to the main process, and the errors if they cannot."""
+"""How processes connect to the main process, and the errors if they cannot connect."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_no_process_listens() -> None:
 
 @pytest.mark.parametrize("answer", [b"", b"SSH-2.0\n", b"[]\n", encode({"welcome": "wrong"}), b"x" * 5000, None])
 def test_another_program_listens(answer: bytes | None) -> None:
-    """The next address is tried."""
+    """The error says that another program answered, or that there was no answer."""
     with socket.create_server(("127.0.0.1", 0)) as wrong:
         shared = shared_of(["127.0.0.1"], wrong.getsockname()[1])
 
@@ -151,19 +151,19 @@ def test_connections_without_the_token_are_closed() -> None:
             with socket.create_connection(place, 10) as connection:
                 connection.sendall(said)
                 assert not leftover(connection), said
-        with socket.create_connection(place, 10):  # one that says nothing
+        with socket.create_connection(place, 10):  # a connection that sends nothing
             return Channel.open(1, 2, "127.0.0.1", shared.of(1))
 
     channels = all_at_once(2, meet)
     assert all_at_once(2, lambda rank: channels[rank].exchange("a", rank)) == [[0, 1]] * 2
-    with pytest.raises(OSError, match="refused"):  # when all are connected, no listener is needed
+    with pytest.raises(OSError, match="refused"):  # the listener is closed when all ranks are connected
         socket.create_connection(("127.0.0.1", shared.of(1)(None)["port"]), 10)
     for channel in channels:
         channel.close()
 
 
 def leftover(connection: socket.socket) -> bytes:
-    """The data until the other side closes."""
+    """The next data from the other side; empty if the other side has closed the connection."""
     try:
         return connection.recv(1000)
     except ConnectionResetError:

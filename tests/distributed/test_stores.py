@@ -1,4 +1,4 @@
-"""Connecting to a store ends in time, whatever the other side does."""
+"""Connecting to a store succeeds or fails within a time limit, whatever the other side does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def connect(port: int) -> TCPStore:
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux only")
 def test_the_connection_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without keepalive, the store waits forever for an answer when the cable is cut."""
+    """Without keepalive, a client of the store would wait forever for an answer after the network cable is cut."""
     watched: list[tuple[int, float]] = []
     enable_keepalive = stores.enable_keepalive
 
@@ -44,7 +44,10 @@ def test_the_connection_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_silent_peer() -> None:
-    """Like a peer that accepts the connection but is not a store; test_joining.py tests this with torch."""
+    """A peer that accepts the connection but never answers causes a TimeoutError.
+
+    test_joining.py tests this with the TCPStore of torch.
+    """
     released = threading.Event()
 
     def waits() -> Any:

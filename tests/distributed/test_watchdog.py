@@ -24,12 +24,12 @@ from trainkit.errors import Preempted
 
 pytestmark = pytest.mark.prompt
 
-TIMEOUT = 2.0  # of collectives, where one hangs
-LONG = 2.5  # much more than the grace
+TIMEOUT = 2.0  # seconds, of a collective in which a rank hangs
+LONG = 2.5  # seconds, much more than the grace period
 
 
 def script(name: str, *given: Any) -> None:
-    """One of the functions below in one process."""
+    """Run one of the functions below in one process."""
     as_script(globals()[name], *given)
 
 
@@ -55,7 +55,7 @@ def stacks_of(rank: int, folder: str = "out") -> str:
     return path.read_text()
 
 
-# ------------------------------------------------------------------------------------------------- who is ended, and how
+# ---------------------------------------------------------------------------------------- which ranks are ended, and how
 
 
 def other_ranks_wait(failing: int, grace: float) -> None:
@@ -66,7 +66,7 @@ def other_ranks_wait(failing: int, grace: float) -> None:
         if member.rank == failing:
             now()
             raise ValueError("boom")
-        sys.stdout.reconfigure(line_buffering=False)  # type: ignore[union-attr]  # as it is for a file or a pipe
+        sys.stdout.reconfigure(line_buffering=False)  # type: ignore[union-attr]  # as for a file or a pipe
         print(f"rank {member.rank} has written this")
         member.step()
 
@@ -94,7 +94,7 @@ def test_ranks_that_wait_for_a_failed_rank_are_ended(size: int, failing: int, gr
 
 
 def gone(pid: int) -> bool:
-    """Whether a process ends within a moment; its parent may not have waited for it yet."""
+    """Whether a process ends within a few seconds. A zombie has ended: its parent has not waited for it yet."""
     path = Path(f"/proc/{pid}/stat")
     for _ in range(int(50 * within(2.0))):
         try:
@@ -126,10 +126,11 @@ def it_has_children() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks /proc whether a process is alive")
 def test_its_loader_workers_are_ended_too() -> None:
+    # The watchdog also ends the daemon children of a rank, such as DataLoader workers, but no other children.
     assert end(2, "it_has_children").codes == [1, 1]
     worker, other = (int(Path(f"child {daemon}").read_text()) for daemon in (True, False))
     assert gone(worker)
-    os.kill(other, signal.SIGKILL)  # it was alive
+    os.kill(other, signal.SIGKILL)  # it was still alive
     assert gone(other)
 
 
@@ -150,7 +151,7 @@ def test_a_folder_that_cannot_be_written() -> None:
 
 def an_error_that_cannot_be_encoded() -> None:
     member = Member(grace=GRACE)
-    work = one_fails(member, ValueError("cannot read file\udcff.jpg"))  # like a name of os.listdir that is not UTF-8
+    work = one_fails(member, ValueError("cannot read file\udcff.jpg"))  # like a file name from os.listdir that is not UTF-8
     member.run(work)
 
 
@@ -187,6 +188,7 @@ def a_rank_is_ended_while_it_appends_its_error() -> None:
 
 
 def test_written_stacks_are_kept() -> None:
+    # A rank that exits while it adds its error to its file of stacks does not lose the stacks in that file.
     assert end(2, "a_rank_is_ended_while_it_appends_its_error").codes == [1, 1]
     text = stacks_of(0)
     assert text.startswith("rank 0, process ")
@@ -195,7 +197,7 @@ def test_written_stacks_are_kept() -> None:
 
 def it_hangs(size: int) -> None:
     member = Member(grace=GRACE)
-    # one that is quick for this collective only: not all processes start equally fast
+    # a short timeout for this collective only: some processes start slowly
     member.world.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT))
 
     def work() -> None:
@@ -219,7 +221,7 @@ def asleep_too() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_one_hangs(size: int) -> None:
-    """All ranks write their stacks, and end within the timeout and the grace period."""
+    """If one rank hangs, all ranks write their stacks and exit within the timeout plus the grace period."""
     ended = end(size, "it_hangs", size)
     assert ended.codes == [1] * size
     assert max(ended.seconds) < within(TIMEOUT + GRACE + 2.0)
@@ -252,7 +254,7 @@ def test_a_rank_that_waits_for_a_preempted_rank(size: int) -> None:
     assert not Path("out").exists()
 
 
-# ----------------------------------------------------------------------------------------------------- who is not ended
+# -------------------------------------------------------------------------------------------- which ranks are not ended
 
 
 def all_fail_alike(late: float) -> None:
@@ -339,8 +341,8 @@ def the_last_steps_take_long(how: str) -> None:
         if member.rank == 0:
             now()
             if how != "fails":
-                assert member.channel.wait(lambda: 1 in member.channel.exited, LIMIT)  # it does not wait for this one
-            time.sleep(LONG)  # what it still does needs no other process
+                assert member.channel.wait(lambda: 1 in member.channel.exited, LIMIT)  # rank 1 does not wait for this rank
+            time.sleep(LONG)  # the rest of its work needs no other rank
             print("done")
 
     member.run(work)
@@ -359,6 +361,7 @@ def test_a_rank_that_is_no_longer_needed_may_exit(how: str) -> None:
 
 
 def test_a_second_failure_of_a_run() -> None:
+    # Rank 1 fails after it has left the run. Rank 0 is still in the run, and is ended.
     ended = end(2, "the_last_steps_take_long", "fails")
     assert ended.codes == [1, 1]
     assert "rank 0 was ended because rank 1 failed: ValueError: boom" in ended.output
@@ -371,7 +374,7 @@ def it_cleans_up_for_long() -> None:
 
     def tear_down() -> None:
         if member.rank == 1:
-            assert member.channel.wait(lambda: 0 in member.channel.exited, LIMIT)  # which is not let do so
+            assert member.channel.wait(lambda: 0 in member.channel.exited, LIMIT)  # the watchdog ends rank 0
             time.sleep(LONG)
             print("torn down")
 

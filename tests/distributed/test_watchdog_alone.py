@@ -1,4 +1,4 @@
-"""`Watchdog`: its thread, in one process."""
+"""The thread of a `Watchdog`, with all ranks in one process."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from trainkit.errors import ProcessFailedError
 
 
 def test_a_run_without_all_ranks() -> None:
+    # A run cannot begin after a rank has exited.
     with star(2) as channels:
         watchdogs = [Watchdog(channel) for channel in channels]
         channels[1].announce_end()
@@ -40,7 +41,7 @@ def test_its_thread_ends_with_the_channel(first: str) -> None:
 
 
 def test_the_grace_begins_with_the_failure_and_not_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the watchdog's thread wakes up before the channel's thread has called the listeners."""
+    """This holds even if the watchdog's thread wakes up before the channel's thread has called the listeners."""
     ends: list[Any] = []
     monkeypatch.setattr(Watchdog, "_end", lambda self, failure: ends.append(failure))
     with star(2) as channels:
@@ -48,9 +49,9 @@ def test_the_grace_begins_with_the_failure_and_not_with_the_run(monkeypatch: pyt
         watchdog = Watchdog(channels[0], grace=60.0)
         watchdog.entered()
         channels[1].enter_run()
-        watchdog._known -= 3600.0  # that long ago
+        watchdog._known -= 3600.0  # as if the run had begun an hour ago
         channels[1].post_failure("error", "boom")
-        channels[1].close()  # all messages have been received by then
+        channels[1].close()  # its exit is the last message
         assert channels[0].wait(lambda: 1 in channels[0].exited, PATIENCE)
         time.sleep(0.2)
         watchdog.close()
@@ -58,6 +59,7 @@ def test_the_grace_begins_with_the_failure_and_not_with_the_run(monkeypatch: pyt
 
 
 def test_the_main_thread_waits_for_a_rank_that_has_exited(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The watchdog ends this process only if it is in a collective after the other rank has exited.
     monkeypatch.setattr("trainkit.distributed.watchdog._LOOK", 0.01)
     ended = threading.Event()
     ends: list[Any] = []

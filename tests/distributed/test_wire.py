@@ -1,4 +1,4 @@
-"""`JsonConnection` and `ConnectionLoop`: lines in pieces, connections that end, and the end of the thread."""
+"""`JsonConnection` and `ConnectionLoop`: lines that arrive in pieces, connections that end, and how the thread ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainkit.distributed.wire import ConnectionLoop, JsonConnection, enable_kee
 
 
 class End:
-    """One side of a pair of connections, served by a loop; its messages and its end are in queues."""
+    """One end of a socket pair, served by a loop. Its messages, and the error that ended it, are put into queues."""
 
     def __init__(self, connection: socket.socket, limit: int) -> None:
         self.received: Queue[Any] = Queue()
@@ -28,7 +28,7 @@ class End:
 
 @contextmanager
 def served(limit: int = 1000) -> Iterator[tuple[ConnectionLoop, End, socket.socket]]:
-    """A loop that serves one end, and the other end."""
+    """Yield a loop, the `End` that it serves, and the socket at the other end."""
     broken: Queue[Exception] = Queue()
     loop = ConnectionLoop("test", broken.put)
     ours, theirs = socket.socketpair()
@@ -67,6 +67,7 @@ def test_lines_in_pieces() -> None:
     ids=["nothing", "half", "no json", "no text", "endless", "long"],
 )
 def test_a_connection_ends(said: bytes, why: type[Exception]) -> None:
+    # A connection is closed if the peer closes it or sends data that is not a valid line; the error says which.
     with served() as (_, end, theirs):
         theirs.sendall(said)
         if why is EOFError:
@@ -79,7 +80,7 @@ def test_a_connection_ends(said: bytes, why: type[Exception]) -> None:
 def test_a_peer_that_does_not_read_blocks_no_process() -> None:
     line = encode("x" * 1_000_000)
     with served() as (loop, end, theirs):
-        loop.call(lambda: [loop.send(end.wire, line) for _ in range(8)])  # more than the connection takes
+        loop.call(lambda: [loop.send(end.wire, line) for _ in range(8)])  # more than the socket buffers hold
         theirs.sendall(encode("still there?"))
         assert end.received.get(timeout=PATIENCE) == "still there?"
         received = b""
@@ -111,6 +112,7 @@ def test_a_peer_that_never_reads_does_not_delay_the_end() -> None:
 
 
 def test_an_error_in_the_thread_ends_it() -> None:
+    # The error is passed to the callback of the loop, and the connections are closed.
     broken: Queue[Exception] = Queue()
     loop = ConnectionLoop("test", broken.put)
     ours, theirs = socket.socketpair()

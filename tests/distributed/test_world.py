@@ -1,4 +1,4 @@
-"""`World`: the small collectives, on real processes."""
+"""`World`: collectives for small values, on real processes."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def ranks() -> tuple[int, int]:
 
 
 def test_one_process_after_the_other() -> None:
+    # `run_world` returns the results in the order of the ranks.
     assert run_world(2, ranks) == [(0, 2), (1, 2)]
 
 

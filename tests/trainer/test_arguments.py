@@ -1,4 +1,4 @@
-"""The arguments of `Trainer` and of its verbs: what each may be, what contradicts what, and what Lightning's others are."""
+"""The arguments of `Trainer` and its methods: valid values, contradictions, and arguments that only Lightning has."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainkit.errors import (
 from trainkit.trainer.arguments import limited
 from trainkit.unsupported import ADVICE
 
-# Every argument of Lightning's Trainer, of version 2 and of those before.
+# Every argument of Lightning's Trainer, in version 2 and in earlier versions.
 LIGHTNING_2 = """
     accelerator strategy devices num_nodes precision logger callbacks fast_dev_run max_epochs min_epochs max_steps
     min_steps max_time limit_train_batches limit_val_batches limit_test_batches limit_predict_batches
@@ -82,7 +82,7 @@ OURS = [name for name in inspect.signature(Trainer.__init__).parameters if name 
 
 
 def refused(**arguments: Any) -> str:
-    """The message with which a Trainer refuses these arguments."""
+    """Check that a Trainer rejects these arguments and writes no file. Returns the message."""
     with pytest.raises(ConfigurationError) as caught:
         make_trainer(**arguments)
     assert not list(Path.cwd().iterdir())
@@ -100,7 +100,7 @@ def test_every_argument_of_lightning_is_taken_or_refused_with_its_replacement() 
 @pytest.mark.parametrize("name", sorted(ADVICE["Trainer"]))
 @pytest.mark.parametrize("value", ["x", 7, 0.5, object()])
 def test_an_argument_of_lightning_that_is_not_offered(name: str, value: Any) -> None:
-    """Whatever it asks for: what is accepted must do something."""
+    """It is rejected with any value but Lightning's default: an argument that is accepted must have an effect."""
     with pytest.raises(UnsupportedArgumentError) as caught:
         make_trainer(**{name: value})
     before, dots, after = ADVICE["Trainer"][name].partition("...")
@@ -133,16 +133,17 @@ def test_an_argument_of_lightning_that_is_not_offered(name: str, value: Any) -> 
     ],
 )
 def test_the_replacement_has_the_value(name: str, value: Any, fix: str) -> None:
+    # The advice for an argument of Lightning contains the value that the user passed, if it can be used as it is.
     assert refused(**{name: value}) == f"Trainer({name}=...): {fix}."
 
 
 def test_lightnings_defaults_are_accepted() -> None:
-    """The whole signature of Lightning 2.6, as a script passes it that hands all of its arguments on."""
+    """A script may pass all arguments of Lightning 2.6 with their default values."""
     assert list(DEFAULTS_OF_LIGHTNING_2) == LIGHTNING_2
     trainer = Trainer(**DEFAULTS_OF_LIGHTNING_2 | {"accelerator": "cpu", "devices": 1})
     assert (trainer.max_epochs, trainer.accumulate_grad_batches) == (1000, 1)
     kinds = {type(callback).__name__ for callback in trainer.callbacks}
-    assert kinds == {"TQDMProgressBar", "ModelSummary", "ModelCheckpoint"}  # enable_...=None is on, as there
+    assert kinds == {"TQDMProgressBar", "ModelSummary", "ModelCheckpoint"}  # as in Lightning, enable_...=None means True
 
 
 @pytest.mark.parametrize(
@@ -178,11 +179,13 @@ def test_a_default_of_lightning_asks_for_nothing(name: str, value: Any) -> None:
     ],
 )
 def test_what_is_almost_a_default_asks_for_something(name: str, value: Any) -> None:
+    # A value that only resembles Lightning's default is rejected.
     assert refused(**{name: value}) == f"Trainer({name}=...): {ADVICE['Trainer'][name]}."
 
 
 @pytest.mark.parametrize("name", sorted(ADVICE["Trainer"]))
 def test_a_replacement_that_is_named_exists(name: str) -> None:
+    # The advice for an argument of Lightning names only arguments that exist.
     words = ADVICE["Trainer"][name].replace("fit(module, ckpt_path=", "").replace("=", " = ").replace("(", " ").split()
     for word, following in itertools.pairwise(words):
         known = ("save_dir", "process_position", "refresh_rate", "max_depth", "mode", "logger", "batch_size", "action")
@@ -245,6 +248,7 @@ class Data(DataModule):
 
 @pytest.mark.parametrize("verb", ["validate", "test"])
 def test_positions_that_are_meant_otherwise(verb: str) -> None:
+    # A positional argument in the wrong position is an error. If the value is recognized, the error names its keyword.
     run = getattr(make_trainer(), verb)
     assert run(TinyModule(), None, None, False, Data())
     with pytest.raises(
@@ -413,6 +417,7 @@ def test_an_argument_and_its_callback_say_the_same(name: str, values: tuple[Any,
 
 
 def test_how_long_without_an_end() -> None:
+    # The default of max_epochs depends on the other limits.
     assert make_trainer(max_epochs=None).max_epochs == 1000
     assert make_trainer(max_epochs=None, min_epochs=2000).max_epochs == 2000
     assert make_trainer(max_epochs=None, max_steps=5).max_epochs == -1

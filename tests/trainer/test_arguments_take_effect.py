@@ -1,8 +1,8 @@
 """No public argument is accepted and ignored.
 
 `argument_effects.yaml` has an entry for each optional argument of each public function, method and constructor: the test that
-shows its effect, or `no effect` where the docstring says so and why. A required argument needs no entry. That every argument
-is read at all is looked up in the syntax trees.
+shows its effect, or `no effect` if the docstring says so and why. A required argument needs no entry. Another test reads the
+syntax trees to check that every argument is used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CALLS = {call.name: call for call in public_calls(PUBLIC)}
 TABLE: dict[str, dict[str, str]] = yaml.safe_load((Path(__file__).parent / "argument_effects.yaml").read_text("utf-8"))
 ENTRIES = [(name, argument, entry) for name, entries in TABLE.items() for argument, entry in entries.items()]
 
-# Methods that users write and trainkit calls: what it gives them is for them to read.
+# Methods that users override and trainkit calls: only the overrides read the arguments.
 OVERRIDDEN = {
     "on_after_batch_transfer", "on_before_batch_transfer", "optimizer_zero_grad", "predict_step",
     "transfer_batch_to_device", "write_on_batch_end", "write_on_epoch_end",
@@ -38,6 +38,7 @@ def test_every_optional_argument_has_an_entry() -> None:
 
 
 def test_entries_lead_to_tests() -> None:
+    # Each entry names a test that exists, in a file that mentions the argument or the function.
     found: dict[str, dict[str, str]] = {}
     wrong = []
     for name, argument, entry in ENTRIES:
@@ -70,12 +71,12 @@ def test_arguments_without_effect_are_documented_as_such() -> None:
 
 
 def test_arguments_that_are_passed_on_lead_to_entries() -> None:
-    """`**options` that are those of another function, whose entries count for them."""
+    """If a function passes its `**options` to another function, the entries of the other function count."""
     assert [entry for *_, entry in ENTRIES if entry.startswith("options of ") and entry[11:] not in TABLE] == []
 
 
 def test_every_argument_is_read() -> None:
-    """By the function, or by a method of a subclass that overrides it; or the docstring says `no effect`."""
+    """The function or an override in a subclass reads it, or the docstring says `no effect`."""
     ignored = [
         f"{name}({argument})"
         for name, call in CALLS.items()
@@ -86,11 +87,11 @@ def test_every_argument_is_read() -> None:
     assert ignored == []
 
 
-# --------------------------------------------------------------------------------------------- how this is found out
+# --------------------------------------------------------------------------------------------- tests of these checks
 
 
 class Example:
-    """For the tests of the tests.
+    """An example for the tests below.
 
     Args:
         used: is stored.

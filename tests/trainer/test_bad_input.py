@@ -1,6 +1,6 @@
-"""What a run refuses before it begins: the error names the fix, nothing is left half done, and the next run works.
+"""Invalid modules and data are rejected before the run begins: the error names the fix, and the next run works.
 
-What a loss, a hook or `configure_optimizers` may be in detail is in `test_hooks*.py` and `test_optimizer_config.py`.
+`test_hooks*.py` and `test_optimizer_config.py` test losses, hooks and `configure_optimizers` in detail.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trainkit.loggers import CSVLogger
 
 
 class Witness(Callback):
-    """Notes how far a run came."""
+    """Records which stages a run has reached."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -53,7 +53,7 @@ class Witness(Callback):
 
 
 def refused(kind: type[TrainkitError], run: Callable[[Trainer], Any], **arguments: Any) -> tuple[str, list[str]]:
-    """The message of the error that `run(trainer)` must raise before anything is trained, and how far it came."""
+    """Check that `run(trainer)` raises this error before training. Returns the message and the stages that the run reached."""
     witness = Witness()
     trainer = make_trainer(witness, logger=CSVLogger(), **arguments)
     files_before = set(Path.cwd().rglob("*"))
@@ -326,7 +326,7 @@ def test_loaders_and_a_data_module() -> None:
 
 
 def test_data_is_not_prepared_for_a_module_that_cannot_be_trained() -> None:
-    """It may take an hour."""
+    """`prepare_data` may take an hour, so the module is checked first."""
     prepared: list[int] = []
     data = made(Data, prepare_data=lambda self: prepared.append(1))
     for module in (NoStep(), NoOptimizer(), made(training_epoch_end=nothing), made(training_step=lambda self: None)):
@@ -335,7 +335,7 @@ def test_data_is_not_prepared_for_a_module_that_cannot_be_trained() -> None:
     assert prepared == []
 
 
-# What only the set-up can tell
+# Errors that only the setup of the run can find
 
 
 CONFIGURED: dict[str, tuple[dict[str, Any], dict[str, Any], type[TrainkitError], list[str]]] = {
@@ -383,6 +383,7 @@ CONFIGURED: dict[str, tuple[dict[str, Any], dict[str, Any], type[TrainkitError],
 
 @pytest.mark.parametrize("case", list(CONFIGURED))
 def test_what_the_set_up_finds(case: str) -> None:
+    # The error is raised after the `setup` hooks and before training, and `teardown` is called.
     members, arguments, kind, words = CONFIGURED[case]
     witness = Witness()
     trainer = make_trainer(witness, logger=CSVLogger(), **arguments)

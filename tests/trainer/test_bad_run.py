@@ -1,4 +1,4 @@
-"""What goes wrong during a run: the right error, everything restored, and the next run works."""
+"""Errors during a run: the right error is raised, the state of the process is restored, and the next run works."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Witness(Callback):
 
 
 class Failing(TinyModule):
-    """Does `fail` in the third training step, or in the second of a validation, as long as there is one."""
+    """Calls `fail` in the third training step or in the second validation step, until the list `fail` is cleared."""
 
     def __init__(self, fail: Any, where: str = "training_step") -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Failing(TinyModule):
 
 
 def failed(kind: type[TrainkitError], module: Failing, *callbacks: Callback, **arguments: Any) -> str:
-    """The message of the error that ends a fit; the same trainer and module then train to the end."""
+    """Check that this error ends a fit, and that the same trainer and module can train again. Returns the message."""
     witness, logger = Witness(), Memory()
     trainer = make_trainer(witness, *callbacks, logger=logger, precision="64-true", **arguments)
     with pytest.raises(kind) as caught:
@@ -189,7 +189,7 @@ class BadTeardown(Callback):
 def test_a_tear_down_that_fails_stops_no_other() -> None:
     witness, data, logger = Witness(), Data(fail=True), Memory()
     trainer = make_trainer(BadTeardown(), witness, logger=logger)
-    with pytest.raises(KeyError, match="callback"):  # the first; without it the run would have been a success
+    with pytest.raises(KeyError, match="callback"):  # the first error; the run itself succeeded
         trainer.fit(TinyModule(), data)
     assert witness.teardowns == ["fit"]
     assert data.torn_down == 1

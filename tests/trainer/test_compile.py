@@ -1,4 +1,4 @@
-"""A module out of `torch.compile` is trained as the module itself, its steps compiled."""
+"""A module returned by `torch.compile` is trained like the original module, with compiled steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helpers.runs.trainers import make_trainer
 
 from trainkit.checkpoint import open_checkpoint
 
-# torch's tracer looks at .grad of the loss that goes from a graph into log
+# torch's tracer reads .grad of the loss that a compiled step passes to self.log
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 

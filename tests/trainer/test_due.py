@@ -1,4 +1,4 @@
-"""`DueDates`: when a fit logs, validates and ends; numbers in, no Trainer."""
+"""`DueDates`: when a fit logs, validates and ends, computed from counters without a Trainer."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_stop_request_counts_from_min_epochs_and_min_steps_on(progress: RunPro
 
 
 def validated(dates: DueDates, every: int | None, batches: range) -> list[int]:
-    """The micro-batches after which to validate, each of them an accumulation window."""
+    """The micro-batches after which to validate, if each micro-batch is an accumulation window."""
     return [batch_idx for batch_idx in batches if dates.validates(batch_idx, True, every)]
 
 
@@ -83,11 +83,12 @@ def test_every_n_micro_batches() -> None:
 
 def test_an_interval_that_ends_inside_a_window_is_due_at_its_end() -> None:
     dates = due()
-    windows = [3, 7, 11]  # of four micro-batches
+    windows = [3, 7, 11]  # last micro-batches of windows of four
     assert [last for last in windows if dates.validates(last, True, 6)] == [7, 11]
 
 
 def test_without_an_interval_only_the_end_of_the_epoch_tells() -> None:
+    # Without an interval, validation is due only at the end of an epoch.
     dates = due()
     assert validated(dates, None, range(10)) == []
     assert dates.validates_at_end(None)
@@ -123,4 +124,5 @@ def test_every_n_optimizer_steps() -> None:
 
 
 def test_an_epoch_resumed_on_another_number_of_processes_does_not_count_its_surplus() -> None:
+    # The two extra micro-batches of the resumed epoch do not shift the validation interval.
     assert validated(due(RunProgress(extra_batches=2)), 3, range(2, 12)) == [4, 7, 10]

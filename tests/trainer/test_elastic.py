@@ -1,4 +1,4 @@
-"""Killed and resumed, on as many processes or on another number of them."""
+"""A run is killed and resumed, on the same or on another number of processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folders(base: Path, *names: str) -> list[Path]:
 
 
 def by_step(lines: LINES, what: str) -> dict[int, list[Any]]:
-    """For each update what its micro-batches had, over all processes, sorted."""
+    """For each optimizer step, the values of its micro-batches on all ranks, sorted."""
     found: dict[int, list[Any]] = {}
     for (step, _), entry in lines.items():
         found.setdefault(step, []).extend(entry[what] if isinstance(entry[what], list) else [entry[what]])
@@ -35,7 +35,7 @@ def by_step(lines: LINES, what: str) -> dict[int, list[Any]]:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_exact_resume(size: int, precision: str, run_dir: Path) -> None:
-    """Bit for bit, on as many processes: losses, samples, augmentation, parameters."""
+    """On the same number of processes, losses, samples, augmentation and parameters are bit-identical."""
     whole, broken = folders(run_dir, "whole", "broken")
     case = Case(samples=75, options={"optimizer": "adamw", "schedule": True}, arguments={"precision": precision})
     expected = undisturbed(case, whole, size)
@@ -52,7 +52,7 @@ MOVES += [pytest.param(*move, marks=pytest.mark.slow) for move in ((2, 1, 0), (1
 
 @pytest.mark.parametrize("before, after, workers", MOVES)
 def test_another_number_of_processes(before: int, after: int, workers: int, run_dir: Path) -> None:
-    """The same samples in each update, with the same augmentation, and the same losses but for rounding."""
+    """Each optimizer step has the same samples and augmentation, and the same loss except for rounding."""
     whole, broken = folders(run_dir, "whole", "broken")
     case = Case(samples=75, workers=workers, options={"optimizer": "adamw"})
     expected = undisturbed(case, whole, before)
@@ -67,7 +67,7 @@ def test_another_number_of_processes(before: int, after: int, workers: int, run_
 
 
 class Validations(Callback):
-    """Notes where they are: (epoch, row)."""
+    """Records the (epoch, batch_idx) of each validation."""
 
     def __init__(self) -> None:
         self.places: list[tuple[int, int]] = []
@@ -77,7 +77,7 @@ class Validations(Callback):
 
 
 def validations(ckpt_path: str | None, arguments: dict[str, Any]) -> list[tuple[int, int]]:
-    """Train; where validation was. Without a checkpoint: one row, which is saved."""
+    """Train, and return where validation ran. Without a checkpoint, train one optimizer step and save one."""
     noted = Validations()
     trainer = Trainer(
         accelerator="cpu",
@@ -110,6 +110,9 @@ def validations(ckpt_path: str | None, arguments: dict[str, Any]) -> list[tuple[
 def test_validation_in_an_epoch_that_has_become_longer(
     arguments: dict[str, Any], expected: list[tuple[int, int]], run_dir: Path
 ) -> None:
-    """After 2 of 24 micro-batches on three processes: one row more than 8, and validation is at the end all the same."""
+    """After a resume on three processes, the epoch has 9 optimizer steps instead of 8, and validation is still at its end.
+
+    Two processes saved the checkpoint after 2 of 24 micro-batches.
+    """
     assert run_world(2, validations, None, arguments) == [[], []]
     assert run_world(3, validations, "first", arguments) == [expected] * 3

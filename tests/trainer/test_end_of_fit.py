@@ -1,4 +1,4 @@
-"""Every fit ends with one line: why it stopped, and where checkpoints and logs are."""
+"""Every fit ends with one log line: why it stopped, and where its checkpoints and logs are."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_early_stopping_and_what_a_resume_of_it_says(caplog: pytest.LogCaptureFi
 
 def test_a_time_limit_and_what_a_resume_of_it_says(caplog: pytest.LogCaptureFixture) -> None:
     class Late(Callback):
-        """The clock of the Timer is in its last second after the second step."""
+        """Sets the elapsed time of the Timer to its limit after the second batch."""
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 1:
@@ -116,13 +116,14 @@ def test_max_epochs_were_reached_before_the_resume(caplog: pytest.LogCaptureFixt
 
 
 def test_a_path_elsewhere_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # A folder outside the working directory is shown with its absolute path.
     root = tmp_path.parent / f"{tmp_path.name}-elsewhere"
     fit(default_root_dir=root)
     assert caplog.messages[-1].endswith(f"Checkpoints in {root}/version_0/checkpoints")
 
 
 class Overflowing(TinyModule):
-    """Its loss is infinite, for the first `batches` batches."""
+    """Its loss is infinite for the first `batches` batches of each epoch."""
 
     def __init__(self, batches: int = 1000) -> None:
         super().__init__()

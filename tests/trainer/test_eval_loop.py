@@ -1,4 +1,4 @@
-"""Validation, test and prediction: exact metrics, several loaders, and a module that is left as it was."""
+"""Validation, test and prediction: exact metrics, several loaders, and the modes of the module, which are restored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainkit.errors import ConfigurationError, MetricError
 @pytest.mark.parametrize("stage", ["validate", "test"])
 @pytest.mark.parametrize("batch_size", [1, 4, 5, 22, 100])
 def test_a_mean_is_the_mean_over_all_samples(stage: str, batch_size: int) -> None:
-    """Whatever the batch size and however short the last batch, to the last bits of float64."""
+    """This holds for every batch size and for a short last batch, up to the rounding of float64."""
     module, loader = Measuring(), tiny_loader(22, batch_size=batch_size)
     (result,) = getattr(make_trainer(precision="64-true"), stage)(module, loader, verbose=False)
     assert result["loss"] == pytest.approx(exact_loss(module, loader), rel=1e-14)
@@ -42,7 +42,7 @@ def test_every_sample_once() -> None:
 
 
 def test_a_metrics_own_weight() -> None:
-    """`batch_size` in `log` for means over something else than samples."""
+    """`log(batch_size=...)` is the weight of a mean over something other than samples."""
 
     class Tokens(TinyModule):
         def test_step(self, batch: Any, batch_idx: int) -> None:
@@ -84,7 +84,7 @@ def test_step_and_epoch_values() -> None:
 
 
 def test_the_results_of_a_loader_have_no_metrics_of_another() -> None:
-    """Not even where their names do not say which loader they are of."""
+    """This holds even for metrics whose names do not contain the index of the loader."""
 
     class Named(TinyModule):
         def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
@@ -173,7 +173,7 @@ def test_several_loaders(stage: str) -> None:
 
 
 def test_without_the_loaders_number_in_the_name() -> None:
-    """One metric over all loaders, weighted by samples."""
+    """The metric is the mean over all loaders, weighted by samples."""
 
     class Module(TinyModule):
         def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
@@ -193,6 +193,7 @@ def test_without_the_loaders_number_in_the_name() -> None:
     ],
 )
 def test_ways_of_giving_several(loaders: Any) -> None:
+    # Several loaders may be a list, a tuple, a dict or a sequential CombinedLoader.
     seen = []
 
     class Module(TinyModule):
@@ -206,6 +207,7 @@ def test_ways_of_giving_several(loaders: Any) -> None:
 
 
 def test_other_modes_than_one_after_the_other_are_refused() -> None:
+    # An evaluation reads loaders one after another, so it rejects the other modes of CombinedLoader.
     with pytest.raises(ConfigurationError, match="one after another, not with mode='min_size'"):
         make_trainer().test(Measuring(), CombinedLoader([tiny_loader(), tiny_loader()], mode="min_size"))
 
@@ -223,11 +225,11 @@ def test_each_loader_has_randomness_of_its_own() -> None:
     assert len(set(drawn[:4])) == 4
 
 
-# --------------------------------------------------------------------------------------------------- the module as it was
+# ------------------------------------------------------------------------------------------------ the modes of the module
 
 
 class Modes(TrainModule):
-    """With BatchNorm that is frozen in eval mode, dropout that is on, and a part whose hook looks."""
+    """A module with one BatchNorm frozen in eval mode and one in training mode. Its hooks record the modes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,13 +276,14 @@ class Modes(TrainModule):
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_the_modes_of_all_parts_come_back(stage: str, inference_mode: bool) -> None:
+    # An evaluation restores the training mode of each submodule.
     module = Modes()
     modes, before = [part.training for part in module.modules()], parameters_of(module)
     getattr(make_trainer(inference_mode=inference_mode), stage)(module, tiny_loader())
     assert set(module.seen.values()) == {(False, False, inference_mode)}
     assert set(module.seen) == {"step", "start", "epoch_end", "end"}
     assert [part.training for part in module.modules()] == modes
-    assert same(before, parameters_of(module))  # no statistics were gathered
+    assert same(before, parameters_of(module))  # BatchNorm statistics did not change
     assert torch.is_grad_enabled()
 
 
@@ -314,6 +317,7 @@ def test_evaluation_does_not_move_the_users_generators() -> None:
 
 
 def test_metrics_of_inference_mode_can_be_used_afterwards() -> None:
+    # Autograd accepts metrics that were computed in inference mode.
     module = Measuring()
     trainer = make_trainer()
     trainer.fit(module, tiny_loader(), tiny_loader())

@@ -1,4 +1,4 @@
-"""Each argument of `validate`, `test` and `predict` makes a difference."""
+"""Each argument of `validate`, `test` and `predict` has an effect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VERBS = ["validate", "test", "predict"]
 
 
 class Constant(TinyModule):
-    """Predicts what its bias says, and has loaders of one batch."""
+    """Predicts its bias, and records it with the size of each batch."""
 
     def __init__(self, bias: float) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Constant(TinyModule):
 
 
 class Data(DataModule):
-    """One batch of three samples for everything."""
+    """One batch of three samples for each stage."""
 
     def val_dataloader(self) -> Any:
         return tiny_loader(3, 3)
@@ -49,7 +49,7 @@ class Data(DataModule):
 
 
 def fitted(bias: float) -> tuple[Trainer, Constant]:
-    """A trainer that has fitted a module, and saved it in `there` as it was before."""
+    """A trainer that has fitted a module without changing its weights, because the learning rate is 0."""
     trainer, module = make_trainer(max_epochs=1), Constant(bias)
     module.learning_rate = 0.0
     trainer.fit(module, tiny_loader())

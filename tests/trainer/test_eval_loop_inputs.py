@@ -1,4 +1,4 @@
-"""Prediction, and what an evaluation is given: modules, loaders, or nothing."""
+"""Prediction, and the inputs of an evaluation: modules and loaders, given or not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_predictions_of_several_loaders() -> None:
 
 
 def test_predictions_of_nested_lists_of_loaders() -> None:
-    """As Lightning takes them: what is a loader in it is one, and so is a list of numbers or strings."""
+    """As in Lightning, each loader in nested lists and dicts counts; a list of numbers or strings is a loader as well."""
 
     class Module(TrainModule):
         def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
@@ -52,13 +52,13 @@ def test_predictions_of_nested_lists_of_loaders() -> None:
 
 
 def test_predictions_of_a_list_of_batches() -> None:
-    """What holds tensors is a batch: here two of inputs and targets."""
+    """A list of tuples of tensors is one loader; each tuple is a batch of inputs and targets."""
     batches = [(torch.ones(2, 4), torch.ones(2, 1)), (torch.ones(3, 4), torch.ones(3, 1))]
     assert [len(part) for part in make_trainer().predict(TinyModule(), batches)] == [2, 3]
 
 
 class Variadic(Measuring):
-    """Takes its arguments as they come, as a wrapper does."""
+    """Its steps take any arguments, like those of a wrapper."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_prediction_without_forward() -> None:
         make_trainer().predict(TrainModule(), [torch.ones(2)])
 
 
-# ------------------------------------------------------------------------------------------------- what is given, or not
+# ------------------------------------------------------------------------------------------------------ modules and data
 
 
 def test_the_module_of_the_last_run() -> None:
@@ -138,7 +138,7 @@ def test_no_data(stage: str, name: str) -> None:
     module, trainer = Measuring(), make_trainer()
     with pytest.raises(MissingMethodError, match=rf"{stage} needs data: trainer.{stage}\(module, DataLoader"):
         getattr(trainer, stage)(module)
-    # nor those of an earlier run
+    # the data of an earlier run is not used
     trainer.fit(module, tiny_loader(), tiny_loader())
     getattr(trainer, stage)(module, tiny_loader())
     with pytest.raises(MissingMethodError, match=f"{stage} needs data"):
@@ -153,6 +153,7 @@ def test_no_step(stage: str, name: str) -> None:
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_a_limit_of_none(stage: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    # With a limit of 0 batches nothing is evaluated, and a log line says so.
     short = {"validate": "val"}.get(stage, stage)
     trainer = make_trainer(**{f"limit_{short}_batches": 0})
     assert getattr(trainer, stage)(Measuring(), tiny_loader()) in ([], None)

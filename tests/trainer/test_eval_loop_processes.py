@@ -1,4 +1,4 @@
-"""Evaluation over several processes: every sample once, the numbers and the order of one process, ends that all agree on."""
+"""Evaluation on several processes: each sample once, the results and order of one process, and the same end on all ranks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from trainkit.trainer.eval_loop import gather_predictions
 
 
 def trainer_of(*callbacks: Callback, **arguments: Any) -> Any:
-    """One of the processes of a world; alone where there is no world."""
+    """A Trainer with strategy='ddp' in a world of processes, and for one process otherwise."""
     several = "WORLD_SIZE" in os.environ
     return make_trainer(*callbacks, precision="64-true", **({"strategy": "ddp"} if several else {}), **arguments)
 
 
 class Watches(Measuring):
-    """Remembers which samples it has seen, by their first input, and under which batch_idx."""
+    """Records the samples that it has seen, by their first input, and their batch_idx."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,11 +61,12 @@ def validated() -> list[Any]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_metrics_of_one_process(size: int) -> None:
+    # The metrics are those of one process, and each rank reads every `size`-th batch.
     worlds = run_world(size, validated)
     for case, (alone, batches, _) in enumerate(validated()):
         for result, seen, known in (own[case] for own in worlds):
             assert result.keys() == alone.keys()
-            assert result == worlds[0][case][0]  # the same bits on all
+            assert result == worlds[0][case][0]  # bit-identical on all ranks
             assert known == result
             for name, value in alone.items():
                 assert result[name] == pytest.approx(value, rel=1e-12, abs=0), (CASES[case], name)
@@ -84,7 +85,7 @@ def limited() -> list[Any]:
 
 
 def test_limits() -> None:
-    """A number counts rows, a fraction is one of all batches."""
+    """An integer is a number of batches per rank; a fraction refers to the batches of all ranks."""
     first, second = run_world(2, limited)
     assert first == [(2, [2], 4), (2, [2], 3), (3, [3], 6), (1, [1], 2)]
     assert second == [(2, [2], 4), (1, [2], 3), (3, [3], 6), (1, [1], 2)]
@@ -116,7 +117,7 @@ def named_loaders() -> Any:
 
 
 def test_the_results_of_a_loader_are_its_own() -> None:
-    """Also on a rank that had no batch of it."""
+    """Also on a rank that had no batch of that loader."""
     for results in run_world(2, named_loaders):
         assert results == [{"own_0": 0.0}, {"own_1": 1.0}, {"own_2": 2.0}]
 
@@ -145,15 +146,16 @@ def test_a_loader_with_fewer_batches_than_processes_before_another() -> None:
 
 @pytest.mark.world_size(3)
 def test_a_metric_of_one_process_in_a_hook_after_such_a_loader() -> None:
+    # A metric that only one rank logs in a hook is an error on all ranks.
     with pytest.raises(MetricError, match=r"log\('in a hook'\): logged on rank 0, not on ranks 1, 2\."):
         with_a_small_loader_first(in_hook=True)
 
 
-# --------------------------------------------------------------------------------------------------- of unknown length
+# ----------------------------------------------------------------------------------------------------- unknown lengths
 
 
 class Stream(IterableDataset[Any]):
-    """The inputs of `tiny_loader`; splits itself if `counts` says how many each rank gets."""
+    """The samples of `tiny_loader`. With `counts`, it splits them itself: one number of samples per rank."""
 
     def __init__(self, counts: list[int] | None, samples: int = 11) -> None:
         self.counts, self.samples = counts, samples
@@ -176,7 +178,7 @@ def streamed(splits: list[Any]) -> list[Any]:
     for counts in splits:
         module, trainer = Watches(), trainer_of()
         (result,) = trainer.validate(module, DataLoader(Stream(counts), batch_size=2), verbose=False)
-        del result["first"]  # where a batch ends decides which values the function is given
+        del result["first"]  # its `reduce_fx` gets one value per batch, and the batches differ
         found.append((result, [sample for _, _, sample in module.seen], trainer._run.plans["validation"].count))
     return found
 
@@ -221,7 +223,7 @@ def test_predictions_come_in_the_order_of_the_data(size: int) -> None:
             assert rows == expected
             assert numbers == [(m // size, 0) for m, _ in ms]
         assert nothing is None
-        assert kept == [[]]  # nothing is gathered that is not needed
+        assert kept == [[]]  # outputs that are not returned are not gathered
 
 
 def memory_of_views() -> list[int]:
@@ -233,6 +235,7 @@ def memory_of_views() -> list[int]:
 
 
 def test_a_view_does_not_bring_all_that_it_is_a_view_of() -> None:
+    # Gathering a view of a large tensor sends only the elements of the view.
     assert run_world(2, memory_of_views) == [[8, 0, 8]] * 2
 
 
@@ -280,7 +283,7 @@ def test_values_by_step_are_those_of_one_process() -> None:
 
 
 class SignalTo(Callback):
-    """A process sends itself SIGTERM in a row of the validation."""
+    """One rank sends itself SIGTERM after one batch of the validation."""
 
     def __init__(self, rank: int, row: int) -> None:
         self.rank, self.row = rank, row
@@ -313,7 +316,7 @@ def test_sigterm_on_one_process_ends_the_evaluation_on_all(rank: int, row: int, 
 
 
 class Twice(Dataset[Any]):
-    """Draws noise for each sample."""
+    """Adds random noise to each sample."""
 
     def __len__(self) -> int:
         return 10

@@ -1,4 +1,4 @@
-"""A run that is killed again and again does what the one does that is never killed, bit for bit."""
+"""A run that is killed and resumed many times gives the same results as one that is never killed, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOOKS = ("on_train_batch_start", "on_before_backward", "on_before_optimizer_step
 
 
 def chain(kills: int, seed: int, workers: tuple[int, ...], precision: str) -> dict[str, Any]:
-    """One run killed `kills` times at random steps in random hooks; the workers change from process to process."""
+    """Kill one run `kills` times, at random steps in random hooks. Each process uses the next number of DataLoader workers."""
     draw = random.Random(seed)
     updates = Run().updates
     steps = sorted(draw.choices(range(1, updates), k=kills))
@@ -42,7 +42,7 @@ def compare(kills: int, seed: int, workers: tuple[int, ...], precision: str) -> 
 
 
 def rows(folder: str) -> list[dict[str, Any]]:
-    """What the logger has written, of all processes; one that was killed before its first checkpoint was another run."""
+    """The log rows of the newest run. A process that was killed before its first checkpoint was a run of its own."""
     newest = max(Path(folder).rglob("metrics.jsonl"), key=lambda path: int(path.parent.name.split("_")[1]))
     return [json.loads(line) for line in newest.read_text().splitlines()]
 
@@ -66,7 +66,7 @@ def test_killed_twenty_times_in_every_way(workers: tuple[int, ...], precision: s
 
 
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run whose generators are not keyed by the position is found out."""
+    """It finds a run whose random generators are not seeded by the position in the data."""
     import trainkit.data.loader
 
     plain = Run(trace="plain.jsonl", folder="plain", epochs=1)

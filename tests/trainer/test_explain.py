@@ -1,4 +1,4 @@
-"""`trainer.explain()` has the facts."""
+"""`trainer.explain()` describes the settings, schedules and hooks of a run."""
 
 from __future__ import annotations
 

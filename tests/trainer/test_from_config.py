@@ -1,4 +1,4 @@
-"""A `Trainer` without arguments takes those of the configuration; its own arguments override them."""
+"""A `Trainer` without arguments uses the settings of the launch configuration; its own arguments override them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPEN = {
 
 @pytest.fixture
 def configured(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`configured(text)`: from here on the process is one that was started with that file."""
+    """`configured(text)` makes this process look as if it had been launched with that configuration file."""
 
     def configure(text: str) -> None:
         Path("conf.yaml").write_text(text)
@@ -49,7 +49,7 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def bare(**arguments: Any) -> Trainer:
-    """A Trainer without any other argument that says where and how it runs."""
+    """A Trainer without arguments for device, strategy and precision, except those given here."""
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     return Trainer(**{**quiet, "num_sanity_val_steps": 0, "max_epochs": 1, "seed": 1, **arguments})
 
@@ -81,6 +81,7 @@ def test_a_bare_trainer(configured: Any, text: str, expected: tuple[Any, ...], c
 
 
 def test_zero_is_what_it_says(configured: Any, caplog: pytest.LogCaptureFixture) -> None:
+    # The ZeRO stage and the offload device are those of the file, and the log lists them.
     configured(ZERO2)
     strategy: Any = bare().strategy
     assert (strategy.stage, strategy.config.offload_optimizer, strategy.config.offload_params) == (2, "cpu", None)
@@ -92,14 +93,14 @@ def test_zero_is_what_it_says(configured: Any, caplog: pytest.LogCaptureFixture)
 
 def test_arguments_beat_the_file(configured: Any) -> None:
     configured(ZERO2)
-    assert shown(bare(accumulate_grad_batches=1))[2] == 1  # the default, given
+    assert shown(bare(accumulate_grad_batches=1))[2] == 1  # the default value, given explicitly
     assert shown(bare(gradient_clip_val=0.5))[3] == 0.5
     assert shown(bare(precision="32-true"))[1] == "32-true"
     own = GradientClipping(2.0)
     trainer = bare(callbacks=[own], accelerator="cpu", global_batch_size=16)
     assert (trainer._arguments.gradient_clip_val, trainer.accumulate_grad_batches) == (None, 1)
     assert [callback for callback in trainer.callbacks if isinstance(callback, GradientClipping)] == [own]
-    # float16 and bfloat16 alone are for ZeRO, which has masters
+    # bf16 in the file is bf16-true only for ZeRO, which keeps master parameters, and bf16-mixed otherwise
     assert shown(bare(strategy="ddp")) == ("ddp", "bf16-mixed", 4, 1.0)
     assert shown(bare(strategy=DDPStrategy(device="cpu", precision="64-true")))[:2] == ("ddp", "64-true")
     assert shown(bare(strategy=Strategy("cpu")))[:2] == ("single", "bf16-mixed")
@@ -107,6 +108,7 @@ def test_arguments_beat_the_file(configured: Any) -> None:
 
 
 def test_a_place_beats_the_file(configured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Arguments that choose a device override the device and the strategy of the file.
     def told(**given: Any) -> dict[str, Any]:
         complete, _ = with_settings({**OPEN, **given})
         return {name: complete[name] for name in ("accelerator", "strategy", "devices")}
@@ -132,7 +134,7 @@ def test_gpus_that_are_not_there(configured: Any) -> None:
 
 
 def test_a_deepspeed_configuration(configured: Any) -> None:
-    """A Trainer without arguments takes the options of an optimizer step from it; arguments override them."""
+    """The Trainer reads the stage, accumulation and clipping from the DeepSpeed file; its own arguments override them."""
     zero = {"stage": 1, "reduce_bucket_size": 1000}
     Path("ds.json").write_text(
         json.dumps({"zero_optimization": zero, "gradient_clipping": 0.3, "gradient_accumulation_steps": 2})
@@ -148,7 +150,7 @@ def test_a_deepspeed_configuration(configured: Any) -> None:
         bare()
 
 
-# torch's tracer looks at .grad of the loss that goes from a graph into log
+# torch's tracer reads .grad of the loss that a compiled step passes to self.log
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_steps_are_compiled(configured: Any) -> None:
     configured("distributed_type: NO\nuse_cpu: true\ndynamo_config: {dynamo_backend: eager, dynamo_use_fullgraph: false}")
@@ -201,7 +203,7 @@ with open(f"rank-{os.environ['RANK']}.json", "w") as file:
 
 
 def test_real_processes(tmp_path: Path) -> None:
-    """The default file counts, a flag beats it, an argument beats both; the run is that of the same arguments, bit for bit."""
+    """A flag overrides the default file, and an argument overrides both. The same arguments give a bit-identical run."""
     Path("script.py").write_text(SCRIPT)
     Path("default.yaml").write_text(ZERO2.replace("offload_optimizer_device: cpu", "offload_optimizer_device: none"))
     found_there = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(STARTUP)])

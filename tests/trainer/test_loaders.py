@@ -1,4 +1,4 @@
-"""The loaders of a run: where they are found, and their limits; without a Trainer."""
+"""The loaders of a run: where they come from, and their limits, without a Trainer."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def test_what_is_passed_comes_before_the_data_module_and_the_module(given: Any, 
 
 
 def test_without_any() -> None:
+    # A fit without a training loader is an error.
     with pytest.raises(MissingMethodError, match=r"trainer\.fit\(module, DataLoader\(\.\.\.\)\)"):
         train_loader(make_run(), None)
 

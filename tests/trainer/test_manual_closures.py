@@ -1,4 +1,4 @@
-"""Manual optimization with one optimizer: closures, counting, and the arguments that make no sense there."""
+"""Manual optimization with one optimizer: closures, the step count, and arguments that need automatic optimization."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class Manual(TinyModule):
 
 
 def test_manual_is_automatic() -> None:
+    # Manual optimization with the usual calls gives the same parameters as automatic optimization.
     manual, automatic = Manual(), TinyModule()
     manual.load_state_dict(automatic.state_dict())
     for module in (manual, automatic):
@@ -35,7 +36,7 @@ def test_manual_is_automatic() -> None:
 
 
 def test_lbfgs_with_a_closure() -> None:
-    """It fits a line exactly, which is what it is for, and as by hand."""
+    """LBFGS fits a line exactly, and gives the same parameters as a loop in plain torch."""
 
     class Fitting(Manual):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -103,6 +104,7 @@ def test_global_step_counts_training_steps_in_which_any_optimizer_stepped() -> N
 
 @pytest.mark.filterwarnings("ignore:no optimizer step was made")
 def test_one_optimizer_and_one_scheduler_are_no_list() -> None:
+    # `optimizers()` and `lr_schedulers()` return a single object itself and not a list.
     class One(Manual):
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()
@@ -117,6 +119,7 @@ def test_one_optimizer_and_one_scheduler_are_no_list() -> None:
 
 
 def test_schedulers_are_the_modules_business() -> None:
+    # With manual optimization, the Trainer never steps the schedulers.
     class Scheduled(Manual):
         def configure_optimizers(self) -> Any:
             self.inner = super().configure_optimizers()
@@ -163,6 +166,7 @@ def test_overrides_that_are_never_called() -> None:
 
 @pytest.mark.filterwarnings("ignore:no optimizer step was made")
 def test_a_modules_own_clipping_is_his_to_call() -> None:
+    # With manual optimization, the Trainer never calls configure_gradient_clipping: the module does.
     calls = []
 
     class Clipping(Manual):
@@ -194,7 +198,7 @@ def test_an_update_can_be_skipped_by_a_hook() -> None:
     class Asking(Manual):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 3:
-                self.trainer.accelerator.skip_update()  # and then there is no step that it could be for
+                self.trainer.accelerator.skip_update()  # no optimizer step follows that could be skipped
                 return
             super().training_step(batch, batch_idx)
 

@@ -1,4 +1,4 @@
-"""`automatic_optimization = False`: several optimizers, closures, toggling, and the arguments that make no sense there."""
+"""`automatic_optimization = False`: several optimizers, loss scaling, and toggling."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def adversarial(logits: Tensor, real: bool) -> Tensor:
 
 
 class GAN(TrainModule):
-    """Toggles, clips and schedules; the discriminator moves first."""
+    """A GAN with toggling, clipping and schedulers. The discriminator makes its step first."""
 
     automatic_optimization = False
 
@@ -122,6 +122,7 @@ def gan_loader() -> DataLoader:
 
 
 def test_a_gan_is_a_gan_by_hand() -> None:
+    # A GAN trained by the Trainer gives the same parameters as a loop in plain torch, bit for bit.
     module = GAN()
     trainer = make_trainer(seed=SEED, max_epochs=EPOCHS)
     trainer.fit(module, gan_loader())
@@ -129,13 +130,13 @@ def test_a_gan_is_a_gan_by_hand() -> None:
     assert module.losses == losses
     assert same(parameters_of(module.generator), generator)
     assert same(parameters_of(module.discriminator), discriminator)
-    assert trainer.global_step == len(losses) == 18  # one for each training_step, though two optimizers stepped
+    assert trainer.global_step == len(losses) == 18  # one per training_step, although two optimizers make a step
     assert all(parameter.requires_grad for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_a_gan_in_half_precision(precision: str) -> None:
-    """Clipping one optimizer's gradients leaves the loss scale of the other's alone: both learn as in full precision."""
+    """Clipping the gradients of one optimizer does not change those of the other: both train as in full precision."""
 
     def fit(precision: str | Precision) -> GAN:
         module = GAN()
@@ -150,7 +151,7 @@ def test_a_gan_in_half_precision(precision: str) -> None:
 
 
 class TwoSteps(TrainModule):
-    """Two updates in one training_step, with a forward after each."""
+    """Two optimizer steps in one training_step, with a forward after each."""
 
     automatic_optimization = False
 
@@ -175,7 +176,7 @@ class TwoSteps(TrainModule):
 
 
 def test_a_forward_sees_the_update_before_it() -> None:
-    """Autocast keeps copies of parameters until its end, which comes after training_step."""
+    """Autocast caches converted parameters until training_step ends, so an optimizer step must clear the cache."""
     module = TwoSteps()
     make_trainer(max_epochs=1, precision="bf16-mixed").fit(module, gan_loader())
     assert len(module.outputs) == 12
@@ -183,7 +184,7 @@ def test_a_forward_sees_the_update_before_it() -> None:
 
 
 def test_the_loss_scale_while_gradients_of_two_optimizers_wait() -> None:
-    """Both are unscaled, by clipping, before either steps: each is unscaled once, by the scale that it was scaled with."""
+    """Clipping unscales the gradients of both before either makes its step: each is unscaled once, with the right scale."""
     norms: dict[str, list[float]] = {}
 
     class Both(Unscheduled):
@@ -285,7 +286,7 @@ def test_toggling() -> None:
             self.note()
             self.untoggle_optimizer(second)
             self.note()
-            self.untoggle_optimizer(second)  # once more does nothing
+            self.untoggle_optimizer(second)  # a second call does nothing
             with first.toggle_model():
                 self.note()
             self.note()
@@ -317,6 +318,7 @@ def test_toggling_leaves_frozen_parameters_frozen() -> None:
 
 @pytest.mark.filterwarnings("ignore:no optimizer step was made")
 def test_a_parameter_of_both_optimizers_stays_on() -> None:
+    # toggle_optimizer keeps gradients on for parameters that the toggled optimizer shares with another one.
     class Sharing(Unscheduled):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             first, _ = self.optimizers()

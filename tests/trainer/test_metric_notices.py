@@ -1,4 +1,4 @@
-"""What is said of metrics that are monitored and not logged, misspelled, logged under one name twice, or logged rarely."""
+"""Messages about metrics that are monitored but not logged, misspelled, logged twice under one name, or logged rarely."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainkit.errors import MissingMetricError
 
 
 class Plateau(TinyModule):
-    """A learning rate that follows a metric."""
+    """A module with ReduceLROnPlateau, which monitors a metric."""
 
     def __init__(self, monitor: str, strict: bool = True) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Plateau(TinyModule):
 )
 @pytest.mark.parametrize("off", [False, True])
 def test_a_monitor_without_a_validation(callback: Callback, module: Any, off: bool, request: Any) -> None:
-    """Said before the first epoch is spent, and in the error at its end."""
+    """A warning says so before the first epoch, and the error at its end says it again."""
     name = request.node.callspec.id.split("-")[-1]
     loaders, arguments = ([tiny_loader()], {"limit_val_batches": 0}) if off else ([], {})
     reason = "limit_val_batches=0 turns it off" if off else "no validation loader was given. Pass one, trainer.fit(module, "
@@ -99,10 +99,11 @@ def test_a_misspelled_monitor_is_reported_after_the_sanity_check(monitor: str, k
         pytest.raises(KeyboardInterrupt),
     ):
         trainer.fit(module, tiny_loader(), tiny_loader())
-    assert steps == [0]  # before any epoch is spent
+    assert steps == [0]  # before the first optimizer step
 
 
 def test_a_scheduler_that_the_user_advances_is_the_users_business(recwarn: pytest.WarningsRecorder) -> None:
+    # With manual optimization the user steps the scheduler, so its monitor is not checked.
     module = Plateau("val_los")
     module.automatic_optimization = False
     module.training_step = lambda batch, batch_idx: None
@@ -126,7 +127,7 @@ def test_a_monitor_of_one_of_several_loaders() -> None:
 
 @pytest.mark.parametrize("monitor", ["train_loss", "loss", "val_loss", "val_map", "grad_norm"])
 def test_monitors_that_may_well_be_right_are_left_alone(monitor: str) -> None:
-    """A metric of training, one of the validation, and one that only a whole validation computes."""
+    """There is no warning for a metric that training logs, or that only a complete validation logs."""
 
     class Logs(TinyModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -212,6 +213,7 @@ def test_an_epoch_shorter_than_the_log_interval_is_reported_once(caplog: Any) ->
     "arguments", [{"log_every_n_steps": 4}, {"log_every_n_steps": 0}, {"logger": False}, {"fast_dev_run": True}]
 )
 def test_where_the_log_interval_is_no_surprise(caplog: Any, arguments: dict[str, Any]) -> None:
+    # There is no message if an epoch is as long as the interval, or if nothing is logged by step.
     assert rare(caplog, **arguments) == []
 
 

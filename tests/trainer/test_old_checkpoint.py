@@ -1,7 +1,7 @@
 """A checkpoint written by an older trainkit still resumes bit-identically.
 
 `before_rooms/` was written by version 0.1 at commit c3eca58, with the `write` function below. Its arithmetic is exact: all
-values are small multiples of powers of two, so that no machine rounds them differently. The parameters at the end depend on
+values are small multiples of powers of two, so no machine rounds them differently. The parameters at the end depend on
 the order of the samples, the augmentation, the dropout masks, the momentum and the learning rates.
 """
 
@@ -23,7 +23,7 @@ from trainkit import Trainer, TrainModule
 from trainkit.callbacks import EarlyStopping, ModelCheckpoint
 
 FIXTURE = Path(__file__).parent / "before_rooms"
-SAVED_AT = 3  # optimizer steps; an epoch has 2: one of four micro-batches, one of two
+SAVED_AT = 3  # optimizer steps; an epoch has 2, one with four micro-batches and one with two
 
 
 class Integers(Dataset[torch.Tensor]):
@@ -38,7 +38,7 @@ class Integers(Dataset[torch.Tensor]):
 
 
 class Sums(TrainModule):
-    """The loss is linear in the parameters, so that its gradient is a sum of whole numbers."""
+    """The loss is linear in the parameters, so its gradient is a sum of whole numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def train(folder: Path, ckpt_path: Path | None = None, max_epochs: int = 5) -> d
 
 
 def write(fixture: Path, scratch: Path) -> None:
-    """Write the checkpoint and what the run that it belongs to did after it."""
+    """Write the checkpoint, and what its run did after it, into `fixture`. This needs the old version of trainkit."""
     result = train(scratch)
     result["history"] = [entry for entry in result["history"] if entry[0] >= SAVED_AT]
     shutil.copytree(next(scratch.glob(f"**/step-{SAVED_AT:08d}")), fixture / "checkpoint")

@@ -1,6 +1,6 @@
-"""Trainer and `Accelerator` do what a loop written by hand does, bit for bit.
+"""`Trainer` and `Accelerator` give the same results as a loop written in plain torch, bit for bit.
 
-The loop by hand is plain torch. From trainkit it takes only what decides order and randomness: `Permutation` and the keys.
+That loop uses trainkit only for the order of the samples and the random seeds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EPOCHS = 3
 
 
 class Noisy(Dataset):
-    """Classification of points that are augmented with noise whenever they are fetched."""
+    """Points with class labels. Noise is added each time a sample is fetched."""
 
     def __init__(self, samples: int) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -233,7 +233,7 @@ def by_trainer(case: Case, *validation: DataLoader, **arguments: Any) -> Result:
 
 
 def by_accelerator(case: Case, device: str = "cpu") -> Result:
-    """A loop of one's own with the accelerator's verbs."""
+    """Your own training loop with the methods of the `Accelerator`."""
     accelerator = Accelerator(strategy=Strategy(device), precision=case.precision, gradient_accumulation_steps=case.accumulate)
     accelerator.seed = SEED
     bare, losses = build_network(), []
@@ -275,14 +275,14 @@ def test_accelerator_is_a_loop_by_hand(case: Case) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @each_case
 def test_all_three_agree_on_cuda(case: Case) -> None:
-    by_hand(case, "cuda")  # the first kernels of a process may be others than those of later runs
+    by_hand(case, "cuda")  # the first run of a process may use other kernels than later runs
     expected = by_hand(case, "cuda")
     assert_same(by_trainer(case, accelerator="gpu"), expected)
     assert_same(by_accelerator(case, "cuda"), expected)
 
 
 def test_the_loop_by_hand_depends_on_what_it_should() -> None:
-    """So that the tests above can fail: each part of a case changes the result."""
+    """Each part of a case changes the result, so the tests above can fail."""
     plain = by_hand(CASES["plain"])
     changes = {"accumulate": 2, "clip_norm": 0.05, "clip_value": 0.005, "optimizer": groups, "shuffle": False}
     changes |= {"per_step": warmup_cosine, "per_epoch": by_epoch, "precision": "bf16-mixed"}

@@ -1,4 +1,4 @@
-"""The plans of a run say what they hold."""
+"""The docstrings of the plans list only attributes that exist."""
 
 from __future__ import annotations
 

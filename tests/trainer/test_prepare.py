@@ -1,4 +1,4 @@
-"""What `Accelerator.prepare` takes and returns, and how that is undone."""
+"""What `Accelerator.prepare` accepts and returns, and how `free_memory` releases it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def loader() -> DataLoader:
     return DataLoader(TensorDataset(torch.zeros(4, 2)), batch_size=2)
 
 
-# What it takes
+# What prepare accepts
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
@@ -46,12 +46,14 @@ def test_any_order_is_returned(order: tuple[int, ...]) -> None:
 
 
 def test_one_object_is_returned_as_it_is_and_none_as_none() -> None:
+    # One object is returned without a tuple. No object gives an empty tuple.
     engine = accelerator()
     assert isinstance(engine.prepare(loader()), PreparedLoader)
     assert engine.prepare() == ()
 
 
 def test_calls_for_one_object_each() -> None:
+    # Each object may be prepared in its own call, in any order.
     engine, model = accelerator(), nn.Linear(2, 1)
     optimizer = engine.prepare(torch.optim.SGD(model.parameters(), lr=1.0))  # before its model
     model = engine.prepare(model)
@@ -62,6 +64,7 @@ def test_calls_for_one_object_each() -> None:
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true", *HALF])
 def test_an_optimizer_made_before_stays_valid(precision: str) -> None:
+    # An optimizer created before `prepare` still updates the parameters of the prepared model.
     engine, model = accelerator(precision=Precision(precision, init_scale=8.0)), nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     prepared, ready = engine.prepare(model, optimizer)
@@ -122,11 +125,12 @@ def test_accumulating_what_was_not_prepared() -> None:
     prepared = accelerator(precision="bf16-mixed")
     with prepared.accumulate(prepared.prepare(model)):
         pass
-    with prepared.accumulate():  # of no model it is not known
+    with prepared.accumulate():  # without a model there is nothing to check
         pass
 
 
 def test_where_objects_are_put() -> None:
+    # `device_placement` decides whether objects are moved to the device.
     engine = Accelerator(strategy=Strategy("cpu"), device_placement=False)
     assert engine.prepare(nn.Linear(2, 1)).weight.device == engine.device
     with pytest.raises(ConfigurationError, match=r"device_placement=False, but the model has parameters on meta"):
@@ -138,6 +142,7 @@ def test_where_objects_are_put() -> None:
 
 
 def test_one_kind_at_a_time() -> None:
+    # `prepare_model`, `prepare_optimizer`, `prepare_data_loader` and `prepare_scheduler` each prepare one kind of object.
     engine, model = accelerator(), nn.Linear(2, 1)
     prepared = engine.prepare_model(model)
     optimizer = engine.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
@@ -167,6 +172,7 @@ def test_objects_are_given_one_by_one(make: Any) -> None:
 
 
 def test_what_failed_can_be_tried_again_without_what_was_wrong() -> None:
+    # After `prepare` has failed, its valid objects can be prepared in another call.
     engine, model = accelerator(split_batches=True), nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for wrong in ({"model": model}, 3, iter([1])):  # the last one cannot be split
@@ -236,6 +242,7 @@ def stepped(engine: Accelerator) -> tuple[nn.Module, Any]:
 
 
 def test_a_prepared_optimizer_is_the_users_in_everything_else() -> None:
+    # A prepared optimizer shares the groups, the state and the hooks of the user's optimizer.
     model, optimizer = stepped(accelerator())
     own = optimizer.optimizer
     assert isinstance(optimizer, Optimizer)
@@ -256,6 +263,7 @@ def test_a_prepared_optimizer_is_the_users_in_everything_else() -> None:
 
 
 def test_its_state_goes_out_and_in() -> None:
+    # The state of a prepared optimizer loads into torch's optimizer and into another prepared one.
     _, optimizer = stepped(accelerator())
     state = optimizer.state_dict()
     assert set(state) == {"state", "param_groups"}
@@ -287,6 +295,7 @@ def test_a_copy_has_its_own_parameters_and_the_same_accelerator() -> None:
 
 
 def test_gradients_may_flow_into_one_optimizers_parameters_only() -> None:
+    # toggle_model turns off gradients for the parameters of the other optimizer, and restores them even after an error.
     engine = accelerator()
     models = nn.Linear(2, 1), nn.Linear(2, 1)
     models[1].bias.requires_grad_(False)
@@ -304,7 +313,7 @@ def test_gradients_may_flow_into_one_optimizers_parameters_only() -> None:
 
 
 class Outputs(nn.Module):
-    """Gives its output in containers, and has a method and an attribute of its own."""
+    """Returns its outputs in nested containers, and has a method and an attribute of its own."""
 
     note = "mine"
 
@@ -326,7 +335,7 @@ def test_a_prepared_model_computes_in_its_precision(precision: str) -> None:
     prepared = engine.prepare(model)
     outputs = prepared(torch.ones(3, 2))
     half = engine.strategy.precision.autocast_dtype or engine.strategy.precision.parameter_dtype
-    expected = torch.float32 if "mixed" in precision else half  # a loss outside autocast is not to be computed in half
+    expected = torch.float32 if "mixed" in precision else half  # a loss outside autocast must not be computed in half precision
     assert {outputs["y"].dtype, outputs["more"][0].dtype, outputs["more"][1][0].dtype} == {expected}
     assert prepared(torch.ones(3, 2), scale=torch.ones(1))["y"].dtype is expected  # keywords are converted too
     assert outputs["index"].dtype is torch.int64
@@ -334,10 +343,11 @@ def test_a_prepared_model_computes_in_its_precision(precision: str) -> None:
     exact = model.float()(torch.ones(3, 2))["y"]
     assert torch.allclose(outputs["y"].float(), exact, atol=0.02)
     if precision == "bf16-mixed":
-        assert not torch.equal(outputs["y"], exact)  # or nothing has been computed in half precision
+        assert not torch.equal(outputs["y"], exact)  # otherwise nothing was computed in half precision
 
 
 def test_a_prepared_model_is_the_users_in_everything_else() -> None:
+    # A prepared model has the attributes, the methods and the state of the user's model.
     model = Outputs()
     prepared = accelerator(precision="bf16-mixed").prepare(model)
     assert prepared.own() == "mine torch.float32"

@@ -1,4 +1,4 @@
-"""Training on several processes is training: the same losses, samples, learning rates and parameters on 1, 2, 3 and 4."""
+"""Training gives the same losses, samples, learning rates and parameters on 1, 2, 3 and 4 processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CASES = {
 
 @cache
 def alone(name: str) -> Record:
-    """The same on one process."""
+    """The record of the same case on one process."""
     return trained(CASES[name], 1)
 
 
@@ -33,7 +33,7 @@ def relative(one: float, other: float) -> float:
 
 
 def apart(one: list[Tensor], other: list[Tensor]) -> float:
-    """The largest difference of two lists of tensors, relative to their norm."""
+    """The largest difference between two lists of tensors, relative to the norm."""
     return max(float((a - b).norm() / b.norm()) for a, b in zip(one, other, strict=True))
 
 
@@ -58,6 +58,7 @@ def test_parity(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("size, window", [(2, 2), (2, 8), (3, 3), (4, 4), (4, 16)])
 def test_accumulation_of_one_and_four(size: int, window: int) -> None:
+    # Each rank accumulates one or four micro-batches per optimizer step.
     case = Case(window=window, samples=77, options={"optimizer": "adamw"})
     assert_same(trained(case, size), trained(case, 1), EXACT, EXACT)
 
@@ -69,7 +70,7 @@ def test_float32(size: int) -> None:
 
 
 def of_updates(record: Record) -> dict[int, float]:
-    """The loss of each update: the mean over its micro-batches."""
+    """The loss of each optimizer step: the mean over its micro-batches."""
     found: dict[int, list[float]] = {}
     for (step, _), loss in record.losses.items():
         found.setdefault(step, []).append(loss)
@@ -78,7 +79,10 @@ def of_updates(record: Record) -> dict[int, float]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_bfloat16(size: int) -> None:
-    """The losses of the updates: where a last bit of a parameter is rounded in another way, that of two samples shows it."""
+    """The losses of micro-batches may differ more than those of optimizer steps.
+
+    If the last bit of a parameter is rounded differently, the loss of a micro-batch of two samples changes visibly.
+    """
     case = Case(arguments={"precision": "bf16-mixed", "max_steps": 10, "max_epochs": 3})
     record, expected = trained(case, size), trained(case, 1)
     assert_same(record, expected, 0.05, 5e-3)
@@ -88,13 +92,14 @@ def test_bfloat16(size: int) -> None:
 
 
 def test_the_comparison_can_fail() -> None:
-    """Another seed is another training."""
+    """A run with another seed is not the same."""
     other = trained(Case(arguments={"seed": 6}), 1)
     with pytest.raises(AssertionError):
         assert_same(other, alone("plain"), EXACT, EXACT)
 
 
 def test_dropout_and_augmentation_are_there() -> None:
+    # The cases use random augmentation, and the same seed gives the same losses.
     first, second = (trained(Case(arguments={"max_steps": 1, "seed": seed}), 1) for seed in (5, 5))
     assert first.losses == second.losses
     samples = alone("plain").seen

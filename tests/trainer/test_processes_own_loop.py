@@ -1,4 +1,4 @@
-"""A loop of one's own on several processes is the Trainer's, bit for bit."""
+"""Your own training loop on several processes gives the same parameters as the Trainer, bit for bit."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def by_own_loop(samples: int, accumulate: int, precision: str) -> tuple[list[Ten
     return parameters(module), accelerator.updates
 
 
-@pytest.mark.parametrize("samples", [48, 42, 50, 6])  # whole windows; a short last batch; uneven windows; less than a row
+@pytest.mark.parametrize("samples", [48, 42, 50, 6])  # full windows; a short last batch; uneven windows; two batches
 @pytest.mark.parametrize(
     "size, accumulate, precision",
     [(1, 2, "32-true"), (2, 1, "64-true"), (2, 2, "32-true"), (3, 2, "32-true"), (3, 1, "bf16-mixed")],
@@ -112,9 +112,9 @@ def by_lbfgs(samples: int, batch_size: int) -> tuple[list[Tensor], int]:
     return parameters(model), calls
 
 
-@pytest.mark.parametrize("samples", [16, 12])  # even; the second process has half of what the first one has
+@pytest.mark.parametrize("samples", [16, 12])  # equal batches; rank 1 has half as many samples as rank 0
 def test_a_line_search_takes_the_same_steps_on_all(samples: int) -> None:
-    """It decides by the loss, which is each process's own: unless averaged, one asks for more evaluations than the other."""
+    """The line search depends on the loss, so the ranks must average it to evaluate the closure equally often."""
     (single, calls), *ranks = run_world(1, by_lbfgs, samples, 16) + run_world(2, by_lbfgs, samples, 8)
     for found, theirs in ranks:
         assert theirs == calls
@@ -134,6 +134,7 @@ def evaluated_on_the_main_process() -> float:
 
 
 def test_a_forward_on_the_main_process_alone() -> None:
+    # A forward in eval mode on one rank does not wait for the other rank.
     assert run_world(2, evaluated_on_the_main_process) == [2.0, 2.0]
 
 
@@ -170,5 +171,6 @@ def test_a_model_is_prepared_once() -> None:
 
 
 def test_worlds_can_fail() -> None:
+    # `run_world` raises the error of a process that fails.
     with pytest.raises(WorldError, match="ValueError: this loop fails"):
         run_world(2, one_fails)

@@ -1,4 +1,4 @@
-"""What a step does on several processes: several optimizers, ends that one process asks for, streams, gathering."""
+"""Training steps on several processes: several optimizers, stop requests of one rank, streams, and gathering."""
 
 from __future__ import annotations
 
@@ -68,15 +68,15 @@ def gan(samples: int, batch_size: int) -> tuple[list[list[Tensor]], int]:
 
 
 class Plain(Noisy):
-    """Without augmentation, whose keys differ between batches of 8 and two of 4."""
+    """`Noisy` without augmentation, which would differ between one batch of 8 and two batches of 4."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"x": self.x[index]}
 
 
-@pytest.mark.parametrize("samples", [48, 42, 34])  # 34: in the last row the second process has no micro-batch
+@pytest.mark.parametrize("samples", [48, 42, 34])  # 34: rank 1 has no micro-batch in the last step
 def test_a_gan(samples: int) -> None:
-    """After every step the parameters are equal on all processes, and those of one process with twice the batch."""
+    """After every step the parameters are equal on both ranks, and close to those of one process with twice the batch size."""
     ranks = run_world(2, gan, samples, 4)
     alone, steps = gan(samples, 8)
     assert ranks[0][1] == ranks[1][1] == steps
@@ -85,11 +85,11 @@ def test_a_gan(samples: int) -> None:
         assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-13) for a, b in zip(first, single, strict=True))
 
 
-# ----------------------------------------------------------------------------------------------------------- ends together
+# ------------------------------------------------------------------------------------------------ ranks that stop together
 
 
 class Stopper(Callback):
-    """Asks for a stop on one process."""
+    """Requests a stop on one rank."""
 
     def __init__(self, rank: int, step: int) -> None:
         self.rank, self.step = rank, step
@@ -113,7 +113,7 @@ def test_a_stop_that_one_process_asks_for(rank: int) -> None:
 
 
 class BeforeTraining(Callback):
-    """Asks for a stop on rank 1 in one hook."""
+    """Requests a stop on rank 1 in one hook."""
 
     def __init__(self, hook: str) -> None:
         def ask(trainer: Any, *_: Any) -> None:
@@ -130,7 +130,7 @@ def stopped_before(hook: str) -> tuple[int, int, bool]:
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_sanity_check_end", "on_validation_end", "on_train_start"])
 def test_a_stop_that_one_process_asks_for_before_the_first_epoch(hook: str) -> None:
-    """No rank trains: the others would wait in the first step for the one that has stopped."""
+    """No rank trains: otherwise rank 0 would wait in the first step for rank 1, which has stopped."""
     assert run_world(2, stopped_before, hook) == [(0, 0, True)] * 2
 
 
@@ -167,6 +167,7 @@ def timed() -> tuple[int, bool]:
 
 
 def test_the_time_of_the_main_process_is_up() -> None:
+    # The Timer of the main process ends training on both ranks after the same step.
     assert run_world(2, timed) == [(4, True)] * 2
 
 
@@ -174,7 +175,7 @@ def test_the_time_of_the_main_process_is_up() -> None:
 
 
 class Streams(IterableDataset[Any]):
-    """A stream that is the same on all processes, or one for each."""
+    """A stream that is the same on all ranks, or with `split` another one on each rank."""
 
     def __init__(self, lengths: list[int], split: bool) -> None:
         self.lengths, self.split = lengths, split
@@ -227,7 +228,7 @@ def test_a_stream_that_does_not_split_itself_is_sharded(size: int) -> None:
 
 
 class Gathering(RegressionModule):
-    """Its loss is made of what all processes have."""
+    """Its loss includes the losses of all ranks."""
 
     def __init__(self, manual: bool, sync_grads: bool) -> None:
         super().__init__()
@@ -257,7 +258,7 @@ def gathering(samples: int, manual: bool, sync_grads: bool, limit: int | None = 
 
 @pytest.mark.parametrize("manual, sync_grads", [(False, False), (False, True), (True, True)])
 def test_gathering_where_not_all_take_part(manual: bool, sync_grads: bool) -> None:
-    """In the last row the second process has no micro-batch, and would be waited for."""
+    """In the last step rank 1 has no micro-batch, and rank 0 would wait for it in all_gather."""
     for said, steps in run_world(2, gathering, 10, manual, sync_grads):
         assert "all_gather was called in an accumulation window in which some ranks have fewer micro-batches" in said
         assert steps == 2
@@ -265,12 +266,12 @@ def test_gathering_where_not_all_take_part(manual: bool, sync_grads: bool) -> No
 
 
 def test_gathering_of_all() -> None:
-    assert run_world(2, gathering, 10, True, False) == [("", 3)] * 2  # the second process repeats a micro-batch
+    assert run_world(2, gathering, 10, True, False) == [("", 3)] * 2  # rank 1 repeats a micro-batch
     assert run_world(2, gathering, 12, False, True) == [("", 3)] * 2
 
 
 class GathersInValidation(RegressionModule):
-    """As users of Lightning do."""
+    """Calls all_gather in the validation, as is common with Lightning."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -294,18 +295,18 @@ def gathered_in_validation(samples: int, where: str) -> str:
 
 
 def test_gathering_in_an_evaluation() -> None:
-    """Refused from the first batch on where not every process has as many: the last row would never end."""
+    """If ranks have different numbers of batches, the first call is an error, because the last call would wait forever."""
     for said in run_world(2, gathered_in_validation, 10, "step"):
         assert "all_gather in a batch of validation: ranks may have different numbers of batches" in said
     assert run_world(2, gathered_in_validation, 12, "step") == ["", ""]
     assert run_world(2, gathered_in_validation, 10, "end") == ["", ""]
 
 
-# -------------------------------------------------------------------------------------------- updates of one process only
+# --------------------------------------------------------------------------------------- optimizer steps of one rank only
 
 
 class SkipsOnOne(Callback):
-    """Decides by what is its own."""
+    """Skips one optimizer step on rank 1 only."""
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         if trainer.global_rank == 1 and trainer.batch_idx == 2:
@@ -329,7 +330,7 @@ def test_an_update_that_one_skips_is_found_in_the_next_step() -> None:
 
 
 class Bare(Gan):
-    """Steps torch's own optimizers."""
+    """Uses torch's own optimizers instead of the prepared ones."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.optimizers(use_pl_optimizer=False)
@@ -348,7 +349,7 @@ def test_torchs_own_optimizers_would_not_average() -> None:
         assert "would not average the gradients over the processes. Use self.optimizers()." in said
 
 
-# ----------------------------------------------------------------------------------------------------- few samples, many
+# ----------------------------------------------------------------------------------------------------------- few samples
 
 
 def few(samples: int) -> tuple[int, int]:
@@ -380,7 +381,7 @@ def validated(samples: int, accumulate: int) -> tuple[int, int, list[float]]:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("samples", [14, 13, 26])
 def test_validation_after_a_window_in_which_one_has_less(samples: int, size: int) -> None:
-    """All validate after the same step, though one of them has had fewer micro-batches."""
+    """All ranks validate after the same step, even if a rank had fewer micro-batches in the window before."""
     ranks = run_world(size, validated, samples, 2)
     rows = -(-samples // 2)
     steps = -(-rows // (2 * size))

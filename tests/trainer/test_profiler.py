@@ -1,4 +1,4 @@
-"""Profilers count what happens, change nothing, and end with the run."""
+"""Profilers count calls, do not change the results, and stop with the run."""
 
 from __future__ import annotations
 

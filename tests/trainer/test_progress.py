@@ -1,4 +1,4 @@
-"""`RunProgress`: what begins and ends with a run, an epoch and a window, and how far a stop request comes."""
+"""`RunProgress`: what changes at the ends of a run, an epoch and an accumulation window, and the states of a stop request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_two_runs_share_nothing() -> None:
     assert second.computed == {}
 
 
-# ---------------------------------------------------------------------------------------------------------------- windows
+# --------------------------------------------------------------------------------------------------- accumulation windows
 
 
 def test_the_end_of_a_window() -> None:
@@ -47,7 +47,7 @@ def test_the_end_of_a_window() -> None:
     [(Phase.STEP, 4), (Phase.EPOCH_END, 4), (Phase.UPDATED, 6), (Phase.VALIDATING, 6)],
 )
 def test_where_a_checkpoint_of_this_moment_resumes(phase: Phase, expected: int) -> None:
-    """In the middle of a window at its start; after its optimizer step at its end."""
+    """In the middle of an accumulation window it resumes at the start of the window; after the optimizer step, at its end."""
     assert RunProgress(batches_done=4, batch_idx=5, phase=phase).batches_consumed == expected
 
 

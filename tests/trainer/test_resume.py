@@ -1,4 +1,4 @@
-"""`fit(ckpt_path=...)` and its parts, `save_checkpoint`, `load_from_checkpoint` and evaluation of a checkpoint."""
+"""`fit(ckpt_path=...)` and its `restore` parts, `save_checkpoint`, and evaluation of a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from trainkit.loggers import JSONLLogger
 from trainkit.tagged_json import registered
 from trainkit.trainer.resume import PARTS
 
-# ------------------------------------------------------------------------------------------------------------- which one
+# ------------------------------------------------------------------------------------------------------ which checkpoint
 
 
 def test_auto_starts_afresh_only_if_there_is_none() -> None:
@@ -45,6 +45,7 @@ def test_auto_starts_afresh_only_if_there_is_none() -> None:
 
 
 def test_last_wants_one() -> None:
+    # ckpt_path='last' is an error if there is no checkpoint.
     with pytest.raises(CheckpointNotFoundError, match="ckpt_path='last': there is no checkpoint in .*To start from the"):
         saving().fit(Adam(), tiny_loader(), ckpt_path="last")
     assert not Path("runs").exists(), "a fit that ends before it begins leaves nothing"
@@ -84,7 +85,7 @@ def test_best() -> None:
 
 
 def test_best_is_of_the_callback_with_a_monitor() -> None:
-    """Also if another one comes first, and in a new process if it saves at other times."""
+    """This holds even if a callback without a monitor is first, or if a new process saves at other steps."""
     best = ModelCheckpoint(monitor="val_loss", mode="max")
     trainer = saved(ModelCheckpoint(every_n_train_steps=3), best, max_epochs=3)
     expected = open_checkpoint(best.best_model_path).read({"model", "state"}).tensors["model"]
@@ -247,13 +248,14 @@ def test_another_batch_size() -> None:
 
 
 def test_another_dataset_is_said() -> None:
+    # A dataset with another number of samples causes a warning.
     make_trainer(SaveIn("on_train_batch_end", 2)).fit(Adam(), tiny_loader(24))
     with pytest.warns(UserWarning, match="the dataset has 32 samples, but had 24 when"):
         make_trainer().fit(Adam(), tiny_loader(32), ckpt_path="there")
 
 
 def test_the_seed_comes_from_the_checkpoint() -> None:
-    """A process that was given none draws another one; a resumed run must not."""
+    """A Trainer without a seed draws one, but a resumed run must use the seed of the checkpoint."""
     saved(seed=7)
     trainer = saving(seed=None, max_epochs=2)
     assert trainer.seed != 7
@@ -287,7 +289,7 @@ def test_unknown_parts() -> None:
 
 
 def test_a_new_learning_rate(caplog: pytest.LogCaptureFixture) -> None:
-    """Under a schedule the rest of it is scaled; other options are put over the restored ones."""
+    """The rest of the learning-rate schedule is scaled to the new value. Other options replace the restored ones."""
     saved(max_epochs=1)
     watching = Watching()
     trainer = saving(watching, max_epochs=2)
@@ -304,6 +306,7 @@ def test_a_new_learning_rate(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_does_not_fit_is_listed_whole() -> None:
+    # The error lists every parameter that does not match, and nothing is loaded.
     path = saved().checkpoint_callback.last_model_path
 
     class Other(Adam):
@@ -434,7 +437,7 @@ def test_a_state_that_is_created_too_late_is_explained() -> None:
 
 
 class Average:
-    """Something that no checkpoint can store by itself."""
+    """An object that a checkpoint cannot store as it is."""
 
     def __init__(self, value: float = 0.0) -> None:
         self.value = value
@@ -524,13 +527,14 @@ def test_save_checkpoint_after_a_fit_replaces_what_is_there() -> None:
 
 
 def test_not_blocking() -> None:
+    # With blocking=False, the checkpoint has the parameters at the time of the call.
     class Saving(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 1:
                 self.before = parameters_of(module)
                 trainer.save_checkpoint("there", blocking=False)
                 with torch.no_grad():
-                    module.layer.weight.fill_(7.0)  # changed right after: what is written must not change
+                    module.layer.weight.fill_(7.0)  # a change after the call must not be saved
 
     callback = Saving()
     make_trainer(callback).fit(Adam(), tiny_loader())
@@ -565,7 +569,7 @@ def test_another_run_leaves_the_log_of_the_first_alone() -> None:
 
 
 def test_what_becomes_unsavable_on_the_way_does_not_end_the_run_at_once() -> None:
-    """A warning, and training continues; after three failures in a row it ends, as for a full disk."""
+    """A failed save is a warning, and training continues. Three failures in a row end the run, as with a full disk."""
 
     class Turning(Callback):
         def state_dict(self) -> dict[str, Any]:
@@ -587,7 +591,7 @@ def test_what_becomes_unsavable_on_the_way_does_not_end_the_run_at_once() -> Non
 
 
 def test_data_that_is_split_in_setup_is_split_alike() -> None:
-    """The seed of the checkpoint holds from before `setup` on, also where the user has given none."""
+    """The seed of the checkpoint is set before `setup` is called, even if the Trainer was given no seed."""
 
     class Split(DataModule):
         def setup(self, stage: str) -> None:
@@ -605,6 +609,7 @@ def test_data_that_is_split_in_setup_is_split_alike() -> None:
 
 
 def test_a_trial_run_of_a_checkpoint_makes_its_step(caplog: pytest.LogCaptureFixture) -> None:
+    # fast_dev_run makes one step even with a checkpoint, and saves none.
     saved()
     recorder = Recorder()
     trainer = saving(recorder, fast_dev_run=True)
@@ -619,7 +624,7 @@ def test_an_evaluation_without_a_checkpoint_says_so(caplog: pytest.LogCaptureFix
 
 
 def test_a_step_that_a_scheduler_has_ended_is_not_saved(caplog: pytest.LogCaptureFixture) -> None:
-    """The parameters are those after it, the schedule is not: no run could resume from that."""
+    """The optimizer has made its step, but the scheduler has not, so no run could resume from this state."""
 
     class Short(Adam):
         def configure_optimizers(self) -> Any:
@@ -634,7 +639,7 @@ def test_a_step_that_a_scheduler_has_ended_is_not_saved(caplog: pytest.LogCaptur
 
 
 def test_epochs_in_messages_agree_with_file_names(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A name counts the epoch from 0; "epoch=0-step=4 (step 4, epoch 1)" looked like another one."""
+    """File names count epochs from 0, so a message gives the number of complete epochs."""
 
     def fit(epochs: int) -> None:
         saving = ModelCheckpoint(dirpath="saved", filename="{epoch}-{step}")

@@ -1,4 +1,4 @@
-"""Corners of a resume: runs that were asked to stop, ends of epochs, loaders requested again, states of iterables."""
+"""Special cases of a resume: runs that were stopped, ends of epochs, reloaded loaders, and streams that save their position."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StopAt(Callback):
 
 
 class Signal(Callback):
-    """Sends this process a signal in a hook, the n-th time."""
+    """Sends a signal to this process in the n-th call of a hook."""
 
     def __init__(self, hook: str, number: int, sent: int = signal.SIGTERM) -> None:
         self.calls, self.number, self.sent = 0, number, sent
@@ -45,13 +45,13 @@ class Signal(Callback):
             os.kill(os.getpid(), self.sent)
 
 
-# ----------------------------------------------------------------------------------------------- runs that were told to end
+# --------------------------------------------------------------------------------------------------- runs that were stopped
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
 @pytest.mark.parametrize("every", [None, 1, 1000])
 def test_a_run_that_was_asked_to_stop_resumes(every: int | None, hook: str) -> None:
-    """The stop request was served: a resumed run continues where it was, with nothing repeated and nothing skipped."""
+    """The resumed run does not stop again: it continues after the last batch, and repeats or skips none."""
     step = 5 if hook == "on_train_batch_end" else 4
     callback = ModelCheckpoint() if every is None else ModelCheckpoint(every_n_train_steps=every)
     first, second = Recorder(), Recorder()
@@ -66,6 +66,7 @@ def test_a_run_that_was_asked_to_stop_resumes(every: int | None, hook: str) -> N
 
 
 def test_a_stop_that_min_epochs_holds_up_is_not_forgotten() -> None:
+    # A stop request that waits for min_epochs is saved, and ends the resumed run after min_epochs.
     recorder = Recorder()
     saving(StopAt(2), max_epochs=9, min_epochs=3, max_steps=8).fit(Adam(), tiny_loader())
     trainer = saving(recorder, max_epochs=9, min_epochs=3)
@@ -74,6 +75,7 @@ def test_a_stop_that_min_epochs_holds_up_is_not_forgotten() -> None:
 
 
 def test_early_stopping_asks_again() -> None:
+    # A run that EarlyStopping has ended trains no batch when it is resumed with the same patience.
     class Flat(Adam):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val_loss", 1.0)
@@ -88,7 +90,7 @@ def test_early_stopping_asks_again() -> None:
 
 @pytest.mark.parametrize("hook, number", [("on_train_batch_end", 8), ("on_validation_batch_end", 3)])
 def test_a_signal_at_the_last_step_leaves_nothing_undone(hook: str, number: int) -> None:
-    """The validation, the hooks and the metrics of the end come with the resume, if they had not come before."""
+    """The resumed run makes the final validation, and calls the final hooks, if the interrupted run did not."""
 
     def run(*callbacks: Callback, **arguments: Any) -> Any:
         trainer = saving(*callbacks, max_steps=8, max_epochs=2, val_check_interval=4)
@@ -133,7 +135,7 @@ def test_a_save_at_the_end_of_an_epoch_counts_its_batches_once() -> None:
 
 
 def test_a_save_at_the_end_of_an_epoch_that_was_left_early() -> None:
-    """The rest of the epoch comes when the run gets more steps."""
+    """A resumed run with more steps trains the rest of the epoch."""
     recorder = Recorder()
     make_trainer(SaveIn("on_train_epoch_end", 1), max_steps=3, max_epochs=2).fit(Adam(), tiny_loader(20))
     make_trainer(recorder, max_epochs=2).fit(Adam(), tiny_loader(20), ckpt_path="there")
@@ -141,6 +143,7 @@ def test_a_save_at_the_end_of_an_epoch_that_was_left_early() -> None:
 
 
 def test_the_steps_of_a_validation_log_at_the_end_of_an_epoch_of_unknown_length() -> None:
+    # After a resume, the validation counters are those of an uninterrupted run, even if the training length is unknown.
     class Stepwise(Adam):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             trainer = self.trainer
@@ -165,6 +168,7 @@ def test_the_steps_of_a_validation_log_at_the_end_of_an_epoch_of_unknown_length(
 
 
 def test_loaders_that_are_asked_for_by_epoch() -> None:
+    # A resumed run requests the loaders that an uninterrupted run has at that epoch.
     class Sharded(Adam):
         def train_dataloader(self) -> Any:
             asked.append(self.trainer.current_epoch)
@@ -184,7 +188,7 @@ def test_loaders_that_are_asked_for_by_epoch() -> None:
 
 
 class Endless(IterableDataset):
-    """A stream that continues from epoch to epoch, and can be asked where it is."""
+    """A stream that continues from epoch to epoch, and saves its position."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -202,7 +206,7 @@ class Endless(IterableDataset):
 
 
 class Read(Adam):
-    """Notes what it reads."""
+    """Records the samples that it reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,6 +228,7 @@ def test_a_stream_continues_past_the_ends_of_epochs(limit: int) -> None:
 
 
 def test_a_state_that_was_loaded_and_not_yet_used_is_saved_again() -> None:
+    # A loader's state that is loaded, not read from, and saved again is unchanged.
     def loop() -> tuple[Accelerator, Any]:
         set_seed(3)
         accelerator = Accelerator()
@@ -244,6 +249,7 @@ def test_a_state_that_was_loaded_and_not_yet_used_is_saved_again() -> None:
 
 
 def test_a_position_that_does_not_fit_leaves_an_own_loop_as_it_was() -> None:
+    # If load_state fails because of the position in the data, it does not change the model.
     def loop(batch_size: int) -> tuple[Accelerator, Any, Any]:
         set_seed(3)
         accelerator, model = Accelerator(), torch.nn.Linear(4, 1)
@@ -260,7 +266,7 @@ def test_a_position_that_does_not_fit_leaves_an_own_loop_as_it_was() -> None:
     assert same(parameters_of(model), before)
 
 
-# ------------------------------------------------------------------------------------------------------- afterwards
+# ------------------------------------------------------------------------------------------------------ after a run
 
 
 def test_an_interrupted_trainer_can_be_used() -> None:
@@ -271,6 +277,7 @@ def test_an_interrupted_trainer_can_be_used() -> None:
 
 
 def test_a_refused_fit_inside_a_fit_leaves_the_outer_one_its_signals() -> None:
+    # The outer fit still handles signals after a nested fit was rejected.
     class Nested(Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
             with pytest.raises(ConfigurationError, match="is running 'fit'"):
@@ -283,6 +290,7 @@ def test_a_refused_fit_inside_a_fit_leaves_the_outer_one_its_signals() -> None:
 
 
 def test_an_interrupt_in_the_tear_down_gives_everything_back() -> None:
+    # Ctrl-C in a teardown leaves no thread behind, and the folder can be used again.
     class Interrupting(Callback):
         def teardown(self, trainer: Any, module: Any, stage: str) -> None:
             raise KeyboardInterrupt
@@ -294,6 +302,7 @@ def test_an_interrupt_in_the_tear_down_gives_everything_back() -> None:
 
 
 def test_weights_of_another_module_are_not_saved_as_the_runs() -> None:
+    # After an evaluation of another module, only a weights-only checkpoint can be saved.
     trainer = make_trainer()
     trainer.fit(Adam(), tiny_loader())
     trainer.validate(Adam(), tiny_loader(8), verbose=False)
@@ -303,7 +312,7 @@ def test_weights_of_another_module_are_not_saved_as_the_runs() -> None:
 
 
 def test_the_best_of_weights_only_checkpoints() -> None:
-    """In a new process too: the manifests say which it is."""
+    """A new process finds the best checkpoint as well, because the manifests contain the scores."""
 
     def callback() -> ModelCheckpoint:
         return ModelCheckpoint("weights", monitor="val_loss", mode="max", save_weights_only=True, keep_last=-1)

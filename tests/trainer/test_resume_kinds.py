@@ -1,4 +1,4 @@
-"""Resuming runs of all kinds: precisions, manual optimization, groups added on the way, loaders read together."""
+"""Resuming runs with other precisions, manual optimization, parameter groups added during training, and combined loaders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainkit.checkpoint import open_checkpoint
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-true", "64-true"])
 def test_other_precisions(precision: str) -> None:
-    """The loss scale of 16-mixed continues where it was, also when an optimizer step was skipped for it."""
+    """With 16-mixed, the loss scale is restored as well, even after a skipped optimizer step."""
 
     class Overflowing(Adam):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -74,7 +74,7 @@ def test_manual_optimization_with_two_optimizers_and_schedulers() -> None:
 
 
 def test_layers_that_were_unfrozen_on_the_way() -> None:
-    """Their parameters are trained after the resume too, in the group that they were added in."""
+    """After the resume their parameters are trained as well, in the parameter group that was added for them."""
 
     class Unfreeze(Callback):
         def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
@@ -124,7 +124,7 @@ def test_loaders_read_together() -> None:
 
 
 class Deep(Adam):
-    """Two layers and a dropout, whose activations are recomputed in the backward or not."""
+    """A block with dropout, and a linear layer. With `wrapped`, the block uses activation checkpointing."""
 
     def __init__(self, wrapped: bool) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Deep(Adam):
 
 @pytest.mark.parametrize("before, after", [(True, False), (False, True), (True, True)])
 def test_activation_checkpointing_leaves_no_trace(before: bool, after: bool) -> None:
-    """A checkpoint of a module with torch's `checkpoint_wrapper` inside resumes exactly without it, and the other way."""
+    """A checkpoint of a module with torch's `checkpoint_wrapper` resumes exactly without it, and vice versa."""
 
     def run(wrapped: bool, *callbacks: Callback, **arguments: Any) -> dict[str, Any]:
         module = Deep(wrapped)
@@ -175,7 +175,7 @@ def test_activation_checkpointing_in_an_own_loop(before: bool, after: bool) -> N
 
 
 def test_a_checkpoint_that_has_the_names_of_the_wrapper_still_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they were written before: with `_checkpoint_wrapped_module` in the names of optimizer state."""
+    """Earlier versions of trainkit saved optimizer state under names with `_checkpoint_wrapped_module`."""
     expected = Deep(True)
     make_trainer(max_epochs=2).fit(expected, tiny_loader(24, shuffle=True))
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Checkpoints of runs on several real processes: who writes, what comes back on how many, and how it goes wrong together."""
+"""Checkpoints of runs on several processes: which rank writes, resuming on another number of processes, and failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FOLDER = Path("runs/version_0/checkpoints")
 
 
 class Wide(TinyModule):
-    """With AdamW, a schedule, a buffer and enough parameters to be divided."""
+    """A module with AdamW, a learning-rate schedule, a buffer, and enough parameters to be sharded in a checkpoint."""
 
     def __init__(self, seed: int = 3) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Wide(TinyModule):
 
 
 class Checkpointed(Wide):
-    """The same, with activations of its two large layers recomputed in the backward."""
+    """Like `Wide`, with activation checkpointing of its two large layers."""
 
     def __init__(self, seed: int = 3) -> None:
         super().__init__(seed)
@@ -54,7 +54,7 @@ class Checkpointed(Wide):
 
 
 class At(Callback):
-    """Does something in a hook, the first time that `step` optimizer steps have been made."""
+    """Calls `act` in a hook when `step` optimizer steps have been made."""
 
     def __init__(self, hook: str, step: int, act: Callable[..., Any]) -> None:
         self.step, self.act = step, act
@@ -66,7 +66,7 @@ class At(Callback):
 
 
 def make(*callbacks: Callback, **arguments: Any) -> Trainer:
-    """A Trainer of as many processes as there are."""
+    """A Trainer with strategy='ddp' on all processes of the world, which shards even small checkpoints."""
     drafts.SPLIT_ABOVE = 2000
     defaults: dict[str, Any] = {
         "strategy": "ddp",
@@ -89,7 +89,7 @@ def fit(*callbacks: Callback, module: Any = None, samples: int = 48, ckpt_path: 
 
 
 def error_of(work: Callable[[], Any]) -> tuple[str, str]:
-    """The class and the text of what is raised."""
+    """The class name and the message of the exception that `work` raises."""
     try:
         work()
     except BaseException as error:
@@ -98,17 +98,17 @@ def error_of(work: Callable[[], Any]) -> tuple[str, str]:
 
 
 def saved(folder: Path = FOLDER) -> list[int]:
-    """The steps of the good checkpoints; none may be bad."""
+    """The steps of all checkpoints in a folder. All of them must be valid."""
     found = list_checkpoints(folder)
     assert not [one.problem for one in found if one.problem]
     return sorted(one.manifest.step for one in found if one.manifest is not None)
 
 
-# ----------------------------------------------------------------------------------------------- written by all, for all
+# ------------------------------------------------------------------------------------------- another number of processes
 
 
 def train_and_save() -> list[str]:
-    """Six samples an update; saved in the middle of the first epoch. Returns the files that this process has written."""
+    """Train, and save in the middle of the first epoch. Returns the names of the files that this process has written."""
     written: list[str] = []
     plain = commits.write_file
     commits.write_file = lambda path, pieces: (written.append(path.name), plain(path, pieces))[1]  # type: ignore[assignment]
@@ -118,7 +118,7 @@ def train_and_save() -> list[str]:
 
 
 def resume_and_save() -> dict[str, Any]:
-    """The checkpoint, loaded and saved at once."""
+    """Resume from the checkpoint, and save again before the first step."""
     at = At("on_train_start", 3, lambda trainer: trainer.save_checkpoint("second"))
     trainer = fit(at, enable_checkpointing=False, max_steps=4, ckpt_path="first", module=Wide(seed=99))
     return {"step": trainer.global_step, "rank": trainer.global_rank}
@@ -131,7 +131,7 @@ def test_a_state_is_the_same_on_another_number_of_processes(run_dir: Path, befor
     first, second = open_checkpoint("first"), open_checkpoint("second")
     assert (first.manifest.world_size, second.manifest.world_size) == (before, after)
     files = set(first.manifest.files) | {"manifest.json", "manifest.sha256"}
-    assert sorted(name for names in written for name in names) == sorted(files)  # each by one process
+    assert sorted(name for names in written for name in names) == sorted(files)  # one process writes each file
     for names in written[1:]:
         assert names
         assert all(name.startswith(("model", "optimizer")) for name in names)
@@ -149,13 +149,16 @@ def test_a_state_is_the_same_on_another_number_of_processes(run_dir: Path, befor
 
 
 def gathered(state: dict[str, Any]) -> Any:
-    """What each process had of each metric; a restored one that was not logged again says more."""
+    """The values of each metric on each rank, without the entries that only a restored metric has."""
     kept = ("name", "total", "weight", "values", "weights", "step_value", "stamp")
     return [[{key: entry[key] for key in kept} for entry in own["metrics"]] for own in state["metrics"]]
 
 
 def wrapped_and_save(before: type, after: type) -> list[str]:
-    """Saved by one class in the middle, resumed by the other one, to the end."""
+    """Save in the middle with one class, and resume with the other one.
+
+    Returns sums of the weights of an uninterrupted run and of this run.
+    """
     at = At("on_train_batch_end", 3, lambda trainer: trainer.save_checkpoint("first"))
     fit(at, enable_checkpointing=False, max_steps=3, module=before())
     ends = [fit(enable_checkpointing=False, max_steps=6, module=Wide()).model]
@@ -172,7 +175,7 @@ def test_activation_checkpointing_leaves_no_trace(run_dir: Path, before: type, a
 
 
 class Loop:
-    """An own loop."""
+    """Your own training loop with an `Accelerator`."""
 
     def __init__(self, seed: int = 3) -> None:
         drafts.SPLIT_ABOVE = 2000
@@ -213,6 +216,7 @@ def loop_on() -> Any:
 
 @pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (2, 3)])
 def test_own_loops(run_dir: Path, before: int, after: int) -> None:
+    # The state of your own training loop is the same on another number of processes.
     run_world(before, loop_and_save)
     ends = run_world(after, loop_on)
     assert ends == [ends[0]] * after
@@ -234,6 +238,7 @@ def rotated() -> Any:
 
 
 def test_all_decide_the_same_and_one_deletes(run_dir: Path) -> None:
+    # All ranks choose the same checkpoints to keep, and each of those is complete.
     ends = run_world(3, rotated)
     assert ends == [ends[0]] * 3
     scores, last, _ = ends[0]
@@ -255,23 +260,24 @@ def by_time() -> Any:
 
 
 def test_the_main_processs_timer_is_everybodys(run_dir: Path) -> None:
+    # The time interval of the main process decides when all ranks save.
     ends = run_world(2, by_time)
     assert ends[0] == ends[1]
-    assert len(saved()) > 2  # and not the last alone
+    assert len(saved()) > 2  # not only the last checkpoint
 
 
-# --------------------------------------------------------------------------------------------------- how it goes wrong
+# ------------------------------------------------------------------------------------------------------------ failures
 
 
 class Limited(Callback):
-    """For one rank, files cannot grow between two steps: its disk is full."""
+    """Simulates a full disk on one rank, from step `first` to step `last`: files cannot grow."""
 
     def __init__(self, rank: int, first: int, last: int, waits: bool = True) -> None:
         self.rank, self.first, self.last, self.collectives = rank, first, last, waits
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if self.collectives and trainer.global_step in (self.first, self.last):
-            trainer._save_policy.wait()  # the save before is done
+            trainer._save_policy.wait()  # until the previous save is complete
         if trainer.global_rank == self.rank:
             full = self.first <= trainer.global_step < self.last
             resource.setrlimit(resource.RLIMIT_FSIZE, (500 if full else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -289,19 +295,20 @@ def with_a_full_disk(rank: int, last: int) -> Any:
 
 
 def test_a_full_disk_of_one_process_is_tried_again(run_dir: Path) -> None:
+    # A save fails on all ranks if one rank cannot write. The next save is made as usual.
     ends = run_world(2, with_a_full_disk, 1, 3)
     assert [error for error, *_ in ends] == [("nothing", "")] * 2
     assert ends[0][2] == ends[1][2]
     [warning] = ends[0][1]
     assert "rank 1: " in warning
     assert "File too large" in warning
-    assert ends[1][1] == []  # the main process speaks
+    assert ends[1][1] == []  # only the main process warns
     assert saved() == [1, 2, 4, 5, 6]
     assert [name for name in os.listdir(FOLDER) if name.startswith(".step")] == []
 
 
 class Told(ModelCheckpoint):
-    """Notes the step at which a message says that a save has failed."""
+    """Records the step at which a rank learns that a save has failed."""
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         super().setup(trainer, module, stage)
@@ -328,7 +335,7 @@ def told(rank: int) -> list[int]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failure_reaches_all_ranks_at_the_same_step(run_dir: Path, rank: int) -> None:
-    """And before the next save, which would find it out."""
+    """They learn about it before the next save, which would find the failure in any case."""
     assert run_world(2, told, rank) == [[5], [5]]
 
 
@@ -358,6 +365,7 @@ def killed_while_saving(rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_kill_while_saving_leaves_the_old_one(run_dir: Path, rank: int) -> None:
+    # If a rank is killed during a save, the previous checkpoint stays valid, and the run resumes from it.
     ends = start_world(2, killed_while_saving, rank).ends()
     assert ends[rank] == (False, "ended with -9")
     assert not ends[1 - rank][0]
@@ -387,6 +395,7 @@ def blind(rank: int) -> tuple[str, str]:
 
 
 def test_a_folder_that_is_not_shared(run_dir: Path) -> None:
+    # If a rank does not see the checkpoint folder, all ranks raise an error that names this rank.
     ends = run_world(2, blind, 1)
     assert ends[0] == ends[1]
     assert ends[0][0] == "CheckpointWriteError"
@@ -413,7 +422,7 @@ def test_what_cannot_be_saved_is_an_error_on_all_in_the_first_second(run_dir: Pa
     assert ends[0] == ends[1]
     assert ends[0][0] == "UnsavableError"
     assert "Unsavable" in ends[0][1]
-    # the main process's state is what is saved, so that of the others need not be savable
+    # the state of the main process is saved; the state of other ranks may be unsavable
     assert run_world(2, unsavable, 1) == [("nothing", "")] * 2
 
 
@@ -425,6 +434,7 @@ def resumes(word: str) -> Any:
 
 
 def test_a_damaged_one_is_passed_over_by_all_or_is_an_error_on_all(run_dir: Path) -> None:
+    # A damaged checkpoint is an error on all ranks if its path is passed. With ckpt_path='auto', all ranks skip it.
     run_world(2, fit_and_keep)
     newest = sorted(FOLDER.glob("step-*"))[-1]
     path = newest / "optimizer-00002-of-00002.safetensors"
@@ -444,7 +454,7 @@ def fit_and_keep() -> None:
 
 
 def otherwise(what: str) -> tuple[str, str]:
-    """Rank 1 asks for something else than rank 0."""
+    """Fit with another argument or callback on rank 1 than on rank 0. Returns the error."""
     other = os.environ["RANK"] == "1"
     callbacks = [ModelCheckpoint(every_n_train_steps=2)] if other and what == "callbacks" else []
     trainer = make(*callbacks, enable_checkpointing=not (other and what == "checkpointing"), max_epochs=2)
@@ -475,6 +485,7 @@ def test_a_rank_that_asks_for_something_else_gets_an_error_and_no_rank_waits(run
 
 @pytest.mark.parametrize("word", ["last", "nowhere"])
 def test_none_is_an_error_on_all(run_dir: Path, word: str) -> None:
+    # If there is no checkpoint, all ranks raise the same error.
     ends = run_world(2, resumes, word)
     assert ends[0] == ends[1]
     assert ends[0][0][0] == "CheckpointNotFoundError"
@@ -514,7 +525,7 @@ def one_fails(rank: int) -> Any:
 
 
 def test_an_error_of_one_process_saves_nothing(run_dir: Path) -> None:
-    """The others are in the middle of a step: there is no moment that all of them could save."""
+    """The other rank is in the middle of a step, so there is no point at which all ranks could save."""
     ends = start_world(2, one_fails, 1).ends()
     assert ends[1] == (True, ("BadError", "mine"))
     assert ends[0][1] != ("nothing", "")
@@ -522,7 +533,7 @@ def test_an_error_of_one_process_saves_nothing(run_dir: Path) -> None:
 
 
 def stop_at(steps: int, strategy: str, save: bool, batches: int | None = None) -> None:
-    """Train up to a number of optimizer steps, from the checkpoint `there` if it does not `save` that."""
+    """Train up to a number of optimizer steps. With `save`, save to `there`; otherwise resume from `there`."""
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", max_steps=steps, global_batch_size=batches, logger=False,
         enable_progress_bar=False, enable_checkpointing=False,
@@ -540,6 +551,7 @@ SAMPLES = (
 
 
 def test_another_strategy_and_number_of_processes_are_announced(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # A log message names the strategy and the number of devices that saved the checkpoint, if they differ.
     run_world(2, stop_at, 1, "ddp", True)
     for batches, said in ((None, SAVED_BY_DDP + SAMPLES), (8, SAVED_BY_DDP)):
         caplog.clear()

@@ -1,4 +1,4 @@
-"""When the launcher has restarted the processes: a fit resumes from the newest checkpoint of its run."""
+"""After the launcher has restarted the processes, a fit resumes from the newest checkpoint of its run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOLDER = Path("runs/version_0/checkpoints")
 
 
 class Memory:
-    """What the agent keeps."""
+    """A placeholder for the store that the launcher keeps across restarts."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
@@ -34,7 +34,7 @@ class Memory:
 
 
 class Job:
-    """A script that is started again and again; each start is another process."""
+    """A script that the launcher starts several times. `start` simulates a new process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.memory, self.restarts, self._patch = Memory(), -1, monkeypatch
@@ -73,6 +73,7 @@ def runs() -> dict[str, list[int]]:
 
 
 def test_a_fresh_start_resumes(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    # A script that starts from the beginning resumes after a restart.
     first = job.fit(3)
     job.start()
     caplog.clear()
@@ -89,6 +90,7 @@ def test_without_a_restart_it_is_a_fresh_start(job: Job) -> None:
 
 @pytest.mark.parametrize("ckpt_path", ["auto", "last", "runs/version_0/checkpoints/step-00000001"])
 def test_whatever_ckpt_path_says(job: Job, ckpt_path: str) -> None:
+    # After a restart the newest checkpoint of the run is used, whatever `ckpt_path` the script passes.
     job.fit(3)
     job.restarts = -1
     job.memory.texts.clear()
@@ -99,7 +101,7 @@ def test_whatever_ckpt_path_says(job: Job, ckpt_path: str) -> None:
 
 
 def test_all_of_it_comes_back(job: Job) -> None:
-    """What the first start took of another run's checkpoint, and put over it, is not taken and put over again."""
+    """After a restart the whole state of the run is restored: `ckpt_path` and `restore` apply to the first start only."""
     job.fit(3, folder="other")
     options = {"ckpt_path": "other/version_0/checkpoints/step-00000003", "restore": {"model"}, "overrides": None}
     first = job.fit(2, **options)
@@ -126,6 +128,7 @@ def test_overrides_are_of_the_first_start(job: Job, caplog: pytest.LogCaptureFix
 
 
 def test_a_run_that_was_taken_over_is_remembered(job: Job) -> None:
+    # A restart also resumes a run that the script itself had resumed from a checkpoint.
     first = job.fit(2)
     job.start()
     second = job.fit(4, ckpt_path="auto")  # the same run
@@ -169,6 +172,7 @@ def test_all_of_the_run_being_damaged_is_an_error_and_no_fresh_start(job: Job) -
 
 
 def test_one_of_which_nothing_can_be_known_is_named(job: Job) -> None:
+    # A checkpoint with an invalid manifest is skipped with a warning.
     job.fit(2)
     (FOLDER / "step-00000002" / "manifest.json").write_bytes(b"{}")
     job.start()
@@ -178,7 +182,7 @@ def test_one_of_which_nothing_can_be_known_is_named(job: Job) -> None:
 
 @pytest.mark.parametrize("ckpt_path, began", [("runs/version_0/checkpoints/step-00000001", 1), ("auto", 3)])
 def test_what_the_run_had_before_the_job_is_not_what_the_job_has_saved(job: Job, ckpt_path: str, began: int) -> None:
-    """Going back to an older one and killed before the first save, it does not land on what was left behind."""
+    """If a job resumes from an older checkpoint and is killed before its first save, it resumes from the same one again."""
     job.fit(3)
     job.memory.texts.clear()
     job.restarts = -1

@@ -1,4 +1,4 @@
-"""What does not fit a checkpoint: `strict=False`, and advice in messages that works as it is written."""
+"""Runs that do not match a checkpoint: `strict=False`, and code in error messages that works as it is written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainkit.errors import CheckpointError, ConfigurationError, CorruptCheckpoi
 
 
 class Net(TinyModule):
-    """A trunk and parts that a run has and another one has not."""
+    """A trunk, a layer, and optional parts by which runs differ."""
 
     def __init__(self, *parts: str, groups: Any = None, schedule: Any = None, kind: Any = torch.optim.Adam) -> None:
         super().__init__()
@@ -47,20 +47,20 @@ class Net(TinyModule):
 
 
 def half(*parts: str, **options: Any) -> Net:
-    """A run that has saved to `there` after two of its four steps; the module as it was then."""
+    """Train two optimizer steps, and save to `there`. Returns the module."""
     module = Net(*parts, **options)
     make_trainer(SaveIn("on_train_batch_end", 2), max_steps=2).fit(module, tiny_loader())
     return module
 
 
 def moments(trainer: Trainer, path: str = "again") -> dict[str, Tensor]:
-    """The optimizer's state by parameter, as a checkpoint has it now."""
+    """Save a checkpoint, and return the optimizer state in it by name."""
     trainer.save_checkpoint(path)
     return open_checkpoint(path).read().tensors["optimizer"]
 
 
 def pasted(error: BaseException) -> set[str]:
-    """The value of `restore=` in a message."""
+    """The value of `restore=` that an error message advises."""
     found = re.search(r"restore=(\{[^}]*\})", str(error))
     assert found is not None, error
     value = ast.literal_eval(found[1])
@@ -109,6 +109,7 @@ def test_a_fit_with_other_parameters(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_fits_is_loaded_all_the_same() -> None:
+    # If everything matches, a resume with strict=False is exact.
     expected = Net("old")
     make_trainer(max_steps=4).fit(expected, tiny_loader())
     half("old")
@@ -138,7 +139,7 @@ def test_other_shapes_are_an_error_always() -> None:
     ],
 )
 def test_other_groups(before: Any, after: Any, rates: list[float]) -> None:
-    """A group has the options of the saved one that has most of its parameters; state goes by name."""
+    """A group gets the options of the saved group that has most of its parameters. State is matched by parameter name."""
     half(*(["old"] if "parts" in before[-1] else []), groups=before)
     there = open_checkpoint("there").read().tensors["optimizer"]
     trainer = make_trainer(max_steps=2)
@@ -165,7 +166,7 @@ def test_a_schedule_of_other_groups_is_refused_and_the_advice_works() -> None:
     trainer.fit(module, tiny_loader(), ckpt_path="there", strict=False, restore=parts)
     assert trainer.global_step == 4
     again = Net("new", groups=[("trunk", "layer", "parts")], schedule=schedule)
-    make_trainer(max_steps=4).fit(again, tiny_loader(), ckpt_path="there", strict=False)  # one group, as it was
+    make_trainer(max_steps=4).fit(again, tiny_loader(), ckpt_path="there", strict=False)  # one group, as in the checkpoint
 
 
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
@@ -211,7 +212,7 @@ def test_an_own_loop(caplog: pytest.LogCaptureFixture) -> None:
     assert int(held["0/parts.new.weight/step"]) == 1
 
 
-# ---------------------------------------------------------------------------------------------------- advice to be pasted
+# ---------------------------------------------------------------------------------------------- advice that can be pasted
 
 
 def one(optimizer: Any) -> Any:
@@ -233,6 +234,7 @@ CHANGED: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 @pytest.mark.parametrize("change", CHANGED)
 def test_what_the_message_says_can_be_pasted(change: str) -> None:
+    # The value of `restore=` in the error message works.
     half(schedule=one)
     options, expected = CHANGED[change]
     module = Net(**options)
@@ -304,7 +306,7 @@ def test_state_that_an_optimizer_refuses() -> None:
 
 
 def test_a_malformed_description(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpoint is what was written; what was written is wrong."""
+    """The files are intact, but the saved description of the optimizer is wrong."""
     with monkeypatch.context() as patch:
         patch.setattr("trainkit.state.parts.capture_optimizer", _malformed)
         half()

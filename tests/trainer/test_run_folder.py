@@ -1,4 +1,4 @@
-"""Each run has a checkpoint folder of its own, and the newest checkpoint of the same module is found all the same."""
+"""Each run has its own checkpoint folder, and a resume finds the newest checkpoint of the same module in all of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainkit.loggers import CSVLogger, JSONLLogger, Logger
 
 
 class Another(TinyModule):
-    """Another module."""
+    """A module of another class."""
 
 
 def fit(*callbacks: Callback, module: Any = None, ckpt_path: Any = None, restore: Any = None, **arguments: Any) -> Trainer:
@@ -33,7 +33,7 @@ def fit(*callbacks: Callback, module: Any = None, ckpt_path: Any = None, restore
 
 
 def folder(trainer: Trainer) -> str:
-    """Where it has saved, from here."""
+    """The checkpoint folder of the run, relative to the working directory."""
     callback: Any = trainer.checkpoint_callback
     return os.path.relpath(callback.dirpath)
 
@@ -43,7 +43,7 @@ def resumed(trainer: Trainer) -> str | None:
     return None if path is None else os.path.relpath(path)
 
 
-# --------------------------------------------------------------------------------------------------------- where they are
+# -------------------------------------------------------------------------------------------------- where checkpoints are
 
 
 def test_checkpoints_are_in_the_folder_of_the_run() -> None:
@@ -61,6 +61,7 @@ def test_without_files_of_a_logger_the_run_has_a_version_of_its_own() -> None:
 
 
 def test_a_folder_that_was_named_stays() -> None:
+    # A folder passed to ModelCheckpoint is used instead of the folder of the run.
     trainer = fit(ModelCheckpoint("mine"), logger=CSVLogger())
     assert folder(trainer) == "mine"
     assert folders_below("runs") == []
@@ -99,7 +100,7 @@ def test_two_callbacks_of_a_run_share_its_folder() -> None:
 
 @pytest.mark.parametrize("logger", [True, False])
 def test_the_same_trainer_fit_twice_is_two_runs(logger: bool) -> None:
-    """A log version and a checkpoint folder each; what is tested in between belongs to the first."""
+    """Each fit has its own log version and checkpoint folder. A test after a fit logs to the version of that fit."""
     trainer = saving(logger=CSVLogger() if logger else False, max_epochs=1, log_every_n_steps=1)
     seen: list[tuple[str | None, str]] = []
     for _ in range(2):
@@ -150,7 +151,7 @@ def test_a_logger_without_a_save_dir() -> None:
     assert "Printing" in trainer.explain()
 
 
-# ----------------------------------------------------------------------------------------------------------- finding them
+# ---------------------------------------------------------------------------------------------------- finding checkpoints
 
 
 def test_auto_finds_the_newest_run_and_continues_in_its_folder() -> None:
@@ -167,6 +168,7 @@ def test_auto_finds_the_newest_run_and_continues_in_its_folder() -> None:
 
 @pytest.mark.parametrize("word", ["auto", "last"])
 def test_what_earlier_versions_wrote_is_found(word: str) -> None:
+    # Earlier versions of trainkit saved to `runs/checkpoints`.
     fit()
     shutil.move("runs/version_0/checkpoints", "runs/checkpoints")
     shutil.rmtree("runs/version_0")
@@ -188,6 +190,7 @@ def test_a_checkpoint_of_another_module_is_skipped_and_said_once(caplog: pytest.
 
 
 def test_where_only_another_module_has_saved() -> None:
+    # ckpt_path='last' is an error, and 'auto' starts a new run.
     fit(module=Another())
     with pytest.raises(CheckpointNotFoundError):
         fit(ckpt_path="last")
@@ -196,7 +199,7 @@ def test_where_only_another_module_has_saved() -> None:
 
 
 def test_a_manifest_that_names_no_module_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As versions of trainkit before this one wrote them."""
+    """Earlier versions of trainkit did not save the name of the module. Such a checkpoint is found for any module."""
     from trainkit.trainer import save_policy as checkpointing
 
     class Forgetful(dict[str, Any]):
@@ -217,7 +220,7 @@ def test_a_manifest_that_names_no_module_counts(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("given", ["name", "version"])
 def test_folds_do_not_continue_each_other(given: str) -> None:
-    """A cross-validation that is started again: each fold continues itself."""
+    """When a cross-validation is started again, each fold resumes from its own checkpoint."""
 
     def fold(number: int, epochs: int) -> Trainer:
         return fit(logger=CSVLogger(**{given: f"fold{number}"}), ckpt_path="auto", max_epochs=epochs)
@@ -240,6 +243,7 @@ def test_a_path_in_the_folder_of_a_run_continues_that_run() -> None:
 
 
 def test_weights_of_a_run_begin_another_one() -> None:
+    # A fit that restores only the model is a new run with its own folder.
     first = fit()
     trainer = fit(ckpt_path="auto", restore={"model"})
     assert folder(trainer) == "runs/version_1/checkpoints"
@@ -252,7 +256,7 @@ def test_a_run_that_saves_to_two_folders_continues_in_both() -> None:
         return fit(often, ModelCheckpoint(every_n_train_steps=2), max_steps=steps, ckpt_path=ckpt_path)
 
     train(3)
-    shutil.rmtree("runs/version_0/checkpoints/step-00000003")  # the newest is in the other one
+    shutil.rmtree("runs/version_0/checkpoints/step-00000003")  # the newest checkpoint is in the other folder
     trainer = train(4, "auto")
     assert resumed(trainer) == "often/step-00000003"
     assert [callback.dirpath for callback in trainer.checkpoint_callbacks] == [  # type: ignore[attr-defined]
@@ -276,7 +280,7 @@ def test_the_best_is_that_of_the_newest_run_of_the_module() -> None:
 
 
 def test_damage_in_an_older_run_is_not_reported() -> None:
-    """Of a folder that has a newer checkpoint than the damaged one's folder, nothing is said: warnings are errors here."""
+    """If a newer run is resumed, a damaged checkpoint of an older run causes no warning (pytest makes warnings errors)."""
     fit(max_epochs=2)
     fit()
     Path("runs/version_0/checkpoints/step-00000008/manifest.json").unlink()
@@ -284,6 +288,7 @@ def test_damage_in_an_older_run_is_not_reported() -> None:
 
 
 def test_no_whole_tree_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The search for checkpoints does not read folders deeper than those of runs.
     for deep in ("runs/data/images/cats/black", "runs/logs/a/b/c/d"):
         Path(deep).mkdir(parents=True)
     read: list[str] = []
@@ -293,11 +298,11 @@ def test_no_whole_tree_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [path for path in read if path.endswith(("cats", "images", "c"))]
 
 
-# ------------------------------------------------------------------------------------------------------ at the same time
+# --------------------------------------------------------------------------------------------- two runs at the same time
 
 
 def holding(step: int) -> At:
-    """Stays in front of a step until the file "go" is there."""
+    """A callback that waits before a step until the file "go" exists."""
 
     def hold() -> None:
         tell("holding")
@@ -309,7 +314,7 @@ def holding(step: int) -> At:
 
 @pytest.mark.parametrize("word", [None, "auto"])
 def test_two_runs_at_a_time(word: str | None) -> None:
-    """The second gets a folder of its own; it does not take the first one's checkpoints from it, and says so."""
+    """The second run gets its own folder. With ckpt_path='auto' it does not resume from the live first run, and says so."""
     each = {"max_steps": 6, "max_epochs": None}
 
     def first() -> Any:
@@ -366,7 +371,7 @@ def test_all_processes_save_to_the_folder_of_the_main_one(run_dir: Path) -> None
 
 
 def test_what_a_run_killed_in_its_first_save_has_left_is_removed() -> None:
-    """No run resumes in its folder, so the next start removes it; not that of a live run, nor of one that can be resumed."""
+    """The next run removes a partial checkpoint, unless its run is still running or has another checkpoint to resume from."""
 
     def left(number: int) -> Path:
         partial = Path(f"runs/version_{number}/checkpoints/.step-00000004.tmp-0123456789abcdef")

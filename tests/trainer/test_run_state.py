@@ -1,4 +1,4 @@
-"""The state of a run in a checkpoint: taken from one `Run`, restored into another; without a Trainer."""
+"""The state of a run in a checkpoint: captured from one `Run` and restored into another, without a Trainer."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ def test_counters_and_position() -> None:
 
 @pytest.mark.parametrize("phase, consumed", [(Phase.STEP, 1), (Phase.UPDATED, 3), (Phase.VALIDATING, 3), (Phase.EPOCH_END, 1)])
 def test_the_position_is_what_the_phase_has_consumed(phase: Phase, consumed: int) -> None:
+    # The micro-batches of an incomplete window do not count; those of a completed optimizer step do.
     run, _ = fitting()
     run.progress.batches_done, run.progress.batch_idx, run.progress.phase = 1, 2, phase
     saved = loop(run)
@@ -59,7 +60,7 @@ def test_the_position_is_what_the_phase_has_consumed(phase: Phase, consumed: int
      (Stop.STOPPING, False, True)],
 )  # fmt: skip
 def test_a_stop_that_was_obeyed_does_not_end_the_resumed_run(stop: Stop, may_stop: bool, asked: bool) -> None:
-    """Between steps; what requested it will do so again."""
+    """A checkpoint contains a stop request only if the run has not stopped yet, or may not stop before min_steps."""
     run, _ = fitting(min_steps=None if may_stop else 100)
     run.progress.batches_done, run.progress.stop = 2, stop
     run.progress.should_stop = stop is not Stop.RUNNING
@@ -102,6 +103,7 @@ def test_callbacks_and_results_are_restored_if_they_are_wanted() -> None:
 
 
 def test_without_a_loader_only_what_builds_the_module_again() -> None:
+    # Without a loader, the state contains only what is needed to create the module again.
     run, _ = fitting()
     assert set(capture_run(run, None)) == {"hyper_parameters", "hyper_parameters_name", "module"}
 

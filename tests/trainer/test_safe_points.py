@@ -1,4 +1,4 @@
-"""`SafePoints`: request, agree over all ranks, carry out; without a Trainer, and ranks are threads."""
+"""`SafePoints`: actions are requested, agreed on by all ranks, and carried out. There is no Trainer, and ranks are threads."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from trainkit.trainer.safe_points import SafePoints
 
 
 def safe_points(run: Run) -> tuple[SafePoints, list[bool]]:
-    """With the list of calls that report failed saves."""
+    """A `SafePoints`, and the list of its reports of failed saves."""
     reports: list[bool] = []
     return SafePoints(run, reports.append), reports
 
 
 def steps(points: SafePoints, run: Run, number: int) -> None:
-    """A number of optimizer steps, each with its safe point where the loop would reach it."""
+    """Make optimizer steps, each followed by its safe point as in the training loop."""
     for _ in range(number):
         run.progress.global_step += 1
         points.agree()
@@ -58,7 +58,7 @@ def test_what_is_requested_while_requests_are_carried_out_waits_for_the_next_saf
     "first, expected", [(0, [(2, 2), (3, 3), (4, 2), (6, 2), (6, 3)]), (2, [(3, 3), (4, 2), (6, 2), (6, 3)])]
 )
 def test_every_n_steps(first: int, expected: list[tuple[int, int]]) -> None:
-    """Of a fit that begins at step `first`: at that very step nothing is due."""
+    """In a fit that begins at step `first`, nothing is due at that step."""
     run, done = make_run(), []
     run.progress.global_step = run.progress.first_step = first
     points, _ = safe_points(run)
@@ -138,7 +138,7 @@ def test_without_a_signal_nothing_ends() -> None:
 
 
 def test_a_stop_request_acts_one_step_later() -> None:
-    """As over several ranks, where the others do not know of it before."""
+    """This is the same as on several ranks, where the other ranks learn about it one step later."""
     run = make_run()
     points, _ = safe_points(run)
     run.progress.should_stop = True
@@ -181,7 +181,7 @@ class Reduction:
 
 
 def ranks(work: Any) -> list[Any]:
-    """`work(points, run)` on two ranks."""
+    """The results of `work(points, run, reports)` on two ranks."""
 
     def on(world: World) -> Any:
         run = make_run(strategy=ThreadStrategy(world))

@@ -1,4 +1,4 @@
-"""`Trainer.save_checkpoint(blocking=False)`: when it returns, and who gets the error when the checkpoint cannot be written."""
+"""`Trainer.save_checkpoint(blocking=False)`: when it returns, and where a failed write is reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainkit.errors import CheckpointError, CheckpointWriteError
 
 
 class Saves(Callback):
-    """Calls a function of the trainer after chosen micro-batches, and keeps what it raised."""
+    """Calls `save(trainer)` after some micro-batches, and records the errors that it raises."""
 
     def __init__(self, save: Callable[[Trainer], None], *after: int) -> None:
         self.save, self.after = save, after
@@ -42,7 +42,7 @@ def fit(callback: Callback, **arguments: Any) -> Trainer:
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_blocking_decides_when_it_returns(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `blocking=False` training continues before the checkpoint is on the disk; without it, it does not."""
+    """With `blocking=False` the call returns before the checkpoint is on the disk, otherwise afterwards."""
     training_went_on = threading.Event()
     commit, seen = saver.commit, []
 
@@ -70,7 +70,7 @@ def _elsewhere(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_folder_that_is_no_checkpoint_is_an_error_of_the_call(blocking: bool) -> None:
-    """Both ways: the error comes at the line that names the folder, and not at a later step from a thread."""
+    """In both cases the call raises the error, and not a later step."""
     Path("mine").mkdir()
     Path("mine/notes.txt").touch()
     callback = Saves(lambda trainer: trainer.save_checkpoint("mine", blocking=blocking), 1)
@@ -88,6 +88,7 @@ def _two_ranks(folder: str) -> tuple[list[str], int]:
 
 
 def test_so_it_is_on_two_processes(run_dir: Path) -> None:
+    # On two processes both ranks raise the error, and training continues.
     Path("mine").mkdir()
     Path("mine/notes.txt").touch()
     for errors, steps in run_world(2, _two_ranks, str(run_dir)):
@@ -98,7 +99,7 @@ def test_so_it_is_on_two_processes(run_dir: Path) -> None:
 
 
 def _broken(monkeypatch: pytest.MonkeyPatch, *failing: int) -> None:
-    """The numbered commits, from 0, fail as on a full disk."""
+    """Make the commits with these numbers, counted from 0, fail as with a full disk."""
     commit, calls = saver.commit, []
 
     def sometimes(*given: Any, **options: Any) -> Any:
@@ -132,14 +133,14 @@ def test_saves_that_succeed_end_a_row_of_failures(monkeypatch: pytest.MonkeyPatc
     names = iter("abcdefgh")
     callback = Saves(lambda trainer: trainer.save_checkpoint(next(names), blocking=False), 0, 1, 2, 3)
     trainer = fit(callback)
-    trainer.save_checkpoint("last", blocking=False)  # the third that fails
+    trainer.save_checkpoint("last", blocking=False)  # the third failure
     trainer.save_checkpoint("and_one")
     assert [name for name in "abcd" if Path(name).exists()] == ["b", "d"]
     assert Path("and_one").exists()
 
 
 def test_after_the_fit_a_failure_is_reported_at_the_end_of_the_program(run_dir: Path) -> None:
-    """There is no step left to tell it at; it is never lost."""
+    """No step follows that could report it, so it is printed when the program ends."""
     done = run_python(
         "from pathlib import Path; from helpers.runs.tiny import TinyModule, tiny_loader; from trainkit import Trainer\n"
         "from trainkit.checkpoint import saver\n"

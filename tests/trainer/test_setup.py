@@ -1,4 +1,4 @@
-"""Setting up a run: what the loops call, worked out from a module and arguments; without a Trainer."""
+"""`trainkit.trainer.setup`: the plans that the loops follow, made from a module and arguments, without a Trainer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def plan(run: Run, loader: Any = None) -> FitPlan:
     return fit_plan(run, train_loader(run, loader or tiny_loader()), SafePoints(run, lambda wait: None))
 
 
-# ------------------------------------------------------------------------------------------------------- what a module has
+# ----------------------------------------------------------------------------------------------------- methods of a module
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,7 @@ def test_a_module_without_the_methods_of_a_stage(stage: str, missing: str | None
 
 
 def test_a_strategy_may_bring_the_optimizer() -> None:
+    # A module needs no configure_optimizers if the strategy has the optimizer.
     class Steps(TrainModule):
         def training_step(self, batch: Any, batch_idx: int) -> None: ...
 
@@ -122,8 +123,9 @@ def test_a_zero_grad_of_the_users() -> None:
 
 @pytest.mark.parametrize("takes, given", [("batch, batch_idx", 2), ("batch", 1), ("*args", 2)])
 def test_a_training_step_takes_what_it_names(takes: str, given: int) -> None:
+    # training_step is called with the arguments in its signature.
     space: dict[str, Any] = {"TinyModule": TinyModule}
-    exec(  # the signature is the case
+    exec(  # each case is a signature
         f"class Own(TinyModule):\n    def training_step(self, {takes}):\n        self.got = ({takes},)\n", space
     )
     run = make_run(space["Own"]())
@@ -160,6 +162,7 @@ def test_an_interval_that_an_epoch_never_reaches() -> None:
 
 
 def test_optimizer_steps_are_counted_elsewhere() -> None:
+    # With val_every_n_steps, there is no validation interval in batches.
     run = make_run(val_every_n_steps=2)
     run.validation_plan = evaluation_plan(run, "validation", tiny_loader())
     assert validate_every(run, train_loader(run, tiny_loader())) is None
@@ -194,6 +197,7 @@ def test_a_step_must_tell_several_loaders_apart() -> None:
 
 
 def test_the_metrics_of_a_sanity_check_go_nowhere() -> None:
+    # The metrics of the sanity check are not added to the results of the run.
     run = make_run(num_sanity_val_steps=2)
     made = evaluation_plan(run, "validation", tiny_loader(), sanity=True)
     assert made is not None
@@ -201,7 +205,7 @@ def test_the_metrics_of_a_sanity_check_go_nowhere() -> None:
     assert made.metrics.results is not run.results
 
 
-# ------------------------------------------------------------------------------------------------------------ fresh loaders
+# ---------------------------------------------------------------------------------------------------------------- reloading
 
 
 def test_loaders_are_asked_for_again_every_n_epochs() -> None:

@@ -1,4 +1,4 @@
-"""`Signals` by itself; whole runs that get signals are in `faults/test_sigterm.py` and `faults/test_ranks_sigterm.py`."""
+"""`Signals` without a run. Tests of runs that receive signals: `faults/test_sigterm.py` and `faults/test_ranks_sigterm.py`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def signals() -> Iterator[Signals]:
-    """In a step."""
+    """`Signals` as in the middle of a training step."""
     with Signals(lambda: None) as entered:
         entered.working = True
         yield entered
 
 
 def send(number: int) -> None:
-    """Python handles it before this returns."""
+    """Send a signal to this process. Python handles it before this function returns."""
     os.kill(os.getpid(), number)
 
 
 def test_the_second_ends_at_once(signals: Signals, ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    # The second signal to a process ends it at once.
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     send(signal.SIGTERM)
     assert (signals.received, ended) == (signal.SIGTERM, [])
@@ -44,7 +45,8 @@ def test_the_second_ends_at_once(signals: Signals, ended: list[int], monkeypatch
 
 
 def test_what_came_to_another_process_first_is_no_second(signals: Signals, ended: list[int]) -> None:
-    signals.received = signal.SIGUSR1  # as the control word says it
+    # The first signal to this process does not end it, even if another rank has received one before.
+    signals.received = signal.SIGUSR1  # as if another rank had received it
     send(signal.SIGTERM)
     assert (signals.received, ended) == (signal.SIGUSR1, [])
     send(signal.SIGINT)
@@ -52,6 +54,7 @@ def test_what_came_to_another_process_first_is_no_second(signals: Signals, ended
 
 
 def test_what_the_launcher_passes_on_is_no_second(signals: Signals, ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Under torchrun, the same signal again within a short time is not a second signal.
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     send(signal.SIGTERM)
     send(signal.SIGTERM)
@@ -74,6 +77,7 @@ def test_ctrl_c_twice_is_twice_under_a_launcher_too(
 
 @pytest.mark.parametrize("main", [True, False])
 def test_the_main_process_answers_ctrl_c(signals: Signals, main: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    # Only the main process prints a message.
     set_printing(main)
     try:
         send(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""A fit records in the folder of its run how it started and how it ended; a failed write does not end it."""
+"""A fit records its start and its end in the folder of its run, in `starts.jsonl`. A failed write does not stop the fit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def files() -> list[str]:
 
 
 def ended(error: type[BaseException] | None = None, *callbacks: Callback, **arguments: Any) -> list[Any]:
-    """Step, epoch, reason and whether it has finished."""
+    """Run a fit, which may raise `error`. Returns the step, the epoch, the reason and `finished` of its last record."""
     if error is None:
         fit(*callbacks, **arguments)
     else:
@@ -169,6 +169,7 @@ def test_a_callback_that_stops_the_fit() -> None:
 
 
 def test_an_error_in_the_tear_down_is_the_end() -> None:
+    # An error in `teardown` is recorded as the reason of the end, even if training was complete.
     assert ended(ValueError, raising(ValueError(), "teardown", 4)) == [4, 1, "ValueError", False]
 
 
@@ -178,7 +179,7 @@ def test_a_killed_process_records_no_end() -> None:
     assert [record["kind"] for record in records()] == ["start"]
 
 
-# --------------------------------------------------------------------------------------------- where, and where nothing is
+# ------------------------------------------------------------------------------------------------------- where the file is
 
 
 @pytest.mark.parametrize("loggers", [False, [Memory], [CSVLogger], [JSONLLogger], [Memory, TensorBoardLogger]])
@@ -196,6 +197,7 @@ def test_the_file_is_in_the_folder_of_the_run(loggers: Any, saves: bool) -> None
 
 
 def test_nothing_is_recorded_without_a_folder_of_the_run() -> None:
+    # A fit without a run folder, an evaluation, and a fit that fails in `setup` write no file.
     fit(fast_dev_run=True)
     fit(ModelCheckpoint("mine"), logger=False)
     fit(logger=False, max_epochs=0)

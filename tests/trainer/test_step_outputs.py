@@ -1,4 +1,4 @@
-"""What `training_step` may return, without a run; the losses that a run refuses are in tests/hooks/test_hooks_refused.py."""
+"""What `training_step` may return, without a run. tests/hooks/test_hooks_refused.py tests the losses that a run rejects."""
 
 from __future__ import annotations
 

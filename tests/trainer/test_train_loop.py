@@ -1,4 +1,4 @@
-"""The training loop: what a micro-batch counts, updates that do not happen, precisions, and what the steps see."""
+"""The training loop: the weights of micro-batches, steps without a gradient, and fits without an optimizer step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainkit.errors import DataError
 
 
 class Tagger(TrainModule):
-    """Classifies tokens of sentences of unequal length; returns the mean over the tokens that count."""
+    """Classifies the tokens of sentences of unequal length. The loss is the mean over the tokens with a label."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Tagger(TrainModule):
         logits, labels = self.head(self.embedding(batch["tokens"])), batch["labels"]
         counts = labels != -100
         losses = -logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-        return (losses * counts).sum() / counts.sum()  # NaN without a label, and so are its gradients
+        return (losses * counts).sum() / counts.sum()  # without labels, the loss and its gradients are NaN
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self.loss(batch)
@@ -81,7 +81,7 @@ def full_gradient(module: Tagger, batches: list[dict[str, Tensor]]) -> dict[str,
 
 
 def mean_gradient(module: Regression, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Of the layer's weight, over all samples at once."""
+    """The gradient of the layer's weight, computed over all samples at once."""
     (gradient,) = torch.autograd.grad(F.mse_loss(module.layer(inputs.double()), targets.double()), [module.layer.weight])
     return gradient
 
@@ -114,7 +114,7 @@ def test_in_single_precision_within_a_millionth() -> None:
 
 
 def test_without_batch_weight_it_would_not_be() -> None:
-    """So that the tests above can fail."""
+    """Without `batch_weight` the gradient is another one, so the tests above can fail."""
 
     class Unweighted(Tagger):
         batch_weight = TrainModule.batch_weight
@@ -139,7 +139,7 @@ def test_a_micro_batch_without_weight_adds_nothing_though_its_loss_is_nan(precis
 
 
 class Momentum(Tagger):
-    """With an optimizer that moves parameters even where gradients are zero."""
+    """Its optimizer changes the parameters even if the gradients are zero."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None: ...
 
@@ -151,7 +151,7 @@ class Momentum(Tagger):
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_a_window_without_weight_makes_no_update(accumulate: int, precision: str) -> None:
-    """The first window of a run, and one in the middle."""
+    """This holds for the first accumulation window of a run, and for a later one."""
     empty, full = [sentences(0, 0)] * accumulate, [sentences(3)] * accumulate
     module, watching = Momentum().float(), Watching()
     trainer = make_trainer(
@@ -170,6 +170,7 @@ def test_a_window_without_weight_makes_no_update(accumulate: int, precision: str
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, None, "many", torch.ones(2)])
 def test_a_weight_that_is_none(weight: Any) -> None:
+    # batch_weight must return a finite number ≥ 0.
     module = Tagger()
     module.batch_weight = None
     wrong = type("Wrong", (Tagger,), {"batch_weight": lambda self, batch: weight})()
@@ -195,7 +196,7 @@ def test_batch_weight_sees_the_batch_before_its_transfer() -> None:
 
 
 class Regression(TrainModule):
-    """A line through the samples, in float64; keeps the gradient of each update."""
+    """Linear regression. Records the gradient of each optimizer step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +232,7 @@ class Stream(IterableDataset):
     ],
 )
 def test_micro_batches_count_by_their_samples(loader: Callable[[], Any]) -> None:
-    """Four to a window, the last batch short: each way of giving 22 samples is one full batch of them."""
+    """All batches are in one accumulation window: its gradient is that of one batch of all 22 samples."""
     module = Regression()
     make_trainer(accumulate_grad_batches=8, precision="64-true").fit(module, loader())
     (gradient,) = module.gradients
@@ -280,6 +281,7 @@ class Choosy(Regression):
 @pytest.mark.parametrize("as_dict", [False, True])
 @pytest.mark.parametrize("left_out", [{0}, {1}, {2}, {0, 1}, {1, 2}])
 def test_none_contributes_zero_gradient_but_keeps_its_weight(left_out: set[int], as_dict: bool) -> None:
+    # A micro-batch whose loss is None adds no gradient, but its samples count in the mean.
     module = Choosy(left_out, as_dict)
     start = copy.deepcopy(module.layer).double()
     trainer = make_trainer(accumulate_grad_batches=3, precision="64-true")
@@ -298,12 +300,12 @@ def test_none_everywhere_in_a_window_makes_no_update() -> None:
     trainer = make_trainer(watching, accumulate_grad_batches=2)
     trainer.fit(module, tiny_loader(24))
     assert trainer.global_step == 2
-    assert len(module.gradients) == 2  # on_before_optimizer_step is not called for it
+    assert len(module.gradients) == 2  # on_before_optimizer_step is not called for the window without a loss
     assert same(watching.after[1][2], watching.after[3][2])
 
 
 def test_a_gradient_does_not_leak_into_the_next_window() -> None:
-    """A window that is left in the middle (by -1) is dropped."""
+    """An accumulation window is dropped if on_train_batch_start returns -1 inside it."""
 
     class Leaving(Regression):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
@@ -342,7 +344,7 @@ def test_training_without_an_optimizer() -> None:
     before = parameters_of(module)
     trainer = make_trainer(max_epochs=2, accumulate_grad_batches=2)
     trainer.fit(module, tiny_loader(16), tiny_loader(4))
-    assert trainer.global_step == 4  # windows
+    assert trainer.global_step == 4  # number of accumulation windows
     assert same(before, parameters_of(module))
 
 
@@ -350,7 +352,7 @@ def test_training_without_an_optimizer() -> None:
 
 
 class Forgetful(TinyModule):
-    """`training_step` without `return loss`, but in some epochs."""
+    """Its training_step returns the loss only in some epochs."""
 
     def __init__(self, returns_in: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -362,13 +364,13 @@ class Forgetful(TinyModule):
 
 
 class NeverSteps(TinyModule):
-    """Manual optimization in name, automatic in what it does."""
+    """Uses manual optimization, but its training_step never steps the optimizer."""
 
     automatic_optimization = False
 
 
 def no_steps(module: Any, **arguments: Any) -> list[str]:
-    """What a fit warns of."""
+    """The warnings of a fit."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", TrainkitWarning)
         make_trainer(**{"max_epochs": 3, **arguments}).fit(module, tiny_loader())
@@ -419,7 +421,7 @@ def test_an_epoch_that_never_ends_is_reported_too(monkeypatch: Any) -> None:
 
 
 def test_a_fit_that_steps_says_nothing() -> None:
-    """Once in a while will do; and a loader that was left at once has shown nothing."""
+    """There is no warning if the first epoch makes steps, if all batches are skipped, or if there is no optimizer."""
 
     class Leaving(TinyModule):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
@@ -439,7 +441,7 @@ def test_a_fit_that_steps_says_nothing() -> None:
 
 @pytest.mark.parametrize("automatic", [True, False])
 def test_steps_that_were_skipped_are_no_mistake(automatic: bool, monkeypatch: Any) -> None:
-    """By the user, or by the loss scaler of 16-mixed, which takes some steps to settle."""
+    """There is no warning if the user, or the loss scaler of 16-mixed, has skipped the steps."""
 
     class Skipping(TinyModule):
         automatic_optimization = automatic
@@ -469,5 +471,5 @@ def no_steps_on_each_rank() -> list[list[str]]:
 
 
 def test_a_fit_without_an_optimizer_step_on_several_processes() -> None:
-    """One rank prints the message; a loss on any rank makes a step on all."""
+    """Only one rank prints the warning. A loss on any rank makes an optimizer step on all ranks."""
     assert run_world(2, no_steps_on_each_rank) == [[[RETURN], [STEP], []], [[], [], []]]

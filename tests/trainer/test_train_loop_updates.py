@@ -1,4 +1,4 @@
-"""Updates that do not happen, precisions, and the randomness of a step."""
+"""Skipped optimizer steps, precisions, and the random numbers of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainkit import Callback, Precision
 
 
 class Exploding(TinyModule):
-    """AdamW with a scheduler; the gradient of the update with the number in `overflow` is infinite in half precision."""
+    """Uses AdamW and a scheduler. In half precision, the gradients of the batches in `overflow` are infinite."""
 
     def __init__(self, *overflow: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def test_an_overflow_in_one_micro_batch_skips_the_whole_window() -> None:
 
 
 def test_a_skipped_update_is_not_logged_as_one() -> None:
-    """The log boundary waits for the update."""
+    """The metrics are logged at the next optimizer step that is made."""
     logger = Memory()
     trainer = make_trainer(logger=logger, log_every_n_steps=1, precision=Precision("16-mixed", init_scale=8.0))
     trainer.fit(Exploding(1), tiny_loader(12))
@@ -109,7 +109,7 @@ def test_skip_update(hook: str, precision: str) -> None:
 
 
 def test_skipping_is_for_one_window() -> None:
-    """Also if that window has no loss, or is left."""
+    """A request to skip does not affect the next accumulation window, even if its own has no loss or ends early."""
 
     class Module(TinyModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -122,16 +122,16 @@ def test_skipping_is_for_one_window() -> None:
     watching = Watching()
     trainer = make_trainer(SkippingAt("on_train_batch_start", 0, 4), watching, accumulate_grad_batches=2, max_epochs=1)
     trainer.fit(Module(), tiny_loader(24))
-    # a request in a window without a loss; an update; a request, and the window is left
+    # a request in a window without a loss; an optimizer step; a request in a window that ends early
     assert [step for step, _, _ in watching.after] == [0, 0, 0, 1, 1]
     trainer = make_trainer(SkippingAt("on_train_batch_start", 4), accumulate_grad_batches=2, max_epochs=2)
     trainer.fit(Module(), tiny_loader(24))
-    # epoch 0: no loss, an update, left with a request; epoch 1: two updates and one that is skipped
+    # epoch 0: no loss, one step, a request in a window that ends early; epoch 1: two steps and a skipped one
     assert trainer.global_step == 3
 
 
 def test_nothing_of_an_error_in_the_middle_of_an_update_is_left() -> None:
-    """Under 16-mixed the gradients have been unscaled then; the next fit starts with a scaler of its own."""
+    """With 16-mixed, the gradients are already unscaled when the error is raised. The next fit starts with a new scaler."""
 
     class Failing(Callback):
         armed = True
@@ -241,7 +241,7 @@ def test_lightnings_short_names(short: Any, name: str) -> None:
 
 
 def test_dropout_and_augmentation_are_keyed_by_the_micro_batch() -> None:
-    """What a step draws does not depend on what the steps and hooks before it drew."""
+    """The random numbers of a step do not depend on how many numbers earlier steps and hooks have drawn."""
     drawn: dict[str, list[float]] = {}
 
     class Drawing(TinyModule):

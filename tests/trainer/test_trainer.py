@@ -1,4 +1,4 @@
-"""A run as a whole: what it is given, where batches come from and pass through, and what can be read of it."""
+"""Whole runs: modules, loaders and data modules, and the attributes of the Trainer before, during and after a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainkit.errors import (
     ModuleError,
 )
 
-# --------------------------------------------------------------------------------------------------- what a fit is given
+# ------------------------------------------------------------------------------------------------------ modules and data
 
 
 def test_a_module_learns() -> None:
@@ -40,12 +40,12 @@ def test_loaders_of_the_module() -> None:
     trainer = make_trainer()
     trainer.fit(Own())
     assert (trainer.global_step, trainer.num_val_batches) == (4, [2])
-    trainer.fit(Own(), tiny_loader(8), tiny_loader(4))  # what is given goes before
+    trainer.fit(Own(), tiny_loader(8), tiny_loader(4))  # loaders passed to fit override them
     assert (trainer.global_step, trainer.num_val_batches) == (2, [1])
 
 
 class Data(DataModule):
-    """Notes its calls."""
+    """Records the calls of its methods."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def test_a_module_without_super_init() -> None:
         make_trainer().fit(Forgetful(), tiny_loader())
 
 
-# -------------------------------------------------------------------------------------------------- what can be read
+# -------------------------------------------------------------------------------------------- attributes and metrics
 
 
 def test_before_a_run() -> None:
@@ -227,7 +227,7 @@ def test_metrics_of_a_fit() -> None:
 
 
 def test_a_run_inside_a_run_needs_a_trainer_of_its_own() -> None:
-    """And then it does not disturb the outer one."""
+    """With another Trainer, the inner run does not affect the outer one."""
 
     class Inner(Callback):
         def __init__(self, trainer: Trainer | None) -> None:

@@ -1,4 +1,4 @@
-"""What the Trainer takes: callbacks, its own and the module's, and arguments that are wrong."""
+"""Callbacks of the Trainer and of the module, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_callback_of_the_module_takes_the_place_of_one_of_its_class() -> None:
     assert trainer.callbacks == [other, brought]
     trainer.fit(Bringing([brought]), tiny_loader())
     assert trainer.callbacks == [other, brought]
-    trainer.fit(TinyModule(), tiny_loader())  # and is removed with it
+    trainer.fit(TinyModule(), tiny_loader())  # the callback of the other module is removed
     assert set(trainer.callbacks) == {own, other}
 
 

@@ -1,4 +1,4 @@
-"""How many batches a run takes of its loaders: limits, reloading, lengths that are not known, estimates."""
+"""How many batches a run reads from its loaders: limits, reloading, unknown lengths, and estimates."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_validation_that_is_turned_off(limit: int | float) -> None:
 
 
 def other_loader(samples: int) -> DataLoader:
-    """Samples that a `tiny_loader` does not have."""
+    """A loader with samples that are not in any `tiny_loader`."""
     return DataLoader(TensorDataset(torch.full((samples, 4), 9.0), torch.ones(samples, 1)), batch_size=4)
 
 
 @pytest.mark.parametrize("overfit, batches", [(2, 2), (0.5, 4), (1, 1)])
 def test_overfit_batches(overfit: int | float, batches: int) -> None:
-    """The same first batches of the training loader in every epoch, though it shuffles, for training and for validation."""
+    """Every epoch trains and validates on the same first batches of the training loader, even if it shuffles."""
     module = Seen()
     trainer = make_trainer(overfit_batches=overfit, max_epochs=3)
     trainer.fit(module, tiny_loader(32, shuffle=True), other_loader(4))
@@ -65,6 +65,7 @@ def test_overfit_batches(overfit: int | float, batches: int) -> None:
 
 
 def test_overfitting_reads_a_loader_with_workers_in_both_at_a_time() -> None:
+    # Training and validation read the same loader with workers at the same time.
     module, loader = Seen(), tiny_loader(32, shuffle=True, num_workers=1, persistent_workers=True)
     make_trainer(overfit_batches=4, val_check_interval=2).fit(module, loader, other_loader(4))
     first = [float(batch[0][0, 0]) for batch in tiny_loader(32)][:4]
@@ -72,6 +73,7 @@ def test_overfitting_reads_a_loader_with_workers_in_both_at_a_time() -> None:
 
 
 def test_overfitting_leaves_validation_off_folders_line() -> None:
+    # overfit_batches does not turn on a validation that is off.
     module = Seen()
     make_trainer(overfit_batches=2).fit(module, tiny_loader(32))
     make_trainer(overfit_batches=2, limit_val_batches=0).fit(module, tiny_loader(32), tiny_loader(8))
@@ -79,7 +81,7 @@ def test_overfitting_leaves_validation_off_folders_line() -> None:
 
 
 def test_overfitting_does_not_read_a_stream_of_training_that_keeps_its_place() -> None:
-    """Such a stream would continue where the validation has left it."""
+    """A stream that saves its position would continue after the validation, so validation reads its own loader."""
 
     class Stateful(IterableDataset):
         at = 0
@@ -148,7 +150,7 @@ def test_two_arguments_that_say_the_same() -> None:
 
 
 class Growing(TinyModule):
-    """Loaders that have one batch more each time they are asked for."""
+    """Each call of a loader method returns a loader with one more batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +172,7 @@ def test_reload_dataloaders_every_n_epochs(every: int, lengths: list[int]) -> No
     trainer = make_trainer(recorder, max_epochs=4, reload_dataloaders_every_n_epochs=every)
     trainer.fit(module)
     assert recorder.batches == [(epoch, batch) for epoch, length in enumerate(lengths) for batch in range(length)]
-    assert recorder.validations == [sum(lengths[: epoch + 1]) for epoch in range(4)]  # also where the length has changed
+    assert recorder.validations == [sum(lengths[: epoch + 1]) for epoch in range(4)]  # even if the length has changed
     assert module.asked == {"train": max(lengths), "val": max(lengths)}
     assert trainer.num_training_batches == trainer.num_val_batches[0] == lengths[-1]
 
@@ -186,7 +188,7 @@ def test_reload_dataloaders_every_n_epochs(every: int, lengths: list[int]) -> No
     ],
 )
 def test_validation_loaders_are_asked_for_in_epochs_that_validate(arguments: dict[str, Any], asked: list[int]) -> None:
-    """And once at the start, to know what there is to validate."""
+    """And once at the start of the fit, to plan the validation."""
     epochs: dict[str, list[int]] = {"train": [], "val": []}
 
     class Asked(TinyModule):
@@ -215,6 +217,7 @@ def test_steps_of_validation_continue_after_reloading() -> None:
 
 
 def test_reloading_keeps_no_loader_of_before() -> None:
+    # Reloading releases the previous loaders.
     kept = []
 
     class Looking(Callback):
@@ -243,7 +246,7 @@ def test_the_data_modules_loaders_are_reloaded() -> None:
 
 
 class Stream(IterableDataset):
-    """The samples of `tiny_loader`, as a stream that does not know its length, or says a wrong one."""
+    """The samples of `tiny_loader` as a stream without a length. The subclass `Boasting` has a wrong length."""
 
     def __init__(self, samples: int) -> None:
         self.samples = list(tiny_loader(samples).dataset)
@@ -274,7 +277,7 @@ def test_a_stream_ends_when_it_ends(kind: type[Stream]) -> None:
 @pytest.mark.parametrize("kind", [Stream, Boasting])
 @pytest.mark.parametrize("arguments, updates", [({}, 10), ({"accumulate_grad_batches": 2}, 6), ({"max_steps": 7}, 7)])
 def test_a_stream_under_a_limit_has_a_length(kind: type[Stream], arguments: dict[str, Any], updates: int) -> None:
-    """So that a schedule can be made for it."""
+    """With limit_train_batches, the number of optimizer steps is known, so a learning-rate schedule can be built."""
     found: list[tuple[int | float, int | float]] = []
 
     class Asking(TinyModule):
@@ -345,7 +348,7 @@ def test_empty_loaders(loader: Any) -> None:
             getattr(make_trainer(), stage)(TinyModule(), loader)
 
 
-# ------------------------------------------------------------------------------------------- what schedulers want to know
+# -------------------------------------------------------------------------------- the estimated number of optimizer steps
 
 
 @pytest.mark.parametrize(

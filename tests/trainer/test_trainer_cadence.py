@@ -25,7 +25,7 @@ FOUR, TWO = 16, 8  # samples in four and in two batches of tiny_loader
 
 
 class StopAt(Callback):
-    """Sets `should_stop` in a hook when a number of updates is reached."""
+    """Sets `should_stop` in a hook once `step` optimizer steps have been made."""
 
     def __init__(self, hook: str, step: int) -> None:
         self.step = step
@@ -40,7 +40,7 @@ class StopAt(Callback):
 @pytest.mark.parametrize("off", ["no loader", "no step", "limit"])
 @pytest.mark.filterwarnings("ignore:there is validation data, but")
 def test_an_interval_of_no_validation_is_not_checked(interval: int | float, off: str) -> None:
-    """Neither that it fits into the epoch nor that a fraction has a length that it is of."""
+    """Without a validation, val_check_interval may be longer than the epoch, or a fraction of an unknown length."""
 
     class Trains(TinyModule):
         validation_step = TrainModule.validation_step
@@ -59,13 +59,13 @@ def test_an_interval_of_no_validation_is_not_checked(interval: int | float, off:
 
 
 class Unknown:
-    """Four batches, which it does not say."""
+    """An iterable of four batches without a length."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(tiny_loader())
 
 
-# ----------------------------------------------------------------------------------------------------------- its length
+# ----------------------------------------------------------------------------------------------------- the end of a run
 
 
 def test_max_epochs() -> None:
@@ -78,7 +78,7 @@ def test_max_epochs() -> None:
 
 @pytest.mark.parametrize("steps, epochs", [(1, 0), (3, 0), (4, 1), (6, 1), (8, 2)])
 def test_max_steps(steps: int, epochs: int) -> None:
-    """An epoch that is cut off does not count as completed, though its end is seen; nothing is validated for it."""
+    """An epoch that max_steps ends early is not counted and not validated, but on_train_epoch_end is called for it."""
     trainer, recorder = run(max_epochs=-1, max_steps=steps)
     assert (trainer.global_step, trainer.current_epoch) == (steps, epochs)
     assert len(recorder.batches) == steps
@@ -105,7 +105,7 @@ def test_nothing_to_train(arguments: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("step, ends", [(1, 2), (2, 3), (3, 4), (4, 4)])
 def test_a_stop_in_a_step_ends_training_after_the_next(step: int, ends: int) -> None:
-    """Unless that step is the last of an epoch: there it acts at once."""
+    """In the last step of an epoch, it ends training at once."""
     trainer, recorder = run(4, 2, StopAt("on_train_batch_end", step), max_epochs=3)
     assert trainer.global_step == ends
     assert recorder.epochs == [0]
@@ -113,7 +113,7 @@ def test_a_stop_in_a_step_ends_training_after_the_next(step: int, ends: int) -> 
 
 
 def test_a_stop_is_obeyed_at_the_end_of_a_window() -> None:
-    """Two micro-batches in an update: the stop comes in the window of update 1, the end after update 2."""
+    """A stop requested in the accumulation window of optimizer step 1 ends training after step 2."""
     trainer, recorder = run(8, None, StopAt("on_train_batch_start", 0), accumulate_grad_batches=2, max_epochs=3)
     assert trainer.global_step == 2
     assert len(recorder.batches) == 4
@@ -130,7 +130,7 @@ def test_a_stop_in_a_validation_acts_at_once(hook: str) -> None:
 @pytest.mark.parametrize("hook, step", [("on_train_epoch_end", 4), ("on_train_epoch_start", 8), ("on_train_start", 0)])
 def test_a_stop_between_epochs(hook: str, step: int) -> None:
     trainer, _ = run(4, None, StopAt(hook, step), max_epochs=5)
-    # one set before the first step of an epoch is one set in that step: the end comes after the second
+    # a request before the first step of an epoch acts like one in that step: training ends after the second step
     assert trainer.global_step == {"on_train_epoch_end": 4, "on_train_epoch_start": 10, "on_train_start": 0}[hook]
 
 
@@ -142,6 +142,7 @@ def test_min_epochs_and_min_steps_hold_off_a_stop() -> None:
 
 
 def test_should_stop_is_taken_back_for_the_next_fit() -> None:
+    # The next fit of the same Trainer starts without the stop request.
     trainer, _ = run(4, None, StopAt("on_train_batch_end", 1), max_epochs=2)
     trainer.callbacks.pop()
     trainer.fit(TinyModule(), tiny_loader(FOUR))
@@ -160,11 +161,11 @@ def test_max_time(limit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     trainer, _ = run(8, None, module=Slow(), max_epochs=None, max_time=limit)
     assert trainer.max_epochs == -1
-    assert trainer.global_step == 4  # up in step 3, after 12 s; the end comes after the next
+    assert trainer.global_step == 4  # the time is up in step 3, after 12 s; training ends after the next step
 
 
 class Unmeasured:
-    """Batches that do not say how many they are."""
+    """An iterable of eight batches without a length."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(tiny_loader(32))
@@ -181,8 +182,8 @@ def test_returning_minus_one_skips_the_rest_of_the_epoch() -> None:
 
     callback = AlsoNothing()
     trainer, recorder = run(8, 1, callback, module=Impatient(), max_epochs=2, accumulate_grad_batches=2)
-    assert trainer.current_epoch == 2  # they count as completed
-    assert trainer.global_step == 2  # the window that was begun is dropped
+    assert trainer.current_epoch == 2  # the epochs count as completed
+    assert trainer.global_step == 2  # the incomplete window is dropped
     assert callback.seen == 3
     assert recorder.epochs == [0, 1]
     assert recorder.validations == []  # as in Lightning
@@ -228,7 +229,7 @@ def test_a_fraction_across_epochs_is_refused() -> None:
 
 
 def test_an_interval_that_ends_inside_a_window_waits_for_its_update() -> None:
-    """Eight micro-batches, three in an update: windows end with 3, 6, 8; due are 2, 4, 6, 8."""
+    """Windows end after micro-batches 3, 6 and 8. Validation is due after 2, 4, 6 and 8, and runs at the end of the window."""
     _, recorder = run(8, val_check_interval=2, accumulate_grad_batches=3)
     assert recorder.validations == [1, 2, 3]
 
@@ -336,12 +337,12 @@ def test_should_log_holds_for_the_whole_window() -> None:
     assert seen == [False, False, True, True, False, False, True, True]
 
 
-# ------------------------------------------------------------------------------------------------------ all at once
+# ------------------------------------------------------------------------------------- any combination of arguments
 
 
 @dataclass
 class Course:
-    """What a fit does, worked out without a model: the rules of the docs, once more and as plainly as possible."""
+    """What a fit should do: the documented rules in their simplest form, without a model."""
 
     batches: list[tuple[int, int]] = field(default_factory=list)
     validations: list[int] = field(default_factory=list)
@@ -363,12 +364,12 @@ def course(length: int, window: int, max_epochs: int, max_steps: int, min_epochs
             if not (last or (batch + 1) % window == 0):
                 continue
             result.step += 1
-            leave = asked and epoch >= min_epochs  # what was asked for in the window before this one
+            leave = asked and epoch >= min_epochs  # requested in the previous window
             asked = wanted
             begin = batch - batch % window
             if (batch + 1) // interval > begin // interval:  # an interval has ended in this window
                 result.validations.append(result.step)
-                leave = leave or (wanted and epoch >= min_epochs)  # it can be asked for in a validation too
+                leave = leave or (wanted and epoch >= min_epochs)  # after a validation, a request acts at once
             if leave or result.step == max_steps:
                 left = not last
                 break
@@ -380,7 +381,7 @@ def course(length: int, window: int, max_epochs: int, max_steps: int, min_epochs
 
 
 class StopAtBatch(Callback):
-    """Asks for a stop when a number of micro-batches has been worked on."""
+    """Requests a stop after a number of micro-batches."""
 
     def __init__(self, number: int) -> None:
         self.number, self.seen = number, 0

@@ -1,4 +1,4 @@
-"""Each argument of `Trainer` makes a difference to a run: what is seen without it, and what with it."""
+"""Each argument of `Trainer` changes a run: one result is observed without it, and another one with it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from trainkit.loggers import CSVLogger, Logger
 
 @dataclass
 class Seen(Callback):
-    """What a run did."""
+    """Records what a run did."""
 
     train: list[int] = field(default_factory=list)  # batches of each epoch
-    validated: list[int] = field(default_factory=list)  # at which steps, batch by batch; -1: in the sanity check
+    validated: list[int] = field(default_factory=list)  # step of each validation batch; -1 in the sanity check
     evaluated: dict[str, int] = field(default_factory=dict)  # batches by stage
-    logged: list[int] = field(default_factory=list)  # at which steps the training loss was
-    made: int = 0  # training loaders
+    logged: list[int] = field(default_factory=list)  # steps at which the training loss was logged
+    made: int = 0  # number of training loaders
     during: dict[str, bool] = field(default_factory=dict)  # settings of torch
     inputs: list[float] = field(default_factory=list)
-    largest: float = 0.0  # absolute value of a gradient
-    norm: float = 0.0  # of the gradient
+    largest: float = 0.0  # largest absolute value of a gradient
+    norm: float = 0.0  # largest norm of the gradients
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         self.train.append(0)
@@ -74,7 +74,7 @@ class Steps(Logger):
 
 
 class Data(DataModule):
-    """Four batches a loader; each training loader is counted."""
+    """Each loader has four batches. The training loaders are counted."""
 
     def __init__(self, seen: Seen) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Data(DataModule):
 
 
 class Stops(Callback):
-    """Asks for the end at once."""
+    """Requests a stop after the first batch."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer.should_stop = True
@@ -117,7 +117,7 @@ def run(**arguments: Any) -> tuple[Trainer, Seen]:
 
 
 class Effect(NamedTuple):
-    """Of an argument: values, what is looked at, and what is seen without it and with it."""
+    """An argument with a value, what to observe, and the result without the argument and with it."""
 
     arguments: dict[str, Any]
     look: Callable[[Trainer, Seen], Any]
@@ -180,8 +180,8 @@ EFFECTS: dict[str, Effect] = {
     "seed": Effect({"seed": 2}, lambda t, s: round(s.inputs[0], 4), 2.9179, 1.9411),
 }
 
-# Those whose effect is that of a run on several processes, on another device or in a job; and a refusal here that shows that
-# they are looked at.
+# Arguments that only affect runs on several processes, on another device or in a job. The error for an invalid value shows that
+# they are read.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "accelerator": ({"accelerator": "tpus"}, "unknown accelerator 'tpus'"),
     "devices": ({"devices": 2, "strategy": Strategy("cpu")}, "devices"),

@@ -1,4 +1,4 @@
-"""A run that fails leaves nothing behind, says so, and can be run again."""
+"""A run that fails restores the state of the process, reports the error, and can be repeated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainkit.loggers import CSVLogger
 
 
 class Witness(Callback):
-    """Notes what comes after an error."""
+    """Records the hooks that are called after an error."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -38,7 +38,7 @@ class Witness(Callback):
 
 
 class Failing(TinyModule):
-    """Raises in one method or hook, while it is armed."""
+    """Raises an error in one method or hook while `armed` is set."""
 
     def __init__(self, where: str, error: type[BaseException] = KeyError) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def test_an_error_of_a_callback_does_not_hide_the_first() -> None:
 
 @pytest.mark.parametrize("again", ["the same object", "the same", "another"])
 def test_an_error_is_shown_once(again: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A callback that comes to the same error as the run, in `on_exception` or `teardown`, tells nothing new."""
+    """If a callback raises the run's error again in `on_exception` or `teardown`, that is not reported."""
 
     class Asking(Callback):
         def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
@@ -181,6 +181,7 @@ class Nan(TinyModule):
 
 
 def test_a_guard_that_refuses_the_save_after_its_own_error(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # The NonFiniteGuard rejects the save that follows its own error, and nothing more is logged.
     with pytest.raises(NonFiniteError, match="optimizer step 3"):
         make_trainer(NonFiniteGuard("raise"), enable_checkpointing=True).fit(Nan(), tiny_loader())
     assert not [message for message in caplog.messages if "failed" in message]
@@ -199,7 +200,7 @@ def test_a_guard_that_refuses_the_save_after_another_error_says_so(run_dir: Path
 
 
 def test_saves_that_fail_are_counted_alike(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each warning counts down to the error, which is shown once: not again by the save that an error requests."""
+    """Each warning counts down to the error. The save that an error requests does not report the error again."""
 
     class Full(Callback):
         def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What every rank of a Trainer's run must call, called on one: all say so within seconds, and name the lines."""
+"""Only one rank makes a call that all ranks must make: all ranks end within seconds, and the error names the lines."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ HERE = r"test_trainer_one_rank\.py:\d+"
 
 
 class OneRank(Callback):
-    """Calls something in one hook of epoch 1, on one rank.
+    """Calls a function in one hook of epoch 1, only on some ranks.
 
     Args:
-        hook: its name, of the module if it is `training_step`.
-        verb: what is called with trainer and module; what it returns the hook returns.
-        ranks: on which ranks.
+        hook: the name of the hook. For `training_step` this callback does nothing: `Module` makes the call.
+        verb: the function, called with the trainer and the module. The hook returns its result.
+        ranks: the ranks that call the function.
     """
 
     def __init__(self, hook: str, verb: Callable[[Any, Any], Any], *ranks: int) -> None:
@@ -46,7 +46,7 @@ class OneRank(Callback):
 
 
 class Module(TinyModule):
-    """Gathers in `training_step`, if `gathers` says so."""
+    """Calls `all_gather` in `training_step`, only on rank 0, if `gathers` is set."""
 
     gathers = False
 
@@ -84,7 +84,7 @@ NAMES = {
 
 
 def hasten(trainer: Trainer) -> None:
-    """What takes a second takes less."""
+    """Shorten the interval of the checks for missing ranks, and the grace period."""
     trainkit.distributed.channel._LOOK = 0.05
     watchdog = trainer.strategy.world.watchdog
     assert watchdog is not None
@@ -92,7 +92,7 @@ def hasten(trainer: Trainer) -> None:
 
 
 def one_rank(hook: str, verb: str, rank: int, strategy: str) -> None:
-    as_it_is = (hook, strategy) == ("on_train_epoch_end", "ddp")  # in the others no rank waits long
+    as_it_is = (hook, strategy) == ("on_train_epoch_end", "ddp")  # the other cases shorten the intervals
     module = Module()
     module.gathers = hook == "training_step"
     trainer = make_trainer(OneRank(hook, VERBS[verb], rank), max_epochs=3, strategy=strategy, devices=2)
@@ -120,7 +120,7 @@ def script(*given: Any) -> None:
     ],
 )
 def test_one_rank_alone(hook: str, verb: str, rank: int, strategy: str, run_dir: Path) -> None:
-    """Rank 0 says so where it waits; rank 1 waits where nothing can be raised, and ends with the same words."""
+    """The rank that makes the call raises the error. The other rank waits in fit, and is ended with the same error."""
     ended = end_of(2, script, hook, verb, rank, strategy)
     other = 1 - rank
     error = (
@@ -133,7 +133,7 @@ def test_one_rank_alone(hook: str, verb: str, rank: int, strategy: str, run_dir:
     assert re.search(rf"^\[rank{rank}\]: trainkit\.errors\.{error}", last, re.MULTILINE), ended.output
     advice = "Return -1 on every rank or on none" if verb == "end" else f"Every rank must call {NAMES[verb]}: do not call it"
     assert advice in last
-    assert "nforce" not in Path("terminal.txt").read_text()  # gloo's own words, where different collectives have met
+    assert "nforce" not in Path("terminal.txt").read_text()  # gloo's message when two ranks run different collectives
 
 
 def after_fit(verb: str) -> None:
@@ -157,7 +157,7 @@ def script_after_fit(*given: Any) -> None:
 
 @pytest.mark.parametrize("verb", ["save_checkpoint", "validate"])
 def test_after_fit(verb: str, run_dir: Path) -> None:
-    """The script of the other rank has ended by then, as it should."""
+    """Rank 0 makes a call after the script of rank 1 has ended normally."""
     ended = end_of(2, script_after_fit, verb)
     assert ended.codes == [1, 0], ended.output
     assert re.search(
@@ -177,7 +177,7 @@ class Late(Callback):
 
 
 def caught(kind: str) -> list[str]:
-    """Errors that all ranks raise by themselves, and after which they continue."""
+    """Cause an error on all ranks, catch it and train again. Returns the error message and the sum of the weights."""
     trainkit.distributed.channel._LOOK = 0.05
     texts = []
     log = OneRank("on_train_batch_end", lambda trainer, module: module.log("mine", 1.0), 0)
@@ -190,7 +190,7 @@ def caught(kind: str) -> list[str]:
         trainer.fit(TinyModule(), tiny_loader(32))
     except (CollectiveError, MetricError) as error:
         texts.append(str(error))
-    trainer.save_checkpoint("at once", weights_only=True)  # while the other rank is on its way out of the run
+    trainer.save_checkpoint("at once", weights_only=True)  # while the other rank is still leaving the run
     again = make_trainer(max_epochs=2, devices=2)
     again.fit(module := TinyModule(), tiny_loader(32))
     again.save_checkpoint("whole")
@@ -198,7 +198,7 @@ def caught(kind: str) -> list[str]:
 
 
 def test_different_verbs_on_each_rank(run_dir: Path) -> None:
-    """All ranks get the error before anything is exchanged, and a run after that is unaffected."""
+    """All ranks get the error before they exchange any data, and a later run works as usual."""
     (first, value), (second, other) = run_world(2, caught, "verbs")
     assert first == second
     assert value == other
@@ -210,7 +210,7 @@ def test_different_verbs_on_each_rank(run_dir: Path) -> None:
 
 
 def test_a_metric_logged_on_one_rank(run_dir: Path) -> None:
-    """Found by the word after the next step, long before the values would be exchanged."""
+    """The check after the next step finds it, long before the values would be reduced."""
     (first, value), (second, other) = run_world(2, caught, "log")
     assert first == second
     assert value == other
@@ -218,7 +218,7 @@ def test_a_metric_logged_on_one_rank(run_dir: Path) -> None:
 
 
 class Asking(Callback):
-    """Fails on one rank, and asks the others for something after that."""
+    """Fails on rank 0, and saves a checkpoint in `on_exception`, which needs all ranks."""
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         if trainer.is_global_zero:
@@ -239,7 +239,7 @@ def script_that_fails() -> None:
 
 
 def test_what_needs_all_ranks_after_an_error_of_one(run_dir: Path) -> None:
-    """It is impossible; each rank shows the error itself once, as one line if it is another rank's."""
+    """`on_exception` cannot make a call that needs all ranks. Each rank shows the first error once, rank 1 in one line."""
     ended = end_of(2, script_that_fails)
     assert ended.codes == [1, 1], ended.output
     assert "[rank 0] on_exception was not completed: it needs all ranks, and the run has failed." in ended.output
@@ -248,7 +248,7 @@ def test_what_needs_all_ranks_after_an_error_of_one(run_dir: Path) -> None:
 
 
 def of_three() -> str:
-    """Two of three ranks wait, and one does not come: whichever finds out, both say it."""
+    """Ranks 0 and 2 save a checkpoint, rank 1 does not. Either of the waiting ranks may report it first."""
     trainer = make_trainer(OneRank("on_train_epoch_end", _save, 0, 2), max_epochs=3, devices=3)
     hasten(trainer)
     trainer.fit(TinyModule(), tiny_loader(48))
@@ -273,11 +273,11 @@ def test_one_of_three_ranks_does_not_come(run_dir: Path) -> None:
     assert "ProcessFailedError" not in ended.output
 
 
-# --------------------------------------------------------------------------------------------- what is counted is the same
+# ------------------------------------------------------------------------------------ all ranks count the same collectives
 
 
 class Rows(Dataset):  # type: ignore[type-arg]
-    """Samples of which some have no loss."""
+    """Samples with four inputs; the target is their sum."""
 
     def __init__(self, samples: int) -> None:
         self.inputs = torch.randn(samples, 4, generator=torch.Generator().manual_seed(1))
@@ -290,7 +290,7 @@ class Rows(Dataset):  # type: ignore[type-arg]
 
 
 class Lossless(TinyModule):
-    """Now and then one rank has no loss."""
+    """Rank 1 has no loss in the second batch of each epoch."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -310,7 +310,7 @@ class Manual(TinyModule):
 
 
 class Ending(Callback):
-    """Ends the second epoch early, on all ranks."""
+    """Ends the second epoch early on all ranks, and saves a checkpoint at the end of training."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
         return -1 if trainer.current_epoch == 1 and batch_idx == 1 else None
@@ -333,7 +333,7 @@ def counted(kinds: list[str], strategy: str) -> list[int]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_all_ranks_count_the_same(strategy: str, run_dir: Path) -> None:
-    """Whatever a rank has less to do: windows and rows in which it has no batch, steps without a loss, manual optimization."""
+    """All ranks count the same number of collectives, even if a rank has fewer batches or a step without a loss."""
     kinds = ["plain", "windows", "manual", *(["no loss"] if strategy == "ddp" else [])]
     first, second = run_world(2, counted, kinds, strategy)
     assert first == second

@@ -1,4 +1,4 @@
-"""Many runs in one process leave nothing behind, and so does a run that fails."""
+"""Repeated runs in one process leak nothing, and each run, even a failed one, restores the global state of the process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ each_way = pytest.mark.parametrize(
 
 @pytest.fixture
 def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Nothing is printed, which pytest would keep."""
+    """Suppress all output, because pytest would keep it in memory."""
     caplog.set_level(logging.ERROR, "trainkit")
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         yield
@@ -48,7 +48,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 @pytest.mark.usefixtures("quiet")
 def test_fifty_runs_leave_nothing_behind(make: Callable[[Path], Callable[[], None]], tmp_path: Path) -> None:
     run, times = make(tmp_path), 50
-    for _ in range(3):  # what is made once and kept
+    for _ in range(3):  # objects that are created once and kept
         run()
     before, taken = counted(), handlers()
     blocks = sys.getallocatedblocks()
@@ -56,7 +56,7 @@ def test_fifty_runs_leave_nothing_behind(make: Callable[[Path], Callable[[], Non
         run()
     assert counted() == before
     assert handlers() == taken
-    # Python's own caches take about ten blocks a run, ever fewer; a module alone would be more than a hundred
+    # each run adds about ten blocks to Python's own caches; a module that is not freed adds more than a hundred
     assert sys.getallocatedblocks() - blocks < 50 * times
 
 
@@ -71,7 +71,7 @@ def test_a_module_is_freed_with_its_trainer() -> None:
 
 
 def test_a_fit_holds_no_batch_when_it_is_over() -> None:
-    """What lies on the device between runs is the module."""
+    """After a fit, only the module stays in device memory."""
     trainer = make_trainer(max_epochs=2)
     module = TinyModule()
 
@@ -89,7 +89,7 @@ def test_a_fit_holds_no_batch_when_it_is_over() -> None:
 
 
 def test_fits_of_one_trainer_are_the_same_run() -> None:
-    """Each is a new run from step 0 with the same seed."""
+    """Each fit is a new run from step 0 with the same seed."""
     trainer = make_trainer(max_epochs=2)
     first, second = TinyModule(), TinyModule()
     second.load_state_dict(first.state_dict())
@@ -111,7 +111,7 @@ def test_metrics_of_an_earlier_run_are_gone() -> None:
 
 
 class Drawing(TinyModule):
-    """Draws from every generator in every step."""
+    """Draws from every random generator in every step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         torch.rand(5), numpy.random.rand(5), random.random()
@@ -127,6 +127,7 @@ def draws() -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_users_generators_continue_where_they_were(fails: bool) -> None:
+    # A fit, even a failed one, does not change the state of the user's random generators.
     def fit() -> None:
         module = Drawing()
         if fails:
@@ -136,7 +137,7 @@ def test_the_users_generators_continue_where_they_were(fails: bool) -> None:
         except ZeroDivisionError:
             assert fails
 
-    module_draws = Drawing()  # whose initialisation draws
+    module_draws = Drawing()  # initializing a module draws random numbers
     assert module_draws is not None
     torch.manual_seed(3), numpy.random.seed(3), random.seed(3)
     Drawing()
@@ -149,6 +150,7 @@ def test_the_users_generators_continue_where_they_were(fails: bool) -> None:
 @pytest.mark.parametrize("deterministic", [True, "warn", False, None])
 @pytest.mark.parametrize("fails", [False, True])
 def test_torchs_switches_come_back(deterministic: Any, fails: bool) -> None:
+    # A fit, even a failed one, restores the global settings of torch.
     seen: dict[str, Any] = {}
 
     def switches() -> dict[str, Any]:
@@ -184,6 +186,7 @@ def test_torchs_switches_come_back(deterministic: Any, fails: bool) -> None:
 
 
 def test_a_users_setting_is_left_alone() -> None:
+    # A fit without `deterministic` uses the user's setting, and deterministic=False changes it only during the fit.
     seen = []
 
     class Looking(TinyModule):
@@ -218,7 +221,7 @@ def test_a_module_can_be_copied_after_a_fit() -> None:
 
 
 def test_a_module_can_be_copied_inside_a_fit() -> None:
-    """As averaging of weights does."""
+    """Callbacks that average weights copy the module during training. The copy has no trainer."""
 
     class Averaging(Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
@@ -240,7 +243,7 @@ def test_a_module_outside_a_run() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="spawn starts a new Python")
 def test_a_module_as_a_dataset_of_workers_does_not_take_the_run_along() -> None:
-    """A dataset that holds the module is sent to workers; the trainer is not."""
+    """A dataset may hold the module. When it is pickled for DataLoader workers, the trainer is not included."""
     module = TinyModule()
     make_trainer().fit(module, tiny_loader())
     state = module.__getstate__()

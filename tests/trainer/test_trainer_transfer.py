@@ -1,4 +1,4 @@
-"""Batches on their way to the step: the transfer hooks, and modules that are built in the run."""
+"""The hooks that transfer a batch to the device, and modules whose layers are created in the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainkit import DataModule
 
 
 def transfers(owner: type, name: str, calls: list[Any]) -> type:
-    """A subclass with all three transfer hooks, which note who was called with which loader."""
+    """A subclass with all three transfer hooks, which record their calls and the index of the loader."""
 
     def before(self: Any, batch: Any, dataloader_idx: int) -> Any:
         calls.append((name, "before", dataloader_idx))
@@ -45,6 +45,7 @@ class Data(DataModule):
 
 
 def test_transfer_hooks_of_a_data_module_go_before_the_modules() -> None:
+    # A transfer hook of the data module is called instead of the same hook of the module.
     calls: list[Any] = []
     module, data = transfers(TinyModule, "module", calls)(), transfers(Data, "data", calls)()
     make_trainer().fit(module, datamodule=data)
@@ -74,7 +75,7 @@ def test_transfer_hooks_of_an_evaluation_know_the_loader(stage: str) -> None:
 
 def test_what_the_hooks_return_is_what_the_step_gets() -> None:
     class Own:
-        """A batch that is no nesting of tensors."""
+        """A batch of a custom class."""
 
         def __init__(self, inputs: Tensor, targets: Tensor) -> None:
             self.parts = [inputs, targets]
@@ -104,7 +105,7 @@ def test_what_the_hooks_return_is_what_the_step_gets() -> None:
 @pytest.mark.parametrize("hook", ["on_before_batch_transfer", "on_after_batch_transfer"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_randomness_in_transfer_hooks_is_keyed(hook: str, accumulate: int) -> None:
-    """By the micro-batch: whatever else draws, and however often it validates, an epoch's augmentation is the same."""
+    """The augmentation of an epoch does not depend on other random numbers, or on how often validation runs."""
     drawn: dict[str, list[float]] = {}
 
     class Module(TinyModule):
@@ -155,6 +156,6 @@ def test_a_module_is_built_in_the_run() -> None:
         return parameters_of(module)
 
     first = fitted(1)
-    torch.rand(7)  # the initialisation is keyed by the run's seed, not by what was drawn before
+    torch.rand(7)  # the initialization depends on the run's seed, not on earlier random numbers
     assert same(first, fitted(1))
     assert not same(first, fitted(2))
