@@ -241,7 +241,7 @@ def test_who_waits_for_one_that_waits_for_it(
     told = [re.search(whole, text) for _, text in ends]
     found = [match for match in told if match is not None]
     assert found, f"{ends[0][1]}\n{ends[1][1]}"
-    # the rank in the collective method raises; the other rank waits where it cannot raise, and exits because rank failed
+    # the rank in the collective method raises; the other rank is blocked and cannot raise, so it exits after that
     assert found[0][1] == ("0" if verb in ("check_trigger", "main_process_first") or others == "step" else "1")
 
 
