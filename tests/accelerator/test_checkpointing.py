@@ -215,7 +215,6 @@ def test_another_seed_is_said() -> None:
 
 def test_registered_objects() -> None:
     class Counter:
-        # An object for `register_for_checkpointing`.
         def __init__(self) -> None:
             self.value = 0
 
@@ -460,7 +459,7 @@ def test_adapters_alone_are_saved() -> None:
 
 
 def test_state_that_was_read_is_not_copied_again() -> None:
-    """After `load_state`, the optimizer state is in the memory that the file was read into; two loads share no memory."""
+    """After `load_state`, large tensors of the optimizer state stay where the file was read to; two loads share no memory."""
 
     def loop() -> Any:
         torch.manual_seed(1)
@@ -494,7 +493,7 @@ def test_state_that_was_read_is_not_copied_again() -> None:
 
 
 class Counter:
-    """An object to register."""
+    """An object for `register_for_checkpointing`."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,7 +1,7 @@
 """`CollectiveChecks`: an error names a collective method that not all processes of your own training loop call.
 
-A method is, for example, `gather` or `wait_for_everyone`. The tests use real processes if another process is in a gradient
-reduction or an optimizer step, or has exited, and otherwise threads.
+Such methods are, for example, `gather` and `wait_for_everyone`. Tests in which a rank waits in a gradient reduction or an
+optimizer step, or exits, use real processes. Tests of messages use threads.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def test_functions_of_one_process() -> None:
 
 
 def test_a_single_process_does_it_all() -> None:
-    """With one process, functions for any process run there, so that a script for several can be tried. As in Accelerate."""
+    """A single process runs the functions for any process, as in Accelerate, so that a script for several can be tried."""
     accelerator = Accelerator(strategy=Strategy("cpu"))
     assert accelerator.on_process(lambda: 1, process_index=3)() == 1
     assert accelerator.on_local_process(lambda: 1, local_process_index=3)() == 1

@@ -732,7 +732,7 @@ def test_before_the_first_validation_nothing_is_missing(begin) -> None:
 
 
 def test_training_that_ends_too_early_to_tell_is_saved_and_then_tells(begin, trainer) -> None:
-    # If training ends before the metric could be missed, the last step is saved and then an error is raised.
+    # If training ends before the metric must have been logged, the last step is saved and then an error is raised.
     trainer.num_val_batches = []
     callback = ModelCheckpoint(monitor="absent", every_n_epochs=0)
     run = begin(callback)

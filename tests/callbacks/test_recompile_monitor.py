@@ -194,6 +194,7 @@ def test_what_the_first_step_alone_has_had(run: Run) -> None:
 
 
 def test_known_parts_in_a_new_combination(run: Run, said: list[str]) -> None:
+    # A known shape at a known place in the window, in a new combination, needs another graph: once, without a warning.
     for length in (16, 12):
         for first, full in ((True, False), (False, True)):
             run.step((8, length), compiled=1, first=first, full=full)

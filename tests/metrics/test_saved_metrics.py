@@ -79,7 +79,7 @@ def many(run: Run, index: int) -> None:
 
 
 def bits(rows: Any) -> str:
-    """Every number exactly, including NaN and −0.0. Autograd graphs are left out: a checkpoint does not contain them."""
+    """A text with every number exactly, including NaN and −0.0. Checkpoints contain no autograd graphs, so they are removed."""
     return re.sub(r", grad_fn=<\w+>|, requires_grad=True", "", repr(rows))
 
 
@@ -100,7 +100,7 @@ def test_an_epoch_comes_out_bit_for_bit(at: int) -> None:
     assert len(first.rows) == before
     assert bits(second.results.callback.keys()) == bits(whole.results.callback.keys())
     assert bits(second.results) == bits(whole.results)
-    for run in (second, whole):  # a step's value that no log boundary has seen carries over into the next epoch
+    for run in (second, whole):  # a value of a step that still waits for a log boundary is kept for the next epoch
         run.batch(0, many, every=1)
     assert bits(second.rows[-1]) == bits(whole.rows[-1])
 

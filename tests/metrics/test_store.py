@@ -149,7 +149,7 @@ def test_a_function_gets_all_values_of_the_epoch_in_float64() -> None:
 
 @pytest.mark.parametrize("function, value", [(torch.mean, 4 / 5), (torch.sum, 1.0), (torch.max, 1.0), (max, 1.0), (min, 0.0)])
 def test_torchs_functions_mean_what_their_names_do(function: Any, value: float) -> None:
-    """As `reduce_fx` they are the same as their names. The mean is weighted by samples."""
+    """`reduce_fx=torch.mean` is the same as `reduce_fx="mean"`, and so on. The mean is weighted by samples."""
     assert validated(lambda m, i: m.log("x", float(i), reduce_fx=function), [1, 4]) == {"x": value}
 
 
