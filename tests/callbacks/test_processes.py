@@ -126,7 +126,7 @@ def test_the_main_clock_counts() -> None:
     assert not trainer.should_stop
     callback._before["train"] = 7200.0 if main else 0.0
     callback.on_train_batch_end(trainer, module, None, None, 1)
-    assert trainer.should_stop is main  # the other process is told at the next safe point
+    assert trainer.should_stop is main  # the other process stops at the next safe point
     trainer.should_stop = False
     callback.on_train_start(trainer, module)  # maybe no step follows, so all processes stop here
     assert trainer.should_stop
