@@ -1,6 +1,7 @@
-"""The same loop with Accelerate's `Accelerator` and with ours, on one and on two processes: what each update is made of.
+"""The same training loops with Accelerate's `Accelerator` and with trainkit's, on one and on two processes.
 
-In all of them each micro-batch has a gradient of 1, so the change of the parameter is the weight that an update has.
+Each micro-batch has a gradient of 1 and the learning rate is 1, so an optimizer step changes the parameter by the total
+weight of its micro-batches.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, 
 
 
 def library(name: str) -> tuple[Any, Any]:
-    """The `Accelerator` and the `set_seed` of a library."""
+    """The class `Accelerator` and the function `set_seed` of a library."""
     if name == "accelerate":
         from accelerate import Accelerator
         from accelerate.utils import set_seed
@@ -36,17 +37,17 @@ def library(name: str) -> tuple[Any, Any]:
 
 
 def numbers(processes: int, batches: int, **options: Any) -> DataLoader[Any]:
-    """`batches` micro-batches of two numbers for each process."""
+    """A loader with `batches` micro-batches of two numbers for each process."""
     return DataLoader(torch.arange(2.0 * batches * processes)[:, None], batch_size=2, **options)
 
 
 class Weights:
-    """A loop's objects, and the weights of its updates, micro-batch by micro-batch."""
+    """A training loop that records each batch's number (`ids`) and how much the parameter changed in it (`found`)."""
 
     def __init__(self, name: str, steps: int, batches: int = 5, **options: Any) -> None:
         self.accelerator = library(name)[0](cpu=True, gradient_accumulation_steps=steps)
         if name == "accelerate":
-            self.accelerator.sync_gradients = True  # it is of the process there, as the last loop has left it
+            self.accelerator.sync_gradients = True  # Accelerate keeps it per process: an earlier loop may have left it False
         self.plain = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(self.plain.weight)
         optimizer = torch.optim.SGD(self.plain.parameters(), lr=1.0)
@@ -63,7 +64,7 @@ class Weights:
         self.found.append(round(before - self.plain.weight.item(), 6))
 
     def step(self, batch: Any) -> None:
-        """The body of a loop, as Accelerate's documentation has it."""
+        """The body of a training loop, as in Accelerate's documentation."""
         before = self.plain.weight.item()
         with self.accelerator.accumulate(self.model):
             self.backward(batch)
@@ -101,7 +102,7 @@ LEFT = {function.__name__: function for function in (broken_off, zipped_first, z
 
 
 def left(name: str, which: str, steps: int) -> list[float]:
-    """Four epochs, each left after three micro-batches of five."""
+    """Four epochs of five micro-batches; the loop leaves each epoch after three."""
     loop = Weights(name, steps)
     for _ in range(4):
         LEFT[which](loop)
@@ -121,7 +122,7 @@ def without_accumulate(name: str) -> list[float]:
 
 
 def by_hand(name: str) -> list[float]:
-    """Windows that the loop counts itself."""
+    """The loop itself counts the accumulation windows, without `accumulate`."""
     loop = Weights(name, steps=2, batches=6)
     for step, batch in enumerate(loop.loader):
         before = loop.plain.weight.item()
@@ -165,7 +166,7 @@ def drawn(name: str, device_specific: bool) -> list[float]:
 
 
 def resumed(name: str, folder: str, way: str, steps: int) -> tuple[list[int], list[float]]:
-    """What a loop trains on that continues a checkpoint of the fourth of ten micro-batches, and the weights of its updates."""
+    """Resume a checkpoint that was saved after 4 of 10 micro-batches; returns the batches and the weights after that."""
     library(name)[1](3)
     loop, done = Weights(name, steps, batches=10), 4
     for step, batch in enumerate(loop.loader, 1):
@@ -208,7 +209,7 @@ def everything(name: str, folder: str) -> dict[Any, Any]:
 
 @pytest.fixture(scope="module")
 def beside(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Iterator[tuple[dict[Any, Any], dict[Any, Any]]]]:
-    """For a number of processes, what each of them found: ours and Accelerate's."""
+    """A function that takes the number of processes and yields, for each rank, the results of trainkit and of Accelerate."""
     folder = tmp_path_factory.mktemp("states")
 
     @cache
@@ -225,7 +226,7 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Iterator
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("which", list(LEFT))
 def test_an_epoch_that_is_left_inside_a_window(beside: Any, which: str, size: int) -> None:
-    """The next epoch completes the window: each update has weight 1. It had 1.5 with windows of two."""
+    """If a loop leaves an epoch inside a window, the next epoch completes the window: each step has weight 1."""
     for ours, theirs in beside(size):
         assert ours[which, 2] == theirs[which, 2] == [0, 1] * 6
         assert ours[which, 3] == theirs[which, 3] == [0, 0, 1] * 4
@@ -234,20 +235,24 @@ def test_an_epoch_that_is_left_inside_a_window(beside: Any, which: str, size: in
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_loop_without_accumulate_updates_with_each_batch(beside: Any, size: int) -> None:
-    """Each loss is divided by the number of steps, in Accelerate and here."""
+    """Without `accumulate` each batch makes an optimizer step; its loss is divided by gradient_accumulation_steps."""
     for ours, theirs in beside(size):
         assert ours["without_accumulate"] == theirs["without_accumulate"] == [0.25] * 5
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_windows_that_a_loop_counts_itself(beside: Any, size: int) -> None:
+    # A loop without `accumulate` that steps after every second batch makes steps of weight 1.
     for ours, theirs in beside(size):
         assert ours["by_hand"] == theirs["by_hand"] == [0, 1] * 3
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_gradients_cleared_at_the_head_of_the_body(beside: Any, size: int) -> None:
-    """Accelerate clears them in the last micro-batch of a window too, and half of each window is lost."""
+    """`zero_grad` at the start of the body of `accumulate` loses half of each window in Accelerate, and nothing in trainkit.
+
+    Accelerate's `zero_grad` also acts in the last micro-batch of a window.
+    """
     for ours, theirs in beside(size):
         assert theirs["cleared_at_the_head"] == [0, 0.5] * 3
         assert ours["cleared_at_the_head"] == [0, 1] * 3
@@ -258,7 +263,7 @@ def test_gradients_cleared_at_the_head_of_the_body(beside: Any, size: int) -> No
 @pytest.mark.parametrize("way", ["counted", "skip_first_batches", "argument", "verb"])
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_loop_that_continues_in_the_middle_of_an_epoch(beside: Any, steps: int, way: str, size: int) -> None:
-    """Whether it skips by itself, as in Accelerate, or asks for the position: batches 4 to 9 of ten, then a whole epoch."""
+    """Each way to skip the first four of ten batches trains on batches 4 to 9 and then on a whole epoch."""
     for rank, (ours, theirs) in enumerate(beside(size)):
         expected = [size * batch + rank for batch in [*range(4, 10), *range(10)]]
         assert theirs["counted", steps][0] == theirs["skip_first_batches", steps][0] == expected
@@ -268,6 +273,7 @@ def test_a_loop_that_continues_in_the_middle_of_an_epoch(beside: Any, steps: int
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_seed_for_each_process(beside: Any, size: int) -> None:
+    # `set_seed` draws the same random numbers as Accelerate's, with and without `device_specific`.
     found = list(beside(size))
     for ours, theirs in found:
         assert ours["drawn", False] == theirs["drawn", False]

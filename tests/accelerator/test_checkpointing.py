@@ -69,7 +69,11 @@ class Loop:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("accumulation, batch", [(1, 2), (1, 6), (2, 4), (2, 3), (4, 6)])
 def test_a_loop_resumes_exactly(accumulation: int, batch: int, precision: str) -> None:
-    """Saved after any micro-batch; in the middle of an accumulation window it resumes at the window's start."""
+    """A resumed loop has the same losses and parameters as an uninterrupted one.
+
+    The checkpoint is saved after any micro-batch. If that is in the middle of an accumulation window, the loop resumes at the
+    start of the window.
+    """
     whole = Loop(accumulation, precision).run(2)
     Loop(accumulation, precision).run(1, save_after=(0, batch))
     resumed = Loop(accumulation, precision)
@@ -82,7 +86,7 @@ def test_a_loop_resumes_exactly(accumulation: int, batch: int, precision: str) -
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The notices on where loaders begin."""
+    """The notices about the position at which loaders start."""
     return [text for text in map(logging.LogRecord.getMessage, caplog.records) if "resume_loaders" in text]
 
 
@@ -105,6 +109,7 @@ def test_without_resume_loaders_the_epoch_begins_at_its_beginning_and_a_notice_s
 
 
 def test_gradients_of_a_window_that_was_left_are_those_of_other_parameters() -> None:
+    # `load_state` drops the gradients of an incomplete accumulation window.
     Loop(2).accelerator.save_state("there")
     whole = Loop(2).run(1)
     loop = Loop(2)
@@ -151,6 +156,7 @@ def test_a_position_that_was_loaded_and_not_used_is_saved_again() -> None:
 
 
 def test_a_position_inside_a_micro_batch_is_an_error_only_for_who_continues_there(caplog: pytest.LogCaptureFixture) -> None:
+    # With another batch size, `load_state` works; `resume_loaders` raises if the position is inside a micro-batch.
     def loop(batch_size: int) -> tuple[Accelerator, Any]:
         set_seed(3)
         accelerator = Accelerator()
@@ -168,7 +174,7 @@ def test_a_position_inside_a_micro_batch_is_an_error_only_for_who_continues_ther
 
 
 class Stream(torch.utils.data.IterableDataset[int]):
-    """Only its end tells how many there are."""
+    """An iterable dataset, whose length is unknown until it ends."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(6))
@@ -201,6 +207,7 @@ def test_a_loop_that_saves_after_each_epoch() -> None:
 
 
 def test_another_seed_is_said() -> None:
+    # A warning says that the checkpoint was saved with another seed.
     Loop().run(1).accelerator.save_state("there")
     with pytest.warns(UserWarning, match=r"the seed is 4, but the checkpoint was saved with seed 3.*set_seed\(3\)"):
         Loop(seed=4).accelerator.load_state("there")
@@ -265,6 +272,7 @@ def test_two_models_and_two_optimizers() -> None:
 
 
 def test_parts() -> None:
+    # `load_state(restore=...)` restores only the parts that are named; unsupported arguments are errors.
     Loop().run(1).accelerator.save_state("there")
     loop = Loop()
     run_id = loop.accelerator.run_id
@@ -286,7 +294,7 @@ def test_parts() -> None:
 
 
 class Begun(TinyModule):
-    """Notes what its training begins with; by itself it would have another learning rate."""
+    """Records the parameters and the learning rate with which training begins. Its own learning rate is 7."""
 
     def on_train_start(self) -> None:
         self.found, self.rate = parameters_of(self), self.optimizers().param_groups[0]["lr"]
@@ -316,6 +324,7 @@ def test_a_checkpoint_of_a_trainer() -> None:
 
 
 def test_nothing_prepared() -> None:
+    # `save_state` before `prepare` is an error.
     with pytest.raises(ConfigurationError, match="nothing was"):
         Accelerator().save_state("there")
 
@@ -366,7 +375,7 @@ def test_a_transformers_model_opens_with_from_pretrained() -> None:
 
 
 def test_not_blocking() -> None:
-    """What is written is the state at the call; what goes wrong is raised by the next one."""
+    """`save_state(blocking=False)` writes the state at the time of the call; if it fails, the next `save_state` raises."""
     loop = Loop().run(1)
     expected = parameters_of(loop.plain)
     loop.accelerator.save_state("there", blocking=False)
@@ -397,7 +406,7 @@ def test_save_model_writes_adapters_as_peft_does() -> None:
         for parameter in model.parameters():
             parameter.add_(0.1)
     accelerator = Accelerator()
-    accelerator.save_model(accelerator.prepare(model), "ours", max_shard_size="60B")  # PEFT reads one file only
+    accelerator.save_model(accelerator.prepare(model), "ours", max_shard_size="60B")  # PEFT reads a single file
     model.save_pretrained("theirs")
     for adapter in ("", "other"):
         ours, theirs = (load_file(Path(folder, adapter, "adapter_model.safetensors")) for folder in ("ours", "theirs"))
@@ -408,8 +417,9 @@ def test_save_model_writes_adapters_as_peft_does() -> None:
     assert torch.equal(peft.PeftModel.from_pretrained(base(), "ours").eval()(torch.ones(3, 4)), loaded(torch.ones(3, 4)))
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT's use of transformers
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # a warning of transformers, caused by PEFT
 def test_save_model_refuses_adapters_that_only_peft_can_tell() -> None:
+    # For prompt tuning, the error says to call PEFT's `save_pretrained`.
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
@@ -449,7 +459,7 @@ def test_adapters_alone_are_saved() -> None:
 
 
 def test_state_that_was_read_is_not_copied_again() -> None:
-    """The optimizer keeps what was read for it, where that lies as torch would lay it; two loads share nothing."""
+    """After `load_state`, large tensors of the optimizer state stay where the file was read to; two loads share no memory."""
 
     def loop() -> Any:
         torch.manual_seed(1)
@@ -483,7 +493,7 @@ def test_state_that_was_read_is_not_copied_again() -> None:
 
 
 class Counter:
-    """An object to register."""
+    """An object for `register_for_checkpointing`."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -496,6 +506,7 @@ class Counter:
 
 
 def test_the_part_needs_no_accelerator() -> None:
+    # `Checkpointing` can be used without an `Accelerator`.
     def part(updates: int) -> tuple[Checkpointing, nn.Module, Counter, Any]:
         model, counter, strategy = nn.Linear(1, 1), Counter(), Strategy("cpu")
         torch.nn.init.constant_(model.weight, updates)

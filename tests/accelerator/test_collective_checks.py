@@ -1,7 +1,7 @@
-"""`CollectiveChecks`: verbs that not all processes of an own loop come to are named, whatever the others are doing meanwhile.
+"""`CollectiveChecks`: an error names a collective method that not all processes of your own training loop call.
 
-Where a gradient reduction, a step or the end of a script is met instead, processes are real; where only what is said counts,
-they are threads.
+Such methods are, for example, `gather` and `wait_for_everyone`. Tests in which a rank waits in a gradient reduction or an
+optimizer step, or exits, use real processes. Tests of messages use threads.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ ALONE = "inside 'if accelerator.is_main_process:' or a similar condition"
 
 
 def test_verbs_give_their_values() -> None:
+    # `exchange` returns the values of all ranks, in the order of the ranks.
     def work(world: World) -> Any:
         collective_checks = CollectiveChecks.of(world)
         assert CollectiveChecks.of(world) is collective_checks or world.size == 1
@@ -53,7 +54,7 @@ def test_verbs_give_their_values() -> None:
 
 
 def test_different_verbs() -> None:
-    """All processes raise the same error, and can continue after they catch it."""
+    """If the ranks call different methods, all raise the same error, and can continue after they catch it."""
 
     def work(world: World) -> Any:
         collective_checks = CollectiveChecks.of(world)
@@ -72,7 +73,7 @@ def test_different_verbs() -> None:
 
 
 def test_a_process_that_fails_is_named() -> None:
-    """The error of the connection knows nothing of verbs."""
+    """The error names the method and the failed rank, which the error of the connection does not know."""
 
     def work(world: World) -> str:
         collective_checks = CollectiveChecks.of(world)
@@ -92,7 +93,7 @@ def test_a_process_that_fails_is_named() -> None:
 
 
 def test_one_more_collective_on_one_process() -> None:
-    """Its next ones have met those that come after on the others: what was exchanged is not what it should be."""
+    """If one rank has taken part in more collectives, the next check raises, and gives the number on each rank."""
 
     def work(world: World) -> str:
         collective_checks = CollectiveChecks.of(world)
@@ -118,7 +119,7 @@ def test_call_sites_and_tensors_are_compared_in_debug_mode(debug: bool) -> None:
             lambda: collective_checks.wait("wait_for_everyone"),
             lambda: collective_checks.compare(
                 "backward", None if world.rank == 0 else "float64[2]"
-            ),  # it has nothing to learn from
+            ),  # rank 0 passes no tensors
             lambda: collective_checks.compare("backward", f"float{32 * (1 + world.rank)}[2]"),
         ]
         for call in (calls[world.rank], *calls[2:]):
@@ -148,11 +149,11 @@ def test_tensors_in_a_few_words() -> None:
     assert described([torch.zeros(2), torch.zeros(2, 3).bfloat16()]) != several
 
 
-# ----------------------------------------------------------------------------------------------- what the others are in
+# --------------------------------------------------------------------------------------------- ranks in different calls
 
 
 class Net(nn.Module):
-    """With buffers, which rank 0 sends at the end of a step."""
+    """A model with buffers, which rank 0 broadcasts at the end of a step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +164,7 @@ class Net(nn.Module):
 
 
 class Loop:
-    """A loop of two processes, in the middle."""
+    """A training loop of two processes that has made its first optimizer step."""
 
     def __init__(self, **arguments: Any) -> None:
         trainkit.distributed.channel._LOOK = 0.05
@@ -219,10 +220,10 @@ def one_does_what_the_others_do_not(main: str, others: str, strategy: str) -> No
 @pytest.mark.parametrize(
     "main, others, verb, named, strategy",
     [
-        # a verb on the main process alone
+        # DDP: only the main process calls the method
         ("trigger", "backward", "check_trigger", "backward", "ddp"),
         ("wait", "step", "wait_for_everyone", "step", "ddp"),
-        # and while the others wait for the main process to be done
+        # the main process trains while the other process waits for it, and the same cases under ZeRO
         ("backward", "wait", "wait_for_everyone", "backward", "ddp"),
         ("trigger", "backward", "check_trigger", "backward", "zero2"),
         ("forward", "wait", "wait_for_everyone", "the forward of a model whose parameters are sharded", "zero3"),
@@ -232,6 +233,7 @@ def one_does_what_the_others_do_not(main: str, others: str, strategy: str) -> No
 def test_who_waits_for_one_that_waits_for_it(
     main: str, others: str, verb: str, named: str, strategy: str, run_dir: Path
 ) -> None:
+    # Two ranks wait for each other in different calls: an error names both calls and their lines.
     ends = start_world(2, one_does_what_the_others_do_not, main, others, strategy).ends()
     assert not any(fine for fine, _ in ends)
     mine = rf"waits for all processes in {verb} \({HERE}\), but rank \d waits for rank \d in {named} \({HERE}\)"
@@ -239,12 +241,12 @@ def test_who_waits_for_one_that_waits_for_it(
     told = [re.search(whole, text) for _, text in ends]
     found = [match for match in told if match is not None]
     assert found, f"{ends[0][1]}\n{ends[1][1]}"
-    # the rank that compares verbs raises; the other one waits where nothing can be raised, and ends because of it
+    # the rank in the collective method raises; the other rank is blocked and cannot raise, so it exits after that
     assert found[0][1] == ("0" if verb in ("check_trigger", "main_process_first") or others == "step" else "1")
 
 
 def reading_on() -> list[int]:
-    """The other ranks arrive late: the main process asks what they are doing, several times, and then continues."""
+    """The other rank calls `gather` late: the main process asks several times what it is doing, and then continues."""
     loop = Loop()
     asked: list[float] = []
     channel = loop.accelerator.world.channel
@@ -263,10 +265,11 @@ def reading_on() -> list[int]:
 
 
 def test_who_reads_on_is_waited_for() -> None:
+    # A rank that is only late causes no error.
     assert run_world(2, reading_on) == [[0, 1]] * 2
 
 
-# ------------------------------------------------------------------------------------------------- who comes no more
+# ----------------------------------------------------------------------------------------- a process that has exited
 
 
 def ends_before_the_main_process(last: str) -> None:
@@ -283,13 +286,13 @@ def ends_before_the_main_process(last: str) -> None:
     if last == "evaluate":
         with torch.no_grad():
             loop.model.eval()
-            for _ in range(20):  # much longer than that
+            for _ in range(20):  # takes much longer than the grace period
                 loop.forward()
                 time.sleep(0.05)
         print("evaluated")
     elif last == "dies":
         loop.accelerator.wait_for_everyone()
-    elif last == "nccl":  # stands for a collective whose library does not notice that the other process has exited
+    elif last == "nccl":  # like NCCL, which does not notice that the other process has exited
         with world.collectives:
             time.sleep(PATIENCE)
     else:
@@ -302,7 +305,7 @@ def script(last: str) -> None:
 
 @pytest.mark.parametrize("last", ["evaluate", "wait", "backward", "nccl", "dies"])
 def test_a_script_that_ends_before_that_of_the_main_process(last: str, run_dir: Path) -> None:
-    """That is nothing to those that need it no more. Who waits for it is ended, with the reason."""
+    """If the script of rank 1 ends, rank 0 continues as long as it needs no collective; otherwise it exits with the reason."""
     ended = end_of(2, script, last)
     if last == "evaluate":
         assert ended.codes == [0, 0], ended.output
@@ -324,7 +327,7 @@ def test_a_script_that_ends_before_that_of_the_main_process(last: str, run_dir: 
 
 
 def evaluated_longer_than_any_limit() -> list[float]:
-    """The main process evaluates while the others wait, longer than a collective may take."""
+    """The main process evaluates for longer than the timeout of collectives, while the other process waits."""
     loop = Loop()
     world, limit = loop.accelerator.world, 0.2
     groups = [dist.group.WORLD, world.control]
@@ -347,19 +350,20 @@ def evaluated_longer_than_any_limit() -> list[float]:
 
 
 def test_evaluation_on_the_main_process_alone() -> None:
+    # A process may wait in `wait_for_everyone` for longer than the timeout of collectives; training then continues.
     first, second = run_world(2, evaluated_longer_than_any_limit)
     assert first == second
 
 
 def sharded() -> list[str]:
-    """Under ZeRO-3 a forward is collective."""
+    """Under ZeRO-3 a forward is collective: it raises if only the main process runs it, and works if all processes do."""
     loop = Loop(strategy="zero3")
     accelerator, texts = loop.accelerator, []
     inner = accelerator.unwrap_model(loop.model)
     calls: list[Callable[[], Any]] = [
         loop.forward,
         lambda: inner(torch.ones(4, 4)),
-        lambda: inner.first(torch.ones(1, 4)),  # a part of it, as an encoder is for a generation
+        lambda: inner.first(torch.ones(1, 4)),  # a submodule that is called by itself, such as the encoder in `generate`
     ]
     loop.model.eval()
     for call in calls:
@@ -391,7 +395,10 @@ def test_evaluation_on_the_main_process_alone_under_zero3() -> None:
 
 
 def test_a_forward_that_breaks_off_is_over() -> None:
-    """Also one by Ctrl-C, or of whose beginning another hook has raised: the next one is noticed again."""
+    """After a forward that was interrupted by an exception, the next forward is checked again.
+
+    The exception may be Ctrl-C, or come from another hook before the forward.
+    """
 
     class Part(nn.Module):
         fails: BaseException | None = None
@@ -413,7 +420,7 @@ def test_a_forward_that_breaks_off_is_over() -> None:
             hook = model.register_forward_pre_hook(refuse) if error is None else None
             with torch.no_grad(), pytest.raises((KeyboardInterrupt, ValueError)):
                 model(torch.ones(2))
-            where = collectives.record()["where"]  # as others would see it who look now
+            where = collectives.record()["where"]  # what another rank would be told now
             part.fails = None
             if hook is not None:
                 hook.remove()
@@ -421,7 +428,7 @@ def test_a_forward_that_breaks_off_is_over() -> None:
                 part(model(torch.ones(2)))
             seen.append([where, collectives.checks, collectives.begun, collectives.depth, collectives.location])
         part.fails = KeyboardInterrupt()
-        with pytest.raises(KeyboardInterrupt), collectives:  # recomputed in a backward pass
+        with pytest.raises(KeyboardInterrupt), collectives:  # as in activation checkpointing
             model(torch.ones(2, requires_grad=True))
         with collectives:
             seen.append(collectives.depth)
@@ -436,7 +443,7 @@ def test_a_forward_that_breaks_off_is_over() -> None:
 
 
 def debugged(strategy: str) -> list[str]:
-    """First a loop in which nothing is wrong, with windows in which one process has less to do."""
+    """A correct loop with windows in which one rank has fewer micro-batches, followed by two calls that do not match."""
     set_seed(1)
     accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=2)
     assert accelerator.collective_checks.debug
@@ -471,6 +478,7 @@ def debugged(strategy: str) -> list[str]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_debug_mode(strategy: str) -> None:
+    # Debug mode reports different tensors and different call sites of `backward`, and nothing in a correct loop.
     for tensors, place in run_world(2, debugged, strategy, env=DEBUG):
         assert re.match(
             rf"backward \({HERE}\) was called with different tensors: rank 0: float64\[\]; rank 1: float32\[\]", tensors

@@ -1,4 +1,4 @@
-"""Contexts of an own loop: autocast, `no_sync`, the profiler."""
+"""Context managers for your own training loop: `autocast`, `no_sync`, `profile`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_autocast() -> None:
     model = off.prepare(nn.Sequential(nn.Linear(2, 2)))
     off.unwrap_model(model)[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     model(x)
-    assert seen == [torch.float32]  # in a prepared model too
+    assert seen == [torch.float32]  # also in a prepared model
     assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias"]
     with Accelerator(cpu=True).autocast():
         assert layer(x).dtype is torch.float32
 
 
 def gradients(window: int) -> list[float]:
-    """Those of rank 0 and after they have travelled, where each process sees other data."""
+    """The gradient after each micro-batch of a window; all but the last one are inside `no_sync`. Ranks see different data."""
     accelerator = Accelerator()
     rank = accelerator.process_index
     model = nn.Linear(1, 1, bias=False)
@@ -60,6 +60,7 @@ def gradients(window: int) -> list[float]:
 
 
 def test_no_sync_adds_up_until_gradients_travel() -> None:
+    # Inside `no_sync` each rank accumulates its own gradients; the next backward averages them over the ranks.
     one, other = run_world(2, gradients, 3)
     assert one == [1.0, 11.0, 166.5]
     assert other == [2.0, 22.0, 166.5]  # the mean of 111 and 222

@@ -1,4 +1,7 @@
-"""`Accelerator` in own loops: windows, clipping, schedulers, skipped updates. What `prepare` does: `test_prepare.py`."""
+"""`Accelerator` in your own training loop: accumulation windows, clipping, schedulers, skipped optimizer steps.
+
+`prepare` is tested in `tests/trainer/test_prepare.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from trainkit.micro_batch import WHOLE_WINDOW
 
 
 class Slope(nn.Module):
-    """One parameter, 0 at first; `slope(x)` is its product with the mean of x, so its gradient is the mean of x."""
+    """One parameter, 0 at first. `slope(x)` is the parameter times the mean of x, so its gradient is the mean of x."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,11 +37,14 @@ def accelerator(**arguments: Any) -> Accelerator:
     return Accelerator(**{"strategy": Strategy("cpu"), **arguments})
 
 
-# Windows
+# Accumulation windows
 
 
 def test_an_update_is_the_mean_over_the_samples_of_its_window() -> None:
-    """Eleven samples are micro-batches of 2, 2, 2, 2, 2 and 1, in windows of four and two."""
+    """The gradient of an optimizer step is the mean over the samples of its accumulation window.
+
+    Eleven samples are micro-batches of 2, 2, 2, 2, 2 and 1 samples, in windows of four and two micro-batches.
+    """
     engine = accelerator(gradient_accumulation_steps=4)
     model = Slope()
     prepared, optimizer, batches = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), loader())
@@ -75,10 +81,11 @@ def test_a_loader_that_was_not_prepared_is_counted() -> None:
 
 
 def test_without_accumulation_there_is_nothing_to_say() -> None:
+    # Without gradient accumulation, a loop needs no `accumulate`.
     engine = accelerator()
     model = Slope()
     prepared, optimizer, batches = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), loader(4))
-    for (x,) in batches:  # no accumulate() needed
+    for (x,) in batches:
         engine.backward(prepared(x))
         assert engine.sync_gradients
         assert optimizer.step()
@@ -102,7 +109,7 @@ def test_inside_a_window_nothing_is_zeroed_or_clipped() -> None:
     assert norms[0] is None
     assert norms[2] is None
     assert norms[1].item() == pytest.approx((0.5 + 2.5) / 2)
-    assert norms[3].item() == pytest.approx(3.0)  # of 5.5, limited by value before
+    assert norms[3].item() == pytest.approx(3.0)  # clip_grad_value_ has limited 5.5 to 3
     assert [grad is None for grad in left] == [False, True, False, True]
     assert model.weight.item() == pytest.approx(-2.0, rel=1e-5)
 
@@ -124,7 +131,7 @@ def test_clipping_under_a_loss_scale_sees_the_gradient_without_it() -> None:
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
     ready = engine.prepare(*models, *optimizers)
     for _ in range(2):
-        for model, optimizer in zip(ready[:2], optimizers, strict=True):  # each loss is clipped and stepped for itself
+        for model, optimizer in zip(ready[:2], optimizers, strict=True):  # each model has its own backward, clipping and step
             optimizer.zero_grad()
             engine.backward(model(torch.tensor([4.0])))
             assert engine.clip_grad_norm_(model.parameters(), 1.0).item() == 4.0
@@ -133,6 +140,7 @@ def test_clipping_under_a_loss_scale_sees_the_gradient_without_it() -> None:
 
 
 def test_a_clipped_gradient_that_is_thrown_away_does_not_spoil_the_next() -> None:
+    # With a loss scale: if a loop clips but makes no step, the next gradient is not unscaled by mistake.
     engine = accelerator(precision=Precision("16-mixed", init_scale=8.0))
     model = Slope()
     prepared, optimizer = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -147,7 +155,7 @@ def test_a_clipped_gradient_that_is_thrown_away_does_not_spoil_the_next() -> Non
     assert model.weight.item() == -4.0
 
 
-# Schedulers and skipped updates
+# Schedulers and skipped optimizer steps
 
 
 def scheduled(engine: Accelerator, *, of_prepared: bool = False) -> tuple[Slope, nn.Module, Any, Any]:
@@ -172,7 +180,7 @@ def test_a_scheduler_counts_updates(of_prepared: bool) -> None:
             optimizer.zero_grad()
             rates.append(optimizer.param_groups[0]["lr"])
     assert rates == [1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25]
-    assert scheduler.get_last_lr() == [0.25]  # what is not ours is the scheduler's
+    assert scheduler.get_last_lr() == [0.25]  # other attributes are those of the user's scheduler
 
 
 @pytest.mark.parametrize("how", ["asked", "overflow"])
@@ -216,6 +224,7 @@ def test_each_scheduler_waits_for_its_own_optimizer() -> None:
 
 
 def test_a_closure() -> None:
+    # `optimizer.step(closure)`, as LBFGS needs it.
     engine = accelerator()
     model = Slope()
     prepared, optimizer = engine.prepare(model, torch.optim.LBFGS(model.parameters(), lr=1.0))
@@ -232,6 +241,7 @@ def test_a_closure() -> None:
 
 
 def test_the_loss_may_be_nan_where_a_micro_batch_has_no_weight() -> None:
+    # A micro-batch of share 0 leaves no gradient, even if its loss is NaN.
     engine = accelerator()
     model = engine.prepare(Slope())
     engine.accumulation.begin(WHOLE_WINDOW._replace(share=0.0))
@@ -267,7 +277,7 @@ def test_a_skipped_window_is_skipped_by_all_optimizers_and_by_no_later_one() -> 
     backward()
     engine.skip_update()
     for optimizer in optimizers:
-        optimizer.zero_grad()  # and no step
+        optimizer.zero_grad()  # without a step
     backward()
     assert [optimizer.step() for optimizer in optimizers] == [True, True]
     assert not engine.optimizer_step_was_skipped
@@ -299,6 +309,7 @@ def test_gradients_of_an_optimizer_without_its_model_would_not_be_averaged() -> 
 
 
 def test_a_second_training_begins_again() -> None:
+    # After `free_memory`, a second training starts with a new accumulation window, loss scale and step count.
     engine = accelerator(precision=Precision("16-mixed", init_scale=1024.0), gradient_accumulation_steps=3)
     for _ in range(2):
         model = Slope()
@@ -325,7 +336,8 @@ def order(batches: Any) -> list[float]:
 
 
 def test_the_order_is_the_seeds_and_the_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainkit.rng, "_process_seed", None)  # and puts it back
+    # The order of the samples depends only on the seed and the epoch.
+    monkeypatch.setattr(trainkit.rng, "_process_seed", None)  # restored at the end of the test
     set_seed(5)
     batches = accelerator().prepare(loader(32, shuffle=True))
     first, second = order(batches), order(batches)
@@ -369,6 +381,7 @@ def test_an_unknown_argument() -> None:
 
 
 def test_small_things(capsys: pytest.CaptureFixture[str]) -> None:
+    # Attributes and methods that no other test of this file covers.
     engine = accelerator(gradient_accumulation_steps=3, precision="bf16-mixed")
     assert (engine.device, engine.is_main_process) == (torch.device("cpu"), True)
     assert engine.gradient_accumulation_steps == 3
@@ -380,4 +393,5 @@ def test_small_things(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_trainers_engine_is_one_too() -> None:
+    # `trainer.accelerator` is an `Accelerator`.
     assert isinstance(Trainer(accelerator="cpu", logger=False, max_epochs=1).accelerator, Accelerator)

@@ -1,4 +1,4 @@
-"""What an `Accelerator` says that it works with."""
+"""The attributes of an `Accelerator` that describe the run, such as `state` and `deepspeed_plugin`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_what_accelerate_has_and_we_have_not_is_named_with_what_to_use() -> None
 
 
 def test_native_amp_is_accepted_and_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
-    """Scripts turn it off on some devices."""
+    """Some scripts set `native_amp = False`: a notice says that this does not change the precision."""
     accelerator = Accelerator(cpu=True)
     caplog.clear()
     accelerator.native_amp = False
@@ -67,6 +67,7 @@ def test_zero_by_a_strategy_has_a_plugin_too() -> None:
 
 
 def test_without_an_accelerator() -> None:
+    # The functions behind the attributes need only a strategy.
     strategy = Strategy("cpu")
     assert state_of(strategy, None) == Accelerator(strategy=strategy).state
     assert plugin_of(strategy, None) is None

@@ -1,4 +1,4 @@
-"""`gather` and its kin: tensors and objects of all processes, each sample once."""
+"""`gather`, `gather_for_metrics`, `reduce` and `pad_across_processes`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_all(samples: int, even: bool, shuffle: bool) -> dict[str, Any]:
         for (x,) in loader:
             found["batches"] += 1
             if not even and accelerator.num_processes > 1:
-                continue  # the processes have different numbers of batches
+                continue  # the processes have different numbers of batches, so they cannot gather
             found["tensors"] += accelerator.gather_for_metrics(x).tolist()
             found["objects"] += accelerator.gather_for_metrics([str(one) for one in x.tolist()])
             found["whole"] += accelerator.gather((x, {"twice": 2 * x}))[1]["twice"].tolist()
@@ -57,11 +57,14 @@ def test_each_sample_is_there_once_and_in_order(size: int) -> None:
         assert found["batches"] == rows
         # a process without a micro-batch repeats its last one, which gather keeps and gather_for_metrics drops
         assert found["whole"][:21] == [2 * one for one in range(21)]
-        assert (len(found["whole"]) > 21) is (size > 1)  # seven micro-batches
+        assert (len(found["whole"]) > 21) is (size > 1)  # seven micro-batches do not divide evenly among two or three processes
 
 
 def test_what_is_repeated_for_a_full_batch_counts_for_a_short_one_as_it_is() -> None:
-    """As evaluation loops of language models do with a loss."""
+    """A loss that is repeated to the full batch size is cut to the size of a short batch by `gather_for_metrics`.
+
+    Evaluation loops of language models repeat their loss like this.
+    """
     for size in (1, 2):
         for count in run_world(size, repeated):
             assert count == 21
@@ -84,12 +87,16 @@ def taken_apart() -> list[int]:
 
 
 def test_a_loop_may_take_its_batches_apart() -> None:
-    """The last of three rows of two is short of one, whose process is given its batch before again."""
+    """A loop may remove entries of a batch before `gather_for_metrics`, also if the batch is used again as padding.
+
+    Two processes share three micro-batches, so in the end one of them gets its previous batch again.
+    """
     assert run_world(2, taken_apart) == [list(range(6))] * 2
 
 
 @pytest.mark.parametrize("samples", [1, 4, 5, 13])
 def test_of_less_than_a_row_too(samples: int) -> None:
+    # Each sample is gathered once, also if there are fewer micro-batches than processes.
     for found in run_world(3, read_all, samples, True, True):
         assert sorted(found["tensors"]) == list(range(samples))
 
@@ -99,12 +106,13 @@ def test_without_even_batches_an_evaluation_gives_each_process_its_own() -> None
 
 
 def test_as_in_the_quick_tour_the_rest_can_be_cut_off_by_hand() -> None:
+    # A loop may drop the padding itself, by cutting to `len(loader.dataset)`, as in Accelerate's quick tour.
     assert run_world(2, cut_by_hand) == [list(range(21))] * 2
 
 
 def cut_by_hand() -> list[int]:
     accelerator = Accelerator()
-    loader = accelerator.prepare(numbers(21, 3))  # seven micro-batches: the last row is one short
+    loader = accelerator.prepare(numbers(21, 3))  # seven micro-batches: at the end one process has padding
     found: list[int] = []
     for (x,) in loader:
         found += accelerator.gather(x).tolist()
@@ -145,7 +153,7 @@ def test_what_does_not_go_together_is_named() -> None:
     assert "rank 0: float32[1]; rank 1: float32[1], float32[1]" in text
     text = said(CollectiveError, lambda: accelerator.reduce(torch.zeros(2 + rank)))
     assert "Pass tensors of the same shapes and dtypes" in text
-    assert accelerator.gather(torch.tensor([rank])).tolist() == [0, 1]  # and it continues
+    assert accelerator.gather(torch.tensor([rank])).tolist() == [0, 1]  # the processes can continue after the errors
     assert "but found a str" in said(ConfigurationError, lambda: accelerator.gather(["a"]))
     assert "Pass an object in a list" in said(ConfigurationError, lambda: accelerator.gather_for_metrics("text"))
 
@@ -199,7 +207,7 @@ def test_one_process_gets_what_it_gave() -> None:
         assert verb(x) is x
     reduced = accelerator.reduce(x)
     reduced /= 2
-    assert x.tolist() == [[1.0] * 3] * 2  # as with several processes
+    assert x.tolist() == [[1.0] * 3] * 2  # not modified, as with several processes
     assert accelerator.gather_for_metrics(["a"]) == ["a"]
     assert accelerator.gather(torch.tensor(1.0)).ndim == 0
 
@@ -208,7 +216,7 @@ def test_one_process_gets_what_it_gave() -> None:
 
 
 class Batch:
-    """Three processes read one epoch: the last batch of rank 1 is short, and rank 2 has padding."""
+    """The current batch on each of three ranks: the last batch of rank 1 is short, and rank 2 has padding."""
 
     def __init__(self, rank: int) -> None:
         self.samples, self.padding = (2, 1, 2)[rank], rank == 2
@@ -218,6 +226,7 @@ class Batch:
 
 
 def test_the_part_needs_no_accelerator() -> None:
+    # `Gathering` can be used without an `Accelerator`.
     x = torch.ones(2, 3)
     alone = Gathering(Strategy("cpu"))
     assert alone.world.size == 1
@@ -227,6 +236,7 @@ def test_the_part_needs_no_accelerator() -> None:
 
 
 def test_the_part_drops_padding_only_for_metrics() -> None:
+    # `gather_for_metrics` drops padding; `gather`, `reduce` and `broadcast` keep it.
     def work(world: World) -> list[Any]:
         part = Gathering(ThreadStrategy(world), batch=Batch(world.rank))
         x = torch.arange(2) + 10 * world.rank

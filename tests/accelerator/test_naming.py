@@ -1,4 +1,4 @@
-"""Checkpoints that name themselves: `ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=...)`."""
+"""Automatic names of checkpoints: `ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=...)`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FOLDER = Path("project", "checkpoints")
 
 
 def loop(limit: int | None = None, iteration: int = 0, folder: str = "project", **options: Any) -> Accelerator:
-    """An accelerator with one number to learn, which tells the checkpoint that it is of."""
+    """An accelerator whose model has one weight; its value identifies the checkpoint."""
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=limit, iteration=iteration)
     accelerator = Accelerator(project_config=project, **options)
     model = nn.Linear(1, 1, bias=False)
@@ -78,7 +78,7 @@ def test_names_count_on_and_the_newest_is_loaded() -> None:
 
 
 def test_numbers_are_no_text() -> None:
-    """Above 9 the order of the names is another one."""
+    """Checkpoints are sorted by number and not by name: checkpoint_10 is newer than checkpoint_9."""
     first = loop(limit=3, iteration=8)
     assert save(first, *range(8, 13))[-1] == "checkpoint_12"
     assert names() == ["checkpoint_10", "checkpoint_11", "checkpoint_12"]
@@ -88,6 +88,7 @@ def test_numbers_are_no_text() -> None:
 
 
 def test_the_oldest_go_when_the_new_one_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The oldest checkpoint is removed once the new one is complete; a save that fails removes nothing.
     accelerator = loop(limit=2)
     save(accelerator, 0.0, 1.0)
     seen: list[list[str]] = []
@@ -113,7 +114,7 @@ def test_saves_in_the_background() -> None:
 
 
 def test_a_start_without_resuming() -> None:
-    """What an earlier start has left is neither written over nor mixed with; the message has the fix."""
+    """A start without `load_state` does not overwrite the checkpoints of an earlier start: the error has the fix."""
     save(loop(limit=1), 1.0, 2.0)
     assert names() == ["checkpoint_1"], "checkpoint_0, which would be the next, is removed"
     accelerator = loop(limit=1)
@@ -125,7 +126,7 @@ def test_a_start_without_resuming() -> None:
     assert expected in str(caught.value)
     assert "accelerator.load_state() before the loop" in str(caught.value)
     assert names() == ["checkpoint_1"]
-    accelerator.project_configuration.iteration = 2  # as it says
+    accelerator.project_configuration.iteration = 2  # as the error advises
     assert save(accelerator, 3.0, 4.0) == ["checkpoint_2", "checkpoint_3"]
     assert names() == ["checkpoint_1", "checkpoint_3"], "those of another run are not removed"
 
@@ -137,7 +138,7 @@ def test_damaged_ones_are_named_and_passed_over() -> None:
     data = bytearray((FOLDER / "checkpoint_2" / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (FOLDER / "checkpoint_2" / "model.safetensors").write_bytes(data)
-    (FOLDER / "checkpoint_9").mkdir()  # none at all
+    (FOLDER / "checkpoint_9").mkdir()  # not a checkpoint
     (FOLDER / "checkpoint_x").mkdir()
     (FOLDER / ".checkpoint_4.tmp-0123456789abcdef").mkdir()
     second = loop(limit=1)
@@ -146,7 +147,7 @@ def test_damaged_ones_are_named_and_passed_over() -> None:
     assert [str(one.message).count("checkpoint_3") for one in said] == [1, 0]
     assert (value(second), second.save_iteration) == (1.0, 10)
     save(second, 10.0)
-    # what a look at the sizes does not find counts as complete
+    # checkpoint_2 was removed: only file sizes are compared, so it counts as complete
     assert {name for name in names() if not name.startswith(".")} == {
         "checkpoint_10",
         "checkpoint_3",
@@ -159,6 +160,7 @@ def test_damaged_ones_are_named_and_passed_over() -> None:
 
 
 def test_a_checkpoint_that_does_not_fit_is_no_reason_for_an_older_one() -> None:
+    # If the newest checkpoint does not fit the model, `load_state` raises instead of loading an older one.
     save(loop(), 1.0)
     other = Accelerator(project_config=ProjectConfiguration("project", automatic_checkpoint_naming=True))
     other.prepare(nn.Linear(2, 2))
@@ -171,12 +173,12 @@ def test_nothing_to_load() -> None:
         with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint in .*project/checkpoints. For a script"):
             loop().load_state()
         FOLDER.mkdir(parents=True, exist_ok=True)
-        (FOLDER / ".checkpoint_0.tmp-0123456789abcdef").mkdir(exist_ok=True)  # of a first save that was killed
+        (FOLDER / ".checkpoint_0.tmp-0123456789abcdef").mkdir(exist_ok=True)  # left by a save that was killed
     assert not list_checkpoints(FOLDER), "what the message says to ask"
 
 
 def test_a_folder_is_named_too(caplog: pytest.LogCaptureFixture) -> None:
-    """As in Accelerate it does not count when saving, which is said; when loading it does."""
+    """As in Accelerate, `save_state` ignores a folder, with a notice, and `load_state` uses it."""
     accelerator = loop()
     assert accelerator.save_state("mine").name == "checkpoint_0"
     assert "save_state('mine'): automatic_checkpoint_naming is on, so it is written to" in caplog.text
@@ -189,6 +191,7 @@ def test_a_folder_is_named_too(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_is_wrong() -> None:
+    # A missing folder, pickle files and misspelled arguments are errors.
     plain = Accelerator()
     for verb in (plain.save_state, plain.load_state):
         with pytest.raises(ConfigurationError, match="needs a folder: .*automatic_checkpoint_naming=True"):
@@ -209,7 +212,7 @@ def test_what_is_wrong() -> None:
 
 
 def test_a_removal_that_fails_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The new one is complete: that counts."""
+    """If an old checkpoint cannot be removed, the save succeeds with a notice, and the next save tries again."""
 
     def refuse(path: Path) -> None:
         raise CheckpointError(f"{path} could not be removed: made up")
@@ -222,11 +225,11 @@ def test_a_removal_that_fails_is_said(caplog: pytest.LogCaptureFixture, monkeypa
     monkeypatch.undo()
     save(accelerator, 3.0)
     assert names() == ["checkpoint_2"], "the next one tries again"
-    rotate(FOLDER, 1, None)  # of a process that writes no manifest
+    rotate(FOLDER, 1, None)  # on the other processes, which have no manifest, this does nothing
 
 
 def killed(survived: int) -> None:
-    """Two more saves, and SIGKILL before one of the changes that they make to the disk."""
+    """Save two more checkpoints; SIGKILL ends the process after `survived` changes to the disk."""
     accelerator = loop(limit=2)
     accelerator.load_state()
     left = [survived]
@@ -243,7 +246,7 @@ def killed(survived: int) -> None:
 
 
 def test_a_kill_at_any_moment() -> None:
-    """Each start resumes from the newest complete checkpoint, and two complete ones exist at every moment."""
+    """After a SIGKILL at any moment, `load_state` finds the newest complete checkpoint, and two complete ones exist."""
     save(loop(limit=2), 0.0, 1.0)
     known, survived, finished = 1.0, 0, False
     while not finished:
@@ -283,7 +286,7 @@ def test_on_two_processes(run_dir: Path) -> None:
 
 
 def test_the_part_needs_no_accelerator(run_dir: Path) -> None:
-    """The main process looks, and all get what it finds."""
+    """The main process reads the folder, and all processes get its result."""
     for number in (0, 2):
         (FOLDER / f"checkpoint_{number}").mkdir(parents=True)
 

@@ -1,4 +1,4 @@
-"""The arguments of `Accelerator`, which are Accelerate's: each works or says what to use."""
+"""The arguments of `Accelerator`, which are Accelerate's: each has its effect, or its error says what to use instead."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def refused(error: type[Exception], **arguments: Any) -> str:
 
 
 def told(monkeypatch: pytest.MonkeyPatch, **sections: Any) -> None:
-    """Let the process be one that `trainkit launch` has started with a configuration."""
+    """Set the environment variables of a process that `trainkit launch` has started with a configuration."""
     for name, value in carry(Settings(**sections, source="there.yaml")).items():
         monkeypatch.setenv(name, value)
 
@@ -50,6 +50,7 @@ def test_mixed_precision(mixed: str, name: str) -> None:
 
 
 def test_precisions_that_are_none_here() -> None:
+    # Unsupported, unknown and duplicate precisions are errors.
     assert "mixed_precision='fp8' is not supported. Use 'bf16'" in refused(UnsupportedArgumentError, mixed_precision="fp8")
     assert "must be one of 'no', 'fp16', 'bf16', not 'half'" in refused(ConfigurationError, mixed_precision="half")
     text = refused(ConfigurationError, mixed_precision="bf16", precision="bf16-mixed")
@@ -136,7 +137,7 @@ def test_options_of_ddp_count_for_nothing_on_one_process() -> None:
     assert Accelerator(cpu=True, kwargs_handlers=handlers).num_processes == 1
 
 
-# ------------------------------------------------------------------------------------------------------ loaders and windows
+# ----------------------------------------------------------------------------------------- loaders and accumulation windows
 
 
 def test_how_loaders_are_sharded() -> None:
@@ -161,7 +162,7 @@ def test_windows() -> None:
     assert "must be a GradientAccumulationPlugin" in refused(ConfigurationError, gradient_accumulation_plugin=2)
 
 
-# --------------------------------------------------------------------------------------------------------------- the others
+# ---------------------------------------------------------------------------------------------------------- other arguments
 
 
 def test_the_project() -> None:
@@ -182,6 +183,7 @@ def test_trackers(tmp_path: Path) -> None:
 
 
 def test_generators_need_no_telling() -> None:
+    # `rng_types` is accepted and has no effect; unknown names are errors.
     assert Accelerator(cpu=True, rng_types=["torch", "cuda", "generator"]).num_processes == 1
     text = refused(ConfigurationError, rng_types=["numpy"])
     assert "rng_types must be some of torch, cuda, xla, generator, not 'numpy'" in text
@@ -216,6 +218,7 @@ def test_models_are_compiled() -> None:
 
 
 def test_positions_are_accelerates() -> None:
+    # Positional arguments have the same order as in Accelerate.
     accelerator = Accelerator(True, False, "bf16", 4, True)
     assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 4)
 
@@ -231,10 +234,11 @@ def test_a_precision_by_its_old_argument_is_named(name: str) -> None:
     assert f"Accelerator({name}=...): write mixed_precision='{name}'" in text
 
 
-# --------------------------------------------------------------------------------------------------------- a configuration
+# ---------------------------------------------------------------------------------- the configuration of `trainkit launch`
 
 
 def test_a_bare_one_is_as_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    # `Accelerator()` without arguments uses the configuration of `trainkit launch`.
     values = {"mixed_precision": "bf16", "gradient_accumulation_steps": 3, "use_cpu": True}
     told(monkeypatch, values=values, dynamo={"dynamo_backend": "eager", "dynamo_mode": "default"})
     accelerator = Accelerator()
@@ -244,6 +248,7 @@ def test_a_bare_one_is_as_the_configuration_says(monkeypatch: pytest.MonkeyPatch
 
 
 def test_arguments_beat_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Arguments take precedence over the configuration of `trainkit launch`.
     told(monkeypatch, values={"mixed_precision": "bf16", "gradient_accumulation_steps": 3, "use_cpu": True})
     accelerator = Accelerator(mixed_precision="no", gradient_accumulation_steps=1)
     assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("no", 1)
@@ -304,7 +309,7 @@ SAYS_ZERO = "distributed_type: DEEPSPEED, use_cpu: true"
 def test_what_the_configuration_says_wrong_is_its_own(
     make: Any, sections: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error does not name an argument that was not passed."""
+    """An error in the configuration names the file and its keys, and no argument that was not passed."""
     told(monkeypatch, **sections)
     with pytest.raises(ConfigurationError) as raised:
         make()
@@ -314,6 +319,7 @@ def test_what_the_configuration_says_wrong_is_its_own(
 
 
 def test_what_arguments_say_wrong_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    # An error in an argument names the argument, also if there is a configuration.
     told(monkeypatch, values={**ZERO, "mixed_precision": "bf16"}, dynamo={"dynamo_backend": "no"})
     assert refused(ConfigurationError, mixed_precision="half").startswith("mixed_precision must be one of")
     assert refused(ConfigurationError, strategy="ddp", dynamo_backend="egaer").startswith("dynamo_backend='egaer': ")
@@ -325,7 +331,7 @@ def test_the_trainers_engine_ignores_the_configuration(monkeypatch: pytest.Monke
     assert Accelerator.of_trainer(Strategy("cpu")).gradient_accumulation_steps == 1
 
 
-# Of each argument: a value that is not the default, and what of an accelerator is another by it; or an error that says so.
+# For each argument: a value other than the default, and the attribute that it changes or the text of its error.
 EFFECTS: dict[str, tuple[Any, Callable[[Accelerator], Any] | str]] = {
     "device_placement": (False, lambda a: a.options.device_placement),
     "split_batches": (True, lambda a: (a.split_batches, a.steps_of_scheduler)),
@@ -343,7 +349,7 @@ EFFECTS: dict[str, tuple[Any, Callable[[Accelerator], Any] | str]] = {
     "gradient_accumulation_plugin": (GradientAccumulationPlugin(4), lambda a: a.gradient_accumulation_steps),
     "dispatch_batches": (True, "each process reads its own batches"),
     "even_batches": (False, lambda a: a.even_batches),
-    "use_seedable_sampler": (False, lambda a: a.options.even_batches),  # documented to be without effect
+    "use_seedable_sampler": (False, lambda a: a.options.even_batches),  # documented to have no effect
     "step_scheduler_with_optimizer": (False, lambda a: a.steps_of_scheduler),
     "kwargs_handlers": ([AutocastKwargs(cache_enabled=False)], lambda a: a.options.autocast),
     "dynamo_backend": ("eager", lambda a: a.options.compile),

@@ -1,4 +1,7 @@
-"""The verbs about processes: ranks, order, work shared out. Calls on one rank only: `test_collective_checks.py`."""
+"""Methods for ranks, the order of processes, and splitting inputs.
+
+Calls on only some of the ranks are tested in `test_collective_checks.py`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from trainkit.registry import find_info
 
 
 class Placed(Strategy):
-    """On a CPU, as one of the processes of a world."""
+    """A CPU strategy of one process of a given world."""
 
     def __init__(self, world: World, devices: int = 1) -> None:
         super().__init__("cpu")
@@ -36,7 +39,7 @@ class Placed(Strategy):
 
 
 def everywhere(size: int, work: Any) -> list[Any]:
-    """What `work(accelerator)` returns on each process; two of the processes are on one machine."""
+    """What `work(accelerator)` returns on each process. A node has two processes."""
 
     def run(world: World) -> Any:
         world.local_rank = world.rank % 2
@@ -53,10 +56,11 @@ def split(size: int, inputs: Any, apply_padding: bool = False) -> list[Any]:
     return everywhere(size, work)
 
 
-# ---------------------------------------------------------------------------------------------------------- who is who
+# --------------------------------------------------------------------------------------------------------------- ranks
 
 
 def test_who_is_who() -> None:
+    # Ranks, and which process is the main, local main and last one, on two nodes of two processes.
     def work(accelerator: Accelerator) -> list[Any]:
         places = [accelerator.process_index, accelerator.local_process_index]
         flags = [accelerator.is_main_process, accelerator.is_local_main_process, accelerator.is_last_process]
@@ -88,7 +92,7 @@ def test_one_process_is_first_and_last() -> None:
 
 
 def test_one_process_that_drives_several_devices() -> None:
-    """As XLA's SPMD does: devices count as processes, but there is one."""
+    """With SPMD under XLA, `num_processes` is the number of devices, although there is one process."""
     accelerator = Accelerator(strategy=Placed(World(), devices=8))
     assert (accelerator.num_processes, accelerator.process_index, accelerator.use_distributed) == (8, 0, True)
     assert accelerator.is_main_process
@@ -99,6 +103,7 @@ def test_one_process_that_drives_several_devices() -> None:
 
 
 def test_what_distributes() -> None:
+    # `distributed_type` for strategies and devices.
     def kind(strategy: Strategy) -> str:
         return str(Accelerator(strategy=strategy).distributed_type)
 
@@ -119,7 +124,7 @@ def test_what_distributes() -> None:
     assert everywhere(2, on_a_gpu) == [DistributedType.MULTI_GPU] * 2
 
 
-# ------------------------------------------------------------------------------------------------------- who does what
+# ------------------------------------------------------------------------------------------- functions for one process
 
 
 def test_functions_of_one_process() -> None:
@@ -150,7 +155,7 @@ def test_functions_of_one_process() -> None:
 
 
 def test_a_single_process_does_it_all() -> None:
-    """As in Accelerate: a script for several processes is tried on one."""
+    """A single process runs the functions for any process, as in Accelerate, so that a script for several can be tried."""
     accelerator = Accelerator(strategy=Strategy("cpu"))
     assert accelerator.on_process(lambda: 1, process_index=3)() == 1
     assert accelerator.on_local_process(lambda: 1, local_process_index=3)() == 1
@@ -168,17 +173,17 @@ def test_decorators_that_lack_something() -> None:
 
 
 def test_one_line_a_machine_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    # in one piece: these processes are threads
+    # One process of each node prints. Each line is one write, because these processes are threads.
     everywhere(4, lambda accelerator: accelerator.print(f"of rank {accelerator.process_index}\n", end=""))
     assert sorted(capfd.readouterr().out.split("\n")) == ["", "of rank 0", "of rank 2"]
 
 
-# -------------------------------------------------------------------------------------------------------- work shared out
+# ------------------------------------------------------------------------------------- splitting inputs between processes
 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_parts(padded: bool) -> None:
-    """Accelerate's, for each number of processes."""
+    """`split_between_processes` returns the same parts as Accelerate."""
     letters = list("ABCDE")
     assert split(2, letters, padded) == [["A", "B", "C"], ["D", "E", *("E" * padded)]]
     assert split(3, letters, padded) == [["A", "B"], ["C", "D"], ["E", *("E" * padded)]]
@@ -206,13 +211,13 @@ def test_parts_of_tensors_arrays_and_dicts() -> None:
     assert (second["text"], second["inner"]["y"]) == (["c", "c"], (3, 3))
     assert same(second["ids"], rows[[2, 2]])
     assert same(second["inner"]["x"], np.array([2, 2]))
-    assert given["text"] == ["a", "b", "c"]  # the user's is what it was
+    assert given["text"] == ["a", "b", "c"]  # the input is not modified
     assert list(split(4, given, True)[3]["text"]) == ["c"]
     assert split(3, {}, True) == [{}] * 3
 
 
 def test_padded_tensors_come_on_the_device() -> None:
-    """As in Accelerate, so that what is made of them can be gathered."""
+    """With `apply_padding=True` tensors are moved to the device, as in Accelerate, so that results can be gathered."""
 
     def work(accelerator: Accelerator) -> list[str]:
         accelerator.strategy.device = torch.device("meta")
@@ -226,7 +231,7 @@ def test_padded_tensors_come_on_the_device() -> None:
 
 
 class Table:
-    """What `datasets.Dataset` offers of itself here."""
+    """The part of `datasets.Dataset` that `split_between_processes` uses."""
 
     def __init__(self, rows: list[int]) -> None:
         self.rows = rows
@@ -262,7 +267,7 @@ def test_what_has_no_parts(inputs: Any, text: str) -> None:
 
 
 def together(folder: str) -> list[Any]:
-    """All that meets, on processes that were launched."""
+    """Run all collective methods on real processes."""
     accelerator = Accelerator()
     rank, size = accelerator.process_index, accelerator.num_processes
     log = Path(folder, "log")
@@ -284,7 +289,7 @@ def test_several_processes(run_dir: Path) -> None:
     found = run_world(3, together, str(run_dir))
     assert found == [[3, "MULTI_CPU", [False, True, False], [0, 1, 2, 3, 4, 6, 5, 6, 6]]] * 3
     log = Path(run_dir, "log").read_text()
-    assert [log[0], log[3]] == ["0", "0"]  # in both rounds the main process was there before the others
+    assert [log[0], log[3]] == ["0", "0"]  # the main process was the first one in both blocks
     assert sorted(log) == list("001122")
 
 
@@ -292,6 +297,7 @@ def test_several_processes(run_dir: Path) -> None:
 
 
 def test_the_part_needs_no_accelerator() -> None:
+    # `Processes` can be used without an `Accelerator`.
     order: list[int] = []
 
     def work(world: World) -> list[Any]:
@@ -308,7 +314,7 @@ def test_the_part_needs_no_accelerator() -> None:
 
 
 def test_the_verbs_need_no_training() -> None:
-    """They are a base of `Accelerator` that can be used by itself."""
+    """`ProcessVerbs`, a base class of `Accelerator`, can be used by itself."""
 
     def work(world: World) -> list[Any]:
         verbs = ProcessVerbs(Placed(world))
@@ -319,6 +325,7 @@ def test_the_verbs_need_no_training() -> None:
 
 
 def test_where_a_function_runs_is_asked_when_it_is_called() -> None:
+    # The condition of a decorated function is evaluated at each call, not at decoration.
     here = [False]
     function = only_where(lambda: here[0], lambda x: x + 1, "on_process")
     assert function(1) is None

@@ -1,4 +1,4 @@
-"""What Accelerate's quick tour and its guides show, retyped with only the import changed, on one process and on two."""
+"""The code of Accelerate's quick tour and guides, with only the import changed, on one and on two processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = (1, 2)
 
 
 def classification(samples: int = 66) -> TensorDataset:
-    """Points and the sign of their sum."""
+    """Random points, and whether the sum of their coordinates is positive."""
     points = torch.randn(samples, 4, generator=torch.Generator().manual_seed(7))
     return TensorDataset(points, (points.sum(1) > 0).long())
 
@@ -75,13 +75,13 @@ def test_a_training_and_an_evaluation(size: int) -> None:
     ranks = run_world(size, trained_and_evaluated)
     assert all(rank == ranks[0] for rank in ranks)
     predictions, targets = ranks[0]["found"]
-    assert targets == classification(21).tensors[1].tolist()  # 21 samples, in order
+    assert targets == classification(21).tensors[1].tolist()  # each of the 21 samples once, in order
     assert ranks[0]["by_hand"] == ranks[0]["found"]
     assert sum(p == t for p, t in zip(predictions, targets, strict=True)) >= 19
 
 
 def ragged() -> list[list[int]]:
-    """Generated sequences, each batch padded to its own longest one."""
+    """Gathered sequences of different lengths; each batch is padded to its longest sequence, then across processes."""
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(torch.arange(1, 11), batch_size=2))
     said = []
@@ -99,7 +99,7 @@ def test_ragged_outputs(size: int) -> None:
         assert [len(row) for row in said] == list(range(1, 11))
 
 
-# ------------------------------------------------------------------------------------------------------ on one process only
+# --------------------------------------------------------------------------------------------------- blocks for one process
 
 
 def blocks(folder: str) -> list[str]:
@@ -241,7 +241,7 @@ class Counted:
 
 
 def resumed(folder: str) -> tuple[list[float], list[float]]:
-    """The losses of a training, and those of one that begins in the middle of it."""
+    """The losses of a whole training, and those after resuming in the middle of it."""
 
     def parts() -> tuple[Any, ...]:
         set_seed(1)
@@ -370,7 +370,7 @@ def test_accumulation_and_clipping(size: int) -> None:
         assert norms == ranks[0][1]
 
 
-# ---------------------------------------------------------------------------------------------------- two in one process
+# ------------------------------------------------------------------------------------------ two trainings in one process
 
 
 def twice() -> list[dict[str, Any]]:
@@ -402,7 +402,7 @@ def test_two_trainings_in_one_process(size: int) -> None:
 
 
 class Images(nn.Module):
-    """A small convolutional network with BatchNorm, as one takes it for pictures."""
+    """A small convolutional network with BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -468,7 +468,7 @@ def training_loop(mixed_precision: str = "no", seed: int = 42, batch_size: int =
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_the_example_of_the_notebook(mixed_precision: str) -> None:
-    """On two processes each update takes two steps of the schedule, which ends with the training on both."""
+    """On two processes each optimizer step moves the schedule by two steps, so it ends with the training, as on one process."""
     (alone,) = run_world(1, training_loop, mixed_precision)
     ranks = run_world(2, training_loop, mixed_precision)
     assert [len(alone["rates"]), len(ranks[0]["rates"])] == [30, 15]

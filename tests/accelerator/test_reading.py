@@ -1,4 +1,4 @@
-"""Loaders that own loops read one inside the other, or side by side."""
+"""Your own training loop reads several loaders: one inside the other, or at the same time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_evaluation_in_the_middle_of_a_window_leaves_it_as_it_was() -> None:
 
 @pytest.mark.parametrize("lengths, ends", [((6, 6), True), ((6, 10), False), ((10, 6), True)])
 def test_loaders_that_are_zipped(lengths: tuple[int, int], ends: bool) -> None:
-    """The window is that of the loader that is read last, the second one, which may continue when the first ends."""
+    """With `zip` the accumulation window is that of the second loader; it stays open if the first loader ends earlier."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, one, other = accelerator.prepare(nn.Linear(1, 1), *map(numbers, lengths))
     idle = accelerator.accumulation.snapshot()
@@ -63,7 +63,7 @@ def test_a_loop_that_is_left_early() -> None:
 
 
 class Steps:
-    """The weights of the updates of a loop in which each micro-batch has a gradient of 1."""
+    """A loop in which each micro-batch has a gradient of 1; `found` contains the total weight of each optimizer step."""
 
     def __init__(self, *prepared: Any, batch_weight: Any = None, **options: Any) -> None:
         self.accelerator = Accelerator(cpu=True, **options)
@@ -87,7 +87,7 @@ class Steps:
 
 
 def left_windows(weighed: bool) -> list[list[float]]:
-    """Epochs of five micro-batches for each process, the last of which is short; all but the last epoch are left early."""
+    """Epochs of five micro-batches per process, the last one short; the loop leaves all epochs but the last one early."""
     size = int(os.environ["WORLD_SIZE"])
     weigh = (lambda batch: float(len(batch[0]))) if weighed else None
     loop = Steps(numbers(10 * size - 1), batch_weight=weigh, gradient_accumulation_steps=3)
@@ -100,18 +100,19 @@ def left_windows(weighed: bool) -> list[list[float]]:
 @pytest.mark.parametrize("weighed", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
 def test_windows_that_are_left_are_completed(size: int, weighed: bool) -> None:
-    """12 micro-batches in windows of three, the last of which ends with the epoch: each update has weight 1."""
+    """12 micro-batches of five epochs, four of them left early, are four windows of three: each step has weight 1."""
     for found, updates in run_world(size, left_windows, weighed):
         assert updates == [4]
         assert found == pytest.approx([1.0] * 4, abs=1e-6)
 
 
 def test_a_window_that_is_entered_in_its_middle_counts_in_full() -> None:
+    # If a loop skips the first micro-batches of a window, the optimizer step still has weight 1.
     loop = Steps(numbers(14), gradient_accumulation_steps=4)
     for batch in skip_first_batches(loop.loaders[0], 1):
         loop.step(batch)
     assert loop.found == [1.0, 1.0], "batches 1 to 4, 5 and 6"
-    loop.accelerator.reading.loaded = True  # load_state says so
+    loop.accelerator.reading.loaded = True  # as after load_state
     loop = Steps(numbers(14), gradient_accumulation_steps=4)
     loop.accelerator.reading.loaded = True
     for place, batch in enumerate(loop.loaders[0]):
@@ -145,7 +146,10 @@ def test_an_evaluation_inside_a_window_that_was_left() -> None:
 
 
 def left_before_a_row_that_is_not_full(even: bool, strategy: str) -> list[float]:
-    """Five micro-batches for two processes; a window of four is left with one of them, and completed by three rows."""
+    """The loop leaves an epoch after one micro-batch of a window of four; the next epoch completes the window.
+
+    Two processes share five micro-batches, so rank 1 has only two in an epoch and rank 0 has three.
+    """
     loop = Steps(numbers(10), gradient_accumulation_steps=4, even_batches=even, strategy=strategy)
     for number in (1, 3, 3):
         for batch in islice(loop.loaders[0], number):
@@ -157,6 +161,7 @@ def left_before_a_row_that_is_not_full(even: bool, strategy: str) -> list[float]
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 @pytest.mark.parametrize("even", [True, False])
 def test_a_window_is_completed_by_rows_that_are_not_full(even: bool, strategy: str) -> None:
+    # Each optimizer step has weight 1, also if one rank has fewer micro-batches in the window.
     if strategy == "zero1":
         pytest.importorskip("deepspeed")
     for found in run_world(2, left_before_a_row_that_is_not_full, even, strategy):
@@ -187,12 +192,15 @@ def without_accumulate() -> list[float]:
 
 
 def test_without_accumulate_all_processes_update_as_often() -> None:
-    """Five micro-batches for two processes: each row is an update, also one that a process has nothing in."""
+    """Without `accumulate` all ranks make an optimizer step whenever one rank has a micro-batch: three per epoch.
+
+    Two processes share five micro-batches.
+    """
     assert run_world(2, without_accumulate) == [[0.5] * 6] * 2
 
 
 def ends_of_epochs(even: bool, accumulate: int) -> list[tuple[int, list[float], bool]]:
-    """For a training and an evaluation: the batches, the shares of their windows, and whether the last one was a padding."""
+    """For a training and an evaluation: number of batches, their shares, and whether the last one was padding."""
     accelerator = Accelerator(even_batches=even, gradient_accumulation_steps=accumulate)
     model, loader = accelerator.prepare(nn.Linear(1, 1), numbers(10))
     found = []
@@ -209,7 +217,10 @@ def ends_of_epochs(even: bool, accumulate: int) -> list[tuple[int, list[float], 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_with_even_batches_all_have_as_many(accumulate: int) -> None:
-    """Five micro-batches for two processes: the last row is one short."""
+    """With `even_batches=True` both ranks get three batches; the last one of rank 1 is padding.
+
+    Two processes share five micro-batches.
+    """
     main, other = run_world(2, ends_of_epochs, True, accumulate)
     for count, shares, padding in main:
         assert (count, shares[-1], padding) == (3, 2.0, False)
@@ -218,19 +229,21 @@ def test_with_even_batches_all_have_as_many(accumulate: int) -> None:
 
 
 def test_without_even_batches_one_is_filled_in_only_where_a_window_is_empty() -> None:
+    # With `even_batches=False` a rank gets padding only in training, and only if it has no data in a window.
     (trained, evaluated), (trained_2, evaluated_2) = run_world(2, ends_of_epochs, False, 1)
     assert (trained[0], evaluated[0]) == (3, 3)
-    assert (trained_2[0], trained_2[2]) == (3, True)  # nothing for it in the last window, and the others average gradients
+    assert (trained_2[0], trained_2[2]) == (3, True)  # no data in the last window, but it takes part in averaging gradients
     assert evaluated_2[0] == 2
     (trained, _), (trained_2, _) = run_world(2, ends_of_epochs, False, 2)
     assert trained[1] == [0.5, 0.5, 2.0]
     assert trained_2[1:] == ([0.5, 0.5, 0.0], True)
     (trained, _), (trained_2, _) = run_world(2, ends_of_epochs, False, 3)
-    assert [len(shares) for _, shares, _ in (trained, trained_2)] == [3, 2]  # it has a part of the window
+    assert [len(shares) for _, shares, _ in (trained, trained_2)] == [3, 2]  # rank 1 has data in it: no padding
 
 
 @pytest.mark.world_size(2)
 def test_join_uneven_inputs_says_so_for_a_while() -> None:
+    # `even_batches` of `join_uneven_inputs` has an effect only inside its `with` block.
     accelerator = Accelerator()
     model, loader = accelerator.prepare(nn.Linear(1, 1), numbers(10))
     model.eval()
@@ -260,7 +273,7 @@ def test_batches_that_are_read_ahead_are_reported() -> None:
     model, loader = accelerator.prepare(nn.Linear(2, 1), DataLoader(torch.ones(8, 2), batch_size=2))
     for place, batch in enumerate(loader):
         if place % 2:
-            continue  # without windows each counts for itself
+            continue  # without accumulation, a loop may skip batches
         accelerator.backward(model(batch).sum())
 
 
@@ -299,7 +312,7 @@ def test_skip_first_batches() -> None:
     assert len(skipped) == 2
     assert [x.tolist() for x in skipped] == whole[4:]
     assert fetched == [one for batch in whole[4:] for one in batch]
-    assert len(list(loader)) == 6  # the next epoch is whole
+    assert len(list(loader)) == 6  # the next epoch has all batches
     assert skipped.batch_size == 2
     plain = accelerator.skip_first_batches(DataLoader(list(range(6)), 2), 2)
     assert (len(plain), [x.tolist() for x in plain]) == (1, [[4, 5]])

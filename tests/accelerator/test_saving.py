@@ -1,4 +1,4 @@
-"""`Accelerator.save`, `get_state_dict` and `save_model`; what is written to a file is in `test_single_file.py`."""
+"""`Accelerator.save`, `get_state_dict` and `save_model`. The file format is tested in `tests/state/test_single_file.py`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_save() -> None:
 
 @pytest.mark.parametrize("name", ["model.pt", "model.bin", "array.pkl", "model.safetensors", "state"])
 def test_a_name_like_that_of_a_pickle_is_said(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A script that has trained for hours must not lose what it saves."""
+    """A file name such as model.pt is no error, so that a long run does not lose its results: a notice says it is no pickle."""
     Accelerator().save({"x": torch.ones(1)}, name)
     assert torch.equal(load_file(name)["x"], torch.ones(1))
     assert (f"{name} is not a pickle file, despite its name" in caplog.text) == (name not in ("model.safetensors", "state"))
@@ -76,7 +76,7 @@ def saved_by_transformers(folder: str) -> None:
 
 
 def documented(kind: str, folder: str) -> None:
-    """The code of Accelerate's documentation."""
+    """Save a `transformers` model with the code of Accelerate's documentation."""
     import transformers
 
     torch.manual_seed(0)
@@ -126,7 +126,7 @@ def test_a_transformers_model(run_dir: Path) -> None:
 
 
 def test_save_pretrained_alone() -> None:
-    """`save_function` of a version of transformers that calls it, and of the one that is here."""
+    """`save_function=accelerator.save` works with the installed version of transformers and as version 4 calls it."""
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=20, max_position_embeddings=8
@@ -140,7 +140,7 @@ def test_save_pretrained_alone() -> None:
     )
     os.mkdir("called")
     Path("called/config.json").write_bytes(Path("theirs/config.json").read_bytes())
-    accelerator.save(load_file("theirs/model.safetensors"), "called/model.safetensors")  # as version 4 calls it
+    accelerator.save(load_file("theirs/model.safetensors"), "called/model.safetensors")  # as transformers 4 calls it
     for folder in ("theirs", "called"):
         assert same(transformers.BertForMaskedLM.from_pretrained(folder).state_dict(), model.state_dict())
 
@@ -156,7 +156,7 @@ def on_the_main_process(verb: str) -> None:
 
 @pytest.mark.parametrize("verb", ["save_model", "get_state_dict", "save_state", "load_state"])
 def test_on_the_main_process_alone(verb: str, run_dir: Path) -> None:
-    """It is named instead of waited for; and what one process can write is not lost."""
+    """If only the main process calls a collective method, an error names it; `save_model` has written its files by then."""
     ends = start_world(2, on_the_main_process, verb).ends(60)
     assert not any(fine for fine, _ in ends)
     assert any(CollectiveError.__name__ in text and f"rank 0: {verb} (test_saving.py:" in text for _, text in ends), ends
@@ -164,7 +164,7 @@ def test_on_the_main_process_alone(verb: str, run_dir: Path) -> None:
 
 
 def alone_under_ddp(folder: str) -> list[Any]:
-    """Verbs that exchange nothing under DDP, as scripts have them in blocks for the main process."""
+    """Under DDP the main process may call `get_state_dict` and `save` alone, as scripts do: they exchange nothing."""
     accelerator = Accelerator()
     inner = nn.Linear(2, 2)
     model, _ = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
@@ -184,6 +184,7 @@ def test_under_ddp(run_dir: Path) -> None:
 
 
 def test_the_part_needs_no_accelerator() -> None:
+    # `Saving` can be used without an `Accelerator`.
     part, model = Saving(Strategy("cpu")), Extra(1, 2)
     assert list(part.state_dict(model)) == list(model.state_dict())
     part.save({"epoch": 1}, "epoch.json")

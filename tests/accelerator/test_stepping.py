@@ -1,4 +1,4 @@
-"""Optimizer steps; and errors that say so when torch's own calls are used where the accelerator's are needed."""
+"""Optimizer steps, and errors for torch's own calls where those of the accelerator are needed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def line() -> nn.Linear:
 
 
 def begun(**arguments: Any) -> tuple[Accelerator, nn.Linear, Any, Any, torch.optim.Optimizer]:
-    """An accelerator, the model, what was made of it and its optimizer, and that as it was."""
+    """An accelerator, the model, the prepared model, the prepared optimizer, and the user's own optimizer."""
     accelerator, model = Accelerator(cpu=True, **arguments), line()
     own = torch.optim.SGD(model.parameters(), lr=1.0)
     return accelerator, model, *accelerator.prepare(model, own), own
@@ -36,13 +36,14 @@ DELICATE: list[dict[str, Any]] = [{"gradient_accumulation_steps": 2}, {"mixed_pr
 
 @pytest.mark.parametrize("arguments", DELICATE, ids=["windows", "scale", "zero"])
 def test_gradients_of_torchs_own_backward_are_refused(arguments: dict[str, Any]) -> None:
+    # A step after `loss.backward()` instead of `accelerator.backward(loss)` is an error.
     if "strategy" in arguments:
         pytest.importorskip("deepspeed")
     accelerator, _, prepared, optimizer, _ = begun(**arguments)
     for _ in range(2):
         with accelerator.accumulate(prepared):
             accelerator.backward(once(prepared))
-            optimizer.step()  # as it should be
+            optimizer.step()  # correct use
             optimizer.zero_grad()
     assert accelerator.updates > 0
     while True:
@@ -50,7 +51,7 @@ def test_gradients_of_torchs_own_backward_are_refused(arguments: dict[str, Any])
             once(prepared).backward()
             if accelerator.sync_gradients:
                 break
-            optimizer.step()  # within the window
+            optimizer.step()  # no step is due inside the window
     with pytest.raises(ConfigurationError, match=r"no accelerator.backward\(loss\) since the last step.*instead of loss"):
         optimizer.step()
     accelerator.free_memory()
@@ -58,6 +59,7 @@ def test_gradients_of_torchs_own_backward_are_refused(arguments: dict[str, Any])
 
 @pytest.mark.parametrize("arguments", DELICATE, ids=["windows", "scale", "zero"])
 def test_steps_of_the_optimizer_as_it_was_are_refused(arguments: dict[str, Any]) -> None:
+    # `step` of the optimizer that was passed to `prepare` is an error, until `free_memory`.
     if "strategy" in arguments:
         pytest.importorskip("deepspeed")
     accelerator, model, prepared, _, own = begun(**arguments)
@@ -70,18 +72,19 @@ def test_steps_of_the_optimizer_as_it_was_are_refused(arguments: dict[str, Any])
     accelerator.free_memory()
     assert model.weight.item() == 0.0
     model.weight.grad = torch.ones(1, 1)
-    own.step()  # it is the user's again
+    own.step()  # allowed after free_memory
     assert model.weight.item() == -1.0
 
 
 def test_where_they_are_right_they_work() -> None:
+    # Without accumulation, loss scale and ZeRO, torch's own `backward` and `step` work.
     accelerator, model, prepared, optimizer, own = begun()
     once(prepared).backward()
     optimizer.step()
     assert model.weight.item() == -1.0
     own.step()
     assert model.weight.item() == -2.0
-    model.weight.grad = torch.full((1, 1), 3.0)  # which a user has computed in another way
+    model.weight.grad = torch.full((1, 1), 3.0)  # computed in another way than by backward
     optimizer.step()
     assert model.weight.item() == -5.0
     accelerator.gradient_accumulation_steps = 2
@@ -92,6 +95,7 @@ def test_where_they_are_right_they_work() -> None:
 
 
 def test_gradients_that_were_not_computed_are_no_reason_to_refuse_the_next() -> None:
+    # After a window with `backward(None)`, which makes no step, the next window is trained.
     accelerator, model, prepared, optimizer, _ = begun(gradient_accumulation_steps=2)
     for _ in range(2):
         with accelerator.accumulate(prepared):
@@ -105,7 +109,7 @@ def test_gradients_that_were_not_computed_are_no_reason_to_refuse_the_next() -> 
 
 
 def test_a_step_before_there_are_gradients_does_no_harm() -> None:
-    """As scripts do, so that torch does not warn of a scheduler's step before it."""
+    """`step` before any `backward` changes nothing; some scripts call it so that torch does not warn about the scheduler."""
     accelerator, model, prepared, optimizer, _ = begun(gradient_accumulation_steps=2)
     optimizer.zero_grad()
     optimizer.step()
@@ -118,7 +122,7 @@ def test_a_step_before_there_are_gradients_does_no_harm() -> None:
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_at_the_head_clears_at_the_beginning_of_a_window_only(set_to_none: bool) -> None:
-    """It took all but the last micro-batch out of each window. What was left from elsewhere is cleared."""
+    """`zero_grad` at the start of the body of `accumulate` clears earlier gradients, but not those of the window."""
     accelerator, model, prepared, optimizer, _ = begun(gradient_accumulation_steps=3)
     model.weight.grad = torch.full((1, 1), 7.0)
     seen = []
@@ -133,6 +137,7 @@ def test_zero_grad_at_the_head_clears_at_the_beginning_of_a_window_only(set_to_n
 
 
 def test_zero_grad_after_the_backward_pass_drops_a_window() -> None:
+    # A loop that calls `zero_grad` without `step` at the end of a window drops the gradients of the window.
     accelerator, model, prepared, optimizer, _ = begun(gradient_accumulation_steps=2)
     for place in range(4):
         with accelerator.accumulate(prepared):
@@ -147,7 +152,7 @@ def test_zero_grad_after_the_backward_pass_drops_a_window() -> None:
 def test_without_accumulate_each_step_is_an_optimizer_step_and_a_notice_says_so_once(
     weight: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a loader that was not prepared, in windows that the loop counts itself."""
+    """The loop counts the accumulation windows itself, with a loader that was not prepared."""
     accelerator, model, prepared, optimizer, _ = begun(gradient_accumulation_steps=2)
     caplog.clear()
     for place in range(4):
@@ -178,14 +183,14 @@ def test_a_model_that_is_called_unprepared_warns_once() -> None:
     accelerator, model, prepared, *_ = begun(mixed_precision="bf16")
     with pytest.warns(TrainkitWarning, match=r"not computed in bf16-mixed: no prepared model has been called"):
         accelerator.backward(once(model))
-    accelerator.backward(once(model))  # warnings are errors here
+    accelerator.backward(once(model))  # no second warning, which would be an error
     accelerator, model, prepared, *_ = begun(mixed_precision="bf16")
     with accelerator.autocast():
         loss = once(model)
-    accelerator.backward(loss)  # computed in bf16, as it was asked for
+    accelerator.backward(loss)  # no warning: computed in bf16 by autocast
     accelerator, model, prepared, *_ = begun(mixed_precision="bf16")
     accelerator.backward(once(prepared))
-    accelerator.backward(once(model))  # parts of a loss may be computed in float32
+    accelerator.backward(once(model))  # no warning: a part of a loss may be computed in float32
 
 
 def test_gradients_that_zero_would_lose_are_reported() -> None:

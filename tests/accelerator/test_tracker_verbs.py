@@ -45,26 +45,26 @@ STEP = "trainer/global_step"
 
 
 def only(path: Path) -> Any:
-    """The metrics of one file of a folder that has others too, which it is taken out of."""
+    """Move a file to a folder of its own, and read its metrics; `read_metrics` reads all files of a folder."""
     alone = path.parent.parent / f"only-{path.name}"
     alone.mkdir()
     return read_metrics(path.rename(alone / path.name).parent)
 
 
 def make(log_with: Any = None, project_dir: Any = None, logging_dir: Any = None) -> Accelerator:
-    """An accelerator with trackers."""
+    """An accelerator with these trackers."""
     return Accelerator(log_with=log_with, project_config=ProjectConfiguration(project_dir, logging_dir))
 
 
 class LoggerType(enum.Enum):
-    """As scripts have it from Accelerate."""
+    """An enum like Accelerate's `LoggerType`, which scripts pass to `log_with`."""
 
     TENSORBOARD = "tensorboard"
     CSV = "csv"
 
 
 class Mine(GeneralTracker):
-    """A tracker as Accelerate's documentation has them."""
+    """A custom tracker, as in Accelerate's documentation."""
 
     name = "mine"
     requires_logging_directory = False
@@ -102,7 +102,7 @@ def test_values_reach_all_trackers(run_dir: Path) -> None:
     assert [tracker.name for tracker in accelerator.trackers] == ["tensorboard", "csv"]
     accelerator.log({"loss": torch.tensor(0.5, dtype=torch.bfloat16), "acc": np.float32(0.25)}, step=3)
     accelerator.log({"loss": 0.25, "val": {"acc": 1}}, step=torch.tensor(4))  # type: ignore[arg-type]
-    accelerator.log({"loss": 0.125})  # one more than the last
+    accelerator.log({"loss": 0.125})  # the last step plus one
     folder = run_dir / "runs" / "digits" / "version_0"
     expected = {"loss": [(3, 0.5), (4, 0.25), (5, 0.125)], "acc": [(3, 0.25)], "val/acc": [(4, 1.0)]}
     writer = accelerator.get_tracker("tensorboard", unwrap=True)
@@ -151,7 +151,7 @@ def test_texts_and_images_of_tensorboard(run_dir: Path) -> None:
     accelerator = make("tensorboard", project_dir="p", logging_dir="logs")
     accelerator.init_trackers("x")
     tracker = accelerator.get_tracker("tensorboard")
-    accelerator.log({"note": "hello", "loss": 1.0, "step": 7}, step=3)  # "step" is a metric here, in addition to the argument
+    accelerator.log({"note": "hello", "loss": 1.0, "step": 7}, step=3)  # a metric called "step", in addition to the argument
     accelerator.log({"step": 4}, step=4)
     tracker.log_images({"pictures": np.zeros((2, 4, 4, 3))}, step=3)
     tracker.writer.add_images("raw", np.zeros((2, 4, 4, 3), dtype=np.uint8), 3, dataformats="NHWC")
@@ -166,6 +166,7 @@ def test_texts_and_images_of_tensorboard(run_dir: Path) -> None:
 
 
 def test_what_a_kill_leaves(run_dir: Path) -> None:
+    # After SIGKILL the files contain all metrics that were logged before.
     program = """
 import os, signal, sys
 sys.path[:0] = sys.argv[1:3]
@@ -220,6 +221,7 @@ def test_wandb_offline(run_dir: Path) -> None:
 @needs("comet_ml")
 @pytest.mark.usefixtures("wandb_service", "no_open_wandb_runs", "local_mlflow", "comet_offline")
 def test_all_are_those_that_work_here(run_dir: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # `log_with='all'` uses every tracker that is installed and configured; notices say why others are skipped.
     caplog.set_level("INFO", "trainkit")
     monkeypatch.setenv("NETRC", str(run_dir / "no-netrc"))
     accelerator = make("all", project_dir="runs")
@@ -230,7 +232,7 @@ def test_all_are_those_that_work_here(run_dir: Path, caplog: Any, monkeypatch: p
         "log_with='all' skips comet_ml: CometLogger: there is no API key",
         "log_with='all' skips wandb: you are not logged in",
     ]
-    assert accelerator.get_tracker("wandb").run.log_artifact("x") is not None  # does nothing
+    assert accelerator.get_tracker("wandb").run.log_artifact("x") is not None  # a placeholder, which does nothing
     accelerator.end_training()
 
     mine = Mine("x")
@@ -256,6 +258,7 @@ def test_all_are_those_that_work_here(run_dir: Path, caplog: Any, monkeypatch: p
 
 
 def test_all_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    # `log_with='all'` without any installed tracker warns, and logs nothing.
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     accelerator = make("all")
     with pytest.warns(TrainkitWarning, match="no tracker is available, so nothing will be logged"):
@@ -265,6 +268,7 @@ def test_all_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_trackers_of_the_users(run_dir: Path) -> None:
+    # Users can pass trackers and loggers as objects.
     class Kept(Logger):
         rows: list[Any] = []  # noqa: RUF012
 
@@ -285,7 +289,7 @@ def test_trackers_of_the_users(run_dir: Path) -> None:
     assert read_metrics("elsewhere") == {"a": [(1, 2.0)]}
 
     class Old:
-        """Without `start` and `finish`, and of no class of ours."""
+        """A tracker without `start` and `finish`, and without a base class of trainkit."""
 
         name, tracker, requires_logging_directory = "old", None, True
         store_init_configuration = log = lambda self, values, step=None: None
@@ -327,6 +331,7 @@ def test_without_trackers_a_script_runs_the_same() -> None:
     (3, ConfigurationError, "got 3, which has no name, tracker, store_init_configuration, log"),
 ])  # fmt: skip
 def test_what_is_no_tracker(log_with: Any, error: type[Exception], words: str) -> None:
+    # Values of `log_with` that are not a tracker are errors with a fix.
     with pytest.raises(error, match=words):
         make(log_with)
 
@@ -368,7 +373,7 @@ def test_arguments_of_init_trackers(
     accelerator = make(["csv", Mine("x")], project_dir="runs")
     with pytest.raises(error, match=words):
         accelerator.init_trackers(name, config, init_kwargs)
-    accelerator.init_trackers("after")  # nothing is left open
+    accelerator.init_trackers("after")  # after an error the trackers can still be started
     accelerator.end_training()
 
 
@@ -409,6 +414,7 @@ def test_all_are_ended_though_one_fails(run_dir: Path) -> None:
 
 @pytest.mark.world_size(2)
 def test_the_main_process_logs_and_the_others_go_along() -> None:
+    # Only the main process logs; on the other processes the same calls do nothing.
     mine = Mine("x")
     accelerator = make(["tensorboard", "csv", mine], project_dir="runs")
     accelerator.init_trackers("demo", {"lr": 0.1}, {"csv": {"name": "table"}})

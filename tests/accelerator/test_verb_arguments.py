@@ -1,4 +1,4 @@
-"""Optional arguments of the verbs of `Accelerator`: a value other than the default makes a difference."""
+"""Optional arguments of the methods of `Accelerator`: a value other than the default has an effect."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_backward_passes_on_to_torch() -> None:
 
 @pytest.mark.parametrize("options, norm", [({}, 5.0), ({"norm_type": 1.0}, 7.0), ({"norm_type": float("inf")}, 4.0)])
 def test_the_norm_that_is_clipped(options: dict[str, float], norm: float) -> None:
-    """The gradient is (3, 4)."""
+    """`clip_grad_norm_(norm_type=...)` for the gradient (3, 4)."""
     accelerator, model, _ = own_loop()
     accelerator.backward((model.weight**2).sum() / 2)
     assert accelerator.clip_grad_norm_(model.parameters(), 1.0, **options).item() == pytest.approx(norm)
@@ -41,7 +41,7 @@ def test_the_norm_that_is_clipped(options: dict[str, float], norm: float) -> Non
 
 
 def test_where_the_batches_of_one_loader_are_put() -> None:
-    """By default on the device of the process, where a tensor without values cannot be put."""
+    """Batches are moved to the device, which fails for meta tensors; `device_placement=False` does not move them."""
     accelerator, _, _ = own_loop()
     (batch,) = accelerator.prepare_data_loader([torch.ones(2, device="meta")], device_placement=False)
     assert batch.device.type == "meta"
@@ -56,6 +56,7 @@ def test_where_one_model_is_put() -> None:
 
 
 def test_an_autocast_of_its_own() -> None:
+    # `autocast(autocast_handler=...)` overrides the precision of the accelerator.
     accelerator, model, _ = own_loop(mixed_precision="bf16")
     weight = accelerator.unwrap_model(model).weight
     with accelerator.autocast():
@@ -65,6 +66,7 @@ def test_an_autocast_of_its_own() -> None:
 
 
 def test_a_profile_of_its_own(run_dir: Path) -> None:
+    # `profile(profile_handler=...)` uses these settings.
     accelerator, _, _ = own_loop()
     with accelerator.profile(profile_handler=ProfileKwargs(record_shapes=True, output_trace_dir="traces")) as profile:
         torch.ones(3).sum()
@@ -73,7 +75,7 @@ def test_a_profile_of_its_own(run_dir: Path) -> None:
 
 
 def test_a_state_that_does_not_fit() -> None:
-    """`strict=False` loads what fits; by default nothing is loaded."""
+    """`load_state(strict=False)` loads the parameters that match; by default it raises and loads nothing."""
     accelerator, _, _ = own_loop()
     accelerator.save_state("there")
     accelerator.free_memory()

@@ -1,4 +1,4 @@
-"""`backward(loss, weight=)`: the gradient is the weighted mean over a window of all processes."""
+"""`backward(loss, weight=)`: the gradient is the weighted mean over the accumulation window of all processes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def weight_of(counts: Tensor) -> float:
 
 
 def mean_loss(model: Any, x: Tensor, counts: Tensor) -> Tensor:
-    """The mean over what counts; NaN where nothing does."""
+    """The mean weighted by `counts`; NaN if all counts are 0."""
     return ((model(x).squeeze(1) - 1.0).square() * counts).sum() / counts.sum()
 
 
 def updates(accumulate: int, by: str, even: bool = True, precision: str = "64-true") -> list[list[float]]:
-    """The gradient of each update."""
+    """The gradient of each optimizer step."""
     torch.manual_seed(5)
     accelerator = Accelerator(gradient_accumulation_steps=accumulate, precision=precision, even_batches=even)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
@@ -56,7 +56,7 @@ def updates(accumulate: int, by: str, even: bool = True, precision: str = "64-tr
 
 
 def by_hand(rows: int) -> list[list[float]]:
-    """On one process with one batch for each update."""
+    """The gradients computed with plain PyTorch: one process, and one batch for each optimizer step."""
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -83,13 +83,14 @@ def test_a_tensor_is_a_weight_too_and_other_things_are_not() -> None:
     model = accelerator.prepare(nn.Linear(1, 1))
     loss = model(torch.ones(1, 1)).sum()
     accelerator.backward(loss, weight=torch.tensor(3))
-    assert model.weight.grad.item() == 1.0  # the only one of its window
+    assert model.weight.grad.item() == 1.0  # the weight of the only micro-batch of a window does not matter
     for odd in (-1.0, float("nan"), "three"):
         with pytest.raises(DataError, match=r"backward\(weight=\) must be a finite number ≥ 0"):
             accelerator.backward(model(torch.ones(1, 1)).sum(), weight=odd)  # type: ignore[arg-type]
 
 
 def test_a_window_of_no_weight_is_no_update() -> None:
+    # An accumulation window of total weight 0 makes no optimizer step.
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = nn.Linear(1, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -104,6 +105,7 @@ def test_a_window_of_no_weight_is_no_update() -> None:
 
 
 def test_weights_of_some_and_not_of_others() -> None:
+    # `weight` must be given for all micro-batches of a window or for none.
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = accelerator.prepare(nn.Linear(1, 1))
     with accelerator.accumulate(model):
@@ -116,6 +118,7 @@ def test_weights_of_some_and_not_of_others() -> None:
 
 
 def test_a_weight_of_nothing_is_forgotten_with_its_micro_batch() -> None:
+    # A micro-batch of weight 0 skips its own optimizer step, and not the next one.
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(1, 1)
     model, optimizer, loader = accelerator.prepare(
@@ -139,6 +142,7 @@ def test_two_weights_for_one_micro_batch() -> None:
 
 
 def test_both_ways_to_say_it() -> None:
+    # `backward(weight=)` and `prepare(batch_weight=)` together are an error.
     accelerator = Accelerator(cpu=True)
     model, _ = accelerator.prepare(nn.Linear(1, 1), DataLoader(data(), 2), batch_weight=lambda batch: 1.0)
     with pytest.raises(ConfigurationError, match=r"backward\(weight=\) and prepare\(batch_weight=\) set the same thing"):
@@ -148,7 +152,7 @@ def test_both_ways_to_say_it() -> None:
 
 
 def test_float16_does_not_overflow_by_large_weights() -> None:
-    """Losses are scaled by the share that is expected of them, and not by the weights themselves."""
+    """Large weights do not overflow: a loss is scaled by its expected share of the window, not by its weight."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, precision=Precision("16-mixed", init_scale=2.0**10))
     model = nn.Linear(1, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))

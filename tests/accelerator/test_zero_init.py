@@ -1,4 +1,4 @@
-"""`zero3_init_flag`: models of `transformers` are divided as they are made."""
+"""`zero3_init_flag`: models of `transformers` are sharded while they are created."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def is_divided(model: nn.Module) -> bool:
 
 
 def check_initialised(model: Any) -> None:
-    """As GPT-2 is: by its own rules, and not as torch makes layers."""
+    """Check that the parameters are initialized as in GPT-2, and not as in PyTorch's layers."""
     for name, parameter in model.named_parameters():
         if ".ln_" in name and name.endswith("weight"):
             assert torch.equal(parameter, torch.ones_like(parameter)), name
         elif name.endswith("bias"):
             assert torch.equal(parameter, torch.zeros_like(parameter)), name
         else:
-            meant = 0.02 / 2**0.5 if "c_proj" in name else 0.02  # its rule for what is added to the residual stream
-            assert 0.65 < float(parameter.detach().std()) / meant < 1.35, name  # of 64 numbers or more: four standard errors
+            meant = 0.02 / 2**0.5 if "c_proj" in name else 0.02  # GPT-2 scales layers that add to the residual stream
+            assert 0.65 < float(parameter.detach().std()) / meant < 1.35, name  # four standard errors of at least 64 values
 
 
 def loss_after_a_step(accelerator: Accelerator, model: Any) -> None:
@@ -67,6 +67,7 @@ def building(made: list[int], number: int) -> Iterator[None]:
 
 
 def test_two_trainings_that_divide_end_in_any_order() -> None:
+    # Two trainings that shard models at creation may end in any order: `deepspeed.zero.Init` is restored.
     kind, room = deepspeed.zero.Init, importlib.import_module("transformers.integrations.deepspeed")
     before = room._hf_deepspeed_config_weak_ref
     for first_ends_first in (True, False):
@@ -94,7 +95,7 @@ def test_models_of_transformers_are_divided_as_they_are_made(monkeypatch: pytest
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         check_initialised(model)
     loss_after_a_step(accelerator, model)
-    assert is_divided(tiny())  # of the next training
+    assert is_divided(tiny())  # also for the next training
 
     del accelerator, model
     gc.collect()

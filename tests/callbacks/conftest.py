@@ -1,4 +1,4 @@
-"""A trainer that only has attributes, for testing one hook at a time; and real ones, for whole runs."""
+"""Fixtures for callbacks: a trainer that only has attributes, for one hook at a time, and real trainers for whole runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainkit.precision import Precision
 
 
 class Clock:
-    """Stands for the module `time` in a callback's file; moves only when told."""
+    """Replaces the module `time` in the file of a callback. Only the test moves it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -31,7 +31,7 @@ def clock() -> Clock:
 
 
 class FakeModule(torch.nn.Linear):
-    """Two parameters, and what a callback uses of a `TrainModule`; remembers what is logged and printed."""
+    """A module with two parameters and the methods of `TrainModule` that callbacks use; records what is logged and printed."""
 
     automatic_optimization = True
     global_rank = 0
@@ -61,7 +61,7 @@ def module() -> Any:
 
 @pytest.fixture
 def trainer() -> Any:
-    """What callbacks read of a Trainer in the middle of `fit`: epochs of ten batches, two batches of validation."""
+    """The attributes of a `Trainer` that callbacks read during `fit`: epochs of ten batches, validations of two."""
     skips: list[int] = []
     return SimpleNamespace(
         accelerator=SimpleNamespace(skip_update=lambda: skips.append(1), skips=skips, sync_gradients=True),
@@ -106,7 +106,7 @@ def trainer() -> Any:
 
 
 class RecordingLogger(Logger):
-    """Keeps what it is given: one (step, metrics) for each call."""
+    """Records the step and the metrics of each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,13 +119,13 @@ class RecordingLogger(Logger):
         pass
 
     def of(self, name: str) -> dict[int, float]:
-        """The values of one metric by step."""
+        """The values of one metric, by step."""
         return {step: metrics[name] for step, metrics in self.rows if name in metrics}
 
 
 @pytest.fixture
 def make_trainer() -> Callable[..., Trainer]:
-    """A Trainer on the CPU with these callbacks that prints nothing and logs every step into a `RecordingLogger`."""
+    """Creates a `Trainer` on the CPU that prints nothing and logs every step into a `RecordingLogger`."""
 
     def make(*callbacks: Callback, **arguments: Any) -> Trainer:
         defaults = {

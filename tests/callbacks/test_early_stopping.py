@@ -15,7 +15,7 @@ from trainkit.errors import ConfigurationError, MissingMetricError
 
 
 def validate(callback: EarlyStopping, trainer: Any, module: Any, value: float | None, name: str = "val_loss") -> bool:
-    """One validation that logged the value; whether training shall stop now."""
+    """Run the hook of a validation that logged this value; returns whether training should stop."""
     if value is not None:
         trainer.callback_metrics[name] = torch.tensor(value)
     callback.on_validation_end(trainer, module)
@@ -52,7 +52,7 @@ def test_stops_after_patience_checks_without_improvement(trainer, module, mode: 
     assert stops == [False, False, False]
     assert callback.wait_count == 1
     trainer.current_epoch = 7
-    assert validate(callback, trainer, module, values[3])  # equal is no improvement
+    assert validate(callback, trainer, module, values[3])  # an equal value is no improvement
     assert callback.stopped_epoch == 7
     assert callback.best_score.item() == values[1]
     assert "has not improved for 2 checks" in str(callback.stopping_reason)
@@ -132,7 +132,7 @@ def test_with_several_processes_each_prints_unless_told(trainer, module, capsys)
         callback.on_train_start(trainer, module)
         validate(callback, trainer, module, 2.0)
     assert capsys.readouterr().out == "[rank 1] val_loss improved to 2.\n"
-    assert module.printed == ["val_loss improved to 2."]  # which prints on rank 0 alone
+    assert module.printed == ["val_loss improved to 2."]  # module.print prints on rank 0 only
 
 
 def test_the_sanity_check_and_a_validation_outside_fit_do_not_count(trainer, module) -> None:
@@ -171,14 +171,14 @@ def test_unless_told_a_metric_that_validation_lacks_is_looked_for_at_the_end_of_
     caplog.set_level("INFO", "trainkit")
     callback = EarlyStopping("train_loss", patience=1)
     callback.on_train_start(trainer, module)
-    callback.on_validation_end(trainer, module)  # not there yet
+    callback.on_validation_end(trainer, module)  # the metric is not logged yet
     callback.on_validation_end(trainer, module)
     assert len(caplog.messages) == 1
     assert "'train_loss' was not logged before the end of validation" in caplog.messages[0]
     trainer.callback_metrics["train_loss"] = torch.tensor(1.0)
     callback.on_train_epoch_end(trainer, module)
     assert callback.best_score.item() == 1.0
-    validate(callback, trainer, module, None)  # stays with epochs
+    validate(callback, trainer, module, None)  # from now on, only the end of an epoch is checked
     assert callback.wait_count == 0
     callback.on_train_epoch_end(trainer, module)
     assert trainer.should_stop
@@ -193,7 +193,7 @@ def test_unless_told_a_metric_that_validation_lacks_is_looked_for_at_the_end_of_
 def test_unless_told_epochs_before_the_first_validation_are_not_checked(trainer, module) -> None:
     callback = EarlyStopping("val_loss")
     callback.on_train_start(trainer, module)
-    callback.on_train_epoch_end(trainer, module)  # check_val_every_n_epoch=2: nothing to be missed yet
+    callback.on_train_epoch_end(trainer, module)  # no validation yet (check_val_every_n_epoch=2)
     validate(callback, trainer, module, 1.0)
     callback.on_train_epoch_end(trainer, module)
     assert (callback.best_score.item(), callback.wait_count) == (1.0, 0)
@@ -267,7 +267,7 @@ def test_a_second_fit_starts_again_and_says_everything_again(trainer, module) ->
 
 
 def resumed(state: dict[str, Any], trainer: Any, module: Any, **arguments: Any) -> EarlyStopping:
-    """Another process that resumes from a checkpoint."""
+    """A new callback with this state, as after resuming from a checkpoint."""
     callback = EarlyStopping(**{"monitor": "val_loss", **arguments})
     callback.setup(trainer, module, "fit")
     callback.load_state_dict(state)
@@ -307,6 +307,7 @@ def test_a_resume_at_any_moment_decides_as_if_there_had_been_none(
 
 
 def test_a_state_of_before_these_flags_is_taken(trainer, module) -> None:
+    # A state of an earlier version, without the flags, can be loaded.
     state = {"wait_count": 1, "stopped_epoch": 0, "best_score": torch.tensor(1.0), "patience": 3}
     callback = resumed(state, trainer, module, patience=2)
     assert not validate(callback, trainer, module, 0.5)
@@ -314,6 +315,7 @@ def test_a_state_of_before_these_flags_is_taken(trainer, module) -> None:
 
 
 def test_the_constructor_says_when_it_is_checked(trainer, module) -> None:
+    # `check_on_train_epoch_end` of the constructor takes precedence over the restored state.
     state = {**EarlyStopping("val_loss").state_dict(), "at_train_epoch_end": True}
     assert validate(resumed(state, trainer, module, patience=0, check_on_train_epoch_end=False), trainer, module, math.nan)
     trainer.should_stop = False
@@ -328,7 +330,7 @@ def test_a_run_that_had_stopped_resumes_with_more_patience(trainer, module, capl
     first.on_train_start(trainer, module)
     trainer.current_epoch = 4
     assert [validate(first, trainer, module, value) for value in (1.0, 2.0, 2.0)] == [False, False, True]
-    second = resumed(first.state_dict(), trainer, module, patience=patience)  # the trainer comes back with should_stop, too
+    second = resumed(first.state_dict(), trainer, module, patience=patience)  # the resumed trainer has should_stop=True, too
     assert trainer.should_stop is not goes_on
     assert second.stopped_epoch == (0 if goes_on else 4)
     if goes_on:
@@ -374,7 +376,7 @@ def test_runs_after_the_modules_own_hooks() -> None:
 
 
 class Scripted(TinyModule):
-    """Logs given values instead of losses: `val_metric` and `train_metric`, one for each epoch."""
+    """Logs one given value in each epoch, as `val_metric` and as `train_metric`."""
 
     def __init__(self, values: list[float]) -> None:
         super().__init__()

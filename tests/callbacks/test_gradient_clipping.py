@@ -60,7 +60,7 @@ def test_an_override_decides_and_nothing_is_logged_without_a_norm(trainer) -> No
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_the_norm_is_logged_at_log_boundaries_only(trainer, module, lazy: bool) -> None:
-    """But at every step where a step that logs more is another graph, to be compiled."""
+    """With lazy tensors it is logged in every step: steps that log more would be compiled as another graph."""
     norm = torch.tensor(3.0)
     trainer.strategy.lazy_tensors = lazy
     module.configure_gradient_clipping = lambda *arguments: norm
@@ -82,7 +82,7 @@ def test_touches_the_gradients_last() -> None:
 
 
 class Recording(torch.optim.SGD):
-    """SGD that remembers the gradient of each update, as one vector."""
+    """SGD that records the gradient of each optimizer step as one vector."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -112,7 +112,7 @@ def test_a_fit_clips_by_norm_and_logs_the_norm_before(make_trainer) -> None:
     unclipped, gradients = gradients_of(free), gradients_of(clipped)
     norms = clipped.logger.of("grad_norm")
     assert norms[1] == pytest.approx(unclipped[0].norm().item())
-    assert norms[1] > 0.5  # or nothing is tested
+    assert norms[1] > 0.5  # otherwise nothing would be clipped
     for step, gradient in enumerate(gradients, start=1):
         assert gradient.norm().item() == pytest.approx(min(0.5, norms[step]), rel=1e-5)
     torch.testing.assert_close(gradients[0], unclipped[0] * 0.5 / norms[1])
@@ -155,7 +155,7 @@ def test_under_a_loss_scaler_the_unscaled_gradient_is_clipped(make_trainer) -> N
     trainer = make_trainer(precision=Precision("16-mixed", init_scale=256.0), gradient_clip_val=0.5)
     gradients = gradients_of(trainer)
     norms = trainer.logger.of("grad_norm")
-    assert norms[1] == pytest.approx(gradients_of(make_trainer())[0].norm().item(), rel=1e-2)  # not 256 times that
+    assert norms[1] == pytest.approx(gradients_of(make_trainer())[0].norm().item(), rel=1e-2)  # without the loss scale
     assert gradients[0].norm().item() == pytest.approx(0.5, rel=1e-5)
 
 

@@ -148,7 +148,7 @@ def test_momentum_and_weight_decay(trainer, module) -> None:
 
 
 class Scheduled(TinyModule):
-    """Halves its learning rate of 1/2 at each step, or at the end of each epoch."""
+    """Halves its learning rate, at first 0.5, after each step or after each epoch."""
 
     def __init__(self, interval: str) -> None:
         super().__init__(learning_rate=0.5)
@@ -200,7 +200,7 @@ def test_a_trial_run_has_no_logger_and_continues(make_trainer) -> None:
 
 
 class Adversaries(TinyModule):
-    """Two optimizers of one class, by hand."""
+    """Two SGD optimizers with manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()

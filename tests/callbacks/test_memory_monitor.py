@@ -18,13 +18,16 @@ from trainkit.callbacks.memory_monitor import ProcessMemory, StageMemory
 from trainkit.errors import ConfigurationError
 
 MB = 10**6
-SLACK = 30 * MB  # what else comes and goes, and the kernel's counting by pages
+SLACK = 30 * MB  # tolerance for other memory of the process
 resets = pytest.mark.skipif(not _memory._reset_host(), reason="needs a Linux where the peak can be set back")
 
 
 @contextmanager
 def taken(size: int) -> Iterator[None]:
-    """Use `size` more bytes, taken from the kernel and returned to it; an allocator would reuse memory that it has kept."""
+    """Use `size` more bytes inside the `with` block.
+
+    The memory is taken from the kernel and returned to it; an allocator would reuse memory that it has kept.
+    """
     with mmap.mmap(-1, size) as memory:
         for page in range(0, size, mmap.PAGESIZE):
             memory[page] = 1
@@ -33,7 +36,7 @@ def taken(size: int) -> Iterator[None]:
 
 @pytest.fixture
 def collected() -> None:
-    """What earlier tests have left behind goes now, and not while a stage is measured."""
+    """Free the garbage of earlier tests before a stage is measured."""
     gc.collect()
 
 
@@ -46,7 +49,7 @@ def test_a_wrong_interval_is_named_with_its_fix() -> None:
 
 
 class Counter:
-    """Memory that is used as told, with a peak that can be reset or not."""
+    """Simulated memory: the test sets how much is used. The peak can be reset or not."""
 
     def __init__(self, resets: bool = True) -> None:
         self.used = self.peak = 10
@@ -66,7 +69,7 @@ class Counter:
 
 def test_stages_within_each_other_have_peaks_of_their_own() -> None:
     counter = Counter()
-    counter.use(99)  # before anything began
+    counter.use(99)  # before the first stage
     counter.use(10)
     gauge = counter.gauge()
     gauge.begin("outer")
@@ -108,6 +111,7 @@ def test_a_peak_that_cannot_be_reset_is_a_bound_unless_the_stage_has_raised_it()
 
 
 def test_a_bound_of_the_place_stays() -> None:
+    # The bound of a gauge, such as "at least", is in its results.
     gauge = Counter().gauge("at least")
     gauge.begin("stage")
     assert gauge.end("stage").bound == "at least"
@@ -116,7 +120,7 @@ def test_a_bound_of_the_place_stays() -> None:
 @resets
 @pytest.mark.usefixtures("collected")
 def test_the_host_is_measured() -> None:
-    """Of 150 MB that came and went the peak knows, and of what was before the stage it does not."""
+    """The peak includes 150 MB that were used and freed in the stage, but not 300 MB that were freed before it."""
     with taken(300 * MB):
         pass
     gauge = _memory.host_gauge()
@@ -135,7 +139,7 @@ def test_the_host_is_measured() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_device_is_measured() -> None:
-    """In bytes, as torch counts them: the caching allocator rounds up to 512."""
+    """Sizes are in bytes; they are multiples of 512, to which the caching allocator of PyTorch rounds."""
     gauge = _memory.device_gauge(torch.device("cuda", 0))
     assert gauge is not None
     gauge.begin("stage")
@@ -161,23 +165,24 @@ def test_what_the_kernel_says_is_in_units_of_1024_bytes(monkeypatch: pytest.Monk
     status = tmp_path / "status"
     status.write_text("Name:\tpython\nVmHWM:\t    13 kB\nVmRSS:\t    12 kB\nRssAnon:\t 7 kB\n")
     monkeypatch.setattr(_memory, "_STATUS", status)
-    monkeypatch.setattr(_memory, "_CLEAR", tmp_path)  # a folder, which nothing can be written to
+    monkeypatch.setattr(_memory, "_CLEAR", tmp_path)  # a folder cannot be written to, so the peak cannot be reset
     gauge = _memory.host_gauge()
     assert gauge is not None
     gauge.begin("stage")
     assert gauge.end("stage") == Memory(12 * 1024, 12 * 1024, 13 * 1024, "at most")
 
 
-# -------------------------------------------------------------------------------------------------------------- the figures
+# --------------------------------------------------------------------------------------------- the values that are reported
 
 
 def process(node: int, host: int, device: int | None = None) -> ProcessMemory:
-    """A process with this many MB at the start, twice as many at the end, and a peak of three times as many."""
+    """A process with this many MB at the start, twice as many at the end, and three times as many at the peak."""
     memories = [None if size is None else Memory(size * MB, 2 * size * MB, 3 * size * MB) for size in (host, device)]
     return ProcessMemory(node, *memories)
 
 
 def test_the_largest_process_the_largest_machine_and_the_largest_device() -> None:
+    # `host` is of the process with the most host memory, `device` of the fullest device, `together` of the fullest node.
     use = StageMemory("train", 0, 5, (process(0, 10, 7), process(0, 40, 5), process(1, 30, 6), process(1, 25, 1)))
     assert use.host == Memory(40 * MB, 80 * MB, 120 * MB)
     assert use.device == Memory(7 * MB, 14 * MB, 21 * MB)
@@ -189,7 +194,7 @@ def test_the_largest_process_the_largest_machine_and_the_largest_device() -> Non
 
 @pytest.fixture
 def counters(monkeypatch: pytest.MonkeyPatch) -> dict[str, Counter]:
-    """What the callback measures instead of this process and its device."""
+    """Simulated memory that the callback measures instead of this process and its device."""
     counters = {"host": Counter(), "device": Counter()}
     monkeypatch.setattr(memory_monitor, "host_gauge", lambda: counters["host"].gauge())
     monkeypatch.setattr(memory_monitor, "device_gauge", lambda device: counters["device"].gauge())
@@ -235,6 +240,7 @@ def test_lines_and_figures_of_a_fit(trainer, module, counters, start, caplog) ->
 
 
 def test_silence(trainer, module, start, caplog) -> None:
+    # `verbose=False` prints nothing, but measures.
     caplog.set_level("INFO", "trainkit")
     callback = start(verbose=False)
     callback.on_train_end(trainer, module)
@@ -272,7 +278,7 @@ def test_log_boundaries(trainer, module, counters, start) -> None:
     assert module.logged == {"memory/host": 10, "memory/host_peak": 30, "memory/device": 5, "memory/device_peak": 5}
     assert module.options == {"reduce_fx": "max", "on_step": True, "on_epoch": False}
     callback.on_train_batch_end(trainer, module, None, None, 3)
-    assert module.logged["memory/host_peak"] == 10  # since the last one
+    assert module.logged["memory/host_peak"] == 10  # the peak since the last log boundary
     callback.on_train_epoch_end(trainer, module)
     callback.on_train_end(trainer, module)
     assert callback.stages["train"].host == Memory(10, 10 * MB, 30 * MB)
@@ -316,7 +322,7 @@ def test_what_is_not_measured_is_said_once(trainer, module, monkeypatch, caplog)
 
 
 class Hungry(TinyModule):
-    """Uses some MB more for a moment in each step of a stage."""
+    """Uses some MB for a moment in each step of a stage; rank 1 uses twice as much as rank 0."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__()
@@ -344,7 +350,7 @@ class Hungry(TinyModule):
 
 
 def grown(use: StageMemory) -> int:
-    """By how many MB the stage was above its start."""
+    """The number of MB by which the peak of the stage was above its start."""
     assert use.host is not None
     return round((use.host.peak - use.host.start) / MB)
 
@@ -384,7 +390,7 @@ def on_two(interval: str) -> Any:
 
     logger, callback = Remembering(), MemoryMonitor(interval)
     trainer = make_trainer(callback, strategy="ddp", logger=logger, log_every_n_steps=1)
-    trainer.fit(Hungry(train=100), tiny_loader(20))  # five batches: the second process has no third one
+    trainer.fit(Hungry(train=100), tiny_loader(20))  # five batches: rank 1 has no third batch
     return callback.history, logger.of("memory/host_peak")
 
 

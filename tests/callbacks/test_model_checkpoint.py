@@ -1,6 +1,6 @@
-"""`ModelCheckpoint` hook by hook, against a placeholder for `trainer._save_policy` that writes real, small checkpoints.
+"""`ModelCheckpoint`, one hook at a time, with a placeholder for `trainer._save_policy` that writes small real checkpoints.
 
-Whole runs are in `test_model_checkpoint_runs.py`.
+Whole runs are tested in `test_model_checkpoint_runs.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ from trainkit.errors import CheckpointWriteError, ConfigurationError, MissingMet
 
 
 class Checkpointing:
-    """Commits at once, or, while `hold` is set, when told: a save in flight. `fail` makes the next save fail."""
+    """A placeholder for the save policy of a trainer.
+
+    A save is complete at once, or, while `hold` is set, at the next `wait`, like an asynchronous save in progress. `fail`
+    makes the next save fail.
+    """
 
     def __init__(self, trainer: Any, run_id: str = "a" * 16) -> None:
         self.trainer, self.run_id = trainer, run_id
@@ -149,7 +153,7 @@ class Checkpointing:
 
 
 class Run:
-    """A fit, moved on by hand: ten batches in an epoch, one update each."""
+    """A fit that the test moves on: ten batches in an epoch, with one optimizer step for each batch."""
 
     def __init__(
         self, trainer: Any, module: Any, *callbacks: ModelCheckpoint, run_id: str = "a" * 16, start: bool = True
@@ -178,7 +182,7 @@ class Run:
             self.checkpointing.values[name] = (value, self.trainer.global_step)
 
     def step(self, count: int = 1, validation: dict[str, float] | None = None, **values: float) -> None:
-        """Updates, the last of them with a validation that logs what is given."""
+        """Make optimizer steps. The last one is followed by a validation that logs the given values."""
         for index in range(count):
             self.trainer.global_step += 1
             self.checkpointing.batches += 1
@@ -190,7 +194,7 @@ class Run:
             self.checkpointing.attend(updated=True)
 
     def epoch(self, validation: dict[str, float] | None = None, **values: float) -> None:
-        """The rest of the epoch, the validation and the values of the epoch at its end."""
+        """Finish the epoch: its remaining steps, the validation, and the values that are logged at the end of the epoch."""
         self.step(10 - self.checkpointing.batches, validation)
         self.log(**values)
         self.hook("on_train_epoch_end")
@@ -201,18 +205,18 @@ class Run:
 
     @property
     def names(self) -> list[str]:
-        """What is in the folders."""
+        """The names of all entries in the folders."""
         return sorted(path.name for folder in self.checkpointing.folders for path in folder.iterdir())
 
     @property
     def steps(self) -> list[int]:
-        """The steps of the checkpoints that are there."""
+        """The steps of the checkpoints that exist."""
         found = [found for folder in self.checkpointing.folders for found in list_checkpoints(folder)]
         return sorted(found.manifest.step for found in found if found.manifest is not None)
 
     @property
     def saved(self) -> list[int]:
-        """The steps of all that were ever saved."""
+        """The steps of all saves, also of checkpoints that have been removed since."""
         return [save["step"] for save in self.checkpointing.saves]
 
 
@@ -327,6 +331,7 @@ def test_state_keys_tell_callbacks_apart_and_know_nothing_of_the_machine() -> No
     ],
 )
 def test_names(filename: str | None, insert: bool, expected: str) -> None:
+    # The name of a checkpoint for a template in `filename`.
     metrics = {"epoch": 3, "step": torch.tensor(120), "val_loss": torch.tensor(0.3125), "val/acc": 0.9, "val.f1": 0.5}
     callback = ModelCheckpoint(filename=filename, auto_insert_metric_name=insert)
     assert callback.format_checkpoint_name({**metrics, "epoch_loss": 2.0}) == expected
@@ -374,7 +379,7 @@ def test_each_trigger_counts_and_one_place_is_saved_once(begin) -> None:
     due()
     run.epoch()
     assert run.saved == [4, 5, 8, 12, 16, 20]
-    assert run.names == [f"step-{step:08d}" for step in (4, 5, 8, 12, 16, 20)]  # 20 was due for two reasons
+    assert run.names == [f"step-{step:08d}" for step in (4, 5, 8, 12, 16, 20)]  # 20 was due twice and is saved once
 
 
 def test_what_is_due_at_the_last_batch_waits_for_the_end_of_the_epoch(begin) -> None:
@@ -402,6 +407,7 @@ def test_what_is_due_at_the_last_batch_waits_for_the_end_of_the_epoch(begin) -> 
     ],
 )
 def test_where_in_an_epoch(begin, arguments: dict[str, Any], saved: list[int]) -> None:
+    # The steps of the saves, if each epoch has a validation in the middle and one at the end.
     run = begin(ModelCheckpoint(keep_last=-1, **arguments))
     for _ in range(2):
         run.step(5, {"val_loss": 1.0})
@@ -539,6 +545,7 @@ def test_how_many_are_kept(begin, arguments: dict[str, Any], kept: list[int]) ->
 
 
 def test_without_a_rest_only_the_best_are_saved_but_an_ending_still_is(begin) -> None:
+    # With `keep_last=0` only the best checkpoints are saved; a stop request still saves the last step.
     callback = ModelCheckpoint(monitor="val_loss", keep_last=0)
     run = begin(callback)
     for value in (3.0, 4.0, 2.0, 5.0):
@@ -561,7 +568,7 @@ def test_a_checkpoint_is_deleted_when_a_newer_one_is_complete_and_not_before(beg
     run.epoch({"val_loss": 1.0})
     assert (run.steps, Path(callback.best_model_path).name) == ([10, 20], "step-00000030")
     run.checkpointing.wait()
-    assert run.steps == [20, 30]  # 10 is neither the best nor the newest of the rest any more
+    assert run.steps == [20, 30]  # 10 is no longer the best, and not the newest of the others
 
 
 def test_only_what_this_callback_saved_in_this_run_is_deleted(begin, run_dir) -> None:
@@ -581,7 +588,7 @@ def test_only_what_this_callback_saved_in_this_run_is_deleted(begin, run_dir) ->
 
 def test_one_that_cannot_be_deleted_or_pointed_to_does_not_undo_the_save(begin, run_dir, caplog) -> None:
     caplog.set_level("INFO", "trainkit")
-    (run_dir / "c" / "last").mkdir(parents=True)  # in the way of the pointer
+    (run_dir / "c" / "last").mkdir(parents=True)  # a folder at the path of the pointer
     callback = ModelCheckpoint("c", save_last=True)
     run = begin(callback)
     run.epoch()
@@ -683,6 +690,7 @@ def test_a_value_of_an_earlier_step_is_not_ranked_which_is_said_once(begin) -> N
 
 
 def test_the_half_hourly_save_and_the_last_one_are_not_ranked_without_a_word(begin) -> None:
+    # Saves by time and at the end of training have no value of their step: they are not ranked, without a warning.
     callback = ModelCheckpoint(monitor="val_loss")
     run = begin(callback)
     run.epoch({"val_loss": 1.0})
@@ -717,13 +725,14 @@ def test_a_missing_metric_is_an_error_once_it_could_have_been_logged(begin) -> N
 def test_before_the_first_validation_nothing_is_missing(begin) -> None:
     callback = ModelCheckpoint(monitor="val_loss", every_n_epochs=1, every_n_train_steps=5)
     run = begin(callback)
-    run.epoch()  # check_val_every_n_epoch=2
+    run.epoch()  # an epoch without validation, as with check_val_every_n_epoch=2
     run.epoch({"val_loss": 1.0})
     assert run.saved == [5, 10, 15, 20]
     assert names_of(callback) == {"step-00000020": 1.0}
 
 
 def test_training_that_ends_too_early_to_tell_is_saved_and_then_tells(begin, trainer) -> None:
+    # If training ends before the metric must have been logged, the last step is saved and then an error is raised.
     trainer.num_val_batches = []
     callback = ModelCheckpoint(monitor="absent", every_n_epochs=0)
     run = begin(callback)
@@ -781,14 +790,14 @@ def test_a_name_whose_metric_was_never_logged_is_an_error_but_not_at_the_end(beg
     assert run.names == ["step-00000010"]
 
 
-# ------------------------------------------------------------------------------------------------------------ endings
+# --------------------------------------------------------------------------------------------------- the end of a run
 
 
 def test_the_last_state_is_saved_blocking_unless_it_is_already(begin) -> None:
     callback = ModelCheckpoint()
     run = begin(callback)
     run.hook("on_train_end")
-    assert run.saved == []  # nothing has changed
+    assert run.saved == []  # no optimizer step was made
     run.epoch()
     run.hook("on_train_end")
     assert run.saved == [10]
@@ -798,6 +807,7 @@ def test_the_last_state_is_saved_blocking_unless_it_is_already(begin) -> None:
 
 
 def test_a_save_in_flight_that_fails_at_the_end_is_made_up_for(begin) -> None:
+    # If the last asynchronous save fails, the same step is saved again at the end of training.
     callback = ModelCheckpoint()
     run = begin(callback)
     run.checkpointing.hold = run.checkpointing.fail = True
@@ -813,6 +823,7 @@ def test_a_save_in_flight_that_fails_at_the_end_is_made_up_for(begin) -> None:
 )
 @pytest.mark.parametrize("wanted", [True, False])
 def test_endings_by_exception(begin, caplog, exception: BaseException, always: bool, wanted: bool) -> None:
+    # A stop request and Ctrl-C always save; other exceptions save if `save_on_exception` is True.
     caplog.set_level("INFO", "trainkit")
     callback = ModelCheckpoint(save_on_exception=wanted)
     run = begin(callback)
@@ -849,7 +860,11 @@ def test_what_cannot_be_saved_after_an_error_is_said(begin, caplog) -> None:
 
 @pytest.mark.parametrize("processes, step", [(1, 20), (2, 10)])
 def test_a_save_in_flight_is_not_called_a_checkpoint(begin, caplog, processes: int, step: int) -> None:
-    """One process completes it; of several another one may have failed in the middle of its part."""
+    """After an error, the message names the newest complete checkpoint.
+
+    A single process completes the save in progress. With several processes another one may have failed in the middle of the
+    save, so the message names the checkpoint before it.
+    """
     caplog.set_level("INFO", "trainkit")
     run = begin(ModelCheckpoint())
     run.trainer.strategy.world = World(size=processes)
@@ -894,6 +909,7 @@ def test_a_save_that_fails_after_an_error_is_not_called_a_checkpoint(begin, capl
 
 @pytest.mark.parametrize("exception, saver", [(KeyboardInterrupt(), 1), (ValueError(), 2)])
 def test_one_callback_saves_after_an_error(begin, exception: BaseException, saver: int) -> None:
+    # Only one callback saves: the first one that is not weights-only and, after an error, has `save_on_exception=True`.
     callbacks = [
         ModelCheckpoint("weights", save_weights_only=True),
         ModelCheckpoint("silent", save_on_exception=False),
@@ -1011,7 +1027,7 @@ def test_a_resumed_run_continues_with_the_same_best(begin) -> None:
     run.trainer.global_step, run.trainer.current_epoch = 30, 3
     run.epoch({"val_loss": 1.5})
     assert list(names_of(second)) == ["step-00000010", "step-00000040"]
-    assert run.steps == [10, 30, 40]  # step 20, which the rest of the first run saved, is removed
+    assert run.steps == [10, 30, 40]  # step 20, not one of the best of the first run, is removed
 
 
 def test_a_checkpoint_that_was_resumed_from_is_not_saved_again(begin) -> None:
@@ -1040,7 +1056,7 @@ def test_a_folder_that_was_moved_or_copied(begin, run_dir, way: str, folder: str
         (run_dir / "c").rename(run_dir / "d")
     elif way == "copy":
         shutil.copytree(run_dir / "c", run_dir / "d")
-    else:  # what has the same name in the new folder is another checkpoint
+    else:  # the new folder contains another checkpoint of the same name
         other = begin(ModelCheckpoint("d"), run_id="b" * 16)
         other.epoch()
     again = ModelCheckpoint("d", monitor="val_loss", save_top_k=2)
@@ -1085,6 +1101,7 @@ def test_an_evaluation_keeps_what_a_fit_has_found(begin, trainer, module) -> Non
 
 
 def test_what_is_read_between_saves_is_a_copy_of_nothing_that_changes(begin) -> None:
+    # `best_k_models` returns a copy, which a later fit does not change.
     callback = three_epochs(begin)
     kept = callback.best_k_models
     before = dict(kept)

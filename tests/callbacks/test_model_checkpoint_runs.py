@@ -29,7 +29,7 @@ FOLDER = Path("trainkit_runs") / "version_0" / "checkpoints"
 def fit(
     *callbacks: Callback, module: Any = None, validation: bool = True, ckpt_path: str | None = None, **arguments: Any
 ) -> Any:
-    """A fit of four batches an epoch, and the trainer."""
+    """Fit with four batches per epoch; returns the trainer."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "logger": False,
@@ -58,7 +58,7 @@ def names(callback: ModelCheckpoint) -> list[str]:
 
 
 class Losses(TinyModule):
-    """Logs for each epoch the validation loss that it is given."""
+    """Logs one given value in each epoch as the validation loss."""
 
     def __init__(self, values: list[float]) -> None:
         super().__init__(0.01)
@@ -70,11 +70,11 @@ class Losses(TinyModule):
 
 
 class StoppedError(Exception):
-    """What ends a run."""
+    """The error with which a test ends a run."""
 
 
 class Failing(Callback):
-    """Does something when a number of updates have been made."""
+    """Calls `act` when `step` optimizer steps have been made."""
 
     def __init__(self, step: int, act: Callable[[], Any]) -> None:
         self.step, self.act = step, act
@@ -138,7 +138,7 @@ def test_what_is_saved(arguments: dict[str, Any], run: dict[str, Any], saved: li
     others = [Logs()] if run.pop("callback", None) else []
     fit(ModelCheckpoint(keep_last=-1, **arguments), *others, **run)
     assert steps() == saved
-    assert not any("-v" in found.path.name for found in found())  # each place once
+    assert not any("-v" in found.path.name for found in found())  # no step is saved twice
 
 
 def test_an_epoch_whose_length_is_not_known() -> None:
@@ -162,7 +162,7 @@ def test_an_epoch_whose_length_is_not_known() -> None:
 
 def test_by_time() -> None:
     class Waiting(Callback):
-        """Until the timer has run out, however slow the machine is."""
+        """Waits until the time interval has passed, so that the test does not depend on the speed of the machine."""
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             end = time.monotonic() + 60
@@ -181,10 +181,10 @@ def test_weights_only_and_a_file_that_names_the_newest() -> None:
         with pytest.raises(CheckpointError, match=r"contains weights-only checkpoints.*restore=\{'model'\}"):
             fit(ModelCheckpoint("weights"), ckpt_path=word)
     with pytest.raises(CheckpointError, match="is a weights-only checkpoint"):
-        fit(ckpt_path="weights/last")  # the file that names the newest is followed
+        fit(ckpt_path="weights/last")  # `last` is followed to the checkpoint that it names
 
 
-# -------------------------------------------------------------------------------------------------------------- ranks
+# ------------------------------------------------------------------------------------------------ ranking by a metric
 
 
 def test_the_best_has_the_value_that_it_is_ranked_by() -> None:
@@ -231,7 +231,7 @@ def test_a_metric_of_the_training_epoch() -> None:
     [({}, 1, [4, 8]), ({}, 2, [2, 4]), ({"every_n_train_steps": 3}, 1, [3, 6, 8]), ({"every_n_train_steps": 2}, 2, [2, 4])],
 )
 def test_a_metric_of_the_training_step(arguments: dict[str, Any], accumulate: int, saved: list[int], validation: bool) -> None:
-    """Logged in `training_step` only: ranked by its value of the step that is saved, whether or not there is a validation."""
+    """Checkpoints are ranked by the value of the step that is saved, with and without validation."""
     logged: dict[int, float] = {}
 
     class Steps(TinyModule):
@@ -258,7 +258,7 @@ def test_steps_without_a_validation_are_not_ranked() -> None:
 def test_a_metric_that_is_never_logged_ends_the_run_which_is_saved(validation: bool) -> None:
     told = "Did you mean 'val_loss'" if validation else "no validation loader was given"
     with (
-        pytest.warns(TrainkitWarning, match=told),  # before training begins
+        pytest.warns(TrainkitWarning, match=told),  # warns before training begins
         pytest.raises(MissingMetricError, match="'val_los', which was not logged"),
     ):
         fit(ModelCheckpoint(monitor="val_los"), validation=validation, max_epochs=3)
@@ -271,7 +271,7 @@ def test_a_metric_that_is_never_logged_is_found_by_a_trial_run() -> None:
     assert not FOLDER.exists()
 
 
-# ------------------------------------------------------------------------------------------------------------- endings
+# ---------------------------------------------------------------------------------------------------- the end of a run
 
 
 @pytest.mark.parametrize("error, saved", [(StoppedError(), True), (KeyboardInterrupt(), True), (StoppedError(), False)])
@@ -323,6 +323,7 @@ def test_one_of_several_saves_at_the_end_by_an_error_and_all_at_a_good_end() -> 
 
 
 def test_a_resumed_run_keeps_its_books_and_deletes_its_old_checkpoints() -> None:
+    # A resumed run knows its best and its last checkpoint, and removes older ones that it saved before.
     values = [0.5, 0.25, 3.0, 0.75, 2.0, 0.125]
     with pytest.raises(StoppedError):
         fit(

@@ -16,7 +16,7 @@ from trainkit.precision import Precision
 
 
 class Net(nn.Module):
-    """A body of two layers, a head tied to nothing, and a parameter of its own."""
+    """A body of two layers, a head, and a parameter outside of any layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ def test_a_fit_is_the_same_with_an_example(make_trainer, capsys) -> None:
 
 
 def test_parameters_of_which_no_process_has_the_whole() -> None:
-    """They are counted by what stands in for them, and no forward is run."""
+    """Sharded parameters are counted by the shapes of their placeholders, and no forward is run."""
     module = nn.Sequential(nn.Linear(3, 4))
     module.example_input_array = torch.ones(1, 3)
     whole = {id(p): torch.empty(p.shape, device="meta") for p in module.parameters()}

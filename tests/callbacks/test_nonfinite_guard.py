@@ -38,7 +38,7 @@ def test_a_wrong_argument_is_named_with_its_fix(arguments: dict[str, Any], words
 def update(
     callback: NonFiniteGuard, trainer: Any, module: Any, losses: list[float], gradient: float = 1.0
 ) -> torch.optim.Optimizer:
-    """One update: a backward pass for each loss, then the gradient is looked at."""
+    """One optimizer step: the hook before each backward, then the hook before the step."""
     optimizer = torch.optim.SGD(module.parameters())
     for loss in losses:
         callback.on_before_backward(trainer, module, torch.tensor(loss))
@@ -72,7 +72,7 @@ def test_the_last_update_is_read_when_training_ends(trainer, module) -> None:
     update(callback, trainer, module, [1.0], NAN)
     with pytest.raises(NonFiniteError, match="in optimizer step 1"):
         callback.on_train_end(trainer, module)
-    callback.on_train_end(trainer, module)  # said once
+    callback.on_train_end(trainer, module)  # reported only once
 
 
 def test_check_now_reads_at_once(trainer, module) -> None:
@@ -141,7 +141,7 @@ def test_gradients_of_several_kinds(trainer, bad: bool) -> None:
     module.empty = nn.Parameter(torch.zeros(0))
     module.unused = nn.Parameter(torch.zeros(2))
     module.plain.grad = torch.ones(2)
-    module.wide.grad = torch.full((2,), 1e300, dtype=torch.float64)  # not finite in float32
+    module.wide.grad = torch.full((2,), 1e300, dtype=torch.float64)  # would overflow in float32
     module.narrow.grad = torch.tensor([1.0, NAN if bad else 1.0], dtype=torch.bfloat16)
     values = torch.tensor([[1.0, INF if bad else 1.0]])
     module.scattered.grad = torch.sparse_coo_tensor(torch.tensor([[1]]), values, (3, 2), check_invariants=True)
@@ -180,7 +180,7 @@ def test_the_flag_is_not_read_before_the_next_update(trainer, module, monkeypatc
 
 def test_a_flag_on_its_way_from_a_device_is_read_when_it_has_arrived(trainer, module, monkeypatch) -> None:
     class Copy:
-        """A copy that the device has queued: what it brings is there after `synchronize`."""
+        """A queued copy from the device; the value arrives at `synchronize`."""
 
         def __init__(self, flag: Tensor) -> None:
             self.flag, self.host = flag, torch.tensor(True)
@@ -242,6 +242,7 @@ def test_skip_without_a_limit(trainer, module) -> None:
 
 @pytest.mark.parametrize("action", ["raise", "skip"])
 def test_under_a_loss_scaler_gradients_are_its_business(trainer, module, action: str) -> None:
+    # With a loss scaler, the scaler handles overflows of gradients; the guard checks only the loss.
     trainer.precision = Precision("16-mixed")
     trainer.precision.setup(torch.device("cpu"))
     callback = NonFiniteGuard(action)
@@ -282,7 +283,7 @@ def test_looks_at_gradients_before_they_are_clipped() -> None:
 
 
 def loader_with(bad: dict[int, float], batches: int = 4) -> Any:
-    """Batches of four samples; some with a number in their targets that is not finite."""
+    """Batches of four samples. `bad` gives, for some batches, a value in the targets that is not finite."""
     inputs, targets = tiny_loader(samples=4 * batches).dataset.tensors
     targets = targets.clone()
     for batch, value in bad.items():
@@ -345,7 +346,7 @@ def test_a_fit_in_which_only_the_loss_scale_overflows_continues(make_trainer, ac
     guard, precision = NonFiniteGuard(action), Precision("16-mixed", init_scale=2.0**125)
     trainer = make_trainer(guard, precision=precision, max_epochs=3)
     trainer.fit(TinyModule(), tiny_loader())
-    assert trainer.global_step < 12  # the scaler skipped some optimizer steps, or nothing is tested
+    assert trainer.global_step < 12  # otherwise the scaler has skipped nothing, and nothing is tested
     assert guard.skipped_updates == 0
 
 

@@ -1,4 +1,4 @@
-"""`PredictionWriter`: what it writes where, by itself and by subclasses."""
+"""`PredictionWriter`: the files that it writes, and subclasses that write themselves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainkit.errors import ConfigurationError
 
 
 class Numbers:
-    """A dataset whose samples are their own numbers."""
+    """A dataset in which each sample is its index."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -35,7 +35,7 @@ class Numbers:
 
 
 class Predicts(TinyModule):
-    """Returns what `make` returns for a batch."""
+    """`predict_step` returns `make(batch)`."""
 
     def __init__(self, make: Any) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_predictions_of_an_earlier_run_are_not_mixed_with_new_ones(make_trainer,
     path.unlink()
     if path.parent.name != "out":
         path.parent.rmdir()
-    (run_dir / "out" / "mine.txt").touch()  # anything else may lie there
+    (run_dir / "out" / "mine.txt").touch()  # other files do not matter
     predict(make_trainer, PredictionWriter(output_dir="out"), lambda batch: batch, numbers())
 
 
@@ -142,7 +142,7 @@ def test_nested_tensors_by_batch(make_trainer) -> None:
     assert set(found) == {"logits", "same", "boxes/0", "boxes/1/a", "batch_indices"}
     assert found["boxes/0"].tolist() == [[0, 0], [1, 1], [2, 2]]
     assert found["boxes/1/a"].dtype is torch.bfloat16
-    assert found["batch_indices"].dtype is torch.float64  # the user's own
+    assert found["batch_indices"].dtype is torch.float64  # the entry of the prediction, not the sample indices
 
 
 def test_everything_else_as_lines(make_trainer) -> None:
@@ -164,6 +164,7 @@ def test_what_cannot_be_written_is_named(make_trainer) -> None:
 
 
 def test_indices_are_not_guessed(make_trainer) -> None:
+    # Sample indices are written only if they are known, and not, for example, for a shuffled loader.
     predict(make_trainer, PredictionWriter(output_dir="a"), lambda batch: batch, numbers(shuffle=True))
     assert set(load_file("a/batch-00000000.safetensors")) == {"prediction"}
     predict(make_trainer, PredictionWriter(output_dir="b"), lambda batch: "x", [torch.zeros(2)])
@@ -201,7 +202,7 @@ def test_tensors_at_the_end(make_trainer, once: bool, stem: str) -> None:
     found = load_file(f"out/{stem}.safetensors")
     assert found["twice"].tolist() == [0, 2, 4, 6, 8, 10, 12]
     assert found["batch_indices"].tolist() == list(range(7))
-    assert found["mean/00000002"].item() == 6  # a number has no dimension to be joined along
+    assert found["mean/00000002"].item() == 6  # scalars cannot be concatenated
     assert found["ragged/00000000"].shape == (2, 3)
     assert set(found) == {"twice", "batch_indices"} | {f"{n}/0000000{i}" for n in ("mean", "ragged") for i in range(3)}
 
@@ -209,7 +210,7 @@ def test_tensors_at_the_end(make_trainer, once: bool, stem: str) -> None:
 def test_lines_at_the_end(make_trainer) -> None:
     writer = PredictionWriter(output_dir="out", once=True)
     predict(make_trainer, writer, lambda batch: "text" if batch[0] else batch, numbers(4, batch_size=2))
-    assert names() == ["predictions.jsonl"]  # all of it, if it is not all tensors
+    assert names() == ["predictions.jsonl"]  # all predictions, if one of them is not a tensor
     assert [line["prediction"] for line in lines("out/predictions.jsonl")] == [[0.0, 1.0], "text"]
 
 
@@ -285,7 +286,7 @@ def text(batch: Any) -> str:
 
 
 def everything(strategy: str) -> None:
-    """One folder for each way of writing."""
+    """Predict with each kind of writer, each into its own folder."""
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "strategy": strategy, "seed": 1}
     for kind, make in (("tensors", lambda batch: {"twice": batch * 2}), ("text", text)):
         for name, writer in (
@@ -316,7 +317,7 @@ def test_several_processes(run_dir: Path) -> None:
         assert tensors["epoch/rank-1.safetensors"] == {"batch_indices": second, "twice": [6, 8, 10]}
         for kind in ("batch", "epoch"):
             assert texts[f"{kind}/rank-1.jsonl"] == [{"batch": 1, "indices": second, "prediction": "3"}]
-        assert len(tensors) == 2 + 3 + min(size, 3)  # a process without a batch makes no file
+        assert len(tensors) == 2 + 3 + min(size, 3)  # a process without a batch writes no file
         assert len(texts) == 2 + 2 * min(size, 3)
 
 

@@ -1,4 +1,4 @@
-"""Callbacks on several processes: what each decides by itself, one hook at a time."""
+"""Callbacks on several processes, one hook at a time: what each process decides."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainkit.precision import Precision
 
 
 class Module(torch.nn.Linear):
-    """What callbacks use of a `TrainModule`."""
+    """The part of a `TrainModule` that callbacks use."""
 
     automatic_optimization = True
 
@@ -37,7 +37,7 @@ class Module(torch.nn.Linear):
 
 
 def setting() -> tuple[Any, Any]:
-    """A trainer that only has attributes, as one of the processes, and a module."""
+    """A module, and a trainer that only has attributes, on one of several processes."""
     world = join(RequestedDevices(), timeout=timedelta(seconds=30))
     skips: list[int] = []
     trainer = SimpleNamespace(
@@ -66,7 +66,7 @@ def setting() -> tuple[Any, Any]:
 
 @pytest.mark.world_size(3)
 def test_early_stopping_decides_the_same_though_the_values_differ() -> None:
-    """Each process has its own value of a step; the main process's value counts."""
+    """If the values of the ranks differ, the value of the main process decides on all of them."""
     trainer, module = setting()
     rank = trainer.strategy.world.rank
     callback = EarlyStopping("loss", patience=2)
@@ -83,7 +83,7 @@ def test_early_stopping_decides_the_same_though_the_values_differ() -> None:
 
 @pytest.mark.world_size(2)
 def test_early_stopping_where_one_process_has_no_value() -> None:
-    """One that had no batch, say: it takes part, and waits for no other."""
+    """A rank that has no value, such as one without a batch, uses that of another rank. Without any value all ranks raise."""
     trainer, module = setting()
     callback = EarlyStopping("loss", patience=1)
     callback.on_train_start(trainer, module)
@@ -98,6 +98,7 @@ def test_early_stopping_where_one_process_has_no_value() -> None:
 
 @pytest.mark.world_size(2)
 def test_who_says_why_training_stops() -> None:
+    # With `verbose=True` every rank prints; with `log_rank_zero_only=True` only the main process does.
     trainer, module = setting()
     trainer.callback_metrics["loss"] = torch.tensor(1.0)
     printed = io.StringIO()
@@ -107,7 +108,7 @@ def test_who_says_why_training_stops() -> None:
         with contextlib.redirect_stdout(printed):
             callback.on_validation_end(trainer, module)
     assert printed.getvalue() == f"[rank {module.global_rank}] loss improved to 1.\n"
-    assert module.printed == ["loss improved to 1."]  # which prints in the main process
+    assert module.printed == ["loss improved to 1."]  # module.print prints on the main process only
 
 
 # ---------------------------------------------------------------------------------------------------------------- Timer
@@ -115,18 +116,19 @@ def test_who_says_why_training_stops() -> None:
 
 @pytest.mark.world_size(2)
 def test_the_main_clock_counts() -> None:
+    # Only the time of the main process decides when training stops.
     trainer, module = setting()
     main = trainer.is_global_zero
     callback = Timer(timedelta(hours=1))
-    callback._before["train"] = 0.0 if main else 7200.0  # the others' clocks are far ahead
+    callback._before["train"] = 0.0 if main else 7200.0  # on the other process, the time is up
     callback.on_train_start(trainer, module)
     callback.on_train_batch_end(trainer, module, None, None, 0)
     assert not trainer.should_stop
     callback._before["train"] = 7200.0 if main else 0.0
     callback.on_train_batch_end(trainer, module, None, None, 1)
-    assert trainer.should_stop is main  # the control word tells the others
+    assert trainer.should_stop is main  # the other process stops at the next safe point
     trainer.should_stop = False
-    callback.on_train_start(trainer, module)  # where there may be no step any more: all at once
+    callback.on_train_start(trainer, module)  # maybe no step follows, so all processes stop here
     assert trainer.should_stop
     trainer.should_stop = False
     by_epoch = Timer(timedelta(hours=1), interval="epoch")
@@ -151,6 +153,7 @@ def update(callback: NonFiniteGuard, trainer: Any, module: Any, losses: list[flo
 
 @pytest.mark.world_size(3)
 def test_all_processes_leave_an_update_out() -> None:
+    # If the loss or a gradient of one rank is not finite, all ranks skip the optimizer step.
     trainer, module = setting()
     rank = trainer.strategy.world.rank
     callback = NonFiniteGuard(action="skip", max_consecutive=2, warn_after=5)
@@ -158,7 +161,7 @@ def test_all_processes_leave_an_update_out() -> None:
     update(callback, trainer, module, [1.0])
     update(callback, trainer, module, [] if rank == 2 else [1.0, math.nan if rank == 1 else 1.0])
     assert (len(trainer.accelerator.skips), callback.skipped_updates, callback.consecutive_skips) == (1, 1, 1)
-    update(callback, trainer, module, [] if rank == 0 else [1.0])  # a process without a loss forgets the skip too
+    update(callback, trainer, module, [] if rank == 0 else [1.0])  # resets consecutive_skips also on a rank without a loss
     assert callback.consecutive_skips == 0
     update(callback, trainer, module, [1.0], math.inf)
     with pytest.raises(NonFiniteError) as caught:
@@ -183,11 +186,11 @@ def test_a_process_without_anything_to_watch_takes_part() -> None:
 
 @pytest.mark.world_size(3)
 def test_memory_is_summed_up_by_machine() -> None:
-    """The first machine has two processes, with 1 and 2 bytes, the second one with 4."""
+    """Three processes use 1, 2 and 4 bytes. At first the first two are on one node, then the last two."""
     trainer, module = setting()
     rank = trainer.strategy.world.rank
     trainer.strategy.world.node = rank // 2
-    memory_monitor.host_gauge = lambda: Gauge(lambda: (2**rank, 2**rank), lambda: True)  # in a process of this test's own
+    memory_monitor.host_gauge = lambda: Gauge(lambda: (2**rank, 2**rank), lambda: True)  # this process runs no other test
     callback = MemoryMonitor(verbose=False)
     callback.setup(trainer, module, "fit")
     callback.on_fit_start(trainer, module)
@@ -201,7 +204,7 @@ def test_memory_is_summed_up_by_machine() -> None:
     assert callback.stages["setup"].together.end == 6
 
 
-# ------------------------------------------------------------------------------------------------- what one process shows
+# --------------------------------------------------------------------------------------------- output of the main process
 
 
 @pytest.mark.world_size(2)
@@ -211,4 +214,4 @@ def test_one_process_shows_the_bar_and_the_summary() -> None:
     bar.setup(trainer, module, "fit")
     assert bar._shown is trainer.is_global_zero
     if not trainer.is_global_zero:
-        ModelSummary().on_fit_start(trainer, None)  # type: ignore[arg-type]  # looks at nothing
+        ModelSummary().on_fit_start(trainer, None)  # type: ignore[arg-type]  # does not read the module

@@ -22,11 +22,11 @@ def state(module: TinyModule) -> list[float]:
     return [value for parameter in module.parameters() for value in parameter.detach().flatten().tolist()]
 
 
-# ------------------------------------------------------------------------------------------------------------ the same end
+# ------------------------------------------------------------------------------------- all processes stop at the same step
 
 
 class Worsens(TinyModule):
-    """Its validation gets worse from the third one on; a value of a training step is each process's own."""
+    """The validation metric gets worse after the third epoch. The training metric `own` differs between the ranks."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.log("own", 1.0 if self.global_rank else 10.0 - self.current_epoch, on_epoch=False)
@@ -56,7 +56,7 @@ def test_early_stopping_by_a_value_of_a_step() -> None:
 
 
 class Shares(Worsens):
-    """A value of each process's own in training; and one name for a metric of training and of validation."""
+    """The metric `own` differs between the ranks; the metric `both` is logged in training and in validation."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.log("own", 1.0 + self.global_rank)
@@ -76,14 +76,18 @@ def ranked(folder: str) -> Any:
 
 
 def test_checkpoints_are_ranked_by_what_all_processes_have_logged(tmp_path: Any) -> None:
-    """By training's metric at the end of its epoch; of a shared name by validation's, whose steps are nowhere to be seen."""
-    names = ["both", "both_epoch", "both_step", "own"]  # that step is one of training
+    """Checkpoints are ranked by values that are reduced over all ranks.
+
+    A training metric is ranked at the end of its epoch. A name that training and validation log is ranked by validation's
+    value; its values of validation steps are not in `callback_metrics`.
+    """
+    names = ["both", "both_epoch", "both_step", "own"]  # both_step is of a training step
     expected = {"own": [1.5, 1.5], "both": [0.5, 1.5]}, names, 1.5
     assert run_world(2, ranked, str(tmp_path)) == [expected] * 2
 
 
 class Late(Callback):
-    """Its main process finds, in a certain step, that the time is up."""
+    """On one rank the time is up after three optimizer steps."""
 
     def __init__(self, timer: Timer, rank: int) -> None:
         self.timer, self.rank = timer, rank
@@ -111,11 +115,11 @@ def test_the_time_of_another_process_does_not_count() -> None:
     assert run_world(2, timed, 1, "step") == [(20, False)] * 2
 
 
-# ------------------------------------------------------------------------------------------------------- skipped updates
+# ----------------------------------------------------------------------------------------------- skipped optimizer steps
 
 
 class Breaks(TinyModule):
-    """In one micro-batch of one process the loss is not finite, its gradient zero: nothing of it reaches the others."""
+    """In one micro-batch of rank 1 the loss is NaN, but its gradients are finite, so other ranks do not see it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -142,7 +146,7 @@ def test_all_processes_skip_the_same_update() -> None:
     (first, skips, ended), (second, others, also) = run_world(2, skipped)
     assert (skips, others) == (1, 1)
     assert [step for step, _ in first] == [1, 2, 2, 3, 4, 5]
-    assert [step for step, _ in second] == [1, 2, 2, 3, 4]  # of eleven batches it has five
+    assert [step for step, _ in second] == [1, 2, 2, 3, 4]  # it has five of the eleven batches
     assert first[1][1] == first[2][1]
     assert [values for _, values in first[:5]] == [values for _, values in second]
     assert ended == also
@@ -152,7 +156,7 @@ def test_all_processes_skip_the_same_update() -> None:
 
 
 class Rates(ThroughputMonitor):
-    """With rates that are known."""
+    """A `ThroughputMonitor` with a known rate on each rank."""
 
     def _rates(self, first: Any, last: Any, world: Any) -> dict[str, float]:
         super()._rates(first, last, world)
@@ -175,16 +179,19 @@ def logged(samples: int) -> Any:
 
 
 def test_what_callbacks_log_is_reduced() -> None:
-    """Four batches, the last one of a single sample."""
+    """Values that callbacks log are reduced over the ranks, and only the main process logs them.
+
+    13 samples are four batches, the last of which has a single sample.
+    """
     main, other = run_world(2, logged, 13)
     assert other == []
-    assert [row["rate"] for _, row in main if "rate" in row] == [5.0] * 3  # that of both together, however large their batches
+    assert [row["rate"] for _, row in main if "rate" in row] == [5.0] * 3  # the mean, not weighted by batch size
     assert [row["lr-SGD"] for _, row in main if "lr-SGD" in row] == [0.1] * 4
     assert [step for step, row in main if row.get("grad_norm", 0) > 0] == [1, 2, 3, 4]
 
 
 def test_what_callbacks_log_where_a_process_has_no_batch() -> None:
-    """In the third update of each epoch."""
+    """Rank 1 has no batch in the third step of each epoch; the values are logged all the same."""
     main, _ = run_world(2, logged, 17)
     assert [step for step, row in main if "rate" in row] == [2, 3, 4, 5, 6]
     assert [row["lr-SGD"] for _, row in main if "lr-SGD" in row] == [0.1] * 6
@@ -192,7 +199,7 @@ def test_what_callbacks_log_where_a_process_has_no_batch() -> None:
 
 
 class LateLoss(TinyModule):
-    """The second process has no loss at first, and so nothing to count FLOPs in."""
+    """Rank 1 has no loss in its first two batches, so it cannot count FLOPs in them."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         return None if self.global_rank == 1 and batch_idx < 2 else self.loss(batch)
@@ -210,14 +217,14 @@ def test_flops_that_one_process_counts_later() -> None:
     assert first == second
     rates = {step: row["throughput/tflops_per_device"] for step, row in rows if "throughput/tflops_per_device" in row}
     assert list(rates) == [2, 3, 4, 5]
-    assert all(rate > 0.0 for rate in rates.values())  # of those that have counted
+    assert all(rate > 0.0 for rate in rates.values())  # of the ranks that have counted FLOPs
 
 
 def shown() -> str:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         trainer = make_trainer(strategy="ddp", enable_progress_bar=True, enable_model_summary=True)
-        assert trainer.progress_bar_callback is not None  # a user may ask for it on every process
+        assert trainer.progress_bar_callback is not None  # every process has it, although only one shows it
         trainer.fit(TinyModule(), tiny_loader(18), tiny_loader(6))
     return printed.getvalue()
 

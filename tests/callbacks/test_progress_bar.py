@@ -22,7 +22,7 @@ from trainkit.errors import ConfigurationError
 
 
 class Terminal:
-    """What was written to standard output, which passes for a terminal."""
+    """What was written to standard output, which is treated as a terminal."""
 
     def __init__(self, capsys: Any) -> None:
         self._capsys = capsys
@@ -45,7 +45,7 @@ def terminal(capsys, monkeypatch) -> Terminal:
 
 
 def draws(terminal: Terminal) -> list[str]:
-    """What was drawn, one bar after the other, without the moves of the cursor."""
+    """All bars that were drawn, one after the other, without the movements of the cursor."""
     parts = re.split(r"[\r\n]|\x1b\[A", terminal.getvalue())
     return [part.strip() for part in parts if part.strip()]
 
@@ -93,7 +93,7 @@ def test_is_drawn_ten_times_a_second_at_most(trainer, module, clock, terminal) -
     train_epoch(callback, trainer, module, clock, 10_000, seconds=1 / 1024)
     assert 90 <= len(draws(terminal)) <= 100  # in 9.8 seconds
     callback.on_train_end(trainer, module)
-    assert "10000/10000" in draws(terminal)[-1]  # however little time has passed
+    assert "10000/10000" in draws(terminal)[-1]  # the last bar is drawn in any case
 
 
 def test_refresh_rate_counts_batches(trainer, module, clock, terminal) -> None:
@@ -135,7 +135,7 @@ def test_a_resumed_epoch_begins_where_it_was(trainer, module, clock, terminal) -
     assert "8/10" in draws(terminal)[-1]
     assert callback._train is not None
     assert callback._train.bar is not None
-    assert callback._train.bar.initial == 7  # of the rate, too
+    assert callback._train.bar.initial == 7  # the rate does not count skipped batches
     callback.on_train_end(trainer, module)
 
 
@@ -144,7 +144,7 @@ def rates(terminal: Terminal) -> list[str]:
 
 
 def test_the_rate_is_that_of_the_last_interval(trainer, module, clock, terminal) -> None:
-    """Not a mean since the epoch's begin, which says of a run that has become slow that it is fast."""
+    """A mean since the start of the epoch would hide that a run has become slow."""
     callback = TQDMProgressBar()
     callback.setup(trainer, module, "fit")
     trainer.num_training_batches = 100
@@ -164,14 +164,14 @@ def test_a_rate_is_measured_over_a_second_at_least(trainer, module, clock, termi
     trainer.num_training_batches = 1000
     callback.on_train_epoch_start(trainer, module)
     for batch_idx in range(1000):
-        clock.now += 0.03125 if batch_idx % 2 else 0.09375  # batches of two kinds: over one of them it would jump
+        clock.now += 0.03125 if batch_idx % 2 else 0.09375  # batches of two durations: measured over one, it would jump
         callback.on_train_batch_end(trainer, module, None, None, batch_idx)
     assert {*rates(terminal)[20:]} == {"16.00it/s"}
     callback.on_train_end(trainer, module)
 
 
 def test_a_validation_does_not_count_in_the_rate(trainer, module, clock, terminal) -> None:
-    """From its first hook to its last: its loader starts workers before the first batch."""
+    """The time from its first to its last hook does not count, with the start of DataLoader workers before the first batch."""
     callback = TQDMProgressBar()
     callback.setup(trainer, module, "fit")
     trainer.num_val_batches = [2, 2]
@@ -182,7 +182,7 @@ def test_a_validation_does_not_count_in_the_rate(trainer, module, clock, termina
     for batch_idx in range(4, 8):
         clock.now += 0.5
         callback.on_train_batch_end(trainer, module, None, None, batch_idx)
-    assert {text for text in rates(terminal) if text not in ("1.00it/s",)} == {"2.00it/s"}  # 1.00: the validation's own
+    assert {text for text in rates(terminal) if text not in ("1.00it/s",)} == {"2.00it/s"}  # 1.00: the rate of validation
     callback.on_train_end(trainer, module)
 
 
@@ -191,7 +191,7 @@ def test_the_search_for_the_position_of_a_resume_does_not_count_in_the_rate(trai
     callback.setup(trainer, module, "fit")
     trainer.num_training_batches = 110
     callback.on_train_epoch_start(trainer, module)
-    clock.now += 60.0  # the loader skips 100 batches
+    clock.now += 60.0  # meanwhile the loader skips 100 batches
     for batch_idx in range(100, 110):
         clock.now += 0.5
         callback.on_train_batch_end(trainer, module, None, None, batch_idx)
@@ -252,7 +252,7 @@ def test_plain_lines_where_there_is_no_terminal(trainer, module, clock, capsys) 
     trainer.progress_bar_metrics = {"train_loss": 0.123456, "lr": 3e-5}
     train_epoch(callback, trainer, module, clock, 40, seconds=0.5)
     trainer.num_val_batches = [2, 3]
-    evaluate(callback, trainer, module, clock, "validation", [2, 3])  # its time is not training's
+    evaluate(callback, trainer, module, clock, "validation", [2, 3])  # not part of the training time
     trainer.progress_bar_metrics = {"train_loss": 0.1, "val_loss": 0.25}
     callback.on_train_end(trainer, module)
     assert capsys.readouterr().out.splitlines() == [
@@ -278,7 +278,7 @@ def test_print_goes_above_the_bar(trainer, module, clock, terminal) -> None:
     callback.print("a", 1, sep="-", flush=True)
     shown = draws(terminal)
     assert "a-1" in shown
-    assert shown[-1].startswith("Epoch 0/1:  50%")  # drawn again below
+    assert shown[-1].startswith("Epoch 0/1:  50%")  # the bar is drawn again below
     callback.on_train_end(trainer, module)
 
 
@@ -309,7 +309,7 @@ def test_starts_no_thread(trainer, module, clock, terminal) -> None:
     callback = TQDMProgressBar()
     callback.setup(trainer, module, "fit")
     train_epoch(callback, trainer, module, clock, 2, seconds=1.0)
-    assert "monitor" not in vars(progress_bar._Bar)  # tqdm's thread, where it has started one
+    assert "monitor" not in vars(progress_bar._Bar)  # where tqdm keeps its monitor thread
     callback.teardown(trainer, module, "fit")
 
 
@@ -337,9 +337,9 @@ def _stdout(monkeypatch, stream: Any) -> bool:
 
 
 def test_what_passes_for_a_terminal(monkeypatch) -> None:
-    assert not _stdout(monkeypatch, None)  # a program without a console
+    assert not _stdout(monkeypatch, None)  # as in a program without a console
     assert not _stdout(monkeypatch, io.StringIO())
-    assert _stdout(monkeypatch, SimpleNamespace(isatty=lambda: True, fileno=io.StringIO().fileno))  # of unknown size
+    assert _stdout(monkeypatch, SimpleNamespace(isatty=lambda: True, fileno=io.StringIO().fileno))  # a terminal of unknown size
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
@@ -357,7 +357,7 @@ def test_a_terminal_without_size_does_not_pass(monkeypatch, lines: int, columns:
 
 
 class Chatty(TinyModule):
-    """Shows its losses in the bar and prints a line in the second batch."""
+    """Shows its losses in the bar, and prints a line in the second batch."""
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 1:
@@ -376,7 +376,7 @@ def test_a_fit_without_a_terminal(make_trainer, capsys) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
     assert lines[0] == lines[2] == "a line of the module"
-    for epoch in range(2):  # with the metrics of the epoch that the line is about
+    for epoch in range(2):  # each line has the metrics of its own epoch
         pattern = rf"Epoch {epoch}/1: 4/4 batches, .* batches/s, .*val_loss={epoch}(,|$)"
         assert re.match(pattern, lines[2 * epoch + 1])
     assert isinstance(trainer.progress_bar_callback, TQDMProgressBar)
@@ -419,7 +419,7 @@ def test_the_other_stages_of_a_trainer(make_trainer, capsys) -> None:
 
 
 class Silent(TinyModule):
-    """Logs the values that it was created with, or nothing; each step takes a second."""
+    """Logs its loss, times 2, as `name`, or nothing if `name` is empty. Each step takes a second of the clock."""
 
     clock: Any = None
     name, options = "", {}
@@ -434,12 +434,12 @@ class Silent(TinyModule):
 
 
 def shown_losses(drawn: list[str]) -> list[dict[str, str]]:
-    """The values next to the training bar at each of its draws."""
+    """The values next to the training bar, each time it was drawn."""
     return [dict(re.findall(r"(\w+)=([\d.e+-]+)", text)) for text in drawn if text.startswith("Epoch")]
 
 
 def test_the_current_loss_is_shown_from_the_first_step_on(make_trainer, terminal, clock) -> None:
-    """Long before the first log boundary, of a module that logs nothing."""
+    """This includes a module that logs nothing, and steps before the first log boundary."""
     losses = []
 
     class Noting(Silent):
@@ -461,8 +461,8 @@ def test_what_the_step_logs_is_shown_at_once_and_not_twice(make_trainer, termina
     make_trainer(enable_progress_bar=True, log_every_n_steps=log_every).fit(module, tiny_loader())
     shown = shown_losses(draws(terminal))
     assert [*map(len, shown)] == [0, *[1] * (len(shown) - 1)]
-    assert len({values["train_loss"] for values in shown[1:5]}) == 4  # of each step
-    assert shown[-1] == shown[4]  # at the end of the epoch too
+    assert len({values["train_loss"] for values in shown[1:5]}) == 4  # a new value in each step
+    assert shown[-1] == shown[4]  # also at the end of the epoch
 
 
 def test_the_loss_stands_next_to_other_metrics(make_trainer, terminal, clock) -> None:
@@ -491,14 +491,14 @@ def test_the_device_is_read_when_the_bar_is_drawn_only(make_trainer, terminal, c
 
 
 def test_on_a_device_of_lazy_tensors_the_step_is_not_read(trainer, module, clock, terminal) -> None:
-    """There a value would make a part of the step run by itself."""
+    """With lazy tensors, reading a value would run a part of the step by itself."""
     trainer.strategy.lazy_tensors = True
     trainer._run.train_metrics.in_bar = lambda: {"train_loss": 1.0}
     callback = TQDMProgressBar()
     callback.setup(trainer, module, "fit")
     train_epoch(callback, trainer, module, clock, 3, seconds=1.0)
     assert "loss" not in terminal.getvalue()
-    trainer.progress_bar_metrics = {"train_loss": 2.0}  # of a log boundary
+    trainer.progress_bar_metrics = {"train_loss": 2.0}  # a value of a log boundary
     callback.on_train_end(trainer, module)
     assert "train_loss=2" in terminal.getvalue()
 
@@ -550,8 +550,8 @@ def test_a_notebook_with_ipywidgets_has_tqdms_widget(run_dir: Path) -> None:
     _, shown = run_cells(run_dir, [PATHS, CELL])
     assert shown.error == ""
     assert "\x1b" not in shown.stdout + shown.stderr + shown.value
-    assert "Epoch" not in shown.stdout  # it is no line, and no drawing of characters
-    assert re.match(r"(Epoch 1/1|Validation): +0%\|", shown.value)  # how the widget stands where widgets are not shown
+    assert "Epoch" not in shown.stdout  # neither lines nor a text bar
+    assert re.match(r"(Epoch 1/1|Validation): +0%\|", shown.value)  # the text of the widget where widgets are not shown
 
 
 # ------------------------------------------------------------------------------------------------- other encodings
@@ -585,8 +585,8 @@ trainer.validate(Naming(), tiny_loader())
     done = run_python(program, env={**variables, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert done.returncode == 0, done.stderr
     assert "exactitude_e=" in done.stdout
-    assert re.search(r"^precision +\d", done.stdout, re.MULTILINE)  # the table of a validation
-    assert " -> ModelCheckpoint" in done.stdout  # of explain()
+    assert re.search(r"^precision +\d", done.stdout, re.MULTILINE)  # the results of validate()
+    assert " -> ModelCheckpoint" in done.stdout  # the output of explain()
     assert "Error" not in done.stderr
 
 
@@ -594,7 +594,7 @@ def test_an_epoch_that_max_steps_will_cut_short(terminal: Any, trainer: Any, mod
     trainer.max_steps, trainer.global_step, trainer.accumulate_grad_batches = 12, 10, 3
     bar = TQDMProgressBar()
     bar.setup(trainer, module, "fit")
-    for start, total in ((0, 6), (3, 9)):  # of a run that resumes in the middle of the epoch
+    for start, total in ((0, 6), (3, 9)):  # start=3: the run has resumed in the middle of the epoch
         trainer._run.progress = SimpleNamespace(epoch_start=start)
         bar.on_train_epoch_start(trainer, module)
         assert bar._train is not None

@@ -1,4 +1,4 @@
-"""`TQDMProgressBar.print` takes the arguments of Python's."""
+"""`TQDMProgressBar.print` takes the arguments of Python's `print`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainkit.callbacks import TQDMProgressBar
 
 
 class Stream(io.StringIO):
-    """Counts how often it is flushed."""
+    """Counts how many times it is flushed."""
 
     flushed = 0
 

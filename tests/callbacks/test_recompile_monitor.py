@@ -1,4 +1,4 @@
-"""`RecompileMonitor`, by a strategy whose graphs the test compiles; real ones are in test_recompile_monitor_xla.py."""
+"""`RecompileMonitor` with simulated compilations. Real ones are tested in test_recompile_monitor_xla.py."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from trainkit.micro_batch import WHOLE_WINDOW
 
 
 class Lazy:
-    """Compiles when the test says so."""
+    """A placeholder for a strategy; the test sets the number of graphs that it has compiled."""
 
     name = "lazy"
 
     def __init__(self) -> None:
-        self.compilations: int | None = 7  # of another run in this process
+        self.compilations: int | None = 7  # graphs of an earlier run in this process
         self.hints = {"graphs": 40, "reads": 3}
 
     def compilation_hints(self) -> dict[str, int]:
@@ -35,7 +35,7 @@ class Lazy:
 
 
 class Run:
-    """A fit of the callback, hook by hook: `step` is a micro-batch, in which this many graphs are compiled."""
+    """A fit, one hook at a time. `step` is a micro-batch in which `compiled` graphs are compiled."""
 
     def __init__(self, trainer: Any, module: Any, **arguments: Any) -> None:
         self.trainer, self.module, self.strategy = trainer, module, Lazy()
@@ -67,7 +67,7 @@ class Run:
         graphs: int = 1,
         **hints: int,
     ) -> list[str]:
-        """The warnings of it; a tuple of sizes is a tensor under "x"."""
+        """Run a micro-batch; returns its warnings. A tuple of sizes is the shape of a tensor "x"."""
         batch = {"x": torch.zeros(batch)} if isinstance(batch, tuple) and all(isinstance(n, int) for n in batch) else batch
         accelerator = self.trainer.accelerator
         accelerator.accumulation.current = accelerator.accumulation.current._replace(first=first, last=full)
@@ -89,7 +89,7 @@ class Run:
         assert self.step(compiled=1) == self.step(compiled=1) == self.step() == []
 
     def validate(self, *batches: tuple[tuple[int, ...], int], sanity: bool = False, index: int = 0) -> None:
-        """Batches of these sizes, with the number of graphs compiled in each."""
+        """Run a validation. Each batch is a shape and the number of graphs that are compiled in it."""
         self.trainer.sanity_checking = sanity
         self.callback.on_validation_start(self.trainer, self.module)
         for batch_idx, (sizes, compiled) in enumerate(batches):
@@ -107,14 +107,14 @@ def run(trainer: Any, module: Any) -> Run:
 
 @pytest.fixture
 def said(monkeypatch: Any) -> list[str]:
-    """The notices."""
+    """The notices of the callback."""
     messages: list[str] = []
     monkeypatch.setattr(recompile_monitor, "notice", messages.append)
     return messages
 
 
 def holds(texts: list[str], *words: str) -> None:
-    """There is one text, and these words are in it."""
+    """Check that there is one text, and that it contains these words."""
     assert len(texts) == 1, texts
     for word in words:
         assert word in texts[0]
@@ -135,7 +135,7 @@ def test_a_wrong_argument_is_named_with_its_fix(name: str, value: Any, words: st
     holds([str(caught.value)], words, f"RecompileMonitor({name}=")
 
 
-# ------------------------------------------------------------------------------------------------- what is expected
+# -------------------------------------------------------------------------------------------- expected compilations
 
 
 def test_warm_up_is_expected(run: Run, said: list[str]) -> None:
@@ -164,13 +164,13 @@ def test_the_short_last_batch_is_said_once(run: Run, said: list[str]) -> None:
     assert run.step((5, 16)) == []
     assert run.callback.counts == {"warm-up": 2, "expected": 1}
     run.batch_idx = 9
-    holds(run.step((3, 16), compiled=1), "batch['x']: [5, 16] → [3, 16]", "pad_last_batch=True")  # only one is expected
+    holds(run.step((3, 16), compiled=1), "batch['x']: [5, 16] → [3, 16]", "pad_last_batch=True")  # only one size is expected
     assert run.callback.unexpected == 1
 
 
 @pytest.mark.parametrize("place, length, expected", [(3, 10, False), (3, math.inf, True)])
 def test_a_short_batch_in_the_middle(run: Run, place: int, length: float, expected: bool) -> None:
-    """It may be the last one where only its end tells how long an epoch is."""
+    """It is expected if the length of the epoch is unknown, because it may be the last batch."""
     run.trainer.num_training_batches = length
     run.warm_up()
     run.batch_idx = place
@@ -186,7 +186,7 @@ def test_a_short_batch_in_warm_up_is_the_one_to_expect(run: Run) -> None:
 
 
 def test_what_the_first_step_alone_has_had(run: Run) -> None:
-    """Its graph is without the optimizer's state, so that its shape costs another later."""
+    """In the first step the optimizer has no state yet, so a batch of the same shape needs one more graph later."""
     run.step((8, 12), compiled=1)
     run.step((8, 16), compiled=1)
     assert run.step((8, 12), compiled=1) == []
@@ -194,6 +194,7 @@ def test_what_the_first_step_alone_has_had(run: Run) -> None:
 
 
 def test_known_parts_in_a_new_combination(run: Run, said: list[str]) -> None:
+    # A known shape at a known place in the window, in a new combination, needs another graph: once, without a warning.
     for length in (16, 12):
         for first, full in ((True, False), (False, True)):
             run.step((8, length), compiled=1, first=first, full=full)
@@ -220,14 +221,14 @@ def test_the_shorter_last_window(run: Run, said: list[str]) -> None:
 
 
 def test_a_window_in_which_not_all_processes_have_a_batch(run: Run, said: list[str]) -> None:
-    """What they average is run first, in a graph of its own."""
+    """The gradients to be averaged are computed first, in a graph of their own."""
     run.warm_up()
     run.trainer.accelerator.accumulation.current = WHOLE_WINDOW._replace(uneven=True)
     assert run.step(compiled=2, graphs=2) == []
     holds(said, "2 graphs were compiled in step 4 (epoch 0, batch_idx 3), as expected once: no earlier step had this place")
 
 
-# ------------------------------------------------------------------------------------------------------ what changed
+# ----------------------------------------------------------------------------------- the change that a warning names
 
 
 def test_a_new_length_is_warned_of(run: Run) -> None:
@@ -300,7 +301,7 @@ def test_freezing_is_named(run: Run) -> None:
     run.module.bias.requires_grad_(False)
     holds(run.step(compiled=1), "bias.requires_grad: True → False.", "before training starts")
     run.module.bias.requires_grad_(True)
-    assert run.step() == []  # nothing is compiled: that state is known
+    assert run.step() == []  # nothing is compiled, because that state is known
     run.module.weight.requires_grad_(False)
     run.module.eval()
     holds(run.step(compiled=1), "weight.requires_grad: True → False; module.training: True → False")
@@ -319,14 +320,14 @@ def test_options_of_the_optimizer(run: Run) -> None:
     run.warm_up()
     [group] = run.trainer.optimizers[0].param_groups
     group["lr"], group["betas"] = 0.0, (0.8, 0.9)
-    holds(run.step(compiled=1), "Neither")  # of these the values make no graph
+    holds(run.step(compiled=1), "Neither")  # other values of these need no other graph
     group["weight_decay"] = 0.0
     holds(run.step(compiled=1), "optimizer 0, group 0, weight_decay: another number → 0.0")
     run.trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     holds(run.step(compiled=1), "optimizer 0, group 1, parameters: missing → 1")
 
 
-# ----------------------------------------------------------------------------------------------------- what cannot be seen
+# ------------------------------------------------------------------------------------------ causes that inputs do not show
 
 
 def test_an_unknown_cause_names_the_numbers_of_the_batch(run: Run) -> None:
@@ -358,7 +359,7 @@ def test_a_step_that_does_nothing_is_not_the_usual(run: Run) -> None:
 def test_a_read_value_that_decides_the_graph(run: Run, said: list[str]) -> None:
     for _ in range(4):
         run.step(graphs=2, reads=1)
-    holds(said, "a step runs in 2 graphs", ".item()")  # nothing is compiled for it, but the device is waited for
+    holds(said, "a step runs in 2 graphs", ".item()")  # a notice: each step waits for the device
     holds(run.step(compiled=1, graphs=2, reads=1), "each new number that is used in a shape needs another graph")
 
 
@@ -370,7 +371,7 @@ def test_manual_optimization_may_make_more_updates_in_a_step(run: Run, said: lis
     assert said == []
 
 
-# ------------------------------------------------------------------------------------------------------------ elsewhere
+# -------------------------------------------------------------------------------------------- outside of training steps
 
 
 def test_the_first_evaluation_is_expected(run: Run, said: list[str]) -> None:
@@ -419,14 +420,14 @@ def test_between_steps_in_warm_up(run: Run) -> None:
     assert run.callback.counts == {"warm-up": 3}
 
 
-# ------------------------------------------------------------------------------------------------------- what is said
+# ----------------------------------------------------------------------------------------- warnings and logged values
 
 
 def test_no_more_than_max_warnings(trainer: Any, module: Any) -> None:
     run = Run(trainer, module, max_warnings=2)
     run.warm_up()
     texts = [run.step(tuple([8] * dimensions), compiled=1) for dimensions in (3, 4, 5, 6)]
-    assert [len(text) for text in texts] == [1, 0, 0, 0]  # one cause
+    assert [len(text) for text in texts] == [1, 0, 0, 0]  # one cause, so one warning
     texts = [run.step({name: torch.zeros(8)}, compiled=1) for name in "abcd"]
     assert [len(text) for text in texts] == [1, 1, 0, 0]
     holds(texts[1], "Further compilations are only counted, in compilations/unexpected (max_warnings=2)")
@@ -434,6 +435,7 @@ def test_no_more_than_max_warnings(trainer: Any, module: Any) -> None:
 
 
 def test_none_but_the_last_line(trainer: Any, module: Any) -> None:
+    # With `max_warnings=0` the only warning says that further compilations are counted.
     run = Run(trainer, module, max_warnings=0)
     run.warm_up()
     holds(run.step((8, 3), compiled=1), "Further compilations are only counted")
@@ -445,7 +447,7 @@ def test_what_is_logged(run: Run) -> None:
     assert run.module.logged == {}
     run.trainer.should_log = True
     run.step(full=False)
-    assert run.module.logged == {}  # inside a window
+    assert run.module.logged == {}  # inside an accumulation window
     run.step((8, 20), compiled=2)
     assert run.module.logged == {"compilations/total": 11.0, "compilations/unexpected": 2.0}
     assert run.module.options == {"on_step": True, "on_epoch": False, "batch_size": 1}
@@ -454,7 +456,7 @@ def test_what_is_logged(run: Run) -> None:
 def test_a_second_fit_begins_again(run: Run) -> None:
     run.warm_up()
     run.step((8, 20), compiled=1)
-    run.compile(5)  # by something else
+    run.compile(5)  # graphs that were compiled between the fits
     run.start()
     run.warm_up()
     assert run.callback.counts == {"warm-up": 2}
@@ -472,7 +474,7 @@ def test_a_validation_by_itself_is_not_looked_at(run: Run, said: list[str]) -> N
 
 def test_an_epoch_that_another_hook_leaves(run: Run) -> None:
     run.warm_up()
-    run.callback.on_train_batch_start(run.trainer, run.module, {"x": torch.zeros(1)}, 0)  # another's -1: the step does not run
+    run.callback.on_train_batch_start(run.trainer, run.module, {"x": torch.zeros(1)}, 0)  # another hook returned -1
     assert run.step() == []
 
 

@@ -1,4 +1,4 @@
-"""`RecompileMonitor` in runs on XLA's own graphs."""
+"""`RecompileMonitor` in runs with real graphs of XLA."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.xla
 
 
 class Reading(TrainModule):
-    """Reads its loss before the step is complete: "never", in the "fifth" step, or in "each"; "masked" leaves some out."""
+    """Reads its loss in a step: "never", in the "fifth" step, or in "each". "masked": the fifth step indexes by a mask."""
 
     def __init__(self, reads: str) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Reading(TrainModule):
 
 
 class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """`samples` samples; those from `change` on have another length."""
+    """`samples` sequences; those from index `change` on are longer."""
 
     def __init__(self, samples: int, change: int) -> None:
         self.samples, self.change = samples, change
@@ -58,7 +58,7 @@ class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def fit(reads: str = "never", samples: int = 44, change: int = 44, devices: int = 1, **arguments: Any) -> dict[str, Any]:
-    """Two epochs in batches of eight; what was warned of, what was counted, and what was logged."""
+    """Fit two epochs in batches of eight; returns the warnings, the counts and the logged values."""
     monitor = RecompileMonitor()
     trainer = Trainer(
         strategy="xla",
@@ -85,7 +85,7 @@ def fit(reads: str = "never", samples: int = 44, change: int = 44, devices: int 
 
 @pytest.mark.parametrize("devices", [1, 4])
 def test_a_clean_run(devices: int) -> None:
-    """With a short batch and evaluations, some of it at log boundaries."""
+    """A run with a short last batch, evaluations and log boundaries has no warnings."""
     found = run_xla(fit, devices=devices) if devices == 1 else run_xla(fit, "never", 44, 44, devices, devices=devices)
     assert found["warnings"] == []
     assert found["counts"] == {"evaluation": 2, "warm-up": 2, "expected": 1}
@@ -133,7 +133,7 @@ def with_its_notices() -> tuple[dict[str, Any], list[str]]:
 
 
 def test_a_value_that_is_read_in_each_step_is_named() -> None:
-    """Nothing is compiled for it after warm-up, so that it is no warning."""
+    """Nothing is compiled for it after warm-up, so there is a notice and no warning."""
     found, records = run_xla(with_its_notices)
     assert found["warnings"] == []
     [text] = [record for record in records if "a step runs in 2 graphs" in record]
@@ -141,7 +141,7 @@ def test_a_value_that_is_read_in_each_step_is_named() -> None:
 
 
 def hints() -> list[dict[str, int]]:
-    """How they grow by a step in one graph, one that is read, one that is printed, and by an operation for the host."""
+    """The hints of a step in one graph, of one that is read, of one that is printed, and of an operation on the host."""
     strategy = load_strategy("xla")()
     strategy.join(RequestedDevices())
     tensor = torch.ones(4).to(strategy.device)

@@ -1,4 +1,4 @@
-"""The arguments of the callbacks and their defaults: those that Lightning has too are Lightning's."""
+"""The arguments of callbacks and their defaults. Those that Lightning has too are the same as Lightning's."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def batch_of(samples: int, length: int = 4) -> list[torch.Tensor]:
 def step(
     callback: ThroughputMonitor, trainer: Any, module: Any, clock: Any, samples: list[int], wait: float = 1.0
 ) -> dict[str, float]:
-    """One update of as many micro-batches, each after waiting and taking three seconds; what was logged."""
+    """One optimizer step. Each micro-batch waits for data and then takes three seconds. Returns the logged values."""
     module.logged.clear()
     for number, size in enumerate(samples, start=1):
         clock.now += wait
@@ -69,15 +69,15 @@ def test_a_wrong_argument_is_named_with_its_fix(arguments: dict[str, Any], words
 
 def test_rates_of_a_window(trainer, module, clock, start) -> None:
     callback = start(window_size=2)
-    assert step(callback, trainer, module, clock, [8]) == {}  # the first update has warm-up in it
-    # From update to update: 1 s of waiting for data, 3 s of work.
+    assert step(callback, trainer, module, clock, [8]) == {}  # the first step includes warm-up
+    # Each step: 1 s of waiting for data, 3 s of work.
     assert step(callback, trainer, module, clock, [8]) == {
         "throughput/batches_per_sec": 0.25,
         "throughput/samples_per_sec": 2.0,
         "throughput/data_wait_share": 0.25,
     }
     step(callback, trainer, module, clock, [8])
-    logged = step(callback, trainer, module, clock, [16], wait=5.0)  # the window: the last two updates, 12 s
+    logged = step(callback, trainer, module, clock, [16], wait=5.0)  # the last two steps, 12 s
     assert logged == {
         "throughput/batches_per_sec": 2 / 12,
         "throughput/samples_per_sec": 24 / 12,
@@ -114,7 +114,7 @@ def test_rates_are_of_all_processes_together(trainer, module, clock, start) -> N
 
 
 def test_a_batch_of_several_devices_is_counted_as_it_is(trainer, module, clock, start) -> None:
-    """It has the samples of all of them, and a micro-batch of each."""
+    """The batch contains the samples of all devices of the process, and one micro-batch for each device."""
     trainer.strategy.data_world = World(devices=4)
     callback = start(flops_per_batch=8e12, length_fn=lambda batch: 8)
     step(callback, trainer, module, clock, [8])
@@ -156,7 +156,7 @@ def test_a_second_fit_starts_again(trainer, module, clock, start) -> None:
 
 @pytest.mark.parametrize("flops", [8e12, lambda batch: 1e12 * len(batch[0])])
 def test_utilization(trainer, module, clock, start, flops: Any) -> None:
-    trainer.strategy.data_world = World(size=2)  # a share, and per device: not multiplied
+    trainer.strategy.data_world = World(size=2)  # values per device are not multiplied by this
     callback = start(flops_per_batch=flops, available_flops=20e12)
     step(callback, trainer, module, clock, [8])
     logged = step(callback, trainer, module, clock, [8])
@@ -174,12 +174,12 @@ def test_without_a_known_peak_there_is_one_notice_and_no_utilization(trainer, mo
     assert len(caplog.messages) == 1
     assert "(cpu, 32-true)" in caplog.messages[0]
     assert "ThroughputMonitor(available_flops=312e12)" in caplog.messages[0]
-    start()  # without FLOPs nothing is missing
+    start()  # no notice if FLOPs are not requested
     assert len(caplog.messages) == 1
 
 
 def measured_step(callback: ThroughputMonitor, trainer: Any, module: Any, samples: int) -> None:
-    """Forward and backward of Linear(2, 1), within the hooks."""
+    """The forward and backward of a linear layer, between the hooks of a batch."""
     inputs = torch.ones(samples, 2, requires_grad=True)
     callback.on_train_batch_start(trainer, module, inputs, 0)
     loss = torch.nn.functional.linear(inputs, module.weight).sum()
@@ -283,7 +283,7 @@ def test_waits_for_the_device_at_log_boundaries_only(trainer, module, clock, sta
 
 
 class TimedSteps(TinyModule):
-    """Each training step takes three seconds of the stopped clock."""
+    """Each training step moves the clock by three seconds."""
 
     def __init__(self, clock: Any) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ class TimedSteps(TinyModule):
 
 
 class Slow(torch.utils.data.Dataset):
-    """Sixteen samples, a quarter of a second each."""
+    """Sixteen samples; reading one moves the clock by a quarter of a second."""
 
     def __init__(self, clock: Any) -> None:
         self.clock = clock

@@ -57,7 +57,7 @@ def test_stops_when_the_time_is_up(trainer, module, clock) -> None:
     callback.on_train_batch_end(trainer, module, None, None, 1)
     assert trainer.should_stop
     callback.on_train_batch_end(trainer, module, None, None, 2)
-    assert module.printed == ["Time limit of 0:01:40 reached: training stops after 0:01:40."]  # once
+    assert module.printed == ["Time limit of 0:01:40 reached: training stops after 0:01:40."]  # printed only once
 
 
 def test_interval_epoch_looks_at_the_end_of_epochs_only(trainer, module, clock) -> None:
@@ -75,7 +75,7 @@ def test_times_of_the_stages(trainer, module, clock) -> None:
     callback = Timer()
     assert (callback.start_time(), callback.end_time(), callback.time_elapsed()) == (None, None, 0.0)
     callback.on_train_start(trainer, module)
-    for _ in range(2):  # validation adds up, and belongs to training
+    for _ in range(2):  # validations add up, and are part of training time
         clock.now += 5
         callback.on_validation_start(trainer, module)
         clock.now += 3
@@ -120,7 +120,7 @@ def test_a_resumed_run_has_the_time_that_was_left(trainer, module, clock) -> Non
     clock.now += 7
     state = first.state_dict()
     assert state == {"time_elapsed": {"train": 7.0}}
-    clock.now += 1e6  # the machine was down
+    clock.now += 1e6  # time between the runs does not count
     second = Timer("00:00:00:10")
     second.load_state_dict(state)
     assert second.time_remaining() == 3
@@ -150,7 +150,7 @@ def test_a_chain_of_resumes_counts_every_second_once(trainer, module, clock) -> 
         clock.now += 1.25
         callback.on_validation_end(trainer, module)
         state = callback.state_dict()
-        clock.now += 3  # of the killed process, after its checkpoint
+        clock.now += 3  # time after the last checkpoint does not count
         assert state == {"time_elapsed": {"train": fit * 8.375, "validate": fit * 1.25, "sanity_check": fit * 0.5}}
     assert not trainer.should_stop
 
@@ -173,7 +173,7 @@ def test_a_stop_that_was_taken_back_is_asked_for_again(trainer, module, clock) -
     callback.on_train_start(trainer, module)
     clock.now += 10
     for batch in range(3):
-        trainer.should_stop = False  # as EarlyStopping does with its own, when its patience was raised
+        trainer.should_stop = False  # as EarlyStopping does if its patience was raised
         callback.on_train_batch_end(trainer, module, None, None, batch)
         assert trainer.should_stop
     assert len(module.printed) == 1
@@ -211,7 +211,7 @@ def test_a_second_fit_has_the_whole_time_again(trainer, module, clock) -> None:
 
 
 class TenSecondSteps(TinyModule):
-    """Each training step takes ten seconds of the stopped clock, each validation step one."""
+    """Each training step moves the clock by ten seconds, each validation step by one."""
 
     def __init__(self, clock: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Accelerate itself writes the files that other tests read, and reads the files that we write."""
+"""Accelerate writes the files that other tests read, and reads the files that trainkit writes."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def test_files_of_accelerate_and_for_it(tmp_path: Path) -> None:
     for name, text in FILES.items():
         assert (tmp_path / f"{name}.yaml.theirs").read_text() == text
     assert (tmp_path / "default").read_text() == DEFAULT
-    for path in ours:  # what our files contain, theirs contain too, in addition to keys that they always contain
+    for path in ours:  # Accelerate writes all keys of our file, and others that it always writes
         theirs = yaml.safe_load(Path(f"{path}.theirs").read_text())
         assert yaml.safe_load(path.read_text()).items() <= theirs.items()

@@ -35,7 +35,7 @@ def test_the_default_is_stage_2() -> None:
 
 
 def test_every_argument_is_in_the_configuration() -> None:
-    """As in the file of the sequence-to-sequence example."""
+    """The arguments are like those of `examples/zero3_offload.yaml`."""
     plugin = DeepSpeedPlugin(
         gradient_accumulation_steps=4,
         gradient_clipping=1.0,
@@ -95,7 +95,7 @@ def test_a_configuration(run_dir: Path) -> None:
 
 
 def test_an_init_flag_of_another_stage() -> None:
-    """Accelerate's own files have it; a warning says that it has no effect, as in Accelerate."""
+    """`zero3_init_flag` has no effect in stage 2, as in Accelerate, whose files contain it; a warning says so."""
     with pytest.warns(UserWarning, match="zero3_init_flag=True.* has no effect in stage 2: only stage 3 shards"):
         plugin = DeepSpeedPlugin(zero_stage=2, zero3_init_flag=True)
     assert not plugin.divides_at_once
@@ -149,7 +149,7 @@ def test_invalid_configuration_files() -> None:
 
 
 def trained(plugin: dict[str, Any] | None, options: dict[str, Any], clip: float | None, folder: str) -> list[float]:
-    """Losses of a loop under ZeRO, which clips by itself or leaves that to the configuration."""
+    """The losses of a loop under ZeRO. The loop clips the gradients itself (`clip`), or the configuration does."""
     trainkit.seed_everything(5)
     given = {"config": DeepSpeedPlugin(**plugin).deepspeed_config} if plugin is not None else options
     accelerator = Accelerator(strategy=ZeROStrategy(**given), precision="bf16-true")

@@ -27,7 +27,7 @@ ACCELERATES = {
 
 
 def test_members() -> None:
-    """Each member of Accelerate exists."""
+    """All members of Accelerate's `DistributedType` exist."""
     assert {kind.name for kind in DistributedType} == ACCELERATES
     assert all(kind.value == kind.name for kind in DistributedType)
     assert DistributedType.TPU is DistributedType.XLA

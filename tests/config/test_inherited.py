@@ -56,7 +56,10 @@ def test_debugging(name: str) -> None:
 
 
 def test_the_precedence_of_debug_mode() -> None:
-    """A flag beats the environment, which beats a file; our variable beats Accelerate's."""
+    """A flag takes precedence over environment variables, and these over a configuration file.
+
+    TRAINKIT_DEBUG_MODE takes precedence over ACCELERATE_DEBUG_MODE.
+    """
     both = {"TRAINKIT_DEBUG_MODE": "0", "ACCELERATE_DEBUG_MODE": "yes"}
     assert not debugging(both)
     for env, on in ((both, False), ({"ACCELERATE_DEBUG_MODE": "yes"}, True)):

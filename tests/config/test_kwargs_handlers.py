@@ -1,4 +1,4 @@
-"""`kwargs_handlers`: what each class becomes, and what it refuses."""
+"""`kwargs_handlers`: the options that each class sets, and values that are refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_options_of_ddp_are_those_of_the_strategy() -> None:
 
 
 def test_a_notice_says_that_buffers_are_the_same_on_all_ranks(caplog: pytest.LogCaptureFixture) -> None:
-    """A script that turns it off would have statistics of BatchNorm that differ from rank to rank; here it has not."""
+    """With `broadcast_buffers=False`, BatchNorm statistics would differ between ranks in Accelerate; here they never do."""
     DistributedDataParallelKwargs()
     assert caplog.text == ""
     DistributedDataParallelKwargs(broadcast_buffers=False)

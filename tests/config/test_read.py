@@ -1,4 +1,4 @@
-"""Reading configuration files, Accelerate's and ours: each key, and values that are refused."""
+"""Reading configuration files of Accelerate and of trainkit: each key, and values that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Settings`: which settings count, and what they mean."""
+"""`Settings`: which settings take precedence, and what they mean."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ FILE = Settings(
 
 
 def test_the_upper_settings_count() -> None:
+    # In `a.over(b)`, the settings of `a` take precedence.
     flags = Settings({"num_processes": 4}, {"zero_stage": 2}, {"dynamo_mode": "default"}, "the command line")
     both = flags.over(FILE)
     assert both == Settings(

@@ -1,4 +1,4 @@
-"""Every example is run as a user would run it, and must do what it says: learn."""
+"""Runs every example as a user would, and checks that it learns."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ EXAMPLES = ROOT / "examples"
 
 @pytest.fixture(autouse=True)
 def _no_seed_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The examples seed the process; the tests after them must not see that."""
+    """Restores the seed that an example sets, so that later tests do not see it."""
     monkeypatch.setattr("trainkit.rng._process_seed", None)
 
 
 def imported(example: str) -> ModuleType:
-    """The example of that name, imported from its file."""
+    """Import an example from its file."""
     name = f"example_{example}"
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{example}.py")
     assert spec is not None
@@ -40,7 +40,7 @@ def imported(example: str) -> ModuleType:
 
 @pytest.fixture
 def example(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """As `imported`, for one test."""
+    """An imported example. The module is removed after the test."""
     module = imported(request.param)
     yield module
     del sys.modules[module.__name__]
@@ -56,7 +56,7 @@ def test_each_example_is_tested() -> None:
 def test_the_readme_describes_it_and_help_shows_its_options(
     name: str, run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))  # as for a script
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # as when Python runs a script
     assert f"`{name}.py`" in (EXAMPLES / "README.md").read_text("utf-8")
     with pytest.raises(SystemExit) as ended:
         imported(name).main(["--help"])
@@ -123,7 +123,7 @@ def test_the_own_loop_depends_on_the_seed_alone(example: ModuleType, capsys: pyt
 
 @pytest.mark.parametrize("example", ["byte_gpt"], indirect=True)
 def test_the_byte_gpt_learns(example: ModuleType, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # A few updates of a model a tenth of the size; measured: 3.15 bits, where the bigram model has 3.43.
+    # A few optimizer steps of a model a tenth of the size. Measured: 3.15 bits per byte; the bigram model has 3.43.
     size = ["--width", "64", "--depth", "2", "--heads", "2", "--context", "32", "--batch-size", "32"]
     loss, bigram = example.main(["--max-steps", "200", "--learning-rate", "6e-3", *size])
     assert 3.0 < bigram < 4.0
@@ -139,7 +139,7 @@ def test_a_killed_run_resumes_to_the_same_result(example: ModuleType, run_dir: P
         done = run_python(str(EXAMPLES / "resume.py"), "--root", "killed", "--kill-at", str(step), cwd=run_dir)
         assert done.returncode == (-signal.SIGKILL if os.name == "posix" else signal.SIGTERM), done.stderr
     assert example.main(["--root", "killed", "--num-workers", "2"]) == expected
-    # the newest log: a process that is killed before its first checkpoint is complete leaves one that is never resumed
+    # the newest log: a process that is killed before its first checkpoint leaves a log that is never resumed
     logs = [max(Path(root, "logs/default").iterdir()) for root in ("whole", "killed")]
     tables = [(log / "metrics.csv").read_text("utf-8") for log in logs]
     assert tables[0] == tables[1]
@@ -160,7 +160,7 @@ def adapt(pairs: int) -> tuple[float, float, list[str]]:
 
 
 def reopened(pairs: int) -> tuple[float, list[str]]:
-    """The perplexity of the base with the adapter, both opened as anybody would open them, and what they generate."""
+    """Open the base model and the adapter with PEFT, as any user would; returns the perplexity and the generated texts."""
     from peft import PeftModel
     from transformers import AutoModelForSeq2SeqLM
 
@@ -175,7 +175,7 @@ def reopened(pairs: int) -> tuple[float, list[str]]:
 @pytest.mark.zero
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_adapter_learns_and_opens_elsewhere(size: int, run_dir: Path) -> None:
-    """Under ZeRO-3 with offload, which the example itself sets in each of these processes."""
+    """The example itself sets ZeRO-3 with offload in each process."""
     results = run_world(size, adapt, 48)
     assert all(result == results[0] for result in results)
     before, after, said = results[0]

@@ -23,7 +23,7 @@ def add(seen: Seen, hook: str, trainer: Any) -> None:
 
 
 class Numbered(TinyModule):
-    """Logs how many batches it has had, on each rank, plus ten times the rank."""
+    """Logs the number of batches so far on this rank, plus ten times the rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Numbered(TinyModule):
 
 
 class Reading(Numbered):
-    """Reads the metrics in its own hooks."""
+    """Records the metrics in its own hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Reader(Callback):
         add(self.seen, "validation", trainer)
 
 
-EXPECTED: Seen = [  # four batches per epoch and validation; the first validation is the sanity check's, of two batches
+EXPECTED: Seen = [  # four batches per epoch and validation; the first entry is the sanity check, with two batches
     ("validation", {"val_x": 1.5}),
     ("validation", {"x": 4.0, "x_step": 4.0, "val_x": 4.5}),
     ("train", {"x": 2.5, "x_step": 4.0, "x_epoch": 2.5, "val_x": 4.5}),
@@ -83,10 +83,11 @@ def test_they_see_the_values_of_this_epoch(who: str) -> None:
     trainer.fit(module, tiny_loader(), tiny_loader())
     assert (module.seen if isinstance(module, Reading) else callback.seen) == EXPECTED
     assert logger.of("x_epoch") == {4: 2.5, 8: 6.5}
-    assert len([row for _, row in logger.rows if "x_epoch" in row]) == 2  # each is logged once
+    assert len([row for _, row in logger.rows if "x_epoch" in row]) == 2  # each value is logged once
 
 
 def test_a_value_that_the_hook_logs_comes_to_those_of_the_epoch() -> None:
+    # Values that the hook itself logs are logged with the other values of the epoch.
     class Adding(Reading):
         def on_train_epoch_end(self) -> None:
             super().on_train_epoch_end()
@@ -138,7 +139,10 @@ def on_two_processes(everywhere: bool) -> tuple[Seen, Seen]:
 
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_on_several_processes_the_values_are_those_of_all(everywhere: bool) -> None:
-    """Two batches on each rank: 1 and 2, 11 and 12. A callback that only one rank has must not hang the others."""
+    """Values are reduced over all ranks, and a callback that only one rank has causes no hang.
+
+    Each rank has two batches: rank 0 logs 1 and 2, rank 1 logs 11 and 12.
+    """
     after = {"x": 6.5, "x_step": 7.0, "x_epoch": 6.5, "val_x": 6.5}
     seen = [("validation", {"x": 7.0, "x_step": 7.0, "val_x": 6.5}), ("train", after)]
     first, second = run_world(2, on_two_processes, everywhere)

@@ -1,4 +1,4 @@
-"""`self.log` in a fit on two processes: whose value it is, and over whom it is reduced."""
+"""`self.log` in a fit on two processes: over which ranks a value is reduced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainkit.errors import MetricError
 
 
 class Ranked(TinyModule):
-    """Logs the rank with given options, in training and in validation."""
+    """Logs its rank with the given options, in training and in validation."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def fitted(options: dict[str, Any]) -> dict[str, float]:
 
 @pytest.mark.parametrize("rank_zero_only, value", [(False, 0.5), (True, 0.0)])
 def test_rank_zero_only_is_the_value_of_rank_zero_on_every_rank(rank_zero_only: bool, value: float) -> None:
-    """Of ranks 0 and 1: the mean over both is 0.5, that of rank 0 alone is 0."""
+    """The mean over ranks 0 and 1 is 0.5; the value of rank 0 alone is 0."""
     first, second = run_world(2, fitted, {"rank_zero_only": rank_zero_only})
     assert first == {"rank": value, "rank_step": value, "rank_epoch": value, "val_rank": value}
     assert second == first
@@ -45,14 +45,14 @@ def test_rank_zero_only_is_the_value_of_rank_zero_on_every_rank(rank_zero_only: 
 
 @pytest.mark.parametrize("sync_dist", [False, True])
 def test_values_are_reduced_with_and_without_sync_dist(sync_dist: bool) -> None:
-    """As documented, it has no effect: the value of a single rank would be wrong."""
+    """As documented, `sync_dist` has no effect: values are always reduced, because that of one rank would be wrong."""
     for found in run_world(2, fitted, {"sync_dist": sync_dist}):
         assert (found["rank_epoch"], found["val_rank"]) == (0.5, 0.5)
 
 
 @pytest.mark.world_size(2)
 def test_a_group_of_some_processes_is_refused() -> None:
-    """It is not silently ignored: the mean over all ranks is not the mean over the group."""
+    """`sync_dist_group` is not silently ignored: the mean over all ranks is not the mean over the group."""
     torch.distributed.init_process_group("gloo")
     alone = [torch.distributed.new_group([rank]) for rank in (0, 1)][torch.distributed.get_rank()]
     with pytest.raises(

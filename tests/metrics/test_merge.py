@@ -1,4 +1,4 @@
-"""An epoch of metrics that continues on another number of processes: the result is that of one process."""
+"""Metrics of an epoch that is resumed on another number of processes: the results are those of a single process."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ State = dict[str, Any]
 
 
 def through_json(state: Any) -> Any:
-    """As restored from a checkpoint, in its own memory."""
+    """The state as restored from a checkpoint, in memory of its own."""
     tensors: dict[str, Tensor] = {}
     data = dumps({"states": state}, tensors)
     return loads(data, {"state.safetensors": {key: tensor.clone() for key, tensor in tensors.items()}}, "state.json")["states"]
 
 
 def saved(world: World, store: MetricStore, module: nn.Module | None = None) -> Any:
-    """The main process's part of a checkpoint: a list by rank, of one process the state itself."""
+    """The metrics in a checkpoint: the state of the only process, or a list of states by rank."""
     state = store.state_dict(module)
     return through_json(state if world.size == 1 else gather_states(world, state))
 
@@ -83,7 +83,7 @@ def test_the_same_number_continues_bit_for_bit(size: int) -> None:
         epoch(run, many, 60, every=7)
         again = resumed(world, saved(world, run.store))
         again.results.load_state_dict(run.results.state_dict())
-        for start in range(60, 100, size):  # the boundaries are where they were
+        for start in range(60, 100, size):  # the log boundaries are at the same steps
             epoch(again, many, min(start + size, 100), first=start, every=7)
         return repr((again.end(), run.rows + again.rows, again.results))
 
@@ -91,6 +91,7 @@ def test_the_same_number_continues_bit_for_bit(size: int) -> None:
 
 
 def test_twice_in_one_epoch() -> None:
+    # An epoch is resumed twice, each time on another number of processes.
     whole = Run()
     epoch(whole, many, 60)
     expected = whole.end()
@@ -109,7 +110,7 @@ def test_twice_in_one_epoch() -> None:
 
 @pytest.mark.parametrize("before, after", CHANGES)
 def test_metrics_that_are_not_logged_again(before: int, after: int) -> None:
-    """A process that takes over no saved values knows the metrics too: not logging them is not an error."""
+    """A metric that is not logged again after the resume is no error, also on ranks that take over no saved values."""
 
     def step(run: Run, m: int) -> None:
         if m < 12:
@@ -128,6 +129,7 @@ def test_metrics_that_are_not_logged_again(before: int, after: int) -> None:
 
 @pytest.mark.parametrize("before, after", CHANGES)
 def test_a_value_of_a_step_that_no_boundary_has_seen(before: int, after: int) -> None:
+    # Values of a step that still wait for a log boundary are saved, and written at the first one after the resume.
     def step(run: Run, m: int) -> None:
         run.log("sum", float(m), reduce_fx="sum")
         run.log("late", float(m), reduce_fx="max", prog_bar=True)
@@ -146,7 +148,10 @@ def test_a_value_of_a_step_that_no_boundary_has_seen(before: int, after: int) ->
 
 
 def test_a_value_of_before_gives_way_to_a_newer_one() -> None:
-    """Rows are counted from zero again: their numbers were higher before."""
+    """A value that is logged after the resume replaces a saved one, although its batch index may be lower.
+
+    With more processes each of them has fewer batches, so the index is lower after the resume than before.
+    """
 
     def step(run: Run, m: int) -> None:
         run.log("x", float(m), reduce_fx="max")
@@ -162,6 +167,7 @@ def test_a_value_of_before_gives_way_to_a_newer_one() -> None:
 
 @pytest.mark.parametrize("before, after", CHANGES)
 def test_what_waits_since_an_earlier_epoch(before: int, after: int) -> None:
+    # A value of an earlier epoch that still waits for a log boundary is also saved.
     def waiting(world: World) -> Any:
         run = Run(world)
         epoch(run, lambda run, m: run.log("rare", float(m), on_step=True, on_epoch=True, reduce_fx="max"), 4, every=99)
@@ -182,13 +188,14 @@ def test_what_waits_since_an_earlier_epoch(before: int, after: int) -> None:
 
 
 def test_the_value_of_a_function_that_is_not_passed_again() -> None:
+    # If `reduce_fx` is a function and the metric is not logged again, only one process can save its result.
     def step(run: Run, m: int) -> None:
         if m < 4:
             run.log("early", float(m), on_step=False, on_epoch=True, reduce_fx=lambda values: values.sum())
 
     alone = run_threads(1, started, step, 4, 5)[0][0]
     for results, _ in run_threads(2, ended, alone, step, 4, 8, 5):
-        assert results == {"early": 6.0}  # what it came to when the checkpoint was made
+        assert results == {"early": 6.0}  # the result at the time of the checkpoint
     several = run_threads(2, started, step, 4, 5)[0][0]
     with pytest.warns(
         TrainkitWarning, match=r"log\('early'\): .* its function reduce_fx, .* Its value for this epoch is missing"
@@ -199,7 +206,7 @@ def test_the_value_of_a_function_that_is_not_passed_again() -> None:
 
 def test_functions_get_their_values_in_order_after_each_change() -> None:
     def step(run: Run, m: int) -> None:
-        for n in range(2):  # twice in a batch
+        for n in range(2):  # two values in each batch
             run.log("order", float(2 * m + n), on_step=False, on_epoch=True, reduce_fx=in_order)
 
     def in_order(values: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Metrics on real processes: results of one process, and an error within seconds instead of a hang."""
+"""Metrics on real processes: the results are those of one process, and a mismatch is an error within seconds, not a hang."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def evaluated(batches: int) -> tuple[dict[str, float], str]:
 def test_processes_evaluate_as_one(size: int, batches: int) -> None:
     outcomes = run_world(size, evaluated, batches)
     expected = evaluation(Run(), many, batches)
-    assert {text for _, text in outcomes} == {outcomes[0][1]}  # to the bit
+    assert {text for _, text in outcomes} == {outcomes[0][1]}  # bit for bit
     assert same(outcomes[0][0], expected)
 
 
@@ -76,6 +76,7 @@ def test_a_missing_metric_ends_all_processes_at_once(job: Callable[[], tuple[str
 
 @pytest.mark.world_size(2)
 def test_long_names_and_numbers_that_are_none() -> None:
+    # Long names with letters outside of ASCII, infinity and NaN are exchanged correctly.
     world = joined()
     run = Run(world)
     epoch(run, lambda run, m: [run.log(f"{'é' * 50}{n}", math.nan if n else math.inf, on_epoch=True) for n in range(60)], 3)
@@ -106,7 +107,7 @@ assert run.end() == {f"metric{n}": float(n) for n in range(8)}
 
 
 def test_each_object_of_the_main_process_keeps_its_name_on_other_ranks(run_dir: Path) -> None:
-    """Each interpreter hashes strings in its own way, so the order of a set would give the values other names."""
+    """Python processes hash strings differently, so the order of a set would assign values to other names."""
     (run_dir / "script.py").write_text(LOGS_OBJECTS_OF_THE_MAIN_PROCESS)
     done = run_python("-m", "trainkit", "launch", "--nproc-per-node", "2", "script.py")
     assert done.returncode == 0, done.stderr
@@ -114,7 +115,7 @@ def test_each_object_of_the_main_process_keeps_its_name_on_other_ranks(run_dir: 
 
 @pytest.mark.world_size(2)
 def test_objects_on_processes_are_not_synchronised_twice() -> None:
-    import torchmetrics  # not by the processes of the other tests
+    import torchmetrics
 
     world = joined()
     assert torch.distributed.is_initialized()
@@ -146,7 +147,7 @@ def logs_one_that_gathers_at_each_step(in_world: bool) -> str:
 
 
 def test_an_object_that_gathers_at_each_step() -> None:
-    """It would wait forever in a row in which not all ranks have a batch; on one process it gathers nothing."""
+    """It is an error, because it would hang in steps in which a rank has no batch; one process gathers nothing."""
     for said in run_world(2, logs_one_that_gathers_at_each_step, True):
         assert "log('mean'): MeanMetric(dist_sync_on_step=True) gathers at each step" in said
     assert logs_one_that_gathers_at_each_step(False) == ""

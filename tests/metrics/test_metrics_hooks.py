@@ -1,4 +1,4 @@
-"""Where `log` may be called and what it means there, under which names the values appear, and when loggers get them."""
+"""In which hooks `log` may be called, the names of the values, and when loggers get them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NOWHERE = (
 
 
 def calling(base: type, **calls: Call) -> Any:
-    """An object of `base` that does `call(self, n)` when a method is called for the nth time, from 0."""
+    """An object of a subclass of `base`: the nth call of a method runs `call(self, n)`, where n starts at 0."""
     counts: Counter[str] = Counter()
 
     def method(name: str, call: Call) -> Callable[..., Any]:
@@ -81,7 +81,7 @@ def fitted(subject: Any, *callbacks: Callback, val: Any = None, **arguments: Any
     return trainer, logger
 
 
-# Where
+# Hooks
 
 
 @pytest.mark.parametrize("hook", TRAIN_BATCH)
@@ -143,6 +143,7 @@ def test_an_evaluation_that_is_over_takes_nothing_more(hook: str) -> None:
 
 
 def test_by_step_in_an_evaluation_counts_its_batches() -> None:
+    # With `on_step=True` in a validation, loggers get the number of validation batches so far as the step.
     logger = Memory()
     subject = module(validation_step=lambda self, n: self.log("x", float(n), on_step=True))
     make_trainer(logger=logger, max_epochs=2).fit(subject, tiny_loader(), tiny_loader(8))
@@ -241,7 +242,7 @@ def test_several_loaders_have_their_numbers_in_the_names() -> None:
     ]
     known = trainer.callback_metrics
     assert known["x/dataloader_idx_2"].item() == 21.0
-    assert "x_step/dataloader_idx_0" not in known  # a step of an evaluation is nothing to monitor
+    assert "x_step/dataloader_idx_0" not in known  # values of evaluation steps cannot be monitored
     assert logger.of("x_step/dataloader_idx_2") == {4: 20.0, 5: 21.0, 6: 22.0}
 
 
@@ -254,7 +255,7 @@ def test_ten_loaders_are_told_apart() -> None:
     assert results == [{f"n/dataloader_idx_{number}": float(number)} for number in range(12)]
 
 
-# When
+# Log boundaries
 
 
 def test_rows_are_written_at_log_boundaries_and_at_the_end_of_an_epoch(run_dir: Path) -> None:
@@ -276,7 +277,7 @@ def test_rows_are_written_at_log_boundaries_and_at_the_end_of_an_epoch(run_dir: 
     table = csv.DictReader(csv_file.read_text().splitlines())
     rows = [{name: float(value) for name, value in row.items() if value} for row in table]
     expected = [
-        {"step": 4, "epoch": 0, "x_step": 7.0},  # what the last micro-batch of update 4 has logged
+        {"step": 4, "epoch": 0, "x_step": 7.0},  # logged in the last micro-batch of step 4
         {"step": 6, "epoch": 0, "x_epoch": 5.0},
         {"step": 8, "epoch": 1, "x_step": 14.0},
         {"step": 12, "epoch": 1, "x_step": 21.0},
@@ -289,7 +290,7 @@ def test_rows_are_written_at_log_boundaries_and_at_the_end_of_an_epoch(run_dir: 
 
 def test_what_is_logged_rarely_is_written_once_at_the_next_boundary() -> None:
     def step(self: Any, n: int) -> None:
-        if n in (1, 6):  # of updates 2 and 7; an epoch has four
+        if n in (1, 6):  # in steps 2 and 7; an epoch has four steps
             self.log("x", float(n))
 
     trainer, logger = fitted(module(training_step=step), log_every_n_steps=5, max_epochs=5)

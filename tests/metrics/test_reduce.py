@@ -1,4 +1,4 @@
-"""The reports of several ranks on their metrics: whether they match, and their reduction."""
+"""The reports of several ranks on their metrics: whether they match, and the reduced values."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def told(name: str = "x", *, how: str = "mean", step: Any = None, epoch: Any = N
 
 
 def one(*of_ranks: list[list[Any]]) -> list[Any]:
-    """The group of the only metric."""
+    """The group of reports on the only metric."""
     (group,) = groups(of_ranks).values()
     return group
 
 
-# ------------------------------------------------------------------------------------------------- does it go together
+# ------------------------------------------------------------------------------------------- whether the reports match
 
 
 def complaint(*of_ranks: list[list[Any]], last_stamps: list[int] | None = None, step: bool = False) -> str:
@@ -62,7 +62,7 @@ def test_all_differences_are_in_the_message() -> None:
 )
 def test_options_that_differ(other: dict[str, Any], words: str) -> None:
     assert words in complaint([told()], [told(**other)])
-    assert complaint([told()], [told(**other)], [told(**other)]).count("\n") == 0  # said once
+    assert complaint([told()], [told(**other)], [told(**other)]).count("\n") == 0  # one line for all ranks
 
 
 def test_the_main_processs_own_need_not_be_logged_by_others() -> None:
@@ -72,29 +72,30 @@ def test_the_main_processs_own_need_not_be_logged_by_others() -> None:
 
 def test_a_process_without_batches_is_exempt() -> None:
     check(groups([[told()], []]), [3, -1])
-    check(groups([[told(since=7)], []]), [7, 6])  # first logged in a row in which only rank 0 had a batch
+    check(groups([[told(since=7)], []]), [7, 6])  # first logged in batch 7, which rank 1 does not have
     complaint([told(since=7)], [], last_stamps=[7, 7])
-    complaint([told(since=7)], [], [told(since=5)], last_stamps=[7, 6, 7])  # rank 2 has logged it when rank 1 still had batches
+    complaint([told(since=7)], [], [told(since=5)], last_stamps=[7, 6, 7])  # rank 2 logged it while rank 1 had batches
     complaint([told(since=-1)], [], last_stamps=[0, 0])
     check(groups([[told(since=-1)], []]), [-1, -1])
 
 
 def test_a_process_without_batches_of_a_loader_is_exempt() -> None:
-    """It had none of the first loader, whose only batch was number 0, and then some of the next one."""
+    """A rank without a batch of the first loader need not log its metrics, although it has batches of the next loader."""
     check(groups([[told(since=0)], []]), [4, 4], [[], [(0, 1)]])
     with pytest.raises(MetricError, match="not on rank 1"):
         check(groups([[told(since=1)], []]), [4, 4], [[], [(0, 1)]])
-    with pytest.raises(MetricError, match="not on rank 1"):  # in an epoch hook, which all have been in
+    with pytest.raises(MetricError, match="not on rank 1"):  # logged in an epoch hook, which all ranks run
         check(groups([[told(since=-1)], []]), [4, 4], [[], [(0, 1)]])
 
 
 def test_of_a_step_the_newest_values_are_needed() -> None:
+    # At a log boundary, every rank that had the newest batch must have logged the metric, in this or in an earlier batch.
     check(groups([[told(step=[1.0, 1, 7])], []]), [7, 6], step=True)
     complaint([told(step=[1.0, 1, 7])], [], last_stamps=[7, 7], step=True)
     check(groups([[told(step=[1.0, 1, 7])], [told(step=[1.0, 1, 2])]]), [7, 7], step=True)
 
 
-# ---------------------------------------------------------------------------------------------------- what it comes to
+# ------------------------------------------------------------------------------------------------------ reduced values
 
 
 def steps(how: str, *values: Any, last: bool = False) -> Any:
@@ -112,12 +113,13 @@ def test_the_value_of_a_step(how: str, number: Any) -> None:
 
 def test_only_the_newest_values_of_a_step_count() -> None:
     assert steps("sum", [1.0, 1, 5], [2.0, 1, 6], [4.0, 1, 6], None) == (6.0, 6)
-    assert steps("mean", [0.1, 3, 6], [0.2, 3, 5]) == (0.1, 6)  # as it is, without a rounding
+    assert steps("mean", [0.1, 3, 6], [0.2, 3, 5]) == (0.1, 6)  # unchanged, without rounding
     assert steps("function", [0.1, 3, 6], [0.2, 3, 5]) == (0.1, 6)
     assert steps("mean", None, None) is None
 
 
 def test_what_was_agreed_on_is_not_reduced_again() -> None:
+    # A value whose weight is None is reduced already. It is kept until a rank logs another one.
     assert steps("sum", [6.0, None, 4], [6.0, None, 4]) == (6.0, 4)
     assert steps("sum", [6.0, None, 4], [1.0, 1, 5]) == (1.0, 5)
     assert steps("sum", [6.0, None, 4], [1.0, 1, 4]) == (1.0, 4)
@@ -128,7 +130,7 @@ def test_nan() -> None:
         assert math.isnan(steps(how, [1.0, 1, 0], [math.nan, 1, 0])[0])
         assert math.isnan(steps(how, [math.nan, 1, 0], [1.0, 1, 0])[0])
     assert steps("max", [1.0, 1, 0], [math.inf, 1, 0])[0] == math.inf
-    assert steps("mean", [1.0, 1, 0], [math.nan, 0, 0])[0] == 1.0  # of no samples
+    assert steps("mean", [1.0, 1, 0], [math.nan, 0, 0])[0] == 1.0  # a value of weight 0 does not count
     assert math.isnan(steps("mean", [1.0, 0, 0], [2.0, 0, 0])[0])
 
 
@@ -148,7 +150,7 @@ def test_the_value_of_an_epoch() -> None:
 
 def test_values_for_a_function_are_in_the_order_of_the_data() -> None:
     group = one(
-        [told(how="function", on_epoch=True, epoch=[[0.0, 2.0, 3.0, 5.0], [0, 1, 1, 2]])],  # twice in its second batch
+        [told(how="function", on_epoch=True, epoch=[[0.0, 2.0, 3.0, 5.0], [0, 1, 1, 2]])],  # two values in its second batch
         [told(how="function", on_epoch=True, epoch=[[1.0, 4.0], [0, 1]])],
         [told(how="function", on_epoch=True)],
     )

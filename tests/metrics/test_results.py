@@ -1,4 +1,7 @@
-"""What `trainer.callback_metrics` and the like hold: tensors, no steps of an evaluation, of two values the validation's."""
+"""`trainer.callback_metrics`, `logged_metrics` and `progress_bar_metrics`: tensors, without values of validation steps.
+
+If training and validation log the same name, its value is that of validation.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class Both(TinyModule):
 
 
 class Looking(Callback):
-    """The names of `callback_metrics` in and after a validation."""
+    """Records the names in `callback_metrics` during a validation, and the values after it."""
 
     def __init__(self) -> None:
         self.during: list[set[str]] = []
@@ -59,7 +62,7 @@ def test_a_validation_gives_monitors_no_values_of_steps() -> None:
     make_trainer(looking, logger=logger).fit(Both(), tiny_loader(), tiny_loader(8))
     assert looking.during == [{"t", "t_step"}] * 2
     assert looking.after == [{"t": 3.0, "t_step": 3.0, "v": 0.5, "v_epoch": 0.5}]
-    assert logger.of("v_step") == {1: 0.0, 2: 1.0}  # the loggers have them
+    assert logger.of("v_step") == {1: 0.0, 2: 1.0}  # loggers get values of validation steps
 
 
 @pytest.mark.parametrize("batches", [1, 2])
@@ -68,11 +71,11 @@ def test_a_trial_run_has_values_of_steps(batches: int) -> None:
     trainer.fit(Both(), tiny_loader(), tiny_loader(8))
     for metrics in (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics):
         assert metrics["t_step"].item() == batches - 1
-    assert make_trainer(fast_dev_run=batches, log_every_n_steps=0).log_every_n_steps == 0  # as it was asked for
+    assert make_trainer(fast_dev_run=batches, log_every_n_steps=0).log_every_n_steps == 0  # an explicit 0 is kept
 
 
 class SameName(TinyModule):
-    """The loss of training and of validation under one name."""
+    """Logs the loss of training and of validation under the same name."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.log("loss", 100.0 + batch_idx, on_step=True, on_epoch=True)
@@ -91,11 +94,12 @@ def test_of_one_name_in_training_and_validation_the_validations_is_monitored() -
 
     trainer = make_trainer(Reading(), max_epochs=2)
     trainer.fit(SameName(), tiny_loader(8), tiny_loader(8))
-    assert seen == [100.0, 101.0, 0.0, 0.0]  # until the first validation there is only that of training
+    assert seen == [100.0, 101.0, 0.0, 0.0]  # before the first validation, the value is that of training
     assert trainer.callback_metrics["loss"].item() == 1.0
 
 
 def test_a_resume_knows_whose_value_it_is() -> None:
+    # After a resume, a value of training does not replace a value of validation with the same name.
     results = MetricResults()
     results.add({"loss": torch.tensor(1.0)}, evaluation=True)
     again = MetricResults()
@@ -103,7 +107,7 @@ def test_a_resume_knows_whose_value_it_is() -> None:
     again.add({"loss": torch.tensor(2.0), "other": torch.tensor(3.0)})
     assert set(again.callback) == {"other"}
     old = {name: value for name, value in results.state_dict().items() if name != "evaluated"}
-    again.load_state_dict(old)  # of an earlier version
+    again.load_state_dict(old)  # a state of an earlier version
     again.add({"loss": torch.tensor(2.0)})
     assert again.callback["loss"].item() == 2.0
 

@@ -1,4 +1,4 @@
-"""An epoch of metrics that is interrupted: what comes out at its end is, bit for bit, what would have come out."""
+"""Metrics of an epoch that is interrupted and resumed: the results are, bit for bit, those of an uninterrupted epoch."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from trainkit.tagged_json.encode import dumps, loads
 
 pytestmark = pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save all targets")
 
-BATCHES = 150  # values are summed up by 64
+BATCHES = 150  # more than 64, because values are summed in groups of 64
 
 
 def through_json(state: dict[str, Any]) -> dict[str, Any]:
-    """As restored from a checkpoint, in its own memory."""
+    """The state as restored from a checkpoint, in memory of its own."""
     tensors: dict[str, Tensor] = {}
     data = dumps(state, tensors)
     return loads(data, {"state.safetensors": {key: tensor.clone() for key, tensor in tensors.items()}}, "state.json")
 
 
 class Run(metric_runs.Run):
-    """Of one process, which also trains."""
+    """A run of one process, one training batch at a time."""
 
     def batch(self, index: int, step: Callable[[Run, int], None], every: int = 7) -> None:
         self.store.scope, self.store.stamp = Scope.TRAIN_BATCH, index
@@ -48,7 +48,7 @@ class Run(metric_runs.Run):
 
 
 def resumed(run: Run, **objects: Any) -> Run:
-    """Another process that resumes from a checkpoint of this moment."""
+    """A new run with the saved state of this run, as in a process that resumes."""
     other = Run()
     module = objects.pop("module", None)
     state = run.store.state_dict(module) if module is not None else run.store.state_dict()
@@ -59,7 +59,7 @@ def resumed(run: Run, **objects: Any) -> Run:
 
 
 def many(run: Run, index: int) -> None:
-    """Names, kinds and options of all sorts; the numbers are such that the order of a sum shows."""
+    """Metrics of many names, types and options. Their sums depend on the order of the values."""
     value = torch.randn((), generator=torch.Generator().manual_seed(index)) * 10 ** (index % 7)
     run.log("both", value, on_step=True, on_epoch=True, prog_bar=True)
     run.log("by_step", value.double() / 3)
@@ -79,7 +79,7 @@ def many(run: Run, index: int) -> None:
 
 
 def bits(rows: Any) -> str:
-    """Every number exactly, including NaN and −0.0; a graph is not part of a checkpoint and does not count."""
+    """A text with every number exactly, including NaN and −0.0. Checkpoints contain no autograd graphs, so they are removed."""
     return re.sub(r", grad_fn=<\w+>|, requires_grad=True", "", repr(rows))
 
 
@@ -100,7 +100,7 @@ def test_an_epoch_comes_out_bit_for_bit(at: int) -> None:
     assert len(first.rows) == before
     assert bits(second.results.callback.keys()) == bits(whole.results.callback.keys())
     assert bits(second.results) == bits(whole.results)
-    for run in (second, whole):  # a step's value that no log boundary has seen carries over into the next epoch
+    for run in (second, whole):  # a value of a step that still waits for a log boundary is kept for the next epoch
         run.batch(0, many, every=1)
     assert bits(second.rows[-1]) == bits(whole.rows[-1])
 
@@ -113,7 +113,7 @@ def test_many_resumes_in_one_epoch() -> None:
         run.batch(index, many)
         if index % 11 == 0:
             rows += run.rows
-            run = resumed(resumed(run))  # the second before anything is logged again
+            run = resumed(resumed(run))  # the second resume follows before anything is logged
     assert bits(run.end()) == bits(whole.end())
     assert bits(rows + run.rows) == bits(whole.rows)
 
@@ -135,7 +135,7 @@ def test_a_function_that_is_not_passed_again() -> None:
 
 
 def test_a_state_is_small_and_independent() -> None:
-    """One tensor for the stored values of a metric; later calls of `log` do not change it."""
+    """It has one tensor for the stored values of a metric, and later calls of `log` do not change it."""
     run = Run()
     for index in range(63):
         run.batch(index, many)
@@ -152,6 +152,7 @@ def test_a_state_is_small_and_independent() -> None:
 
 
 def test_what_cannot_be_compared_as_numbers() -> None:
+    # NaN, −0.0, infinity and very large numbers are restored exactly.
     values = [math.nan, -0.0, math.inf, 1e308]
     for value in values:
         whole, first = Run(), Run()
@@ -176,7 +177,7 @@ def one(**options: Any) -> Callable[[Run, int], None]:
         ({"on_epoch": True, "logger": False}, {"on_epoch": True}),
         ({"on_epoch": True, "reduce_fx": "mean"}, {"on_epoch": True, "reduce_fx": torch.mean}),
         ({"on_epoch": True, "reduce_fx": lambda v: v.sum()}, {"on_epoch": True, "reduce_fx": lambda v: v.sum() + 0}),
-        ({}, {"on_epoch": True}),  # nothing of the epoch is kept
+        ({}, {"on_epoch": True}),  # nothing of the epoch was saved
     ],
 )
 def test_options_that_may_change_across_a_resume(before: dict[str, Any], after: dict[str, Any]) -> None:
@@ -241,6 +242,7 @@ def test_a_metric_of_an_epoch_hook_and_of_a_loader_come_back() -> None:
 
 
 def test_the_stamp_tells_when_a_value_came() -> None:
+    # `logged_at` returns the index of the batch in this epoch that has logged a value.
     run = Run()
     run.batch(3, lambda run, _: (run.log("often", 1.0, on_epoch=True), run.log("rare", 1.0)))
     run.batch(4, lambda run, _: (run.log("often", 1.0, on_epoch=True), run.log("mean", 1.0, on_step=False, on_epoch=True)))
@@ -253,7 +255,7 @@ def test_the_stamp_tells_when_a_value_came() -> None:
     run.batch(5, lambda run, _: run.log("waits", 1.0))
     run.end()
     assert run.store.logged_at("often") is None
-    assert run.store.logged_at("waits") is None  # of the last epoch, though it still waits for a log boundary
+    assert run.store.logged_at("waits") is None  # of the last epoch; it still waits for a log boundary
     assert run.store.pending
 
 
@@ -278,12 +280,12 @@ def test_results_come_back_in_place() -> None:
 
 
 class WithMetrics(nn.Module):
-    """Torchmetrics objects as attributes, in a collection, and (`loose`) where the module does not know them."""
+    """Torchmetrics objects as attributes, in a collection, and in a list (`loose`), where the module does not find them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mse = torchmetrics.MeanSquaredError()
-        self.pairs = torchmetrics.SpearmanCorrCoef()  # keeps all values
+        self.pairs = torchmetrics.SpearmanCorrCoef()  # its state contains all values
         self.several = torchmetrics.MetricCollection(
             {"mse": torchmetrics.MeanSquaredError(), "rmse": torchmetrics.MeanSquaredError(squared=False)}
         )
@@ -331,7 +333,7 @@ def test_objects_of_the_module_come_back_before_the_first_step(at: int, used: bo
     whole, first = Run(), Run()
     for index in range(at):
         first.batch(index, module.step)
-    if used:  # by an earlier run of the same process
+    if used:  # by an earlier run in this process
         other.unlogged.update(1e9)
         other.shared.compute()
         for index in range(50, 53):
@@ -348,7 +350,7 @@ def test_objects_of_the_module_come_back_before_the_first_step(at: int, used: bo
         assert bits(getattr(other, name).compute()) == bits(getattr(reference, name).compute())
     assert bits(second.end()) == bits(whole.end())
     assert bits(first.rows + second.rows) == bits(whole.rows)
-    assert other.mse._update_count == 0  # the epoch is over
+    assert other.mse._update_count == 0  # reset at the end of the epoch
 
 
 @pytest.mark.parametrize("at", [1, 4, 8])
@@ -402,7 +404,7 @@ def test_an_object_that_is_not_logged_again() -> None:
     first.batch(1, lambda run, _: (module.mse(torch.ones(2), torch.zeros(2)), run.log("mse", module.mse, on_epoch=True)))
     second = resumed(first, module=module, into=other)
     with pytest.warns(TrainkitWarning) as caught:
-        assert second.end() == {"mse_epoch": 1.0}  # found by its path
+        assert second.end() == {"mse_epoch": 1.0}  # found by its attribute path
     assert sorted(str(warning.message)[:60] for warning in caught) == [
         "log('largest'): a checkpoint cannot contain its torchmetrics",
         "log('mae'): a checkpoint cannot contain its torchmetrics obj",
@@ -453,7 +455,7 @@ def test_objects_of_a_module_alone() -> None:
     assert before["mse"] == before["unlogged"] == 1
     module.mse.update(torch.ones(2), torch.zeros(2))  # in an evaluation that will be repeated
     module.pairs.update(torch.ones(2), torch.zeros(2))
-    always = {"classes", "extremes", "running", "shared"}  # wrappers, which count by themselves
+    always = {"classes", "extremes", "running", "shared"}  # wrappers, which count their own updates
     assert set(capture_objects(module)) - always == {"unlogged", "mse", "pairs"}
     state = through_json(capture_objects(module, before))
     assert set(state) - always == {"unlogged"}
@@ -462,7 +464,7 @@ def test_objects_of_a_module_alone() -> None:
     assert found["unlogged"] is other.unlogged
     assert other.unlogged.compute() == 3.0
     state["unlogged"]["states"]["mean_value"] += 1
-    assert other.unlogged.compute() == 3.0  # in memory of its own
+    assert other.unlogged.compute() == 3.0  # not changed: it has its own memory
     with pytest.warns(TrainkitWarning, match="torchmetrics objects that the module does not have; ignoring them: gone"):
         restore_objects(other, {"gone": state["unlogged"]})
     assert other.unlogged._update_count == 0

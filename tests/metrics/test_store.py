@@ -1,4 +1,4 @@
-"""Which values `log` accepts, and their reduction by step and by epoch. See also `test_metrics_hooks.py`."""
+"""Values that `log` accepts, and their reduction by step and by epoch. Hooks are tested in `test_metrics_hooks.py`."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_an_epochs_reductions_are_exact(count: int) -> None:
         given = math.fsum(v * i for i, v in enumerate(values)) / (count * (count - 1) / 2)
         assert results["given"] == pytest.approx(given, rel=1e-12, abs=1e-14 * scale)
     else:
-        assert math.isnan(results["given"])  # a mean over nothing
+        assert math.isnan(results["given"])  # a mean of total weight 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.bool])
@@ -103,7 +103,7 @@ def test_sums_of_any_dtype_are_taken_in_float64(dtype: torch.dtype) -> None:
 
 
 def test_an_epoch_holds_a_bounded_number_of_values() -> None:
-    """However long the epoch is, except for a function of all values, which needs them."""
+    """Fewer than 64 values are kept, however long the epoch is. Only a function as `reduce_fx` needs all values."""
     held: list[int] = []
 
     def step(module: TinyModule, i: int) -> None:
@@ -149,7 +149,7 @@ def test_a_function_gets_all_values_of_the_epoch_in_float64() -> None:
 
 @pytest.mark.parametrize("function, value", [(torch.mean, 4 / 5), (torch.sum, 1.0), (torch.max, 1.0), (max, 1.0), (min, 0.0)])
 def test_torchs_functions_mean_what_their_names_do(function: Any, value: float) -> None:
-    """The mean is weighted by samples."""
+    """`reduce_fx=torch.mean` is the same as `reduce_fx="mean"`, and so on. The mean is weighted by samples."""
     assert validated(lambda m, i: m.log("x", float(i), reduce_fx=function), [1, 4]) == {"x": value}
 
 
@@ -283,7 +283,7 @@ def test_a_graph_is_kept_only_where_it_is_asked_for() -> None:
 
 
 def test_one_name_has_one_set_of_options() -> None:
-    for change_at in (1, 10, 64, 100):  # the 64th value is summed up with those before it
+    for change_at in (1, 10, 64, 100):  # values are summed in groups of 64
 
         def step(module: TinyModule, i: int, change_at: int = change_at) -> None:
             module.log("x", 1.0, prog_bar=i >= change_at)
@@ -310,7 +310,7 @@ def test_without_a_trainer_logging_is_a_warning() -> None:
     assert caught[0].filename == __file__
 
 
-# No waiting
+# Waiting for the device
 
 
 def test_between_log_boundaries_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +339,7 @@ def test_between_log_boundaries_nothing_waits_for_the_device(monkeypatch: pytest
         module.log("peak", weight.abs().max(), on_epoch=True, reduce_fx="max")
 
     watch = Watch()
-    loader = batches([4] * 150)  # more than 64: values are summed up on the way
+    loader = batches([4] * 150)  # more than 64, so that values are summed during the epoch
     trainer = make_trainer(watch, logger=Memory(), log_every_n_steps=50)
     trainer.fit(in_training(step), loader)
     assert set(watch.after) == set(range(150))

@@ -1,6 +1,6 @@
-"""Metrics over several processes: the same results everywhere, those of one process, and errors instead of hangs.
+"""Metrics on several processes: all have the results of one process, and a mismatch is an error instead of a hang.
 
-On threads that meet as processes do; on real ones: `test_metric_processes.py`.
+The processes are threads. Real ones are tested in `test_metric_processes.py`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_one_process_exchanges_nothing() -> None:
 
 
 def test_several_loaders() -> None:
-    """A process may have batches of one loader and none of another."""
+    """A rank may have batches of one loader and none of another."""
 
     def job(world: World | None) -> dict[str, float]:
         run = Run(world)
@@ -89,6 +89,7 @@ def test_several_loaders() -> None:
 
 
 def test_a_row_of_which_only_some_have_a_batch() -> None:
+    # An evaluation step in which one of three ranks has no batch.
     def job(world: FakeWorld) -> list[Any]:
         run = Run(world)
         run.store.scope = Scope.EVAL_BATCH
@@ -97,7 +98,7 @@ def test_a_row_of_which_only_some_have_a_batch() -> None:
             run.store.stamp, run.store.batch = 10, sized(1)
             run.log("x", float(world.rank), on_step=True, on_epoch=False)
             if world.rank == 2:
-                run.log("only", 1.0, on_step=True, on_epoch=False)  # each batch is logged by itself
+                run.log("only", 1.0, on_step=True, on_epoch=False)  # not reduced, so one rank may log it alone
         assert run.store.pending == had
         run.store.flush_row(world, had, 12)
         assert not run.store.pending
@@ -119,14 +120,14 @@ def test_the_values_of_a_step_are_reduced_and_the_same_everywhere() -> None:
 
     def job(world: FakeWorld) -> Any:
         run = Run(world)
-        epoch(run, step, 7, every=1)  # the third row has one micro-batch
+        epoch(run, step, 7, every=1)  # in the third step only rank 0 has a micro-batch
         return run.rows, run.results.progress_bar, {k: float(v) for k, v in run.results.callback.items()}, world.exchanges
 
     outcomes = run_threads(3, job)
     assert outcomes[0] == outcomes[1] == outcomes[2]
     rows, bar, callback, exchanges = outcomes[0]
-    assert exchanges == 3  # one for each boundary
-    weights = [m % 5 + 1 for m in range(7)]  # as sized has it
+    assert exchanges == 3  # one for each log boundary
+    weights = [m % 5 + 1 for m in range(7)]  # the batch sizes of `sized`
     for row, ms in enumerate([range(3), range(3, 6), range(6, 7)]):
         mean = sum(m * weights[m] for m in ms) / sum(weights[m] for m in ms)
         squares, total = sum(m * m for m in ms), sum(ms)
@@ -154,7 +155,7 @@ def test_a_training_epoch_is_that_of_one_process(batches: int, size: int) -> Non
 def test_what_is_logged_rarely_waits_for_a_boundary_of_the_next_epoch() -> None:
     def step(run: Run, m: int) -> None:
         if m == 3:
-            run.log("rare", float(m), on_step=True, on_epoch=True)  # in the last row, of which only rank 0 has a batch
+            run.log("rare", float(m), on_step=True, on_epoch=True)  # in the last step, where only rank 0 has a batch
 
     def job(world: FakeWorld) -> Any:
         run = Run(world)
@@ -185,6 +186,7 @@ def test_a_newer_value_takes_the_place_of_one_that_waits() -> None:
 
 
 def test_callbacks_decide_on_values_that_are_the_same() -> None:
+    # `agreed_step_values` reduces values before a log boundary, so that callbacks decide the same on all ranks.
     def job(world: FakeWorld) -> Any:
         run = Run(world)
         epoch(run, lambda run, m: run.log("x", float(m), on_epoch=True), 5, every=99)
@@ -194,7 +196,7 @@ def test_callbacks_decide_on_values_that_are_the_same() -> None:
         assert {name: float(value) for name, value in agreed.items()} == {"x": 4.0, "x_step": 4.0}
         assert run.store.step_values() == agreed
         assert run.store.logged_at("x") == 2
-        assert run.store.pending  # the loggers get it at the boundary, once
+        assert run.store.pending  # loggers get it once, at the next log boundary
         run.store.flush_step()
         run.log("x", 10.0 + world.rank, on_epoch=True)
         assert run.store.step_values()["x"] == 10.0 + world.rank
@@ -237,11 +239,11 @@ def test_the_same_value_once_more_after_agreeing() -> None:
     assert run_threads(2, job) == [[(True, {"x": 2.0}), (True, {"x": 3.0})]] * 2
 
 
-# ------------------------------------------------------------------------------------------- what does not go together
+# -------------------------------------------------------------------------------------------- mismatches between ranks
 
 
 def failing(size: int, step: Step, batches: int = 8, every: int = 99) -> list[str]:
-    """The error on each process."""
+    """The error on each rank."""
 
     def job(world: FakeWorld) -> str:
         run = Run(world)
@@ -325,7 +327,7 @@ def test_rank_zero_only() -> None:
         if run.world.rank == 0:
             run.log("alone", float(m), rank_zero_only=True, on_epoch=True, on_step=False, reduce_fx=lambda values: values[-1])
         else:
-            run.log(3, "no number", rank_zero_only=True)  # type: ignore[arg-type]  # type: ignore[arg-type]  # not checked here
+            run.log(3, "no number", rank_zero_only=True)  # type: ignore[arg-type]  # ignored on this rank
 
     def job(world: FakeWorld) -> Any:
         run = Run(world)
@@ -346,7 +348,7 @@ def test_rank_zero_only() -> None:
 
 
 def test_rank_zero_only_and_then_not() -> None:
-    """On one process it is an error, too: a name has one set of options."""
+    """It is an error on one process, too: all calls with a name in an epoch have the same options."""
     with pytest.raises(MetricError, match=r"log\('x'\) was called twice in one epoch with different options"):
         epoch(Run(), lambda run, m: run.log("x", 1.0, on_epoch=True, rank_zero_only=m > 0), 2)
 
@@ -355,6 +357,7 @@ def test_rank_zero_only_and_then_not() -> None:
 
 
 def test_the_schema_is_the_same_in_whatever_order() -> None:
+    # `schema` is a checksum of the names and of the options that must match. It does not depend on the order.
     def job(world: FakeWorld, **other: Any) -> list[int]:
         run, seen = Run(world), []
         run.store.scope, run.store.stamp, run.store.batch = Scope.TRAIN_BATCH, 0, sized(0)
@@ -398,7 +401,7 @@ def test_a_schema_that_differs_names_key_and_ranks() -> None:
             return str(error)
         return ""
 
-    assert run_threads(2, job, 5) == ["", ""]  # rank 1 had no batch in the row of micro-batch 4
+    assert run_threads(2, job, 5) == ["", ""]  # rank 1 has no batch in the step of micro-batch 4
     assert all("log('acc'): logged on rank 0, not on rank 1." in text for text in run_threads(2, job, 6))
 
 

@@ -1,4 +1,4 @@
-"""torchmetrics objects on several processes compute the value of one object that has seen all batches."""
+"""Objects of torchmetrics on several processes compute the value of one object that has seen all batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [
 
 
 class InOrder(torchmetrics.CatMetric):
-    """Shows the order of its values."""
+    """A metric that depends on the order of its values."""
 
     def compute(self) -> Tensor:
         values = super().compute().reshape(-1)
@@ -31,7 +31,7 @@ class InOrder(torchmetrics.CatMetric):
 
 
 class AllKinds(torchmetrics.Metric):
-    """A state for each way to combine them."""
+    """A metric with one state for each kind of `dist_reduce_fx`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class AllKinds(torchmetrics.Metric):
         self.largest = torch.maximum(self.largest, values.max())
         self.smallest = torch.minimum(self.smallest, values.min())
         self.whole += len(values)
-        self.pairs += [values[:1], 2 * values[:1]]  # two for each update
+        self.pairs += [values[:1], 2 * values[:1]]  # two tensors in each call of update
         self.own += values.sum()
         self.own_list.append(values.sum())
 
@@ -60,15 +60,15 @@ class AllKinds(torchmetrics.Metric):
 
 
 class Metrics(nn.Module):
-    """All kinds of torchmetrics objects; `loose` is not an attribute of the module."""
+    """Many kinds of torchmetrics objects. Those in the list `loose` are not attributes of the module."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mse = torchmetrics.MeanSquaredError()
-        self.auroc = torchmetrics.AUROC("binary")  # lists of floats and of whole numbers
+        self.auroc = torchmetrics.AUROC("binary")  # its states are lists of floats and of integers
         self.f1 = torchmetrics.F1Score("multiclass", num_classes=3)
         self.spearman = torchmetrics.SpearmanCorrCoef()
-        self.pearson = torchmetrics.PearsonCorrCoef()  # states that only it can combine
+        self.pearson = torchmetrics.PearsonCorrCoef()  # only the object can combine its states
         self.several = torchmetrics.MetricCollection(
             {"mse": torchmetrics.MeanSquaredError(), "rmse": torchmetrics.MeanSquaredError(squared=False)}, prefix="c/"
         )
@@ -102,7 +102,7 @@ def evaluated(world: World | None, batches: int) -> dict[str, float]:
     run, metrics = Run(world), Metrics()
     with torch.inference_mode():
         results = [evaluation(run, metrics.step, batches) for _ in range(2)]
-    assert repr(results[0]) == repr(results[1])  # they start from zero again
+    assert repr(results[0]) == repr(results[1])  # the objects are reset after an evaluation
     assert all(metric.update_count == 0 for metric in (metrics.mse, metrics.order, *metrics.several.values()))
     assert metrics.order.value == metrics.auroc.preds == metrics.kinds.own_list == []
     return results[0]
@@ -116,7 +116,7 @@ def test_objects_come_to_what_one_process_has(batches: int, size: int) -> None:
     assert all(repr(outcome) == repr(outcomes[0]) for outcome in outcomes)
     assert list(outcomes[0]) == list(expected)
     for name, value in outcomes[0].items():
-        near = pytest.approx(expected[name], rel=1e-5, abs=1e-6, nan_ok=True)  # they compute in float32
+        near = pytest.approx(expected[name], rel=1e-5, abs=1e-6, nan_ok=True)  # torchmetrics computes in float32
         assert value == near, name
 
 
@@ -132,7 +132,7 @@ def test_their_values_of_a_step_are_reduced_as_numbers_are() -> None:
         epoch(run, step, 4, every=1)
         assert metrics[world.rank].update_count == 2
         run.end()
-        assert metrics[world.rank].update_count == 0  # though its value of the epoch was not requested
+        assert metrics[world.rank].update_count == 0  # although only values of steps are logged
         return run.rows
 
     sizes = [m % 5 + 1 for m in range(4)]
@@ -155,7 +155,7 @@ def test_running_windows() -> None:
         return run.end()
 
     assert job(None) == {"sum": 1110000.0}
-    # a window of three micro-batches on each process; the third has had two only
+    # each process keeps its last three updates: batches 2, 4 and 6 on rank 0, batches 1, 3 and 5 on rank 1
     assert run_threads(2, job) == [{"sum": 1111110.0}] * 2
 
 
@@ -169,14 +169,14 @@ def test_rank_zero_only_is_not_synchronised() -> None:
 
         epoch(run, step, 2)
         ended = run.end()
-        assert metric.value == []  # on the other process too
+        assert metric.value == []  # on both ranks
         return ended
 
     assert run_threads(2, job) == [{"first": 0.0}] * 2
 
 
 class Strange:
-    """An object of another library."""
+    """A metric of another library, with `compute` and `reset`."""
 
     def __init__(self) -> None:
         self.total = 0.0
@@ -249,7 +249,7 @@ def test_a_value_that_is_no_number_is_an_error_everywhere() -> None:
 
     first, second = run_threads(2, job)
     assert first.startswith("log('values'): the result must be a number or a tensor with one element")
-    assert second == f"rank 0: MetricError: {first}"  # it had no batch and no object
+    assert second == f"rank 0: MetricError: {first}"  # rank 1 had no batch and no object
 
 
 def test_an_object_continues_with_what_it_had() -> None:

@@ -1,4 +1,4 @@
-"""torchmetrics objects as what is logged: their value of the batch by step, what they compute by epoch."""
+"""Objects of torchmetrics passed to `log`: the value of the batch by step, and the value of `compute` by epoch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_torchmetrics_object_by_step_and_epoch() -> None:
     module, logger = with_metrics(lambda m, metric, batch: (metric(m(batch[0]), batch[1]), m.log("mse", metric, on_epoch=True)))
     by_step = [error.mean().item() for error in module.errors]
     assert list(logger.of("mse_step").values()) == pytest.approx(by_step)
-    epochs = [torch.cat(module.errors[:3]).mean().item(), torch.cat(module.errors[3:]).mean().item()]  # reset in between
+    epochs = [torch.cat(module.errors[:3]).mean().item(), torch.cat(module.errors[3:]).mean().item()]  # reset after each epoch
     assert logger.of("mse_epoch") == {3: pytest.approx(epochs[0]), 6: pytest.approx(epochs[1])}
 
 
@@ -94,7 +94,7 @@ def test_a_torchmetrics_object_that_was_not_logged_in_an_epoch_is_not_computed()
             metric(module(batch[0]), batch[1])
             module.log("mse", metric, on_step=True, on_epoch=True)
 
-    for every in (1, 2, 50):  # also with a value of a step that waits for a log boundary of the next epoch
+    for every in (1, 2, 50):  # with 2, a value of a step waits for a log boundary in the next epoch
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # torchmetrics warns of compute() before update()
             _, logger = with_metrics(use, log_every_n_steps=every)

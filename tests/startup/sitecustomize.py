@@ -1,7 +1,7 @@
-"""Imported by every Python that a test starts, before anything else: Python looks for a module of this name.
+"""Python imports this module before anything else, in every process that a test starts.
 
-Importing torch creates a large number of objects, and by default the garbage collector looks through all of them again and
-again: that is a quarter of the time of a short script, and the tests start hundreds.
+Importing torch creates a large number of objects, and by default the garbage collector scans all of them again and again.
+That is a quarter of the time of a short script, and the tests start hundreds of scripts.
 """
 
 import gc

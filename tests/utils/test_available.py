@@ -1,4 +1,4 @@
-"""`is_wandb_available` and its kin."""
+"""`is_wandb_available`, and the same for other packages and for devices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert available.is_cuda_available() is torch.cuda.is_available()
     assert available.is_mps_available() is torch.backends.mps.is_available()
     assert (available.is_npu_available(), available.is_xpu_available(check_device=True)) == (False, False)
-    # what no machine of these tests has: a TPU
+    # simulates a TPU
     monkeypatch.setattr(available, "is_installed", lambda package: package == "torch_xla")
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     assert available.is_torch_xla_available()

@@ -1,4 +1,4 @@
-"""`find_executable_batch_size`."""
+"""`find_executable_batch_size` and `release_memory`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_sizes_are_tried_until_one_fits(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_real_shortage() -> None:
-    """Of the host: torch's allocator says it in its own words."""
+    """A real allocation on the host fails, with the error message of PyTorch's allocator."""
     sizes: list[int] = []
 
     @find_executable_batch_size(starting_batch_size=2**44, reduce_batch_size_fn=lambda: 16)
@@ -45,6 +45,7 @@ def test_a_real_shortage() -> None:
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.")])
 def test_other_words_for_it(error: Exception) -> None:
+    # Other errors that mean that memory is exhausted.
     errors = [error]
 
     @find_executable_batch_size
@@ -112,11 +113,12 @@ def on_two() -> list[int]:
 
 
 def test_on_several_processes_nothing_is_tried_again() -> None:
+    # On several processes the error is raised: one rank may run out of memory while the others do not.
     assert run_world(2, on_two) == [[0, 8], [1, 8]]
 
 
 def test_objects_are_let_go() -> None:
-    """As in Accelerate: a list of as many `None` as objects were given."""
+    """`release_memory` returns a list with one `None` for each object, as in Accelerate."""
     first, second = torch.ones(2), torch.ones(2)
     first, second = release_memory(first, second)
     assert (first, second) == (None, None)

@@ -1,4 +1,4 @@
-"""`load_checkpoint_in_model`: what is read, where it goes, and that nothing is changed where it does not fit."""
+"""`load_checkpoint_in_model`: which files it reads, where tensors are put, and that a mismatch changes nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainkit.utils import load_checkpoint_in_model
 
 
 class Net(nn.Module):
-    """With a tied weight, a persistent buffer and one that is not."""
+    """A model with a tied weight, persistent buffers and a non-persistent one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def folder() -> Path:
-    """What `save_model` has written, in a file for each tensor."""
+    """A folder that `save_model` has written, with a file for each tensor."""
     accelerator = Accelerator()
     accelerator.save_model(accelerator.prepare(net()), "weights", max_shard_size="80B")
     assert len(list(Path("weights").glob("model-*.safetensors"))) == 8
@@ -68,7 +68,7 @@ def folder() -> Path:
 
 
 def test_files(folder: Path) -> None:
-    """A folder, its index; one file, in a folder or by its path."""
+    """Loads from a folder or its index file, and from a single file, given by its folder or by its path."""
     expected = state(net())
     accelerator = Accelerator()
     accelerator.save_model(net(), "one")
@@ -83,7 +83,7 @@ def test_files(folder: Path) -> None:
         assert model.head.weight is model.embedding.weight
         assert all(parameter is kept[name] for name, parameter in model.named_parameters()), "an optimizer stays valid"
         assert model.embedding.weight.requires_grad
-    shutil.rmtree("one")  # nothing of the files is kept
+    shutil.rmtree("one")  # the files are no longer needed
     model(torch.arange(4))
 
 
@@ -91,7 +91,7 @@ def test_a_model_without_values(folder: Path) -> None:
     for device_map in (None, {"": "cpu"}, {"": torch.device("cpu")}):
         with torch.device("meta"):
             model = Net()
-        model.scale = torch.full((4,), 2.0)  # which no checkpoint has
+        model.scale = torch.full((4,), 2.0)  # checkpoints do not contain it
         model.embedding.weight.requires_grad_(False)
         model.body.weight_decay = 0.1  # type: ignore[assignment]
         model.body[0].weight.mark = "mine"  # type: ignore[union-attr]
@@ -142,7 +142,7 @@ def test_dtypes(on_meta: bool, folder: Path) -> None:
 
 
 def test_a_device_for_each_module(folder: Path) -> None:
-    """The longest name counts. (Devices that a machine without a GPU has: see `test_cuda.py`.)"""
+    """A device map may name each module. Devices other than the CPU are tested in `test_cuda.py`."""
     model = net(2)
     load_checkpoint_in_model(model, folder, device_map={"embedding": "cpu", "head": "cpu", "body": "cpu", "scale": "cpu"})
     assert same(state(model), state(net()))
@@ -272,7 +272,7 @@ def test_a_compiled_model(folder: Path) -> None:
 
 
 def broken(change: Callable[[Path], Any]) -> Path:
-    """A copy of the folder with something wrong in it."""
+    """A damaged copy of the folder: `change` modifies it."""
     shutil.copytree("weights", "broken")
     change(Path("broken"))
     return Path("broken")
@@ -364,7 +364,7 @@ def test_arguments_without_effect(folder: Path) -> None:
 
 
 def test_a_large_file_is_not_brought_into_memory(folder: Path) -> None:
-    """What is in the file and not in the model is never read: the file is sparse, and larger than the memory."""
+    """Tensors that the model does not have are not read: this sparse file is larger than the memory."""
     shape = [2**42]
     header = json.dumps(
         {
@@ -381,7 +381,7 @@ def test_a_large_file_is_not_brought_into_memory(folder: Path) -> None:
 
 
 def quick_tour(folder: str) -> list[Any]:
-    """Saved in parts by all, and loaded into the model that is trained; one that ZeRO has divided is refused."""
+    """Save a model in shards and load it into the model in training. A model that was prepared under ZeRO is an error."""
     accelerator = Accelerator()
     inner = net(3)
     model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))

@@ -1,4 +1,4 @@
-"""`extract_model_from_parallel` and `is_compiled_module`; `unwrap_model` is the same of an `Accelerator`."""
+"""`extract_model_from_parallel` and `is_compiled_module`. `Accelerator.unwrap_model` does the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_what_is_around_a_model(precision: str) -> None:
         assert extract_model_from_parallel(given, keep_torch_compile=True) is compiled
         assert accelerator.unwrap_model(given, keep_torch_compile=True) is compiled
     assert accelerator.unwrap_model(model, keep_torch_compile=True) is model
-    # a compilation of what prepare returned goes with that
+    # torch.compile around a prepared model is removed together with the wrapper of prepare
     plain = nn.Linear(2, 1)
     around = torch.compile(Accelerator(cpu=True, mixed_precision="bf16").prepare(plain), backend="eager")
     assert extract_model_from_parallel(around, keep_torch_compile=True) is plain

@@ -1,4 +1,4 @@
-"""What is imported from `trainkit.utils` and from `trainkit`, as scripts written for Accelerate do it."""
+"""Names that scripts written for Accelerate import from `trainkit.utils` and from `trainkit`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "static_graph": False,
         "comm_hook": "no",
         "comm_wrapper": "no",
-        "comm_state_option": inspect.Parameter.empty,  # an empty dict of its own
+        "comm_state_option": inspect.Parameter.empty,  # a new empty dict for each object
     },
     "GradScalerKwargs": {
         "init_scale": 65536.0,
@@ -90,7 +90,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
     "extract_model_from_parallel": {
         "model": inspect.Parameter.empty,
         "keep_fp32_wrapper": True,
-        "keep_torch_compile": False,  # True there
+        "keep_torch_compile": False,  # True in Accelerate
         "recursive": False,
     },
     "gather": {"tensor": inspect.Parameter.empty},

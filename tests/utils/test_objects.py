@@ -18,7 +18,7 @@ def on_several() -> list[Any]:
         gather_object([1])
     accelerator = Accelerator()
     rank = accelerator.strategy.rank
-    own = [{"rank": rank, "kind": (rank, "a")}] * rank  # none on the first
+    own = [{"rank": rank, "kind": (rank, "a")}] * rank  # rank 0 has none
     given = [rank, "text", None]
     received = broadcast_object_list(given, from_process=1)
     assert received is given

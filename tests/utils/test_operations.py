@@ -1,4 +1,4 @@
-"""`gather`, `reduce`, `broadcast` and their kin without an `Accelerator` at hand, and `get_logger` on processes."""
+"""`gather`, `reduce`, `broadcast` and similar functions without an `Accelerator` object, and `get_logger` on two processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from trainkit.utils import (
 
 
 class Appending(logging.Handler):
-    """Writes to a file that all processes have open."""
+    """Appends messages to a file that all processes write to."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Appending(logging.Handler):
 
 
 class Odd:
-    """Batches that two processes cannot share out evenly."""
+    """A batch sampler whose batch cannot be split evenly between two processes."""
 
     batch_size = 5
 
@@ -93,7 +93,7 @@ def on_two(folder: str) -> dict[str, Any]:
     logger.logger.addHandler(ordered)
     for turn in range(3):
         logger.info("turn %d", turn, in_order=True)
-    logger.setLevel("WARNING" if rank else "INFO")  # no process waits for one that is silent
+    logger.setLevel("WARNING" if rank else "INFO")  # a rank that does not log at this level is not waited for
     logger.info("one alone", in_order=True)
     logger.logger.removeHandler(ordered)
     with pytest.raises(CollectiveError, match=r"rank 0: in_order=True \(test_operations.py:\d+\); rank 1: wait_for_everyone"):
@@ -110,7 +110,7 @@ def on_two(folder: str) -> dict[str, Any]:
     found["wrapped"] = [placed is teacher, accelerator.unwrap_model(model) is not model]
     found["bare"] = extract_model_from_parallel(model) is accelerator.unwrap_model(model)
     found["weights"] = placed.weight.tolist()
-    placed(torch.ones(1, 2)).sum().backward()  # nothing is exchanged, so the others need not come
+    placed(torch.ones(1, 2)).sum().backward()  # no gradients are exchanged for an evaluation model
     split, parts = Accelerator(split_batches=True).prepare(
         DataLoader(list(range(20)), 6), DataLoader([0] * 8, batch_sampler=Odd())
     )
@@ -169,11 +169,12 @@ def test_a_process_that_is_alone_needs_no_accelerator(monkeypatch: pytest.Monkey
 
 
 def test_of_several_accelerators_the_one_that_is_worked_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    # With several accelerators, the functions use the one that was used last.
     forget_all(monkeypatch)
     first, second = Accelerator(cpu=True), Accelerator(cpu=True)
     assert current.latest() is second
     first.prepare(nn.Linear(1, 1))
-    assert Accelerator(cpu=True).process_index == 0  # made for a word
+    assert Accelerator(cpu=True).process_index == 0  # created only to read an attribute
     assert current.gathering("gather") is first._gathering
     second.prepare([1, 2])
     assert current.latest() is second
@@ -191,6 +192,7 @@ def test_of_several_accelerators_the_one_that_is_worked_with(monkeypatch: pytest
 
 @pytest.mark.parametrize("non_blocking", [False, True])
 def test_whether_sending_waits_is_said_to_torch(non_blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # `send_to_device` passes `non_blocking` to `Tensor.to`.
     seen: list[bool] = []
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device, non_blocking: seen.append(non_blocking) or self)
     send_to_device({"x": [torch.ones(2)]}, "meta", non_blocking=non_blocking)

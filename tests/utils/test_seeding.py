@@ -1,4 +1,4 @@
-"""`set_seed`: Accelerate's arguments, and the rank before the processes have joined."""
+"""`set_seed`: Accelerate's arguments, and the rank before the processes are connected."""
 
 from __future__ import annotations
 
