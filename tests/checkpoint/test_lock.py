@@ -1,4 +1,4 @@
-"""At most one live run has a folder. The tests use real processes that are killed, suspended and started together."""
+"""At most one live run holds the lock of a folder. The tests kill and suspend real processes, and start two at once."""
 
 from __future__ import annotations
 

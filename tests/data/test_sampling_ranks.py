@@ -53,7 +53,7 @@ def test_each_process_works_out_its_own_part_of_the_order(length: int, size: int
 
 
 def test_nothing_between_is_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank computes only the positions of its own micro-batches: of 512 ranks with batches of 32, 32 of 16,384."""
+    """A rank computes only the positions of its own micro-batches: with 512 ranks and batches of 32, 32 of 16,384."""
     asked: list[Any] = []
     plain = Permutation.at
     monkeypatch.setattr(Permutation, "at", lambda self, positions: asked.append(positions) or plain(self, positions))

@@ -67,7 +67,7 @@ def test_a_script_trains(parse: str, tmp_path: Path) -> None:
 
 @pytest.mark.zero
 def test_the_exit_code_is_that_of_the_script(tmp_path: Path) -> None:
-    """The exit code of a rank is that of `deepspeed`, also with `--no_local_rank`, which omits the argument `--local_rank`."""
+    """`deepspeed --no_local_rank`, which passes no `--local_rank` to the script, exits with the exit code of the script."""
     (tmp_path / "script.py").write_text(JOIN)
     done = deepspeed("--no_local_rank", "script.py")
     assert done.returncode == 7, done.stderr

@@ -45,7 +45,7 @@ def test_a_host_name_that_other_nodes_can_reach(machine: Any) -> None:
 def test_a_host_name_that_is_a_loopback_address(machine: Any, own: list[str]) -> None:
     machine(own, master="192.168.3.7", outside="10.0.0.7")
     assert led() == "ib0"
-    machine(own, outside="10.0.0.7")  # this is the first node: the name of the first node has no route from here
+    machine(own, outside="10.0.0.7")  # as on the first node: its own name gives no route to other nodes
     assert led() == "eth0"
     machine(own, master="10.9.9.9")  # the address of an unknown interface
     assert led() is None
