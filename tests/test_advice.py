@@ -1,4 +1,4 @@
-"""What messages advise exists: pages of the documentation, classes with their arguments, methods and commands."""
+"""Whatever messages advise must exist: pages of the documentation, classes and their arguments, methods and commands."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODULES = (
 
 
 def texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Each text that is no docstring, with its line; what an f-string fills in is `{}`."""
+    """Yield the line and text of each string except docstrings. The values in an f-string become `{}`."""
     nodes = list(ast.walk(tree))
     skipped = {id(node.body[0].value) for node in nodes if isinstance(node, _WITH_DOCSTRING) and ast.get_docstring(node)}  # type: ignore[attr-defined]
     for node in nodes:
@@ -42,7 +42,7 @@ def texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def messages() -> list[tuple[str, str]]:
-    """Each text of the package's sources, with its place."""
+    """The place and text of each string in the sources of the package."""
     files = [file for folder in house.PACKAGES for file in house.python_files(house.ROOT / folder)]
     return [
         (f"{file.relative_to(house.ROOT)}:{line}", text)
@@ -63,7 +63,7 @@ def test_pages_and_headings_exist(messages: list[tuple[str, str]]) -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors of a page's headings, as the site makes them."""
+    """The anchors of a page's headings, as the documentation site creates them."""
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
 
@@ -105,7 +105,7 @@ def test_methods_that_are_advised_exist(messages: list[tuple[str, str]]) -> None
 
 
 def test_commands_that_are_advised_exist(messages: list[tuple[str, str]]) -> None:
-    """Behind a colon or at the beginning, and with an option or an argument in capitals, it is a command."""
+    """`trainkit NAME`, at the start or after a colon and before an option or a capital word, is an existing command."""
     pattern = r"(?:^|: |\n *)trainkit ([a-z-]+)(?= (?:--|[A-Z]))"
     named = {(place, name) for place, text in messages for name in re.findall(pattern, text)}
     assert named

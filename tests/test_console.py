@@ -1,4 +1,4 @@
-"""Notices and warnings: where they go, and how a program takes them over."""
+"""Notices and warnings: where they are printed, and how a program can redirect or silence them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from helpers.support import run_python
 from trainkit import TrainModule
 from trainkit.console import TrainkitWarning, counted, notice, only_printable, printable, set_printing, warn, with_article
 
-# In a process of its own: what logging is configured to do is one thing for the whole process.
+# Runs in a new process, because the configuration of logging holds for the whole process.
 BEGIN = "import logging, sys\nfrom trainkit.console import notice\n"
 
 
@@ -60,7 +60,7 @@ def test_notices_can_be_captured(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_notice_comes_once_a_run(caplog: pytest.LogCaptureFixture) -> None:
-    """The loaders of this run are created for training, the sanity check, each validation, and again in each epoch."""
+    """A notice about a loader appears once per run, although the run creates its loaders several times."""
 
     class Batches:
         def __iter__(self) -> Any:
@@ -91,6 +91,8 @@ def test_warnings_can_be_made_errors() -> None:
 
 
 def test_of_several_processes_one_speaks_for_all(caplog: pytest.LogCaptureFixture) -> None:
+    # Notices and warnings appear on the main process only; with `everywhere`, on each rank with its number.
+
     def of_ours() -> None:
         warn("beware", everywhere=True)
 
@@ -110,7 +112,7 @@ def test_of_several_processes_one_speaks_for_all(caplog: pytest.LogCaptureFixtur
             warn("of one", everywhere=True)
     finally:
         set_printing()
-    notice("four", everywhere=True)  # alone again: there are no ranks
+    notice("four", everywhere=True)  # one process again: no rank is shown
     assert [text for _, _, text in caplog.record_tuples] == ["[rank 2] two", "three", "four"]
 
 
@@ -118,7 +120,7 @@ def test_of_several_processes_one_speaks_for_all(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_warning_of_a_run_points_to_the_line_that_began_it() -> None:
-    """Not to one of ours, ten frames below, which is the same for every user."""
+    """A warning during `fit` points to the user's line that calls `fit`, not to a line of trainkit."""
 
     class Training(TrainModule):
         def __init__(self) -> None:
@@ -138,7 +140,7 @@ def test_a_warning_of_a_run_points_to_the_line_that_began_it() -> None:
     assert "make_trainer().fit(Training(), tiny_loader(), tiny_loader())" in lines[caught[0].lineno - 1]
 
 
-# ----------------------------------------------------------------------------------------------------------- the words
+# ------------------------------------------------------------------------------------------------- singular and plural
 
 
 @pytest.mark.parametrize("number, words, expected", [
@@ -171,7 +173,7 @@ TEXT = "2 × 3 ≥ 5 → naïve … 中"
     ("ascii", "2 x 3 >= 5 -> naive ... ?"),
     ("latin-1", "2 × 3 >= 5 -> naïve ... ?"),
     ("utf-8", TEXT),
-    (None, TEXT),  # a stream that takes any text
+    (None, TEXT),  # a stream without an encoding takes any text
     ("no such encoding", TEXT),
 ])  # fmt: skip
 def test_what_a_stream_cannot_show_is_replaced(encoding: str | None, expected: str) -> None:
@@ -186,6 +188,7 @@ def test_notices_and_warnings_where_standard_error_has_no_unicode() -> None:
 
 
 def test_streams_are_as_they_were_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    # `only_printable` restores the error handling of a stream, also after an error.
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stream)
 

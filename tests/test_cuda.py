@@ -1,4 +1,4 @@
-"""A whole run on a CUDA device: the same numbers, every precision, nothing in a step that waits for the device."""
+"""Complete runs on a CUDA device: results, precisions, and no training step that waits for the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 class Net(TrainModule):
-    """Two layers, with dropout where asked for; keeps its losses on the device."""
+    """Two layers with optional dropout. It keeps its losses on the device."""
 
     def __init__(self, dropout: float = 0.0, optimizer: str = "AdamW") -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def test_an_overflow_skips_the_update() -> None:
     before = [p.detach().clone() for p in module.parameters()]
     trainer = make_trainer(accelerator="gpu", precision=Precision("16-mixed", init_scale=2.0**40), max_epochs=1)
     trainer.fit(module, loader(), loader())
-    assert trainer.global_step == 0  # ten halvings of the scale do not bring it into range
+    assert trainer.global_step == 0  # after ten halvings, the scale is still too large
     assert all(torch.equal(a, b.detach().cpu()) for a, b in zip(before, module.parameters(), strict=True))
 
 
@@ -92,13 +92,13 @@ def test_dropout_is_the_same_for_any_worker_and_from_run_to_run() -> None:
 
 
 class NoWaiting(Callback):
-    """Lets torch raise on every operation that waits for the device, but at log boundaries."""
+    """Makes torch raise an error for each operation that waits for the device, except in steps that log."""
 
     def __init__(self) -> None:
         self.watched = 0
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step >= 3:  # the first steps make libraries' handles
+        if trainer.global_step >= 3:  # in the first steps, libraries create their handles
             torch.cuda.set_sync_debug_mode("error")
             self.watched += 1
 
@@ -139,6 +139,8 @@ def test_no_step_waits_for_the_device(precision: str) -> None:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.usefixtures("_default_sync_mode")
 def test_a_step_that_waits_is_noticed() -> None:
+    # The callback `NoWaiting` can fail: it finds a `.item()` in a training step.
+
     class CollectiveTracker(Net):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
@@ -150,7 +152,7 @@ def test_a_step_that_waits_is_noticed() -> None:
         trainer.fit(CollectiveTracker(), loader())
 
 
-# torch's tracer looks at .grad of the loss that goes from a graph into log
+# torch's tracer reads .grad of the loss that a graph passes to log
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_module_learns() -> None:
     plain = losses(trained())
@@ -161,6 +163,7 @@ def test_a_compiled_module_learns() -> None:
 
 
 def test_an_own_loop_is_the_trainer() -> None:
+    # Your own training loop gives the same parameters as the Trainer, bit by bit.
     module, model = trained(dropout=0.2), Net(dropout=0.2)
     accelerator = Accelerator()
     accelerator.seed = 7
@@ -176,7 +179,7 @@ def test_an_own_loop_is_the_trainer() -> None:
 
 
 def test_weights_and_objects_of_a_device() -> None:
-    """What is saved from the device is loaded to it, into a model that has no values yet, or has them on the host."""
+    """Saved weights and objects are loaded to the device, into a model on the meta device or on the CPU."""
     accelerator = Accelerator()
     model, optimizer = accelerator.prepare(net := Net().net, torch.optim.SGD(net.parameters(), lr=0.1))
     accelerator.backward(model(torch.ones(2, 16, device=accelerator.device)).sum())

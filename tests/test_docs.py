@@ -1,4 +1,4 @@
-"""Links lead somewhere, pages are short, and the reference names everything that is public. The pages run in tests/docs."""
+"""Links work, pages are short, and the reference names everything public. tests/docs runs the code of the pages."""
 
 from __future__ import annotations
 
@@ -80,7 +80,10 @@ def test_the_page_on_the_command_line_has_every_command() -> None:
 
 
 def test_the_reference_has_an_entry_for_every_public_name() -> None:
-    """A `:::` line of the name, or of its module; one of a module may list its members."""
+    """Each public name has a `:::` line of its own, or one of its module.
+
+    The line of a module may list its members.
+    """
     public, rendered = {**PUBLIC, **FOR_PLUG_INS}, set()
     pages = "\n".join(page.read_text("utf-8") for page in sorted((DOCS / "reference").glob("*.md")))
     for identifier, options in re.findall(r"^::: (\S+)\n((?:    .*\n)*)", pages, re.MULTILINE):

@@ -6,7 +6,7 @@ import pytest
 
 from trainkit import errors
 
-# Class → what it is besides; the tree that users may rely on.
+# Class → its base classes. Users may rely on this tree.
 TREE = {
     "TrainkitError": (Exception,),
     "ConfigurationError": (errors.TrainkitError, ValueError),
@@ -53,7 +53,7 @@ def test_the_tree_is_drawn_in_the_docstring() -> None:
 
 
 def test_preempted_is_no_error() -> None:
-    """`except Exception` and `except TrainkitError` must not swallow it, and the process leaves with its code."""
+    """`except Exception` and `except TrainkitError` do not catch `Preempted`, so that the process exits with code 143."""
     assert not issubclass(errors.Preempted, Exception)
     preempted = errors.Preempted("SIGTERM at step 5")
     assert preempted.code == 143
@@ -63,6 +63,7 @@ def test_preempted_is_no_error() -> None:
 
 @pytest.mark.parametrize("name", list(TREE))
 def test_each_says_what_it_is_for(name: str) -> None:
+    # Each error class has a docstring, and its text is the message.
     assert (getattr(errors, name).__doc__ or "").strip()
     assert str(getattr(errors, name)("text")) == "text"
 

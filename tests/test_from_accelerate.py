@@ -1,4 +1,4 @@
-"""Every public name of Accelerate 1.15 is there, or refused by an error that says what to use."""
+"""Every public name of Accelerate 1.15 exists in trainkit, or raises an error that says what to use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def listed(text: str) -> list[str]:
     return text.split()
 
 
-# Of its constructor, in its order.
+# Arguments of Accelerate's `Accelerator`, in its order.
 ARGUMENTS = listed("""
     device_placement split_batches mixed_precision gradient_accumulation_steps cpu dataloader_config deepspeed_plugin
     fsdp_plugin torch_tp_plugin megatron_lm_plugin rng_types log_with project_dir project_config
@@ -25,7 +25,7 @@ ARGUMENTS = listed("""
     deepspeed_plugins parallelism_config
 """)
 
-# Of the class and of its objects.
+# Attributes of Accelerate's `Accelerator` class and of its instances.
 ATTRIBUTES = listed("""
     accumulate ao_recipe_handler autocast autocast_handler backward check_trigger clear clip_grad_norm_ clip_grad_value_
     context_parallel_rank data_parallel_rank data_parallel_shard_rank dataloader_config ddp_handler deepspeed_plugin
@@ -45,7 +45,7 @@ ATTRIBUTES = listed("""
     use_stateful_dataloader verify_device_map wait_for_everyone
 """)
 
-# Of the packages accelerate and accelerate.utils.
+# Names in the packages accelerate and accelerate.utils.
 TOP = listed("""
     Accelerator AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin
     DistributedDataParallelKwargs DistributedType FullyShardedDataParallelPlugin GradScalerKwargs InitProcessGroupKwargs
@@ -140,7 +140,7 @@ def test_every_name_can_be_imported_or_says_what_to_use(package: str, names: lis
     for name in names:
         try:
             found: Any = getattr(module, name)
-        except ImportError as error:  # an AttributeError would be "cannot import name"
+        except ImportError as error:  # Python would replace an AttributeError by "cannot import name"
             refused.append((name, str(error)))
         else:
             assert name in module.__all__

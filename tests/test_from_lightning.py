@@ -1,4 +1,4 @@
-"""Scripts as they are written for Lightning, with the imports and the base class renamed."""
+"""Typical scripts written for Lightning, in which only the imports and the base class are renamed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Regression(pl.TrainModule):
         return torch.optim.Adam(self.parameters())
 
 
-# A classifier with a data module, metrics, a schedule by step, monitors and two loggers
+# A classifier with a data module, metrics, a learning-rate schedule per step, monitors and two loggers
 
 
 class Images(pl.DataModule):
@@ -159,6 +159,8 @@ def test_a_classifier() -> None:
 
 
 def test_hyper_parameters_of_two_owners_that_differ() -> None:
+    # Hyper-parameters of the same name in the module and the data module must have the same value.
+
     class Data(pl.DataModule):
         def __init__(self, lr: float) -> None:
             self.save_hyperparameters()
@@ -223,7 +225,7 @@ def test_a_gan(precision: str) -> None:
     assert not any(torch.equal(parameter, old) for parameter, old in zip(model.parameters(), before, strict=True))
 
 
-# Smaller pieces
+# Single features
 
 
 def test_groups_of_parameters_and_a_schedule_from_the_number_of_steps() -> None:
@@ -369,7 +371,7 @@ LOADER = [[torch.zeros(2, 4), torch.zeros(2, 1)]]
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_checkpoint_of_lightnings(verb: str) -> None:
-    """Its error has the line that loads the weights, as the documentation does."""
+    """The error for a Lightning checkpoint contains a line of code that loads its weights."""
     theirs, module = TinyModule(), TinyModule()
     torch.save({"state_dict": theirs.state_dict(), "pytorch-lightning_version": "2.6.0", "epoch": 3}, "old.ckpt")
     with pytest.raises(CheckpointNotFoundError, match="is a Lightning checkpoint, which is a file; expected") as caught:

@@ -1,6 +1,6 @@
-"""The rules of the house, held over the syntax trees of the whole repository.
+"""The rules for the code of this repository, checked on the syntax trees of all files.
 
-Every rule comes twice: applied to what is there, and to small examples that break it, so that it can fail.
+Each rule is applied to the repository, and to small examples that break it, so that the tests of the rules can fail.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from helpers.support import run_python
 from trainkit import Strategy
 from trainkit.registry import StrategyInfo, strategy_infos
 
-# What a user may rely on. A new name is a decision: it needs a line in the changelog and one here.
+# The public names. A new name is a decision: add it here and to the changelog.
 PUBLIC = {
     "trainkit": [
         "Accelerator",
@@ -159,7 +159,7 @@ PUBLIC = {
     ],
 }
 
-# What someone relies on who writes a strategy or a precision. The modules have other names, for trainkit itself.
+# Names for authors of strategies and precisions. Other names in these modules are for trainkit itself.
 FOR_PLUG_INS = {
     "trainkit.distributed.requested_devices": ["RequestedDevices"],
     "trainkit.distributed.world": ["World"],
@@ -170,7 +170,7 @@ FOR_PLUG_INS = {
     "trainkit.registry": ["StrategyInfo", "register_strategy", "strategies"],
 }
 
-# Files ("trainkit/x.py") and functions ("trainkit/x.py:name") that may be long, each with the reason.
+# Files ("trainkit/x.py") and functions ("trainkit/x.py:name") that may be longer than the limits, with the reason.
 LONG: dict[str, str] = {
     "trainkit/trainer/trainer.py": "one class, whose arguments and attributes are documented where users look for them",
 }
@@ -189,12 +189,13 @@ def report(complaints: list[str]) -> None:
 
 
 def test_the_three_folders_are_read_once() -> None:
+    # The rules are applied to trainkit, callbacks and strategies, and to each module once.
     names = [source.module for source in SOURCES]
     assert len(names) == len(set(names))
     assert {"trainkit", "trainkit.errors", "trainkit.callbacks", "trainkit.strategies"} <= MODULES
 
 
-# ------------------------------------------------------------------------------------------------- who imports whom
+# ------------------------------------------------------------------------------------------- imports between layers
 
 
 def test_import_directions() -> None:
@@ -248,6 +249,7 @@ def test_import_directions_can_pass(module: str, text: str) -> None:
 
 
 def test_rooms_name_lower_rooms_only() -> None:
+    # A package imports only from packages in lower layers, also for type checking, except the names in `house.ANNOTATIONS`.
     report([c for source in SOURCES for c in house.wrong_layers(source, MODULES)])
 
 
@@ -288,18 +290,18 @@ def test_every_room_has_a_layer() -> None:
     assert sorted(rooms) == sorted([*listed, *house.PLUG_INS])
 
 
-# ------------------------------------------------------------------------------------- what is shown is what is public
+# ------------------------------------------------------------------------- examples and documentation use public names
 
 
 def test_examples_and_documents_use_public_names() -> None:
-    """What users copy: names in the tables above only."""
+    """Examples and documentation, which users copy, import only the names in the tables above."""
     sources = house.user_sources("examples", "docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")
     assert {"README.md", "examples"} <= {source.path.partition("/")[0] for source in sources}
     report([c for source in sources for c in house.private_imports(source, {**PUBLIC, **FOR_PLUG_INS})])
 
 
 def test_benchmarks_use_public_names() -> None:
-    """A benchmark may measure a part that users do not call, such as the order of an epoch, by its public names."""
+    """Benchmarks may import any name in the `__all__` of a module, because they also measure parts that users do not call."""
     public = {source.module: house.exported(source.tree) or [] for source in PUBLIC_SOURCES}
     report([c for source in house.user_sources("benchmarks") for c in house.private_imports(source, public)])
 
@@ -342,7 +344,7 @@ def test_blocks_of_a_document_keep_their_lines() -> None:
     ]
 
 
-# ------------------------------------------------------------------------------------------------ data is never code
+# --------------------------------------------------------------------------------------------------------- no pickle
 
 
 def test_no_pickle() -> None:
@@ -432,7 +434,7 @@ def test_public_torch_passes(name: str) -> None:
     assert not house.private_torch(example(SUBCLASS.format(name=name), "trainkit.launch.x"))
 
 
-# ------------------------------------------------------------------------------------------- strategies are not asked
+# -------------------------------------------------------------------------- no code for single strategies in the core
 
 
 def test_no_code_asks_for_the_class_of_a_strategy() -> None:
@@ -461,7 +463,7 @@ def test_other_questions_pass(text: str) -> None:
     assert not house.branches_on_strategy(example(text))
 
 
-# Where the name of a strategy must stand in the core: the names, and why. Everything else asks StrategyInfo or a capability.
+# Files of the core that may contain names of strategies, and why. Other code uses StrategyInfo or a capability.
 _PLUGIN = {"DeepSpeedPlugin", "trainkit.config.deepspeed_plugin"}
 NAMED: dict[str, tuple[set[str], str]] = {
     "trainkit/__init__.py": ({*_PLUGIN, "DDPCommunicationHookType"}, "public names of Accelerate's"),
@@ -525,7 +527,7 @@ NAMED: dict[str, tuple[set[str], str]] = {
 
 
 def test_the_core_names_no_strategy() -> None:
-    names = house.strategy_names(strategy_infos()[1:])  # the first one is of the core: one device
+    names = house.strategy_names(strategy_infos()[1:])  # without the first one, which is in the core: a single device
     found = {s.path: house.names_of_strategies(s, names) for s in SOURCES if s.path.startswith("trainkit/")}
     allowed = {path: tokens for path, (tokens, _) in NAMED.items()}
     report([c for path, tokens in found.items() for token, c in tokens.items() if token not in allowed.get(path, ())])
@@ -612,7 +614,7 @@ def test_capabilities_are_documented_and_read() -> None:
     assert (undocumented, [name for name in flags if name not in read]) == ([], [])
 
 
-# --------------------------------------------------------------------------------------------------- names and words
+# ---------------------------------------------------------------------------------------------- names and docstrings
 
 
 @pytest.mark.parametrize("module", FOR_PLUG_INS)
@@ -736,6 +738,7 @@ def test_length_is_found() -> None:
 
 
 def test_only_its_own_room_writes_to_a_trainer() -> None:
+    # Only modules in trainkit.trainer assign to attributes of a Trainer.
     report([c for s in SOURCES if not s.module.startswith("trainkit.trainer.") for c in house.writes_to_trainer(s)])
 
 
@@ -807,7 +810,7 @@ def test_callbacks_are_read_when_used() -> None:
 
 
 def test_lazy_names_lead_to_their_files() -> None:
-    """What the type checker sees of trainkit.callbacks is what `__getattr__` gives."""
+    """The imports that type checkers see in trainkit.callbacks are those that `__getattr__` does."""
     source = next(s for s in SOURCES if s.module == "trainkit.callbacks")
     typed = {item.name: item.module for item in house.imports(source.tree) if item.place == "typing"}
     package = importlib.import_module("trainkit.callbacks")

@@ -1,6 +1,6 @@
-"""Importing trainkit is cheap: it loads nothing that is optional and nothing heavy except torch.
+"""Importing trainkit is cheap: it loads no optional package, and nothing large except torch.
 
-How much time it takes is measured by `benchmarks/import_time.py`; a test must not depend on the machine's speed.
+`benchmarks/import_time.py` measures the time; a test must not depend on the speed of the machine.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_using_every_public_name_loads_nothing_optional() -> None:
 
 
 def test_every_public_name_can_be_the_first_that_is_imported() -> None:
-    """Modules that import each other in a circle work from some places of it only."""
+    """Each public name can be imported first: circular imports would fail for some names only."""
     program = f"""
 import importlib, os, sys
 import torch
@@ -91,10 +91,11 @@ for name in {names}:
 
 @pytest.mark.parametrize("package", sorted(OPTIONAL & {"tensorboard", "wandb", "matplotlib", "sklearn"}))
 def test_what_is_optional_would_be_seen(package: str) -> None:
+    # The test of optional packages can fail: it sees a package that is imported.
     assert package in packages(modules_after(f"import {package}"))
 
 
 def test_importing_adds_no_package_to_those_of_torch() -> None:
-    """A ratchet on the time: after `import torch`, `import trainkit` loads modules of its own only."""
+    """After `import torch`, `import trainkit` loads only modules of trainkit. This keeps the import fast."""
     added = modules_after("import torch, trainkit") - modules_after("import torch")
     assert {module for module in added if not module.startswith("trainkit")} == set()

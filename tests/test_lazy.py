@@ -1,4 +1,4 @@
-"""The names of a package are imported when they are first used."""
+"""Names of a package are imported on first use."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def test_a_typing_error(package: dict[str, Any]) -> None:
 
 
 def test_a_name_next_to_the_package(package: dict[str, Any]) -> None:
+    # A name can come from a module that is not in the package.
     get, _ = lazily({"__name__": "json.decoder"}, {"JSONEncoder": ".encoder"})
     assert get("JSONEncoder") is json.JSONEncoder
 
@@ -50,7 +51,7 @@ def test_a_name_next_to_the_package(package: dict[str, Any]) -> None:
     ],
 )
 def test_a_typing_error_in_an_import_statement(module: str, name: str, meant: str) -> None:
-    """Python replaces an AttributeError by an ImportError that would not have the hint."""
+    """`from … import` raises an ImportError with a hint: Python would replace an AttributeError and lose the hint."""
     with pytest.raises(ImportError, match=rf"^cannot import name '{name}' from '{module}'\. Did you mean '{meant}'\?$"):
         exec(f"from {module} import {name}")
 
@@ -66,7 +67,7 @@ def test_an_import_statement_of_a_name_that_is_like_none() -> None:
 
 
 def test_outside_an_import_statement_it_stays_an_attribute_error() -> None:
-    """What counts on it: hasattr, getattr with a default, inspect, unittest.mock."""
+    """Attribute access raises AttributeError, on which hasattr, getattr with a default, inspect and unittest.mock rely."""
     assert not hasattr(trainkit, "Trainr")
     assert getattr(trainkit.callbacks, "EarlyStoping", None) is None
     with pytest.raises(AttributeError, match="module 'trainkit' has no attribute 'Trainr'. Did you mean 'Trainer'"):

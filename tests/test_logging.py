@@ -1,4 +1,4 @@
-"""`get_logger` in one process; on several it is in `utils/test_operations.py`, in their one start."""
+"""`get_logger` in one process. Tests on several processes are in `utils/test_operations.py`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_messages(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_arguments_of_pythons_loggers(caplog: pytest.LogCaptureFixture) -> None:
-    """`extra` of the adapter is in each record; `exc_info`, `stacklevel` and places mean what they mean in logging."""
+    """`extra` of the adapter is in each record. `exc_info`, `stacklevel` and positional arguments work as in logging."""
     logger = MultiProcessAdapter(logging.getLogger("trainkit_test.arguments"), {"job": 7})
     logger.logger.setLevel(logging.DEBUG)
     error = ValueError("told")
@@ -54,6 +54,7 @@ def test_arguments_of_pythons_loggers(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("variable", ["TRAINKIT_LOG_LEVEL", "ACCELERATE_LOG_LEVEL"])
 def test_levels(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The level comes from the argument or the environment variable, and is also set for the root logger.
     root = logging.getLogger()
     root.setLevel("ERROR")
     assert get_logger("trainkit_test.unset").logger.level == logging.NOTSET
@@ -66,6 +67,7 @@ def test_levels(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_before_the_processes_are_joined_the_launcher_says_who_speaks(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    # Before a Trainer or Accelerator exists, the variables of the launcher determine the main process.
     monkeypatch.setattr("trainkit.accelerator.current.latest", lambda: None)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)

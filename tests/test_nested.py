@@ -1,4 +1,4 @@
-"""Batches of every shape that users build: rebuilt, moved, searched, and never changed in place."""
+"""Batches of any structure are rebuilt, moved and searched, and never changed in place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Pair(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """Has a field named `to`, which is no method."""
+    """A tuple with a field named `to`, which is not a method."""
 
     src: Tensor
     to: Tensor
@@ -66,7 +66,7 @@ class Shape(tuple):
 
 
 class Encoding(UserDict):
-    """As a tokenizer gives it: a mapping with more to it than its items, and with a `.to` that moves in place."""
+    """Like the output of a tokenizer: a mapping with other attributes and a `.to` that moves it in place."""
 
     def __init__(self, data: dict[str, Tensor], lengths: list[int]) -> None:
         super().__init__(data)
@@ -78,7 +78,7 @@ class Encoding(UserDict):
 
 
 class Row(Mapping):
-    """A mapping that cannot be changed."""
+    """An immutable mapping."""
 
     def __init__(self, items: dict[str, Any]) -> None:
         self._items = dict(items)
@@ -94,14 +94,14 @@ class Row(Mapping):
 
 
 class Keyword(Row):
-    """One whose constructor wants something else."""
+    """An immutable mapping whose constructor takes keyword arguments instead of a dict."""
 
     def __init__(self, **items: Any) -> None:
         super().__init__(items)
 
 
 class Graph:
-    """Not a container, but moves itself: `moved_to` remembers where, `.to` returns nothing."""
+    """Not a container. Its `.to` stores the device in `moved_to` and returns None."""
 
     def __init__(self) -> None:
         self.nodes = torch.ones(3)
@@ -257,7 +257,7 @@ def test_a_copy_has_containers_of_its_own_and_the_same_tensors(value: Any) -> No
 
 
 def take_apart(value: Any) -> None:
-    """As a loop does that has no use for the rest of a batch."""
+    """Remove the items of a batch, as a training loop may do with parts that it does not need."""
     for item in list(value.values()) if isinstance(value, Mapping) else list(value):
         if not isinstance(item, Tensor | str | int):
             take_apart(item)
@@ -267,6 +267,7 @@ def take_apart(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [ones(1), (ones(1), ones(2)), None, "text"], ids=["tensor", "tuple", "None", "text"])
 def test_what_cannot_be_taken_apart_needs_no_copy(value: Any) -> None:
+    # Batches that cannot be changed in place are not copied.
     assert copied(value) is value
 
 
@@ -322,6 +323,7 @@ def test_a_packed_sequence_moves_as_torch_says() -> None:
 
 @pytest.mark.parametrize("non_blocking", [True, False])
 def test_whether_copies_are_waited_for_is_passed_on(non_blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # `non_blocking` is passed to `Tensor.to`.
     seen = []
     monkeypatch.setattr(Tensor, "to", lambda self, device, non_blocking: seen.append((device, non_blocking)) or self)
     move([ones(1), {"a": ones(1)}], META, non_blocking)

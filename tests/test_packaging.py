@@ -1,4 +1,4 @@
-"""Wheel and source distribution: built, installed and imported away from the repository, with and without the links."""
+"""The wheel and the source distribution are built, installed and imported outside of the checkout, with and without links."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ print(json.dumps({"files": [m.__file__ for m in names] + [trainkit.callbacks.Tim
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkout as it was at one moment, without what builds and runs leave in it."""
+    """A copy of the checkout without files that builds and runs create."""
     return Path(shutil.copytree(house.ROOT, tmp_path_factory.mktemp("source") / "tree", symlinks=True, ignore=NOT_SOURCE))
 
 
 def with_links(source: Path, to: Path, links: str) -> Path:
-    """A copy whose `links` are "kept", "missing", or written as "text", as git does where links are unknown."""
+    """Copy the checkout. Its links are "kept", "missing", or text files ("text"), as git creates where there are no links."""
     shutil.copytree(source, to, symlinks=True)
     for link, target in LINKS.items():
         (to / link).unlink(missing_ok=True)
@@ -58,7 +58,7 @@ def with_links(source: Path, to: Path, links: str) -> Path:
 
 
 def build(tree: Path, out: Path, *what: str) -> list[Path]:
-    """Build a tree with what is installed here; without `what`, a source distribution and from it a wheel."""
+    """Build with the installed packages. Without `what`, build a source distribution and a wheel from it."""
     done = run_python("-m", "build", "--no-isolation", "--outdir", str(out), *what, str(tree), cwd=out.parent)
     assert done.returncode == 0, done.stderr[-3000:]
     return sorted(out.iterdir())
@@ -76,7 +76,7 @@ def metadata(wheel: Path) -> Message:
 
 @pytest.fixture(scope="module")
 def from_checkout(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built straight from a checkout with its links."""
+    """A wheel that is built directly from a checkout with its links."""
     folder = tmp_path_factory.mktemp("checkout")
     (wheel,) = build(with_links(source, folder / "tree", "kept"), folder / "out", "--wheel")
     return wheel
@@ -84,7 +84,7 @@ def from_checkout(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="module")
 def distribution(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A source distribution of a checkout with its links, and the wheel built from that."""
+    """A source distribution of a checkout with its links, and a wheel that is built from it."""
     folder = tmp_path_factory.mktemp("distribution")
     wheel, archive = build(with_links(source, folder / "tree", "kept"), folder / "out")
     assert archive.name.endswith(".tar.gz")
@@ -135,7 +135,7 @@ def test_it_imports_away_from_the_repository(from_checkout: Path, tmp_path: Path
 
 
 def test_an_editable_install_works_without_the_links(source: Path, tmp_path: Path) -> None:
-    """What pip does for `pip install -e .`: the build backend's editable wheel, put where packages lie."""
+    """As with `pip install -e .`: the editable wheel of the build backend, unpacked into a folder of packages."""
     tree, site = with_links(source, tmp_path / "tree", "missing"), tmp_path / "site"
     make = "import sys; from setuptools.build_meta import build_editable; build_editable(sys.argv[1])"
     done = run_python("-c", make, str(tmp_path), cwd=tree)
@@ -148,7 +148,7 @@ def test_an_editable_install_works_without_the_links(source: Path, tmp_path: Pat
 
 
 def imported_from(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """The files that the program WHERE found its modules in."""
+    """Files of the modules that the program WHERE has imported."""
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["version"] == trainkit.__version__
@@ -182,7 +182,7 @@ def test_the_metadata_says_what_it_is(source: Path, from_checkout: Path) -> None
 
 
 def test_everything_names_the_same_home(source: Path, from_checkout: Path) -> None:
-    """One placeholder, `REPOSITORY` in setup.py, until the project has a public home."""
+    """All files name the same repository address: that of `REPOSITORY` in setup.py, a placeholder for now."""
     home = re.findall(r'^REPOSITORY = "(https://.+)"$', (source / "setup.py").read_text("utf-8"), re.MULTILINE)[0]
     urls = dict(line.split(", ") for line in metadata(from_checkout).get_all("Project-URL", []))
     assert set(urls) == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
@@ -190,7 +190,7 @@ def test_everything_names_the_same_home(source: Path, from_checkout: Path) -> No
     files = [path.removeprefix(f"{home}/blob/main/") for path in urls.values() if "/blob/main/" in path]
     assert [file for file in files if not (source / file).is_file()] == []
     for name, line in NAMES_THE_HOME.items():
-        if (house.ROOT / name).exists():  # not .github in a source distribution
+        if (house.ROOT / name).exists():  # a source distribution has no .github
             assert line.format(home=home) in (house.ROOT / name).read_text("utf-8"), name
 
 
@@ -201,7 +201,7 @@ def test_the_citation_names_this_version() -> None:
 
 @pytest.mark.skipif(not GITHUB.exists(), reason="a source distribution does not contain .github")
 def test_github_runs_the_same_commands() -> None:
-    """ci.yml gives every target of .ci/run to .ci/run, and no workflow names a target that the Makefile does not have."""
+    """ci.yml runs all targets of .ci/run, and workflows use only existing targets of the Makefile."""
     (targets,) = re.findall(r"^.* \|\| set -- (.+)$", (house.ROOT / ".ci" / "run").read_text("utf-8"), re.MULTILINE)
     jobs = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text("utf-8"))["jobs"]
     assert jobs["make"]["strategy"]["matrix"]["target"] == targets.split()
@@ -215,7 +215,7 @@ def test_github_runs_the_same_commands() -> None:
 
 @pytest.mark.slow
 def test_what_is_uploaded(distribution: tuple[Path, Path], tmp_path: Path) -> None:
-    """What `make dist` does: the index would accept both files, and the wheel works in a fresh environment."""
+    """As in `make dist`: the package index would accept both files, and the wheel works in a new environment."""
     archive, wheel = map(str, distribution)
     for command in (["twine", "check", "--strict", archive, wheel], ["check_wheel_contents", wheel]):
         done = run_python("-m", *command)
@@ -232,7 +232,7 @@ def test_the_command_of_the_entry_point_exists() -> None:
 
 
 def test_constraints_fix_versions_and_nothing_else() -> None:
-    """Exact versions, no addresses, and every direct dependency of what `make test` installs."""
+    """constraints.txt has exact versions and no URLs, and all direct dependencies of `make test`."""
     text = (house.ROOT / "constraints.txt").read_text("utf-8")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     assert [line for line in lines if not re.fullmatch(r"[\w-]+==[\w.]+(; python_version >= \"3\.\d+\")?", line)] == []

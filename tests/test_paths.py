@@ -1,4 +1,4 @@
-"""`~` is expanded and an address is refused, wherever a folder is named."""
+"""Every argument that takes a folder expands `~` and refuses URLs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainkit.paths import local_path
 
 @pytest.fixture
 def home(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's home, which is not where the process is."""
+    """A home directory of the user that is not the working directory."""
     there = run_dir / "home"
     there.mkdir()
     monkeypatch.setenv("HOME", str(there))

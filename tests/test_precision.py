@@ -1,4 +1,4 @@
-"""`Precision`: names, dtypes, contexts, and the loss scale. Whole runs in each precision: `test_loop.py`."""
+"""`Precision`: names, dtypes, contexts, and the loss scale. Runs in each precision: `trainer/test_train_loop.py`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_what_a_module_becomes(name: str) -> None:
     module = nn.BatchNorm1d(3)
     weight = module.weight
     assert precision(name).convert_module(module) is module
-    assert module.weight is weight  # an optimizer made before stays valid
+    assert module.weight is weight  # an optimizer that was created before remains valid
     assert {value.dtype for value in (module.weight, module.bias, module.running_mean)} == {TRUE.get(name, torch.float32)}
     assert module.num_batches_tracked.dtype is torch.int64
 
@@ -158,7 +158,7 @@ def test_contexts_can_be_entered_inside_each_other() -> None:
 
 
 class Weights:
-    """Parameters of value 0, each with an optimizer of its own whose step of rate 1 subtracts the gradient."""
+    """Parameters that start at 0, each with its own optimizer. By default, its step subtracts the gradient (SGD with lr=1)."""
 
     def __init__(self, made: Precision, count: int = 1, adam: bool = False) -> None:
         made.several_optimizers = count > 1
@@ -168,7 +168,7 @@ class Weights:
         self.optimizers = [kind([parameter], lr=1.0) for parameter in self.parameters]
 
     def backward(self, *slopes: float) -> None:
-        """The backward pass of a loss with these derivatives."""
+        """Run the backward pass of a loss with these derivatives."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         terms = [p * slope for p, slope in zip(self.parameters, slopes, strict=True)]
@@ -231,6 +231,7 @@ def test_the_scale_grows_after_growth_interval_steps_without_an_overflow() -> No
 
 
 def test_the_scale_is_taken_out_once_however_often_it_is_asked() -> None:
+    # Calling `unscale` several times before an optimizer step divides the gradient by the scale once.
     weights = scaled()
     weights.backward(3.0)
     for _ in range(3):
@@ -238,7 +239,7 @@ def test_the_scale_is_taken_out_once_however_often_it_is_asked() -> None:
         assert weights.parameters[0].grad.item() == 3.0
     weights.step()
     assert weights.values == [-3.0]
-    weights.backward(2.0)  # and again in the next update
+    weights.backward(2.0)  # the next optimizer step is unscaled again
     weights.precision.unscale(weights.optimizers[0])
     assert weights.parameters[0].grad.item() == 2.0
 
@@ -253,11 +254,12 @@ def test_a_clipped_gradient_is_what_the_update_uses() -> None:
 
 
 def test_an_update_that_does_not_happen_leaves_nothing_for_the_next() -> None:
+    # After `discard` instead of an optimizer step, the next gradient is unscaled as usual.
     weights = scaled()
     weights.backward(3.0)
     weights.precision.unscale(weights.optimizers[0])
     weights.precision.discard(weights.optimizers[0])
-    weights.precision.discard(weights.optimizers[0])  # more calls do nothing
+    weights.precision.discard(weights.optimizers[0])  # a second call has no effect
     weights.backward(2.0)
     weights.precision.unscale(weights.optimizers[0])
     assert weights.parameters[0].grad.item() == 2.0
@@ -268,7 +270,7 @@ def test_an_update_that_does_not_happen_leaves_nothing_for_the_next() -> None:
 @pytest.mark.parametrize("growth_interval", [1, 2, 100])
 @pytest.mark.parametrize("clipped", [False, True])
 def test_two_optimizers_of_one_loss_share_its_scale(growth_interval: int, clipped: bool) -> None:
-    """The scale may change only when no gradient is left that was computed under it."""
+    """The scale changes only when no gradient remains that was computed with the old scale."""
     weights = scaled(2, growth_interval=growth_interval)
     for update in range(1, 5):
         weights.backward(1.0, 2.0)
@@ -307,7 +309,7 @@ def test_two_steps_with_one_backward() -> None:
     for weights in (scaled(1), scaled(2)):
         weights.backward(*[1.0] * len(weights.parameters))
         weights.precision.optimizer_step(weights.optimizers[0])
-        weights.parameters[0].grad.fill_(weights.scale)  # a gradient of 1 that did not come out of a scaled loss
+        weights.parameters[0].grad.fill_(weights.scale)  # a gradient of 1 times the scale, set without a backward pass
         weights.precision.optimizer_step(weights.optimizers[0])
         assert weights.values[0] == -2.0
 
@@ -333,6 +335,7 @@ def test_a_closure_needs_a_precision_without_a_scale() -> None:
 
 
 def test_reset_is_the_start_of_a_run() -> None:
+    # `reset` restores the initial loss scale, and forgets which gradients were unscaled.
     weights = scaled()
     weights.backward(torch.inf)
     weights.step()
@@ -345,12 +348,12 @@ def test_reset_is_the_start_of_a_run() -> None:
     assert weights.values == [-3.0]
 
 
-# Precisions that another file registers
+# Registered precisions
 
 
 @pytest.fixture
 def halves() -> Iterator[PrecisionSpec]:
-    """A registered precision, which is removed after the test."""
+    """Register a precision for one test."""
     tables = (PRECISIONS, OF_ACCELERATE, OVER_MASTERS, precisions._ALIASES)
     before = [dict(table) for table in tables]
 

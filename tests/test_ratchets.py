@@ -1,4 +1,4 @@
-"""Numbers and names that may only be changed on purpose: frames, calls per step, and what the Trainer takes."""
+"""Numbers and names that must not change by accident: stack frames, calls per step, and the arguments of the Trainer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def is_ours(filename: str) -> bool:
 
 
 class Spying(TinyModule):
-    """Notes the stack inside `optimizer.step`, of torch's class."""
+    """Stores the call stack inside of `optimizer.step`."""
 
     def configure_optimizers(self) -> Any:
         module = self
@@ -72,7 +72,7 @@ def test_frames_from_fit_to_the_optimizers_step(arguments: dict[str, Any]) -> No
 
 
 def calls_of_a_step(*callbacks: Callback, step: int = 5, **arguments: Any) -> Counter[str]:
-    """Our own Python calls from one `training_step` to the next, by function."""
+    """Count the calls of trainkit's Python functions from one `training_step` to the next, by function."""
     counted: Counter[str] = Counter()
     counting = False
 
@@ -102,13 +102,15 @@ def test_calls_of_a_step() -> None:
 
 
 def test_the_count_counts() -> None:
-    """So that it can fail: a callback that works is seen."""
+    """The count includes the calls of an active callback, so the limit on it can fail."""
     more = calls_of_a_step(NonFiniteGuard())
     assert more.total() > calls_of_a_step().total()
     assert any(name.startswith("nonfinite_guard.py") for name in more)
 
 
 def test_idle_callbacks_cost_no_call() -> None:
+    # Callbacks without hooks for training steps add no calls to a step.
+
     class Idle(Callback): ...
 
     class WithStart(Callback):
@@ -120,20 +122,20 @@ def test_idle_callbacks_cost_no_call() -> None:
 
 
 def test_every_step_has_the_same_number_of_calls() -> None:
-    """Nothing accumulates."""
+    """The number of calls does not grow during a run."""
     counts = [calls_of_a_step(step=step).total() for step in (3, 5, 7)]
     assert len(set(counts)) == 1
 
 
 def test_off_is_free() -> None:
-    """Validation that is not due, logging that is not due, and limits cost no call."""
+    """Limits, and validation and logging that are not due, add no calls to a step."""
     alone = calls_of_a_step()
     assert calls_of_a_step(max_steps=100, min_steps=1, log_every_n_steps=1000, val_check_interval=0.5) == alone
 
 
 # ----------------------------------------------------------------------------------------------------------------- names
 
-# Arguments of Lightning's Trainer that ours has too.
+# Arguments that the Trainers of Lightning and of trainkit have.
 SHARED = [
     "accelerator",
     "devices",
@@ -181,7 +183,7 @@ TRAINER = [
     "slurm_requeue",
 ]
 
-# Of Lightning 2.6, from its reference.
+# Arguments of the Trainer of Lightning 2.6, from its reference.
 LIGHTNING = {
     *SHARED,
     "use_distributed_sampler",
@@ -202,7 +204,7 @@ def test_the_trainers_arguments_are_frozen() -> None:
     assert {p.kind for p in parameters} == {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
 
 
-ACCELERATOR = [  # in Accelerate's order, and ours
+ACCELERATOR = [  # in the order of Accelerate, then trainkit's own
     "device_placement",
     "split_batches",
     "mixed_precision",
@@ -237,7 +239,7 @@ def test_the_verbs_arguments_are_frozen() -> None:
     assert arguments_of(Trainer.save_checkpoint) == ["filepath", "weights_only", "blocking"]
     assert arguments_of(TinyModule.load_from_checkpoint) == ["map_location", "strict"]  # after the path
     assert arguments_of(Accelerator.__init__) == ACCELERATOR
-    # Accelerate has torch_tp_plugin next: what comes after it there would be something else here
+    # keyword-only from here: Accelerate has torch_tp_plugin next, so later positions would differ from trainkit's
     by_name = [p for p in inspect.signature(Accelerator).parameters.values() if p.kind is p.KEYWORD_ONLY]
     assert [p.name for p in by_name] == ACCELERATOR[ACCELERATOR.index("fsdp_plugin") + 1 :]
 
@@ -252,7 +254,7 @@ def test_lightnings_arguments_are_ours_or_refused() -> None:
 def test_what_is_not_supported_is_refused_with_the_replacement(name: str) -> None:
     with pytest.raises(UnsupportedArgumentError, match=rf"Trainer\({name}=...\): {re.escape(ADVICE['Trainer'][name])}"):
         Trainer(**{name: object()})
-    # what the message tells the user to write exists
+    # the arguments that the message advises exist
     for replacement in re.findall(r"\b([a-z_]+)=", ADVICE["Trainer"][name]):
         known = {*TRAINER, "action", "mode", "max_depth", "process_position", "refresh_rate", "logger"}
         known |= {"flush_logs_every_n_steps", "ckpt_path"}
@@ -268,7 +270,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest(name: str, meant: str) 
 
 
 def test_hooks_have_lightnings_names() -> None:
-    """Each is a name that Lightning has, so that a callback written for it is called."""
+    """All hooks have names of Lightning's hooks, so that callbacks written for Lightning are called."""
     pattern = r"on_(train|validation|test|predict)(_epoch|_batch)?_(start|end)|on_(fit|sanity_check)_(start|end)"
     pattern += r"|on_(before|after)_backward|on_before_(optimizer_step|zero_grad)|on_(save|load)_checkpoint|on_exception"
     pattern += r"|setup|teardown"
@@ -293,7 +295,7 @@ SURFACE = """
 
 
 def test_what_help_and_completion_show_of_a_trainer_is_frozen() -> None:
-    """Public attributes, before, during and after a run; the internals begin with an underscore."""
+    """`dir` and `help` of a Trainer show only its public attributes, before, during and after a run."""
     module, trainer = TinyModule(), make_trainer(max_epochs=1)
     seen = {*dir(trainer)}
     module.on_train_batch_end = lambda *_: seen.update(dir(trainer))

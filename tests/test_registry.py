@@ -1,4 +1,4 @@
-"""Short names → classes, and what is said of names that are not ours."""
+"""Short names of callbacks and strategies, and the errors for unknown names."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_lightnings_names_of_zero(name: str, stage: int, optimizer: str | None, 
 
 
 def test_the_configuration_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`deepspeed script.py --deepspeed_config FILE`; a strategy that is named otherwise does not look at it."""
+    """`strategy="deepspeed"` reads the file in `deepspeed script.py --deepspeed_config FILE`; other names of ZeRO do not."""
     Path("ds.json").write_text('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}')
     monkeypatch.setattr(sys, "argv", ["script.py", "--deepspeed_config", "ds.json"])
     made = make_strategy("deepspeed", device="cpu")
@@ -153,11 +153,11 @@ def test_nothing_is_imported_before_it_is_used() -> None:
     assert done.returncode == 0, done.stderr
 
 
-# ----------------------------------------------------------------------------------------------- what strategies declare
+# -------------------------------------------------------------------------------------------- declarations of strategies
 
 
 class Mine(Strategy):
-    """A strategy of another package."""
+    """A strategy that another package defines."""
 
     name = "mine"
 
@@ -182,20 +182,20 @@ Mine.info = MINE
 
 
 def of_command_line(argv: list[str]) -> dict[str, Any] | None:
-    """Options on the command line of a script."""
+    """Read options of the strategy from the command line of a script."""
     return {"level": int(argv[1])} if argv[:1] == ["--level"] else None
 
 
 @pytest.fixture
 def mine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A registered strategy, which is removed after the test."""
+    """Register the strategy for one test."""
     monkeypatch.setattr(registry, "_registered", [])
     register_strategy(MINE)
 
 
 @pytest.mark.usefixtures("mine")
 def test_a_registered_strategy_is_like_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call is all that a strategy needs to be known everywhere."""
+    """A single call of `register_strategy` makes a strategy known to all parts of trainkit."""
     assert strategy_infos()[-1] is MINE
     assert [type(make_strategy(name, device="cpu")).__name__ for name in ("mine", "mine_high")] == ["Mine", "Mine"]
     assert Trainer(strategy="mine_high", accelerator="cpu", logger=False).strategy.level == 9  # type: ignore[attr-defined]
@@ -214,6 +214,7 @@ def test_a_registered_strategy_is_like_the_others(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("mine")
 def test_the_whole_shape_of_a_sharded_parameter() -> None:
+    # The full shape of a sharded parameter is read from the attribute that its strategy declares.
     shard = torch.nn.Parameter(torch.zeros(2))
     assert whole_shape(shard) == (2,)
     shard.whole_of_mine = (4, 3)  # type: ignore[attr-defined]
@@ -231,7 +232,7 @@ def test_a_name_that_is_taken(name: str) -> None:
 
 
 def test_every_strategy_declares_itself() -> None:
-    """The declaration that is found by name is the one of the class."""
+    """The class of each registered `StrategyInfo` has this object as its `info`."""
     for info in strategy_infos():
         kind = registry.load(info.path)
         assert kind.info is info

@@ -1,6 +1,6 @@
-"""Keyed randomness: the keys are frozen, unlike one another and white; seeding by key and putting back leave nothing out.
+"""Keyed random numbers: keys are frozen and statistically independent, and seeding and restoring cover all generators.
 
-The statistical tests use fixed keys, so they give the same verdict on every run.
+The statistical tests use fixed keys, so they give the same result on every run.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ counts = st.integers(0, 1 << 40)
 
 @pytest.fixture(autouse=True)
 def _no_seed_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seed of `seed_everything` lives as long as the process."""
+    """Reset the seed of `seed_everything`, which is stored for the whole process."""
     monkeypatch.setattr(rng, "_process_seed", None)
 
 
@@ -88,7 +88,7 @@ def test_the_first_micro_batch_of_the_first_epoch_is_the_default() -> None:
 
 
 def test_a_seed_is_taken_modulo_2_to_the_64() -> None:
-    """A `DistributedSampler` may have any integer for its seed."""
+    """Any integer can be a seed, such as the seed of a `DistributedSampler`."""
     assert mix(-1, 1, 1) == mix(LAST, 1, 1)
     assert KeyStream(1 << 64, 1, 1, 0)(0) == mix(0, 1, 1)
 
@@ -107,7 +107,7 @@ def test_no_two_keys_are_equal() -> None:
     ]
     assert len(keys) == 45_000
     assert len(set(keys)) == len(keys)
-    # Each generator is seeded with a half of the key: of n random halves some n²/2³³ pairs are equal.
+    # Each generator is seeded with half of a key. Among n random halves, about n²/2³³ pairs are equal.
     for half in ({key >> 32 for key in keys}, {key & 0xFFFF_FFFF for key in keys}):
         assert len(keys) - len(half) < 5
 
@@ -126,7 +126,7 @@ def test_keys_of_neighbours_differ_in_half_their_bits(part: str) -> None:
     key = NEIGHBOURS[part]
     keys = [key(n) for n in range(4001)]
     flipped = np.array([[(a ^ b) >> bit & 1 for bit in range(64)] for a, b in itertools.pairwise(keys)])
-    per_bit = flipped.sum(axis=0)  # 64 binomials with mean 2000 and deviation 32
+    per_bit = flipped.sum(axis=0)  # 64 binomial variables with mean 2000 and standard deviation 32
     assert np.abs(per_bit - 2000).max() < 5 * 32
     assert abs(flipped.sum(axis=1).mean() - 32.0) < 0.3
 
@@ -161,7 +161,7 @@ def test_seeding_a_generator_directly_is_what_torch_does() -> None:
 
 
 def first_draws(number: int) -> np.ndarray:
-    """What is drawn first under the keys of successive micro-batches: (number, 3)."""
+    """The first random numbers under the keys of successive micro-batches, with shape (number, 3)."""
     keys = KeyStream(0, Stage.TRAIN, Purpose.FETCH, 0)
     rows = []
     for m in range(number):
@@ -179,7 +179,7 @@ def test_successive_micro_batches_draw_evenly_and_without_a_relation() -> None:
         assert 1e-4 < chi2.sf(statistic, 49) < 1 - 1e-4
         for lag in (1, 2, 8):
             assert abs(np.corrcoef(column[:-lag], column[lag:])[0, 1]) < 4 / number**0.5
-    for a, b in itertools.combinations(draws.T, 2):  # torch and numpy have the same algorithm and must not share a seed
+    for a, b in itertools.combinations(draws.T, 2):  # torch and numpy use the same algorithm: seeds must differ
         assert abs(np.corrcoef(a, b)[0, 1]) < 4 / number**0.5
 
 
@@ -200,7 +200,7 @@ def everything_drawn(extra: torch.Generator) -> list[object]:
 def test_a_random_state_puts_everything_back() -> None:
     extra = torch.Generator().manual_seed(3)
     seed_everything(11)
-    # an odd number of normals leaves the second of a pair waiting in each generator
+    # generators make normals in pairs: after one draw, each holds a second number
     torch.randn(1)
     np.random.standard_normal()
     random.gauss(0, 1)
@@ -249,6 +249,7 @@ def test_keyed_draws_can_be_nested() -> None:
 
 
 def test_the_end_of_an_iterator_comes_through() -> None:
+    # `RandomState.keyed` passes on a StopIteration.
     with pytest.raises(StopIteration):
         RandomState.keyed(1, lambda: next(iter(())))
 
@@ -344,7 +345,7 @@ def test_a_negative_seed_of_torch_is_one_of_64_bits() -> None:
 
 def test_the_generators_are_seeded_as_their_own_functions_do_it() -> None:
     key = 0x0123_4567_89AB_CDEF
-    random.gauss(0, 1)  # keeps a second number for the next call, which seeding must throw away
+    random.gauss(0, 1)  # stores a second number for the next call, which seeding must discard
     np.random.standard_normal()
     seed_generators(key)
     drawn = torch.rand(3), np.random.rand(3), np.random.standard_normal(), random.random(), random.gauss(0, 1)

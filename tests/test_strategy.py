@@ -1,4 +1,4 @@
-"""`Strategy`: the device, and what the base class does on it."""
+"""`Strategy`: its device, its precision, and the operations of the base class."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ def test_two_precisions_contradict_each_other(make: Any) -> None:
 
 
 def test_a_strategy_does_not_change_under_the_trainer_that_has_it() -> None:
+    # A strategy object of one Trainer cannot be used by another Trainer with another precision.
     shared = Strategy("cpu")
     first = make_trainer(strategy=shared, accelerator="auto", precision="bf16-mixed")
     with pytest.raises(ConfigurationError, match="two precisions"):
@@ -87,7 +88,7 @@ def test_a_precision_object_keeps_its_options() -> None:
 
 
 class OnlyDouble(Strategy):
-    """A strategy that can do less."""
+    """A strategy that supports few precisions."""
 
     name = "double"
     supported_precisions = ("64-true", "32-true")
@@ -102,7 +103,7 @@ def test_a_precision_that_the_strategy_does_not_offer() -> None:
         make_trainer(strategy=OnlyDouble("cpu"), accelerator="auto", precision="16-mixed")
 
 
-# As an argument
+# As an argument of Trainer and Accelerator
 
 
 def test_a_strategy_object_runs_a_fit() -> None:
@@ -128,7 +129,7 @@ def test_a_strategy_object_runs_a_fit() -> None:
 @pytest.mark.parametrize("thing", [None, 1, Strategy, object()])
 def test_what_is_no_strategy(make: Any, thing: Any) -> None:
     if make is Accelerator and thing is None:
-        assert type(Accelerator(strategy=None, cpu=True).strategy) is Strategy  # nothing was said
+        assert type(Accelerator(strategy=None, cpu=True).strategy) is Strategy  # None is the default
         return
     with pytest.raises(ConfigurationError, match="strategy must be a name .*or a Strategy object, not"):
         make(strategy=thing)
@@ -141,7 +142,7 @@ def test_the_device_of_strategy_and_accelerator_must_agree() -> None:
     assert make_trainer(strategy=Strategy("cpu"), accelerator="cpu").device.type == "cpu"
 
 
-# What it does
+# Operations
 
 
 def test_a_module_is_prepared_in_place() -> None:
@@ -162,7 +163,7 @@ def test_parameters_of_another_dtype_are_named(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("name", ["training_step", "validation_step"])
 def test_in_full_precision_a_step_is_the_users_own_method(name: str) -> None:
-    """Nothing stands between, and one that is assigned later counts."""
+    """In 32-true, a step calls the user's method directly, also one that was assigned later."""
     module = TinyModule()
     strategy = Strategy("cpu")
     step = strategy.step_function(strategy.prepare_module(module), module, name)
@@ -174,6 +175,7 @@ def test_in_full_precision_a_step_is_the_users_own_method(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"])
 def test_in_other_precisions_a_step_gets_what_it_needs(name: str) -> None:
+    # In other precisions, inputs are converted, and the default dtype is set during the step.
     seen: list[tuple[Any, ...]] = []
 
     class Looking(TinyModule):
@@ -199,6 +201,7 @@ def test_unwrapping() -> None:
 
 
 def test_an_optimizers_state_stays_where_it_is_right() -> None:
+    # The state of an optimizer that is on the device already is not copied.
     module = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(module.parameters())
     module(torch.ones(1, 2)).sum().backward()
@@ -220,6 +223,7 @@ def test_clipping() -> None:
 
 
 def test_one_process_is_all_processes() -> None:
+    # In a single process, collectives return their input and have no other effect.
     strategy, module = Strategy("cpu"), nn.BatchNorm1d(1)
     data = {"a": torch.ones(2)}
     assert strategy.all_gather(data) is data
@@ -240,6 +244,7 @@ def test_one_process_is_all_processes() -> None:
 
 
 def test_where_nothing_is_compiled_there_is_nothing_to_tell_of_it() -> None:
+    # A strategy that compiles nothing has no count of compilations and no hints about them.
     strategy = Strategy("cpu")
     assert strategy.compilations is None
     assert strategy.compilation_hints() == {}

@@ -1,4 +1,4 @@
-"""The guard that every test runs under must itself be able to fail."""
+"""The guard around every test, which finds changed settings, threads and child processes, can itself fail."""
 
 from __future__ import annotations
 
@@ -83,6 +83,7 @@ def test_a_child_left_behind_is_named() -> None:
 
 
 def test_generators_start_alike() -> None:
+    # Every test starts with generators that are seeded with 0.
     expected = torch.Generator().manual_seed(0)
     assert torch.equal(torch.rand(3), torch.rand(3, generator=expected))
     assert numpy.random.rand() == numpy.random.RandomState(0).rand()
@@ -106,7 +107,7 @@ def test_the_tiny_module_learns(tiny_module: TinyModule, tiny_loader: DataLoader
 
 
 def test_lines_of_gloo_are_skipped() -> None:
-    """Also two that were written at the same time."""
+    """Lines of gloo are removed, also two that were written at the same time and are mixed."""
     twice = "[Gloo] Rank [Gloo] Rank 01 is connected to  is connected to 22 peer ranks.  peer ranks. "
     twice += "Expected number of connected peer ranks is : Expected number of connected peer ranks is : 22\n\n"
     once = "[Gloo] Rank 2 is connected to 2 peer ranks. Expected number of connected peer ranks is : 2\n"

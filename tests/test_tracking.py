@@ -1,4 +1,4 @@
-"""`GeneralTracker` and `on_main_process`, as scripts for Accelerate have them."""
+"""`GeneralTracker` and `on_main_process`, as scripts written for Accelerate use them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def test_one_process_is_the_main_one() -> None:
 
 @pytest.mark.world_size(2)
 def test_of_several_processes_one_is() -> None:
-    for joined in (False, True):  # by the launcher's variables, and by the group
+    # With several processes, a method with `on_main_process` runs on rank 0 only, or on all if `main_process_only` is false.
+    for joined in (False, True):  # first from the launcher's variables, then from the process group
         if joined:
             from datetime import timedelta
 

@@ -1,4 +1,4 @@
-"""What a test says of processes that hang."""
+"""The error for a test process that hangs shows its stack and the stacks of its child processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Stuck(Dataset[int]):
 
 
 def waits_for_its_worker() -> None:
-    next(iter(DataLoader(Stuck(), num_workers=1)))  # here its process waits
+    next(iter(DataLoader(Stuck(), num_workers=1)))  # here the process of the test waits
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks /proc for the workers")

@@ -1,4 +1,4 @@
-"""The environment of `make test-xla` is made once, and again when something changes, and an incomplete one is never used."""
+"""The environment of `make test-xla` is created once, updated when versions change, and never used when incomplete."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helpers.xla import xla_environment
 
 
 class Commands:
-    """Instead of `subprocess.run`: what would be run, and what is there afterwards."""
+    """Replaces `subprocess.run`: records the commands, and creates the files that they would create."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -64,6 +64,7 @@ def test_it_is_made_once(folder: Path, commands: Commands) -> None:
 
 
 def test_what_was_half_made_is_made_again(folder: Path, commands: Commands) -> None:
+    # An environment whose installation failed is created again.
     commands.fails = True
     with pytest.raises(subprocess.CalledProcessError):
         xla_environment.make(folder)
@@ -79,6 +80,7 @@ def test_what_was_half_made_is_made_again(folder: Path, commands: Commands) -> N
 def test_other_versions_are_installed_over_it(
     folder: Path, commands: Commands, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Changed versions are installed into the existing environment; if that fails, it is created again.
     xla_environment.make(folder)
     commands.taken()
     constraints: Any = xla_environment.constraints

@@ -1,4 +1,4 @@
-"""`notebook_launcher` on XLA: the runtime starts the replicas."""
+"""`notebook_launcher` on XLA: XLA's runtime starts the processes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,11 @@ print(json.dumps([name, mode, kept, tied, same, loss.device.type, said, "PJRT_CP
 
 
 def test_replicas(run_dir: Path) -> None:
-    """A bare Accelerator is one of them, tied weights stay tied, on the devices and back, and an error is named."""
+    """Each process of XLA's runtime is one rank for `Accelerator()`.
+
+    Tied weights stay tied when a model is sent, moved to the device and returned. If a process raises an error, the error of
+    `notebook_launcher` names it.
+    """
     (run_dir / "script.py").write_text(SCRIPT)
     kind = os.environ.get("PJRT_DEVICE", "CPU")
     done = run_python("-u", "script.py", cwd=run_dir, env={"PJRT_DEVICE": kind, "DEVICES": "2" if kind == "CPU" else "0"})

@@ -1,4 +1,4 @@
-"""The helpers of the tests of XLA must themselves be able to fail."""
+"""The helpers of the XLA tests report runs that raise an error, exit, or hang."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def goes_on_for_ever() -> None:
 
 @pytest.mark.parametrize("devices", [1, 4, 2])
 def test_what_a_run_returns(devices: int, run_dir: Path) -> None:
-    """Each has the devices that it asks for, after others in this process."""
+    """Each run has the number of devices that it requests, also after runs with other numbers in the same test process."""
     found = run_xla(on_the_device, [1.0, -3.0], devices=devices)
     assert found["gradient"] == [2.0, -6.0]
     assert (found["kind"], found["devices"]) == (os.environ.get("PJRT_DEVICE", "CPU"), devices)
@@ -78,7 +78,7 @@ def test_variables_of_a_run() -> None:
 
 
 def test_devices_that_cannot_be_made_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a TPU: who asks for another number than there is, is skipped, and nothing is started."""
+    """If a TPU has another number of devices than a test needs, the test is skipped and nothing is started."""
     monkeypatch.setattr(xla_runs, "_devices_of", {"TPU": 4}.__getitem__)
     monkeypatch.setattr(xla_runs, "XLARun", lambda function, args, env: pytest.fail("started"))
     with pytest.raises(pytest.skip.Exception, match="needs 2 devices, and this TPU has 4"):
@@ -161,6 +161,7 @@ def test_a_function_that_raises_in_the_main_environment() -> None:
 
 
 def test_a_main_environment_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A main environment that does not work is an error. If none is set, the test is skipped.
     monkeypatch.setenv(main_runs.VARIABLE, "/bin/false")
     with pytest.raises(WorldError, match="/bin/false has ended with 1"):
         run_main(fails)

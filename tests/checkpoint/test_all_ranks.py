@@ -14,7 +14,7 @@ from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckp
 
 
 def failing(errors: dict[int, BaseException], **options: Any) -> list[Any]:
-    """The results of three ranks, some of which fail."""
+    """Run `run_on_all_ranks` on three ranks and return the result or error of each; the ranks in `errors` raise."""
 
     def work(group: ThreadExchange) -> Any:
         def act() -> int:
@@ -74,6 +74,8 @@ def test_an_interrupt_is_raised_unchanged_on_its_rank() -> None:
 
 
 def test_it_is_one_exchange() -> None:
+    # `run_on_all_ranks` communicates once: each rank takes part in one exchange.
+
     def work(group: ThreadExchange) -> int:
         run_on_all_ranks(group, lambda: None)
         return group.completed

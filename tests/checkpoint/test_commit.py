@@ -25,7 +25,7 @@ from trainkit.errors import CheckpointError, CheckpointWriteError
 POSIX = pytest.mark.skipif(os.name != "posix", reason="needs POSIX")
 
 
-# ------------------------------------------------------------------------------------------------------------ the normal
+# ------------------------------------------------------------------------------------------------------- the normal case
 
 
 def test_a_checkpoint_is_written(run_dir: Path) -> None:
@@ -62,7 +62,11 @@ def test_the_manifest_and_then_its_digest_are_written_last(run_dir: Path, monkey
 @POSIX
 @pytest.mark.parametrize("replace", [False, True])
 def test_everything_is_synced_before_it_gets_its_name(run_dir: Path, monkeypatch: pytest.MonkeyPatch, replace: bool) -> None:
-    """In an order in which a power failure cannot leave an incomplete checkpoint."""
+    """A power failure cannot leave an incomplete checkpoint, because of the order of the operations.
+
+    First the files, then the manifest, its digest and the temporary folder are synced. Then the folder gets its name and the
+    parent folder is synced. Only then is the old checkpoint removed.
+    """
     if replace:
         commit(draft(1), run_dir / "a")
     events: list[int | str] = []
@@ -106,7 +110,7 @@ def test_what_a_kill_of_this_run_left_is_removed_and_nothing_else(run_dir: Path)
 
 @pytest.fixture(params=["exchange", "renames"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How two folders are exchanged: in one step, or by renames as on file systems without an exchange."""
+    """How `commit` replaces a folder: by one atomic exchange, or by renames where the file system has no exchange."""
     if request.param == "renames":
         monkeypatch.setattr(module, "_exchange", lambda one, other: False)
     elif sys.platform not in ("linux", "darwin"):
@@ -197,7 +201,7 @@ def test_a_link_to_a_checkpoint_is_followed(run_dir: Path) -> None:
     assert names(run_dir) == ["link", "real"]
 
 
-# ------------------------------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------------------ paths that are refused
 
 
 def test_a_name_that_is_taken_is_an_error(run_dir: Path) -> None:
@@ -243,7 +247,7 @@ def test_the_root_and_the_working_directory_are_refused(run_dir: Path) -> None:
     assert names(run_dir) == ["x"]
 
 
-# ---------------------------------------------------------------------------------------------------------- real failures
+# -------------------------------------------------------------------------------------------- failures of the file system
 
 
 def test_too_little_space_is_an_error_before_anything_is_written(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +267,7 @@ def test_a_file_system_that_does_not_tell_its_size_is_tried(run_dir: Path, monke
 
 @pytest.fixture
 def small_disk(run_dir: Path) -> Iterator[Path]:
-    """A file system of four megabytes."""
+    """Mount a file system of 4 MB."""
     disk = run_dir / "disk"
     disk.mkdir()
     mounted = shutil.which("mount") and subprocess.run(
@@ -285,7 +289,10 @@ def test_a_disk_that_is_too_small_is_never_written_to(small_disk: Path) -> None:
 
 
 def test_the_required_space_is_exact(small_disk: Path) -> None:
-    """A checkpoint that passes the check of the free space fits; one that is a few blocks larger does not pass."""
+    """The check of the free space is exact: a checkpoint that passes the check fits on the disk.
+
+    Checkpoints of increasing size pass the check and are written, and from some size on the check refuses all of them.
+    """
     outcomes = []
     for blocks in range(1005, 1025):
         made = draft(1, size=4096 * blocks)
@@ -317,7 +324,7 @@ def test_a_disk_that_fills_up_in_the_middle_leaves_the_old_and_no_partial(
 
     def filling() -> Iterator[Any]:
         for name, pieces in files():
-            if name == "optimizer.safetensors":  # another program writes at the same time
+            if name == "optimizer.safetensors":  # as if another program filled the disk during the save
                 fill(small_disk / "filler")
             yield name, pieces
 
@@ -489,7 +496,7 @@ def test_a_disk_that_fails_to_sync_is_reported(run_dir: Path, monkeypatch: pytes
     with pytest.raises(CheckpointWriteError, match="Input/output"):
         commit(draft(), run_dir / "a")
     assert names(run_dir) == []
-    number = errno.EINVAL  # a file system that does not support it
+    number = errno.EINVAL  # as from a file system that cannot sync folders: ignored
     sync_folder(run_dir)
     commit(draft(2), run_dir / "a")
     assert verified(run_dir / "a") == 2
@@ -497,7 +504,7 @@ def test_a_disk_that_fails_to_sync_is_reported(run_dir: Path, monkeypatch: pytes
 
 # ----------------------------------------------------------------------------------------------------------------- kills
 
-# A process with all modules loaded forks children that save, kills each, and checks what it left.
+# A process that has imported everything forks children that save, kills each, and checks the files that it left behind.
 KILLS = """
 import random, time
 torch.set_num_threads(1)
@@ -609,7 +616,7 @@ WAYS = pytest.mark.parametrize("mode, way", [("fresh", "exchange"), ("replace", 
 
 
 def partials_left(mode: str, way: str, moments: int, places: int) -> list[int]:
-    """Number of kills during an unfinished save: of those at random moments, and of those before lines of the code."""
+    """Return how many kills interrupted a save: of the kills at random times, and of the kills before single lines of code."""
     Path("program.py").write_text(CHILD + KILLS)
     done = run_python("program.py", mode, way, str(moments), str(places), env=IMPORTABLE, timeout=1200)
     assert done.returncode == 0, done.stderr
@@ -619,6 +626,7 @@ def partials_left(mode: str, way: str, moments: int, places: int) -> list[int]:
 @POSIX
 @WAYS
 def test_a_kill_leaves_the_old_or_the_new(run_dir: Path, mode: str, way: str) -> None:
+    # After a kill during a save, each checkpoint is complete and no committed one is lost. A few kills.
     assert all(partials_left(mode, way, 8, 17))
 
 
@@ -626,11 +634,15 @@ def test_a_kill_leaves_the_old_or_the_new(run_dir: Path, mode: str, way: str) ->
 @pytest.mark.slow
 @WAYS
 def test_a_kill_anywhere_leaves_the_old_or_the_new(run_dir: Path, mode: str, way: str) -> None:
+    # Like `test_a_kill_leaves_the_old_or_the_new`, with hundreds of kills.
     assert all(partials_left(mode, way, 100, 300))
 
 
 def test_what_killed_runs_have_left_at_this_path_goes(run_dir: Path) -> None:
-    """Of any run; a recently changed one may still be in progress."""
+    """A commit removes the old temporary folders of its path, from any run.
+
+    It keeps a folder that was changed recently, because that save may still be in progress.
+    """
     old, young, other = (run_dir / f".{name}" for name in ("best.tmp-aaaa", "best.tmp-bbbb", "next.tmp-aaaa"))
     for folder in (old, young, other):
         folder.mkdir()

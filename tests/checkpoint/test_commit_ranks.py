@@ -1,4 +1,4 @@
-"""A commit over several processes: tensors are distributed, digests are gathered, and all ranks end the same way."""
+"""A commit by several processes: each writes its own files, and all ranks succeed or raise the same error."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def _divided(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drafted(group: ThreadExchange, **changes: Any) -> Draft:
-    """A draft with the same tensors on all ranks, and different other values."""
+    """A draft with the same tensors on all ranks and a different state on each."""
     made = content(2, **{"tensors": TENSORS, "state": {"rank": group.rank}, **changes})
     return Draft(made, rank=group.rank, ranks=group.size)
 
 
 def written_by(draft: Draft) -> list[str]:
-    """The files that a process writes."""
+    """Names of the files that the rank of this draft writes."""
     return [name for name, _ in draft.files()]
 
 
@@ -57,7 +57,7 @@ class Failing(Draft):
 
 
 def failing(group: ThreadExchange, ranks: tuple[int, ...], error: BaseException | None = None) -> Draft:
-    """A draft that fails on some ranks, a full disk by default."""
+    """A draft that cannot be written on the given ranks, by default because the disk is full."""
     made = drafted(group)
     if group.rank in ranks:
         made.__class__ = Failing
@@ -96,11 +96,12 @@ def test_each_process_writes_about_as_much_and_no_two_the_same(size: int) -> Non
     )
     assert [name for names in own[1:] for name in names if not name.endswith(".safetensors")] == []
     bytes_of = [sum(made[0].sizes[name] for name in names if name.endswith(".safetensors")) for names in own]
-    assert max(bytes_of) - min(bytes_of) < 36 * 20 * 4  # the largest tensor
+    assert max(bytes_of) - min(bytes_of) < 36 * 20 * 4  # the size of the largest tensor
     assert len({draft.layout for draft in made}) == 1
 
 
 def test_small_stems_are_distributed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    # If the tensors are small, each group of tensors (model, optimizer) is written by one rank.
     monkeypatch.setattr(drafts, "SPLIT_ABOVE", 10**6)
     first, second = (drafted(ThreadExchange("", None, rank, 2)) for rank in range(2))
     assert "model.safetensors" in written_by(first)
@@ -139,6 +140,8 @@ def test_the_order_of_the_tensors_makes_no_difference() -> None:
     ],
 )
 def test_other_tensors_on_one_process_are_an_error_on_all(run_dir: Path, other: dict[str, torch.Tensor]) -> None:
+    # All ranks raise the same error if the names, dtypes or shapes of the tensors differ on one rank.
+
     def work(group: ThreadExchange) -> Any:
         tensors = {**TENSORS, "optimizer": other} if group.rank == 1 else TENSORS
         return commit(drafted(group, tensors=tensors), Path("a"), group=group)
@@ -149,7 +152,7 @@ def test_other_tensors_on_one_process_are_an_error_on_all(run_dir: Path, other: 
     assert names(run_dir) == []
 
 
-# ------------------------------------------------------------------------------------------------------------- one end
+# ---------------------------------------------------------------------------------------- the same result on all ranks
 
 
 @pytest.mark.parametrize("ranks", [(0,), (2,), (1, 2), (0, 1, 2)])
@@ -183,6 +186,7 @@ def test_an_interrupt_of_one_process(run_dir: Path) -> None:
 
 
 def test_what_is_there_already_is_an_error_on_all(run_dir: Path) -> None:
+    # All ranks raise the same error if the folder contains other files; the files are kept.
     Path("a").mkdir()
     Path("a/mine").touch()
     ends = try_groups(2, lambda group: commit(drafted(group), Path("a"), replace=True, group=group))
@@ -218,7 +222,7 @@ def test_a_process_that_dies_leaves_the_old_one(run_dir: Path) -> None:
         if group.rank == 1:
             group.exchange([["", drafted(group).layout], None])
             reached.set()
-            raise SystemExit  # and does not tell the other ranks
+            raise SystemExit  # without telling the other ranks
         return commit(drafted(group), Path("a"), replace=True, group=group)
 
     ends = try_groups(3, work)
@@ -238,6 +242,8 @@ def test_a_process_that_does_not_see_the_folder(run_dir: Path, monkeypatch: pyte
 
 
 def elsewhere(write: Any) -> Any:
+    # Make all ranks except the main process write to a folder that does not exist, as on a node without the shared disk.
+
     def wrapped(self: Any) -> Any:
         if not self._main:
             self.partial = Path("another machine") / self.partial.name
@@ -247,6 +253,7 @@ def elsewhere(write: Any) -> Any:
 
 
 def test_the_main_processs_path_counts(run_dir: Path) -> None:
+    # All ranks save to the path that the main process was given.
     run_groups(2, lambda group: commit(drafted(group), run_dir / ("a" if group.rank == 0 else "b"), group=group))
     assert names(run_dir) == ["a"]
     open_checkpoint("a").read()

@@ -25,7 +25,7 @@ from trainkit.tagged_json.encode import loads
 
 
 def made_of(**changes: Any) -> Content:
-    """A content with many types, non-contiguous tensors, and parts that can be changed in place."""
+    """A `Content` with many types, non-contiguous tensors, and values that can be changed in place."""
     torch.manual_seed(1)
     fields: dict[str, Any] = {
         "tensors": {
@@ -44,7 +44,7 @@ def made_of(**changes: Any) -> Content:
 
 
 def written(draft: Draft) -> dict[str, bytes]:
-    """Every file as it would be written, manifest and digest included."""
+    """Contents of all files as a commit would write them, including the manifest and its digest."""
     files = {name: b"".join(bytes(piece) for piece in pieces) for name, pieces in draft.files()}
     data = draft.manifest({name: hashlib.sha256(data).hexdigest() for name, data in files.items()}).to_bytes()
     return {**files, MANIFEST: data, DIGEST: digest_line(data)}
@@ -123,7 +123,7 @@ def test_a_module_without_tensors_has_an_empty_file() -> None:
 
 
 def test_the_overhead_is_below_one_percent() -> None:
-    """For a typical state: many tensors, most of them large."""
+    """A draft of many tensors of a typical size is at most 1 % larger than its tensors."""
     shapes = {f"layers.{k}.attention.{part}.weight": (128, 128) for k in range(24) for part in ("q", "k", "v", "out")}
     tensors = {
         "model": {name: torch.zeros(shape) for name, shape in shapes.items()},
@@ -135,7 +135,7 @@ def test_the_overhead_is_below_one_percent() -> None:
     assert state < Draft(made_of(tensors=tensors)).size <= 1.01 * state
 
 
-# ----------------------------------------------------------------------------------------------- what a draft holds on to
+# ---------------------------------------------------------------------------------------- objects that a draft references
 
 
 def test_after_detach_no_change_of_the_process_reaches_it() -> None:
@@ -194,7 +194,7 @@ def test_buffers_serve_one_draft_after_the_other() -> None:
         assert stored(written(draft), "model")["weight"].unique().tolist() == [value]
 
 
-# ------------------------------------------------------------------------------------------------------- what is refused
+# ----------------------------------------------------------------------------------------------- values that are refused
 
 
 @pytest.mark.parametrize(

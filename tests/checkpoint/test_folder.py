@@ -39,7 +39,10 @@ def names(found: list[ListedCheckpoint]) -> list[str]:
 
 
 def test_newest_first_run_by_run(run_dir: Path) -> None:
-    """Two runs, one after the other in one folder; the clock of the second cannot order its checkpoints."""
+    """Checkpoints are listed newest first: first by run, then by counter within a run.
+
+    The clock may be set back during a run, so the times within a run are not compared.
+    """
     make(run_dir / "a1", 1, run_id="first", metrics={}, minute=10)
     make(run_dir / "a2", 2, run_id="first", metrics={}, minute=20)
     make(run_dir / "b1", 1, run_id="second", metrics={}, minute=31)
@@ -55,6 +58,7 @@ def test_newest_first_run_by_run(run_dir: Path) -> None:
 
 
 def test_bad_ones_are_named(run_dir: Path) -> None:
+    # Valid checkpoints are listed first, newest first. Then come the damaged ones, each with its problem.
     make(run_dir / "good-1", 1, minute=1)
     make(run_dir / "good-3", 3, minute=3)
     (make(run_dir / "cut-2", 2, minute=2) / "model.safetensors").write_bytes(b"x")
@@ -88,7 +92,7 @@ def test_other_folders_are_not_listed(run_dir: Path) -> None:
     (run_dir / ".lock").write_text("")
     (run_dir / "dangling").symlink_to(run_dir / "nowhere")
     (run_dir / "loop").symlink_to(run_dir / "loop")
-    (run_dir / "again").symlink_to(run_dir / "checkpoint")  # one checkpoint, not two
+    (run_dir / "again").symlink_to(run_dir / "checkpoint")  # a link to a checkpoint that is in the list already
     assert names(list_checkpoints(run_dir)) == ["checkpoint"]
     assert list_checkpoints(run_dir / "nowhere") == candidates(run_dir / "nowhere") == []
     assert next_counter(run_dir / "nowhere", "run") == 1
@@ -104,7 +108,7 @@ def test_a_link_to_a_checkpoint_elsewhere_is_listed(run_dir: Path) -> None:
 
 
 def test_a_checkpoint_that_vanishes_is_not_reported(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that its run prunes while another process lists it."""
+    """A checkpoint that its run removes while another process lists the folder is not listed as damaged."""
     make(run_dir / "1", 1)
     make(run_dir / "2", 2)
     real = folder_module.inspect_checkpoint
@@ -119,6 +123,7 @@ def test_a_checkpoint_that_vanishes_is_not_reported(run_dir: Path, monkeypatch: 
 
 
 def test_contents_are_not_read(run_dir: Path) -> None:
+    # Listing a folder does not read the tensors: a checkpoint with a flipped bit in a tensor is listed without a problem.
     path = make(run_dir / "checkpoint")
     data = bytearray((path / "model.safetensors").read_bytes())
     data[-1] ^= 1
@@ -194,7 +199,7 @@ def test_remove(run_dir: Path) -> None:
     (path / "logs" / "x").write_text("")
     remove(path)
     assert os.listdir(run_dir) == []
-    remove(path)  # gone already
+    remove(path)  # already removed: not an error
     remove(make(run_dir / ("x" * 255)))  # no name is too long
     bad = make(run_dir / "bad")
     (bad / MANIFEST).unlink()
@@ -213,6 +218,7 @@ def test_other_folders_are_not_removed(run_dir: Path) -> None:
 
 
 def test_of_a_link_the_link_is_removed(run_dir: Path) -> None:
+    # Removing a link to a checkpoint removes the link and keeps the checkpoint.
     path = make(run_dir / "elsewhere" / "checkpoint")
     (run_dir / "folder").mkdir()
     (run_dir / "folder" / "link").symlink_to(path)
@@ -221,7 +227,7 @@ def test_of_a_link_the_link_is_removed(run_dir: Path) -> None:
     open_checkpoint(path).verify()
 
 
-# Removes each checkpoint in a process of its own, which is killed before it renames or deletes anything for the n-th time.
+# Removes checkpoint n in a separate process, which is killed after n renames and deletions.
 REMOVER = """
 import os, signal, sys
 from pathlib import Path
@@ -250,7 +256,7 @@ def test_a_killed_removal_leaves_all_or_nothing(run_dir: Path) -> None:
     files = len(os.listdir(paths[0]))
     assert run_python("-c", REMOVER, *map(str, paths)).returncode == 0
     left = [name for name in sorted(os.listdir(run_dir)) if name.startswith(".")]
-    # The first was killed before any operation, later ones with fewer files left, and the last ones were not killed.
+    # The first process was killed before any operation, later ones with fewer files left, and the last ones not at all.
     assert [len(os.listdir(run_dir / name)) for name in left] == list(range(files, -1, -1))
     assert names(list_checkpoints(run_dir)) == ["checkpoint-0"]
     assert list_checkpoints(run_dir)[0].problem is None
@@ -303,7 +309,7 @@ def test_leftovers(run_dir: Path) -> None:
 
 
 def test_leftovers_of_a_save_are_removed(run_dir: Path) -> None:
-    """The actual leftovers of a killed commit(), whatever their names are."""
+    """`remove_leftovers` finds what a killed `commit` really leaves behind."""
     program = """
 import os, signal, sys
 from pathlib import Path

@@ -90,13 +90,14 @@ def test_the_second_copy_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert {name: address(view) for name, view in second.items()} == first
     assert {name: bytes(view) for name, view in second.items()} == streamed(files)
     assert buffers.nbytes == held == sum(file.size - len(file.header) for file, _ in files.values())
-    # some of the files, like a save of weights only, and then all of them again
+    # only some of the files, as in a weights-only save, and then all of them again
     part = {name: value for name, value in files.items() if name.startswith("model")}
     assert {name: address(view) for name, view in buffers.copy(part).items()} == {name: first[name] for name in part}
     assert {name: address(view) for name, view in buffers.copy(files).items()} == first
 
 
 def test_memory_follows_what_is_saved() -> None:
+    # The buffers have the size of the last save, and other files replace the old buffers.
     buffers = HostBuffers()
     for size in (1000, 1010, 1020, 500, 2000):
         files = lay_out("model", {"a": torch.full((size,), float(size))})
@@ -112,7 +113,7 @@ def test_memory_follows_what_is_saved() -> None:
 
 
 def test_a_tensor_of_another_shape_is_not_squeezed_in() -> None:
-    """copy_ would broadcast one value and convert another dtype silently."""
+    """A changed shape or dtype is an error: `copy_` would silently broadcast or convert the values."""
     files = lay_out("model", {"a": torch.ones(4)})
     for other in (torch.ones(1), torch.ones(4, dtype=torch.float64), torch.ones(())):
         changed = {name: (file, {"a": other}) for name, (file, _) in files.items()}

@@ -1,4 +1,4 @@
-"""One live run per folder, with real processes that are killed, stopped and started at the same time."""
+"""At most one live run holds the lock of a folder. The tests kill and suspend real processes, and start two at once."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from trainkit.checkpoint import process_identity
 from trainkit.checkpoint.lock import LOCK, FolderLock
 from trainkit.errors import CheckpointLockedError, CheckpointWriteError, ConfigurationError
 
-NEVER = 3600.0  # seconds without a heartbeat: so long that no lock is taken over for that reason in a test
+NEVER = 3600.0  # `stale_after` in seconds: no test takes this long, so no lock is taken over for a missing heartbeat
 
-# Takes the lock, prints that, and executes commands, one per line.
+# Takes the lock, prints "held", and runs the commands that it reads, one per line.
 HOLDER = """
 import os, sys
 from pathlib import Path
@@ -96,7 +96,7 @@ def content(folder: Path) -> dict[str, Any]:
 
 
 def elsewhere(folder: Path, **changes: Any) -> bytes:
-    """The lock of a process on another host."""
+    """Content of the lock file of a process on another host."""
     with taken(folder):
         value = content(folder)
     data = json.dumps({**value, "host": "elsewhere", "boot": "b", "pid": 77, "token": "t", "run_id": "far-run", **changes})
@@ -116,7 +116,7 @@ def test_the_lock_names_its_holder_and_release_empties_it(run_dir: Path) -> None
         assert (value["run_id"], value["pid"], value["beat"]) == ("this-run", os.getpid(), 0)
         assert {"host", "boot", "namespace", "start", "token"} <= set(value)
         assert not lock.lost
-        lock.acquire()  # it has the lock already
+        lock.acquire()  # no effect: it already has the lock
         assert content(run_dir) == value
     assert (run_dir / LOCK).read_bytes() == b""
     assert not lock.lost
@@ -166,6 +166,7 @@ def test_a_process_with_the_id_of_a_dead_one_is_not_the_holder(run_dir: Path) ->
 
 
 def test_this_process_once_more(run_dir: Path) -> None:
+    # A second lock of the same process is refused. A lock that is garbage collected is released.
     with taken(run_dir, "first"), pytest.raises(CheckpointLockedError, match="first"):
         FolderLock(run_dir, "second").acquire()
     forgotten = FolderLock(run_dir, "forgotten")
@@ -198,7 +199,10 @@ def test_the_lock_of_another_host_without_a_heartbeat_is_taken_over_later(
 
 @pytest.mark.parametrize("same", [{}, {"boot": "another start"}, {"namespace": "another container"}])
 def test_another_host_with_a_heartbeat_is_refused(run_dir: Path, same: dict[str, str]) -> None:
-    """Process ids mean nothing on another host, even if it looks like this one."""
+    """A lock whose heartbeat changes is not taken over from another host: process IDs say nothing about other hosts.
+
+    This also holds for a host with the same name, and for another container on this host.
+    """
     with taken(run_dir):
         here = content(run_dir)
     known = {name: here[name] for name in ("host", "boot", "namespace")} if same else {}
@@ -245,7 +249,10 @@ def test_a_lock_that_another_run_took_is_lost(run_dir: Path) -> None:
 
 
 def test_a_suspended_process_sees_the_takeover_before_its_heartbeat(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Suspended for longer than stale_after, while another host waits for it."""
+    """A run that was suspended for longer than `stale_after` loses its lock to a run on another host.
+
+    When it continues, it reports the lock as lost and does not overwrite the lock file of the other run.
+    """
     with holder(run_dir, interval=3000.0) as child:
         os.kill(child.pid, signal.SIGSTOP)
         monkeypatch.setattr(process_identity.socket, "gethostname", lambda: "elsewhere")
@@ -257,6 +264,7 @@ def test_a_suspended_process_sees_the_takeover_before_its_heartbeat(run_dir: Pat
 
 
 def test_a_lock_that_another_run_had_in_the_meantime_is_lost(run_dir: Path) -> None:
+    # An empty lock file means that another run took the lock and released it again.
     with taken(run_dir) as lock:
         (run_dir / LOCK).write_bytes(b"")
         assert lock.lost
@@ -382,7 +390,7 @@ if child == 0:
     assert (run_dir / LOCK).read_bytes() == b""
 
 
-# --------------------------------------------------------------------------------------------------- what may be there
+# -------------------------------------------------------------------------------------------------- unusual lock files
 
 
 def test_links_and_pipes_are_neither_followed_nor_waited_for(run_dir: Path) -> None:
@@ -427,7 +435,7 @@ def test_names_from_a_file_cannot_write_to_the_terminal(run_dir: Path, caplog: p
 
 
 def test_a_process_that_is_about_to_end_is_waited_for(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed, but a thread of it is still inside a write."""
+    """A killed process may have a thread inside a write: its lock is taken over only when the process has ended."""
     with holder(run_dir):
         start = content(run_dir)["start"]
         states = iter(["dying", "dying", "dying"])
@@ -437,6 +445,7 @@ def test_a_process_that_is_about_to_end_is_waited_for(run_dir: Path, monkeypatch
 
 
 def test_a_process_that_was_suspended_in_its_write_is_an_error(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # If another process keeps the lock file itself locked (`flock`), acquiring the lock fails after a timeout.
     monkeypatch.setattr(lock_module, "_FLOCK_TIMEOUT", 0.05)
     with lock_module._LockFile.open(run_dir / LOCK), pytest.raises(CheckpointLockedError, match="Fix: end it"):
         FolderLock(run_dir, "run").acquire()

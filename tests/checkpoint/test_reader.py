@@ -25,7 +25,7 @@ from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptChe
 
 
 def problem(path: Path) -> str:
-    """The error of a damaged checkpoint; reading and verifying must name the same file."""
+    """Return the error of a damaged checkpoint, which must be the same for reading and for verifying it."""
     with pytest.raises(CorruptCheckpointError) as read:
         open_checkpoint(path).read()
     with pytest.raises(CorruptCheckpointError) as verified:
@@ -35,7 +35,7 @@ def problem(path: Path) -> str:
 
 
 def newest(folder: Path) -> int:
-    """The step that a resume takes: the first of the candidates that can be read."""
+    """The step that a run resumes from: that of the first candidate that can be read."""
     for found in candidates(folder):
         if found.problem is None:
             try:
@@ -45,7 +45,7 @@ def newest(folder: Path) -> int:
     raise AssertionError("none can be read")
 
 
-# ----------------------------------------------------------------------------------------------------- what was written
+# --------------------------------------------------------------------------------------------- reading what was written
 
 
 @pytest.mark.parametrize("shard", [5 * 10**9, 40])
@@ -71,7 +71,7 @@ def test_a_checkpoint_is_read_as_written(run_dir: Path, shard: int) -> None:
     assert loaded.attachments("config.json") == b'{"model_type": "tiny"}'
     with pytest.raises(CheckpointNotFoundError, match="tokenizer.json"):
         loaded.attachments("tokenizer.json")
-    loaded.tensors["model"]["first.weight"].add_(1)  # the caller may change it
+    loaded.tensors["model"]["first.weight"].add_(1)  # the caller may change the tensors
 
 
 @pytest.mark.parametrize("stems", [["model"], ["optimizer"], ["state"], ["model", "state"], []])
@@ -90,6 +90,7 @@ def test_only_requested_stems_are_read(run_dir: Path, stems: list[str]) -> None:
 
 
 def test_what_it_has_not_is_named(run_dir: Path) -> None:
+    # Requesting tensors that the checkpoint does not contain is an error that lists those it contains.
     checkpoint = open_checkpoint(make(run_dir / "checkpoint"))
     with pytest.raises(StateMismatchError, match="model_1, but this one has model, optimizer, state"):
         checkpoint.read(["model", "model_1"])
@@ -105,14 +106,16 @@ def test_the_working_directory_may_change(run_dir: Path) -> None:
 
 
 def test_a_link_to_a_checkpoint_is_one(run_dir: Path) -> None:
+    # A link to a checkpoint can be opened like the checkpoint.
     (run_dir / "best").symlink_to(make(run_dir / "checkpoint"))
     assert open_checkpoint(run_dir / "best").read().manifest.step == 10
 
 
-# -------------------------------------------------------------------------------------------------- what is not there
+# ------------------------------------------------------------------------------------------------ missing checkpoints
 
 
 def test_what_is_near_is_named(run_dir: Path) -> None:
+    # The error for a path without a checkpoint lists checkpoints nearby or says what the path is.
     folder = run_dir / "checkpoints"
     make(folder / "step-00000010")
     make(folder / "step-00000020")
@@ -138,6 +141,7 @@ def test_what_is_near_is_named(run_dir: Path) -> None:
 
 
 def test_what_is_a_checkpoint(run_dir: Path) -> None:
+    # A visible folder with at least one file of a checkpoint counts as a checkpoint, also when it is incomplete.
     for number, name in enumerate(
         (
             "manifest.json",
@@ -279,6 +283,7 @@ def test_a_reader_next_to_a_writer_never_sees_damage(run_dir: Path) -> None:
 
 
 def test_a_small_file(run_dir: Path) -> None:
+    # `read_small_file` reads a file up to the given size and refuses larger ones.
     path = run_dir / "file"
     path.write_bytes(b"12345")
     assert read_small_file(path, 5) == b"12345"

@@ -87,6 +87,8 @@ def test_a_manifest_that_is_too_large_is_not_read(run_dir: Path) -> None:
 
 
 def test_a_manifest_whose_files_cannot_be_all(run_dir: Path) -> None:
+    # A manifest that lists no state.json, or only some of the shards of a file, is refused.
+
     def rename(old: str, new: str) -> None:
         path = make(run_dir / new)
         (path / old).rename(path / new)
@@ -151,7 +153,7 @@ def test_only_ordinary_files_are_opened(run_dir: Path) -> None:
         for kind, put in kinds:
             try:
                 put(path / name)
-            except PermissionError:  # no devices in this container
+            except PermissionError:  # this container does not allow devices
                 continue
             with pytest.raises(CorruptCheckpointError, match=f"{name}: .*{kind}"):
                 load(path)
@@ -221,6 +223,7 @@ def test_a_pickle_under_any_name_is_not_run(run_dir: Path, sealed: bool) -> None
 
 
 def test_a_header_that_lies(run_dir: Path) -> None:
+    # A header of a tensor file whose shape, offsets, dtype or length do not match the data is refused.
     path = make(run_dir / "checkpoint")
     file = path / "model.safetensors"
     data = file.read_bytes()
@@ -268,7 +271,10 @@ def test_many_mutations_of_a_real_checkpoint(mutated: Path, data: st.DataObject)
 
 
 def mutate(mutated: Path, data: st.DataObject) -> None:
-    """With matching digests, like an attacker: the result is an error of trainkit or usable content."""
+    """Change a file and the digests that cover it, as an attacker could.
+
+    Reading and verifying must have the same outcome: the same error of trainkit, or no error.
+    """
     name = data.draw(st.sampled_from(names(mutated)))
     kept = {each: (mutated / each).read_bytes() for each in names(mutated)}
     changed = bytearray(kept[name])
@@ -292,7 +298,7 @@ def mutate(mutated: Path, data: st.DataObject) -> None:
                 outcomes.append("")
             except TrainkitError as error:
                 outcomes.append(str(error))
-        # Invalid bools cannot be found without reading values; there are no bools here.
+        # Only reading finds invalid bools, because verifying does not look at values; this checkpoint has no bools.
         assert outcomes[0] == outcomes[1]
         list_checkpoints(mutated.parent)
     finally:

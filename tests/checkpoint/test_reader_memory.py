@@ -14,7 +14,7 @@ from helpers.support import run_python
 
 from trainkit.checkpoint.manifest import MANIFEST
 
-# For each checkpoint, in a separate process: the error, and by how many bytes the peak memory has grown.
+# In a separate process, for each checkpoint: the error, and by how many bytes the peak memory grew.
 MEASURE = """
 import os, sys
 import torch
@@ -43,7 +43,7 @@ for path in paths:
 
 
 def measure(ordinary: Path, *paths: Path) -> list[tuple[str, int]]:
-    """For each checkpoint the error and the memory of reading it, of verifying it, and of reading it with mapped tensors."""
+    """Return (error, growth of the memory in bytes) three times per checkpoint: for reading, verifying and mapped reading."""
     done = run_python("-W", "ignore", "-c", MEASURE, str(ordinary), *map(str, paths))
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -65,7 +65,7 @@ LARGE: dict[str, Callable[[], bytes]] = {
 
 
 def file_of_tensors(path: Path, size: int) -> None:
-    """One large tensor in a sparse file."""
+    """Write a sparse file with one large tensor."""
     header = json.dumps({"x": {"dtype": "U8", "shape": [size - 136], "data_offsets": [0, size - 136]}}).encode().ljust(128)
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     os.truncate(path, size)
@@ -74,7 +74,7 @@ def file_of_tensors(path: Path, size: int) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of the memory is read from /proc")
 @pytest.mark.parametrize("kinds", [["tuples"], pytest.param([*LARGE], marks=pytest.mark.slow)])
 def test_memory_is_bounded(run_dir: Path, kinds: list[str]) -> None:
-    """At most 64 MiB + 40 × the JSON + the files of tensors that are read, whatever their content is."""
+    """Reading needs at most 64 MiB, plus 40 times the size of the JSON files, plus the tensor files that are read."""
     paths = {kind: make(run_dir / kind) for kind in ("ordinary", "tensors", "manifest", *kinds)}
     file_of_tensors(paths["tensors"] / "model.safetensors", 200 * 2**20)
     seal(paths["tensors"], lambda manifest: manifest.update(aliases={}))

@@ -1,4 +1,4 @@
-"""Regular files only are read: completely, once, and only if they are those that were written."""
+"""Only regular files are read: completely, once, and only if their size and digest are those of the file that was written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ map_file = partial(read_file, mapped=True)
 
 
 def refused(path: str, size: int = 4, digest: str = hashlib.sha256(b"data").hexdigest()) -> str:
-    """The error for a file, which is the same for reading and mapping it."""
+    """Return the error for a file, which must be the same for reading and mapping it."""
     said = {complaint(lambda way=way: way(Path(path), size, digest, NAME), NAME) for way in (read_file, map_file)}  # type: ignore[misc]
     assert len(said) == 1
     return said.pop()
@@ -56,6 +56,7 @@ def test_a_file_larger_than_the_memory_can_be_mapped() -> None:
 
 
 def test_what_is_not_the_file_that_was_written_is_refused() -> None:
+    # A file with another size or digest than expected is refused, and so is a missing one.
     Path("file").write_bytes(b"data")
     assert bytes(read_file(Path("file"), 4, hashlib.sha256(b"data").hexdigest(), "x")) == b"data"
     assert "expected 5 bytes, found 4" in refused("file", 5)
@@ -77,6 +78,7 @@ def test_a_file_that_does_not_fit_into_memory_is_named(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("way", [read_file, map_file])
 def test_what_another_process_has_verified_is_not_hashed_again(way: Callable[..., memoryview]) -> None:
+    # Without a digest, only the size of the file is checked: another process has checked the content.
     Path("file").write_bytes(b"data")
     assert bytes(way(Path("file"), 4, None, "x")) == b"data"
     with pytest.raises(CheckpointError, match="^f: expected 3 bytes, found 4"):
@@ -85,7 +87,7 @@ def test_what_another_process_has_verified_is_not_hashed_again(way: Callable[...
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
 def test_only_a_regular_file_is_read() -> None:
-    """Opening a pipe waits for a writer; a device may return bytes without an end."""
+    """Links, pipes, folders, sockets and devices are refused: a pipe blocks, and a device may never end."""
     Path("file").write_bytes(b"data")
     Path("link").symlink_to("file")
     Path("dangling").symlink_to("nowhere")
@@ -108,6 +110,7 @@ def test_only_a_regular_file_is_read() -> None:
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
 @pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_an_exchange_between_looking_and_opening_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A file that is replaced between `lstat` and `open` is refused.
     Path("file").write_bytes(b"data")
     Path("other").write_bytes(b"data")
     lstat = os.lstat

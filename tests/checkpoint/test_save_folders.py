@@ -1,4 +1,4 @@
-"""The folders of a run on several processes: one lock, one name, one file system."""
+"""The checkpoint folders of a run on several processes: one lock, one name, and one shared file system."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def entered(world: World, folder: str = "a", run_id: str = "run1") -> SaveFolder
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("there", [False, True])
 def test_one_lock_and_nothing_left_behind(run_dir: Path, size: int, there: bool) -> None:
+    # Only the main process locks the folder. The lock file is the only file there, and it is empty after the release.
     if there:
         Path("a").mkdir()
 
@@ -76,6 +77,7 @@ def test_another_run_is_an_error_on_all(run_dir: Path) -> None:
 
 
 def test_names_counters_and_paths_are_the_main_processs(run_dir: Path) -> None:
+    # All ranks use the path, the free name and the counter that the main process has determined.
     make(run_dir / "a" / "step-1", 4)
 
     def work(world: World) -> Any:
@@ -107,7 +109,7 @@ def test_a_lock_that_is_lost_is_an_error_on_all(run_dir: Path) -> None:
 
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch, blind: tuple[int, ...]) -> Any:
-    """A function that saves to a folder that is another one on some ranks, without the files of the other ranks."""
+    """Return a function that begins a run in folder "a"; the ranks in `blind` see another folder under this path."""
     ranks = threading.local()
     plain = module.wait_for_path
     monkeypatch.setattr(module, "wait_for_path", lambda path: plain(Path("b", path.name) if ranks.own in blind else path))
@@ -155,7 +157,7 @@ def test_a_folder_that_one_cannot_write_to(run_dir: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_folder_that_cannot_be_looked_at(run_dir: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """This user may not access the parent folder."""
+    """If the parent folder is not accessible, all ranks raise the same kind of error with a fix."""
 
     def closed(plain: Any) -> Any:
         def call(path: Any, *given: Any, **named: Any) -> Any:
@@ -173,6 +175,7 @@ def test_a_folder_that_cannot_be_looked_at(run_dir: Path, monkeypatch: pytest.Mo
 
 
 def test_what_appears_late_is_seen(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # `wait_for_path` waits for a file that a network file system shows late, up to its limit.
     monkeypatch.setattr(all_ranks, "_VISIBLE_WITHIN", 30.0)
     timer = threading.Timer(0.3, (run_dir / "late").touch)
     timer.start()

@@ -22,7 +22,7 @@ from trainkit.errors import CheckpointError, CheckpointWriteError
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
-    """The model's tensors of a checkpoint whose every byte is as it was written."""
+    """Verify a checkpoint and return its model tensors."""
     verified(path)
     return tensors_in(bytearray((path / "model.safetensors").read_bytes()), "model.safetensors")
 
@@ -59,7 +59,7 @@ def fail(error: Exception) -> Callable[..., Any]:
     return raise_it
 
 
-# ------------------------------------------------------------------------------------------------------------ the normal
+# ------------------------------------------------------------------------------------------------------- the normal case
 
 
 @pytest.mark.parametrize("blocking", [False, True])
@@ -100,6 +100,7 @@ def test_what_changes_right_after_save_is_not_written(run_dir: Path, saver: Save
 def test_a_blocking_save_writes_the_tensors_from_where_they_are(
     run_dir: Path, saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A blocking save writes the tensors without copying them first.
     made = draft(2)
     monkeypatch.setattr(made, "detach", lambda buffers: pytest.fail("a copy"))
     saver.save(made, run_dir / "a", blocking=True)
@@ -117,7 +118,7 @@ def test_one_save_is_in_flight(run_dir: Path, saver: Saver, monkeypatch: pytest.
     wait = saver.wait
     monkeypatch.setattr(saver, "wait", lambda: (entered.set(), wait()))
 
-    def let_go() -> None:  # not before the second save has begun
+    def let_go() -> None:  # opens the gate after the second save has begun
         entered.wait(30)
         gate.open()
 
@@ -160,6 +161,7 @@ def test_replace_is_passed_to_commit(run_dir: Path, saver: Saver) -> None:
 
 
 def test_a_relative_path_is_that_of_the_moment_of_save(run_dir: Path, saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A relative path is resolved when `save` is called, not when the file is written.
     held = draft(1)
     gate = Gate(held, monkeypatch)
     saver.save(held, Path("a"), blocking=False)
@@ -171,6 +173,7 @@ def test_a_relative_path_is_that_of_the_moment_of_save(run_dir: Path, saver: Sav
 
 
 def test_who_keeps_a_draft_keeps_no_copies(run_dir: Path, saver: Saver) -> None:
+    # A closed saver frees the copies of the tensors even if the caller keeps the draft.
     made = draft()
     saver.save(made, run_dir / "a", blocking=False)
     copies = weakref.ref(saver._buffers._buffers["model.safetensors"])
@@ -184,7 +187,7 @@ def test_close_ends_the_thread_and_frees_the_buffers(run_dir: Path) -> None:
     saver = Saver(notify=lambda: None)
     saver.close()
     before = threading.active_count()
-    for counter in (1, 2):  # it may be used again
+    for counter in (1, 2):  # a closed saver can be used again
         saver.save(draft(counter), run_dir / f"{counter}", blocking=False)
         saver.close()
         saver.close()
@@ -207,7 +210,7 @@ def test_a_failure_comes_with_the_next_poll(run_dir: Path) -> None:
     )
     assert told.wait(30)
     assert threads[0] is not threading.main_thread()
-    assert errors == []  # only poll reports, in this thread
+    assert errors == []  # the saving thread does not call `failed`; poll does, in the main thread
     saver.poll()
     saver.poll()
     assert [type(error) for error in errors] == [CheckpointWriteError]
@@ -234,7 +237,7 @@ def test_a_failure_that_was_not_collected_is_raised(run_dir: Path, how: str) -> 
 
 
 def test_what_failed_raises_comes_out(run_dir: Path, saver: Saver) -> None:
-    """So that the third failure in a row can end the run."""
+    """An error that the `failed` callback raises leaves `wait`, so that a callback can end the run after several failures."""
     (run_dir / "file").touch()
     saver.save(draft(), run_dir / "file" / "a", blocking=False, failed=fail(RuntimeError("enough")))
     with pytest.raises(RuntimeError, match="enough"):
@@ -251,6 +254,8 @@ def test_an_error_of_committed_is_a_failure_too(run_dir: Path, saver: Saver) -> 
 
 
 def test_an_exit_in_the_thread_is_not_swallowed(run_dir: Path, saver: Saver) -> None:
+    # A SystemExit in the saving thread is raised by `wait` and is not reported as a failed save.
+
     def leave(_: Manifest) -> None:
         raise SystemExit(7)
 
@@ -277,7 +282,7 @@ def test_a_thread_that_cannot_start_is_a_failed_save(run_dir: Path, saver: Saver
 
 
 def test_a_failure_keeps_no_draft(run_dir: Path, saver: Saver) -> None:
-    """A caller that keeps the error must not keep the copies of a state of gigabytes with it."""
+    """The reported error does not reference the draft, whose copies may take gigabytes."""
     (run_dir / "file").touch()
     errors: list[Exception] = []
     made = draft()
@@ -290,7 +295,7 @@ def test_a_failure_keeps_no_draft(run_dir: Path, saver: Saver) -> None:
     assert gone() is None
 
 
-# --------------------------------------------------------------------------------------------------- the interpreter's end
+# -------------------------------------------------------------------------------------------------------- interpreter exit
 
 CHILD = """
 import sys, threading, time

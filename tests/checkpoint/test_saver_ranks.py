@@ -1,4 +1,4 @@
-"""Saves in a thread on several ranks: each copies its own part, and all get the same result."""
+"""Saves in a thread on several ranks: each rank copies only its own tensors, and all ranks get the same result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def drafted(group: ThreadExchange, counter: int = 1) -> Draft:
 
 
 class Saving:
-    """A saver of one rank, and what it has reported."""
+    """A saver of one rank that records the results it reports."""
 
     def __init__(self, group: ThreadExchange) -> None:
         self.failures: list[str] = []
@@ -76,7 +76,7 @@ def test_saves_one_after_the_other(run_dir: Path, size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_each_copies_its_own_part_only(run_dir: Path, size: int) -> None:
-    """The host memory of a save is the size of the state divided by the number of ranks."""
+    """Each rank copies its share: the host memory is about the size of the state divided by the number of ranks."""
 
     def work(group: ThreadExchange) -> Any:
         own = Saving(group)
@@ -137,7 +137,7 @@ def test_a_full_disk_on_one_rank_is_the_same_error_on_all(run_dir: Path, monkeyp
 
 
 def test_a_copy_that_fails_is_an_error_of_the_call_on_all(run_dir: Path) -> None:
-    """The dtype or shape of a tensor has changed since the draft was created."""
+    """`save` raises the same error on all ranks if a tensor of one rank has changed its shape since the draft was created."""
 
     def work(group: ThreadExchange) -> Any:
         own = Saving(group)
@@ -160,7 +160,7 @@ def test_a_copy_that_fails_is_an_error_of_the_call_on_all(run_dir: Path) -> None
 
 
 def test_a_thread_that_cannot_start_on_one(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The threads of the other ranks wait for it, so it saves in the main thread."""
+    """A rank that cannot start a thread saves in its main thread, because the other ranks' threads wait for it."""
     start, mine = threading.Thread.start, threading.local()
 
     def refuse(thread: threading.Thread) -> None:
@@ -183,12 +183,12 @@ def test_a_thread_that_cannot_start_on_one(run_dir: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_one_that_dies_in_the_middle(run_dir: Path, monkeypatch: pytest.MonkeyPatch, dead: int) -> None:
-    """Its thread never participates; the threads of the other ranks end, and report that."""
+    """If a rank dies during a save, the saves of the other ranks fail with an error that names it, and do not hang."""
 
     def work(group: ThreadExchange) -> Any:
         own = Saving(group)
         if group.rank == dead:
-            group.exchange([None, None])  # of the copies
+            group.exchange([None, None])  # takes part in the exchange after copying, and in no later one
             raise SystemExit
         own.save(drafted(group))
         own.saver.close()

@@ -1,4 +1,4 @@
-"""Reading on several processes: each file is hashed once, and what one of them finds is everybody's."""
+"""Reading on several ranks: each file is hashed by one rank, and damage that one rank finds is an error on all ranks."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ TENSORS = {
 
 @pytest.fixture
 def checkpoint(run_dir: Path) -> Path:
-    """A checkpoint of several files, like that of several ranks."""
+    """A checkpoint with several tensor files, like that of a run on several ranks."""
     return make(run_dir / "a", tensors=TENSORS, max_shard_size=5000)
 
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files that were read, those with a `+` that were hashed too."""
+    """Names of the files that were read, with a `+` behind those that were also hashed."""
     seen: list[str] = []
     read_file = reader.read_file
 
@@ -81,11 +81,11 @@ def test_damage_is_the_same_error_on_all_ranks(checkpoint: Path, name: str, mapp
     assert {type(end) for end in ends} == {CorruptCheckpointError}
     assert len({str(end) for end in ends}) == 1
     assert name in str(ends[0])
-    assert str(ends[0]).startswith("rank ") == (name != "manifest.json")  # all ranks read it
+    assert str(ends[0]).startswith("rank ") == (name != "manifest.json")  # all ranks read the manifest
 
 
 def test_nothing_is_used_before_the_verdict(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank that finds the damage may be the last one."""
+    """No rank loads values before all ranks have verified their files."""
     monkeypatch.setattr(reader.Checkpoint, "_load", lambda *_: pytest.fail("used"))
     path = checkpoint / "model-00001-of-00003.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
@@ -94,7 +94,7 @@ def test_nothing_is_used_before_the_verdict(checkpoint: Path, monkeypatch: pytes
 
 
 def test_malformed_state_is_the_same_error_on_all_ranks(checkpoint: Path) -> None:
-    """It matches its digests but is malformed: all ranks raise the same error."""
+    """A state that matches its digest but is malformed is found by all ranks, so the error names no rank."""
     (checkpoint / "state.json").write_bytes(b"[]")
     seal(checkpoint)
     ends = try_groups(2, lambda group: read_on_all_ranks(checkpoint, group))
@@ -103,6 +103,8 @@ def test_malformed_state_is_the_same_error_on_all_ranks(checkpoint: Path) -> Non
 
 
 def test_a_refusal_of_the_choice(checkpoint: Path) -> None:
+    # An error of the function that chooses what to read is raised on all ranks, and so is a choice that does not exist.
+
     def refuse(manifest: Any) -> None:
         raise CheckpointError("weights only")
 
@@ -113,6 +115,7 @@ def test_a_refusal_of_the_choice(checkpoint: Path) -> None:
 
 
 def test_the_main_processs_path_counts(checkpoint: Path) -> None:
+    # All ranks read the path that the main process was given.
     run_groups(2, lambda group: read_on_all_ranks("a" if group.rank == 0 else "elsewhere", group))
 
 
@@ -123,7 +126,7 @@ def test_a_process_that_does_not_see_it(checkpoint: Path, monkeypatch: pytest.Mo
 
 
 def test_a_rank_that_sees_another_checkpoint(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path exists on each node, but is not the same folder."""
+    """All ranks raise an error if one node has a different checkpoint at the same path."""
     shutil.copytree(checkpoint, checkpoint.parent / "b")
     seal(checkpoint.parent / "b", lambda manifest: manifest.update(step=99))
     ends = try_groups(3, blind(monkeypatch, "b"))
@@ -132,7 +135,7 @@ def test_a_rank_that_sees_another_checkpoint(checkpoint: Path, monkeypatch: pyte
 
 
 def test_one_that_is_replaced_after_the_verdict(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By one with the same sizes, so that a rank reads other bytes than another rank has hashed."""
+    """All ranks raise an error if the checkpoint is replaced between hashing and reading, by one with the same sizes."""
     others = {stem: {name: tensor + 1 for name, tensor in tensors.items()} for stem, tensors in TENSORS.items()}
     make(checkpoint.parent / "b", tensors=others, max_shard_size=5000)
     plain, once = reader.Checkpoint._load, threading.Lock()
@@ -151,7 +154,7 @@ def test_one_that_is_replaced_after_the_verdict(checkpoint: Path, monkeypatch: p
 
 
 def blind(monkeypatch: pytest.MonkeyPatch, instead: str) -> Any:
-    """A function that reads "a", where rank 1 finds something else."""
+    """Return a function that reads the checkpoint "a", but opens `instead` on rank 1."""
     plain, ranks = shared_reading.open_checkpoint, threading.local()
 
     def work(group: ThreadExchange) -> Any:
@@ -166,6 +169,8 @@ def blind(monkeypatch: pytest.MonkeyPatch, instead: str) -> Any:
 
 
 def test_one_that_has_died(checkpoint: Path) -> None:
+    # If a rank dies, reading on the other ranks raises an error instead of waiting.
+
     def work(group: ThreadExchange) -> Any:
         if group.rank == 2:
             raise SystemExit

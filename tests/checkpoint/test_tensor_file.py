@@ -234,7 +234,7 @@ def test_shards_are_as_large_as_allowed(sizes: list[int], limit: int) -> None:
 
 def test_what_a_file_cannot_hold_is_named() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated, but such models exist
+        warnings.simplefilter("ignore")  # quantized tensors are deprecated, but such models exist
         quantized = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
     for tensor, says in [
         (torch.ones(1, device="meta"), "meta device"),
@@ -424,7 +424,7 @@ def sample() -> bytes:
 
 
 def assert_within(data: bytes) -> None:
-    """An error, or tensors that together cover exactly the data part."""
+    """Read the data: this gives an error, or tensors that together cover exactly the data part."""
     before = bytes(data)
     try:
         read = tensors_in(data, "x")
@@ -460,7 +460,7 @@ def test_mutated_bytes_are_read_or_refused(draw: st.DataObject) -> None:
         else:
             del data[place:]
         data = data or bytearray(b"\0")
-        if draw.draw(st.booleans()) and len(data) > 8 and b"}}" in data:  # so that more than the length is tested
+        if draw.draw(st.booleans()) and len(data) > 8 and b"}}" in data:  # correct the header's length so that it is parsed
             data[:8] = struct.pack("<Q", data.rindex(b"}}") - 6)
     assert_within(bytes(data))
 
@@ -504,7 +504,7 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
 @given(st.data())
 @settings(max_examples=60)
 def test_safetensors_reads_the_same_tensors(draw: st.DataObject) -> None:
-    """trainkit is the stricter reader: both read the same tensors from what it accepts."""
+    """Whatever trainkit reads, safetensors reads too, with the same values: trainkit is the stricter reader."""
     data = bytearray(sample())
     place = draw.draw(st.integers(8, len(data) - 1))
     data[place] = draw.draw(st.integers(0, 255))

@@ -1,4 +1,4 @@
-"""Several loaders as one: what an epoch is made of in each mode, and that it can be started at any micro-batch."""
+"""`CombinedLoader`: which batches an epoch has in each mode, and how an epoch starts at any micro-batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read(stream: CombinedStream, epoch: int = 0, start: int = 0, limit: int | No
 
 
 def alone(loader: Any, epoch: int = 0, number: int = 0, index: int = 0) -> list[Any]:
-    """What loader `number` of a combination gives."""
+    """Batches of loader `number` of a combination, read without the other loaders."""
     return list(open_stream(loader, SEED, Stage.TRAIN.of_loader(index + (number << 20)), CPU).batches(epoch, 0, None))
 
 
@@ -67,6 +67,7 @@ def test_a_batch_counts_by_all_its_samples(mode: str) -> None:
 
 
 def test_a_batch_of_one_of_them_counts_by_its_own() -> None:
+    # In the mode sequential, a batch that is a list is the batch of one loader: it has 3 samples, not 6.
     assert CombinedLoader([[1], [2]], "sequential").count([torch.zeros(3), torch.zeros(3)]) == 3
 
 
@@ -80,7 +81,7 @@ def test_what_is_no_collection_of_loaders(loaders: Any) -> None:
     "nested", [[shuffled(4)], {"x": shuffled(4)}, CombinedLoader([shuffled(4)])], ids=lambda n: type(n).__name__
 )
 def test_collections_inside_are_refused(nested: Any) -> None:
-    """A list of loaders would pass for a list of ready batches."""
+    """A collection of loaders inside another is refused: a list of loaders looks like a list of ready batches."""
     with pytest.raises(DataError, match=rf"a {type(nested).__name__} inside it is not supported.*one level"):
         CombinedLoader([shuffled(4), nested])
 
@@ -96,6 +97,7 @@ def test_an_unknown_mode_names_the_nearest() -> None:
 
 
 def test_the_shortest_ends_an_epoch() -> None:
+    # With `min_size`, an epoch ends with the shortest loader.
     a, b = shuffled(9), shuffled(4)
     stream = stream_of([a, b], "min_size")
     batches = read(stream, 3)
@@ -115,6 +117,7 @@ def test_the_longest_ends_an_epoch_and_others_start_again() -> None:
 
 
 def test_one_comes_after_the_other() -> None:
+    # With `sequential`, the loaders are read one after the other.
     a, b = shuffled(5), shuffled(4)
     stream = stream_of([a, b], "sequential")
     assert (stream.length, stream.sizes) == (5, None)
@@ -128,6 +131,7 @@ def test_one_loader_alone_is_that_loader() -> None:
 
 
 def test_loaders_of_a_combination_are_not_alike() -> None:
+    # Two equal loaders in a combination have different orders and draw different random numbers.
     batches = read(stream_of([shuffled(20), shuffled(20)]))
     assert ids([batch[0] for batch in batches]) != ids([batch[1] for batch in batches])
     assert not any(same(batch[0][:, 1:], batch[1][:, 1:]) for batch in batches)
@@ -136,6 +140,7 @@ def test_loaders_of_a_combination_are_not_alike() -> None:
 
 
 def test_the_loaders_of_two_combinations_are_not_alike() -> None:
+    # Loaders of two combinations in one stage have different orders too.
     orders = []
     for index in (0, 1):
         batches = read(stream_of([shuffled(20), shuffled(20)], index=index))
@@ -195,6 +200,7 @@ def test_what_is_skipped_is_not_fetched(mode: str, start: int, calls: tuple[int,
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_fetched_for_a_batch_that_does_not_come(mode: str) -> None:
+    # Only samples that become part of a yielded batch are fetched.
     a, b = shuffled(4), shuffled(6)
     batches = read(stream_of([b, a], mode))
     given = sum(len(part) for batch in batches for part in ([batch] if mode == "sequential" else batch))
@@ -214,7 +220,7 @@ class Restarts:
 
 
 def test_a_loader_is_restarted_only_when_it_is_needed() -> None:
-    """Starting one may start worker processes."""
+    """A loader is iterated again only when its next batch is needed, because this may start worker processes."""
     short, long, equal = Restarts(2), Restarts(4), Restarts(4)
     assert len(read(stream_of([short, long, equal]))) == 4
     assert (short.starts, long.starts, equal.starts) == (2, 1, 1)
@@ -251,6 +257,7 @@ def test_a_stream_makes_the_length_unknown(mode: str) -> None:
 
 
 def test_a_length_that_is_wrong_cuts_nothing_off() -> None:
+    # If a loader yields more batches than its `len`, all of them are read.
     stream = stream_of([DataLoader(SizedDrawingStream(6), batch_size=4, num_workers=2), [torch.zeros(1, 1)]], "sequential")
     assert (stream.length, stream.exact) == (3, False)
     assert ids(read(stream)) == [[0, 2, 4], [1, 3, 5], [0]]
@@ -264,6 +271,7 @@ def test_an_empty_loader_cannot_be_cycled() -> None:
 
 
 def test_an_iterator_can_be_the_longest_and_not_a_shorter_one() -> None:
+    # With `max_size_cycle`, an iterator can only be the longest loader: shorter ones are iterated again.
     assert len(read(stream_of([(torch.zeros(1) for _ in range(5)), shuffled(4)]))) == 5
     with pytest.raises(EmptyLoaderError, match="only once, but is needed again in epoch 0"):
         read(stream_of([(torch.zeros(1) for _ in range(5)), shuffled(20)]))

@@ -1,4 +1,4 @@
-"""`PreparedLoader`: epochs, the random state in which each batch is worked on, transfer, and the accumulation window."""
+"""`PreparedLoader`: epochs, the random state of each forward pass, transfer to the device, and the accumulation window."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def shuffled(length: int = 14, **options: Any) -> DataLoader:
 
 
 def under(key: int) -> list[float]:
-    """What is drawn first under a key."""
+    """The first random numbers after seeding with a key."""
     seed_generators(key)
     return draw()
 
 
 def drawn_at_work(batches: Iterator[Any]) -> list[list[float]]:
-    """What is drawn right after each batch is given, as the forward would."""
+    """Random numbers drawn right after each batch is yielded, as the forward pass would."""
     return [draw() for _ in batches]
 
 
@@ -92,6 +92,7 @@ def test_the_epoch_can_be_set() -> None:
 
 
 def test_iterating_a_given_epoch_does_not_count() -> None:
+    # `iterate(epoch)` does not advance the epoch that the next plain iteration has.
     loader = prepare(shuffled())
     whole_epoch(loader, 9)
     assert same(list(loader), whole_epoch(prepare(shuffled()), 0))
@@ -99,6 +100,7 @@ def test_iterating_a_given_epoch_does_not_count() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_epoch_that_is_left_early_is_over(workers: int) -> None:
+    # After a `break`, the next iteration is the next epoch.
     loader = prepare(shuffled(num_workers=workers))
     for _ in loader:
         break
@@ -109,6 +111,7 @@ def test_an_epoch_that_is_left_early_is_over(workers: int) -> None:
 @pytest.mark.parametrize("window", [None, 1, 2])
 @pytest.mark.parametrize("start", [0, 2, 4, 6])
 def test_the_end_of_an_epoch_is_the_end_of_the_whole_one(window: int | None, start: int) -> None:
+    # An epoch that starts at a later batch has the same batches and random numbers as the end of the whole epoch.
     loader = prepare(shuffled(), window=window)
     whole, forward = whole_epoch(loader, 3), drawn_at_work(loader.iterate(3))
     assert same(whole_epoch(loader, 3, start), whole[start:])
@@ -147,6 +150,7 @@ def test_a_length_that_is_not_known() -> None:
 
 
 def test_what_it_does_not_define_is_the_users() -> None:
+    # Other attributes are those of the user's loader.
     source = shuffled()
     loader = prepare(source)
     assert loader.dataset is source.dataset
@@ -178,7 +182,7 @@ SOURCES: dict[str, Any] = {
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("source", SOURCES)
 def test_the_work_on_a_batch_has_random_numbers_of_its_own(source: str, window: int | None) -> None:
-    """They depend on seed, stage, epoch and micro-batch, and on nothing else: not on the data, nor on who drew before."""
+    """The random numbers of a forward pass depend only on seed, stage, epoch and micro-batch, not on data or earlier draws."""
     loader = prepare(SOURCES[source](), window=window)
     draw()
     expected = [under(mix(7, Stage.TRAIN, Purpose.FORWARD, 2, m)) for m in range(4)]
@@ -190,6 +194,7 @@ def test_the_work_on_a_batch_has_random_numbers_of_its_own(source: str, window: 
     [({"stage": Stage.VALIDATE}, 2), ({"stage": Stage.TEST, "index": 3}, 3 + 16 * 3), ({"index": 1}, 1 + 16)],
 )
 def test_each_stage_and_each_of_its_loaders_has_its_own(options: dict[str, Any], stage: int) -> None:
+    # Each stage, and each of several loaders of a stage, has its own order and random numbers.
     loader = prepare(shuffled(), **options)
     expected = [under(mix(7, stage, Purpose.FORWARD, 0, m)) for m in range(4)]
     assert drawn_at_work(loader.iterate(0)) == expected
@@ -199,12 +204,14 @@ def test_each_stage_and_each_of_its_loaders_has_its_own(options: dict[str, Any],
 
 
 def test_another_seed_is_another_everything() -> None:
+    # The order and the random numbers depend on the seed.
     first, second = prepare(shuffled()), prepare(shuffled(), seed=8)
     assert ids(whole_epoch(first)) != ids(whole_epoch(second))
     assert drawn_at_work(first.iterate(0)) != drawn_at_work(second.iterate(0))
 
 
 def test_what_is_drawn_at_work_does_not_change_what_is_fetched() -> None:
+    # Random numbers drawn in the forward pass do not change the next batches.
     loader = prepare(shuffled())
     expected = whole_epoch(loader)
     found = []
@@ -266,6 +273,7 @@ def states(loader: PreparedLoader, epoch: int = 0, start: int = 0) -> list[tuple
 
 
 def test_each_micro_batch_has_its_place_in_a_window() -> None:
+    # 4 micro-batches in windows of 3: (first, last, share) of each, also when the epoch starts at the second window.
     window = 3
     loader = prepare(shuffled(), window=window)
     expected = [(True, False, 1 / 3), (False, False, 1 / 3), (False, True, 1 / 3), (True, True, 1.0)]
@@ -274,7 +282,7 @@ def test_each_micro_batch_has_its_place_in_a_window() -> None:
 
 
 def test_an_epoch_completes_the_window_that_was_left_open() -> None:
-    """16 samples in 4 micro-batches; two micro-batches of a window of three were in the epoch before."""
+    """With `taken=2`, the first of 4 micro-batches completes a window of 3 that began in the previous epoch."""
     loader = prepare(shuffled(16), window=3)
     last = [micro.last for micro in loader.next_epoch(taken=2)]
     assert last == [micro.last for micro in loader.iterate(0, taken=2)] == [True, False, False, True]
@@ -289,6 +297,7 @@ def test_a_short_last_batch_counts_less() -> None:
 
 
 def test_a_limit_that_leaves_the_short_batch_out() -> None:
+    # If a limit skips the short last batch, all shares of the last window are equal.
     window = 2
     assert states(prepare(shuffled(), window=window, limit=3))[2:] == [(True, True, 1.0)]
     assert states(prepare(shuffled(), window=window, limit=2)) == [(True, False, 0.5), (False, True, 0.5)]
@@ -310,12 +319,14 @@ def test_a_generator_of_the_users_has_no_effect_and_a_notice_says_so(caplog: pyt
 
 
 def test_a_window_of_one_says_so_once() -> None:
+    # Without accumulation, each micro-batch is first and last in its window and has the share 1.
     window = 1
     assert states(prepare(shuffled(), window=window)) == [(True, True, 1.0)] * 4
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_weights_are_those_of_the_user(size: int) -> None:
+    # Shares are computed from the user's `batch_weight`. Without accumulation, they are 1, or 0 for a weight of 0.
     window = size
     batches = [torch.tensor([weight]) for weight in (3.0, 1.0, 0.0, 0.0)]
     loader = prepare(batches, window=window, weigh=lambda batch: float(batch))
@@ -326,6 +337,7 @@ def test_weights_are_those_of_the_user(size: int) -> None:
 
 
 def test_weights_are_asked_for_on_the_cpu_before_the_transfer() -> None:
+    # `batch_weight` gets the batch before it is moved to the device.
     seen: list[str] = []
 
     def weigh(batch: Tensor) -> float:
@@ -349,6 +361,8 @@ def test_a_stream_counts_the_samples_that_came() -> None:
 
 
 def test_a_sampler_that_is_wrong_about_its_length_does_no_harm() -> None:
+    # If a sampler yields more than its `len`, all windows but the last are still complete.
+
     class Short(list):
         def __len__(self) -> int:
             return 2
@@ -358,11 +372,11 @@ def test_a_sampler_that_is_wrong_about_its_length_does_no_harm() -> None:
     assert [full for _, full, _ in states(loader)] == [False, True, False, True, True]
 
 
-# ----------------------------------------------------------------------------------- as the Trainer and own loops use it
+# ------------------------------------------------------------------------ used by the Trainer and your own training loop
 
 
 class Counting(TrainModule):
-    """Counts what it gets."""
+    """Records the samples that it is trained and validated on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -387,7 +401,7 @@ def fit(module: Counting, *loaders: Any, **options: Any) -> None:
 
 
 def test_a_stream_that_is_longer_than_it_says_is_read_to_its_end() -> None:
-    """Two workers make two short batches out of ten samples, of which `len` knows nothing; none may be lost."""
+    """Two workers yield 4 batches although `len` is 3, because each has a short batch. All samples are read."""
     module = Counting()
     loader = DataLoader(SizedDrawingStream(10), batch_size=4, num_workers=2)
     fit(module, loader, loader)
@@ -395,7 +409,7 @@ def test_a_stream_that_is_longer_than_it_says_is_read_to_its_end() -> None:
 
 
 def test_a_stream_that_is_shorter_than_it_says_is_validated_after() -> None:
-    """Each of two workers drops its own short batch."""
+    """Two workers yield 2 batches although `len` is 3, because each drops its short batch. Validation still runs after them."""
     module = Counting()
     fit(module, DataLoader(SizedDrawingStream(14), batch_size=4, num_workers=2, drop_last=True), shuffled(collate_fn=None))
     assert (len(module.trained), len(module.validated)) == (8, 14)
@@ -409,6 +423,7 @@ def test_a_limit_still_cuts_a_stream() -> None:
 
 
 def test_the_sanity_check_does_not_eat_an_iterator(caplog: pytest.LogCaptureFixture) -> None:
+    # The sanity check is skipped for an iterator, so that validation gets all of its batches.
     module = Counting()
     fit(module, shuffled(collate_fn=None), (torch.full((2, 1), n) for n in range(5)), num_sanity_val_steps=2)
     assert module.validated == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
@@ -416,7 +431,7 @@ def test_the_sanity_check_does_not_eat_an_iterator(caplog: pytest.LogCaptureFixt
 
 
 def test_loaders_that_are_read_side_by_side_are_not_alike() -> None:
-    """Two loaders over the same number of samples must be paired at random, and differently in each epoch."""
+    """Two equal loaders have different orders and random numbers, so that zipping them does not pair equal samples."""
     first, second = Accelerator().prepare(shuffled(), shuffled())
     pairs = list(zip(first, second, strict=True))
     assert ids([a for a, _ in pairs]) != ids([b for _, b in pairs])

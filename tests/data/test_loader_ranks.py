@@ -1,4 +1,4 @@
-"""`PreparedLoader` on several processes: together they are given what one process is given, and weigh it as one would."""
+"""`PreparedLoader` on several ranks: together they yield the micro-batches and shares of one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def weighted(length: int = 14) -> DataLoader:
     return shuffled(length, shuffle=False, sampler=WeightedRandomSampler(torch.arange(1.0, length + 1), length + 3))
 
 
-# ---------------------------------------------------------------------------------- the same batches on 1, 2, 3, 4 ranks
+# -------------------------------------------------------------------------------------- the same batches on 1 to 4 ranks
 
 SOURCES: dict[str, Callable[[], Any]] = {
     "shuffled": shuffled,
@@ -50,7 +50,7 @@ SOURCES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("source", SOURCES)
 def test_rows_are_what_one_process_is_given(source: str, size: int, window: int | None) -> None:
-    """Samples, augmentation drawn in the dataset and in `collate_fn`, and the random numbers of the work on each."""
+    """Rank r of W yields micro-batches r, r + W, ... of one process: the same samples, augmentation and random numbers."""
     make = SOURCES[source]
     (alone,) = dealt(make, 1, None, epoch=2)
     by_rank = dealt(make, size, window, epoch=2)
@@ -71,7 +71,7 @@ def test_rows_are_what_one_process_is_given(source: str, size: int, window: int 
 def test_windows_and_shares(
     length: int, batch: int, window: int, size: int, limit: int | None, micro_limit: int | None
 ) -> None:
-    """The windows are those of one process that accumulates as much, and shares make the mean over the global batch."""
+    """Windows are those of one process with the same global batch size, and the shares give the mean over the global batch."""
 
     def of(world: World, rows: int, end: int | None) -> list[Given]:
         loader = prepared(shuffled(length, batch_size=batch), world, rows)
@@ -90,6 +90,7 @@ def test_windows_and_shares(
 
 
 def test_fewer_samples_than_processes() -> None:
+    # If only rank 0 has a micro-batch, the other ranks take part in training with padding. An evaluation has no padding.
     first, *others = dealt(lambda: shuffled(1), 4)
     assert [(one.ids, one.share, one.uneven, one.padding) for one in first] == [([0], 4.0, True, False)]
     for own in others:
@@ -101,7 +102,7 @@ def test_fewer_samples_than_processes() -> None:
 
 
 def test_a_short_last_batch_counts_less_than_the_one_next_to_it() -> None:
-    """14 samples in batches of 4 on 2 processes, a window of one row: the last row is 4 and 2 samples."""
+    """14 samples in batches of 4 on 2 ranks: the last optimizer step has 4 samples on rank 0 and 2 on rank 1."""
     rows = [[one.share for one in own] for own in dealt(shuffled, 2)]
     assert rows == [[1.0, 2 * 4 / 6], [1.0, 2 * 2 / 6]]
 
@@ -121,6 +122,7 @@ def test_workers_change_nothing(workers: int, persistent: bool) -> None:
 
 
 def test_nothing_of_others_is_fetched() -> None:
+    # A rank fetches only the samples of its own micro-batches.
     for rank in range(3):
         source = shuffled(22)
         own = list(read(prepared(source, Alike(rank, 3), 2)))
@@ -138,12 +140,14 @@ def test_a_rank_without_any_batch_has_a_micro_batch_of_kind_none() -> None:
 
 @pytest.mark.parametrize("size, rows, micro_batches", [(1, 4, 4), (2, 2, 4), (3, 2, 4), (4, 1, 4), (5, 1, 4)])
 def test_a_length_is_in_rows(size: int, rows: int, micro_batches: int) -> None:
+    # `len` is the number of micro-batches of each rank, padding included; `micro_batches` is the number on all ranks together.
     for rank in range(size):
         loader = prepared(shuffled(), Alike(rank, size))
         assert (len(loader), loader.length, loader.micro_batches) == (rows, rows, micro_batches)
 
 
 def test_limits() -> None:
+    # `limit` counts the micro-batches of each rank, `micro_limit` those of all ranks together.
     loader = prepared(shuffled(40), Alike(1, 2))
     loader.limit = 3
     assert (loader.length, loader.micro_batches) == (3, 6)
@@ -179,7 +183,7 @@ def test_padding_may_be_the_last_batch_again(workers: int) -> None:
 
 
 def assert_same_tensors(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Nothing was copied but the container, which a loop may take apart."""
+    """The containers are different objects, because a training loop may change them; the tensors are the same objects."""
     assert one is not other
     assert one.keys() == other.keys()
     assert all(one[name] is other[name] for name in one)
@@ -187,7 +191,10 @@ def assert_same_tensors(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("count", range(1, 8))
 def test_with_padding_all_processes_have_the_same_number(count: int) -> None:
-    """So that a loop of the user's can gather at each of them. 3 processes, windows of 2 rows."""
+    """With padding, all 3 ranks yield the same number of micro-batches, so that your own loop can gather after each.
+
+    Accumulation windows have 2 micro-batches per rank.
+    """
     (alone,) = dealt(lambda: shuffled(count, batch_size=1), 1)
     by_rank = dealt(lambda: shuffled(count, batch_size=1), 3, 2, pads=True)
     rows = -(-count // 3)
@@ -210,7 +217,10 @@ def test_with_padding_all_processes_have_the_same_number(count: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_process_that_has_had_none_is_given_the_first_batch(workers: int) -> None:
-    """In its own random state, as the process that it belongs to was given it; later it is the last one that it had."""
+    """A rank without any micro-batch gets the first one of the epoch as padding, in the random state of that micro-batch.
+
+    Later epochs repeat the same batch.
+    """
     (alone,) = dealt(lambda: shuffled(7), 1, epoch=3)
     seen: list[int] = []
 
@@ -227,12 +237,12 @@ def test_a_process_that_has_had_none_is_given_the_first_batch(workers: int) -> N
     assert only.drawn == alone[0].drawn
     assert seen == [0]
     (again,) = read(loader, 4)
-    assert again.batch.pop("done") == 1  # what was taken out of the one before is in this one
+    assert again.batch.pop("done") == 1  # it was removed from the previous batch only
     assert_same_tensors(again.batch, only.batch)
     loader.close()
 
 
-# ------------------------------------------------------------------------------------- what only fetching tells (talking)
+# ------------------------------------------------------------------------- batch sizes that are known only after fetching
 
 
 def everything(options: dict[str, Any], kind: str, window: int | None) -> list[Given]:
@@ -255,7 +265,7 @@ class Halves(BatchSampler):
 
 
 def tokens(batch: Any) -> float:
-    """None in batches whose first sample has an even number."""
+    """The weight of a batch, which is 0 if the first sample has an even number."""
     samples = batch["samples"]
     return float(samples[:, 0].sum()) if int(samples[0, 0]) % 2 else 0.0
 
@@ -286,6 +296,7 @@ def all_kinds(window: int | None) -> dict[str, list[Given]]:
 
 @pytest.mark.parametrize("size, window", [(2, 1), (2, 2), (3, 2), (4, 1), (3, None)])
 def test_processes_that_tell_one_another_agree_with_one(size: int, window: int | None) -> None:
+    # Ranks that exchange their batch sizes have the windows and shares of one process.
     by_rank = run_world(size, all_kinds, window)
     for kind, make in TALKING.items():
         loader = prepared(make(), World(), None if window is None else window * size, **WEIGH.get(kind, {}))
@@ -315,6 +326,7 @@ def filled() -> list[Any]:
 
 
 def test_padding_of_other_loaders() -> None:
+    # Padding also works for lists of batches and for a `CombinedLoader`: rank 1 repeats the batch of rank 0.
     first, second = run_world(2, filled)
     for theirs, ours in zip(first, second, strict=True):
         assert [(filler, share) for filler, share, _ in theirs] == [(False, 2.0)]
@@ -322,11 +334,11 @@ def test_padding_of_other_loaders() -> None:
         assert same(ours[0][2], theirs[0][2])
 
 
-# --------------------------------------------------------------------------------------------- a device with two streams
+# ------------------------------------------------------------------------------------------ fetching ahead on some ranks
 
 
 def in_windows_on_cuda() -> list[Any]:
-    """One ahead on some processes and not on others, as the sizes of their first batches make it."""
+    """Rank 0 fetches one batch ahead and rank 1 does not, as can happen on CUDA if their first batches differ in size."""
     world = joined()
     events: list[str] = []
 
@@ -351,7 +363,7 @@ def in_windows_on_cuda() -> list[Any]:
 
 
 def test_fetching_ahead_does_not_disturb_what_processes_tell_one_another() -> None:
-    """The processes talk about a window when it begins, wherever each of them is with fetching."""
+    """Ranks exchange the batch sizes of a window when it begins, no matter how far each rank has fetched ahead."""
     results = run_world(2, in_windows_on_cuda)
     assert results[0][1][:3] == ["fetched", "fetched", "worked"]
     assert results[1][1][:2] == ["fetched", "worked"]
@@ -360,7 +372,7 @@ def test_fetching_ahead_does_not_disturb_what_processes_tell_one_another() -> No
     assert [[one.ids for one in group] for group in found] == [[one.ids for one in group] for group in expected]
 
 
-# -------------------------------------------------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------------------------------------- errors and repetition
 
 
 def test_a_process_without_any_batch_cannot_repeat_one() -> None:
@@ -371,6 +383,7 @@ def test_a_process_without_any_batch_cannot_repeat_one() -> None:
 
 
 def test_what_is_read_again_is_as_it_was() -> None:
+    # Reading an epoch again gives the same micro-batches.
     loader = prepared(shuffled(30), Alike(1, 2), 2)
     assert same([tuple(one) for one in read(loader, 5)], [tuple(one) for one in read(loader, 5)])
     assert ids([next(iter(loader))]) == ids([next(iter(prepared(shuffled(30), Alike(1, 2), 2)))])

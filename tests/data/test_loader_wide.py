@@ -1,4 +1,4 @@
-"""`PreparedLoader` of a process that drives several devices: rows of micro-batches, counted as those of as many processes."""
+"""`PreparedLoader` of a process with several devices: the micro-batches of all devices are joined into one batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainkit.rng import Purpose, Stage, mix
 
 
 class Drawn(Dataset[Any]):
-    """Samples that tell their number, and a number drawn when they are fetched."""
+    """Sample i is (i, a random number that is drawn when it is fetched)."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -55,7 +55,10 @@ def epoch(loader: PreparedLoader, number: int = 0, start: int = 0) -> list[dict[
 @pytest.mark.parametrize("samples", [36, 34, 25, 4, 2])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_row_is_the_micro_batches_of_its_devices(samples: int, rows: int) -> None:
-    """The same samples with the same augmentation, in the same windows, weighed by their number."""
+    """A batch for 4 devices joins 4 micro-batches of a process with one device: the same samples and the same augmentation.
+
+    Shares are proportional to the number of samples.
+    """
     devices = 4
     alone = epoch(made(samples, 1))
     wide = epoch(made(samples, devices, rows))
@@ -73,6 +76,7 @@ def test_a_row_is_the_micro_batches_of_its_devices(samples: int, rows: int) -> N
 
 
 def test_the_one_forward_over_several_is_seeded_by_the_first_of_them() -> None:
+    # The forward pass of 4 joined micro-batches has the random state of the first of them.
     wide = epoch(made(36, 4))
     firsts = []
     for row in range(len(wide)):
@@ -82,6 +86,7 @@ def test_the_one_forward_over_several_is_seeded_by_the_first_of_them() -> None:
 
 
 def test_positions_are_those_of_as_many_processes() -> None:
+    # The position of one process with 4 devices is that of 4 processes with one device each.
     loader = made(34, 4)
     assert loader.position(0, 2) == {
         "epoch": 0, "batches": 8, "samples": 24, "complete": False, "dataset": 34, "iterable": None,
@@ -92,6 +97,7 @@ def test_positions_are_those_of_as_many_processes() -> None:
 
 @pytest.mark.parametrize("devices, after", [(2, 6), (4, 6), (3, 5)])
 def test_resumes_wherever_another_number_of_devices_has_left_off(devices: int, after: int) -> None:
+    # A position saved with one device resumes on several devices at the same sample, also inside a joined batch.
     before = made(40, 1)
     position = before.position(0, after)
     expected = [id for row in epoch(made(40, 1))[after:] for id in row["ids"]]
@@ -106,6 +112,7 @@ def test_resumes_wherever_another_number_of_devices_has_left_off(devices: int, a
 
 
 def test_limits_are_in_rows() -> None:
+    # `limit` counts joined batches.
     loader = made(40, 4)
     loader.limit = 2
     found = epoch(loader)
@@ -120,6 +127,7 @@ class Numbers(IterableDataset[Any]):
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_of_a_stream_the_last_row_has_what_is_left(rows: int) -> None:
+    # With a stream, the last joined batch has the remaining samples.
     loader = PreparedLoader(
         DataLoader(Numbers(), batch_size=2), seed=1, device=torch.device("cpu"), window=rows, world=World(devices=4)
     )
@@ -133,6 +141,7 @@ def test_of_a_stream_the_last_row_has_what_is_left(rows: int) -> None:
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("own", [False, True])
 def test_batches_that_are_loaded_ahead_are_loaded_once_by_the_first_of_their_row(rows: int, devices: int, own: bool) -> None:
+    # A joined batch is transferred once, with the number of its first micro-batch.
     loaded: list[Any] = []
 
     def ahead(items: Any, load: Any, start: int = 0) -> Any:

@@ -1,4 +1,4 @@
-"""Loader workers that hang when they are forked, and that do not."""
+"""DataLoader workers that hang right after their fork are killed and forked again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def samples(epochs: int = 1, world: World | None = None, **options: Any) -> list
 
 
 def hang_at_the_fork(times: int) -> None:
-    """As many of the processes that are forked from this one from now on never come to their first line; then none."""
+    """Let the next `times` processes that are forked from this one hang before they run any code."""
     for number in range(times):
         Path(f"hangs {number}").touch()
 
@@ -53,7 +53,7 @@ def with_hanging_workers(times: int) -> tuple[list[Any], list[Any], list[str], l
     with heard() as texts:
         found = samples(2)
     over = time.monotonic() + PATIENCE
-    while open_files() > files and time.monotonic() < over:  # threads of the loader's queues close theirs a little later
+    while open_files() > files and time.monotonic() < over:  # the loader's queue threads close their files a little later
         time.sleep(0.01)
     hung = [int(path.name.split()[1]) for path in Path().glob("hung *")]
     return expected, found, texts, hung, open_files() - files
@@ -102,7 +102,7 @@ def test_a_worker_that_dies_is_not_forked_again() -> None:
 
 
 class Own(ForkContext):
-    """A context of the user's."""
+    """A multiprocessing context that the user defines."""
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,8 @@ class Own(ForkContext):
     ids=["none", "fork", "fork context", "own", "forkserver"],
 )
 def test_a_context_of_the_users_is_kept(given: Any, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multiprocessing, "get_context", lambda: ForkContext())  # where another one is usual
+    # A fork context is replaced by trainkit's; a context of the user or another start method is kept.
+    monkeypatch.setattr(multiprocessing, "get_context", lambda: ForkContext())  # also where the default is not fork
     monkeypatch.setattr(DataLoader, "_get_iterator", lambda self: iter(()))
     loader = DataLoader(Drawing(8), num_workers=1, multiprocessing_context=given)
     before = loader.multiprocessing_context
@@ -120,6 +121,7 @@ def test_a_context_of_the_users_is_kept(given: Any, kept: bool, monkeypatch: pyt
 
 
 def test_signals_are_heard_again() -> None:
+    # The signal mask is the same after the workers have ended.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     samples()
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before

@@ -1,7 +1,7 @@
-"""The order of an epoch: a bijection at every length, uniform, unrelated from key to key, frozen, and cheap in memory.
+"""The order of an epoch: a permutation for every length, uniform, independent between keys, frozen, and cheap in memory.
 
-The statistical tests use fixed keys, so they give the same verdict on every run. Their bound, p > 1e-4 on both sides,
-would have refused a perfect shuffle, at any of the some 180 places it is asked for, with a chance of one in thirty.
+The statistical tests use fixed keys, so they give the same result on every run. They check about 180 p-values against p > 1e-4
+on both sides: a perfect shuffle would fail one of these checks with a probability of about 1/30.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Counts = npt.NDArray[np.int64]
 LAST_KEY = WORD = (1 << 64) - 1
 INCREMENT = 0x9E3779B97F4A7C15
 
-# How the keys of successive epochs may look; each must be whitened away.
+# How the keys of successive epochs may be related. The orders must not show any of these relations.
 KEY_FAMILIES: dict[str, Callable[[int], int]] = {
     "consecutive": lambda epoch: epoch,
     "upper half": lambda epoch: (epoch << 32) & WORD,
@@ -53,7 +53,7 @@ def is_bijection(order: Order) -> bool:
     return bool(np.array_equal(np.sort(order), np.arange(len(order))))
 
 
-# --- the same thing in plain Python integers, which know neither numpy's types nor a machine's byte order
+# --- reference implementation with Python integers, which depend neither on numpy's types nor on the byte order
 
 
 def mix_by_the_book(value: int) -> int:
@@ -151,7 +151,10 @@ def p_of_even_spread(counts: Counts) -> float:
 
 
 def p_of_independence(table: Counts, population: int) -> float:
-    """Of a table that sums contingency tables of shuffles of `population` things (hence the exact correction)."""
+    """p-value of the independence of rows and columns of a contingency table.
+
+    The table is a sum of tables of permutations of `population` elements, which is why the statistic has an exact correction.
+    """
     expected = np.outer(table.sum(axis=1), table.sum(axis=0)) / table.sum()
     statistic = ((table - expected) ** 2 / expected).sum() * (population - 1) / population
     return float(chi2.sf(statistic, (table.shape[0] - 1) * (table.shape[1] - 1)))
@@ -170,10 +173,10 @@ def plausible(p: float) -> bool:
 
 
 def suspicions(orders: list[Order], lags: tuple[int, ...]) -> list[str]:
-    """What sets these orders, of successive keys, apart from independent shuffles; empty when nothing does.
+    """Return the tests that tell these orders, which have successive keys, from independent shuffles.
 
-    Looks at each position and its value, at values some positions apart, and at the same position under the next
-    key: by their upper and by their lower bits, and by their difference.
+    Compares each position with its value, values that are some positions apart, and values at the same position under the next
+    key. It compares their upper bits, their lower bits, and their difference.
     """
     length, bins, difference_bins = len(orders[0]), 64, 1024
 
@@ -222,7 +225,7 @@ def test_every_sample_is_equally_likely_everywhere(length: int, keys: int) -> No
     assert plausible(p_of_independence(table, length))
 
 
-# Lags of powers of two are where a network of too few rounds shows: such positions share half of their bits.
+# A network with too few rounds shows at lags that are powers of two, because such positions share half of their bits.
 @pytest.mark.parametrize(
     ("length", "keys", "lags"),
     [
@@ -248,6 +251,7 @@ FLAWED: dict[str, Callable[[int, int], Order]] = {
 
 @pytest.mark.parametrize("flaw", FLAWED)
 def test_the_statistics_notice_a_flaw(flaw: str) -> None:
+    # The statistical tests can fail: they find flaws of weaker shuffles.
     assert suspicions([FLAWED[flaw](HASH_SORT_LIMIT, key) for key in range(2)], (1, 1024))
 
 
@@ -304,6 +308,7 @@ def test_blocks_are_slices_of_the_order(length: int, cuts: list[int]) -> None:
 
 @pytest.mark.parametrize("length", [5 * 4096, 5 * 4096 + 1, HASH_SORT_LIMIT + 17])
 def test_blocks_without_a_list_of_indices_are_slices_too(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Blocks of orders that are too long for a list of all indices are slices of the order too.
     monkeypatch.setattr("trainkit.data.order.HASH_SORT_LIMIT", 4096)
     order = Permutation(length, 11)
     expected = feistel(length, 11)
@@ -313,6 +318,7 @@ def test_blocks_without_a_list_of_indices_are_slices_too(length: int, monkeypatc
 
 
 def test_micro_batches_in_sequence_work_each_position_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Successive micro-batches compute each position once, 4,096 at a time.
     worked_out: list[tuple[int, int]] = []
     indices = _Feistel.indices
 
@@ -329,6 +335,7 @@ def test_micro_batches_in_sequence_work_each_position_out_once(monkeypatch: pyte
 
 @pytest.mark.parametrize("length", [100, 10**9])
 def test_a_block_belongs_to_its_caller(length: int) -> None:
+    # Writing into a returned block does not change later blocks.
     order = Permutation(length, 1)
     for _ in range(3):
         mine = order.block(0, 32)
@@ -341,7 +348,7 @@ def test_numpy_integers_are_integers() -> None:
     assert np.array_equal(order.block(np.uint64(90), np.int64(95)), whole(100, LAST_KEY)[90:95])
 
 
-# --- cost
+# --- memory
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
@@ -391,7 +398,7 @@ def test_wrong_arguments_are_refused(length: int, key: int, message: str) -> Non
 @pytest.mark.parametrize("length", [0, 100, 10**9])
 def test_positions_outside_the_order_are_refused(length: int) -> None:
     order = Permutation(length, 0)
-    order.block(max(0, length - 1), length)  # what is held ends where the order ends
+    order.block(max(0, length - 1), length)  # caches indices up to the end of the order
     for start, stop in [(-1, 0), (1, 0), (length, length + 1), (length + 1, length + 1), (0, 1 << 64)]:
         with pytest.raises(ConfigurationError, match=rf"stop <= {length} .* got block\({start}, {stop}\)"):
             order.block(start, stop)

@@ -1,4 +1,4 @@
-"""Where a loop is in its data, and resuming there."""
+"""The position of a loop in its data, and resuming from it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_the_sizes_of_all_processes_together() -> None:
 
 @pytest.mark.parametrize("done", range(5))
 def test_the_position_after_each_batch(done: int) -> None:
-    """Two loops, one of them in two parts, read the same."""
+    """A loader that resumes after any number of batches continues with the rest of the epoch."""
     first = prepare(shuffled())
     batches = iter(first)
     head = [next(batches) for _ in range(done)]
     second = prepare(shuffled())
     second.load_state_dict(first.state_dict())
-    epoch = 0 if done < 4 else 1  # an epoch that is complete is followed by the next
+    epoch = 0 if done < 4 else 1  # after a complete epoch, the next one starts
     assert second.epoch == epoch
     expected = whole_epoch(second, epoch)
     assert same(list(second), expected[done:] if done < 4 else expected)
@@ -62,6 +62,7 @@ def test_what_a_position_holds() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_may_change(workers: int) -> None:
+    # A position resumes with another number of workers.
     first = prepare(shuffled(num_workers=2 - workers))
     batches = iter(first)
     next(batches)
@@ -73,6 +74,7 @@ def test_workers_may_change(workers: int) -> None:
 
 
 def test_a_window_that_is_being_worked_on_is_repeated() -> None:
+    # The saved position is the start of the current window, so an incomplete window is repeated after a resume.
     loader = prepare(shuffled(30), window=3)
     batches = iter(loader)
     positions = [loader.state_dict()["batches"] for _ in batches]
@@ -80,7 +82,7 @@ def test_a_window_that_is_being_worked_on_is_repeated() -> None:
 
 
 def test_a_sampler_that_draws_more_samples_than_there_are() -> None:
-    """That as many samples were seen as the dataset has does not make the epoch complete."""
+    """If a sampler draws more samples than the dataset has, the epoch is complete only at the end of the sampler."""
     sampler = RandomSampler(range(8), replacement=True, num_samples=16)
     loader = prepare(DataLoader(Drawing(8), batch_size=4, sampler=sampler, collate_fn=collate_and_draw))
     assert loader.position(0, 2)["samples"] == 8
@@ -89,6 +91,7 @@ def test_a_sampler_that_draws_more_samples_than_there_are() -> None:
 
 
 def test_an_epoch_that_was_complete_is_complete_in_any_batch_size() -> None:
+    # A position at the end of an epoch can be resumed with another batch size.
     position = prepare(shuffled(14)).position(0, 4)
     assert prepare(shuffled(14, batch_size=5)).start_of(position) == 3
 
@@ -124,7 +127,7 @@ def test_a_weighted_sampler_resumes() -> None:
 
 
 class Countdown:
-    """An iterable with a state."""
+    """A stateful iterable."""
 
     def __init__(self) -> None:
         self.left = 6
@@ -142,6 +145,7 @@ class Countdown:
 
 
 def test_a_trail_keeps_the_last_states() -> None:
+    # A `StateHistory` keeps only the states after the last few batches, or after more of them if requested.
     owner = Countdown()
     history = StateHistory(owner, readable=True)
     batches = history.follow(iter(owner), history.begin(0))
@@ -154,6 +158,7 @@ def test_a_trail_keeps_the_last_states() -> None:
 
 
 def test_the_state_before_what_was_skipped_is_not_the_one_after_it() -> None:
+    # If batches were skipped, the state is unknown until the next batch is read.
     owner = Countdown()
     history = StateHistory(owner, readable=True)
     assert history.begin(2) == 2
@@ -164,7 +169,7 @@ def test_the_state_before_what_was_skipped_is_not_the_one_after_it() -> None:
 
 
 def test_a_trail_of_rows() -> None:
-    """Each of 3 processes reads 3 batches and is given one of them."""
+    """On 3 ranks, each rank reads 3 batches for each one it yields: the history has a state for every third batch."""
     owner = Countdown()
     history = StateHistory(owner, readable=True)
     history.mark(6)
@@ -175,6 +180,7 @@ def test_a_trail_of_rows() -> None:
 
 
 def test_a_history_continues_without_reading() -> None:
+    # A restored state is used once: the iterable continues there and no batch is skipped.
     owner = Countdown()
     history = StateHistory(owner, readable=True)
     history.resume(4, {"left": 2})
@@ -185,6 +191,7 @@ def test_a_history_continues_without_reading() -> None:
 
 
 def test_a_state_that_lies_in_workers_is_not_read(caplog: pytest.LogCaptureFixture) -> None:
+    # With workers, the state of an iterable is not saved, and a notice says so.
     history = StateHistory(Countdown(), readable=False)
     assert not history.active
     assert history.begin(3) == 3

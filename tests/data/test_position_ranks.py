@@ -1,4 +1,4 @@
-"""Positions on several processes: a run of W processes resumes on any other number."""
+"""Positions on several ranks: a run on W processes resumes on any other number."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loaders(make: Callable[[], Any], size: int, accumulated: int) -> list[Prepar
 
 
 def windows_of(of: list[PreparedLoader], epoch: int, count: int | None = None) -> list[list[Given]]:
-    """The next windows, read as an own loop does."""
+    """Read the next accumulation windows as your own training loop would, `count` of them or all."""
     parts = []
     for loader in of:
         own = []
@@ -55,14 +55,17 @@ def contents(windows: list[list[Given]]) -> list[Any]:
     return [[(one.batch, one.drawn) for one in group] for group in windows]
 
 
-# ------------------------------------------------------------------------------------- the same global batch: promise 2
+# ------------------------------------------------------------------------------------------- the same global batch size
 
 WORLDS = [(2, 1), (1, 2), (2, 3), (3, 2), (4, 1), (3, 4), (6, 2), (2, 2)]
 
 
 @pytest.mark.parametrize("source, workers", [*((source, 0) for source in SOURCES), ("shuffled", 2)])
 def test_another_number_of_processes_resumes(source: str, workers: int) -> None:
-    """12 micro-batches an update, and 23 in the epoch: stopped after either window, also inside the second one."""
+    """A run that stops after its first optimizer step resumes with the same global batches on another number of ranks.
+
+    An epoch has 23 micro-batches, and a window has 12 on all ranks together.
+    """
     make = SOURCES[source] if not workers else lambda: shuffled(num_workers=workers)
     whole = windows_of(loaders(SOURCES[source], 1, 12), 0)
     for before, after in WORLDS[:2] if workers else WORLDS:
@@ -86,7 +89,7 @@ def test_a_window_that_is_being_worked_on_is_repeated_by_all() -> None:
     first = loaders(shuffled, 2, 12)
     for loader in first:
         for number, _ in enumerate(observed(loader, loader.next_epoch()), 1):
-            if number == 8:  # the second of the second window
+            if number == 8:  # the second micro-batch of the second window
                 break
     assert [loader.state_dict()["batches"] for loader in first] == [12, 12]
 
@@ -102,7 +105,7 @@ def test_an_epoch_that_is_complete() -> None:
     assert third.start_of(last) == 15
 
 
-# ------------------------------------------------------------------------ another global batch, a start between two rows
+# ------------------------------------------ another global batch size, and starts that are no multiple of the world size
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -136,6 +139,7 @@ def test_sharding_begins_where_the_epoch_resumes(start: int, size: int, length: 
 
 
 def test_an_epoch_that_is_begun_again_after_a_resume() -> None:
+    # After a resume inside an epoch, iterating the epoch from its start has its full length again.
     first, second = loaders(shuffled, 2, 2)
     for loader in (first, second):
         loader.load_state_dict(loaders(shuffled, 1, 1)[0].position(0, 3))
@@ -167,6 +171,7 @@ def test_what_a_position_holds() -> None:
 
 
 def test_a_limit_ends_where_it_ends() -> None:
+    # At the end of a limited epoch, the position has the number of micro-batches of the limit, not one per rank more.
     loader = prepared(shuffled(45), Alike(0, 2))
     loader.micro_limit = 5
     assert loader.length == 3
@@ -177,7 +182,7 @@ def test_a_limit_ends_where_it_ends() -> None:
 
 
 class Counter(IterableDataset):
-    """Counts, and knows where it is; with `parts` each process counts its own numbers."""
+    """A stateful dataset of successive numbers. With `parts`, each rank yields only its own numbers."""
 
     def __init__(self, length: int, parts: bool = False) -> None:
         self.length, self.parts = length, parts
@@ -202,7 +207,10 @@ class Counter(IterableDataset):
 
 
 def go_on(parts: bool, stateful: bool, place: Any, rows: int | None) -> tuple[Any, ...]:
-    """Read some rows from a position on; returns them, the position after them, and what was read for them."""
+    """Resume from a position and read up to `rows` micro-batches.
+
+    Returns them, the position after them, the numbers read from the dataset, the notices, and the random numbers drawn.
+    """
     dataset: Any = Counter(29, parts) if stateful else DrawingStream(29)
     found: list[Any] = []
     drawn: list[Any] = []
@@ -249,7 +257,10 @@ def test_one_stream_resumes_on_any_number_of_processes(before: int, after: int, 
 
 @pytest.mark.parametrize("before, after", [(1, 1), (2, 2), (2, 1), (1, 3), (2, 3)])
 def test_a_stream_that_was_read_to_its_end_is_not_read_again(before: int, after: int) -> None:
-    """Its state is where the next epoch begins: the last batch is short, and the last row of two processes not full."""
+    """At the end of an epoch, the saved state is the start of the next epoch, so a resume reads nothing again.
+
+    The last batch is short. On two ranks, only rank 0 has a last batch.
+    """
     first = run_world(before, go_on, False, True, None, -(-15 // before))
     assert by_rows(first) == WHOLE
     second = run_world(after, go_on, False, True, first[0][1], None)
@@ -257,7 +268,7 @@ def test_a_stream_that_was_read_to_its_end_is_not_read_again(before: int, after:
 
 
 class Lines:
-    """Any iterable of batches, with a state that counts on from epoch to epoch."""
+    """A stateful iterable of batches. Its state counts on from epoch to epoch."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -277,7 +288,10 @@ class Lines:
 
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_the_epoch_after_one_that_was_read_to_its_end(epoch: int) -> None:
-    """Whether what follows the last row was still to be done (the epoch is begun), or all of it was done."""
+    """A run that resumes at the end of an epoch continues with the next epoch.
+
+    This holds whether the loader iterates the finished epoch again, which yields nothing, or only the next one.
+    """
     first = prepared(Lines(), Agreeing(0, 2))
     assert [one.ids for one in read(first)] == [[0], [2], [4]]
     place = first.position(0, 3)
@@ -313,6 +327,7 @@ def test_separate_streams_resume_on_as_many_processes(stateful: bool) -> None:
 
 
 def test_streams_of_their_own_on_another_number_of_processes() -> None:
+    # Inside an epoch, separate streams resume on another number of ranks by skipping batches, with a notice from rank 0.
     place = run_world(2, go_on, True, True, None, 3)[0][1]
     found = run_world(3, go_on, True, True, place, None)
     assert "was saved by 2 processes, each with its own stream of data; on 3" in found[0][3]
@@ -321,7 +336,10 @@ def test_streams_of_their_own_on_another_number_of_processes() -> None:
 
 
 def test_streams_of_their_own_begin_an_epoch_on_another_number_of_processes() -> None:
-    """The checkpoint of the end of an epoch has states too, of as many processes as there were."""
+    """From a position at the start of an epoch, separate streams resume on another number of ranks and lose no samples.
+
+    The position has a state for each of the 2 old ranks.
+    """
     place = {**run_world(2, go_on, True, True, None, 3)[0][1], "epoch": 1, "batches": 0}
     assert len(place["iterable"]) == 2
     for size in (3, 4):
@@ -330,7 +348,7 @@ def test_streams_of_their_own_begin_an_epoch_on_another_number_of_processes() ->
 
 
 def test_the_state_of_one_process_is_not_anothers() -> None:
-    """Of a position that was not gathered, the others take only where it is."""
+    """If a position has only the state of rank 0, rank 1 uses only the number of batches and skips them."""
     place = {**run_world(2, go_on, True, True, None, 3)[0][1], "iterable": {"next": 6, "rank": 0}, "rank": 0}
     second = run_world(2, go_on, True, True, place, None)
     assert [len(read) for _, _, read, *_ in second] == [15 - 6, 14]
@@ -338,14 +356,14 @@ def test_the_state_of_one_process_is_not_anothers() -> None:
 
 
 class Agreeing(Alike):
-    """All processes have what this one has."""
+    """A world in which all ranks have the values of this one."""
 
     def rows(self, values: Any) -> Any:
         return [list(values)] * self.size
 
 
 def test_what_had_to_be_skipped_has_no_state_at_its_end() -> None:
-    """The state is known from the next row on; the one that was seen before the skipping is another's."""
+    """After a resume that skipped batches, the state is known from the next batch on, not for the resumed position itself."""
     loader = prepared(DataLoader(Counter(29), batch_size=2), Agreeing(1, 2))
     place = {**loader.position(0, 2), "iterable": None}
     loader.load_state_dict(place)

@@ -1,4 +1,4 @@
-"""One batch ahead: the order of events on a CUDA device, here with streams that only write down what is asked of them."""
+"""Loading one batch ahead on CUDA: the order of events, recorded by fake streams."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 class FakeStream:
-    """A stream with a name that writes into a log."""
+    """A CUDA stream that only writes its calls to a log."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log, self.events = name, log, 0
@@ -40,7 +40,7 @@ class FakeStream:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens, in order; the copies run on "side", the work on "main"."""
+    """The calls in order. Copies run on the stream "side", the training step on "main"."""
     log: list[str] = []
     main = FakeStream("main", log)
     current = [main]
@@ -58,7 +58,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class FakeCuda(Tensor):
-    """A tensor that says it is on CUDA."""
+    """A CPU tensor that claims to be on CUDA."""
 
     is_cuda = True
 
@@ -75,7 +75,7 @@ def test_small_batches_are_loaded_when_they_are_needed(small: int, monkeypatch: 
     chosen: list[Any] = []
     monkeypatch.setattr(prefetch, "SMALL", small)
     monkeypatch.setattr(prefetch, "one_ahead", lambda items, load, device, start: chosen.append(start) or iter(items))
-    batches = iter([(torch.zeros(1), torch.zeros(1, dtype=torch.int32)), torch.zeros(100)])  # the first one decides
+    batches = iter([(torch.zeros(1), torch.zeros(1, dtype=torch.int32)), torch.zeros(100)])  # the first batch decides
     found = list(prefetch.to_device(batches, lambda item, number: (item, number), 3, device=DEVICE))
     assert chosen == ([3] if small == 8 else [])
     assert small == 8 or [number for _, number in found] == [3, 4]
@@ -112,6 +112,7 @@ def work(items: Iterator[Any], log: list[str]) -> list[float]:
 
 
 def test_each_batch_is_loaded_while_the_one_before_is_worked_on(log: list[str]) -> None:
+    # A batch is fetched and copied before the training step on the previous batch begins.
     items = one_ahead(numbers(3, log), load_into(log), DEVICE, start=5)
     assert work(items, log) == [0, 1, 2]
     assert log == [
@@ -144,7 +145,7 @@ def test_every_tensor_of_a_batch_records_its_stream(log: list[str]) -> None:
 
 
 class Packed(tuple):
-    """Refuses to be built from anything but tensors, as a PackedSequence does."""
+    """Like a PackedSequence, it can be built only from tensors."""
 
     __slots__ = ()
 
@@ -154,20 +155,24 @@ class Packed(tuple):
 
 
 def test_a_batch_is_handed_over_as_it_was_loaded(log: list[str]) -> None:
+    # The yielded batch is the loaded object; it is not rebuilt.
     batch = Packed([on_cuda(1)])
     assert next(one_ahead(iter([batch]), lambda item, number: item, DEVICE)) is batch
     assert "main: uses a tensor" in log
 
 
 class Graph:
-    """Holds tensors that no other code can find."""
+    """Holds tensors that trainkit cannot find."""
 
     def to(self, device: Any) -> Graph:
         return self
 
 
 def test_a_copy_waits_where_tensors_cannot_record_a_stream(log: list[str]) -> None:
-    """The memory of such a batch goes back to the copies' pool while the work on it may still be running."""
+    """If the tensors of a batch are unknown, the next copy waits for the training step before it.
+
+    They cannot record the stream that uses them, so the copies could reuse their memory while the training step still runs.
+    """
     for _ in one_ahead(iter([Graph()] * 4), lambda item, number: log.append("load") or item, DEVICE):
         log.append("work")
     assert log == [
@@ -179,6 +184,8 @@ def test_a_copy_waits_where_tensors_cannot_record_a_stream(log: list[str]) -> No
 
 
 def test_an_error_in_fetching_comes_at_the_batch_before(log: list[str]) -> None:
+    # An error while the second batch is fetched is raised when the first batch is requested.
+
     def failing() -> Iterator[int]:
         yield 0
         raise KeyError("lost")
@@ -189,7 +196,7 @@ def test_an_error_in_fetching_comes_at_the_batch_before(log: list[str]) -> None:
 
 @pytest.mark.parametrize("window", [None, 1, 2])
 def test_random_numbers_and_the_window_are_those_of_the_batch_that_is_given(window: int | None, log: list[str]) -> None:
-    """Though the next one has been fetched and loaded by then, under keys of its own."""
+    """The random state and the window are those of the yielded batch, although the next batch has already been loaded."""
 
     def transfer(batch: Tensor, m: int) -> Tensor:
         draw()

@@ -1,4 +1,4 @@
-"""Which samples make up which micro-batch: every kind of sampler, and the wrappers that seed where it is fetched."""
+"""Which samples form which micro-batch, with every kind of sampler, and the random state in which they are fetched."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SEED, STAGE = 7, int(Stage.TRAIN)
 
 
 class NumPySampler(Sampler):
-    """A user's own: draws from numpy when it is started, from `random` as it goes; knows the epoch."""
+    """A user's sampler: it draws from numpy in `__iter__` and from `random` for each index, and has `set_epoch`."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -51,7 +51,7 @@ class NumPySampler(Sampler):
 
 
 class Endless(Sampler):
-    """A sampler without an end or a length."""
+    """An endless sampler without `__len__`."""
 
     def __iter__(self) -> Iterator[int]:
         while True:
@@ -59,14 +59,14 @@ class Endless(Sampler):
 
 
 class WrongLength(SequentialSampler):
-    """Gives more than it says."""
+    """Yields more indices than its `len`."""
 
     def __len__(self) -> int:
         return 2
 
 
 class Pairs(Sampler):
-    """A user's own batch sampler: pairs of neighbours, shuffled."""
+    """A user's batch sampler: shuffled pairs of successive indices."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -115,6 +115,7 @@ def flat(batches: list[list[int]]) -> list[int]:
 def test_an_epoch_is_cut_out_of_its_order(
     length: int, size: int, shuffle: bool, drop_last: bool, start: int, limit: int | None, epoch: int
 ) -> None:
+    # The micro-batches of an epoch are slices of its order, from any start to any limit.
     loader = loader_of(length, batch_size=size, shuffle=shuffle, drop_last=drop_last)
     batches = keyed(loader)
     whole = indices(batches, epoch)
@@ -171,6 +172,7 @@ def test_a_sampler_over_a_part_of_the_dataset() -> None:
 
 
 def test_the_fetch_key_is_the_micro_batchs_own() -> None:
+    # The key for fetching depends on the epoch and the number of the micro-batch, not on the start.
     batches = keyed(loader_of(shuffle=True))
     expected = [mix(SEED, STAGE, Purpose.FETCH, 2, m) for m in range(5)]
     assert [key for key, _ in items(batches, 2)] == expected
@@ -223,7 +225,7 @@ def test_a_distributed_sampler_for_several_processes_is_warned_of() -> None:
         assert len(flat(indices(keyed(loader)))) == 20
 
 
-# ------------------------------------------------------------------------------------------------- samplers of the user
+# ------------------------------------------------------------------------------------------------ a user's own samplers
 
 
 def custom(kind: str) -> DataLoader:
@@ -272,7 +274,7 @@ def test_a_users_sampler_is_a_function_of_seed_and_epoch(kind: str) -> None:
     orders = []
     for epoch in (0, 1, 0):
         orders.append(indices(batches, epoch))
-        draw()  # what else is drawn does not matter
+        draw()  # other draws have no effect
     assert orders[0] == orders[2]
     assert (orders[0] == orders[1]) == (kind in FIXED)
     assert indices(keyed(custom(kind)), 1) == orders[1], "nor does what was drawn before"
@@ -318,13 +320,17 @@ def test_a_users_sampler_is_not_disturbed_between_its_batches() -> None:
     ],
 )
 def test_what_is_known_of_a_users_sampler(kind: str, counts: list[int], sizes: Any, exact: bool) -> None:
-    """Only the samplers of torch are trusted to say how many samples come; others are counted when they are there."""
+    """The numbers of samples are known in advance only for torch's samplers.
+
+    For other samplers, the samples are counted when a batch is fetched.
+    """
     batches = keyed(custom(kind))
     assert [len(index) for index in indices(batches)] == counts
     assert (batches.length, batches.sizes, batches.exact) == (len(counts), sizes, exact)
 
 
 def test_samplers_draw_what_their_kind_promises() -> None:
+    # Torch's samplers keep their properties: weights, subsets, and draws without replacement.
     assert 0 not in flat(indices(keyed(custom("weighted")))), "its weight is 0"
     assert sorted(flat(indices(keyed(custom("subset"))))) == list(range(5, 18))
     once = flat(indices(keyed(custom("some samples"))))
@@ -355,7 +361,7 @@ def test_a_sampler_gets_the_epoch() -> None:
         keyed(loader_of(batch_size=1, batch_sampler=type("Own", (BatchSampler,), {})(sampler, 4, False))),
     ):
         indices(batches, 3)
-        indices(batches, 3 + 2 * CYCLE)  # the third time round in epoch 3
+        indices(batches, 3 + 2 * CYCLE)  # the third cycle of the loader in epoch 3
         assert sampler.epochs == [3, 3]
         sampler.epochs.clear()
 
@@ -382,6 +388,6 @@ def test_an_error_in_a_sampler_leaves_the_generators_alone() -> None:
 
 @pytest.mark.parametrize("kind", [*KINDS, *FIXED])
 def test_sequential_gives_a_users_samples_in_the_same_order_each_epoch(kind: str) -> None:
-    """`overfit_batches` must not read indices that the user's sampler would never give."""
+    """With `sequential`, as for `overfit_batches`, a user's sampler gives the order of epoch 0 in every epoch."""
     batches = keyed(custom(kind), sequential=True)
     assert indices(batches, 0) == indices(batches, 1) == indices(keyed(custom(kind)), 0)

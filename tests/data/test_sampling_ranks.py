@@ -1,4 +1,4 @@
-"""Samplers on several processes: what each of them makes of a `DistributedSampler`, and of samplers of the user's."""
+"""Samplers on several ranks: how `DistributedSampler` and a user's own samplers are sharded."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def indices(loader: DataLoader, world: World, epoch: int = 0, start: int = 0, li
 @pytest.mark.parametrize("length", [1000, HASH_SORT_LIMIT + 12345])
 @pytest.mark.parametrize("size, batch", [(2, 3), (3, 700), (64, 5)])
 def test_each_process_works_out_its_own_part_of_the_order(length: int, size: int, batch: int) -> None:
+    # Each rank has the samples and fetch keys of its own micro-batches.
     order = Permutation(length, mix(SEED, STAGE, Purpose.ORDER, 1))
     loader = DataLoader(range(length), batch_size=batch, shuffle=True)
     total = -(-length // batch)
@@ -52,7 +53,7 @@ def test_each_process_works_out_its_own_part_of_the_order(length: int, size: int
 
 
 def test_nothing_between_is_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On 512 processes with batches of 32 a process needs 32 of 16,384 positions."""
+    """A rank computes only the positions of its own micro-batches: with 512 ranks and batches of 32, 32 of 16,384."""
     asked: list[Any] = []
     plain = Permutation.at
     monkeypatch.setattr(Permutation, "at", lambda self, positions: asked.append(positions) or plain(self, positions))
@@ -67,6 +68,7 @@ def test_nothing_between_is_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_batch_size() -> None:
+    # Without a batch size, each sample is a micro-batch.
     loader = DataLoader(range(7), batch_size=None, shuffle=True)
     whole = [index for _, index in indices(loader, World(), 2)]
     for rank in range(3):
@@ -85,7 +87,7 @@ def sampled(rank: int, size: int, length: int = 21, **options: Any) -> DataLoade
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"seed": 5}], ids=str)
 def test_a_distributed_sampler_is_sharded_once(size: int, options: dict[str, Any]) -> None:
-    """Silently, and without the samples that it would repeat."""
+    """Each sample of a `DistributedSampler` is yielded by exactly one rank: none is repeated to make the ranks even."""
     alone = indices(sampled(0, 1, **options), World(), 2)
     found = [indices(sampled(rank, size, **options), Alike(rank, size), 2) for rank in range(size)]
     for rank in range(size):
@@ -94,6 +96,7 @@ def test_a_distributed_sampler_is_sharded_once(size: int, options: dict[str, Any
 
 
 def test_a_distributed_sampler_that_drops_what_is_too_much() -> None:
+    # With `drop_last`, a `DistributedSampler` drops samples until all ranks have the same number.
     for size, samples in ((2, 20), (4, 20), (3, 21)):
         found = [indices(sampled(rank, size, drop_last=True), Alike(rank, size)) for rank in range(size)]
         seen = list(chain.from_iterable(index for own in found for _, index in own))
@@ -115,7 +118,7 @@ def test_a_distributed_sampler_for_another_number_of_processes_is_warned_of(repl
 
 
 class Named(DistributedSampler):
-    """Derived, and the same."""
+    """A subclass of `DistributedSampler` that yields the same indices."""
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch + 100)
@@ -135,7 +138,7 @@ def test_a_batch_sampler_of_torchs_around_one_is_recognised() -> None:
 
 
 def tutorial() -> list[Any]:
-    """What the tutorials on multi-GPU training and on torchrun do with their data."""
+    """Loads data like PyTorch's tutorials on multi-GPU training and torchrun."""
     world = joined()
     dataset = Drawing(2048 // 64)
     train_data = DataLoader(dataset, batch_size=4, pin_memory=False, shuffle=False, sampler=DistributedSampler(dataset))
@@ -158,11 +161,11 @@ def test_the_tutorials_see_each_sample_once() -> None:
     assert first[0] != first[1] != first[2]
 
 
-# ------------------------------------------------------------------------------------------------- samplers of the user
+# ------------------------------------------------------------------------------------------------ a user's own samplers
 
 
 class Shuffled(Sampler):
-    """Draws from numpy as it goes."""
+    """A user's sampler that draws from numpy while it is iterated."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -175,7 +178,7 @@ class Shuffled(Sampler):
 
 
 class Pairs(Sampler):
-    """A batch sampler: pairs of neighbours, shuffled."""
+    """A batch sampler: shuffled pairs of successive indices."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -188,7 +191,7 @@ class Pairs(Sampler):
 
 
 class Grouped(Pairs):
-    """The same of what a sampler gives: one for the rank."""
+    """A batch sampler that forms pairs of the indices of another sampler."""
 
     def __init__(self, sampler: Any) -> None:
         super().__init__(len(sampler))
@@ -204,7 +207,7 @@ class Grouped(Pairs):
 
 
 class GoesOn(Sampler):
-    """Begins where it was left."""
+    """Continues at the index where its last iteration stopped."""
 
     def __init__(self, length: int) -> None:
         self.length, self.place = length, 0
@@ -220,7 +223,7 @@ class GoesOn(Sampler):
 
 
 class OwnGenerator(Sampler):
-    """Shuffles by a generator of its own."""
+    """Shuffles with its own generator."""
 
     def __init__(self, length: int, generator: Any) -> None:
         self.length, self.own = length, generator
@@ -269,7 +272,7 @@ KEEPING: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", KEEPING)
 def test_comparing_does_not_move_a_sampler_on(kind: str) -> None:
-    """One that keeps something from epoch to epoch gives several processes what it gives one."""
+    """Comparing the samplers of all ranks does not advance a sampler that keeps a state between epochs."""
     alone = indices(DataLoader(Drawing(20), **KEEPING[kind]()), World(), 0)
     assert sorted(index for _, batch in alone for index in batch) == list(range(20))
     for rank in range(2):
@@ -277,7 +280,7 @@ def test_comparing_does_not_move_a_sampler_on(kind: str) -> None:
 
 
 class FailsOnce(OwnGenerator):
-    """Shuffles, and fails then, until `fails` is cleared."""
+    """Shuffles and then raises an error until `fails` is cleared."""
 
     fails = True
 
@@ -289,7 +292,7 @@ class FailsOnce(OwnGenerator):
 
 
 def test_a_sampler_that_fails_is_not_moved_on() -> None:
-    """So that a fit that is tried again, in a notebook, has the order that it would have had."""
+    """If a sampler raises an error, a second `fit` in a notebook has the order that the first would have had."""
     alone = indices(DataLoader(Drawing(20), batch_size=3, sampler=OwnGenerator(20, random.Random(1))), World(), 0)
     sampler = FailsOnce(20, random.Random(1))
     loader = DataLoader(Drawing(20), batch_size=3, sampler=sampler)
@@ -312,7 +315,7 @@ def test_a_users_sampler_in_an_evaluation(workers: int) -> None:
 
 
 class OfRank(Sampler):
-    """Gives the samples of its rank, as many samplers for several processes do; more on each rank than on the one before."""
+    """Yields only the samples of its rank, like many distributed samplers. A higher rank has more samples."""
 
     def __init__(self, length: int, rank: int, size: int) -> None:
         self.own = range(rank, length + 2 * rank, size)
@@ -325,7 +328,7 @@ class OfRank(Sampler):
 
 
 class Shifted(DistributedSampler):
-    """Derived, and not the same."""
+    """A subclass of `DistributedSampler` that yields its indices in another order."""
 
     def __iter__(self) -> Iterator[int]:
         return iter([*super().__iter__()][::-1])
@@ -365,11 +368,11 @@ def test_a_sampler_that_gives_each_process_its_part_is_not_sharded_again(kind: s
         assert [one.batch for one in rest[rank][0]] == [one.batch for one in own[rank][2:]]
 
 
-# --------------------------------------------------------------------------------------------- loaders that are not alike
+# -------------------------------------------------------------------------------------- loaders that differ between ranks
 
 
 def unlike(kind: str) -> str:
-    """Why the processes refuse their loaders."""
+    """The error of loaders that differ between ranks, or an empty string."""
     world, dataset = joined(), Drawing(20)
     loaders: dict[str, Callable[[], Any]] = {
         "length": lambda: DataLoader(Drawing(14 + world.rank), batch_size=4 - world.rank),

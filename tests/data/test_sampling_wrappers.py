@@ -1,4 +1,4 @@
-"""The thin wrappers that seed the generators in the process that fetches, and stay out of the user's way."""
+"""Wrappers that seed the generators in the process that fetches, and otherwise behave like the user's objects."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_keyed_dataset_seeds_before_it_fetches() -> None:
 
 
 class Bulk(Drawing):
-    """A dataset that fetches many at once."""
+    """A dataset that fetches several samples in one call (`__getitems__`)."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
@@ -58,7 +58,7 @@ def test_a_keyed_dataset_has_the_attributes_of_the_users() -> None:
 
 
 class Stateful(Drawing):
-    """Pickles in a way of its own."""
+    """A dataset with its own `__getstate__` and `__setstate__`."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"length": self.length}
@@ -75,6 +75,7 @@ def test_a_keyed_dataset_is_copied_as_what_it_is() -> None:
 
 
 def test_keyed_slots_seed_when_they_are_gone_through() -> None:
+    # Iterating `KeyedSlots`, which stand for the samples of a stream's batch, seeds the generators.
     slots = KeyedSlots(55, 3)
     assert len(slots) == 3
     assert list(slots) == [None] * 3
@@ -84,6 +85,7 @@ def test_keyed_slots_seed_when_they_are_gone_through() -> None:
 
 
 def test_keyed_slots_seed_after_a_journey() -> None:
+    # `KeyedSlots` also seed after they were pickled and sent to a worker.
     maker, arguments = KeyedSlots(55, 3).__reduce__()
     there = maker(*arguments)
     draw()
@@ -94,6 +96,7 @@ def test_keyed_slots_seed_after_a_journey() -> None:
 
 
 def test_outside_a_worker_only_the_users_function_runs() -> None:
+    # Outside a worker, `UserWorkerInit` only calls the user's `worker_init_fn`, if there is one.
     seen: list[int] = []
     UserWorkerInit(seen.append)(3)
     UserWorkerInit(None)(4)

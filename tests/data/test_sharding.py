@@ -1,4 +1,4 @@
-"""Iterables on several processes: one stream that all read, or a stream for each; they end together."""
+"""Iterables on several ranks: all read the same stream, or each reads its own; they end together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def streamed(length: int = 29, **options: Any) -> DataLoader:
 
 
 class Eager(IterableDataset):
-    """Shuffles when it is started, from the global generators, and knows the epoch."""
+    """Shuffles with the global generators in `__iter__`, and has `set_epoch`."""
 
     epoch = -1
 
@@ -36,7 +36,7 @@ class Eager(IterableDataset):
 
 
 class Batches:
-    """A user's own loader, drawing as it goes."""
+    """A user's own loader that draws random numbers while it is iterated."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -85,7 +85,7 @@ def all_streams(window: int | None, limit: int | None) -> dict[str, list[Given]]
     "size, window, limit", [(2, 1, None), (3, 2, None), (4, 1, None), (2, None, None), (3, 1, 1), (2, 2, 2)]
 )
 def test_one_stream_is_sharded(size: int, window: int | None, limit: int | None) -> None:
-    """As one process would read it: samples, augmentation, what is drawn at work, windows and shares."""
+    """Ranks that read one stream have the samples, augmentation, random numbers, windows and shares of one process."""
     by_rank = run_world(size, all_streams, window, limit)
     for kind, make in ONE_STREAM.items():
         loader = prepared(
@@ -102,11 +102,11 @@ def test_one_stream_is_sharded(size: int, window: int | None, limit: int | None)
                 assert [one.share / size for one in group] == pytest.approx([one.share for one in wanted], rel=1e-15), kind
 
 
-# -------------------------------------------------------------------------------------------------- streams of their own
+# ---------------------------------------------------------------------------------------- a separate stream on each rank
 
 
 class Part(IterableDataset):
-    """The numbers of its rank, some more on each than on the one before; workers share them."""
+    """Yields `lengths[rank]` numbers that only this rank has, split between its workers."""
 
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = lengths
@@ -152,6 +152,7 @@ def test_each_process_reads_its_own_stream_and_all_end_together(lengths: list[in
 
 
 def test_the_work_on_each_batch_is_random_in_its_own_way() -> None:
+    # With separate streams, the random numbers of each forward pass are those of the micro-batch with the same number.
     results = run_world(2, parts, [4, 4], 0, 1, None)
     (alone,) = [list(read(prepared([torch.zeros(1, 1)] * 4, World())))]
     assert [one.drawn for one in results[0][0]] == [alone[0].drawn, alone[2].drawn]
@@ -159,12 +160,14 @@ def test_the_work_on_each_batch_is_random_in_its_own_way() -> None:
 
 
 def test_an_evaluation_just_ends() -> None:
+    # Without accumulation windows, as in an evaluation, each rank ends with its own stream.
     results = run_world(2, parts, [9, 3], 0, None, None)
     assert [len(epoch) for epoch, *_ in results] == [5, 2]
 
 
 @pytest.mark.parametrize("window", [None, 1])
 def test_a_limit_of_rows_holds_for_each(window: int | None) -> None:
+    # A limit holds for the micro-batches of each rank.
     results = run_world(2, parts, [9, 3], 0, window, 3)
     assert [len([one for one in epoch if not one.padding]) for epoch, *_ in results] == [3, 2]
 
@@ -235,6 +238,7 @@ def test_separate_streams_next_to_a_dataset(mode: str, expected: Any) -> None:
 
 
 def test_streams_of_their_own_in_a_cycle() -> None:
+    # Separate streams in a combination: shorter ones start again until the longest loader of the rank has ended.
     first, second = run_world(2, combined_parts, "max_size_cycle")
     assert [[piece[0][0], piece[2][0]] for piece in first] == [[0, 0], [2, 0], [4, 0]]
     assert [piece[1] for piece in first if piece] == [[0, 1], [4, 5], [0, 1]]
@@ -243,7 +247,7 @@ def test_streams_of_their_own_in_a_cycle() -> None:
 
 
 def sampled_parts(mode: str) -> Any:
-    """A sampler that gives each process its part, in the middle."""
+    """Combine two datasets with a loader whose sampler yields different samples on each rank."""
     part = DataLoader(Drawing(12), batch_size=2, sampler=SubsetRandomSampler(range(joined().rank, 5 + joined().rank, 2)))
     loaders = [DataLoader(Drawing(4), batch_size=2), part, DataLoader(Drawing(10), batch_size=2)]
     loader = prepared(CombinedLoader(loaders, mode), joined(), None)
@@ -264,4 +268,5 @@ def test_a_sampler_that_yields_parts_next_to_datasets() -> None:
 
 
 def test_the_modes_are_all_looked_at() -> None:
+    # This fails if a mode is added that this file does not test.
     assert set(MODES) == {"min_size", "max_size_cycle", "sequential"}

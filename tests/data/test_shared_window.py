@@ -1,4 +1,4 @@
-"""Windows that several processes work on: what each works out alone, and what they tell one another."""
+"""Accumulation windows of several ranks: what each rank computes alone, and what the ranks exchange."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainkit.micro_batch import NO_BATCH, MicroBatchKind
 
 
 class Telling(World):
-    """One of two processes, whose other one says what it is given to say."""
+    """The world of one of two ranks, in which the values of the other rank are given."""
 
     def __init__(self, said: list[list[float]]) -> None:
         super().__init__(0, 2)
@@ -27,13 +27,14 @@ class Telling(World):
 
 
 def test_nothing() -> None:
+    # `NO_BATCH` is false, and copies and pickles of it are the same object.
     assert repr(NO_BATCH) == "NO_BATCH"
     assert not NO_BATCH
     assert copy.deepcopy([NO_BATCH])[0] is pickle.loads(pickle.dumps(NO_BATCH)) is NO_BATCH
 
 
 def test_what_is_planned() -> None:
-    """7 micro-batches of 4 samples, the last of 1, in windows of 2 rows on 3 processes, from micro-batch 0 on."""
+    """3 ranks, windows of 2 micro-batches per rank, and 7 micro-batches in all: 6 of 4 samples and the last of 1."""
     found = [list(planned(iter("abc"), Alike(rank, 3), 2, 0, 7, (4, 1))) for rank in range(3)]
     assert [[(p.batch, p.m, p.index, p.first, p.last, p.weight) for p in own] for own in found] == [
         [("a", 0, 0, True, False, 4), ("b", 3, 1, False, True, 4), ("c", 6, 2, True, True, 1)],
@@ -45,14 +46,14 @@ def test_what_is_planned() -> None:
 
 
 def test_a_window_that_begins_with_a_row_that_is_not_full() -> None:
-    """5 micro-batches from number 2 on, 2 rows on 2 processes: 2 and 1 of them."""
+    """2 ranks start at micro-batch 2 of 5, in a window of 2 per rank: rank 0 has two of the other three, rank 1 has one."""
     found = [list(planned(iter("ab"), Alike(rank, 2), 2, 2, 5, (4, 4))) for rank in range(2)]
     assert [[(p.m, p.index, p.last) for p in own] for own in found] == [[(2, 0, False), (4, 1, True)], [(3, 0, True)]]
     assert found[0][0].shared.uneven
 
 
 def entries(pieces: list[Piece]) -> list[tuple[Any, ...]]:
-    """Of one of two ranks: index, last, share, and the facts with which your own training loop enters a window."""
+    """Index, last, share and the values for your own training loop, for each micro-batch of one of two ranks."""
     found = []
     for piece in pieces:
         begin = next(p.index for p in pieces if p.shared is piece.shared)
@@ -64,7 +65,10 @@ def entries(pieces: list[Piece]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("way", ["planned", "collected"])
 def test_rows_of_an_own_loop(way: str) -> None:
-    """5 micro-batches of 4 samples and one of 2; the first window completes one that two of three rows were taken of."""
+    """2 ranks with 3 micro-batches each: all of 4 samples, but the last of rank 1 of 2. Windows have 3 per rank.
+
+    The first window has one micro-batch per rank left, because two of its three were in the previous epoch.
+    """
     found = []
     for rank in range(2):
         sizes = [4, 4, 4] if rank == 0 else [4, 4, 2]
@@ -88,6 +92,7 @@ def test_rows_of_an_own_loop(way: str) -> None:
 
 
 def test_a_window_that_weighs_nothing() -> None:
+    # A micro-batch of weight 0 has the share 0, whether or not the other micro-batches of its window have weights.
     for weights in ([0.0], [0.0, 3.0]):
         shared = SharedWindow(sum(weights), len(weights), False, agreed=True, weights=weights)
         micro = shared.micro_batch(None, MicroBatchKind.DATA, (0, 0), 0.0, True, 2)
@@ -102,6 +107,7 @@ def test_a_loader_that_ends_too_early() -> None:
 
 
 def test_what_is_collected() -> None:
+    # Rank 1 of 3 reads 3 batches, so its first window has 2 and the next has 1; then it only takes part with `NO_BATCH`.
     pieces = collected(iter("abc"), Alike(1, 3), 2, 6, per_rank=None, count=lambda batch: 5, weigh=None)
     found = [next(pieces) for _ in range(5)]
     assert [(p.batch, p.m, p.index, p.first, p.last, p.weight, p.absent) for p in found] == [
@@ -119,9 +125,10 @@ def test_what_is_collected() -> None:
     [([6.0, 2], (10.0, 2, False)), ([0.0, 1], (4.0, 2, True)), ([6.0, 3], (10.0, 3, True)), ([0.0, 0], (4.0, 2, True))],
 )
 def test_what_others_have(other: list[float], expected: tuple[float, int, bool]) -> None:
+    # Total, micro-batches per rank, and whether they are uneven, after an exchange with another rank.
     shared, world = SharedWindow(4.0, 2, False, agreed=False), Telling([other])
     for _ in range(2):
-        shared.agree(world)  # once
+        shared.agree(world)  # exchanges only once
     assert (shared.total, shared.per_rank, shared.uneven) == expected
     assert isinstance(shared.per_rank, int)
 

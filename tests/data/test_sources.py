@@ -24,7 +24,7 @@ ZEROS = torch.zeros(2)
 
 
 class Own:
-    """A loader of the user's."""
+    """A user's own loader."""
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)

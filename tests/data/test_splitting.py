@@ -1,4 +1,4 @@
-"""`split_batches`: micro-batches out of a loader's batches."""
+"""`split_batches`: each batch of a loader is split into micro-batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def numbers(samples: int, **options: Any) -> DataLoader[Any]:
 
 
 class Buckets:
-    """Batches of several lengths."""
+    """Batches of different lengths."""
 
     def __init__(self, *lengths: int) -> None:
         self.lengths = lengths
@@ -50,7 +50,7 @@ def test_the_users_loader_stays_as_it_is() -> None:
 
 def test_dropping_a_short_batch_drops_all_of_it() -> None:
     split, end = split_batches(numbers(17, drop_last=True), 3)
-    assert (len(split), end) == (8, 6)  # of the last batch two micro-batches would be full
+    assert (len(split), end) == (8, 6)  # although two full micro-batches of the last batch are possible
 
 
 @pytest.mark.parametrize(

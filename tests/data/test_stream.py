@@ -1,4 +1,4 @@
-"""A `DataLoader` over a map-style dataset: under control in whatever process it fetches, and otherwise as it was."""
+"""A `DataLoader` over a map-style dataset: seeded in whatever process fetches, and otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_samples_and_augmentation_are_the_same_wherever_they_are_fetched(kind: str) -> None:
-    """Drawn by the dataset and in `collate_fn`, from torch, numpy and `random`; for whole epochs and for their ends."""
+    """Batches are the same with and without workers, for whole epochs and for starts inside an epoch.
+
+    The dataset and `collate_fn` draw from torch, numpy and `random`.
+    """
     here = stream_of(loader_of(Drawing(14), **OPTIONS[kind]))
     there = stream_of(loader_of(Drawing(14), num_workers=2, **OPTIONS[kind]))
     lasting = stream_of(loader_of(Drawing(14), num_workers=2, persistent_workers=True, **OPTIONS[kind]))
@@ -92,7 +95,7 @@ def test_a_loader_of_the_user_is_not_touched() -> None:
 
 
 def test_a_loader_that_is_being_read_can_be_prepared() -> None:
-    """Its persistent workers are the user's; ours are others."""
+    """A stream starts its own workers. The persistent workers of the user's loader are not affected."""
     loader = loader_of(Drawing(14), num_workers=1, persistent_workers=True)
     theirs = iter(loader)
     next(theirs)
@@ -105,7 +108,7 @@ def test_a_loader_that_is_being_read_can_be_prepared() -> None:
 
 
 class Subclass(DataLoader):
-    """With a constructor, attributes and an `__iter__` of its own."""
+    """A `DataLoader` with its own constructor, attributes and `__iter__`."""
 
     def __init__(self, length: int) -> None:
         super().__init__(Drawing(length), batch_size=4, shuffle=True)
@@ -117,6 +120,7 @@ class Subclass(DataLoader):
 
 
 def test_a_subclass_stays_what_it_is() -> None:
+    # The `__iter__` of a `DataLoader` subclass is used, with the attributes that its constructor has set.
     plain = read(stream_of(DataLoader(Drawing(14), batch_size=4, shuffle=True)), 2)
     assert same(read(stream_of(Subclass(14)), 2), [batch + 1014 for batch in plain])
 
@@ -134,7 +138,7 @@ def test_every_other_option_is_kept() -> None:
 
 
 def test_what_workers_fetch_for_cuda_comes_from_pinned_memory() -> None:
-    """Not what this process fetches: it may be on CUDA already, and cannot be pinned then."""
+    """Without workers, batches are not pinned: they may be on CUDA already, and then they cannot be pinned."""
     for workers in (0, 1):
         for device in (CPU, torch.device("cuda")):
             stream = stream_of(loader_of(Drawing(5), num_workers=workers), device=device)
@@ -143,7 +147,7 @@ def test_what_workers_fetch_for_cuda_comes_from_pinned_memory() -> None:
 
 
 class Told(Drawing):
-    """A dataset that its workers set up, and that knows the epoch."""
+    """A dataset that shows its epoch, and what the worker process has set."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
@@ -203,6 +207,7 @@ def test_an_error_of_the_dataset_comes_through(workers: int) -> None:
 
 @pytest.mark.parametrize("persistent", [True, False])
 def test_an_epoch_that_is_left_early_leaves_nothing_behind(persistent: bool) -> None:
+    # After an epoch that was not read to its end, the next epochs are complete and correct.
     expected = [read(stream_of(loader_of(Drawing(14), shuffle=True)), epoch) for epoch in (0, 1)]
     stream = stream_of(loader_of(Drawing(14), shuffle=True, num_workers=2, persistent_workers=persistent))
     for _ in range(2):
@@ -221,7 +226,7 @@ def test_two_epochs_side_by_side_do_not_disturb_each_other() -> None:
 
 
 def test_batches_come_in_order_whatever_the_loader_says(caplog: pytest.LogCaptureFixture) -> None:
-    """Otherwise the micro-batch that has the key m would not be the m-th, and the short one not the last."""
+    """`in_order=False` is ignored: micro-batch m must have the key of m, and the short micro-batch must be the last."""
     loader = loader_of(Drawing(14), num_workers=2, in_order=False)
     assert same(read(stream_of(loader)), read(stream_of(loader_of(Drawing(14)))))
     assert "in_order=False is ignored" in caplog.text
@@ -230,7 +235,7 @@ def test_batches_come_in_order_whatever_the_loader_says(caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("persistent", [True, False])
 def test_closing_ends_the_workers(persistent: bool) -> None:
-    """Also those of an epoch that an error has left, whose traceback still holds it."""
+    """Closing a stream also ends the workers of an unfinished epoch, which the traceback of an error may keep alive."""
     stream = stream_of(loader_of(Drawing(14), num_workers=1, persistent_workers=persistent))
     batches = stream.batches(0, 0, None)
     next(batches)
@@ -250,7 +255,7 @@ def test_a_closed_stream_says_so() -> None:
 
 
 def test_spawned_workers_fetch_the_same() -> None:
-    """What goes to the workers pickles, as Windows and macOS need it."""
+    """Everything that is sent to workers can be pickled, as spawned workers on Windows and macOS need it."""
     spawned = loader_of(Drawing(6), shuffle=True, num_workers=1, multiprocessing_context="spawn", worker_init_fn=number)
     assert same(read(stream_of(spawned), 1), read(stream_of(loader_of(Drawing(6), shuffle=True)), 1))
 
@@ -260,7 +265,7 @@ def number(worker_id: int) -> None:
 
 
 def test_starting_an_epoch_does_not_depend_on_what_was_drawn() -> None:
-    """The workers' base seed is drawn from the global generator, which user code may have left anywhere."""
+    """The seeds of workers do not depend on the state of torch's global generator, from which torch draws their base seed."""
     stream = stream_of(DataLoader(Told(2), num_workers=1))
     found = []
     for seed in (1, 2):

@@ -1,4 +1,4 @@
-"""Streams that only their end tells the length of: iterable datasets, lists of ready batches, and any other iterable."""
+"""Streams whose length is unknown until they end: iterable datasets, lists of ready batches, and any other iterable."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ def test_a_stream_of_samples_is_batched_and_keyed() -> None:
 @pytest.mark.parametrize("size", [4, None])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_end_of_a_streams_epoch_is_the_end_of_the_whole_one(size: int | None, workers: int) -> None:
+    # An epoch that starts at a later batch has the same batches as the end of the whole epoch.
     collate = None if size is None else collate_and_draw
     stream = stream_of(loader_of(DrawingStream(13), batch_size=size, collate_fn=collate, num_workers=workers))
     whole = read(stream, 2)
@@ -67,7 +68,7 @@ def test_a_short_last_batch_of_a_stream_may_be_dropped() -> None:
 
 
 class Eager(IterableDataset):
-    """Shuffles when it is started, and not when it is first asked; knows how often it was started."""
+    """Shuffles in `__iter__`, before the first sample is requested, and counts its iterations."""
 
     def __init__(self) -> None:
         self.epoch = self.starts = 0
@@ -79,7 +80,7 @@ class Eager(IterableDataset):
 
 
 class EagerAndTold(Eager):
-    """The same, with a `set_epoch`."""
+    """`Eager` with `set_epoch`."""
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -88,7 +89,10 @@ class EagerAndTold(Eager):
 @pytest.mark.parametrize("kind", [Eager, EagerAndTold])
 @pytest.mark.parametrize("size", [50, None])
 def test_what_workers_have_seen_of_earlier_epochs_does_not_matter(size: int | None, kind: type[Eager]) -> None:
-    """Persistent workers would keep their generators, their dataset's state and its epoch; a resumed run has none."""
+    """An epoch is the same with persistent workers and with new ones, which a resumed run has.
+
+    Persistent workers would otherwise keep the state of their generators, of the dataset, and its epoch.
+    """
     lasting = stream_of(DataLoader(kind(), batch_size=size, num_workers=1, persistent_workers=True))
     once = stream_of(DataLoader(kind(), batch_size=size, num_workers=1))
     epochs = [read(lasting, epoch) for epoch in (0, 1, 2)]
@@ -99,7 +103,10 @@ def test_what_workers_have_seen_of_earlier_epochs_does_not_matter(size: int | No
 
 
 def test_a_stream_may_say_its_length() -> None:
-    """It is believed for show only: more may come than it says, and torch's warning about it is not caused by us."""
+    """The `len` of a stream is only used to show progress: a stream may yield more batches.
+
+    The warning that torch gives for this does not appear.
+    """
     stream = stream_of(loader_of(SizedDrawingStream(10), num_workers=2))
     assert (stream.length, stream.exact) == (3, False)
     assert ids(read(stream)) == [[0, 2, 4, 6], [1, 3, 5, 7], [8], [9]]
@@ -112,6 +119,7 @@ def test_a_stream_may_say_its_length() -> None:
 
 
 def test_workers_of_a_stream_are_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
+    # A notice says that several workers must split an iterable dataset themselves.
     stream_of(loader_of(DrawingStream(10), num_workers=1))
     assert caplog.text == ""
     stream_of(loader_of(DrawingStream(10), num_workers=2))
@@ -136,6 +144,7 @@ def test_ready_batches_are_given_as_they_are(kind: type, caplog: pytest.LogCaptu
 
 
 def test_ready_batches_are_not_seeded_for() -> None:
+    # Reading a list of batches does not seed the generators, because nothing is drawn.
     seed_generators(3)
     expected = draw()
     seed_generators(3)
@@ -144,7 +153,7 @@ def test_ready_batches_are_not_seeded_for() -> None:
 
 
 class Batches:
-    """A user's own loader: what it gives was drawn when it was asked for."""
+    """A user's own loader that draws random numbers when a batch is requested."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -167,6 +176,7 @@ class SizedBatches(Batches):
 
 
 def test_any_iterable_is_iterated_under_its_keys(caplog: pytest.LogCaptureFixture) -> None:
+    # Each batch of an iterable is requested under its own key, so that an epoch is the same from any start.
     source = Batches(5)
     stream = stream_of(source)
     assert (stream.length, stream.exact) == (None, False)
@@ -194,6 +204,7 @@ def test_an_iterable_may_have_a_length_and_an_epoch() -> None:
 
 
 def test_the_batches_of_a_sequence_that_is_no_list_may_be_drawn_when_asked_for() -> None:
+    # Unlike a list, another sequence is seeded, because its batches may be drawn when they are requested.
     stream = stream_of(deque(READY))
     state = RandomState()
     assert len(read(stream, 0, 1)) == 5
@@ -204,7 +215,7 @@ def test_the_batches_of_a_sequence_that_is_no_list_may_be_drawn_when_asked_for()
 
 @pytest.mark.parametrize("epoch", [0, 3])
 def test_an_iterator_is_read_once_in_whatever_epoch(epoch: int) -> None:
-    """A run that is resumed, or that asks for its loader again, brings a fresh iterator into a later epoch."""
+    """An iterator can be read in any epoch, but only once: a resumed run may get a new iterator for a later epoch."""
     stream = stream_of(batch for batch in READY)
     assert len(read(stream, epoch)) == 6
     for again in (epoch, epoch + 1):
@@ -213,6 +224,7 @@ def test_an_iterator_is_read_once_in_whatever_epoch(epoch: int) -> None:
 
 
 def test_an_iterator_that_was_started_is_read_on() -> None:
+    # An iterator that has been read in part continues where it is.
     iterator = iter(READY)
     next(iterator)
     assert len(read(stream_of(iterator))) == 5
@@ -237,7 +249,7 @@ def test_a_length_that_is_not_known() -> None:
 
 
 class OnlyDataset(Dataset):
-    """A dataset alone is no loader."""
+    """A map-style dataset, which is not a loader."""
 
     def __getitem__(self, index: int) -> int:
         return index

@@ -1,4 +1,4 @@
-"""The agent, with real workers: exit codes, signals, restarts, and that nothing is left running."""
+"""The launcher's agent with real workers: exit codes, signals, restarts, and no process left running."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_all_have_ended_ten_seconds_after_a_failure() -> None:
 
 
 def test_other_workers_are_ended_after_a_failure(tmp_path: Path) -> None:
-    """They have time to print their errors; then they get SIGTERM, and SIGKILL if they ignore it."""
+    """After a failure, other workers have time to print their errors. Then they get SIGTERM, and SIGKILL if they ignore it."""
     script = WITH_CHILD + (
         'if rank == "1":\n    time.sleep(0.2)\n    raise SystemExit("the first traceback")\n'
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1000)\n"
@@ -111,11 +111,11 @@ def test_a_signal_to_the_agent_goes_to_the_workers(tmp_path: Path, number: signa
     name = "SIGTERM" if number == signal.SIGHUP else number.name
     assert sorted(agent.output.splitlines()) == [f"rank {rank} saves after {name}" for rank in range(2)]
     wait_until(lambda: gone(pids), within(1.0))
-    assert not list(tmp_path.glob("ready-1-*"))  # a preempted group is not restarted
+    assert not list(tmp_path.glob("ready-1-*"))  # workers that were stopped by a signal are not restarted
 
 
 def test_a_stop_request_to_one_worker_ends_all(tmp_path: Path) -> None:
-    """As trainkit's workers do: they agree, and all exit with 143."""
+    """If one worker gets a stop request, all workers agree to exit with code 143, and are not restarted."""
     script = SAVING + "ready()\nwhile not os.path.exists(f'{folder}/agreed'):\n    time.sleep(0.01)\n"
     script += "time.sleep(0.5 * int(rank))\nsys.exit(143)\n"
     agent = start_agent(script, tmp_path, max_restarts=3)
@@ -136,7 +136,7 @@ def test_a_worker_that_does_not_end_in_time_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_repeated_sigterm_counts_once(tmp_path: Path) -> None:
-    """A batch system signals all processes of the job."""
+    """Workers get SIGTERM once, although a batch system sends it to every process of the job."""
     script = """
 count = 0
 def count_them(number, frame):
@@ -178,7 +178,7 @@ except KeyboardInterrupt:
 
 
 def test_ctrl_c(tmp_path: Path) -> None:
-    """The terminal sends it to the agent's process group, in which the workers are not: they get it from the agent, once."""
+    """Workers get SIGINT once, from the agent: they are not in the process group to which the terminal sends it."""
     agent = start_agent(INTERRUPTED, tmp_path, max_restarts=3)
     agent.ready()
     os.killpg(agent.process, signal.SIGINT)
@@ -223,7 +223,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
 def test_a_lost_guard_is_a_failure(tmp_path: Path) -> None:
-    """Torch elastic treats it as a lost worker: all workers are ended and restarted, as often as allowed."""
+    """If a guard process is killed, torch elastic ends and restarts all workers, up to `max_restarts` times."""
     agent = start_agent(WITH_CHILD + "time.sleep(1000)\n", tmp_path, max_restarts=1)
     for restart in (0, 1):
         pids = agent.ready(restart)
@@ -245,7 +245,7 @@ def guards(launcher: int) -> list[int]:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="death signals")
 def test_a_killed_agent_whose_guards_are_killed_too_leaves_nothing(tmp_path: Path) -> None:
-    """Such as by `pkill -9 -f trainkit`."""
+    """Workers end even if the agent and its guards are killed together, for example by `pkill -9 -f trainkit`."""
     agent = start_agent(FOREVER, tmp_path)
     pids = agent.ready()
     for pid in [*guards(agent.process), agent.process]:
@@ -255,13 +255,14 @@ def test_a_killed_agent_whose_guards_are_killed_too_leaves_nothing(tmp_path: Pat
 
 
 def fail_when_all_are_ready(folder: Path, *_: object) -> float:
-    """Instead of `deadline`, which the agent asks again and again."""
+    """Replace `deadline`, which the agent calls repeatedly, and raise an error once both workers have started."""
     if len([*folder.glob("ready-*")]) == 2:
         raise RuntimeError("cannot start new thread")
     return math.inf
 
 
 def test_an_error_of_the_agent_leaves_nothing(tmp_path: Path) -> None:
+    # An unexpected error in the agent ends all workers.
     agent = start_agent(FOREVER, tmp_path, limits={"deadline": partial(fail_when_all_are_ready, tmp_path)})
     pids = agent.ready()
     assert "cannot start new thread" in agent.killed()
@@ -269,6 +270,7 @@ def test_an_error_of_the_agent_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_killed_agent_leaves_nothing(tmp_path: Path) -> None:
+    # If the agent is killed, its guards end the workers and their child processes.
     agent = start_agent(WITH_CHILD + "time.sleep(1000)\n", tmp_path)
     pids = agent.ready()
     agent.signal(signal.SIGKILL)
@@ -277,6 +279,7 @@ def test_a_killed_agent_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_what_a_worker_has_started_lives_on_when_all_went_well(tmp_path: Path) -> None:
+    # A child process of a worker continues to run if the worker has succeeded.
     agent = start_agent(WITH_CHILD, tmp_path, 1)
     ((_, child),) = agent.ready()
     assert agent.code() == 0
@@ -337,7 +340,7 @@ def test_the_number_of_restarts_is_limited(tmp_path: Path) -> None:
 
 
 def test_each_start_has_a_new_store_and_one_restart_store(tmp_path: Path) -> None:
-    """Otherwise workers would read addresses of the previous start from the store."""
+    """Each restart gets a new store, so workers cannot read old addresses. The restart store keeps its values."""
     script = """
 from torch.distributed import TCPStore
 from trainkit.distributed.restart_store import RestartStore, restarts
@@ -364,17 +367,17 @@ def test_the_requested_port_is_used(tmp_path: Path) -> None:
 
 
 def test_a_signal_between_two_starts_ends_the_agent(tmp_path: Path) -> None:
-    """SIGTERM that comes when the workers have failed: they are not started again."""
+    """If SIGTERM arrives after a worker has failed, the workers are not restarted."""
     script = 'ready()\ntime.sleep(0.3)\nif rank == "0":\n    sys.exit(1)\ntime.sleep(1000)\n'
     agent = start_agent(script, tmp_path, max_restarts=5)
     agent.ready()
-    time.sleep(0.8)  # rank 0 has failed, rank 1 is waited for
+    time.sleep(0.8)  # rank 0 has failed, and the agent waits for rank 1
     agent.signal(signal.SIGTERM)
     assert agent.code() == 1
     assert not list(tmp_path.glob("ready-1-*"))
 
 
-# -------------------------------------------------------------------------------------------------------- several machines
+# ----------------------------------------------------------------------------------------------------------- several nodes
 
 
 def start_both(script: str, folder: Path, **options: object) -> list[Agent]:
@@ -434,6 +437,7 @@ def test_nodes_that_do_not_connect(options: dict[str, object], words: list[str],
 
 
 def test_another_program_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    # If another program listens at the address of the first node, the error says so.
     monkeypatch.setattr("trainkit.launch.rendezvous._ANSWER", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

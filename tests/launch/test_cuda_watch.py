@@ -1,4 +1,4 @@
-"""Which line initializes CUDA: torch's own initialization runs; only the driver is replaced."""
+"""In debug mode, trainkit finds the line that initializes CUDA. The tests run torch's own code and mock only the driver."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE = r"test_cuda_watch\.py:\d+"
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that is not initialized, in debug mode."""
+    """A GPU that is not initialized yet, and debug mode."""
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "yes")
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_init", lambda: None, raising=False)
@@ -49,7 +49,7 @@ def test_the_line_is_noted(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_script_that_starts_its_processes_is_warned(monkeypatch: pytest.MonkeyPatch) -> None:
     def warned(launch: str) -> None:
-        raise RuntimeError(launch)  # before the process is replaced
+        raise RuntimeError(launch)  # so that this process is not replaced by the agent
 
     monkeypatch.setattr("trainkit.launch.self_start.start_command", lambda processes: ["python", "train.py"])
     monkeypatch.setattr("trainkit.launch.self_start.warn_if_cuda_initialized", warned)
@@ -58,6 +58,7 @@ def test_a_script_that_starts_its_processes_is_warned(monkeypatch: pytest.Monkey
 
 
 def test_a_thread(gpu: None) -> None:
+    # In another thread than the main thread, only the name of the thread is known.
     watch_cuda()
     thread = threading.Thread(target=torch.cuda.init, name="loads")
     thread.start()
@@ -66,6 +67,7 @@ def test_a_thread(gpu: None) -> None:
 
 
 def test_an_earlier_line(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # If CUDA was initialized before `import trainkit`, the line is unknown.
     monkeypatch.setattr(torch.cuda, "_initialized", True)
     watch_cuda()
     assert cuda_watch._where == "a line before 'import trainkit' (to see which, import trainkit first)"

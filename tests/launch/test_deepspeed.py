@@ -1,4 +1,4 @@
-"""Scripts started by DeepSpeed's own launcher: the ranks of their processes, and how they end."""
+"""Scripts started by DeepSpeed's own launcher: the ranks of their processes, and their exit codes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helpers.worlds.worlds import free_port
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="DeepSpeed is for Linux")
 
-# As users have them: `parse` is what the script does with its arguments.
+# A user's script. `parse` is the code that reads its arguments.
 TRAIN = """\
 import argparse, sys
 from helpers.runs.tiny import TinyModule, tiny_loader
@@ -45,7 +45,7 @@ sys.exit(7 if world.rank == 1 else time.sleep(60))
 
 
 def deepspeed(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`deepspeed --num_gpus 2` with these arguments."""
+    """Run `deepspeed --num_gpus 2` with these arguments."""
     port = f"--master_port={free_port()}"
     tests = Path(__file__).parents[1]
     env = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join([str(tests), os.environ["PYTHONPATH"]])}
@@ -56,7 +56,7 @@ def deepspeed(*arguments: str) -> subprocess.CompletedProcess[str]:
     "parse", [PARSERS["argparse"], pytest.param(PARSERS["none"], marks=pytest.mark.zero)], ids=["argparse", "none"]
 )
 def test_a_script_trains(parse: str, tmp_path: Path) -> None:
-    """It calls nothing to say so."""
+    """Started by `deepspeed`, a script trains on two processes without any code for this launcher."""
     (tmp_path / "script.py").write_text(TRAIN.format(parse=parse))
     done = deepspeed("script.py", "--deepspeed", "--deepspeed_config", "ds.json")
     assert done.returncode == 0, done.stderr
@@ -67,7 +67,7 @@ def test_a_script_trains(parse: str, tmp_path: Path) -> None:
 
 @pytest.mark.zero
 def test_the_exit_code_is_that_of_the_script(tmp_path: Path) -> None:
-    """Without the argument, which a user may turn off."""
+    """`deepspeed --no_local_rank`, which passes no `--local_rank` to the script, exits with the exit code of the script."""
     (tmp_path / "script.py").write_text(JOIN)
     done = deepspeed("--no_local_rank", "script.py")
     assert done.returncode == 7, done.stderr
@@ -76,7 +76,7 @@ def test_the_exit_code_is_that_of_the_script(tmp_path: Path) -> None:
 
 @pytest.mark.zero
 def test_an_argument_that_is_wrong(tmp_path: Path) -> None:
-    """One that was left in a command line wins over the launcher's, which comes first."""
+    """A `--local_rank` in the user's command line overrides the launcher's and is an error if it contradicts the variables."""
     (tmp_path / "script.py").write_text(JOIN)
     done = deepspeed("script.py", "--local_rank=0")
     assert done.returncode == 1
@@ -84,6 +84,7 @@ def test_an_argument_that_is_wrong(tmp_path: Path) -> None:
 
 
 def test_the_argument_alone(tmp_path: Path) -> None:
+    # `--local_rank=1` without a launcher's variables is an error that shows the command to use.
     (tmp_path / "script.py").write_text(JOIN)
     done = run_python("script.py", "--local_rank=1", cwd=tmp_path)
     assert done.returncode == 1

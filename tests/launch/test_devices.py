@@ -15,7 +15,7 @@ from trainkit.launch.devices import device_of
 
 
 class Others(World):
-    """One of several ranks, with the values of the others in an exchange."""
+    """One of several ranks, with given values of the other ranks in an exchange."""
 
     def __init__(self, rank: int, size: int, others: dict[int, Any], local_rank: int | None = None) -> None:
         super().__init__(rank, size, local_rank=rank if local_rank is None else local_rank, local_size=size)
@@ -29,7 +29,7 @@ class Others(World):
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`gpus(n)` mocks n GPUs; returns the list of devices that were set as the current one."""
+    """`gpus(n)` mocks n GPUs and returns the list of devices that were made current."""
     current: list[int] = []
 
     def there_are(count: int, seen: str = "gpu") -> list[int]:
@@ -65,7 +65,7 @@ def test_mps(gpus: Any) -> None:
     (RequestedDevices("cuda", 2), 4, 1, 1),
     (RequestedDevices("cuda", 2, (3, 2)), 4, 1, 2),
     (RequestedDevices("cuda", 2, (3, 2)), 4, 0, 3),
-    (RequestedDevices("cuda"), 1, 1, 0),  # SLURM shows each task its own
+    (RequestedDevices("cuda"), 1, 1, 0),  # SLURM shows each task only its own GPU
 ])  # fmt: skip
 def test_a_gpu_for_each_process(gpus: Any, wanted: RequestedDevices, count: int, local_rank: int, expected: int) -> None:
     current = gpus(count)
@@ -82,7 +82,7 @@ def test_a_gpu_for_each_process(gpus: Any, wanted: RequestedDevices, count: int,
     (RequestedDevices("cuda", 3, (0, 1, 4)), 4, r"rank 1: devices=\[0, 1, 4\]: GPU 4 does not exist: torch sees 4 GPUs, numb"),
 ])  # fmt: skip
 def test_too_few_gpus(gpus: Any, wanted: RequestedDevices, count: int, words: str) -> None:
-    """All ranks raise the error of the rank without a GPU, so that none waits for it."""
+    """All ranks raise the error of a rank without a GPU, so that no rank waits for it."""
     gpus(count)
     world = Others(1, 3, {0: fine("a"), 2: fine("b")}, local_rank=2)
     with pytest.raises(ConfigurationError, match=words):

@@ -1,4 +1,4 @@
-"""Which launcher started this process: environments of launchers and batch systems, and contradictory ones."""
+"""Which launcher started this process, from the variables of launchers and batch systems, and errors if they contradict."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def place(*numbers: int | None, at: str, port: int, by: str) -> tuple[object, ..
     return (*numbers, at, port, by)
 
 
-# Variables, and: rank, size, local rank, local size, node, nodes, address and port, launcher; or None.
+# Name of the case: variables, and (rank, size, local rank, local size, node, nodes, address, port, launcher) or None.
 PLACES = {
     "torchrun": (TORCHRUN, place(5, 8, 1, 4, 1, 2, at="node03", port=40781, by="torchrun")),
     "torchrun, one process": (
@@ -78,7 +78,7 @@ PLACES = {
         "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_SIZE=1 CROSS_RANK=0 CROSS_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500",
         place(0, 1, 0, 1, 0, 1, at="127.0.0.1", port=29500, by="deepspeed"),
     ),
-    "deepspeed, more processes on one node": (  # whose other node has local ranks from 1 on
+    "deepspeed, more processes on one node": (  # the other node has 3 processes
         "RANK=3 LOCAL_RANK=1 WORLD_SIZE=5 LOCAL_SIZE=2 CROSS_RANK=1 CROSS_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500",
         place(3, 5, 1, 2, 1, 2, at="10.0.0.1", port=29500, by="deepspeed"),
     ),
@@ -141,7 +141,7 @@ PLACES = {
         place(3, 4, 3, 4, 0, 1, at="127.0.0.1", port=stable_port("mpi", "prterun-host-3391@1"), by="Open MPI"),
     ),
     "Open MPI in a job of SLURM": (
-        # the variables of SLURM are those of the daemon that mpirun has started by srun
+        # SLURM's variables belong to the daemon that mpirun started with srun
         f"{TWO_NODES} {JOB} SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_NODEID=1",
         place(3, 4, 1, 2, None, None, at="node03", port=stable_port("mpi", "258187"), by="Open MPI"),
     ),
@@ -199,7 +199,7 @@ def test_enough_places_are_tested() -> None:
     assert sum(expected is None for _, expected in PLACES.values()) >= 4
 
 
-# Variables, and words of the message.
+# Name of the case: variables, and words of the error message.
 CONTRADICTIONS = {
     "RANK alone": ("RANK=0", ["RANK=0 is set, but WORLD_SIZE is not", "trainkit launch --nproc-per-node"]),
     "WORLD_SIZE alone": ("WORLD_SIZE=4", ["WORLD_SIZE=4 is set, but RANK is not", "unset"]),

@@ -13,7 +13,7 @@ from trainkit.launch.interface import GLOO, set_gloo_interface
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`machine(own, sources)`: what its own name stands for, and its addresses towards others; it has lo, eth0 and ib0."""
+    """`machine(own, sources)` mocks a host with lo, eth0 and ib0: the addresses of its name, and of its routes to others."""
 
     def make(own: list[str], **sources: str) -> None:
         def resolve(*_: Any, **__: Any) -> list[Any]:
@@ -45,9 +45,9 @@ def test_a_host_name_that_other_nodes_can_reach(machine: Any) -> None:
 def test_a_host_name_that_is_a_loopback_address(machine: Any, own: list[str]) -> None:
     machine(own, master="192.168.3.7", outside="10.0.0.7")
     assert led() == "ib0"
-    machine(own, outside="10.0.0.7")  # this is the master, and its name leads nowhere here
+    machine(own, outside="10.0.0.7")  # as on the first node: its own name gives no route to other nodes
     assert led() == "eth0"
-    machine(own, master="10.9.9.9")  # behind an interface that is not known
+    machine(own, master="10.9.9.9")  # the address of an unknown interface
     assert led() is None
 
 

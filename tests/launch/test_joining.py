@@ -1,4 +1,4 @@
-"""Becoming one of the processes of a run, on real processes: what is used, refused, and left unchanged."""
+"""Joining the processes of a run, with real processes: which settings are used, refused, or left unchanged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOT_STARTED = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SI
 
 @pytest.fixture
 def env(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A process that no launcher has started, without GPUs, and that must not become an agent."""
+    """A process without a launcher and without GPUs. The test fails if the process is replaced by an agent."""
 
     def refuse(*args: object) -> None:
         raise AssertionError(f"{args} would have replaced this process")
@@ -51,7 +51,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def said() -> list[str]:
-    """The notices of this process from now on."""
+    """Collect the notices of this process from now on."""
     lines: list[str] = []
     joining.notice = lambda text: lines.append(text) if console._main else None  # type: ignore[assignment]
     return lines
@@ -61,13 +61,14 @@ def said() -> list[str]:
 
 
 def test_one_process_costs_nothing(env: pytest.MonkeyPatch) -> None:
+    # A single process creates no process group.
     world = join(CPU, timeout=SHORT)
     assert (world.rank, world.size, world.control, world.channel, world.restarts) == (0, 1, None, None, 0)
     assert not dist.is_initialized()
 
 
 def test_explicit_arguments_beat_hints(env: pytest.MonkeyPatch) -> None:
-    """An allocation of four tasks whose script runs one process."""
+    """`devices=1` is one process, even inside a SLURM allocation of four tasks."""
     for name, value in {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_NNODES": "2"}.items():
         env.setenv(name, value)
     assert join(RequestedDevices("cpu", 1), timeout=SHORT).size == 1
@@ -166,7 +167,7 @@ def test_arguments_that_contradict_the_launcher() -> None:
         with pytest.raises(ConfigurationError) as caught:
             join(wanted, timeout=SHORT)
         assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
-        assert not dist.is_initialized()  # nothing was begun
+        assert not dist.is_initialized()  # no process group was created
     world = join(RequestedDevices("cpu", 2), timeout=SHORT)
     with pytest.raises(
         ConfigurationError, match="devices=4 contradicts the processes that were started: 2 processes on 1 node"
@@ -187,6 +188,7 @@ def contradict() -> None:
 
 @pytest.mark.world_size(2)
 def test_a_group_of_the_user() -> None:
+    # A process group that the user has initialized is used and never destroyed.
     lines = said()
     dist.init_process_group("gloo", timeout=SHORT)
     group = dist.group.WORLD
@@ -204,7 +206,7 @@ def test_a_group_of_the_user() -> None:
     dist.destroy_process_group()
 
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-    dist.init_process_group("gloo", timeout=SHORT)  # the user makes another group
+    dist.init_process_group("gloo", timeout=SHORT)  # the user creates another group
     again = join(CPU, timeout=SHORT)
     assert again is not world
     assert again.sums([1]) == [2]
@@ -216,7 +218,7 @@ def test_a_group_of_the_user() -> None:
 
 
 def test_a_group_of_the_user_without_a_launcher() -> None:
-    """mp.spawn: nothing is in the environment, and the group was made with `init_method`."""
+    """With `mp.spawn`, no launcher variables are set, and ranks come from the process group that the user initialized."""
     method = f"tcp://127.0.0.1:{free_port()}"
     worlds = [start_world(1, spawned, method, rank, env=NOT_STARTED) for rank in range(2)]
     found = [world.results()[0] for world in worlds]
@@ -241,7 +243,7 @@ def wants_two() -> None:
 
 @pytest.mark.world_size(3)
 def test_nodes_are_distinguished_by_their_host_names() -> None:
-    """Where no launcher says which machine a process is on: ranks 0 and 2 on one, 1 on another."""
+    """If no launcher gives the nodes, host names do: here ranks 0 and 2 are on one node, rank 1 is on another."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", timeout=SHORT)
     control = dist.new_group(backend="gloo", timeout=SHORT)
@@ -254,14 +256,15 @@ def test_nodes_are_distinguished_by_their_host_names() -> None:
 @pytest.mark.world_size(2)
 def test_restarts_and_memory() -> None:
     rank = int(os.environ["RANK"])
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(3 - rank)  # torchrun's agents of several machines count for themselves
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(3 - rank)  # torchrun's agents on several nodes count separately
     world = join(CPU, timeout=SHORT)
     assert world.restarts == 3
-    world.keep_text("run", "text")  # no launcher can restart these processes, so there is no store that keeps it
+    world.keep_text("run", "text")  # not kept: no launcher can restart these processes
     assert world.load_text("run") is None
 
 
 def test_torchruns_store_is_the_memory() -> None:
+    # Texts that must survive a restart are kept in the store of torchrun's agent.
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -273,7 +276,10 @@ def test_torchruns_store_is_the_memory() -> None:
 
 
 def test_data_of_killed_processes_in_torchruns_store_is_not_read() -> None:
-    """A process that is early would connect to the old address of another process."""
+    """After a restart, ranks ignore what killed processes have left in torchrun's store.
+
+    Otherwise the first rank that starts would connect to the old address of another rank.
+    """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
     for restarts in range(3):
@@ -288,7 +294,10 @@ def joins_late() -> int:
 
 @pytest.mark.parametrize("hosted", [True, False], ids=["the agent's store", "rank 0's store"])
 def test_a_group_of_ours_that_the_user_has_destroyed_is_created_again(hosted: bool) -> None:
-    """As scripts for torchrun do at their end. A process that is early must not find an old address of another process."""
+    """If the user destroys trainkit's process group, as scripts for torchrun do at the end, joining creates a new one.
+
+    A rank that joins early must not find the old address of another rank.
+    """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
     assert run_world(2, joins_again_and_again, env=agent if hosted else {}) == [[3.0] * 5] * 2
@@ -345,7 +354,7 @@ def joins(patience: float = 30.0) -> None:
 
 
 def test_lines_are_written_as_wholes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python -u`, as torchrun and trainkit launch use it, writes a line and its end one after the other."""
+    """With `python -u`, which torchrun and trainkit launch use, `print` writes each line in one call after joining."""
 
     class Raw(io.RawIOBase):
         written: ClassVar[list[bytes]] = []
@@ -368,6 +377,8 @@ def test_lines_are_written_as_wholes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_our_group_is_destroyed_at_the_end(env: pytest.MonkeyPatch) -> None:
+    # At exit, trainkit destroys its process group. It does not if the user made the group, if the group was replaced, in a
+    # forked child, or after an error.
     destroyed: list[int] = []
     group = object()
     env.setattr(joining, "default_group", lambda: group)
@@ -376,7 +387,7 @@ def test_our_group_is_destroyed_at_the_end(env: pytest.MonkeyPatch) -> None:
         (True, group, os.getpid(), False, 1),
         (False, group, os.getpid(), False, 0),
         (True, None, os.getpid(), False, 0),
-        (True, group, os.getppid(), False, 0),  # in a process that was forked from it
+        (True, group, os.getppid(), False, 0),  # in a forked child process
         (True, group, os.getpid(), True, 0),
     ):
         destroyed.clear()
@@ -390,7 +401,7 @@ def test_our_group_is_destroyed_at_the_end(env: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 @pytest.mark.world_size(2)
 def test_no_thread_of_gloo_is_left_at_the_end() -> None:
-    """A thread that still releases a tensor would end the process by SIGABRT."""
+    """Destroying the group ends gloo's threads: one that still released a tensor at exit would abort the process (SIGABRT)."""
     world = join(CPU, timeout=SHORT)
     world.barrier()
     assert "pt_gloo_runloop" in thread_names()

@@ -1,4 +1,4 @@
-"""`notebook_launcher`: run a function of a notebook or script in several fresh processes."""
+"""`notebook_launcher`: run a function of a notebook or script in several new processes."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ def test_a_process_of_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def tasks() -> list[dict[str, Any]]:
-    """The task file of each job; see `captured`."""
+    """The content of the task file of each job that `captured` receives."""
     return []
 
 
 @pytest.fixture
 def captured(tasks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Captured:
-    """`captured(num_processes=2)`: the job that would be run; it succeeds."""
+    """`captured(num_processes=2)` returns the job that would run, and pretends that it succeeded."""
     jobs: list[Job] = []
 
     def run_to_end(job: Job) -> Verdict:
@@ -122,7 +122,7 @@ def test_the_job(captured: Captured, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == "Launching training on 2 CPUs.\n"
     assert (job.per_node, job.least, job.most, job.master_port, job.max_restarts) == (2, 1, 1, None, 0)
     assert (job.launcher, job.join_timeout) == ("notebook_launcher", 600.0)
-    assert job.output is not None  # pytest captures what is printed
+    assert job.output is not None  # because pytest captures the output
     assert job.command[0] == sys.executable
     assert repr(sys.path) in job.command[-1]
     assert inherited_settings(job.environment).get("mixed_precision") == "no"
@@ -207,7 +207,7 @@ def test_a_single_process_is_this_one(capsys: pytest.CaptureFixture[str], monkey
     assert inherited_settings().values == {"gradient_accumulation_steps": 2}  # restored
 
 
-# ------------------------------------------------------------------------------------------------------------- the end
+# --------------------------------------------------------------------------------------- results and errors of the job
 
 
 def failure(rank: int, summary: str, refused: bool = False, follows: bool = False) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def test_failures(verdict: Verdict, failures: list[dict[str, Any]], error: type[
         notebook._raise_failure(verdict, failures)
 
 
-# -------------------------------------------------------------------------------------------------- within the process
+# ------------------------------------------------------------------------------------------ code of the worker process
 
 
 Reports = tuple[list[dict[str, Any]], bytes | None]
@@ -244,7 +244,7 @@ Reports = tuple[list[dict[str, Any]], bytes | None]
 
 @pytest.fixture
 def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Reports]:
-    """`run_here(call, rank)`: the reports of a process with this rank, run in this process."""
+    """`run_here(call, rank)` runs a call in this process as a worker of this rank would, and returns its reports."""
 
     def run(call: bytes, rank: int = 0, start: int = 0) -> Reports:
         (tmp_path / CALL).write_bytes(call)
@@ -257,6 +257,7 @@ def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., R
 
 
 def test_what_a_process_returns(run_here: Callable[..., Reports]) -> None:
+    # Only the result of rank 0 is sent back. A result that cannot be sent is reported as a failure.
     assert run_here(dump_call(lambda x: x + 1, (2,)), rank=1) == ([], None)
     assert run_here(dump_call(lambda x: x + 1, (2,))) == ([], dump_result(3))
     failures, result = run_here(dump_call(lambda: (i for i in range(3)), ()), start=1)
@@ -266,6 +267,8 @@ def test_what_a_process_returns(run_here: Callable[..., Reports]) -> None:
 
 
 def test_reports_are_of_the_last_start(run_here: Callable[..., Reports], tmp_path: Path) -> None:
+    # Failures are reported in the order in which they happened. After a restart, only those of the last start count.
+
     def fails(follows: bool) -> None:
         raise ProcessFailedError("rank 1 failed") if follows else ValueError("no")
 
@@ -278,6 +281,8 @@ def test_reports_are_of_the_last_start(run_here: Callable[..., Reports], tmp_pat
 
 
 def test_what_cannot_be_loaded(run_here: Callable[..., Reports], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    # If the function or its arguments cannot be loaded in the workers, rank 0 prints the traceback and all ranks report it.
+
     class Bad:
         def __reduce__(self) -> Any:
             return int, ("no number",)
@@ -301,7 +306,7 @@ def test_a_full_disk(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_only_this_user_can_read_what_is_sent(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder is removed at the end."""
+    """The folder with the pickled function can be read by this user only and is removed at the end."""
     modes: list[tuple[Path, int]] = []
 
     def run_to_end(job: Job) -> Verdict:
@@ -363,7 +368,10 @@ if __name__ == "__main__":
 
 
 def test_a_script(run_dir: Path) -> None:
-    """It is not run again; its definitions, arguments, working directory and sys.path are those of the script."""
+    """`notebook_launcher` in a script does not run the script again.
+
+    The workers have its definitions, arguments, working directory and `sys.path`.
+    """
     (run_dir / "lib").mkdir()
     (run_dir / "lib" / "helper.py").write_text(HELPER)
     (run_dir / "script.py").write_text(SCRIPT)
@@ -475,7 +483,7 @@ def test_in_a_kernel(run_dir: Path) -> None:
         assert "\r" in shown.stderr
         assert "100%|██████████| 8/8 [" in shown.stderr
         assert len(json.loads(shown.value)) == 8
-    assert first.value == second.value  # of the same model: what is sent is a copy
+    assert first.value == second.value  # both calls train copies of the same initial model
     assert compared.value == "(True, True, False)"
     assert failed.error == ("ProcessFailedError: rank 1 failed: KeyError: 'an unlikely thing'. Its traceback is in the output.")
     assert 'raise KeyError("an unlikely thing")          # shown with this line' in failed.stderr

@@ -1,4 +1,4 @@
-"""What is sent to fresh processes: functions by value, and errors that name what cannot be sent."""
+"""Functions and data sent to new processes: functions are sent by value, and errors name what cannot be sent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Locked:
 
 
 def of_a_cell(function: Any) -> Any:
-    """The function as if defined in a cell: its module cannot be imported."""
+    """Return the function as if it were defined in a notebook cell, whose module cannot be imported."""
     made = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     made.__module__ = "__main__"
     return made
@@ -47,16 +47,17 @@ def test_functions_are_sent_by_value() -> None:
     offset = 3
     function, (thing, scale) = load(dump_call(lambda thing, scale: thing.value * scale + offset, (Thing(2), 5)))
     assert function(thing, scale) == 13
-    assert isinstance(thing, Thing)  # there and back: the same class
+    assert isinstance(thing, Thing)  # it is loaded as the same class in this process
 
 
 def test_a_model_keeps_its_ties() -> None:
+    # A sent model keeps its tied weights.
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
     _, (other, strategies) = load(dump_call(print, (model, [DDPStrategy(), ZeROStrategy(stage=2)])))
     assert other[0].weight is other[1].weight
     assert torch.equal(other[0].weight, model[0].weight)
-    assert [strategy.name for strategy in strategies] == ["ddp", "zero2"]  # not joined yet, so they can be used there
+    assert [strategy.name for strategy in strategies] == ["ddp", "zero2"]  # strategies that have not joined can be sent
 
 
 def test_modules_and_data_of_the_framework() -> None:
@@ -93,7 +94,7 @@ def test_what_cannot_be_sent_is_named(function: Callable[..., Any], args: tuple[
 
 
 def test_bound_objects_are_refused() -> None:
-    """With a copy of an Accelerator of a single process each process would train alone."""
+    """An `Accelerator` or a joined strategy cannot be sent: with a copy, each process would train alone."""
     accelerator = Accelerator()
 
     def train() -> None:
@@ -111,6 +112,7 @@ def test_bound_objects_are_refused() -> None:
 
 
 def test_results() -> None:
+    # Results are sent back without their autograd graph. Errors name the part that cannot be sent.
     loss = torch.tensor(2.0, requires_grad=True) * 3
     found = load(dump_result({"loss": loss, "n": 2}))
     assert (found["loss"].item(), found["n"]) == (6.0, 2)
@@ -132,6 +134,7 @@ def test_tensors_of_a_gpu_arrive_on_the_cpu() -> None:
 
 
 def test_modules_go_by_name() -> None:
+    # A function of an imported module is sent by name, and its module must exist in the new process.
     made = types.ModuleType("made_here")
     exec("def train(): return 1", vars(made))
     sys.modules["made_here"] = made

@@ -1,4 +1,4 @@
-"""`run_hosts` with a local shell instead of ssh and of the agents: output, signals, exit codes and errors."""
+"""`run_hosts` with a local shell instead of ssh, and scripts instead of agents: output, signals, exit codes and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainkit.launch.remote import START, host_script, run_hosts
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="bash and signals of POSIX")
 
-# The part of a host. `told` waits for a line from the launcher; the end of the terminal ends it.
+# Start of a host's script. `told` waits for a line from the launcher and exits when its input ends.
 HEAD = f"""\
 told() {{ while read -r line; do [[ $line = $1* ]] && return; done; exit 99; }}
 err() {{ printf '\\0362%s\\n' "$1"; }}
@@ -38,7 +38,7 @@ def part(does: str, **other: str) -> str:
     return HEAD.replace("{versions}", json.dumps({**versions(), **other})) + does + "\nexit\n"
 
 
-# The second ends after the ssh of the first has: a process that has ended exists until its parent has read its exit code.
+# SECOND waits until the ssh of FIRST has ended and the launcher has read its exit code.
 FIRST = "echo $PPID > new-pid; mv new-pid pid; "
 SECOND = 'until [ -e pid ] && ! kill -0 "$(cat pid)" 2> /dev/null; do sleep 0.01; done; '
 
@@ -57,7 +57,7 @@ Run = Callable[..., int]
 
 @pytest.fixture
 def run(ssh: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """`run(a="…", b="…")`: the exit code of these parts; after a failure the others have half a second."""
+    """`run(a="…", b="…")` runs these scripts and returns the exit code; after a failure, other hosts have half a second."""
 
     def start(grace: float = PATIENCE, patience: float = 0.5, join: float = PATIENCE, **parts: str) -> int:
         monkeypatch.setattr(remote, "_FAILURE_TIMEOUT", patience)
@@ -77,7 +77,7 @@ def test_hosts_start_when_all_are_ready(run: Run, tmp_path: Path, capfd: pytest.
 def test_nothing_is_sent_before_a_host_is_ready(
     run: Run, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its set-up would read it. Afterward heartbeats are sent."""
+    """Heartbeats are sent only after a host is ready. Earlier, the set-up commands of the host would read them."""
     monkeypatch.setattr(remote, "_HEARTBEAT", 0.01)
     late = part(f"told heartbeat; echo heartbeat; {ends(0)}").replace(
         "printf '\\036v", "read -r -t 0.3 line && echo early; printf '\\036v", 1
@@ -98,13 +98,14 @@ def test_other_hosts_are_stopped_after_a_failure(run: Run, tmp_path: Path) -> No
 
 
 def test_the_terminal_of_a_host_that_does_not_end_hangs_up(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    # A host that does not end in time after a failure loses its connection: its processes get SIGHUP.
     deaf = "trap 'touch left' HUP; while read -r line; do :; done"
     assert run(grace=0.1, a=part(deaf), b=part(ends(5))) == 5
     assert "trainkit: hosts that did not end in time: a. Closing the connections to end them." in capfd.readouterr().err
     wait_until((tmp_path / "left").exists)
 
 
-# What a and b do, and the exit code: the first host that ends need not be the first that failed.
+# Scripts of hosts a and b, and the exit code. The first host that ends need not be the one that caused the failure.
 CAUSES = {
     "the first": (FIRST + ends(7), SECOND + ends(8), 7),
     "a code other than 1": (FIRST + ends(1), SECOND + ends(7), 7),
@@ -140,7 +141,7 @@ def test_the_traceback_of_the_first_failure_is_last(run: Run, capfd: pytest.Capt
     assert shown[-3:] == ["trainkit: a failed first, with:", *first]
     Path("pid").unlink()
     assert run(patience=PATIENCE, a=part(SECOND + cause), b=part(FIRST + ends(1))) == 1
-    assert capfd.readouterr().err.splitlines() == ["a: before", *first]  # it is last already
+    assert capfd.readouterr().err.splitlines() == ["a: before", *first]  # it is the last output anyway, so it is not repeated
 
 
 def test_a_lost_connection(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +150,7 @@ def test_a_lost_connection(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     assert line in capfd.readouterr().err.splitlines()[-1]
 
 
-# Scripts of two hosts, and words of the error.
+# Scripts of the hosts, and words of the error.
 NOT_READY = {
     "away": (
         {"a": part(ends(0)), "away": ""},
@@ -186,7 +187,7 @@ NOT_READY = {
 
 @pytest.mark.parametrize("scripts, words", NOT_READY.values(), ids=NOT_READY.keys())
 def test_hosts_that_are_not_ready(run: Run, tmp_path: Path, scripts: dict[str, str], words: str) -> None:
-    """No host starts."""
+    """If one host does not become ready, no host starts its workers."""
     patience = 1.0 if "not ready" in words else PATIENCE
     scripts = {name: text.replace("told start\n", "told start\ntouch started\n") for name, text in scripts.items()}
     with pytest.raises(ConfigurationError, match=words):
@@ -213,7 +214,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(ssh: list[str], tmp_path: Path) -> Iterator[Start]:
-    """`start(a="…")`: a launcher in its own process, after its parts have made the files `begun-NAME`."""
+    """`start(a="…")` starts a launcher as a new process, and waits for the file `begun-NAME` of each script."""
     started: list[subprocess.Popen[str]] = []
 
     def run(**scripts: str) -> subprocess.Popen[str]:
@@ -234,7 +235,7 @@ def start(ssh: list[str], tmp_path: Path) -> Iterator[Start]:
 
 
 def as_a_shell() -> None:
-    """A process group in this session, which Ctrl-Z can stop."""
+    """Create a process group in this session, which Ctrl-Z can stop."""
     os.setpgrp()
     signal.signal(signal.SIGTSTP, signal.SIG_DFL)
 
@@ -250,7 +251,7 @@ def waits(name: str, then: str) -> str:
     (signal.SIGUSR1, signal.SIGUSR1, 143),
 ])  # fmt: skip
 def test_signals_go_to_all_hosts(start: Start, sent: signal.Signals, received: signal.Signals, code: int) -> None:
-    """Also those of a terminal, which ssh itself must not get."""
+    """The launcher forwards signals to all hosts. ssh itself does not get them, not even those of the terminal."""
     parts = {name: waits(name, f"told 'signal {int(received)}'; {ends(code)}") for name in "ab"}
     process = start(**parts)
     os.killpg(process.pid, sent)
@@ -266,7 +267,7 @@ def test_ctrl_c_twice(start: Start) -> None:
 
 
 def test_ctrl_z_has_no_effect(start: Start) -> None:
-    """A stopped launcher would send no heartbeats."""
+    """The launcher ignores Ctrl-Z, because a stopped launcher would send no heartbeats."""
     process = start(a=waits("a", f"told signal; {ends(143)}"))
     os.killpg(process.pid, signal.SIGTSTP)
     os.killpg(process.pid, signal.SIGTERM)
@@ -302,11 +303,11 @@ def test_hosts_end_when_the_launcher_is_killed(start: Start, tmp_path: Path) -> 
     wait_until((tmp_path / "left").exists)
 
 
-# -------------------------------------------------------------------------------------------------------------- the script
+# --------------------------------------------------------------------------------------------------- the script for a host
 
 ODD = ["a b", "it's", '"$HOME"', "`date`", "back\\slash", "new\nline", "*", "--x=é", "", "!"]
 
-# Instead of Python: it prints its input, directory, variables and arguments. The script must have been read completely.
+# A program in place of Python that prints a line of its input, its directory, variables and arguments.
 PYTHON = """\
 #!/bin/bash
 printf '\\036v%s\\n' "$VERSIONS"
@@ -317,7 +318,7 @@ printf '<%s>' "$line" "$PWD" "$A" "$B" "$@" | tr '\\n' '~'
 
 @pytest.fixture
 def python(tmp_path: Path) -> str:
-    """The path of a program."""
+    """Path of a program that is used as Python; the path has special characters."""
     (tmp_path / "my $py").write_text(PYTHON)
     (tmp_path / "my $py").chmod(0o755)
     return str(tmp_path / "my $py")
@@ -327,12 +328,13 @@ def test_the_script_passes_odd_characters_on(run: Run, python: str, tmp_path: Pa
     (tmp_path / "the folder").mkdir()
     exports = {"A": ODD[2] + ODD[5] + "x" * 100_000, "VERSIONS": json.dumps(versions())}
     setup = "B=$A; export B\ncat; echo $((6 * 7))"
-    assert run(a=host_script(python, str(tmp_path / "the folder"), setup, exports, ODD)) == 1  # it has sent no code
+    assert run(a=host_script(python, str(tmp_path / "the folder"), setup, exports, ODD)) == 1  # it sent no exit code
     words = [START.decode(), str(tmp_path / "the folder"), *[exports["A"]] * 2, "-u", "-m", "trainkit.cli.launch_child", *ODD]
     assert capfd.readouterr().out == "42\n" + "".join(f"<{word}>" for word in words).replace("\n", "~") + "\n"
 
 
 def test_no_list_of_processes_shows_values(run: Run, tmp_path: Path) -> None:
+    # Values of exported variables do not appear in the command line of any process.
     exports = {"SECRET": "hidden" * 3}
     lists = "grep -l -r hiddenhidden /proc/[0-9]*/cmdline 2> /dev/null; ! grep -q -r hiddenhidden /proc/$$/cmdline && exit 5"
     if not Path("/proc/self/cmdline").exists():
@@ -342,6 +344,7 @@ def test_no_list_of_processes_shows_values(run: Run, tmp_path: Path) -> None:
 
 
 def test_another_python(run: Run, python: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    # The set-up commands can choose another Python with TRAINKIT_PYTHON.
     exports = {"VERSIONS": json.dumps(versions())}
     assert run(a=host_script("/nowhere/python", str(tmp_path), f"TRAINKIT_PYTHON='{python}'", exports, [])) == 1
     assert capfd.readouterr().out.startswith("<start><")
@@ -371,7 +374,7 @@ def test_a_setup_ends_with_the_launcher(start: Start, tmp_path: Path) -> None:
 
 
 def test_output_of_a_terminal(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
-    """Lines end with a new line, or with a return that redraws them; invalid UTF-8 is replaced."""
+    """Lines end with a newline, or with a carriage return that redraws them. Invalid UTF-8 is replaced."""
     shown = r"printf '\0361one\n\0362two\r\nraw 1%%\rraw 2%%\n\0361b\377d\nlast'; "
     assert run(a=part(shown + "exit 255")) == 1
     out, err = capfd.readouterr()

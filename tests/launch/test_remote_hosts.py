@@ -1,6 +1,6 @@
-"""`trainkit launch --hostfile` end to end: on two hosts with a network between them, and by a real ssh if sshd is installed.
+"""`trainkit launch --hostfile` end to end: on two simulated hosts with a network, and with real ssh if sshd is installed.
 
-On the two hosts a program that enters the other host runs instead of ssh. Each host has its own network, name and processes.
+On the simulated hosts, a program that enters the other host replaces ssh. Each host has its own network, name and processes.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 
 def start_task(hosts: Hosts, folder: Path, task: Task) -> Program:
-    """Start the script of the tests on two hosts."""
+    """Start the script two_hosts.py on both hosts."""
     Path(task.folder).mkdir()
     return start(hosts, folder, str(TESTS / "helpers/launch/two_hosts.py"), json.dumps(asdict(task)))
 
 
 def start(hosts: Hosts, folder: Path, *script: str) -> Program:
-    """`trainkit launch --hostfile` on host 0."""
+    """Run `trainkit launch --hostfile` on host 0."""
     ssh = write_ssh(folder, f"dict(zip({ADDRESSES}, {ENTER}))[host]")
     (folder / "hosts").write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
     settings = {name: value for name, value in os.environ.items() if not name.startswith(("GLOO_", "NCCL_", "TRAINKIT_"))}
@@ -63,7 +63,7 @@ def start(hosts: Hosts, folder: Path, *script: str) -> Program:
 
 
 def launcher() -> int:
-    """The process id of the launcher outside the hosts."""
+    """Process ID of the launcher, as seen from outside the simulated hosts."""
     begin = [sys.executable, "-m", "trainkit", "launch", "--hostfile"]
     found = [
         int(path.parent.name)
@@ -75,7 +75,7 @@ def launcher() -> int:
 
 
 def test_the_code_of_the_host_that_failed(hosts: Hosts, tmp_path: Path) -> None:
-    """With a script that does not use trainkit."""
+    """The exit code is that of the host that failed, also for a script that does not use trainkit."""
     script = "import os, sys, time; print(os.uname().nodename, sys.argv[1:]); rank = int(os.environ['RANK'])"
     (tmp_path / "script.py").write_text(f"{script}; time.sleep(0.5 * (1 - rank)); sys.exit(1 + 6 * rank)\n")
     program = start(hosts, tmp_path, "script.py", "it's")
@@ -99,7 +99,7 @@ def test_one_command_trains_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_launcher_that_is_killed(hosts: Hosts, tmp_path: Path) -> None:
-    """Both hosts save, and nothing is left on either."""
+    """If the launcher is killed, both hosts save a checkpoint and leave no process running."""
     run = tmp_path / "run"
     program = start_task(hosts, tmp_path, Task(str(run), gate=3))
     gates = [run / f"gate-0-{rank}" for rank in range(2)]
@@ -152,7 +152,7 @@ time.sleep(1000)
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[list[str]]:
-    """The ssh command that reaches this host by the name `node`."""
+    """The ssh command that reaches this host under the name `node`."""
     sshd = shutil.which("sshd", path=os.environ["PATH"] + ":/usr/sbin:/sbin")
     if sshd is None or shutil.which("ssh-keygen") is None:
         pytest.skip("there is no sshd (Debian: openssh-server)")
@@ -198,7 +198,7 @@ def test_an_exit_code_by_a_real_ssh(server: list[str]) -> None:
 
 @pytest.mark.parametrize("sent, code", [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_stopping_by_a_real_ssh(server: list[str], sent: signal.Signals, code: int) -> None:
-    """The worker saves and no process is left, also when the launcher is killed."""
+    """When the launcher gets SIGTERM or is killed, the worker saves and no process is left."""
     process = launch(server, "wait")
     wait_until(lambda: Path("ready").exists() or process.poll() is not None)
     pids = [int(pid) for pid in Path("ready").read_text().split()]

@@ -1,4 +1,4 @@
-"""How launchers find each other: two of them in threads of this process; as real processes in test_agent.py."""
+"""How launchers find each other, with two of them as threads of this process. test_agent.py uses real processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.prompt
 
 
 def both(function: Callable[[int], Any]) -> list[Any]:
-    """What `function(0)` and `function(1)` return or raise, called at the same time."""
+    """Call `function(0)` and `function(1)` at the same time; return what each returns or raises."""
     results: list[Any] = [None, None]
 
     def run(index: int) -> None:
@@ -41,7 +41,7 @@ def no_shared_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launchers(*numbers: int | None) -> list[Rendezvous]:
-    """Two of them; the first one hosts the store."""
+    """Two launchers, with these node ranks, at one address."""
     first = ("127.0.0.1", free_port())
     return [Rendezvous((2, 2), first, number, PATIENCE) for number in numbers]
 
@@ -51,7 +51,7 @@ def close(pair: list[Rendezvous]) -> None:
 
 
 def test_a_single_node() -> None:
-    """Each start has a new store for the workers; the store of the launcher stays."""
+    """Each start has a new store for the workers, and the launcher keeps its own store."""
     alone = Rendezvous((1, 1), ("", 0), None, 1.0)
     first = alone.next_rendezvous()
     assert (first.rank, first.world_size, alone.restarts) == (0, 1, 0)
@@ -67,7 +67,7 @@ def test_a_single_node() -> None:
 
 
 def test_two_nodes_with_ranks() -> None:
-    """They keep their ranks, and have a new address for the workers and the same count at each start."""
+    """At each start, nodes keep their ranks, count the same restarts, and get a new address for the workers."""
     pair = launchers(0, 1)
     met = both(lambda index: pair[index].next_rendezvous())
     assert [(one.rank, one.world_size) for one in met] == [(0, 2), (1, 2)]
@@ -93,6 +93,7 @@ def test_two_nodes_with_the_same_rank() -> None:
 
 
 def test_nodes_without_a_rank_come_last() -> None:
+    # Nodes without a rank are numbered after those with one.
     pair = launchers(None, 3)
     met = both(lambda index: pair[index].next_rendezvous())
     assert [one.rank for one in met] == [1, 0]

@@ -104,7 +104,7 @@ def test_auto_is_ddp_on_several_processes() -> None:
 
 
 def test_an_own_loop_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It uses the processes that were started: a script on a node with GPUs is not restarted for each of them."""
+    """With your own training loop, the existing processes are used: a script on a node with 4 GPUs stays one process."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert [processes(RequestedDevices("cuda")), processes(RequestedDevices("cuda", as_started=True))] == [4, 1]

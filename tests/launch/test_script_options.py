@@ -1,4 +1,4 @@
-"""Options on the command line of a script, and options that contradict the variables."""
+"""Options of a script's command line, and options that contradict the environment variables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLACE = RankInfo(3, 4, 1, 2, 1, 2, "10.0.0.1", 29500, "deepspeed", "it says so")
     ("--local_rank=1", 1),
     ("--local_rank 1 --x", 1),
     ("--local-rank=12", 12),  # torch.distributed.launch
-    ("--local_rank=0 --local_rank=1", 1),  # as argparse has it
+    ("--local_rank=0 --local_rank=1", 1),  # the last one counts, as with argparse
     ("--local_rank=-1", None),
     ("--local_rank -1", None),
     ("--local_rank --x", None),
@@ -33,13 +33,14 @@ def test_local_ranks(line: str, expected: int | None) -> None:
 
 
 def test_an_argument_that_agrees() -> None:
+    # A `--local_rank` that agrees with the variables, or no such option, changes nothing.
     assert placed(PLACE, []) is PLACE
     assert placed(PLACE, ["--local_rank=1"]) is PLACE
     assert placed(None, []) is None
 
 
 def test_only_the_argument_has_the_local_rank() -> None:
-    """`torch.distributed.launch` of torch 1.8 and before."""
+    """`torch.distributed.launch` of torch 1.8 and earlier passes the local rank only as an argument."""
     assert placed(replace(PLACE, local_rank=None), ["--local_rank=1"]) == PLACE
 
 
@@ -51,6 +52,7 @@ def test_an_argument_that_contradicts_the_variables() -> None:
 
 
 def test_an_argument_without_variables() -> None:
+    # `--local_rank=1` without the variables of a launcher is an error; `--local_rank=0` is one process.
     assert placed(None, ["--local_rank=0"]) is None
     with pytest.raises(
         ConfigurationError, match=r"--local_rank=1 means .* RANK, .* are not set, so it would train alone. Start"

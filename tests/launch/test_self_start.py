@@ -1,4 +1,4 @@
-"""A script that is started once and requests several processes: exactly its command line is run again."""
+"""A script that is started once and requests several processes: its exact command line is run again for each of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainkit.launch.self_start import folder_at_start, start_command
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="exec is not the same elsewhere")
 
-# Becomes the agent without torch, so that only the agent has to import it.
+# Becomes the agent without importing torch, which is then imported only once, by the agent.
 SCRIPT = """\
 import atexit, json, os, sys
 rank = os.environ.get("RANK")
@@ -63,7 +63,10 @@ def test_the_same_command_line_is_run(arguments: list[str], tmp_path: Path) -> N
 
 @pytest.mark.parametrize("arguments", [["script.py", "0"], ["-m", "script", "0"]], ids=["script", "module"])
 def test_a_script_that_goes_elsewhere_before_it_uses_trainkit(arguments: list[str], tmp_path: Path) -> None:
-    """`import trainkit` alone loads nothing. The workers find the folder that the script creates, and create none in it."""
+    """The script creates a folder and changes into it between `import trainkit` and its first use.
+
+    The workers start in the original directory, find the folder, and do not create another one inside it.
+    """
     head = 'import os, trainkit\nos.makedirs("run", exist_ok=True)\nos.chdir("run")\n'
     (tmp_path / "script.py").write_text(head + SCRIPT)
     done = run_python(*arguments, cwd=tmp_path, env={"FOLDER": str(tmp_path)})
@@ -82,7 +85,7 @@ def test_a_zipped_program(tmp_path: Path) -> None:
 
 
 def test_a_program_that_was_installed(tmp_path: Path) -> None:
-    """A console script: a file without a suffix, somewhere else."""
+    """A console script, which is a file without a suffix in another folder."""
     program = tmp_path / "bin" / "program"
     program.parent.mkdir()
     program.write_text(f"#!{sys.executable}\n{SCRIPT}")
@@ -92,7 +95,7 @@ def test_a_program_that_was_installed(tmp_path: Path) -> None:
 
 
 def test_a_script_that_joins(tmp_path: Path) -> None:
-    """What the Trainer does, with real process groups; the error of the workers is printed last, once."""
+    """Joining from a script, as the Trainer does, with a real process group. A worker's error is printed once, at the end."""
     (tmp_path / "script.py").write_text("""\
 import sys
 from datetime import timedelta
@@ -122,7 +125,7 @@ AGAIN = "trainkit: devices=2 needs 2 processes, and each of them runs this scrip
 
 
 def test_one_process_and_then_two(tmp_path: Path) -> None:
-    """If `devices` was not set the script can be run again, and a notice says so."""
+    """A second Trainer, with `devices=2`, runs the whole script again with a notice, if the first did not set `devices`."""
     (tmp_path / "script.py").write_text(TWICE.format(first={}))
     done = run_python("-u", "script.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -136,7 +139,7 @@ def test_one_process_and_then_two(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", [{"devices": 1}, {"strategy": "single"}])
 def test_devices_1_and_then_2(option: dict[str, object], tmp_path: Path) -> None:
-    """In two processes devices=1 would be an error: it comes before anything is run again, once."""
+    """If the first Trainer has `devices=1`, a second one with `devices=2` raises an error once, before anything runs again."""
     (tmp_path / "script.py").write_text(TWICE.format(first=option))
     done = run_python("-u", "script.py", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, f"{option} 1\n"), done.stderr
@@ -149,12 +152,12 @@ def test_devices_1_and_then_2(option: dict[str, object], tmp_path: Path) -> None
     assert done.stderr.count("trainkit.errors.ConfigurationError") == 1
 
 
-# -------------------------------------------------------------------------------------- which command lines can be run again
+# --------------------------------------------------------------------------------------- command lines that can be run again
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
-    """This process as if it had been started with `python script.py`."""
+    """This process as if it had been started by `python script.py`."""
     monkeypatch.setattr(self_start, "FOLDER", str(tmp_path))
     start(monkeypatch, ["python", "script.py"], file=str(tmp_path / "script.py"))
     (tmp_path / "script.py").touch()
@@ -188,7 +191,7 @@ def test_options_of_the_interpreter(started: pytest.MonkeyPatch, arguments: list
     start(started, ["python3", *arguments], file=str(tmp_path / "script.py"))
     assert start_command(2) == [sys.executable, *arguments]
     assert folder_at_start() == f"{tmp_path}/"
-    start(started, ["python3", *arguments], file="/elsewhere/script.py")  # it had gone elsewhere before it used trainkit
+    start(started, ["python3", *arguments], file="/elsewhere/script.py")  # it changed the directory before it used trainkit
     assert start_command(2) == [sys.executable, *arguments]
     assert folder_at_start() == "/elsewhere/"
     full = [*arguments[:script], "/elsewhere/script.py", *arguments[script + 1 :]]
@@ -209,7 +212,7 @@ def test_modules_and_folders(started: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 
 def test_a_program_that_runs_the_script_of_another(started: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`coverage run script.py`: the module that is __main__ is not what was started."""
+    """With `coverage run script.py`, the command line of coverage is run again, although `__main__` is the script."""
     for program in ("/bin/coverage", "bin/coverage"):
         start(started, ["python", program, "run", "script.py", "x"], file=str(tmp_path / "script.py"))
         assert start_command(2) == [sys.executable, program, "run", "script.py", "x"]

@@ -1,4 +1,4 @@
-"""`trainkit.launch.tpu`: whether there is a TPU, and which process of a slice this one is."""
+"""`trainkit.launch.tpu`: whether there is a TPU, and the rank of this process in a slice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainkit.launch.tpu import place_in_slice, tpu_is_chosen, tpu_is_here
 
 
 def bus(folder: Path, *devices: tuple[str, str]) -> Path:
-    """What Linux shows of these PCI devices."""
+    """Create the files with which Linux describes these PCI devices."""
     for number, (vendor, device) in enumerate(devices):
         place = folder / f"0000:00:0{number}.0"
         place.mkdir()
@@ -62,13 +62,14 @@ def test_a_tpu_is_used_where_it_can_be(
 
 
 def test_one_process_needs_no_place() -> None:
+    # A single process has no rank in a slice.
     assert place_in_slice(0, 1, 0, 1, {}, 77) is None
     torchrun = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     assert place_in_slice(0, 1, 0, 1, torchrun, 77) is None
 
 
 def test_the_address_of_processes_on_one_host() -> None:
-    """The port differs from that of another run on the host, which another process has started."""
+    """Processes on one host agree on a port. Another run on the same host has another port."""
     first, second = (place_in_slice(rank, 4, rank, 4, {}, 77) for rank in (0, 3))
     other = place_in_slice(0, 4, 0, 4, {}, 78)
     assert first is not None
@@ -108,6 +109,7 @@ def test_an_unknown_address_is_an_error() -> None:
 
 
 def test_processes_outside_of_the_runtime_are_refused() -> None:
+    # If a launcher has started several processes and XLA's runtime has one, each would train alone: an error.
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     with pytest.raises(ConfigurationError, match="has started 2 processes .*XLA's runtime has 1: each would train alone"):
         place_in_slice(0, 1, 0, 1, torchrun, 1)

@@ -1,4 +1,4 @@
-"""PyTorch's two tutorials on DDP, with their Trainer replaced by ours: each sample is seen once in an epoch."""
+"""PyTorch's two DDP tutorials with trainkit's Trainer: each sample is used once per epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs on two hosts with a network between them: they train, and end or resume when a cable is cut or a host is killed."""
+"""Jobs on two simulated hosts: they train, and they end or resume when a network cable is cut or a host is killed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.prompt
 
 TESTS = Path(__file__).parents[1]
 LIMIT = within(10)  # seconds in which all processes must have ended
-SILENCE = 30.0  # seconds without a sign of a host after which a message says that it is lost
+SILENCE = 30.0  # seconds without a heartbeat after which a host counts as lost
 
-# `trainkit launch`, less patient with a host that does not answer; it misses three signs of life.
+# `trainkit launch` with shorter limits. A host is lost when it misses three heartbeats.
 HEARTBEAT = 1 if ALONE else 4
 IMPATIENT = f"""
 import sys
@@ -42,8 +42,8 @@ class Job:
     """A job on two hosts.
 
     Attributes:
-        hosts: they.
-        programs: the agents that run, by host.
+        hosts: the simulated hosts.
+        programs: the running agents, by host.
     """
 
     def __init__(self, hosts: Hosts, folder: Path, *, restarts: int = 0, patient: bool = False, **task: Any) -> None:
@@ -55,7 +55,7 @@ class Job:
         self._call = ["-m", "trainkit"] if patient else ["-c", IMPATIENT]
 
     def start(self, host: int, per_node: int = 1, instead: tuple[Path, Path] | None = None, **task: Any) -> None:
-        """Start the part of a host."""
+        """Start the agent of one host."""
         machines = ["--nnodes", "2", "--node-rank", str(host), "--master-addr", ADDRESSES[0], "--master-port", "29500"]
         processes = ["--nproc-per-node", str(per_node), "--max-restarts", str(self._restarts)]
         script = [str(TESTS / "helpers/launch/two_hosts.py"), json.dumps({**asdict(self._task), **task})]
@@ -65,25 +65,25 @@ class Job:
         self.programs[host] = self.hosts.start(host, command, settings, instead)
 
     def start_both(self, **options: Any) -> Job:
-        """Start it on both hosts; returns itself."""
+        """Start the agents of both hosts; returns this job."""
         for host in (0, 1):
             self.start(host, **options)
         return self
 
     def codes(self) -> list[int]:
-        """The exit codes of both agents, when they have ended."""
+        """Wait for both agents, and return their exit codes."""
         return [self.programs[host].code() for host in (0, 1)]
 
     def at_the_gate(self) -> None:
-        """Wait until the processes of the first start wait there."""
+        """Wait until both processes have reached the optimizer step before which they stop (`gate`)."""
         self.wait_for(lambda: all((self.folder / f"gate-{self._task.start}-{rank}").exists() for rank in (0, 1)))
 
     def open_the_gate(self) -> None:
-        """Let them continue."""
+        """Let the processes continue."""
         (self.folder / "open").touch()
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> float:
-        """Wait for something that must come while both agents run; returns how long it took."""
+        """Wait for a condition while both agents run; return how long it took."""
         begin = time.monotonic()
         while not condition():
             took = time.monotonic() - begin
@@ -94,7 +94,7 @@ class Job:
         return time.monotonic() - begin
 
     def worlds(self, attempt: int) -> list[dict[str, Any]]:
-        """What the processes of an attempt have written about their world."""
+        """What each process of an attempt has written about its world."""
         files = sorted(self.folder.glob(f"world-{attempt}-*"), key=lambda file: int(file.name.rpartition("-")[2]))
         return [json.loads(file.read_text()) for file in files]
 
@@ -110,7 +110,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[tuple[int, int], str]:
-    """The loss of each micro-batch, on two processes of one host."""
+    """The loss of each micro-batch in a training with two processes on one host."""
     return {where: loss.hex() for where, loss in trained(CASE, 2).losses.items()}
 
 
@@ -119,13 +119,13 @@ def losses(folder: Path) -> dict[tuple[int, int], str]:
 
 
 def went_on(job: Job) -> bool:
-    """Whether the second attempt resumed from a checkpoint of the first: of step 3, if that was complete."""
+    """Whether both hosts resumed after one restart from the same checkpoint, of step 3 or earlier."""
     first, second = job.worlds(1)
     return first["restarts"] == second["restarts"] == 1 and 0 < first["step"] == second["step"] <= 3
 
 
 def test_two_hosts_compute_the_losses_of_one(hosts: Hosts, tmp_path: Path, expected: dict[tuple[int, int], str]) -> None:
-    """Without settings for the network: neither host name resolves to an address."""
+    """No network settings are needed, although the host names do not resolve to addresses."""
     job = Job(hosts, tmp_path / "run", patient=True).start_both()
     assert job.codes() == [0, 0], job
     facts = {"size": 2, "local_rank": 0, "local_size": 1, "nodes": 2, "restarts": 0, "step": 0}
@@ -147,13 +147,13 @@ def test_two_processes_on_each(hosts: Hosts, tmp_path: Path) -> None:
 
 
 def lost(job: Job) -> bool:
-    """Whether each host has said that it has lost the other."""
+    """Whether each host has reported that it lost the connection to the other."""
     return all(f"the connection to rank {1 - host} is lost" in job.programs[host].output for host in (0, 1))
 
 
 @pytest.mark.slow
 def test_a_cut_and_mended_cable(hosts: Hosts, tmp_path: Path, expected: dict[tuple[int, int], str]) -> None:
-    """The cut is silent. Both sides notice it, and resume from the newest checkpoint when they find each other again."""
+    """Packets are lost silently for a while: both hosts notice it, reconnect, and resume from the newest checkpoint."""
     job = Job(hosts, tmp_path / "run", restarts=1, gate=3).start_both()
     job.at_the_gate()
     hosts.cut()
@@ -168,7 +168,10 @@ def test_a_cut_and_mended_cable(hosts: Hosts, tmp_path: Path, expected: dict[tup
 @pytest.mark.slow
 @pytest.mark.parametrize("told", [False, True])
 def test_a_cable_that_stays_cut(hosts: Hosts, tmp_path: Path, told: bool, expected: dict[tuple[int, int], str]) -> None:
-    """With the default limits: no process waits forever, and a manual start resumes."""
+    """With default limits, both jobs end when the cable stays cut, and starting them again resumes.
+
+    If `told` is set, the network interface of host 1 is down. Otherwise packets are lost silently.
+    """
     job = Job(hosts, tmp_path / "run", patient=True, gate=3, patience=SILENCE).start_both()
     job.at_the_gate()
     begin = time.monotonic()
@@ -192,7 +195,7 @@ def test_a_cable_that_stays_cut(hosts: Hosts, tmp_path: Path, told: bool, expect
 
 @pytest.mark.slow
 def test_a_short_interruption_does_no_harm(hosts: Hosts, tmp_path: Path, expected: dict[tuple[int, int], str]) -> None:
-    """Of twelve seconds, with the default limits."""
+    """With default limits, the training survives an interruption of the network for twelve seconds without a restart."""
     job = Job(hosts, tmp_path / "run", patient=True, gate=3, patience=SILENCE).start_both()
     job.at_the_gate()
     hosts.cut()
@@ -209,7 +212,7 @@ def test_a_short_interruption_does_no_harm(hosts: Hosts, tmp_path: Path, expecte
 
 @pytest.mark.parametrize("host", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_killed_host_comes_back(hosts: Hosts, tmp_path: Path, host: int, expected: dict[tuple[int, int], str]) -> None:
-    """The other host waits for it, also for the first host, which hosts the store of the agents."""
+    """The other agent waits for a killed host to start again, even for the first host, which hosts the agents' store."""
     job = Job(hosts, tmp_path / "run", restarts=1, gate=3).start_both()
     job.at_the_gate()
     hosts.kill(host)
@@ -245,7 +248,7 @@ def test_a_killed_host_ends_the_other(hosts: Hosts, tmp_path: Path, host: int, e
 @pytest.mark.slow
 @pytest.mark.parametrize("host", [0, 1])
 def test_a_host_without_power(hosts: Hosts, tmp_path: Path, host: int, expected: dict[tuple[int, int], str]) -> None:
-    """It sends nothing any more, not even the end of its connections."""
+    """A host without power does not even close its connections; the other host ends with an error within the limit."""
     job = Job(hosts, tmp_path / "run", gate=3).start_both()
     job.at_the_gate()
     hosts.cut()
@@ -261,11 +264,12 @@ def test_a_host_without_power(hosts: Hosts, tmp_path: Path, host: int, expected:
     assert losses(job.folder) == expected
 
 
-# ------------------------------------------------------------------------------------------------------ another folder
+# -------------------------------------------------------------------------------------- different folders on the hosts
 
 
 @pytest.mark.slow
 def test_a_folder_that_is_another_one_there(hosts: Hosts, tmp_path: Path) -> None:
+    # If the folder of a run is not the same on both hosts, both end with an error before the training.
     job = Job(hosts, tmp_path / "run")
     other = tmp_path / "other"
     other.mkdir()

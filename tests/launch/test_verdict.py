@@ -1,4 +1,4 @@
-"""The verdict on the exits of the workers."""
+"""The launcher's exit code and message, from the exit codes of all workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FIRST, ABORTED = "rank 4 ended with exit code ", "rank 4 was ended by SIGABRT"
 KILLED = "rank 5 was ended by SIGKILL (possibly out of memory)"
 
 
-# The workers that ended, (rank, exit code); the killed ranks; the signals; the verdict.
+# Workers that exited as (rank, exit code), ranks that the agent killed, signals that the agent received, and the verdict.
 @pytest.mark.parametrize("ended, killed, received, expected", [
     ([(4, 0), (5, 0)], [], [], Verdict(0, True, None, None)),
     ([(4, 0), (5, 0)], [], [TERM], Verdict(0, True, None, None)),
@@ -26,12 +26,12 @@ KILLED = "rank 5 was ended by SIGKILL (possibly out of memory)"
     ([(4, 1), (5, -11)], [], [], Verdict(1, False, f"{FIRST}1", "rank 5 was ended by SIGSEGV")),
     ([(4, -6), (5, -15)], [], [], Verdict(134, False, ABORTED, f"{ABORTED}; rank 5 was ended by SIGTERM")),
     ([(4, -70)], [], [], Verdict(198, False, "rank 4 was ended by signal 70", "rank 4 was ended by signal 70")),
-    # stop request, and saved
+    # a stop request, after which the workers saved
     ([(4, 143), (5, 143)], [], [TERM], Verdict(143, True, f"{FIRST}143", None)),
     ([(4, 143), (5, 143)], [], [], Verdict(143, True, f"{FIRST}143", None)),
     ([(4, 1), (5, 143)], [], [], Verdict(143, True, f"{FIRST}1", None)),
     ([(4, 143), (5, 0)], [], [USR1], Verdict(143, True, f"{FIRST}143", None)),
-    # stop request, and not saved
+    # a stop request, after which some workers did not save
     ([(4, -15), (5, -15)], [], [TERM], Verdict(143, True, "rank 4 was ended by SIGTERM", None)),
     ([(4, -15), (5, -15)], [], [HUP], Verdict(143, True, "rank 4 was ended by SIGTERM", None)),
     ([(4, -10), (5, -10)], [], [USR1], Verdict(138, True, "rank 4 was ended by SIGUSR1", None)),
@@ -52,6 +52,7 @@ def test_verdicts(ended: list[tuple[int, int]], killed: list[int], received: lis
 
 
 def test_not_all_of_many_are_named() -> None:
+    # The message names at most 8 of many killed workers.
     text = make_verdict([(rank, -9) for rank in range(100)], [], [], 30.0).message
     assert text is not None
     assert text.count("SIGKILL") == 8

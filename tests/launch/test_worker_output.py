@@ -1,4 +1,4 @@
-"""The output of workers appears on `sys.stdout` and `sys.stderr`: one live, the others line by line."""
+"""Output of the workers on `sys.stdout` and `sys.stderr`: that of rank 0 as it is printed, that of others line by line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WHERE: contextvars.ContextVar[str] = contextvars.ContextVar("WHERE", default="no
 
 
 class Cell(io.StringIO):
-    """Stores what is written, and for which cell."""
+    """Stores what is written, and the notebook cells that it was written for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Cell(io.StringIO):
 
 
 class Process:
-    """A process as `WorkerOutput` sees it, whose output the test writes."""
+    """A process as `WorkerOutput` sees it. The test writes its output."""
 
     def __init__(self) -> None:
         for name in ("stdout", "stderr"):
@@ -52,7 +52,7 @@ class Process:
 
 @pytest.fixture
 def cells(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[Cell, Cell]]:
-    """To be called in the test: pytest has streams of its own in each part of it."""
+    """Returns a function that replaces the streams. Call it in the test, because pytest sets other streams during fixtures."""
 
     def make() -> tuple[Cell, Cell]:
         out, err = Cell(), Cell()
@@ -88,13 +88,13 @@ def test_the_first_process_is_live_and_the_others_come_by_lines(cells: Cells) ->
     first, second = processes = take(streams)
     first.write("\r 50%|█".encode()[:-1])
     seen(out, "\r 50%|")
-    first.write("█".encode()[-1:])  # a character in two pieces
+    first.write("█".encode()[-1:])  # the bytes of one character in two writes
     seen(out, "\r 50%|█")
     second.write(b"not yet a line\r of the second")
     second.write(b"one\r\nof the second\npart", to="stderr")
     seen(err, "one\nof the second\n")
     second.write(b" process\n")
-    seen(out, "\r 50%|█\n of the second process\n")  # not behind a bar that is being drawn
+    seen(out, "\r 50%|█\n of the second process\n")  # starts a new line, because a progress bar is being drawn
     first.write(b"\r100%\n")
     second.write(b"\rrest\rend of it")
     seen(out, "\r 50%|█\n of the second process\n\r100%\n")
@@ -116,7 +116,7 @@ def test_a_template_is_before_each_line_of_each_process(cells: Cells) -> None:
 
 
 def test_output_is_read_where_it_is_not_wanted(cells: Cells) -> None:
-    """A process that writes must neither wait for space in the pipe nor fail."""
+    """Output is read even if the stream is closed, because a process with a full pipe would wait or fail."""
     out, _ = cells()
     streams = WorkerOutput()
     out.close()
@@ -124,10 +124,11 @@ def test_output_is_read_where_it_is_not_wanted(cells: Cells) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         streams.take(0, 0, process)
         assert process.wait() == 0
-        streams.close()  # before the pipes are closed here
+        streams.close()  # must happen before Popen closes the pipes
 
 
 def test_what_a_process_leaves_running_is_not_waited_for(cells: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+    # `close` does not wait for background processes of a worker; their later output still appears.
     monkeypatch.setattr("trainkit.launch.worker_output._CLOSE_TIMEOUT", 0.0)
     out, _ = cells()
     streams = WorkerOutput()
@@ -140,15 +141,17 @@ def test_what_a_process_leaves_running_is_not_waited_for(cells: Cells, monkeypat
 
 
 def test_a_program_that_writes_to_its_own_files_needs_none() -> None:
+    # Output must be copied only if `sys.stdout` is not the stream that worker processes inherit.
     program = "import sys; from trainkit.launch.worker_output import *; print(is_redirected(), shows_progress())"
     assert run_python(program).stdout == "False {'stdout': False, 'stderr': False}\n"
     other = f"import io, sys; said = sys.stdout; sys.stdout = io.StringIO(); {program.partition('; ')[2][:-1]}, file=said)"
     assert run_python(f"import sys; {other}", cwd=ROOT).stdout == "True {'stdout': False, 'stderr': False}\n"
-    wrapped = f"import sys; sys.stdout = open(1, 'w'); {program.partition('; ')[2]}"  # which is to see all output
+    wrapped = f"import sys; sys.stdout = open(1, 'w'); {program.partition('; ')[2]}"  # a stream that must get all output
     assert run_python(wrapped).stdout == "True {'stdout': False, 'stderr': False}\n"
 
 
 def test_what_a_notebook_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In a notebook, output must be copied, and a stream of ipykernel shows progress bars.
     stream: Any = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setattr(sys, "stderr", None)

@@ -1,4 +1,4 @@
-"""The workers of a start and how long they may take to end; with the launcher they are tested in test_agent.py."""
+"""The workers of one start, and how long they may take to exit. Tests with the launcher are in test_agent.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.prompt, pytest.mark.skipif(os.name != "posix", reason=
 INT, TERM = int(signal.SIGINT), int(signal.SIGTERM)
 
 
-# The signals and when; the workers that ended; until when the others may end by themselves.
+# Signals as (signal, time), workers that exited as (rank, exit code, time), and the time until which the others may exit.
 @pytest.mark.parametrize("signals, ended, expected", [
     ([], [], math.inf),
     ([], [(0, 0, 2.0)], math.inf),
@@ -46,7 +46,7 @@ Start = Callable[..., Workers]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """`start("exit $RANK")`: two workers that run a shell script, with the ranks 4 and 5."""
+    """`start("exit $RANK")` starts two workers, ranks 4 and 5, that run a shell script."""
     started: list[Workers] = []
 
     def start(script: str, grace: float = 30.0, command: str = "/bin/sh") -> Workers:
@@ -61,7 +61,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def ends(workers: Workers) -> list[tuple[int, int]]:
-    """The ranks and exit codes of the workers, when all have ended."""
+    """Wait for all workers, and return their ranks and exit codes in the order in which they exited."""
     last = time.monotonic() + PATIENCE
     while not workers.is_over():
         workers.check()
@@ -72,7 +72,7 @@ def ends(workers: Workers) -> list[tuple[int, int]]:
 
 
 def pid(file: Path) -> int:
-    """The process ID that a script has written."""
+    """The process ID that a script has written to a file."""
     wait_until(lambda: file.exists() and file.read_text().endswith("\n"))
     return int(file.read_text())
 
@@ -84,7 +84,7 @@ def test_exit_codes_come_in_order(start: Start) -> None:
 
 
 def test_an_error_in_the_start_leaves_no_worker(tmp_path: Path) -> None:
-    """Such as where the folder of the guards is full, or a limit of threads is reached."""
+    """If starting a worker fails, as at a limit on threads, the workers that have started are killed."""
     started: list[int] = []
 
     def fail(local_rank: int, rank: int, process: Any) -> None:
@@ -102,6 +102,7 @@ def test_an_error_in_the_start_leaves_no_worker(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_space_leaves_no_worker(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # If the process IDs cannot be written, as on a full disk, the worker that has started is killed.
     started: list[int] = []
 
     class Recorded(subprocess.Popen):  # type: ignore[type-arg]
@@ -118,7 +119,7 @@ def test_a_folder_without_space_leaves_no_worker(start: Start, tmp_path: Path, m
 
 
 def test_workers_have_the_default_signals(start: Start, tmp_path: Path) -> None:
-    """Also under nohup, or where a shell's & ignores Ctrl-C."""
+    """Workers handle SIGHUP and SIGINT by default, even if the launcher ignores them (under nohup, or started with `&`)."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         workers = start(f"grep SigIgn /proc/self/status > {tmp_path}/$RANK")
@@ -142,7 +143,10 @@ def test_each_worker_has_a_session_of_its_own(start: Start, tmp_path: Path) -> N
 def test_a_worker_that_ignores_sigterm_is_killed(
     start: Start, tmp_path: Path, stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With everything that it has started; after a failure, and when elastic asks for the end."""
+    """A worker that ignores SIGTERM is killed together with its child processes.
+
+    This holds after a failure of another worker, and when torch elastic stops the workers.
+    """
     failure = "sleep 100" if stopped else "exit 3"
     script = f'if [ "$RANK" = 4 ]; then {failure}; fi; trap "" TERM; sleep 100 & echo $! > {tmp_path}/child; wait; sleep 100'
     for name in ("_FAILURE_TIMEOUT", "_SHUTDOWN"):

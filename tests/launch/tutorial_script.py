@@ -1,7 +1,7 @@
-"""PyTorch's DDP tutorials with our Trainer in place of theirs: `python tutorial_script.py spawn|torchrun FOLDER`.
+"""PyTorch's DDP tutorials with trainkit's Trainer: `python tutorial_script.py spawn|torchrun FOLDER`.
 
-One tutorial starts its processes with `mp.spawn` and makes the process group itself, the other is started by torchrun; both
-give the loader a `DistributedSampler`.
+One tutorial starts its processes with `mp.spawn` and initializes the process group itself; the other is started by torchrun.
+Both pass a `DistributedSampler` to the loader.
 """
 
 from __future__ import annotations

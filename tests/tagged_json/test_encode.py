@@ -40,7 +40,7 @@ def there_and_back(value: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in value and type, recursively; nan equals nan, 0.0 does not equal -0.0, sets and dicts by their elements."""
+    """Whether both are equal in type and value, recursively. nan equals nan, 0.0 does not equal -0.0."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
@@ -444,7 +444,7 @@ def test_equal_sets_have_equal_text() -> None:
 
 
 def test_long_lists_of_numbers_are_exact() -> None:
-    """They are checked by a few passes in C; a single different value among them is still found."""
+    """Long lists of numbers take a faster path; a list with a single value of another type is restored exactly too."""
     numbers = list(range(1_000_000))
     data = dumps({"a": numbers}, {})
     assert loads(data, {}, "x") == {"a": numbers}
@@ -531,7 +531,7 @@ def test_malformed_tags_are_refused(text: str, says: str) -> None:
 
 
 def test_many_keys_with_the_same_hash_do_not_hang() -> None:
-    """hash(k * (2^61 - 1)) is 0 for every k: a dict of a million of them would take hours to fill."""
+    """Keys that all have the same hash are refused: filling a dict with a million of them would take hours."""
     modulus = sys.hash_info.modulus
     alike = [k * modulus for k in range(1, 1_000)]
     assert "same hash" in refused(json.dumps({"$set": alike}).encode())

@@ -1,4 +1,4 @@
-"""A value as bytes for other ranks is restored unchanged, with its tensors and without pickle."""
+"""Values sent to other ranks as bytes are restored unchanged, including tensors, without pickle."""
 
 from __future__ import annotations
 

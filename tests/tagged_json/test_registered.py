@@ -1,4 +1,4 @@
-"""`trainkit.checkpoint.register`: a user's own types, anywhere in a checkpoint."""
+"""`trainkit.checkpoint.register`: values of a user's own classes can be saved anywhere in a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _none_registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Vocabulary:
-    """A value that JSON cannot represent."""
+    """A user's own class, which JSON cannot represent."""
 
     def __init__(self, words: list[str], counts: Tensor, weights: Any = None) -> None:
         self.words, self.counts, self.weights = words, counts, weights
@@ -115,6 +115,7 @@ def test_wrong_arguments(call: Callable[[], Any], message: str) -> None:
 
 
 def test_twice() -> None:
+    # Registering a class or a name twice is an error, except with `replace=True`.
     register(Vocabulary, Vocabulary.to_dict, Vocabulary.from_dict)
     with pytest.raises(ConfigurationError, match=r"test_registered\.Vocabulary is registered already\. Call register once"):
         register(Vocabulary, str, str)
@@ -196,7 +197,7 @@ def test_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert torch.equal(again.hparams.vocabulary.counts, vocabulary.counts)
 
     registered._by_kind.clear()
-    registered._by_name.clear()  # like a program that has not called register
+    registered._by_name.clear()  # as in a program that has not called register
     said = rf"contains a value of the type '{NAME}', which this program has not registered.*checkpoint\.register\("
     with pytest.raises(CheckpointError, match=said) as caught:
         Reading.load_from_checkpoint(path)

@@ -22,7 +22,7 @@ json_values = st.recursive(
 
 
 def refused(data: bytes) -> str:
-    """The error message, which always begins with the file."""
+    """Return the error message, which must begin with the path of the file."""
     return complaint(lambda: strict_json(data, "some/manifest.json"), "some/manifest.json")
 
 
