@@ -126,7 +126,7 @@ def test_freezing() -> None:
 
 
 class Looking(TinyModule):
-    """Calls `look(self)` in each training step and keeps what it gives."""
+    """Calls `look(self)` in each training step and keeps the results."""
 
     def __init__(self, look: Any) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def test_a_module_defines_its_own_loaders_and_its_model_late() -> None:
     trainer.fit(module)
     assert module.layer.weight.dtype is torch.float64
     assert trainer.callback_metrics["val"].item() > 0
-    trainer.fit(module)  # and again
+    trainer.fit(module)  # a second fit works too
 
 
 def test_a_copy_leaves_the_run_behind() -> None:

@@ -1,4 +1,4 @@
-"""Clearing gradients: what torch's `zero_grad` does, by a shorter way; and letting them flow into one optimizer's only."""
+"""`clear_gradients` does what `zero_grad` of torch does, but faster. `toggle` freezes what other optimizers train."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ def test_a_prepared_optimizer_sets_to_none_or_to_zero(set_to_none: bool) -> None
 
 
 def test_toggling_gives_back_what_was() -> None:
+    # toggle sets requires_grad to False for parameters of other optimizers only; untoggle restores it
     own, both, other, frozen = made = parameters(4)
     frozen.requires_grad_(False)
     one = torch.optim.SGD([own, both], lr=1.0)

@@ -1,4 +1,4 @@
-"""transformers and PEFT models: what is written next to their weights, and adapters without their base."""
+"""transformers and PEFT models: the configuration saved with their weights, and adapters saved without the base model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is saved of a module, and how it is restored: completely, or nothing is changed."""
+"""The state of a module: it is restored completely, or an error is raised and nothing is changed."""
 
 from __future__ import annotations
 
@@ -91,6 +91,7 @@ def test_nothing_is_copied_and_buffers_that_are_not_persistent_stay_out() -> Non
 
 
 def test_save_is_one_of_two() -> None:
+    # the argument `save` must be "all" or "trainable"
     with pytest.raises(ConfigurationError, match="'all' or 'trainable', not 'some'"):
         capture_model(nn.Linear(1, 1), "some")  # type: ignore[arg-type]
 
@@ -178,7 +179,7 @@ def test_one_name_of_two_that_are_tied_is_enough() -> None:
 
 
 class Picky(nn.Module):
-    """Loads its weight, then raises an error."""
+    """Changes its weight and extra state while loading, then raises an error."""
 
     def __init__(self) -> None:
         super().__init__()
