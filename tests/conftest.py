@@ -29,7 +29,7 @@ from trainkit import rng
 
 torch.set_num_threads(1)
 
-# A background job of a shell ignores SIGINT, and nohup ignores SIGHUP. Processes that tests start would inherit that.
+# Processes that tests start must not inherit that a background job of a shell ignores SIGINT, or that nohup ignores SIGHUP.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:

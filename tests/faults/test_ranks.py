@@ -165,6 +165,7 @@ def test_one_hangs(launcher: str, rank: int, run_dir: Path) -> None:
 @SLOW
 @pytest.mark.parametrize("kind, words", [("validation", "fails in validation"), ("setup", "fails in setup")])
 def test_one_raises_elsewhere(kind: str, words: str, run_dir: Path) -> None:
+    # an error in validation or in setup of one process: all exit, and its traceback is printed last
     with job("script", kind, 1, run_dir) as running:
         running.ends_within(PATIENCE)
         assert running.process.returncode != 0

@@ -198,6 +198,7 @@ class WhileChecked(Callback):
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_gets_a_signal_before_anything(rank: int, late: bool) -> None:
+    # the signal comes before any callback hook: all processes exit with code 143, without a traceback
     with started(Training("runs"), more=[WhileChecked(rank, late)]) as world:
         assert world.codes(LIMIT) == [143, 143], world.output
         assert "Traceback" not in world.output

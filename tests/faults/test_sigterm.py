@@ -245,6 +245,7 @@ def test_a_second_sigterm_ends_immediately() -> None:
 
 
 def test_ctrl_c() -> None:
+    # the step is finished and saved, and the output names the checkpoint from which to resume
     expected = plain()
     with Child(Watched(more=[At("on_before_backward", send(signal.SIGINT), 4)]).go) as child:
         assert child.code == 130, child.output
@@ -298,6 +299,7 @@ def test_the_last_line_after_ctrl_c_says_how_to_continue(run_dir: Path) -> None:
 
 
 def test_ctrl_c_in_a_hook_before_the_first_step_names_the_users_line(run_dir: Path) -> None:
+    # the traceback ends at the line of the user's hook that was interrupted
     lines = interrupted(run_dir, "setup(self, stage)")
     assert lines[-1] == "KeyboardInterrupt: stopped after 0 optimizer steps; no checkpoint was saved."
     frames = [line.strip().split(", ")[-1] for line in lines if line.startswith("  File ")]

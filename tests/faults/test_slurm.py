@@ -69,10 +69,12 @@ def test_slurm_refuses(script: str) -> None:
 
 
 def test_no_job_of_slurm() -> None:
+    # outside of a SLURM job, scontrol is not called, and the output names the missing variable SLURM_JOB_ID
     called, output = slurm({}, script="true")
     assert (called, "SLURM_JOB_ID" in output) == ("", True)
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (0, 0)])
 def test_slurm_is_asked_after_a_preemption_only(number: int, code: int) -> None:
+    # no requeue after Ctrl-C, and none after a run that has finished
     assert slurm({"SLURM_JOB_ID": "77"}, number, "true", code)[0] == ""

@@ -43,6 +43,7 @@ def test_callbacks_come_in_their_order_those_that_run_last_after_the_module() ->
 
 
 def test_a_hook_set_on_the_object_counts() -> None:
+    # a function that is assigned to an object as a hook is called like a method of its class
     module, calls = TinyModule(), []
     module.on_train_start = lambda: calls.append("module")
     callback = Callback()

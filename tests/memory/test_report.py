@@ -33,6 +33,7 @@ def row(made: MemoryPlan, strategy: str, processes: int) -> Row:
 
 
 def test_elements() -> None:
+    # number of parameters, and bytes of each kind of tensors on one device
     made = plan(processes=[1])
     assert (made.trained, made.parameters) == (T, T + FROZEN)
     held = row(made, "single", 1).footprint.device
@@ -160,6 +161,7 @@ def test_the_module_is_left_alone() -> None:
 
 
 def test_a_module_without_values() -> None:
+    # a module on the meta device has the same plan
     with torch.device("meta"):
         module = Planned()
     assert str(plan(module, processes=[2])) == str(plan(processes=[2]))
@@ -172,6 +174,8 @@ def test_tied_parameters_count_once() -> None:
 
 
 def test_parameters_out_of_a_list() -> None:
+    # configure_optimizers may use a list of parameters that the constructor has made
+
     class Listing(Planned):
         def __init__(self) -> None:
             super().__init__()
@@ -185,6 +189,8 @@ def test_parameters_out_of_a_list() -> None:
 
 
 def test_a_schedule_over_the_whole_fit() -> None:
+    # configure_optimizers may use trainer.estimated_stepping_batches, also in plan()
+
     class Scheduled(Planned):
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()

@@ -144,6 +144,7 @@ def test_what_cannot_be_stored_is_there_in_the_run_and_given_again_afterwards() 
 
 
 def test_nothing_is_said_where_nothing_is_stored() -> None:
+    # a run without checkpoints does not warn of arguments that a checkpoint cannot store
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_trainer().fit(Backbone(nn.Linear(4, 1), nn.functional.relu, torch.optim.SGD), tiny_loader())

@@ -128,6 +128,7 @@ def test_a_validation_step_of_none_turns_validation_off() -> None:
 
 @pytest.mark.parametrize("name", ["training_step", "configure_optimizers"])
 def test_without_what_training_needs(name: str) -> None:
+    # fit raises an error if a required method was replaced with None
     module = TinyModule()
     setattr(module, name, None)
     with pytest.raises(MissingMethodError, match=f"TinyModule has no {name}"):
@@ -196,6 +197,7 @@ def test_hooks_and_override_points_that_were_assigned() -> None:
 
 
 def test_the_norm_does_not_reach_clipping_that_was_assigned() -> None:
+    # norm_type has no effect on the user's configure_gradient_clipping, so it is an error
     module = TinyModule()
     module.configure_gradient_clipping = lambda optimizer, value, algorithm: None
     with pytest.raises(ConfigurationError, match="has no effect on TinyModule.configure_gradient_clipping"):

@@ -116,6 +116,7 @@ def test_forms_with_several_optimizers(returned: Callable[[Any, Any], Any], owne
 
 
 def test_everything_that_a_scheduler_may_say() -> None:
+    # all keys of a scheduler dict are in trainer.lr_scheduler_configs
     described = {"interval": "step", "frequency": 2, "monitor": "val_loss", "strict": False, "name": "mine"}
     trainer = make_trainer()
     configure = with_scheduler(lambda o, s: {"optimizer": o, "lr_scheduler": {"scheduler": s, **described}})
@@ -150,6 +151,7 @@ def test_a_plateau_scheduler_needs_no_monitor_under_manual_optimization() -> Non
 
 
 def test_the_monitor_next_to_the_scheduler() -> None:
+    # 'monitor' may also be a key next to 'lr_scheduler'
     configure = with_scheduler(lambda o, s: {"optimizer": o, "lr_scheduler": s, "monitor": "val_loss"}, plateau)
     trainer = make_trainer()
     trainer.fit(Returning(configure), tiny_loader(8), tiny_loader(4))
@@ -265,6 +267,7 @@ def test_by_step() -> None:
 
 
 def test_by_step_counts_updates() -> None:
+    # interval="step" counts optimizer steps, not micro-batches
     assert rates(described(interval="step"), accumulate_grad_batches=2, batches=5) == [0.1, 0.1, 0.05, 0.05, 0.025]
 
 
@@ -378,6 +381,7 @@ def test_a_plateau_by_step_without_validation_follows_each_update() -> None:
 
 
 def test_the_sanity_check_moves_no_plateau() -> None:
+    # the metric of the sanity check is not passed to ReduceLROnPlateau
     module = Scripted(following("val_metric", interval="step"), [3.0])
     plateau_rates(module, num_sanity_val_steps=1)
     assert module.trainer.lr_scheduler_configs[0].scheduler.last_epoch == 1

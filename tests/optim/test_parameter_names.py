@@ -76,6 +76,7 @@ def test_a_compiled_module_runs_what_was_loaded() -> None:
 
 
 def test_a_module_that_is_there_compiled_too_is_tied() -> None:
+    # a submodule and its compiled version share parameters, which are saved once
     module = nn.Module()
     module.net = nn.Linear(2, 2, bias=False)
     module.fast = compiled(module.net)

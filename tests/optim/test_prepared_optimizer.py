@@ -39,6 +39,7 @@ def test_parameters_of_others_keep_their_gradients() -> None:
 
 
 def test_an_optimizer_with_its_own_zero_grad_is_asked() -> None:
+    # clear_gradients calls zero_grad if the class of the optimizer overrides it
     (parameter,) = parameters(1)
     optimizer = Counting([parameter], lr=1.0)
     clear_gradients(optimizer)
@@ -47,6 +48,7 @@ def test_an_optimizer_with_its_own_zero_grad_is_asked() -> None:
 
 
 def test_a_zero_grad_that_was_replaced_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    # clear_gradients calls zero_grad if it was assigned to the optimizer
     (parameter,) = parameters(1)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     calls: list[str] = []

@@ -70,6 +70,7 @@ def one_cycle(optimizer: Any, steps: int) -> Any:
 @pytest.mark.parametrize("make", [cosine, one_cycle])
 @pytest.mark.parametrize("size, accumulate", [(1, 1), (2, 1), (3, 1), (2, 2)])
 def test_a_schedule_made_for_the_loader_as_it_was_ends_with_the_training(make: Any, size: int, accumulate: int) -> None:
+    # with the length of the loader before prepare, the schedule ends with the last optimizer step on any number of processes
     batches = SAMPLES // 4
     steps = batches // accumulate * EPOCHS
     wanted = by_hand(make, steps, list(range(0, steps + 1, size)))
@@ -78,7 +79,7 @@ def test_a_schedule_made_for_the_loader_as_it_was_ends_with_the_training(make: A
 
 
 def test_one_cycle_whose_last_row_is_short() -> None:
-    """Five processes make five scheduler steps for the last two micro-batches of an epoch, but none after the total_steps."""
+    """Five processes make five scheduler steps for the last two micro-batches of an epoch, but none after OneCycleLR's end."""
     found = run_world(5, trace, one_cycle)[0]
     assert len(found) == 2 * 3 + 1
     assert found[-1] == pytest.approx(by_hand(one_cycle, 24, [24])[0])
@@ -204,6 +205,7 @@ def test_one_made_for_the_prepared_length_warns_once() -> None:
 
 @pytest.mark.parametrize("make", MAKES)
 def test_one_process_has_nothing_to_say(make: Any) -> None:
+    # with one process, the prepared loader has the same length, so there is no warning
     assert warned(make, True, strategy=Strategy("cpu")) == []
 
 

@@ -105,6 +105,7 @@ def test_a_plan_changes_nothing() -> None:
 
 
 def test_metrics_that_keep_their_state_themselves() -> None:
+    # persistent metrics of torchmetrics are restored
     torchmetrics = pytest.importorskip("torchmetrics")
 
     def make() -> nn.Module:
@@ -168,6 +169,7 @@ def test_tied_in_the_model_only() -> None:
 
 
 def test_one_name_of_two_that_are_tied_is_enough() -> None:
+    # a checkpoint may contain only one of two names that are tied in the model
     state = stored(Tied())
     state.aliases.clear()
     other = Tied()

@@ -332,7 +332,7 @@ def test_other_groups_are_all_listed_and_nothing_changes(groups: Callable[[Net],
 
 
 def test_another_class_and_other_shapes() -> None:
-    # are errors that change nothing
+    # an optimizer of another class, or parameters of other shapes, are an error, and nothing is changed
     net, optimizer = build("Adam")
     train(net, optimizer, range(1))
     stored = saved(net, optimizer)

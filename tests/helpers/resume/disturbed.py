@@ -201,7 +201,7 @@ def lines(folder: str | Path, rank: int = 0) -> int:
 
 
 def end_of(folder: str | Path, size: int = 2) -> dict[str, Any]:
-    """The parameters, metrics and step at the end of the run, which must be the same on all processes."""
+    """The state dict, metrics and step at the end of the run, which must be the same on all processes."""
     ends = [json.loads((Path(folder) / f"end-{rank}.json").read_text()) for rank in range(size)]
     assert all(end == ends[0] for end in ends), "the processes have drifted apart"
     return ends[0]

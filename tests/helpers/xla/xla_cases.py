@@ -65,7 +65,7 @@ if _REAL:
 
 
 def limit(precision: str = "32-true") -> float:
-    """Maximum relative difference of losses to the plain loop; larger on a TPU, which computes in a different order."""
+    """Maximum relative difference of losses to the plain loop on the CPU; a TPU rounds differently, so it is larger there."""
     if precision != "32-true":
         return 2e-2 if _REAL else 5e-3
     return 1e-3 if _REAL else 2e-6
