@@ -1,7 +1,7 @@
-"""Fixtures that every test uses automatically, and fixtures that many tests request.
+"""Settings of the whole test process, and fixtures that many tests use.
 
-Every test runs in its own empty directory with freshly seeded generators. It fails if it leaves changed settings, threads or
-child processes behind: see `process_state.py`.
+Every test runs in its own empty directory with freshly seeded random generators, and must leave the process as it found it:
+see `process_state.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported, here and in every process that a test starts
-os.environ["TRAINKIT_CONFIG_FILE"] = os.devnull  # the developer may have a file of `trainkit config`
+os.environ["TRAINKIT_CONFIG_FILE"] = os.devnull  # ignore the trainkit config file of the user who runs the tests
 
 import hypothesis
 import numpy
@@ -29,13 +29,13 @@ from trainkit import rng
 
 torch.set_num_threads(1)
 
-# A background job of a shell ignores SIGINT, and nohup ignores SIGHUP. Processes that a test starts would inherit this.
+# Processes that tests start must not inherit that a background job of a shell ignores SIGINT, or that nohup ignores SIGHUP.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Processes that a test starts import trainkit from the checkout in any working directory, and start faster (STARTUP).
+# Processes that tests start import trainkit and the helpers from this checkout, and import `startup/sitecustomize.py`.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(TESTS), str(STARTUP), os.environ.get("PYTHONPATH")]))
 
 hypothesis.settings.register_profile("house", derandomize=True, deadline=None, database=None, print_blob=True)
@@ -44,20 +44,20 @@ hypothesis.settings.load_profile("house")
 
 def _seed() -> None:
     torch.manual_seed(0)
-    rng._process_seed = None  # the seed that an earlier test passed to seed_everything
+    rng._process_seed = None  # the seed of an earlier test's seed_everything
     numpy.random.seed(0)
     random.seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _torch_watches_workers() -> None:
-    """Let torch set its SIGCHLD handler before any test. It does so once per process, for its first DataLoader workers."""
+    """Set torch's SIGCHLD handler before any test: torch sets it with the first DataLoader workers, and never removes it."""
     _set_SIGCHLD_handler()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _seeded_module() -> None:
-    """Seed before fixtures of a module draw random numbers, so that these do not depend on earlier tests."""
+    """Seed the generators, so that random numbers in module-scoped fixtures do not depend on earlier tests."""
     _seed()
 
 
@@ -74,7 +74,7 @@ def _clean_process(_seeded_module: None) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def run_dir(_clean_process: None, tmp_path: Path) -> Iterator[Path]:
-    """The working directory of the test: a new empty directory outside of the checkout."""
+    """Make the test run in its own empty directory outside of the checkout; returns its path."""
     before = Path.cwd()
     os.chdir(tmp_path)
     yield tmp_path
@@ -83,7 +83,7 @@ def run_dir(_clean_process: None, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def tiny_module() -> Any:
-    """A `TrainModule` that learns a linear function of four inputs; see `tiny.py`."""
+    """A `TrainModule` for linear regression with four inputs; see `tiny.py`."""
     from helpers.runs.tiny import TinyModule
 
     return TinyModule()

@@ -19,7 +19,7 @@ def refused(check: Any, *given: Any, **options: Any) -> str:
 
 
 def test_kinds_of_numbers() -> None:
-    # A bool is neither an integer nor a number.
+    """A bool is neither an integer nor a number."""
     assert [is_whole(value) for value in (0, -3, True, 1.0, "1", None)] == [True, True, False, False, False, False]
     assert [is_number(value) for value in (0, 0.5, True, "1", None)] == [True, True, False, False, False]
 
@@ -62,7 +62,7 @@ def test_none_where_it_is_allowed() -> None:
 
 
 def test_a_bound_that_is_not_reached() -> None:
-    # `above=0` excludes 0.
+    """`above=0` excludes 0."""
     assert real_number(1e-9, "f(x=)", above=0) == 1e-9
     assert refused(real_number, 0, "f(x=)", above=0, example=25) == "f(x=) must be a number > 0, not 0. For example: f(x=25)"
     assert refused(real_number, math.nan, "x", fix="f(2)") == "x must be a number, not nan. For example: f(2)"

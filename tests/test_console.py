@@ -188,7 +188,7 @@ def test_notices_and_warnings_where_standard_error_has_no_unicode() -> None:
 
 
 def test_streams_are_as_they_were_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    # `only_printable` restores the error handling of a stream, also after an error.
+    """`only_printable` restores the error handling of a stream, also after an error."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stream)
 

@@ -163,7 +163,7 @@ def test_a_compiled_module_learns() -> None:
 
 
 def test_an_own_loop_is_the_trainer() -> None:
-    # Your own training loop gives the same parameters as the Trainer, bit by bit.
+    """Your own training loop gives the same parameters as the Trainer, bit by bit."""
     module, model = trained(dropout=0.2), Net(dropout=0.2)
     accelerator = Accelerator()
     accelerator.seed = 7

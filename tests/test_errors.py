@@ -63,7 +63,7 @@ def test_preempted_is_no_error() -> None:
 
 @pytest.mark.parametrize("name", list(TREE))
 def test_each_says_what_it_is_for(name: str) -> None:
-    # Each error class has a docstring, and its text is the message.
+    """Each error class has a docstring, and its text is the message."""
     assert (getattr(errors, name).__doc__ or "").strip()
     assert str(getattr(errors, name)("text")) == "text"
 

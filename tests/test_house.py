@@ -189,7 +189,7 @@ def report(complaints: list[str]) -> None:
 
 
 def test_the_three_folders_are_read_once() -> None:
-    # The rules are applied to trainkit, callbacks and strategies, and to each module once.
+    """The rules are applied to trainkit, callbacks and strategies, and to each module once."""
     names = [source.module for source in SOURCES]
     assert len(names) == len(set(names))
     assert {"trainkit", "trainkit.errors", "trainkit.callbacks", "trainkit.strategies"} <= MODULES
@@ -249,7 +249,7 @@ def test_import_directions_can_pass(module: str, text: str) -> None:
 
 
 def test_rooms_name_lower_rooms_only() -> None:
-    # A package imports only from packages in lower layers, also for type checking, except the names in `house.ANNOTATIONS`.
+    """A package imports only from packages in lower layers, also for type checking, except the names in `house.ANNOTATIONS`."""
     report([c for source in SOURCES for c in house.wrong_layers(source, MODULES)])
 
 
@@ -738,7 +738,7 @@ def test_length_is_found() -> None:
 
 
 def test_only_its_own_room_writes_to_a_trainer() -> None:
-    # Only modules in trainkit.trainer assign to attributes of a Trainer.
+    """Only modules in trainkit.trainer assign to attributes of a Trainer."""
     report([c for s in SOURCES if not s.module.startswith("trainkit.trainer.") for c in house.writes_to_trainer(s)])
 
 

@@ -91,7 +91,7 @@ for name in {names}:
 
 @pytest.mark.parametrize("package", sorted(OPTIONAL & {"tensorboard", "wandb", "matplotlib", "sklearn"}))
 def test_what_is_optional_would_be_seen(package: str) -> None:
-    # The test of optional packages can fail: it sees a package that is imported.
+    """The test of optional packages can fail: it sees a package that is imported."""
     assert package in packages(modules_after(f"import {package}"))
 
 

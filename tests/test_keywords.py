@@ -49,7 +49,7 @@ def test_a_misspelt_argument_of_a_logger(name: str) -> None:
 
 
 def test_an_argument_that_is_like_none() -> None:
-    # An argument that is not similar to any other: the error lists the known ones.
+    """An argument that is not similar to any other: the error lists the known ones."""
     with pytest.raises(UnknownNameError, match=r"EarlyStopping has no argument 'zzz'\. Known: monitor, min_delta"):
         EarlyStopping("val_loss", zzz=1)
 
@@ -78,7 +78,7 @@ class OwnLogger(Logger):
 
 
 def test_an_init_of_the_users_is_his_business() -> None:
-    # A user's subclass with its own `__init__` raises Python's TypeError.
+    """A user's subclass with its own `__init__` raises Python's TypeError."""
     assert Own(1, other=2).value == 1
     for kind in (Own, OwnLogger):
         assert kind(value=3).value == 3

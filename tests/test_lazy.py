@@ -34,7 +34,7 @@ def test_a_typing_error(package: dict[str, Any]) -> None:
 
 
 def test_a_name_next_to_the_package(package: dict[str, Any]) -> None:
-    # A name can come from a module that is not in the package.
+    """A name can come from a module that is not in the package."""
     get, _ = lazily({"__name__": "json.decoder"}, {"JSONEncoder": ".encoder"})
     assert get("JSONEncoder") is json.JSONEncoder
 

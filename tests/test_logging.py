@@ -54,7 +54,7 @@ def test_arguments_of_pythons_loggers(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("variable", ["TRAINKIT_LOG_LEVEL", "ACCELERATE_LOG_LEVEL"])
 def test_levels(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The level comes from the argument or the environment variable, and is also set for the root logger.
+    """The level comes from the argument or the environment variable, and is also set for the root logger."""
     root = logging.getLogger()
     root.setLevel("ERROR")
     assert get_logger("trainkit_test.unset").logger.level == logging.NOTSET
@@ -67,7 +67,7 @@ def test_levels(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_before_the_processes_are_joined_the_launcher_says_who_speaks(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Before a Trainer or Accelerator exists, the variables of the launcher determine the main process.
+    """Before a Trainer or Accelerator exists, the variables of the launcher determine the main process."""
     monkeypatch.setattr("trainkit.accelerator.current.latest", lambda: None)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)

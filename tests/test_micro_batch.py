@@ -19,7 +19,7 @@ def test_it_cannot_be_changed() -> None:
 
 
 def test_outside_of_a_loader_each_backward_is_a_window_of_its_own() -> None:
-    # Without a loader, each backward pass is a complete accumulation window.
+    """Without a loader, each backward pass is a complete accumulation window."""
     assert (WHOLE_WINDOW.first, WHOLE_WINDOW.last, WHOLE_WINDOW.share, WHOLE_WINDOW.empty) == (True, True, 1.0, False)
 
 

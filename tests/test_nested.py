@@ -267,7 +267,7 @@ def take_apart(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [ones(1), (ones(1), ones(2)), None, "text"], ids=["tensor", "tuple", "None", "text"])
 def test_what_cannot_be_taken_apart_needs_no_copy(value: Any) -> None:
-    # Batches that cannot be changed in place are not copied.
+    """Batches that cannot be changed in place are not copied."""
     assert copied(value) is value
 
 
@@ -323,7 +323,7 @@ def test_a_packed_sequence_moves_as_torch_says() -> None:
 
 @pytest.mark.parametrize("non_blocking", [True, False])
 def test_whether_copies_are_waited_for_is_passed_on(non_blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # `non_blocking` is passed to `Tensor.to`.
+    """`non_blocking` is passed to `Tensor.to`."""
     seen = []
     monkeypatch.setattr(Tensor, "to", lambda self, device, non_blocking: seen.append((device, non_blocking)) or self)
     move([ones(1), {"a": ones(1)}], META, non_blocking)

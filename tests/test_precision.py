@@ -231,7 +231,7 @@ def test_the_scale_grows_after_growth_interval_steps_without_an_overflow() -> No
 
 
 def test_the_scale_is_taken_out_once_however_often_it_is_asked() -> None:
-    # Calling `unscale` several times before an optimizer step divides the gradient by the scale once.
+    """Calling `unscale` several times before an optimizer step divides the gradient by the scale once."""
     weights = scaled()
     weights.backward(3.0)
     for _ in range(3):
@@ -254,7 +254,7 @@ def test_a_clipped_gradient_is_what_the_update_uses() -> None:
 
 
 def test_an_update_that_does_not_happen_leaves_nothing_for_the_next() -> None:
-    # After `discard` instead of an optimizer step, the next gradient is unscaled as usual.
+    """After `discard` instead of an optimizer step, the next gradient is unscaled as usual."""
     weights = scaled()
     weights.backward(3.0)
     weights.precision.unscale(weights.optimizers[0])
@@ -335,7 +335,7 @@ def test_a_closure_needs_a_precision_without_a_scale() -> None:
 
 
 def test_reset_is_the_start_of_a_run() -> None:
-    # `reset` restores the initial loss scale, and forgets which gradients were unscaled.
+    """`reset` restores the initial loss scale, and forgets which gradients were unscaled."""
     weights = scaled()
     weights.backward(torch.inf)
     weights.step()

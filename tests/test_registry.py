@@ -214,7 +214,7 @@ def test_a_registered_strategy_is_like_the_others(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("mine")
 def test_the_whole_shape_of_a_sharded_parameter() -> None:
-    # The full shape of a sharded parameter is read from the attribute that its strategy declares.
+    """The full shape of a sharded parameter is read from the attribute that its strategy declares."""
     shard = torch.nn.Parameter(torch.zeros(2))
     assert whole_shape(shard) == (2,)
     shard.whole_of_mine = (4, 3)  # type: ignore[attr-defined]

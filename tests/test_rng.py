@@ -249,7 +249,7 @@ def test_keyed_draws_can_be_nested() -> None:
 
 
 def test_the_end_of_an_iterator_comes_through() -> None:
-    # `RandomState.keyed` passes on a StopIteration.
+    """`RandomState.keyed` passes on a StopIteration."""
     with pytest.raises(StopIteration):
         RandomState.keyed(1, lambda: next(iter(())))
 

@@ -71,7 +71,7 @@ def test_two_precisions_contradict_each_other(make: Any) -> None:
 
 
 def test_a_strategy_does_not_change_under_the_trainer_that_has_it() -> None:
-    # A strategy object of one Trainer cannot be used by another Trainer with another precision.
+    """A strategy object of one Trainer cannot be used by another Trainer with another precision."""
     shared = Strategy("cpu")
     first = make_trainer(strategy=shared, accelerator="auto", precision="bf16-mixed")
     with pytest.raises(ConfigurationError, match="two precisions"):
@@ -175,7 +175,7 @@ def test_in_full_precision_a_step_is_the_users_own_method(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"])
 def test_in_other_precisions_a_step_gets_what_it_needs(name: str) -> None:
-    # In other precisions, inputs are converted, and the default dtype is set during the step.
+    """In other precisions, inputs are converted, and the default dtype is set during the step."""
     seen: list[tuple[Any, ...]] = []
 
     class Looking(TinyModule):
@@ -201,7 +201,7 @@ def test_unwrapping() -> None:
 
 
 def test_an_optimizers_state_stays_where_it_is_right() -> None:
-    # The state of an optimizer that is on the device already is not copied.
+    """The state of an optimizer that is on the device already is not copied."""
     module = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(module.parameters())
     module(torch.ones(1, 2)).sum().backward()
@@ -223,7 +223,7 @@ def test_clipping() -> None:
 
 
 def test_one_process_is_all_processes() -> None:
-    # In a single process, collectives return their input and have no other effect.
+    """In a single process, collectives return their input and have no other effect."""
     strategy, module = Strategy("cpu"), nn.BatchNorm1d(1)
     data = {"a": torch.ones(2)}
     assert strategy.all_gather(data) is data
@@ -244,7 +244,7 @@ def test_one_process_is_all_processes() -> None:
 
 
 def test_where_nothing_is_compiled_there_is_nothing_to_tell_of_it() -> None:
-    # A strategy that compiles nothing has no count of compilations and no hints about them.
+    """A strategy that compiles nothing has no count of compilations and no hints about them."""
     strategy = Strategy("cpu")
     assert strategy.compilations is None
     assert strategy.compilation_hints() == {}

@@ -83,7 +83,7 @@ def test_a_child_left_behind_is_named() -> None:
 
 
 def test_generators_start_alike() -> None:
-    # Every test starts with generators that are seeded with 0.
+    """Every test starts with generators that are seeded with 0."""
     expected = torch.Generator().manual_seed(0)
     assert torch.equal(torch.rand(3), torch.rand(3, generator=expected))
     assert numpy.random.rand() == numpy.random.RandomState(0).rand()

@@ -64,7 +64,7 @@ def test_it_is_made_once(folder: Path, commands: Commands) -> None:
 
 
 def test_what_was_half_made_is_made_again(folder: Path, commands: Commands) -> None:
-    # An environment whose installation failed is created again.
+    """An environment whose installation failed is created again."""
     commands.fails = True
     with pytest.raises(subprocess.CalledProcessError):
         xla_environment.make(folder)
@@ -80,7 +80,7 @@ def test_what_was_half_made_is_made_again(folder: Path, commands: Commands) -> N
 def test_other_versions_are_installed_over_it(
     folder: Path, commands: Commands, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Changed versions are installed into the existing environment; if that fails, it is created again.
+    """Changed versions are installed into the existing environment; if that fails, it is created again."""
     xla_environment.make(folder)
     commands.taken()
     constraints: Any = xla_environment.constraints

@@ -161,7 +161,7 @@ def test_a_function_that_raises_in_the_main_environment() -> None:
 
 
 def test_a_main_environment_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A main environment that does not work is an error. If none is set, the test is skipped.
+    """A main environment that does not work is an error. If none is set, the test is skipped."""
     monkeypatch.setenv(main_runs.VARIABLE, "/bin/false")
     with pytest.raises(WorldError, match="/bin/false has ended with 1"):
         run_main(fails)

@@ -25,7 +25,7 @@ def window(size: int, begin: int = 0) -> list[MicroBatch]:
 
 
 def test_outside_of_a_loop_each_step_is_due() -> None:
-    # Before any micro-batch, each backward is a whole accumulation window, and `zero_grad` clears.
+    """Before any micro-batch, each backward is a whole accumulation window, and `zero_grad` clears."""
     state, told = own(4)
     assert (state.current, told, state.clears) == (WHOLE_WINDOW, [], True)
 
@@ -82,7 +82,7 @@ def test_a_window_that_is_left_open_is_completed() -> None:
 
 
 def test_a_forgotten_window_is_not_completed() -> None:
-    # After `forget_window`, the next micro-batch begins a new window.
+    """After `forget_window`, the next micro-batch begins a new window."""
     state, _ = own(4)
     state.receive(window(4)[0])
     state.enter(1)
@@ -116,7 +116,7 @@ def test_micro_batches_of_an_unprepared_loader_are_counted(size: int) -> None:
 
 
 def test_by_hand_a_loss_is_divided_by_the_size_of_a_window() -> None:
-    # `note_by_hand`, for `backward` outside of `accumulate`, returns True the first time only.
+    """`note_by_hand`, for `backward` outside of `accumulate`, returns True the first time only."""
     state, _ = own(4)
     assert state.note_by_hand()
     assert not state.note_by_hand()
@@ -124,7 +124,7 @@ def test_by_hand_a_loss_is_divided_by_the_size_of_a_window() -> None:
 
 
 def test_no_sync_holds_the_step() -> None:
-    # Inside `no_sync` no optimizer step is due; after it, one is due again.
+    """Inside `no_sync` no optimizer step is due; after it, one is due again."""
     state, told = own(1)
     with state.held():
         assert not state.current.last
@@ -153,7 +153,7 @@ def test_gradients_are_cleared_before_the_first_and_after_the_last_backward_of_a
 
 
 def test_weights_tell_that_a_window_is_empty() -> None:
-    # `mark_empty` marks a window whose total weight is 0; `reset` returns to the initial state.
+    """`mark_empty` marks a window whose total weight is 0; `reset` returns to the initial state."""
     state, _ = own(1)
     state.mark_empty(True)
     assert state.current.empty

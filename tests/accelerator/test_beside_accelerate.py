@@ -242,7 +242,7 @@ def test_a_loop_without_accumulate_updates_with_each_batch(beside: Any, size: in
 
 @pytest.mark.parametrize("size", SIZES)
 def test_windows_that_a_loop_counts_itself(beside: Any, size: int) -> None:
-    # A loop without `accumulate` that steps after every second batch makes steps of weight 1.
+    """A loop without `accumulate` that steps after every second batch makes steps of weight 1."""
     for ours, theirs in beside(size):
         assert ours["by_hand"] == theirs["by_hand"] == [0, 1] * 3
 
@@ -273,7 +273,7 @@ def test_a_loop_that_continues_in_the_middle_of_an_epoch(beside: Any, steps: int
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_seed_for_each_process(beside: Any, size: int) -> None:
-    # `set_seed` draws the same random numbers as Accelerate's, with and without `device_specific`.
+    """`set_seed` draws the same random numbers as Accelerate's, with and without `device_specific`."""
     found = list(beside(size))
     for ours, theirs in found:
         assert ours["drawn", False] == theirs["drawn", False]

@@ -109,7 +109,7 @@ def test_without_resume_loaders_the_epoch_begins_at_its_beginning_and_a_notice_s
 
 
 def test_gradients_of_a_window_that_was_left_are_those_of_other_parameters() -> None:
-    # `load_state` drops the gradients of an incomplete accumulation window.
+    """`load_state` drops the gradients of an incomplete accumulation window."""
     Loop(2).accelerator.save_state("there")
     whole = Loop(2).run(1)
     loop = Loop(2)
@@ -156,7 +156,8 @@ def test_a_position_that_was_loaded_and_not_used_is_saved_again() -> None:
 
 
 def test_a_position_inside_a_micro_batch_is_an_error_only_for_who_continues_there(caplog: pytest.LogCaptureFixture) -> None:
-    # With another batch size, `load_state` works; `resume_loaders` raises if the position is inside a micro-batch.
+    """With another batch size, `load_state` works; `resume_loaders` raises if the position is inside a micro-batch."""
+
     def loop(batch_size: int) -> tuple[Accelerator, Any]:
         set_seed(3)
         accelerator = Accelerator()
@@ -207,7 +208,7 @@ def test_a_loop_that_saves_after_each_epoch() -> None:
 
 
 def test_another_seed_is_said() -> None:
-    # A warning says that the checkpoint was saved with another seed.
+    """A warning says that the checkpoint was saved with another seed."""
     Loop().run(1).accelerator.save_state("there")
     with pytest.warns(UserWarning, match=r"the seed is 4, but the checkpoint was saved with seed 3.*set_seed\(3\)"):
         Loop(seed=4).accelerator.load_state("there")
@@ -272,7 +273,7 @@ def test_two_models_and_two_optimizers() -> None:
 
 
 def test_parts() -> None:
-    # `load_state(restore=...)` restores only the parts that are named; unsupported arguments are errors.
+    """`load_state(restore=...)` restores only the parts that are named; unsupported arguments are errors."""
     Loop().run(1).accelerator.save_state("there")
     loop = Loop()
     run_id = loop.accelerator.run_id
@@ -324,7 +325,7 @@ def test_a_checkpoint_of_a_trainer() -> None:
 
 
 def test_nothing_prepared() -> None:
-    # `save_state` before `prepare` is an error.
+    """`save_state` before `prepare` is an error."""
     with pytest.raises(ConfigurationError, match="nothing was"):
         Accelerator().save_state("there")
 
@@ -419,7 +420,7 @@ def test_save_model_writes_adapters_as_peft_does() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # a warning of transformers, caused by PEFT
 def test_save_model_refuses_adapters_that_only_peft_can_tell() -> None:
-    # For prompt tuning, the error says to call PEFT's `save_pretrained`.
+    """For prompt tuning, the error says to call PEFT's `save_pretrained`."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
@@ -506,7 +507,8 @@ class Counter:
 
 
 def test_the_part_needs_no_accelerator() -> None:
-    # `Checkpointing` can be used without an `Accelerator`.
+    """`Checkpointing` can be used without an `Accelerator`."""
+
     def part(updates: int) -> tuple[Checkpointing, nn.Module, Counter, Any]:
         model, counter, strategy = nn.Linear(1, 1), Counter(), Strategy("cpu")
         torch.nn.init.constant_(model.weight, updates)

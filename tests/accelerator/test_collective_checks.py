@@ -42,7 +42,8 @@ ALONE = "inside 'if accelerator.is_main_process:' or a similar condition"
 
 
 def test_verbs_give_their_values() -> None:
-    # `exchange` returns the values of all ranks, in the order of the ranks.
+    """`exchange` returns the values of all ranks, in the order of the ranks."""
+
     def work(world: World) -> Any:
         collective_checks = CollectiveChecks.of(world)
         assert CollectiveChecks.of(world) is collective_checks or world.size == 1
@@ -233,7 +234,7 @@ def one_does_what_the_others_do_not(main: str, others: str, strategy: str) -> No
 def test_who_waits_for_one_that_waits_for_it(
     main: str, others: str, verb: str, named: str, strategy: str, run_dir: Path
 ) -> None:
-    # Two ranks wait for each other in different calls: an error names both calls and their lines.
+    """Two ranks wait for each other in different calls: an error names both calls and their lines."""
     ends = start_world(2, one_does_what_the_others_do_not, main, others, strategy).ends()
     assert not any(fine for fine, _ in ends)
     mine = rf"waits for all processes in {verb} \({HERE}\), but rank \d waits for rank \d in {named} \({HERE}\)"
@@ -265,7 +266,7 @@ def reading_on() -> list[int]:
 
 
 def test_who_reads_on_is_waited_for() -> None:
-    # A rank that is only late causes no error.
+    """A rank that is only late causes no error."""
     assert run_world(2, reading_on) == [[0, 1]] * 2
 
 
@@ -350,7 +351,7 @@ def evaluated_longer_than_any_limit() -> list[float]:
 
 
 def test_evaluation_on_the_main_process_alone() -> None:
-    # A process may wait in `wait_for_everyone` for longer than the timeout of collectives; training then continues.
+    """A process may wait in `wait_for_everyone` for longer than the timeout of collectives; training then continues."""
     first, second = run_world(2, evaluated_longer_than_any_limit)
     assert first == second
 
@@ -478,7 +479,7 @@ def debugged(strategy: str) -> list[str]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_debug_mode(strategy: str) -> None:
-    # Debug mode reports different tensors and different call sites of `backward`, and nothing in a correct loop.
+    """Debug mode reports different tensors and different call sites of `backward`, and nothing in a correct loop."""
     for tensors, place in run_world(2, debugged, strategy, env=DEBUG):
         assert re.match(
             rf"backward \({HERE}\) was called with different tensors: rank 0: float64\[\]; rank 1: float32\[\]", tensors

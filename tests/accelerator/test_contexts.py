@@ -60,7 +60,7 @@ def gradients(window: int) -> list[float]:
 
 
 def test_no_sync_adds_up_until_gradients_travel() -> None:
-    # Inside `no_sync` each rank accumulates its own gradients; the next backward averages them over the ranks.
+    """Inside `no_sync` each rank accumulates its own gradients; the next backward averages them over the ranks."""
     one, other = run_world(2, gradients, 3)
     assert one == [1.0, 11.0, 166.5]
     assert other == [2.0, 22.0, 166.5]  # the mean of 111 and 222

@@ -81,7 +81,7 @@ def test_a_loader_that_was_not_prepared_is_counted() -> None:
 
 
 def test_without_accumulation_there_is_nothing_to_say() -> None:
-    # Without gradient accumulation, a loop needs no `accumulate`.
+    """Without gradient accumulation, a loop needs no `accumulate`."""
     engine = accelerator()
     model = Slope()
     prepared, optimizer, batches = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), loader(4))
@@ -140,7 +140,7 @@ def test_clipping_under_a_loss_scale_sees_the_gradient_without_it() -> None:
 
 
 def test_a_clipped_gradient_that_is_thrown_away_does_not_spoil_the_next() -> None:
-    # With a loss scale: if a loop clips but makes no step, the next gradient is not unscaled by mistake.
+    """With a loss scale: if a loop clips but makes no step, the next gradient is not unscaled by mistake."""
     engine = accelerator(precision=Precision("16-mixed", init_scale=8.0))
     model = Slope()
     prepared, optimizer = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -224,7 +224,7 @@ def test_each_scheduler_waits_for_its_own_optimizer() -> None:
 
 
 def test_a_closure() -> None:
-    # `optimizer.step(closure)`, as LBFGS needs it.
+    """`optimizer.step(closure)`, as LBFGS needs it."""
     engine = accelerator()
     model = Slope()
     prepared, optimizer = engine.prepare(model, torch.optim.LBFGS(model.parameters(), lr=1.0))
@@ -241,7 +241,7 @@ def test_a_closure() -> None:
 
 
 def test_the_loss_may_be_nan_where_a_micro_batch_has_no_weight() -> None:
-    # A micro-batch of share 0 leaves no gradient, even if its loss is NaN.
+    """A micro-batch of share 0 leaves no gradient, even if its loss is NaN."""
     engine = accelerator()
     model = engine.prepare(Slope())
     engine.accumulation.begin(WHOLE_WINDOW._replace(share=0.0))
@@ -309,7 +309,7 @@ def test_gradients_of_an_optimizer_without_its_model_would_not_be_averaged() -> 
 
 
 def test_a_second_training_begins_again() -> None:
-    # After `free_memory`, a second training starts with a new accumulation window, loss scale and step count.
+    """After `free_memory`, a second training starts with a new accumulation window, loss scale and step count."""
     engine = accelerator(precision=Precision("16-mixed", init_scale=1024.0), gradient_accumulation_steps=3)
     for _ in range(2):
         model = Slope()
@@ -336,7 +336,7 @@ def order(batches: Any) -> list[float]:
 
 
 def test_the_order_is_the_seeds_and_the_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The order of the samples depends only on the seed and the epoch.
+    """The order of the samples depends only on the seed and the epoch."""
     monkeypatch.setattr(trainkit.rng, "_process_seed", None)  # restored at the end of the test
     set_seed(5)
     batches = accelerator().prepare(loader(32, shuffle=True))
@@ -381,7 +381,7 @@ def test_an_unknown_argument() -> None:
 
 
 def test_small_things(capsys: pytest.CaptureFixture[str]) -> None:
-    # Attributes and methods that no other test of this file covers.
+    """Attributes and methods that no other test of this file covers."""
     engine = accelerator(gradient_accumulation_steps=3, precision="bf16-mixed")
     assert (engine.device, engine.is_main_process) == (torch.device("cpu"), True)
     assert engine.gradient_accumulation_steps == 3
@@ -393,5 +393,5 @@ def test_small_things(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_trainers_engine_is_one_too() -> None:
-    # `trainer.accelerator` is an `Accelerator`.
+    """`trainer.accelerator` is an `Accelerator`."""
     assert isinstance(Trainer(accelerator="cpu", logger=False, max_epochs=1).accelerator, Accelerator)

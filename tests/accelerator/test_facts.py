@@ -67,7 +67,7 @@ def test_zero_by_a_strategy_has_a_plugin_too() -> None:
 
 
 def test_without_an_accelerator() -> None:
-    # The functions behind the attributes need only a strategy.
+    """The functions behind the attributes need only a strategy."""
     strategy = Strategy("cpu")
     assert state_of(strategy, None) == Accelerator(strategy=strategy).state
     assert plugin_of(strategy, None) is None

@@ -96,7 +96,7 @@ def test_a_loop_may_take_its_batches_apart() -> None:
 
 @pytest.mark.parametrize("samples", [1, 4, 5, 13])
 def test_of_less_than_a_row_too(samples: int) -> None:
-    # Each sample is gathered once, also if there are fewer micro-batches than processes.
+    """Each sample is gathered once, also if there are fewer micro-batches than processes."""
     for found in run_world(3, read_all, samples, True, True):
         assert sorted(found["tensors"]) == list(range(samples))
 
@@ -106,7 +106,7 @@ def test_without_even_batches_an_evaluation_gives_each_process_its_own() -> None
 
 
 def test_as_in_the_quick_tour_the_rest_can_be_cut_off_by_hand() -> None:
-    # A loop may drop the padding itself, by cutting to `len(loader.dataset)`, as in Accelerate's quick tour.
+    """A loop may drop the padding itself, by cutting to `len(loader.dataset)`, as in Accelerate's quick tour."""
     assert run_world(2, cut_by_hand) == [list(range(21))] * 2
 
 
@@ -226,7 +226,7 @@ class Batch:
 
 
 def test_the_part_needs_no_accelerator() -> None:
-    # `Gathering` can be used without an `Accelerator`.
+    """`Gathering` can be used without an `Accelerator`."""
     x = torch.ones(2, 3)
     alone = Gathering(Strategy("cpu"))
     assert alone.world.size == 1
@@ -236,7 +236,8 @@ def test_the_part_needs_no_accelerator() -> None:
 
 
 def test_the_part_drops_padding_only_for_metrics() -> None:
-    # `gather_for_metrics` drops padding; `gather`, `reduce` and `broadcast` keep it.
+    """`gather_for_metrics` drops padding; `gather`, `reduce` and `broadcast` keep it."""
+
     def work(world: World) -> list[Any]:
         part = Gathering(ThreadStrategy(world), batch=Batch(world.rank))
         x = torch.arange(2) + 10 * world.rank

@@ -88,7 +88,7 @@ def test_numbers_are_no_text() -> None:
 
 
 def test_the_oldest_go_when_the_new_one_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The oldest checkpoint is removed once the new one is complete; a save that fails removes nothing.
+    """The oldest checkpoint is removed once the new one is complete; a save that fails removes nothing."""
     accelerator = loop(limit=2)
     save(accelerator, 0.0, 1.0)
     seen: list[list[str]] = []
@@ -160,7 +160,7 @@ def test_damaged_ones_are_named_and_passed_over() -> None:
 
 
 def test_a_checkpoint_that_does_not_fit_is_no_reason_for_an_older_one() -> None:
-    # If the newest checkpoint does not fit the model, `load_state` raises instead of loading an older one.
+    """If the newest checkpoint does not fit the model, `load_state` raises instead of loading an older one."""
     save(loop(), 1.0)
     other = Accelerator(project_config=ProjectConfiguration("project", automatic_checkpoint_naming=True))
     other.prepare(nn.Linear(2, 2))
@@ -191,7 +191,7 @@ def test_a_folder_is_named_too(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_is_wrong() -> None:
-    # A missing folder, pickle files and misspelled arguments are errors.
+    """A missing folder, pickle files and misspelled arguments are errors."""
     plain = Accelerator()
     for verb in (plain.save_state, plain.load_state):
         with pytest.raises(ConfigurationError, match="needs a folder: .*automatic_checkpoint_naming=True"):

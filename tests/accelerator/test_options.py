@@ -50,7 +50,7 @@ def test_mixed_precision(mixed: str, name: str) -> None:
 
 
 def test_precisions_that_are_none_here() -> None:
-    # Unsupported, unknown and duplicate precisions are errors.
+    """Unsupported, unknown and duplicate precisions are errors."""
     assert "mixed_precision='fp8' is not supported. Use 'bf16'" in refused(UnsupportedArgumentError, mixed_precision="fp8")
     assert "must be one of 'no', 'fp16', 'bf16', not 'half'" in refused(ConfigurationError, mixed_precision="half")
     text = refused(ConfigurationError, mixed_precision="bf16", precision="bf16-mixed")
@@ -183,7 +183,7 @@ def test_trackers(tmp_path: Path) -> None:
 
 
 def test_generators_need_no_telling() -> None:
-    # `rng_types` is accepted and has no effect; unknown names are errors.
+    """`rng_types` is accepted and has no effect; unknown names are errors."""
     assert Accelerator(cpu=True, rng_types=["torch", "cuda", "generator"]).num_processes == 1
     text = refused(ConfigurationError, rng_types=["numpy"])
     assert "rng_types must be some of torch, cuda, xla, generator, not 'numpy'" in text
@@ -218,7 +218,7 @@ def test_models_are_compiled() -> None:
 
 
 def test_positions_are_accelerates() -> None:
-    # Positional arguments have the same order as in Accelerate.
+    """Positional arguments have the same order as in Accelerate."""
     accelerator = Accelerator(True, False, "bf16", 4, True)
     assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 4)
 
@@ -238,7 +238,7 @@ def test_a_precision_by_its_old_argument_is_named(name: str) -> None:
 
 
 def test_a_bare_one_is_as_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    # `Accelerator()` without arguments uses the configuration of `trainkit launch`.
+    """`Accelerator()` without arguments uses the configuration of `trainkit launch`."""
     values = {"mixed_precision": "bf16", "gradient_accumulation_steps": 3, "use_cpu": True}
     told(monkeypatch, values=values, dynamo={"dynamo_backend": "eager", "dynamo_mode": "default"})
     accelerator = Accelerator()
@@ -248,7 +248,7 @@ def test_a_bare_one_is_as_the_configuration_says(monkeypatch: pytest.MonkeyPatch
 
 
 def test_arguments_beat_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Arguments take precedence over the configuration of `trainkit launch`.
+    """Arguments take precedence over the configuration of `trainkit launch`."""
     told(monkeypatch, values={"mixed_precision": "bf16", "gradient_accumulation_steps": 3, "use_cpu": True})
     accelerator = Accelerator(mixed_precision="no", gradient_accumulation_steps=1)
     assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("no", 1)
@@ -319,7 +319,7 @@ def test_what_the_configuration_says_wrong_is_its_own(
 
 
 def test_what_arguments_say_wrong_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    # An error in an argument names the argument, also if there is a configuration.
+    """An error in an argument names the argument, also if there is a configuration."""
     told(monkeypatch, values={**ZERO, "mixed_precision": "bf16"}, dynamo={"dynamo_backend": "no"})
     assert refused(ConfigurationError, mixed_precision="half").startswith("mixed_precision must be one of")
     assert refused(ConfigurationError, strategy="ddp", dynamo_backend="egaer").startswith("dynamo_backend='egaer': ")

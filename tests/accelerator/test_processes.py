@@ -60,7 +60,8 @@ def split(size: int, inputs: Any, apply_padding: bool = False) -> list[Any]:
 
 
 def test_who_is_who() -> None:
-    # Ranks, and which process is the main, local main and last one, on two nodes of two processes.
+    """Ranks, and which process is the main, local main and last one, on two nodes of two processes."""
+
     def work(accelerator: Accelerator) -> list[Any]:
         places = [accelerator.process_index, accelerator.local_process_index]
         flags = [accelerator.is_main_process, accelerator.is_local_main_process, accelerator.is_last_process]
@@ -103,7 +104,8 @@ def test_one_process_that_drives_several_devices() -> None:
 
 
 def test_what_distributes() -> None:
-    # `distributed_type` for strategies and devices.
+    """`distributed_type` for strategies and devices."""
+
     def kind(strategy: Strategy) -> str:
         return str(Accelerator(strategy=strategy).distributed_type)
 
@@ -173,7 +175,7 @@ def test_decorators_that_lack_something() -> None:
 
 
 def test_one_line_a_machine_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    # One process of each node prints. Each line is one write, because these processes are threads.
+    """One process of each node prints. Each line is one write, because these processes are threads."""
     everywhere(4, lambda accelerator: accelerator.print(f"of rank {accelerator.process_index}\n", end=""))
     assert sorted(capfd.readouterr().out.split("\n")) == ["", "of rank 0", "of rank 2"]
 
@@ -297,7 +299,7 @@ def test_several_processes(run_dir: Path) -> None:
 
 
 def test_the_part_needs_no_accelerator() -> None:
-    # `Processes` can be used without an `Accelerator`.
+    """`Processes` can be used without an `Accelerator`."""
     order: list[int] = []
 
     def work(world: World) -> list[Any]:
@@ -325,7 +327,7 @@ def test_the_verbs_need_no_training() -> None:
 
 
 def test_where_a_function_runs_is_asked_when_it_is_called() -> None:
-    # The condition of a decorated function is evaluated at each call, not at decoration.
+    """The condition of a decorated function is evaluated at each call, not at decoration."""
     here = [False]
     function = only_where(lambda: here[0], lambda x: x + 1, "on_process")
     assert function(1) is None

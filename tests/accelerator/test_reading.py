@@ -107,7 +107,7 @@ def test_windows_that_are_left_are_completed(size: int, weighed: bool) -> None:
 
 
 def test_a_window_that_is_entered_in_its_middle_counts_in_full() -> None:
-    # If a loop skips the first micro-batches of a window, the optimizer step still has weight 1.
+    """If a loop skips the first micro-batches of a window, the optimizer step still has weight 1."""
     loop = Steps(numbers(14), gradient_accumulation_steps=4)
     for batch in skip_first_batches(loop.loaders[0], 1):
         loop.step(batch)
@@ -161,7 +161,7 @@ def left_before_a_row_that_is_not_full(even: bool, strategy: str) -> list[float]
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 @pytest.mark.parametrize("even", [True, False])
 def test_a_window_is_completed_by_rows_that_are_not_full(even: bool, strategy: str) -> None:
-    # Each optimizer step has weight 1, also if one rank has fewer micro-batches in the window.
+    """Each optimizer step has weight 1, also if one rank has fewer micro-batches in the window."""
     if strategy == "zero1":
         pytest.importorskip("deepspeed")
     for found in run_world(2, left_before_a_row_that_is_not_full, even, strategy):
@@ -229,7 +229,7 @@ def test_with_even_batches_all_have_as_many(accumulate: int) -> None:
 
 
 def test_without_even_batches_one_is_filled_in_only_where_a_window_is_empty() -> None:
-    # With `even_batches=False` a rank gets padding only in training, and only if it has no data in a window.
+    """With `even_batches=False` a rank gets padding only in training, and only if it has no data in a window."""
     (trained, evaluated), (trained_2, evaluated_2) = run_world(2, ends_of_epochs, False, 1)
     assert (trained[0], evaluated[0]) == (3, 3)
     assert (trained_2[0], trained_2[2]) == (3, True)  # no data in the last window, but it takes part in averaging gradients
@@ -243,7 +243,7 @@ def test_without_even_batches_one_is_filled_in_only_where_a_window_is_empty() ->
 
 @pytest.mark.world_size(2)
 def test_join_uneven_inputs_says_so_for_a_while() -> None:
-    # `even_batches` of `join_uneven_inputs` has an effect only inside its `with` block.
+    """`even_batches` of `join_uneven_inputs` has an effect only inside its `with` block."""
     accelerator = Accelerator()
     model, loader = accelerator.prepare(nn.Linear(1, 1), numbers(10))
     model.eval()

@@ -184,7 +184,7 @@ def test_under_ddp(run_dir: Path) -> None:
 
 
 def test_the_part_needs_no_accelerator() -> None:
-    # `Saving` can be used without an `Accelerator`.
+    """`Saving` can be used without an `Accelerator`."""
     part, model = Saving(Strategy("cpu")), Extra(1, 2)
     assert list(part.state_dict(model)) == list(model.state_dict())
     part.save({"epoch": 1}, "epoch.json")

@@ -36,7 +36,7 @@ DELICATE: list[dict[str, Any]] = [{"gradient_accumulation_steps": 2}, {"mixed_pr
 
 @pytest.mark.parametrize("arguments", DELICATE, ids=["windows", "scale", "zero"])
 def test_gradients_of_torchs_own_backward_are_refused(arguments: dict[str, Any]) -> None:
-    # A step after `loss.backward()` instead of `accelerator.backward(loss)` is an error.
+    """A step after `loss.backward()` instead of `accelerator.backward(loss)` is an error."""
     if "strategy" in arguments:
         pytest.importorskip("deepspeed")
     accelerator, _, prepared, optimizer, _ = begun(**arguments)
@@ -59,7 +59,7 @@ def test_gradients_of_torchs_own_backward_are_refused(arguments: dict[str, Any])
 
 @pytest.mark.parametrize("arguments", DELICATE, ids=["windows", "scale", "zero"])
 def test_steps_of_the_optimizer_as_it_was_are_refused(arguments: dict[str, Any]) -> None:
-    # `step` of the optimizer that was passed to `prepare` is an error, until `free_memory`.
+    """`step` of the optimizer that was passed to `prepare` is an error, until `free_memory`."""
     if "strategy" in arguments:
         pytest.importorskip("deepspeed")
     accelerator, model, prepared, _, own = begun(**arguments)
@@ -77,7 +77,7 @@ def test_steps_of_the_optimizer_as_it_was_are_refused(arguments: dict[str, Any])
 
 
 def test_where_they_are_right_they_work() -> None:
-    # Without accumulation, loss scale and ZeRO, torch's own `backward` and `step` work.
+    """Without accumulation, loss scale and ZeRO, torch's own `backward` and `step` work."""
     accelerator, model, prepared, optimizer, own = begun()
     once(prepared).backward()
     optimizer.step()
@@ -95,7 +95,7 @@ def test_where_they_are_right_they_work() -> None:
 
 
 def test_gradients_that_were_not_computed_are_no_reason_to_refuse_the_next() -> None:
-    # After a window with `backward(None)`, which makes no step, the next window is trained.
+    """After a window with `backward(None)`, which makes no step, the next window is trained."""
     accelerator, model, prepared, optimizer, _ = begun(gradient_accumulation_steps=2)
     for _ in range(2):
         with accelerator.accumulate(prepared):
@@ -137,7 +137,7 @@ def test_zero_grad_at_the_head_clears_at_the_beginning_of_a_window_only(set_to_n
 
 
 def test_zero_grad_after_the_backward_pass_drops_a_window() -> None:
-    # A loop that calls `zero_grad` without `step` at the end of a window drops the gradients of the window.
+    """A loop that calls `zero_grad` without `step` at the end of a window drops the gradients of the window."""
     accelerator, model, prepared, optimizer, _ = begun(gradient_accumulation_steps=2)
     for place in range(4):
         with accelerator.accumulate(prepared):

@@ -166,7 +166,7 @@ def test_texts_and_images_of_tensorboard(run_dir: Path) -> None:
 
 
 def test_what_a_kill_leaves(run_dir: Path) -> None:
-    # After SIGKILL the files contain all metrics that were logged before.
+    """After SIGKILL the files contain all metrics that were logged before."""
     program = """
 import os, signal, sys
 sys.path[:0] = sys.argv[1:3]
@@ -221,7 +221,7 @@ def test_wandb_offline(run_dir: Path) -> None:
 @needs("comet_ml")
 @pytest.mark.usefixtures("wandb_service", "no_open_wandb_runs", "local_mlflow", "comet_offline")
 def test_all_are_those_that_work_here(run_dir: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # `log_with='all'` uses every tracker that is installed and configured; notices say why others are skipped.
+    """`log_with='all'` uses every tracker that is installed and configured; notices say why others are skipped."""
     caplog.set_level("INFO", "trainkit")
     monkeypatch.setenv("NETRC", str(run_dir / "no-netrc"))
     accelerator = make("all", project_dir="runs")
@@ -258,7 +258,7 @@ def test_all_are_those_that_work_here(run_dir: Path, caplog: Any, monkeypatch: p
 
 
 def test_all_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    # `log_with='all'` without any installed tracker warns, and logs nothing.
+    """`log_with='all'` without any installed tracker warns, and logs nothing."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     accelerator = make("all")
     with pytest.warns(TrainkitWarning, match="no tracker is available, so nothing will be logged"):
@@ -268,7 +268,8 @@ def test_all_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_trackers_of_the_users(run_dir: Path) -> None:
-    # Users can pass trackers and loggers as objects.
+    """Users can pass trackers and loggers as objects."""
+
     class Kept(Logger):
         rows: list[Any] = []  # noqa: RUF012
 
@@ -331,7 +332,7 @@ def test_without_trackers_a_script_runs_the_same() -> None:
     (3, ConfigurationError, "got 3, which has no name, tracker, store_init_configuration, log"),
 ])  # fmt: skip
 def test_what_is_no_tracker(log_with: Any, error: type[Exception], words: str) -> None:
-    # Values of `log_with` that are not a tracker are errors with a fix.
+    """Values of `log_with` that are not a tracker are errors with a fix."""
     with pytest.raises(error, match=words):
         make(log_with)
 
@@ -414,7 +415,7 @@ def test_all_are_ended_though_one_fails(run_dir: Path) -> None:
 
 @pytest.mark.world_size(2)
 def test_the_main_process_logs_and_the_others_go_along() -> None:
-    # Only the main process logs; on the other processes the same calls do nothing.
+    """Only the main process logs; on the other processes the same calls do nothing."""
     mine = Mine("x")
     accelerator = make(["tensorboard", "csv", mine], project_dir="runs")
     accelerator.init_trackers("demo", {"lr": 0.1}, {"csv": {"name": "table"}})

@@ -56,7 +56,7 @@ def test_where_one_model_is_put() -> None:
 
 
 def test_an_autocast_of_its_own() -> None:
-    # `autocast(autocast_handler=...)` overrides the precision of the accelerator.
+    """`autocast(autocast_handler=...)` overrides the precision of the accelerator."""
     accelerator, model, _ = own_loop(mixed_precision="bf16")
     weight = accelerator.unwrap_model(model).weight
     with accelerator.autocast():
@@ -66,7 +66,7 @@ def test_an_autocast_of_its_own() -> None:
 
 
 def test_a_profile_of_its_own(run_dir: Path) -> None:
-    # `profile(profile_handler=...)` uses these settings.
+    """`profile(profile_handler=...)` uses these settings."""
     accelerator, _, _ = own_loop()
     with accelerator.profile(profile_handler=ProfileKwargs(record_shapes=True, output_trace_dir="traces")) as profile:
         torch.ones(3).sum()

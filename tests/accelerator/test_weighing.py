@@ -90,7 +90,7 @@ def test_a_tensor_is_a_weight_too_and_other_things_are_not() -> None:
 
 
 def test_a_window_of_no_weight_is_no_update() -> None:
-    # An accumulation window of total weight 0 makes no optimizer step.
+    """An accumulation window of total weight 0 makes no optimizer step."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = nn.Linear(1, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -105,7 +105,7 @@ def test_a_window_of_no_weight_is_no_update() -> None:
 
 
 def test_weights_of_some_and_not_of_others() -> None:
-    # `weight` must be given for all micro-batches of a window or for none.
+    """`weight` must be given for all micro-batches of a window or for none."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = accelerator.prepare(nn.Linear(1, 1))
     with accelerator.accumulate(model):
@@ -118,7 +118,7 @@ def test_weights_of_some_and_not_of_others() -> None:
 
 
 def test_a_weight_of_nothing_is_forgotten_with_its_micro_batch() -> None:
-    # A micro-batch of weight 0 skips its own optimizer step, and not the next one.
+    """A micro-batch of weight 0 skips its own optimizer step, and not the next one."""
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(1, 1)
     model, optimizer, loader = accelerator.prepare(
@@ -142,7 +142,7 @@ def test_two_weights_for_one_micro_batch() -> None:
 
 
 def test_both_ways_to_say_it() -> None:
-    # `backward(weight=)` and `prepare(batch_weight=)` together are an error.
+    """`backward(weight=)` and `prepare(batch_weight=)` together are an error."""
     accelerator = Accelerator(cpu=True)
     model, _ = accelerator.prepare(nn.Linear(1, 1), DataLoader(data(), 2), batch_weight=lambda batch: 1.0)
     with pytest.raises(ConfigurationError, match=r"backward\(weight=\) and prepare\(batch_weight=\) set the same thing"):

@@ -67,7 +67,7 @@ def building(made: list[int], number: int) -> Iterator[None]:
 
 
 def test_two_trainings_that_divide_end_in_any_order() -> None:
-    # Two trainings that shard models at creation may end in any order: `deepspeed.zero.Init` is restored.
+    """Two trainings that shard models at creation may end in any order: `deepspeed.zero.Init` is restored."""
     kind, room = deepspeed.zero.Init, importlib.import_module("transformers.integrations.deepspeed")
     before = room._hf_deepspeed_config_weak_ref
     for first_ends_first in (True, False):

@@ -307,7 +307,7 @@ def test_a_resume_at_any_moment_decides_as_if_there_had_been_none(
 
 
 def test_a_state_of_before_these_flags_is_taken(trainer, module) -> None:
-    # A state of an earlier version, without the flags, can be loaded.
+    """A state of an earlier version, without the flags, can be loaded."""
     state = {"wait_count": 1, "stopped_epoch": 0, "best_score": torch.tensor(1.0), "patience": 3}
     callback = resumed(state, trainer, module, patience=2)
     assert not validate(callback, trainer, module, 0.5)
@@ -315,7 +315,7 @@ def test_a_state_of_before_these_flags_is_taken(trainer, module) -> None:
 
 
 def test_the_constructor_says_when_it_is_checked(trainer, module) -> None:
-    # `check_on_train_epoch_end` of the constructor takes precedence over the restored state.
+    """`check_on_train_epoch_end` of the constructor takes precedence over the restored state."""
     state = {**EarlyStopping("val_loss").state_dict(), "at_train_epoch_end": True}
     assert validate(resumed(state, trainer, module, patience=0, check_on_train_epoch_end=False), trainer, module, math.nan)
     trainer.should_stop = False

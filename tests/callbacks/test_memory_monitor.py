@@ -111,7 +111,7 @@ def test_a_peak_that_cannot_be_reset_is_a_bound_unless_the_stage_has_raised_it()
 
 
 def test_a_bound_of_the_place_stays() -> None:
-    # The bound of a gauge, such as "at least", is in its results.
+    """The bound of a gauge, such as "at least", is in its results."""
     gauge = Counter().gauge("at least")
     gauge.begin("stage")
     assert gauge.end("stage").bound == "at least"
@@ -182,7 +182,7 @@ def process(node: int, host: int, device: int | None = None) -> ProcessMemory:
 
 
 def test_the_largest_process_the_largest_machine_and_the_largest_device() -> None:
-    # `host` is of the process with the most host memory, `device` of the fullest device, `together` of the fullest node.
+    """`host` is of the process with the most host memory, `device` of the fullest device, `together` of the fullest node."""
     use = StageMemory("train", 0, 5, (process(0, 10, 7), process(0, 40, 5), process(1, 30, 6), process(1, 25, 1)))
     assert use.host == Memory(40 * MB, 80 * MB, 120 * MB)
     assert use.device == Memory(7 * MB, 14 * MB, 21 * MB)
@@ -240,7 +240,7 @@ def test_lines_and_figures_of_a_fit(trainer, module, counters, start, caplog) ->
 
 
 def test_silence(trainer, module, start, caplog) -> None:
-    # `verbose=False` prints nothing, but measures.
+    """`verbose=False` prints nothing, but measures."""
     caplog.set_level("INFO", "trainkit")
     callback = start(verbose=False)
     callback.on_train_end(trainer, module)

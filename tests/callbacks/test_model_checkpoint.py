@@ -331,7 +331,7 @@ def test_state_keys_tell_callbacks_apart_and_know_nothing_of_the_machine() -> No
     ],
 )
 def test_names(filename: str | None, insert: bool, expected: str) -> None:
-    # The name of a checkpoint for a template in `filename`.
+    """The name of a checkpoint for a template in `filename`."""
     metrics = {"epoch": 3, "step": torch.tensor(120), "val_loss": torch.tensor(0.3125), "val/acc": 0.9, "val.f1": 0.5}
     callback = ModelCheckpoint(filename=filename, auto_insert_metric_name=insert)
     assert callback.format_checkpoint_name({**metrics, "epoch_loss": 2.0}) == expected
@@ -407,7 +407,7 @@ def test_what_is_due_at_the_last_batch_waits_for_the_end_of_the_epoch(begin) -> 
     ],
 )
 def test_where_in_an_epoch(begin, arguments: dict[str, Any], saved: list[int]) -> None:
-    # The steps of the saves, if each epoch has a validation in the middle and one at the end.
+    """The steps of the saves, if each epoch has a validation in the middle and one at the end."""
     run = begin(ModelCheckpoint(keep_last=-1, **arguments))
     for _ in range(2):
         run.step(5, {"val_loss": 1.0})
@@ -545,7 +545,7 @@ def test_how_many_are_kept(begin, arguments: dict[str, Any], kept: list[int]) ->
 
 
 def test_without_a_rest_only_the_best_are_saved_but_an_ending_still_is(begin) -> None:
-    # With `keep_last=0` only the best checkpoints are saved; a stop request still saves the last step.
+    """With `keep_last=0` only the best checkpoints are saved; a stop request still saves the last step."""
     callback = ModelCheckpoint(monitor="val_loss", keep_last=0)
     run = begin(callback)
     for value in (3.0, 4.0, 2.0, 5.0):
@@ -690,7 +690,7 @@ def test_a_value_of_an_earlier_step_is_not_ranked_which_is_said_once(begin) -> N
 
 
 def test_the_half_hourly_save_and_the_last_one_are_not_ranked_without_a_word(begin) -> None:
-    # Saves by time and at the end of training have no value of their step: they are not ranked, without a warning.
+    """Saves by time and at the end of training have no value of their step: they are not ranked, without a warning."""
     callback = ModelCheckpoint(monitor="val_loss")
     run = begin(callback)
     run.epoch({"val_loss": 1.0})
@@ -732,7 +732,7 @@ def test_before_the_first_validation_nothing_is_missing(begin) -> None:
 
 
 def test_training_that_ends_too_early_to_tell_is_saved_and_then_tells(begin, trainer) -> None:
-    # If training ends before the metric must have been logged, the last step is saved and then an error is raised.
+    """If training ends before the metric must have been logged, the last step is saved and then an error is raised."""
     trainer.num_val_batches = []
     callback = ModelCheckpoint(monitor="absent", every_n_epochs=0)
     run = begin(callback)
@@ -807,7 +807,7 @@ def test_the_last_state_is_saved_blocking_unless_it_is_already(begin) -> None:
 
 
 def test_a_save_in_flight_that_fails_at_the_end_is_made_up_for(begin) -> None:
-    # If the last asynchronous save fails, the same step is saved again at the end of training.
+    """If the last asynchronous save fails, the same step is saved again at the end of training."""
     callback = ModelCheckpoint()
     run = begin(callback)
     run.checkpointing.hold = run.checkpointing.fail = True
@@ -823,7 +823,7 @@ def test_a_save_in_flight_that_fails_at_the_end_is_made_up_for(begin) -> None:
 )
 @pytest.mark.parametrize("wanted", [True, False])
 def test_endings_by_exception(begin, caplog, exception: BaseException, always: bool, wanted: bool) -> None:
-    # A stop request and Ctrl-C always save; other exceptions save if `save_on_exception` is True.
+    """A stop request and Ctrl-C always save; other exceptions save if `save_on_exception` is True."""
     caplog.set_level("INFO", "trainkit")
     callback = ModelCheckpoint(save_on_exception=wanted)
     run = begin(callback)
@@ -909,7 +909,7 @@ def test_a_save_that_fails_after_an_error_is_not_called_a_checkpoint(begin, capl
 
 @pytest.mark.parametrize("exception, saver", [(KeyboardInterrupt(), 1), (ValueError(), 2)])
 def test_one_callback_saves_after_an_error(begin, exception: BaseException, saver: int) -> None:
-    # Only one callback saves: the first one that is not weights-only and, after an error, has `save_on_exception=True`.
+    """Only one callback saves: the first one that is not weights-only and, after an error, has `save_on_exception=True`."""
     callbacks = [
         ModelCheckpoint("weights", save_weights_only=True),
         ModelCheckpoint("silent", save_on_exception=False),
@@ -1101,7 +1101,7 @@ def test_an_evaluation_keeps_what_a_fit_has_found(begin, trainer, module) -> Non
 
 
 def test_what_is_read_between_saves_is_a_copy_of_nothing_that_changes(begin) -> None:
-    # `best_k_models` returns a copy, which a later fit does not change.
+    """`best_k_models` returns a copy, which a later fit does not change."""
     callback = three_epochs(begin)
     kept = callback.best_k_models
     before = dict(kept)

@@ -242,7 +242,7 @@ def test_skip_without_a_limit(trainer, module) -> None:
 
 @pytest.mark.parametrize("action", ["raise", "skip"])
 def test_under_a_loss_scaler_gradients_are_its_business(trainer, module, action: str) -> None:
-    # With a loss scaler, the scaler handles overflows of gradients; the guard checks only the loss.
+    """With a loss scaler, the scaler handles overflows of gradients; the guard checks only the loss."""
     trainer.precision = Precision("16-mixed")
     trainer.precision.setup(torch.device("cpu"))
     callback = NonFiniteGuard(action)

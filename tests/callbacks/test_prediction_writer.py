@@ -164,7 +164,7 @@ def test_what_cannot_be_written_is_named(make_trainer) -> None:
 
 
 def test_indices_are_not_guessed(make_trainer) -> None:
-    # Sample indices are written only if they are known, and not, for example, for a shuffled loader.
+    """Sample indices are written only if they are known, and not, for example, for a shuffled loader."""
     predict(make_trainer, PredictionWriter(output_dir="a"), lambda batch: batch, numbers(shuffle=True))
     assert set(load_file("a/batch-00000000.safetensors")) == {"prediction"}
     predict(make_trainer, PredictionWriter(output_dir="b"), lambda batch: "x", [torch.zeros(2)])

@@ -98,7 +98,7 @@ def test_early_stopping_where_one_process_has_no_value() -> None:
 
 @pytest.mark.world_size(2)
 def test_who_says_why_training_stops() -> None:
-    # With `verbose=True` every rank prints; with `log_rank_zero_only=True` only the main process does.
+    """With `verbose=True` every rank prints; with `log_rank_zero_only=True` only the main process does."""
     trainer, module = setting()
     trainer.callback_metrics["loss"] = torch.tensor(1.0)
     printed = io.StringIO()
@@ -116,7 +116,7 @@ def test_who_says_why_training_stops() -> None:
 
 @pytest.mark.world_size(2)
 def test_the_main_clock_counts() -> None:
-    # Only the time of the main process decides when training stops.
+    """Only the time of the main process decides when training stops."""
     trainer, module = setting()
     main = trainer.is_global_zero
     callback = Timer(timedelta(hours=1))
@@ -153,7 +153,7 @@ def update(callback: NonFiniteGuard, trainer: Any, module: Any, losses: list[flo
 
 @pytest.mark.world_size(3)
 def test_all_processes_leave_an_update_out() -> None:
-    # If the loss or a gradient of one rank is not finite, all ranks skip the optimizer step.
+    """If the loss or a gradient of one rank is not finite, all ranks skip the optimizer step."""
     trainer, module = setting()
     rank = trainer.strategy.world.rank
     callback = NonFiniteGuard(action="skip", max_consecutive=2, warn_after=5)

@@ -194,7 +194,7 @@ def test_what_the_first_step_alone_has_had(run: Run) -> None:
 
 
 def test_known_parts_in_a_new_combination(run: Run, said: list[str]) -> None:
-    # A known shape at a known place in the window, in a new combination, needs another graph: once, without a warning.
+    """A known shape at a known place in the window, in a new combination, needs another graph: once, without a warning."""
     for length in (16, 12):
         for first, full in ((True, False), (False, True)):
             run.step((8, length), compiled=1, first=first, full=full)
@@ -435,7 +435,7 @@ def test_no_more_than_max_warnings(trainer: Any, module: Any) -> None:
 
 
 def test_none_but_the_last_line(trainer: Any, module: Any) -> None:
-    # With `max_warnings=0` the only warning says that further compilations are counted.
+    """With `max_warnings=0` the only warning says that further compilations are counted."""
     run = Run(trainer, module, max_warnings=0)
     run.warm_up()
     holds(run.step((8, 3), compiled=1), "Further compilations are only counted")

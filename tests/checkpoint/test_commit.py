@@ -626,7 +626,7 @@ def partials_left(mode: str, way: str, moments: int, places: int) -> list[int]:
 @POSIX
 @WAYS
 def test_a_kill_leaves_the_old_or_the_new(run_dir: Path, mode: str, way: str) -> None:
-    # After a kill during a save, each checkpoint is complete and no committed one is lost. A few kills.
+    """After a kill during a save, each checkpoint is complete and no committed one is lost. A few kills."""
     assert all(partials_left(mode, way, 8, 17))
 
 
@@ -634,7 +634,7 @@ def test_a_kill_leaves_the_old_or_the_new(run_dir: Path, mode: str, way: str) ->
 @pytest.mark.slow
 @WAYS
 def test_a_kill_anywhere_leaves_the_old_or_the_new(run_dir: Path, mode: str, way: str) -> None:
-    # Like `test_a_kill_leaves_the_old_or_the_new`, with hundreds of kills.
+    """Like `test_a_kill_leaves_the_old_or_the_new`, with hundreds of kills."""
     assert all(partials_left(mode, way, 100, 300))
 
 

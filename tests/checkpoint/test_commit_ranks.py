@@ -101,7 +101,7 @@ def test_each_process_writes_about_as_much_and_no_two_the_same(size: int) -> Non
 
 
 def test_small_stems_are_distributed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    # If the tensors are small, each group of tensors (model, optimizer) is written by one rank.
+    """If the tensors are small, each group of tensors (model, optimizer) is written by one rank."""
     monkeypatch.setattr(drafts, "SPLIT_ABOVE", 10**6)
     first, second = (drafted(ThreadExchange("", None, rank, 2)) for rank in range(2))
     assert "model.safetensors" in written_by(first)
@@ -186,7 +186,7 @@ def test_an_interrupt_of_one_process(run_dir: Path) -> None:
 
 
 def test_what_is_there_already_is_an_error_on_all(run_dir: Path) -> None:
-    # All ranks raise the same error if the folder contains other files; the files are kept.
+    """All ranks raise the same error if the folder contains other files; the files are kept."""
     Path("a").mkdir()
     Path("a/mine").touch()
     ends = try_groups(2, lambda group: commit(drafted(group), Path("a"), replace=True, group=group))
@@ -253,7 +253,7 @@ def elsewhere(write: Any) -> Any:
 
 
 def test_the_main_processs_path_counts(run_dir: Path) -> None:
-    # All ranks save to the path that the main process was given.
+    """All ranks save to the path that the main process was given."""
     run_groups(2, lambda group: commit(drafted(group), run_dir / ("a" if group.rank == 0 else "b"), group=group))
     assert names(run_dir) == ["a"]
     open_checkpoint("a").read()

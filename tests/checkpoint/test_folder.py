@@ -58,7 +58,7 @@ def test_newest_first_run_by_run(run_dir: Path) -> None:
 
 
 def test_bad_ones_are_named(run_dir: Path) -> None:
-    # Valid checkpoints are listed first, newest first. Then come the damaged ones, each with its problem.
+    """Valid checkpoints are listed first, newest first. Then come the damaged ones, each with its problem."""
     make(run_dir / "good-1", 1, minute=1)
     make(run_dir / "good-3", 3, minute=3)
     (make(run_dir / "cut-2", 2, minute=2) / "model.safetensors").write_bytes(b"x")
@@ -123,7 +123,7 @@ def test_a_checkpoint_that_vanishes_is_not_reported(run_dir: Path, monkeypatch: 
 
 
 def test_contents_are_not_read(run_dir: Path) -> None:
-    # Listing a folder does not read the tensors: a checkpoint with a flipped bit in a tensor is listed without a problem.
+    """Listing a folder does not read the tensors: a checkpoint with a flipped bit in a tensor is listed without a problem."""
     path = make(run_dir / "checkpoint")
     data = bytearray((path / "model.safetensors").read_bytes())
     data[-1] ^= 1
@@ -218,7 +218,7 @@ def test_other_folders_are_not_removed(run_dir: Path) -> None:
 
 
 def test_of_a_link_the_link_is_removed(run_dir: Path) -> None:
-    # Removing a link to a checkpoint removes the link and keeps the checkpoint.
+    """Removing a link to a checkpoint removes the link and keeps the checkpoint."""
     path = make(run_dir / "elsewhere" / "checkpoint")
     (run_dir / "folder").mkdir()
     (run_dir / "folder" / "link").symlink_to(path)

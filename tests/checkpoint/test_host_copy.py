@@ -97,7 +97,7 @@ def test_the_second_copy_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_memory_follows_what_is_saved() -> None:
-    # The buffers have the size of the last save, and other files replace the old buffers.
+    """The buffers have the size of the last save, and other files replace the old buffers."""
     buffers = HostBuffers()
     for size in (1000, 1010, 1020, 500, 2000):
         files = lay_out("model", {"a": torch.full((size,), float(size))})

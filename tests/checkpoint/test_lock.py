@@ -166,7 +166,7 @@ def test_a_process_with_the_id_of_a_dead_one_is_not_the_holder(run_dir: Path) ->
 
 
 def test_this_process_once_more(run_dir: Path) -> None:
-    # A second lock of the same process is refused. A lock that is garbage collected is released.
+    """A second lock of the same process is refused. A lock that is garbage collected is released."""
     with taken(run_dir, "first"), pytest.raises(CheckpointLockedError, match="first"):
         FolderLock(run_dir, "second").acquire()
     forgotten = FolderLock(run_dir, "forgotten")
@@ -264,7 +264,7 @@ def test_a_suspended_process_sees_the_takeover_before_its_heartbeat(run_dir: Pat
 
 
 def test_a_lock_that_another_run_had_in_the_meantime_is_lost(run_dir: Path) -> None:
-    # An empty lock file means that another run took the lock and released it again.
+    """An empty lock file means that another run took the lock and released it again."""
     with taken(run_dir) as lock:
         (run_dir / LOCK).write_bytes(b"")
         assert lock.lost
@@ -445,7 +445,7 @@ def test_a_process_that_is_about_to_end_is_waited_for(run_dir: Path, monkeypatch
 
 
 def test_a_process_that_was_suspended_in_its_write_is_an_error(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # If another process keeps the lock file itself locked (`flock`), acquiring the lock fails after a timeout.
+    """If another process keeps the lock file itself locked (`flock`), acquiring the lock fails after a timeout."""
     monkeypatch.setattr(lock_module, "_FLOCK_TIMEOUT", 0.05)
     with lock_module._LockFile.open(run_dir / LOCK), pytest.raises(CheckpointLockedError, match="Fix: end it"):
         FolderLock(run_dir, "run").acquire()

@@ -256,7 +256,7 @@ def test_fields_of_a_later_version_are_ignored() -> None:
 @given(st.data())
 @settings(max_examples=300)
 def test_a_damaged_manifest_never_does_worse_than_an_error(data: st.DataObject) -> None:
-    # Reading a damaged manifest raises a `CheckpointError` or returns a manifest that can be written again.
+    """Reading a damaged manifest raises a `CheckpointError` or returns a manifest that can be written again."""
     damaged = bytearray(EXAMPLE.to_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
         start = data.draw(st.integers(0, len(damaged)))
@@ -295,6 +295,6 @@ def test_invalid_fields_are_not_written(field: str, value: Any) -> None:
 
 
 def test_the_order_of_the_texts_is_that_of_the_times() -> None:
-    # Sorting `saved_at` as text sorts by time.
+    """Sorting `saved_at` as text sorts by time."""
     times = ["2026-01-02T03:04:05.000006Z", "2026-01-02T03:04:05.100000Z", "2026-01-10T00:00:00.000000Z"]
     assert [read(as_json(saved_at=time)).saved_at for time in sorted(times)] == times

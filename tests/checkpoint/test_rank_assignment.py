@@ -27,7 +27,7 @@ def test_all_is_distributed_evenly_in_whatever_order(sizes: list[int], ranks: in
 
 
 def test_what_is_small_goes_to_one_that_has_least() -> None:
-    # Tensors that are small in total all go to the rank with the fewest bytes.
+    """Tensors that are small in total all go to the rank with the fewest bytes."""
     loads = [5, 3, 4]
     assert assign_to_ranks({"a": 1, "b": 2}, loads, 3) == {1: ["a", "b"]}
     assert loads == [5, 6, 4]

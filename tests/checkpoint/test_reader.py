@@ -90,7 +90,7 @@ def test_only_requested_stems_are_read(run_dir: Path, stems: list[str]) -> None:
 
 
 def test_what_it_has_not_is_named(run_dir: Path) -> None:
-    # Requesting tensors that the checkpoint does not contain is an error that lists those it contains.
+    """Requesting tensors that the checkpoint does not contain is an error that lists those it contains."""
     checkpoint = open_checkpoint(make(run_dir / "checkpoint"))
     with pytest.raises(StateMismatchError, match="model_1, but this one has model, optimizer, state"):
         checkpoint.read(["model", "model_1"])
@@ -106,7 +106,7 @@ def test_the_working_directory_may_change(run_dir: Path) -> None:
 
 
 def test_a_link_to_a_checkpoint_is_one(run_dir: Path) -> None:
-    # A link to a checkpoint can be opened like the checkpoint.
+    """A link to a checkpoint can be opened like the checkpoint."""
     (run_dir / "best").symlink_to(make(run_dir / "checkpoint"))
     assert open_checkpoint(run_dir / "best").read().manifest.step == 10
 
@@ -115,7 +115,7 @@ def test_a_link_to_a_checkpoint_is_one(run_dir: Path) -> None:
 
 
 def test_what_is_near_is_named(run_dir: Path) -> None:
-    # The error for a path without a checkpoint lists checkpoints nearby or says what the path is.
+    """The error for a path without a checkpoint lists checkpoints nearby or says what the path is."""
     folder = run_dir / "checkpoints"
     make(folder / "step-00000010")
     make(folder / "step-00000020")
@@ -141,7 +141,7 @@ def test_what_is_near_is_named(run_dir: Path) -> None:
 
 
 def test_what_is_a_checkpoint(run_dir: Path) -> None:
-    # A visible folder with at least one file of a checkpoint counts as a checkpoint, also when it is incomplete.
+    """A visible folder with at least one file of a checkpoint counts as a checkpoint, also when it is incomplete."""
     for number, name in enumerate(
         (
             "manifest.json",
@@ -283,7 +283,7 @@ def test_a_reader_next_to_a_writer_never_sees_damage(run_dir: Path) -> None:
 
 
 def test_a_small_file(run_dir: Path) -> None:
-    # `read_small_file` reads a file up to the given size and refuses larger ones.
+    """`read_small_file` reads a file up to the given size and refuses larger ones."""
     path = run_dir / "file"
     path.write_bytes(b"12345")
     assert read_small_file(path, 5) == b"12345"

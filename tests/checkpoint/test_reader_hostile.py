@@ -223,7 +223,7 @@ def test_a_pickle_under_any_name_is_not_run(run_dir: Path, sealed: bool) -> None
 
 
 def test_a_header_that_lies(run_dir: Path) -> None:
-    # A header of a tensor file whose shape, offsets, dtype or length do not match the data is refused.
+    """A header of a tensor file whose shape, offsets, dtype or length do not match the data is refused."""
     path = make(run_dir / "checkpoint")
     file = path / "model.safetensors"
     data = file.read_bytes()

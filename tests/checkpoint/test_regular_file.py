@@ -56,7 +56,7 @@ def test_a_file_larger_than_the_memory_can_be_mapped() -> None:
 
 
 def test_what_is_not_the_file_that_was_written_is_refused() -> None:
-    # A file with another size or digest than expected is refused, and so is a missing one.
+    """A file with another size or digest than expected is refused, and so is a missing one."""
     Path("file").write_bytes(b"data")
     assert bytes(read_file(Path("file"), 4, hashlib.sha256(b"data").hexdigest(), "x")) == b"data"
     assert "expected 5 bytes, found 4" in refused("file", 5)
@@ -78,7 +78,7 @@ def test_a_file_that_does_not_fit_into_memory_is_named(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("way", [read_file, map_file])
 def test_what_another_process_has_verified_is_not_hashed_again(way: Callable[..., memoryview]) -> None:
-    # Without a digest, only the size of the file is checked: another process has checked the content.
+    """Without a digest, only the size of the file is checked: another process has checked the content."""
     Path("file").write_bytes(b"data")
     assert bytes(way(Path("file"), 4, None, "x")) == b"data"
     with pytest.raises(CheckpointError, match="^f: expected 3 bytes, found 4"):
@@ -110,7 +110,7 @@ def test_only_a_regular_file_is_read() -> None:
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
 @pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_an_exchange_between_looking_and_opening_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A file that is replaced between `lstat` and `open` is refused.
+    """A file that is replaced between `lstat` and `open` is refused."""
     Path("file").write_bytes(b"data")
     Path("other").write_bytes(b"data")
     lstat = os.lstat

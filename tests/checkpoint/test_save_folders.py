@@ -38,7 +38,7 @@ def entered(world: World, folder: str = "a", run_id: str = "run1") -> SaveFolder
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("there", [False, True])
 def test_one_lock_and_nothing_left_behind(run_dir: Path, size: int, there: bool) -> None:
-    # Only the main process locks the folder. The lock file is the only file there, and it is empty after the release.
+    """Only the main process locks the folder. The lock file is the only file there, and it is empty after the release."""
     if there:
         Path("a").mkdir()
 
@@ -77,7 +77,7 @@ def test_another_run_is_an_error_on_all(run_dir: Path) -> None:
 
 
 def test_names_counters_and_paths_are_the_main_processs(run_dir: Path) -> None:
-    # All ranks use the path, the free name and the counter that the main process has determined.
+    """All ranks use the path, the free name and the counter that the main process has determined."""
     make(run_dir / "a" / "step-1", 4)
 
     def work(world: World) -> Any:
@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_looked_at(run_dir: Path, monkeypatch: pytest.Mo
 
 
 def test_what_appears_late_is_seen(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # `wait_for_path` waits for a file that a network file system shows late, up to its limit.
+    """`wait_for_path` waits for a file that a network file system shows late, up to its limit."""
     monkeypatch.setattr(all_ranks, "_VISIBLE_WITHIN", 30.0)
     timer = threading.Timer(0.3, (run_dir / "late").touch)
     timer.start()

@@ -100,7 +100,7 @@ def test_what_changes_right_after_save_is_not_written(run_dir: Path, saver: Save
 def test_a_blocking_save_writes_the_tensors_from_where_they_are(
     run_dir: Path, saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A blocking save writes the tensors without copying them first.
+    """A blocking save writes the tensors without copying them first."""
     made = draft(2)
     monkeypatch.setattr(made, "detach", lambda buffers: pytest.fail("a copy"))
     saver.save(made, run_dir / "a", blocking=True)
@@ -161,7 +161,7 @@ def test_replace_is_passed_to_commit(run_dir: Path, saver: Saver) -> None:
 
 
 def test_a_relative_path_is_that_of_the_moment_of_save(run_dir: Path, saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A relative path is resolved when `save` is called, not when the file is written.
+    """A relative path is resolved when `save` is called, not when the file is written."""
     held = draft(1)
     gate = Gate(held, monkeypatch)
     saver.save(held, Path("a"), blocking=False)
@@ -173,7 +173,7 @@ def test_a_relative_path_is_that_of_the_moment_of_save(run_dir: Path, saver: Sav
 
 
 def test_who_keeps_a_draft_keeps_no_copies(run_dir: Path, saver: Saver) -> None:
-    # A closed saver frees the copies of the tensors even if the caller keeps the draft.
+    """A closed saver frees the copies of the tensors even if the caller keeps the draft."""
     made = draft()
     saver.save(made, run_dir / "a", blocking=False)
     copies = weakref.ref(saver._buffers._buffers["model.safetensors"])

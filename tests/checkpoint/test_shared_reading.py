@@ -115,7 +115,7 @@ def test_a_refusal_of_the_choice(checkpoint: Path) -> None:
 
 
 def test_the_main_processs_path_counts(checkpoint: Path) -> None:
-    # All ranks read the path that the main process was given.
+    """All ranks read the path that the main process was given."""
     run_groups(2, lambda group: read_on_all_ranks("a" if group.rank == 0 else "elsewhere", group))
 
 

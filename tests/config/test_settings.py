@@ -16,7 +16,7 @@ FILE = Settings(
 
 
 def test_the_upper_settings_count() -> None:
-    # In `a.over(b)`, the settings of `a` take precedence.
+    """In `a.over(b)`, the settings of `a` take precedence."""
     flags = Settings({"num_processes": 4}, {"zero_stage": 2}, {"dynamo_mode": "default"}, "the command line")
     both = flags.over(FILE)
     assert both == Settings(

@@ -66,7 +66,7 @@ def test_a_symbolic_link_is_kept() -> None:
 
 
 def test_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    # `write_basic_config` writes settings for the devices of this machine.
+    """`write_basic_config` writes settings for the devices of this machine."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for count, expected in ((1, ("NO", 1, False)), (4, ("MULTI_GPU", 4, False))):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
@@ -86,7 +86,7 @@ def test_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_that_is_there_is_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    # `write_basic_config` does not change a file that exists.
+    """`write_basic_config` does not change a file that exists."""
     monkeypatch.setenv("TRAINKIT_CONFIG_FILE", "default.yaml")
     assert write_basic_config() == Path("default.yaml")
     before = Path("default.yaml").read_text()
@@ -96,7 +96,7 @@ def test_one_that_is_there_is_left(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 
 
 def test_a_precision_that_is_none() -> None:
-    # An unknown or unsupported precision is an error, and no file is written.
+    """An unknown or unsupported precision is an error, and no file is written."""
     with pytest.raises(ConfigurationError, match="mixed_precision must be one of no, fp16, bf16, not 'half'"):
         write_basic_config("half", "conf.yaml")
     with pytest.raises(ConfigurationError, match="fp8 is not supported; write bf16"):

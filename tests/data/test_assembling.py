@@ -22,7 +22,7 @@ class Graph:
 
 
 def test_tensors_and_lists_follow_one_another_wherever_they_stand() -> None:
-    # Tensors and lists of samples are concatenated at any depth of the batch; other values are kept.
+    """Tensors and lists of samples are concatenated at any depth of the batch; other values are kept."""
     first = {"x": torch.arange(4.0).reshape(2, 2), "deep": [torch.tensor([1, 2]), ("a", "b")], "scale": 3}
     second = {"x": torch.full((1, 2), 9.0), "deep": [torch.tensor([7]), ("c",)], "scale": 3}
     found = joined([first, second])
@@ -41,7 +41,7 @@ def test_containers_keep_their_types() -> None:
 
 
 def test_rows_are_as_wide_as_there_are_devices_and_the_last_has_what_is_left() -> None:
-    # Groups of 3 micro-batches are joined, one for each device; the last group has the rest.
+    """Groups of 3 micro-batches are joined, one for each device; the last group has the rest."""
     batches = [torch.tensor([n]) for n in range(7)]
     rows = list(concatenated_groups(iter(batches), 3, joined))
     assert [row.tolist() for row in rows] == [[0, 1, 2], [3, 4, 5], [6]]
@@ -49,7 +49,7 @@ def test_rows_are_as_wide_as_there_are_devices_and_the_last_has_what_is_left() -
 
 
 def test_batches_of_several_loaders_have_sizes_of_their_own() -> None:
-    # `each_joined` joins the parts of a combined batch separately, so they may differ in size.
+    """`each_joined` joins the parts of a combined batch separately, so they may differ in size."""
     part = {"a": torch.zeros(3), "b": torch.zeros(2)}
     assert {name: len(value) for name, value in each_joined([part, part]).items()} == {"a": 6, "b": 4}
     with pytest.raises(DataError, match="a batch of 3 samples contains a tensor of shape"):
@@ -77,7 +77,7 @@ def test_what_cannot_be_put_together_is_refused(parts: list[Any], message: str) 
 
 
 def test_what_is_the_same_in_all_is_kept() -> None:
-    # Values without a batch dimension are kept if they are the same in all micro-batches.
+    """Values without a batch dimension are kept if they are the same in all micro-batches."""
     found = joined([(torch.zeros(2), None, torch.tensor(0.5), "train")] * 2)
     assert found[1:] == (None, torch.tensor(0.5), "train")
 

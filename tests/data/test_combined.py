@@ -67,7 +67,7 @@ def test_a_batch_counts_by_all_its_samples(mode: str) -> None:
 
 
 def test_a_batch_of_one_of_them_counts_by_its_own() -> None:
-    # In the mode sequential, a batch that is a list is the batch of one loader: it has 3 samples, not 6.
+    """In the mode sequential, a batch that is a list is the batch of one loader: it has 3 samples, not 6."""
     assert CombinedLoader([[1], [2]], "sequential").count([torch.zeros(3), torch.zeros(3)]) == 3
 
 
@@ -97,7 +97,7 @@ def test_an_unknown_mode_names_the_nearest() -> None:
 
 
 def test_the_shortest_ends_an_epoch() -> None:
-    # With `min_size`, an epoch ends with the shortest loader.
+    """With `min_size`, an epoch ends with the shortest loader."""
     a, b = shuffled(9), shuffled(4)
     stream = stream_of([a, b], "min_size")
     batches = read(stream, 3)
@@ -117,7 +117,7 @@ def test_the_longest_ends_an_epoch_and_others_start_again() -> None:
 
 
 def test_one_comes_after_the_other() -> None:
-    # With `sequential`, the loaders are read one after the other.
+    """With `sequential`, the loaders are read one after the other."""
     a, b = shuffled(5), shuffled(4)
     stream = stream_of([a, b], "sequential")
     assert (stream.length, stream.sizes) == (5, None)
@@ -131,7 +131,7 @@ def test_one_loader_alone_is_that_loader() -> None:
 
 
 def test_loaders_of_a_combination_are_not_alike() -> None:
-    # Two equal loaders in a combination have different orders and draw different random numbers.
+    """Two equal loaders in a combination have different orders and draw different random numbers."""
     batches = read(stream_of([shuffled(20), shuffled(20)]))
     assert ids([batch[0] for batch in batches]) != ids([batch[1] for batch in batches])
     assert not any(same(batch[0][:, 1:], batch[1][:, 1:]) for batch in batches)
@@ -140,7 +140,7 @@ def test_loaders_of_a_combination_are_not_alike() -> None:
 
 
 def test_the_loaders_of_two_combinations_are_not_alike() -> None:
-    # Loaders of two combinations in one stage have different orders too.
+    """Loaders of two combinations in one stage have different orders too."""
     orders = []
     for index in (0, 1):
         batches = read(stream_of([shuffled(20), shuffled(20)], index=index))
@@ -200,7 +200,7 @@ def test_what_is_skipped_is_not_fetched(mode: str, start: int, calls: tuple[int,
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_fetched_for_a_batch_that_does_not_come(mode: str) -> None:
-    # Only samples that become part of a yielded batch are fetched.
+    """Only samples that become part of a yielded batch are fetched."""
     a, b = shuffled(4), shuffled(6)
     batches = read(stream_of([b, a], mode))
     given = sum(len(part) for batch in batches for part in ([batch] if mode == "sequential" else batch))
@@ -257,7 +257,7 @@ def test_a_stream_makes_the_length_unknown(mode: str) -> None:
 
 
 def test_a_length_that_is_wrong_cuts_nothing_off() -> None:
-    # If a loader yields more batches than its `len`, all of them are read.
+    """If a loader yields more batches than its `len`, all of them are read."""
     stream = stream_of([DataLoader(SizedDrawingStream(6), batch_size=4, num_workers=2), [torch.zeros(1, 1)]], "sequential")
     assert (stream.length, stream.exact) == (3, False)
     assert ids(read(stream)) == [[0, 2, 4], [1, 3, 5], [0]]
@@ -271,7 +271,7 @@ def test_an_empty_loader_cannot_be_cycled() -> None:
 
 
 def test_an_iterator_can_be_the_longest_and_not_a_shorter_one() -> None:
-    # With `max_size_cycle`, an iterator can only be the longest loader: shorter ones are iterated again.
+    """With `max_size_cycle`, an iterator can only be the longest loader: shorter ones are iterated again."""
     assert len(read(stream_of([(torch.zeros(1) for _ in range(5)), shuffled(4)]))) == 5
     with pytest.raises(EmptyLoaderError, match="only once, but is needed again in epoch 0"):
         read(stream_of([(torch.zeros(1) for _ in range(5)), shuffled(20)]))

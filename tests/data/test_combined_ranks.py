@@ -58,7 +58,7 @@ def test_an_epoch_is_sharded_from_any_start(lengths: list[int], kinds: list[str]
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_of_others_is_fetched(mode: str) -> None:
-    # A rank fetches only the samples of its own micro-batches.
+    """A rank fetches only the samples of its own micro-batches."""
     for rank in range(3):
         parts = [DataLoader(Drawing(9), batch_size=2), DataLoader(Drawing(4), batch_size=2)]
         stream = CombinedStream(CombinedLoader(parts, mode), 7, Stage.TRAIN, 0, CPU, False, Alike(rank, 3))
@@ -74,7 +74,7 @@ def test_a_stream_without_a_batch_cannot_be_cycled() -> None:
 
 
 def test_it_splits_if_one_of_them_does() -> None:
-    # A combination counts as split if one of its loaders yields different batches on each rank.
+    """A combination counts as split if one of its loaders yields different batches on each rank."""
     stream = stream_of(["stream", "map"], [4, 4], "min_size", Alike(0, 2))
     assert not stream.splits
     stream._streams[0].resume(True)

@@ -76,13 +76,13 @@ def values() -> list[Any]:
 
 
 def test_others_have_others() -> None:
-    # Different values have different digests.
+    """Different values have different digests."""
     found = [digest(value) for value in values()]
     assert len(set(found)) == len(found)
 
 
 def test_equal_ones_have_the_same() -> None:
-    # Equal values have the same digest, also with other strides.
+    """Equal values have the same digest, also with other strides."""
     assert [digest(value) for value in values()] == [digest(copy.deepcopy(value)) for value in values()]
     assert digest(torch.arange(6).reshape(2, 3).t()) == digest(torch.arange(6).reshape(2, 3).t().contiguous())
 
@@ -99,7 +99,7 @@ def test_in_every_process() -> None:
 
 @pytest.mark.parametrize("place", [0, -1])
 def test_both_ends_of_a_large_one_count(place: int) -> None:
-    # The digest of a large tensor depends on its first and last values.
+    """The digest of a large tensor depends on its first and last values."""
     large = torch.zeros(1_000_000)
     before = digest(large)
     large[place] = 1.0
@@ -107,7 +107,7 @@ def test_both_ends_of_a_large_one_count(place: int) -> None:
 
 
 def test_what_holds_itself_has_one() -> None:
-    # Objects that contain themselves have a digest.
+    """Objects that contain themselves have a digest."""
     ring = Plain(1)
     ring.x = ring
     listed: list[Any] = []

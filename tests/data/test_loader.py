@@ -92,7 +92,7 @@ def test_the_epoch_can_be_set() -> None:
 
 
 def test_iterating_a_given_epoch_does_not_count() -> None:
-    # `iterate(epoch)` does not advance the epoch that the next plain iteration has.
+    """`iterate(epoch)` does not advance the epoch that the next plain iteration has."""
     loader = prepare(shuffled())
     whole_epoch(loader, 9)
     assert same(list(loader), whole_epoch(prepare(shuffled()), 0))
@@ -100,7 +100,7 @@ def test_iterating_a_given_epoch_does_not_count() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_epoch_that_is_left_early_is_over(workers: int) -> None:
-    # After a `break`, the next iteration is the next epoch.
+    """After a `break`, the next iteration is the next epoch."""
     loader = prepare(shuffled(num_workers=workers))
     for _ in loader:
         break
@@ -111,7 +111,7 @@ def test_an_epoch_that_is_left_early_is_over(workers: int) -> None:
 @pytest.mark.parametrize("window", [None, 1, 2])
 @pytest.mark.parametrize("start", [0, 2, 4, 6])
 def test_the_end_of_an_epoch_is_the_end_of_the_whole_one(window: int | None, start: int) -> None:
-    # An epoch that starts at a later batch has the same batches and random numbers as the end of the whole epoch.
+    """An epoch that starts at a later batch has the same batches and random numbers as the end of the whole epoch."""
     loader = prepare(shuffled(), window=window)
     whole, forward = whole_epoch(loader, 3), drawn_at_work(loader.iterate(3))
     assert same(whole_epoch(loader, 3, start), whole[start:])
@@ -150,7 +150,7 @@ def test_a_length_that_is_not_known() -> None:
 
 
 def test_what_it_does_not_define_is_the_users() -> None:
-    # Other attributes are those of the user's loader.
+    """Other attributes are those of the user's loader."""
     source = shuffled()
     loader = prepare(source)
     assert loader.dataset is source.dataset
@@ -194,7 +194,7 @@ def test_the_work_on_a_batch_has_random_numbers_of_its_own(source: str, window: 
     [({"stage": Stage.VALIDATE}, 2), ({"stage": Stage.TEST, "index": 3}, 3 + 16 * 3), ({"index": 1}, 1 + 16)],
 )
 def test_each_stage_and_each_of_its_loaders_has_its_own(options: dict[str, Any], stage: int) -> None:
-    # Each stage, and each of several loaders of a stage, has its own order and random numbers.
+    """Each stage, and each of several loaders of a stage, has its own order and random numbers."""
     loader = prepare(shuffled(), **options)
     expected = [under(mix(7, stage, Purpose.FORWARD, 0, m)) for m in range(4)]
     assert drawn_at_work(loader.iterate(0)) == expected
@@ -204,14 +204,14 @@ def test_each_stage_and_each_of_its_loaders_has_its_own(options: dict[str, Any],
 
 
 def test_another_seed_is_another_everything() -> None:
-    # The order and the random numbers depend on the seed.
+    """The order and the random numbers depend on the seed."""
     first, second = prepare(shuffled()), prepare(shuffled(), seed=8)
     assert ids(whole_epoch(first)) != ids(whole_epoch(second))
     assert drawn_at_work(first.iterate(0)) != drawn_at_work(second.iterate(0))
 
 
 def test_what_is_drawn_at_work_does_not_change_what_is_fetched() -> None:
-    # Random numbers drawn in the forward pass do not change the next batches.
+    """Random numbers drawn in the forward pass do not change the next batches."""
     loader = prepare(shuffled())
     expected = whole_epoch(loader)
     found = []
@@ -297,7 +297,7 @@ def test_a_short_last_batch_counts_less() -> None:
 
 
 def test_a_limit_that_leaves_the_short_batch_out() -> None:
-    # If a limit skips the short last batch, all shares of the last window are equal.
+    """If a limit skips the short last batch, all shares of the last window are equal."""
     window = 2
     assert states(prepare(shuffled(), window=window, limit=3))[2:] == [(True, True, 1.0)]
     assert states(prepare(shuffled(), window=window, limit=2)) == [(True, False, 0.5), (False, True, 0.5)]
@@ -319,14 +319,14 @@ def test_a_generator_of_the_users_has_no_effect_and_a_notice_says_so(caplog: pyt
 
 
 def test_a_window_of_one_says_so_once() -> None:
-    # Without accumulation, each micro-batch is first and last in its window and has the share 1.
+    """Without accumulation, each micro-batch is first and last in its window and has the share 1."""
     window = 1
     assert states(prepare(shuffled(), window=window)) == [(True, True, 1.0)] * 4
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_weights_are_those_of_the_user(size: int) -> None:
-    # Shares are computed from the user's `batch_weight`. Without accumulation, they are 1, or 0 for a weight of 0.
+    """Shares are computed from the user's `batch_weight`. Without accumulation, they are 1, or 0 for a weight of 0."""
     window = size
     batches = [torch.tensor([weight]) for weight in (3.0, 1.0, 0.0, 0.0)]
     loader = prepare(batches, window=window, weigh=lambda batch: float(batch))
@@ -337,7 +337,7 @@ def test_weights_are_those_of_the_user(size: int) -> None:
 
 
 def test_weights_are_asked_for_on_the_cpu_before_the_transfer() -> None:
-    # `batch_weight` gets the batch before it is moved to the device.
+    """`batch_weight` gets the batch before it is moved to the device."""
     seen: list[str] = []
 
     def weigh(batch: Tensor) -> float:
@@ -423,7 +423,7 @@ def test_a_limit_still_cuts_a_stream() -> None:
 
 
 def test_the_sanity_check_does_not_eat_an_iterator(caplog: pytest.LogCaptureFixture) -> None:
-    # The sanity check is skipped for an iterator, so that validation gets all of its batches.
+    """The sanity check is skipped for an iterator, so that validation gets all of its batches."""
     module = Counting()
     fit(module, shuffled(collate_fn=None), (torch.full((2, 1), n) for n in range(5)), num_sanity_val_steps=2)
     assert module.validated == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]

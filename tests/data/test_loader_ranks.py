@@ -90,7 +90,7 @@ def test_windows_and_shares(
 
 
 def test_fewer_samples_than_processes() -> None:
-    # If only rank 0 has a micro-batch, the other ranks take part in training with padding. An evaluation has no padding.
+    """If only rank 0 has a micro-batch, the other ranks take part in training with padding. An evaluation has no padding."""
     first, *others = dealt(lambda: shuffled(1), 4)
     assert [(one.ids, one.share, one.uneven, one.padding) for one in first] == [([0], 4.0, True, False)]
     for own in others:
@@ -122,7 +122,7 @@ def test_workers_change_nothing(workers: int, persistent: bool) -> None:
 
 
 def test_nothing_of_others_is_fetched() -> None:
-    # A rank fetches only the samples of its own micro-batches.
+    """A rank fetches only the samples of its own micro-batches."""
     for rank in range(3):
         source = shuffled(22)
         own = list(read(prepared(source, Alike(rank, 3), 2)))
@@ -147,7 +147,7 @@ def test_a_length_is_in_rows(size: int, rows: int, micro_batches: int) -> None:
 
 
 def test_limits() -> None:
-    # `limit` counts the micro-batches of each rank, `micro_limit` those of all ranks together.
+    """`limit` counts the micro-batches of each rank, `micro_limit` those of all ranks together."""
     loader = prepared(shuffled(40), Alike(1, 2))
     loader.limit = 3
     assert (loader.length, loader.micro_batches) == (3, 6)
@@ -296,7 +296,7 @@ def all_kinds(window: int | None) -> dict[str, list[Given]]:
 
 @pytest.mark.parametrize("size, window", [(2, 1), (2, 2), (3, 2), (4, 1), (3, None)])
 def test_processes_that_tell_one_another_agree_with_one(size: int, window: int | None) -> None:
-    # Ranks that exchange their batch sizes have the windows and shares of one process.
+    """Ranks that exchange their batch sizes have the windows and shares of one process."""
     by_rank = run_world(size, all_kinds, window)
     for kind, make in TALKING.items():
         loader = prepared(make(), World(), None if window is None else window * size, **WEIGH.get(kind, {}))
@@ -326,7 +326,7 @@ def filled() -> list[Any]:
 
 
 def test_padding_of_other_loaders() -> None:
-    # Padding also works for lists of batches and for a `CombinedLoader`: rank 1 repeats the batch of rank 0.
+    """Padding also works for lists of batches and for a `CombinedLoader`: rank 1 repeats the batch of rank 0."""
     first, second = run_world(2, filled)
     for theirs, ours in zip(first, second, strict=True):
         assert [(filler, share) for filler, share, _ in theirs] == [(False, 2.0)]
@@ -383,7 +383,7 @@ def test_a_process_without_any_batch_cannot_repeat_one() -> None:
 
 
 def test_what_is_read_again_is_as_it_was() -> None:
-    # Reading an epoch again gives the same micro-batches.
+    """Reading an epoch again gives the same micro-batches."""
     loader = prepared(shuffled(30), Alike(1, 2), 2)
     assert same([tuple(one) for one in read(loader, 5)], [tuple(one) for one in read(loader, 5)])
     assert ids([next(iter(loader))]) == ids([next(iter(prepared(shuffled(30), Alike(1, 2), 2)))])

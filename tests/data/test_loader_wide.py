@@ -76,7 +76,7 @@ def test_a_row_is_the_micro_batches_of_its_devices(samples: int, rows: int) -> N
 
 
 def test_the_one_forward_over_several_is_seeded_by_the_first_of_them() -> None:
-    # The forward pass of 4 joined micro-batches has the random state of the first of them.
+    """The forward pass of 4 joined micro-batches has the random state of the first of them."""
     wide = epoch(made(36, 4))
     firsts = []
     for row in range(len(wide)):
@@ -86,7 +86,7 @@ def test_the_one_forward_over_several_is_seeded_by_the_first_of_them() -> None:
 
 
 def test_positions_are_those_of_as_many_processes() -> None:
-    # The position of one process with 4 devices is that of 4 processes with one device each.
+    """The position of one process with 4 devices is that of 4 processes with one device each."""
     loader = made(34, 4)
     assert loader.position(0, 2) == {
         "epoch": 0, "batches": 8, "samples": 24, "complete": False, "dataset": 34, "iterable": None,
@@ -97,7 +97,7 @@ def test_positions_are_those_of_as_many_processes() -> None:
 
 @pytest.mark.parametrize("devices, after", [(2, 6), (4, 6), (3, 5)])
 def test_resumes_wherever_another_number_of_devices_has_left_off(devices: int, after: int) -> None:
-    # A position saved with one device resumes on several devices at the same sample, also inside a joined batch.
+    """A position saved with one device resumes on several devices at the same sample, also inside a joined batch."""
     before = made(40, 1)
     position = before.position(0, after)
     expected = [id for row in epoch(made(40, 1))[after:] for id in row["ids"]]
@@ -112,7 +112,7 @@ def test_resumes_wherever_another_number_of_devices_has_left_off(devices: int, a
 
 
 def test_limits_are_in_rows() -> None:
-    # `limit` counts joined batches.
+    """`limit` counts joined batches."""
     loader = made(40, 4)
     loader.limit = 2
     found = epoch(loader)
@@ -127,7 +127,7 @@ class Numbers(IterableDataset[Any]):
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_of_a_stream_the_last_row_has_what_is_left(rows: int) -> None:
-    # With a stream, the last joined batch has the remaining samples.
+    """With a stream, the last joined batch has the remaining samples."""
     loader = PreparedLoader(
         DataLoader(Numbers(), batch_size=2), seed=1, device=torch.device("cpu"), window=rows, world=World(devices=4)
     )
@@ -141,7 +141,7 @@ def test_of_a_stream_the_last_row_has_what_is_left(rows: int) -> None:
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("own", [False, True])
 def test_batches_that_are_loaded_ahead_are_loaded_once_by_the_first_of_their_row(rows: int, devices: int, own: bool) -> None:
-    # A joined batch is transferred once, with the number of its first micro-batch.
+    """A joined batch is transferred once, with the number of its first micro-batch."""
     loaded: list[Any] = []
 
     def ahead(items: Any, load: Any, start: int = 0) -> Any:

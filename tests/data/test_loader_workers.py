@@ -111,7 +111,7 @@ class Own(ForkContext):
     ids=["none", "fork", "fork context", "own", "forkserver"],
 )
 def test_a_context_of_the_users_is_kept(given: Any, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A fork context is replaced by trainkit's; a context of the user or another start method is kept.
+    """A fork context is replaced by trainkit's; a context of the user or another start method is kept."""
     monkeypatch.setattr(multiprocessing, "get_context", lambda: ForkContext())  # also where the default is not fork
     monkeypatch.setattr(DataLoader, "_get_iterator", lambda self: iter(()))
     loader = DataLoader(Drawing(8), num_workers=1, multiprocessing_context=given)
@@ -121,7 +121,7 @@ def test_a_context_of_the_users_is_kept(given: Any, kept: bool, monkeypatch: pyt
 
 
 def test_signals_are_heard_again() -> None:
-    # The signal mask is the same after the workers have ended.
+    """The signal mask is the same after the workers have ended."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     samples()
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before

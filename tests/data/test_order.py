@@ -251,7 +251,7 @@ FLAWED: dict[str, Callable[[int, int], Order]] = {
 
 @pytest.mark.parametrize("flaw", FLAWED)
 def test_the_statistics_notice_a_flaw(flaw: str) -> None:
-    # The statistical tests can fail: they find flaws of weaker shuffles.
+    """The statistical tests can fail: they find flaws of weaker shuffles."""
     assert suspicions([FLAWED[flaw](HASH_SORT_LIMIT, key) for key in range(2)], (1, 1024))
 
 
@@ -308,7 +308,7 @@ def test_blocks_are_slices_of_the_order(length: int, cuts: list[int]) -> None:
 
 @pytest.mark.parametrize("length", [5 * 4096, 5 * 4096 + 1, HASH_SORT_LIMIT + 17])
 def test_blocks_without_a_list_of_indices_are_slices_too(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Blocks of orders that are too long for a list of all indices are slices of the order too.
+    """Blocks of orders that are too long for a list of all indices are slices of the order too."""
     monkeypatch.setattr("trainkit.data.order.HASH_SORT_LIMIT", 4096)
     order = Permutation(length, 11)
     expected = feistel(length, 11)
@@ -318,7 +318,7 @@ def test_blocks_without_a_list_of_indices_are_slices_too(length: int, monkeypatc
 
 
 def test_micro_batches_in_sequence_work_each_position_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Successive micro-batches compute each position once, 4,096 at a time.
+    """Successive micro-batches compute each position once, 4,096 at a time."""
     worked_out: list[tuple[int, int]] = []
     indices = _Feistel.indices
 
@@ -335,7 +335,7 @@ def test_micro_batches_in_sequence_work_each_position_out_once(monkeypatch: pyte
 
 @pytest.mark.parametrize("length", [100, 10**9])
 def test_a_block_belongs_to_its_caller(length: int) -> None:
-    # Writing into a returned block does not change later blocks.
+    """Writing into a returned block does not change later blocks."""
     order = Permutation(length, 1)
     for _ in range(3):
         mine = order.block(0, 32)

@@ -62,7 +62,7 @@ def test_what_a_position_holds() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_may_change(workers: int) -> None:
-    # A position resumes with another number of workers.
+    """A position resumes with another number of workers."""
     first = prepare(shuffled(num_workers=2 - workers))
     batches = iter(first)
     next(batches)
@@ -74,7 +74,7 @@ def test_workers_may_change(workers: int) -> None:
 
 
 def test_a_window_that_is_being_worked_on_is_repeated() -> None:
-    # The saved position is the start of the current window, so an incomplete window is repeated after a resume.
+    """The saved position is the start of the current window, so an incomplete window is repeated after a resume."""
     loader = prepare(shuffled(30), window=3)
     batches = iter(loader)
     positions = [loader.state_dict()["batches"] for _ in batches]
@@ -91,7 +91,7 @@ def test_a_sampler_that_draws_more_samples_than_there_are() -> None:
 
 
 def test_an_epoch_that_was_complete_is_complete_in_any_batch_size() -> None:
-    # A position at the end of an epoch can be resumed with another batch size.
+    """A position at the end of an epoch can be resumed with another batch size."""
     position = prepare(shuffled(14)).position(0, 4)
     assert prepare(shuffled(14, batch_size=5)).start_of(position) == 3
 
@@ -145,7 +145,7 @@ class Countdown:
 
 
 def test_a_trail_keeps_the_last_states() -> None:
-    # A `StateHistory` keeps only the states after the last few batches, or after more of them if requested.
+    """A `StateHistory` keeps only the states after the last few batches, or after more of them if requested."""
     owner = Countdown()
     history = StateHistory(owner, readable=True)
     batches = history.follow(iter(owner), history.begin(0))
@@ -158,7 +158,7 @@ def test_a_trail_keeps_the_last_states() -> None:
 
 
 def test_the_state_before_what_was_skipped_is_not_the_one_after_it() -> None:
-    # If batches were skipped, the state is unknown until the next batch is read.
+    """If batches were skipped, the state is unknown until the next batch is read."""
     owner = Countdown()
     history = StateHistory(owner, readable=True)
     assert history.begin(2) == 2
@@ -180,7 +180,7 @@ def test_a_trail_of_rows() -> None:
 
 
 def test_a_history_continues_without_reading() -> None:
-    # A restored state is used once: the iterable continues there and no batch is skipped.
+    """A restored state is used once: the iterable continues there and no batch is skipped."""
     owner = Countdown()
     history = StateHistory(owner, readable=True)
     history.resume(4, {"left": 2})
@@ -191,7 +191,7 @@ def test_a_history_continues_without_reading() -> None:
 
 
 def test_a_state_that_lies_in_workers_is_not_read(caplog: pytest.LogCaptureFixture) -> None:
-    # With workers, the state of an iterable is not saved, and a notice says so.
+    """With workers, the state of an iterable is not saved, and a notice says so."""
     history = StateHistory(Countdown(), readable=False)
     assert not history.active
     assert history.begin(3) == 3

@@ -139,7 +139,7 @@ def test_sharding_begins_where_the_epoch_resumes(start: int, size: int, length: 
 
 
 def test_an_epoch_that_is_begun_again_after_a_resume() -> None:
-    # After a resume inside an epoch, iterating the epoch from its start has its full length again.
+    """After a resume inside an epoch, iterating the epoch from its start has its full length again."""
     first, second = loaders(shuffled, 2, 2)
     for loader in (first, second):
         loader.load_state_dict(loaders(shuffled, 1, 1)[0].position(0, 3))
@@ -171,7 +171,7 @@ def test_what_a_position_holds() -> None:
 
 
 def test_a_limit_ends_where_it_ends() -> None:
-    # At the end of a limited epoch, the position has the number of micro-batches of the limit, not one per rank more.
+    """At the end of a limited epoch, the position has the number of micro-batches of the limit, not one per rank more."""
     loader = prepared(shuffled(45), Alike(0, 2))
     loader.micro_limit = 5
     assert loader.length == 3
@@ -327,7 +327,7 @@ def test_separate_streams_resume_on_as_many_processes(stateful: bool) -> None:
 
 
 def test_streams_of_their_own_on_another_number_of_processes() -> None:
-    # Inside an epoch, separate streams resume on another number of ranks by skipping batches, with a notice from rank 0.
+    """Inside an epoch, separate streams resume on another number of ranks by skipping batches, with a notice from rank 0."""
     place = run_world(2, go_on, True, True, None, 3)[0][1]
     found = run_world(3, go_on, True, True, place, None)
     assert "was saved by 2 processes, each with its own stream of data; on 3" in found[0][3]

@@ -112,7 +112,7 @@ def work(items: Iterator[Any], log: list[str]) -> list[float]:
 
 
 def test_each_batch_is_loaded_while_the_one_before_is_worked_on(log: list[str]) -> None:
-    # A batch is fetched and copied before the training step on the previous batch begins.
+    """A batch is fetched and copied before the training step on the previous batch begins."""
     items = one_ahead(numbers(3, log), load_into(log), DEVICE, start=5)
     assert work(items, log) == [0, 1, 2]
     assert log == [
@@ -155,7 +155,7 @@ class Packed(tuple):
 
 
 def test_a_batch_is_handed_over_as_it_was_loaded(log: list[str]) -> None:
-    # The yielded batch is the loaded object; it is not rebuilt.
+    """The yielded batch is the loaded object; it is not rebuilt."""
     batch = Packed([on_cuda(1)])
     assert next(one_ahead(iter([batch]), lambda item, number: item, DEVICE)) is batch
     assert "main: uses a tensor" in log

@@ -115,7 +115,7 @@ def flat(batches: list[list[int]]) -> list[int]:
 def test_an_epoch_is_cut_out_of_its_order(
     length: int, size: int, shuffle: bool, drop_last: bool, start: int, limit: int | None, epoch: int
 ) -> None:
-    # The micro-batches of an epoch are slices of its order, from any start to any limit.
+    """The micro-batches of an epoch are slices of its order, from any start to any limit."""
     loader = loader_of(length, batch_size=size, shuffle=shuffle, drop_last=drop_last)
     batches = keyed(loader)
     whole = indices(batches, epoch)
@@ -172,7 +172,7 @@ def test_a_sampler_over_a_part_of_the_dataset() -> None:
 
 
 def test_the_fetch_key_is_the_micro_batchs_own() -> None:
-    # The key for fetching depends on the epoch and the number of the micro-batch, not on the start.
+    """The key for fetching depends on the epoch and the number of the micro-batch, not on the start."""
     batches = keyed(loader_of(shuffle=True))
     expected = [mix(SEED, STAGE, Purpose.FETCH, 2, m) for m in range(5)]
     assert [key for key, _ in items(batches, 2)] == expected
@@ -330,7 +330,7 @@ def test_what_is_known_of_a_users_sampler(kind: str, counts: list[int], sizes: A
 
 
 def test_samplers_draw_what_their_kind_promises() -> None:
-    # Torch's samplers keep their properties: weights, subsets, and draws without replacement.
+    """Torch's samplers keep their properties: weights, subsets, and draws without replacement."""
     assert 0 not in flat(indices(keyed(custom("weighted")))), "its weight is 0"
     assert sorted(flat(indices(keyed(custom("subset"))))) == list(range(5, 18))
     once = flat(indices(keyed(custom("some samples"))))

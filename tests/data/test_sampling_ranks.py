@@ -40,7 +40,7 @@ def indices(loader: DataLoader, world: World, epoch: int = 0, start: int = 0, li
 @pytest.mark.parametrize("length", [1000, HASH_SORT_LIMIT + 12345])
 @pytest.mark.parametrize("size, batch", [(2, 3), (3, 700), (64, 5)])
 def test_each_process_works_out_its_own_part_of_the_order(length: int, size: int, batch: int) -> None:
-    # Each rank has the samples and fetch keys of its own micro-batches.
+    """Each rank has the samples and fetch keys of its own micro-batches."""
     order = Permutation(length, mix(SEED, STAGE, Purpose.ORDER, 1))
     loader = DataLoader(range(length), batch_size=batch, shuffle=True)
     total = -(-length // batch)
@@ -68,7 +68,7 @@ def test_nothing_between_is_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_batch_size() -> None:
-    # Without a batch size, each sample is a micro-batch.
+    """Without a batch size, each sample is a micro-batch."""
     loader = DataLoader(range(7), batch_size=None, shuffle=True)
     whole = [index for _, index in indices(loader, World(), 2)]
     for rank in range(3):
@@ -96,7 +96,7 @@ def test_a_distributed_sampler_is_sharded_once(size: int, options: dict[str, Any
 
 
 def test_a_distributed_sampler_that_drops_what_is_too_much() -> None:
-    # With `drop_last`, a `DistributedSampler` drops samples until all ranks have the same number.
+    """With `drop_last`, a `DistributedSampler` drops samples until all ranks have the same number."""
     for size, samples in ((2, 20), (4, 20), (3, 21)):
         found = [indices(sampled(rank, size, drop_last=True), Alike(rank, size)) for rank in range(size)]
         seen = list(chain.from_iterable(index for own in found for _, index in own))

@@ -75,7 +75,7 @@ def test_a_keyed_dataset_is_copied_as_what_it_is() -> None:
 
 
 def test_keyed_slots_seed_when_they_are_gone_through() -> None:
-    # Iterating `KeyedSlots`, which stand for the samples of a stream's batch, seeds the generators.
+    """Iterating `KeyedSlots`, which stand for the samples of a stream's batch, seeds the generators."""
     slots = KeyedSlots(55, 3)
     assert len(slots) == 3
     assert list(slots) == [None] * 3
@@ -85,7 +85,7 @@ def test_keyed_slots_seed_when_they_are_gone_through() -> None:
 
 
 def test_keyed_slots_seed_after_a_journey() -> None:
-    # `KeyedSlots` also seed after they were pickled and sent to a worker.
+    """`KeyedSlots` also seed after they were pickled and sent to a worker."""
     maker, arguments = KeyedSlots(55, 3).__reduce__()
     there = maker(*arguments)
     draw()
@@ -96,7 +96,7 @@ def test_keyed_slots_seed_after_a_journey() -> None:
 
 
 def test_outside_a_worker_only_the_users_function_runs() -> None:
-    # Outside a worker, `UserWorkerInit` only calls the user's `worker_init_fn`, if there is one.
+    """Outside a worker, `UserWorkerInit` only calls the user's `worker_init_fn`, if there is one."""
     seen: list[int] = []
     UserWorkerInit(seen.append)(3)
     UserWorkerInit(None)(4)

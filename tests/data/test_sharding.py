@@ -152,7 +152,7 @@ def test_each_process_reads_its_own_stream_and_all_end_together(lengths: list[in
 
 
 def test_the_work_on_each_batch_is_random_in_its_own_way() -> None:
-    # With separate streams, the random numbers of each forward pass are those of the micro-batch with the same number.
+    """With separate streams, the random numbers of each forward pass are those of the micro-batch with the same number."""
     results = run_world(2, parts, [4, 4], 0, 1, None)
     (alone,) = [list(read(prepared([torch.zeros(1, 1)] * 4, World())))]
     assert [one.drawn for one in results[0][0]] == [alone[0].drawn, alone[2].drawn]
@@ -160,14 +160,14 @@ def test_the_work_on_each_batch_is_random_in_its_own_way() -> None:
 
 
 def test_an_evaluation_just_ends() -> None:
-    # Without accumulation windows, as in an evaluation, each rank ends with its own stream.
+    """Without accumulation windows, as in an evaluation, each rank ends with its own stream."""
     results = run_world(2, parts, [9, 3], 0, None, None)
     assert [len(epoch) for epoch, *_ in results] == [5, 2]
 
 
 @pytest.mark.parametrize("window", [None, 1])
 def test_a_limit_of_rows_holds_for_each(window: int | None) -> None:
-    # A limit holds for the micro-batches of each rank.
+    """A limit holds for the micro-batches of each rank."""
     results = run_world(2, parts, [9, 3], 0, window, 3)
     assert [len([one for one in epoch if not one.padding]) for epoch, *_ in results] == [3, 2]
 
@@ -238,7 +238,7 @@ def test_separate_streams_next_to_a_dataset(mode: str, expected: Any) -> None:
 
 
 def test_streams_of_their_own_in_a_cycle() -> None:
-    # Separate streams in a combination: shorter ones start again until the longest loader of the rank has ended.
+    """Separate streams in a combination: shorter ones start again until the longest loader of the rank has ended."""
     first, second = run_world(2, combined_parts, "max_size_cycle")
     assert [[piece[0][0], piece[2][0]] for piece in first] == [[0, 0], [2, 0], [4, 0]]
     assert [piece[1] for piece in first if piece] == [[0, 1], [4, 5], [0, 1]]
@@ -268,5 +268,5 @@ def test_a_sampler_that_yields_parts_next_to_datasets() -> None:
 
 
 def test_the_modes_are_all_looked_at() -> None:
-    # This fails if a mode is added that this file does not test.
+    """This fails if a mode is added that this file does not test."""
     assert set(MODES) == {"min_size", "max_size_cycle", "sequential"}

@@ -27,7 +27,7 @@ class Telling(World):
 
 
 def test_nothing() -> None:
-    # `NO_BATCH` is false, and copies and pickles of it are the same object.
+    """`NO_BATCH` is false, and copies and pickles of it are the same object."""
     assert repr(NO_BATCH) == "NO_BATCH"
     assert not NO_BATCH
     assert copy.deepcopy([NO_BATCH])[0] is pickle.loads(pickle.dumps(NO_BATCH)) is NO_BATCH
@@ -92,7 +92,7 @@ def test_rows_of_an_own_loop(way: str) -> None:
 
 
 def test_a_window_that_weighs_nothing() -> None:
-    # A micro-batch of weight 0 has the share 0, whether or not the other micro-batches of its window have weights.
+    """A micro-batch of weight 0 has the share 0, whether or not the other micro-batches of its window have weights."""
     for weights in ([0.0], [0.0, 3.0]):
         shared = SharedWindow(sum(weights), len(weights), False, agreed=True, weights=weights)
         micro = shared.micro_batch(None, MicroBatchKind.DATA, (0, 0), 0.0, True, 2)
@@ -107,7 +107,7 @@ def test_a_loader_that_ends_too_early() -> None:
 
 
 def test_what_is_collected() -> None:
-    # Rank 1 of 3 reads 3 batches, so its first window has 2 and the next has 1; then it only takes part with `NO_BATCH`.
+    """Rank 1 of 3 reads 3 batches, so its first window has 2 and the next has 1; then it only takes part with `NO_BATCH`."""
     pieces = collected(iter("abc"), Alike(1, 3), 2, 6, per_rank=None, count=lambda batch: 5, weigh=None)
     found = [next(pieces) for _ in range(5)]
     assert [(p.batch, p.m, p.index, p.first, p.last, p.weight, p.absent) for p in found] == [
@@ -125,7 +125,7 @@ def test_what_is_collected() -> None:
     [([6.0, 2], (10.0, 2, False)), ([0.0, 1], (4.0, 2, True)), ([6.0, 3], (10.0, 3, True)), ([0.0, 0], (4.0, 2, True))],
 )
 def test_what_others_have(other: list[float], expected: tuple[float, int, bool]) -> None:
-    # Total, micro-batches per rank, and whether they are uneven, after an exchange with another rank.
+    """Total, micro-batches per rank, and whether they are uneven, after an exchange with another rank."""
     shared, world = SharedWindow(4.0, 2, False, agreed=False), Telling([other])
     for _ in range(2):
         shared.agree(world)  # exchanges only once

@@ -120,7 +120,7 @@ class Subclass(DataLoader):
 
 
 def test_a_subclass_stays_what_it_is() -> None:
-    # The `__iter__` of a `DataLoader` subclass is used, with the attributes that its constructor has set.
+    """The `__iter__` of a `DataLoader` subclass is used, with the attributes that its constructor has set."""
     plain = read(stream_of(DataLoader(Drawing(14), batch_size=4, shuffle=True)), 2)
     assert same(read(stream_of(Subclass(14)), 2), [batch + 1014 for batch in plain])
 
@@ -207,7 +207,7 @@ def test_an_error_of_the_dataset_comes_through(workers: int) -> None:
 
 @pytest.mark.parametrize("persistent", [True, False])
 def test_an_epoch_that_is_left_early_leaves_nothing_behind(persistent: bool) -> None:
-    # After an epoch that was not read to its end, the next epochs are complete and correct.
+    """After an epoch that was not read to its end, the next epochs are complete and correct."""
     expected = [read(stream_of(loader_of(Drawing(14), shuffle=True)), epoch) for epoch in (0, 1)]
     stream = stream_of(loader_of(Drawing(14), shuffle=True, num_workers=2, persistent_workers=persistent))
     for _ in range(2):

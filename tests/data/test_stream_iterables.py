@@ -52,7 +52,7 @@ def test_a_stream_of_samples_is_batched_and_keyed() -> None:
 @pytest.mark.parametrize("size", [4, None])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_end_of_a_streams_epoch_is_the_end_of_the_whole_one(size: int | None, workers: int) -> None:
-    # An epoch that starts at a later batch has the same batches as the end of the whole epoch.
+    """An epoch that starts at a later batch has the same batches as the end of the whole epoch."""
     collate = None if size is None else collate_and_draw
     stream = stream_of(loader_of(DrawingStream(13), batch_size=size, collate_fn=collate, num_workers=workers))
     whole = read(stream, 2)
@@ -119,7 +119,7 @@ def test_a_stream_may_say_its_length() -> None:
 
 
 def test_workers_of_a_stream_are_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
-    # A notice says that several workers must split an iterable dataset themselves.
+    """A notice says that several workers must split an iterable dataset themselves."""
     stream_of(loader_of(DrawingStream(10), num_workers=1))
     assert caplog.text == ""
     stream_of(loader_of(DrawingStream(10), num_workers=2))
@@ -144,7 +144,7 @@ def test_ready_batches_are_given_as_they_are(kind: type, caplog: pytest.LogCaptu
 
 
 def test_ready_batches_are_not_seeded_for() -> None:
-    # Reading a list of batches does not seed the generators, because nothing is drawn.
+    """Reading a list of batches does not seed the generators, because nothing is drawn."""
     seed_generators(3)
     expected = draw()
     seed_generators(3)
@@ -176,7 +176,7 @@ class SizedBatches(Batches):
 
 
 def test_any_iterable_is_iterated_under_its_keys(caplog: pytest.LogCaptureFixture) -> None:
-    # Each batch of an iterable is requested under its own key, so that an epoch is the same from any start.
+    """Each batch of an iterable is requested under its own key, so that an epoch is the same from any start."""
     source = Batches(5)
     stream = stream_of(source)
     assert (stream.length, stream.exact) == (None, False)
@@ -204,7 +204,7 @@ def test_an_iterable_may_have_a_length_and_an_epoch() -> None:
 
 
 def test_the_batches_of_a_sequence_that_is_no_list_may_be_drawn_when_asked_for() -> None:
-    # Unlike a list, another sequence is seeded, because its batches may be drawn when they are requested.
+    """Unlike a list, another sequence is seeded, because its batches may be drawn when they are requested."""
     stream = stream_of(deque(READY))
     state = RandomState()
     assert len(read(stream, 0, 1)) == 5
@@ -224,7 +224,7 @@ def test_an_iterator_is_read_once_in_whatever_epoch(epoch: int) -> None:
 
 
 def test_an_iterator_that_was_started_is_read_on() -> None:
-    # An iterator that has been read in part continues where it is.
+    """An iterator that has been read in part continues where it is."""
     iterator = iter(READY)
     next(iterator)
     assert len(read(stream_of(iterator))) == 5

@@ -56,7 +56,7 @@ def epochs(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
 
 @given(epochs())
 def test_planned_and_gathered_windows_agree(epoch: tuple[int, int, int, int, int]) -> None:
-    # Shares planned from known sizes, counted in fetched batches, and computed from weights agree with exact fractions.
+    """Shares planned from known sizes, counted in fetched batches, and computed from weights agree with exact fractions."""
     length, common, last, size, start = epoch
     samples = sizes_of(length, common, last)
     batches = batches_of(samples)[start:]
@@ -106,7 +106,7 @@ def test_a_batch_may_be_counted_otherwise() -> None:
 
 @given(epochs(), st.integers(0, 12))
 def test_the_first_window_completes_one_that_was_left(epoch: tuple[int, int, int, int, int], taken: int) -> None:
-    # With `taken`, the first window has only the micro-batches that complete the window of the previous epoch.
+    """With `taken`, the first window has only the micro-batches that complete the window of the previous epoch."""
     length, common, last, size, start = epoch
     samples, taken = sizes_of(length, common, last)[start:], min(taken, size - 1)
     sizes = (common, last)
@@ -147,7 +147,7 @@ class Counting:
     ids=["planned", "counted", "no length", "no sizes"],
 )
 def test_only_what_has_to_be_is_fetched_ahead(options: dict[str, Any], ahead: int) -> None:
-    # If the sizes are known, one batch is fetched at a time; otherwise the whole window is.
+    """If the sizes are known, one batch is fetched at a time; otherwise the whole window is."""
     source = Counting(batches_of([2] * 6))
     micros = windows(iter(source), 3, **options)
     next(micros)
@@ -166,7 +166,7 @@ def test_weights_are_worked_out_once_and_in_order() -> None:
 
 
 def test_weights_beat_the_number_of_samples() -> None:
-    # If the user gives weights, the numbers of samples are not used.
+    """If the user gives weights, the numbers of samples are not used."""
     micros = list(windows(iter([1.0, 3.0, 5.0]), 2, length=3, sizes=(8, 8), weigh=float))
     assert [(micro.share, micro.first, micro.last) for micro in micros] == [
         (0.25, True, False),
@@ -184,7 +184,7 @@ def test_a_window_of_weight_zero_has_no_shares() -> None:
 
 
 def test_alone_a_weight_says_only_whether_a_micro_batch_counts() -> None:
-    # Without accumulation, a share is 1, or 0 if the weight is 0.
+    """Without accumulation, a share is 1, or 0 if the weight is 0."""
     assert [micro.share for micro in windows(iter([0.0, 0.5, 9.0]), 1, weigh=float)] == [0.0, 1.0, 1.0]
 
 

@@ -315,7 +315,7 @@ def test_an_exit_in_the_middle_of_a_run_is_a_failure(leaving: int) -> None:
 
 
 def test_all_ranks_know_the_failed_ranks() -> None:
-    # A rank that knows the cause of a failure reports it to the other ranks.
+    """A rank that knows the cause of a failure reports it to the other ranks."""
     with star(3) as channels:
         channels[2].announce_end()
         eventually(channels[1], lambda: 2 in channels[1].exited)

@@ -26,7 +26,7 @@ LATE = "[/__w/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000m
     ],
 )
 def test_errors_of_collectives(error: BaseException | None, communication: bool, timeout: bool) -> None:
-    # An error that a collective raised, and whether it was a timeout, is recognized by its type and message.
+    """An error that a collective raised, and whether it was a timeout, is recognized by its type and message."""
     assert is_communication(error) is communication
     assert is_timeout(error) is timeout
 
@@ -79,7 +79,7 @@ def test_a_failure_as_json() -> None:
 
 
 def test_runs() -> None:
-    # `Runs` records which runs of a rank are open, and which have failed.
+    """`Runs` records which runs of a rank are open, and which have failed."""
     runs = Runs()
     assert not runs.over(1)
     assert runs.missing(1)

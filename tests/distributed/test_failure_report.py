@@ -119,7 +119,7 @@ def test_an_exit_in_a_run(how: str, code: int, text: str) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exit_between_runs(rank: int) -> None:
-    # That rank exits normally. The other rank ends, because its next run needs all ranks.
+    """That rank exits normally. The other rank ends, because its next run needs all ranks."""
     ended = end(2, "one_ends", rank, "0", "outside")
     assert ended.codes[rank] == 0
     assert ended.codes[1 - rank] == 1
@@ -173,8 +173,10 @@ def test_the_same_error_on_all_ranks() -> None:
 
 
 def first_in_the_run_last_at_its_end(catches: bool, leaves: bool) -> None:
-    # Rank 1 fails first, and is the last one to leave the run. With `catches`, it catches its error. With `leaves`, it then
-    # ends without waiting for the other ranks to exit.
+    """Rank 1 fails first, and is the last one to leave the run.
+
+    With `catches`, it catches its error. With `leaves`, it then ends without waiting for the other ranks to exit.
+    """
     member = Member()
     endings._CAUSE = LIMIT if not catches or leaves else 1.0  # long enough for a slow machine
 

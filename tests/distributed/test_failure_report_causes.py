@@ -52,7 +52,7 @@ def test_a_broken_connection_without_a_cause() -> None:
 
 
 def test_a_stop_request_to_another_rank_is_a_stop_request() -> None:
-    # A connection error caused by the exit of a preempted rank becomes `Preempted`, not a failure.
+    """A connection error caused by the exit of a preempted rank becomes `Preempted`, not a failure."""
     with star(2) as channels:
         for channel in channels:
             channel.enter_run()

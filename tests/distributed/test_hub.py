@@ -137,7 +137,7 @@ def test_a_run_inside_another_that_fails_leaves_the_outer_one_alone() -> None:
 
 
 def test_a_failure_in_a_run_that_the_other_ranks_have_left() -> None:
-    # It is sent to the other ranks only if it ends the process.
+    """It is sent to the other ranks only if it ends the process."""
     star = Star()
     star.begin(0, 1, 2)
     star.end(0, 2)

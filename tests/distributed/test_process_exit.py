@@ -38,8 +38,10 @@ def test_stacks_show_every_thread() -> None:
 
 
 def test_the_error_file_of_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # A rank that fails, or ends because another rank failed, writes the first error and its time to the file. If the process
-    # catches the error and begins another run, the file is removed.
+    """A rank that fails, or ends because another rank failed, writes the first error and its time to the file.
+
+    If the process catches the error and begins another run, the file is removed.
+    """
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     with star(2) as channels:

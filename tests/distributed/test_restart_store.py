@@ -20,7 +20,7 @@ AT = {"MASTER_ADDR": "h", "MASTER_PORT": "2"}
     ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TRAINKIT_RESTART_STORE": "a:1", **AT}, "RestartStore('a', 1, '')"),
 ])  # fmt: skip
 def test_the_store_of_the_environment(env: dict[str, str], expected: str | None) -> None:
-    # The launcher's environment variables determine the address of the store. Without them there is no store.
+    """The launcher's environment variables determine the address of the store. Without them there is no store."""
     memory = RestartStore.of(env)
     assert (None if memory is None else repr(memory)) == expected
 

@@ -126,7 +126,7 @@ def it_has_children() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks /proc whether a process is alive")
 def test_its_loader_workers_are_ended_too() -> None:
-    # The watchdog also ends the daemon children of a rank, such as DataLoader workers, but no other children.
+    """The watchdog also ends the daemon children of a rank, such as DataLoader workers, but no other children."""
     assert end(2, "it_has_children").codes == [1, 1]
     worker, other = (int(Path(f"child {daemon}").read_text()) for daemon in (True, False))
     assert gone(worker)
@@ -188,7 +188,7 @@ def a_rank_is_ended_while_it_appends_its_error() -> None:
 
 
 def test_written_stacks_are_kept() -> None:
-    # A rank that exits while it adds its error to its file of stacks does not lose the stacks in that file.
+    """A rank that exits while it adds its error to its file of stacks does not lose the stacks in that file."""
     assert end(2, "a_rank_is_ended_while_it_appends_its_error").codes == [1, 1]
     text = stacks_of(0)
     assert text.startswith("rank 0, process ")
@@ -361,7 +361,7 @@ def test_a_rank_that_is_no_longer_needed_may_exit(how: str) -> None:
 
 
 def test_a_second_failure_of_a_run() -> None:
-    # Rank 1 fails after it has left the run. Rank 0 is still in the run, and is ended.
+    """Rank 1 fails after it has left the run. Rank 0 is still in the run, and is ended."""
     ended = end(2, "the_last_steps_take_long", "fails")
     assert ended.codes == [1, 1]
     assert "rank 0 was ended because rank 1 failed: ValueError: boom" in ended.output

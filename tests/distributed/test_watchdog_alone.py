@@ -16,7 +16,7 @@ from trainkit.errors import ProcessFailedError
 
 
 def test_a_run_without_all_ranks() -> None:
-    # A run cannot begin after a rank has exited.
+    """A run cannot begin after a rank has exited."""
     with star(2) as channels:
         watchdogs = [Watchdog(channel) for channel in channels]
         channels[1].announce_end()
@@ -59,7 +59,7 @@ def test_the_grace_begins_with_the_failure_and_not_with_the_run(monkeypatch: pyt
 
 
 def test_the_main_thread_waits_for_a_rank_that_has_exited(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The watchdog ends this process only if it is in a collective after the other rank has exited.
+    """The watchdog ends this process only if it is in a collective after the other rank has exited."""
     monkeypatch.setattr("trainkit.distributed.watchdog._LOOK", 0.01)
     ended = threading.Event()
     ends: list[Any] = []

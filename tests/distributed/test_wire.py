@@ -67,7 +67,7 @@ def test_lines_in_pieces() -> None:
     ids=["nothing", "half", "no json", "no text", "endless", "long"],
 )
 def test_a_connection_ends(said: bytes, why: type[Exception]) -> None:
-    # A connection is closed if the peer closes it or sends data that is not a valid line; the error says which.
+    """A connection is closed if the peer closes it or sends data that is not a valid line; the error says which."""
     with served() as (_, end, theirs):
         theirs.sendall(said)
         if why is EOFError:
@@ -112,7 +112,7 @@ def test_a_peer_that_never_reads_does_not_delay_the_end() -> None:
 
 
 def test_an_error_in_the_thread_ends_it() -> None:
-    # The error is passed to the callback of the loop, and the connections are closed.
+    """The error is passed to the callback of the loop, and the connections are closed."""
     broken: Queue[Exception] = Queue()
     loop = ConnectionLoop("test", broken.put)
     ours, theirs = socket.socketpair()

@@ -37,7 +37,7 @@ def ranks() -> tuple[int, int]:
 
 
 def test_one_process_after_the_other() -> None:
-    # `run_world` returns the results in the order of the ranks.
+    """`run_world` returns the results in the order of the ranks."""
     assert run_world(2, ranks) == [(0, 2), (1, 2)]
 
 

@@ -123,7 +123,7 @@ def test_the_own_loop_depends_on_the_seed_alone(example: ModuleType, capsys: pyt
 
 @pytest.mark.parametrize("example", ["byte_gpt"], indirect=True)
 def test_the_byte_gpt_learns(example: ModuleType, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # A few optimizer steps of a model a tenth of the size. Measured: 3.15 bits per byte; the bigram model has 3.43.
+    """A few optimizer steps of a model a tenth of the size. Measured: 3.15 bits per byte; the bigram model has 3.43."""
     size = ["--width", "64", "--depth", "2", "--heads", "2", "--context", "32", "--batch-size", "32"]
     loss, bigram = example.main(["--max-steps", "200", "--learning-rate", "6e-3", *size])
     assert 3.0 < bigram < 4.0

@@ -24,7 +24,7 @@ UPDATE = 5  # the optimizer step in which the process fails
 
 
 class Failing(Callback):
-    """Fails in one process."""
+    """Makes the process of one rank fail in the way that `kind` names."""
 
     def __init__(self, kind: str, rank: int) -> None:
         self.kind, self.rank = kind, rank
@@ -99,7 +99,7 @@ def main(kind: str, rank: int, folder: Path) -> None:
 
 
 def spawned(local_rank: int, kind: str, rank: int, folder: Path) -> None:
-    """One of the processes of `mp.spawn`, which create their process group themselves."""
+    """Run by each process of `mp.spawn`: creates the process group itself, then trains."""
     torch.distributed.init_process_group("gloo", rank=local_rank, world_size=2)
     main(kind, rank, folder)
     torch.distributed.destroy_process_group()

@@ -31,7 +31,7 @@ READ_ONLY, REMOUNT, RECURSIVE, PRIVATE = 1, 32, 0x4000, 1 << 18  # MS_…
 
 
 class Steady(TrainModule):
-    """Ten MiB of parameters, and nothing to learn."""
+    """A module with 10 MiB of parameters, whose values do not matter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Steady(TrainModule):
 
 
 class Events(Callback):
-    """Acts after given optimizer steps, and records the folder's content after each step, when no save is in progress."""
+    """Calls functions after given optimizer steps. After each step, records the folder's content, once its save has ended."""
 
     def __init__(self, folder: Path, acts: dict[int, Callable[[], Any]]) -> None:
         self.folder, self.acts = folder, acts
@@ -59,7 +59,7 @@ class Events(Callback):
 def train(
     acts: dict[int, Callable[[], Any]], *more: Callback, folder: Path = MOUNT / "saves", steps: int = 6
 ) -> dict[str, Any]:
-    """A fit that saves after each optimizer step and keeps the two newest; returns the class and text of its error."""
+    """Fit with a save after each optimizer step, keeping the two newest. Returns the error, or the checkpoints at the end."""
     callbacks = [Events(folder, acts), ModelCheckpoint(folder, every_n_train_steps=1, keep_last=2), *more]
     trainer = saving(*callbacks, max_steps=steps, max_epochs=None)
     try:
@@ -70,7 +70,7 @@ def train(
 
 
 def mount(size: str | None, flags: int = 0) -> None:
-    """A file system at `disk` that belongs to this process: it disappears when the process exits."""
+    """Mount a tmpfs at `disk`, or remount it with other flags; it disappears when this process exits."""
     options = b"" if size is None else f"size={size}".encode()
     source = None if flags & REMOUNT else b"tmpfs"
     if ctypes.CDLL(None, use_errno=True).mount(source, bytes(MOUNT.absolute()), source, flags, options):
@@ -78,7 +78,7 @@ def mount(size: str | None, flags: int = 0) -> None:
 
 
 def with_a_disk() -> None:
-    """In a child process: a tmpfs of 50 MiB that only this process sees."""
+    """In a child process: mount a tmpfs of 50 MiB that only this process sees."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(NEW_MOUNTS) and libc.unshare(NEW_USER | NEW_MOUNTS):
         raise OSError(ctypes.get_errno(), "unshare")
@@ -88,7 +88,7 @@ def with_a_disk() -> None:
 
 
 def on_a_disk(work: Callable[[], Any]) -> Any:
-    """The result of `work` in a process with its own small disk, and the output of the process."""
+    """Run `work` in a process with its own disk of 50 MiB; returns its result and the output of the process."""
 
     def prepared() -> Any:
         try:
@@ -119,7 +119,7 @@ def warnings_in(output: str) -> list[str]:
 
 
 def test_too_little_space() -> None:
-    """No save is started; the warning names the needed and the free space; saves work again when there is space."""
+    """With too little free space, no save starts and a warning names the needed and the free bytes; later saves work again."""
     answer, output = on_a_disk(lambda: train({2: lambda: fill(5 * MIB), 4: free}))
     assert answer == {"error": None, "step": 6, "names": ["step-00000005", "step-00000006"], "left": []}
     after = {event["step"]: event["names"] for event in told()}
@@ -138,12 +138,12 @@ def test_too_little_space() -> None:
 
 
 def _numbers(text: str) -> list[str]:
-    """The separate numbers of more than six digits."""
+    """The words of a text that are numbers with more than six digits."""
     return [word.strip(",.;:") for word in text.split() if word.strip(",.;:").isdigit() and len(word.strip(",.;:")) > 6]
 
 
 class FillingUp(Callback):
-    """Another program takes the space while the files of a save are written: at the first file that is as large as the disk."""
+    """Fills the disk when the save of `step` opens its model file, like another program that writes at the same time."""
 
     def __init__(self, step: int) -> None:
         self.name = f".step-{step:08d}.tmp-"
@@ -157,7 +157,7 @@ class FillingUp(Callback):
 
 
 def test_the_disk_fills_up_in_mid_save() -> None:
-    """What was written is removed, training continues, and the next save works when there is space."""
+    """The unfinished files are removed, training continues, and the next save works once there is space."""
     answer, output = on_a_disk(lambda: train({3: free}, FillingUp(3)))
     assert answer == {"error": None, "step": 6, "names": ["step-00000005", "step-00000006"], "left": []}
     after = {event["step"]: event for event in told()}
@@ -180,6 +180,7 @@ def test_three_failures_in_a_row_end_the_run() -> None:
 
 
 def test_two_failures_and_two_failures_do_not() -> None:
+    # a save that works resets the count of failures, so two failures twice do not end the run
     acts = {1: lambda: fill(MIB), 3: free, 4: lambda: fill(MIB), 6: free}
     answer, output = on_a_disk(lambda: train(acts, steps=8))
     assert answer == {"error": None, "step": 8, "names": ["step-00000007", "step-00000008"], "left": []}
@@ -187,6 +188,7 @@ def test_two_failures_and_two_failures_do_not() -> None:
 
 
 def test_the_last_good_one_may_be_that_of_the_process_before() -> None:
+    # three saves fail in a resumed run: the error names the checkpoint that the earlier run has saved
     def work() -> Any:
         train({}, steps=2)
         fill(MIB)
@@ -198,7 +200,7 @@ def test_the_last_good_one_may_be_that_of_the_process_before() -> None:
 
 
 def test_a_folder_that_is_read_only_at_the_start() -> None:
-    """An error before training."""
+    """`fit` raises CheckpointWriteError before the first training step."""
 
     def work() -> Any:
         mount(None, REMOUNT | READ_ONLY)
@@ -228,7 +230,7 @@ def test_a_folder_that_becomes_and_stays_read_only() -> None:
 
 
 def without_privileges() -> None:
-    """In a child process: obey file permissions, unlike root."""
+    """In a child process: drop the capabilities of root, so that file permissions apply."""
     # capset(2): header (version 3, this thread), then effective, permitted, inheritable, for the two halves of the set
     header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     if ctypes.CDLL(None, use_errno=True).capset(header, none):
@@ -261,7 +263,7 @@ def test_a_folder_without_permission_at_the_start() -> None:
 
 
 def test_a_limit_on_the_size_of_files() -> None:
-    """A substitute for a file system that is too small for one file, where none can be mounted."""
+    """Saves fail like on a full disk while file sizes are limited; this also runs where tests cannot mount a disk."""
 
     def work() -> Any:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -282,7 +284,7 @@ def test_a_limit_on_the_size_of_files() -> None:
 
 
 def test_tensorboard_on_a_full_disk() -> None:
-    """One warning, no traceback of a thread, and training continues; what fits is written, and more once there is space."""
+    """Training continues with one warning and no traceback of a thread; the logger writes again once there is space."""
 
     class Logged(Steady):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""SIGKILL while a checkpoint of 60 MB is being written: the next start resumes, at most one save is lost, nothing is left.
+"""SIGKILL while a checkpoint of 60 MB is written: the next start resumes, at most one save is lost, no partial files remain.
 
-Half of the kills come from the process itself, right before one of the changes that a save makes to the disk; the others
-from outside, when a drawn share of the bytes has been written.
+Half of the kills come from the process itself, right before one of the file operations of a save. The other kills come from
+the test, when a random fraction of the bytes has been written.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from trainkit import Callback, TrainModule
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.checkpoint.reader import open_checkpoint
 
-NUMBERS = 7_500_000  # in the parameter; as many in the optimizer's state: 60 MB
-FOLDER = Path("runs") / "checkpoints"  # one for all starts, as the first may be killed before it has saved
-# What a save does to the disk in addition to writing into open files, and how often; it includes the removal of an old one.
+NUMBERS = 7_500_000  # in the parameter, and as many in the optimizer's state: 60 MB together
+FOLDER = Path("runs") / "checkpoints"  # the same for all starts: the first process may be killed before its first save
+# Audit events of the file operations of a save, in addition to opening files for writing. OPERATIONS is the number of all of
+# them in one save, with the removal of the oldest checkpoint.
 CHANGES = {"os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "shutil.rmtree"}
 OPERATIONS = 18
 
 
 class Fat(TrainModule):
-    """60 MB of state, in which each number shows the step at which it was saved."""
+    """A module with 60 MB of state, in which each number shows the step at which it was saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,14 +47,14 @@ class Fat(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=1.0, momentum=1.0)
 
     def is_of(self, step: int) -> bool:
-        """Whether every number is that of `step`: the save is complete and from one moment."""
+        """Whether every number has its value after `step` steps: the checkpoint is complete and from one moment."""
         expected = -step * (step + 1) / 2
         [state] = self.trainer.optimizers[0].state.values() if step else [{"momentum_buffer": torch.zeros(1)}]
         return bool((self.weight == expected).all()) and bool((state["momentum_buffer"] == step).all())
 
 
 class Blocking(Callback):
-    """Makes saves return when they are complete."""
+    """Makes every save blocking: it returns when the checkpoint is complete."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         save = trainer._save_policy.save
@@ -71,12 +72,12 @@ class Saving(Callback):
 
 
 class Telling(Callback):
-    """Reports where the process starts and which saves it requests; may kill it in the middle of one.
+    """Reports the step at which the process starts and each save that it requests; can kill the process during a save.
 
     Args:
-        save: in which save of this process; 0: in none.
-        operation: before which of the changes that the save makes to the disk; counted from 0. After the last one, if it
-            makes fewer.
+        save: Number of the save in which to kill the process, from 1; 0: never.
+        operation: Number of the file operation before which to kill it, from 0. If the save has fewer operations, the kill
+            comes before the first operation of the next save.
     """
 
     def __init__(self, save: int = 0, operation: int = 0) -> None:
@@ -94,7 +95,7 @@ class Telling(Callback):
         tell({"start": start, "right": module.is_of(start), **there})
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
-        if not self.started:  # the trial save at the start
+        if not self.started:  # the trial save before training
             return
         self.saves += 1
         tell({"asked": trainer.global_step, "names": checkpoints(FOLDER) if FOLDER.is_dir() else []})
@@ -113,7 +114,7 @@ class Telling(Callback):
 def work(
     keep: int, blocking: bool, *, steps: int = -1, save: int = 0, operation: int = 0, path: Path | None = None
 ) -> Callable[[], Any]:
-    """A process that trains and saves after each step, from the newest checkpoint on."""
+    """Returns a function that trains from the newest checkpoint and saves after each step."""
 
     def train() -> Any:
         telling = Telling(save, operation)
@@ -129,23 +130,23 @@ def work(
 
 
 def start_of(child: Child, number: int) -> dict[str, Any]:
-    """What process `number` reported when it started."""
+    """Wait for what process `number` reports when it starts."""
     return child.until(lambda: [event for event in told() if "start" in event][number:], "its start")[0]
 
 
 def written(step: int) -> int | None:
-    """Bytes of the unfinished save of a step; None if there is none."""
+    """Size in bytes of the unfinished checkpoint of a step; None if there is none."""
     sizes = None
     for partial in FOLDER.glob(f".step-{step:08d}.tmp-*"):
         try:
             sizes = sum(entry.stat().st_size for entry in os.scandir(partial))
-        except OSError:  # it was finished at this moment
+        except OSError:  # the save has just finished
             sizes = None
     return sizes
 
 
 def kill_while_writing(child: Child, step: int, share: float) -> None:
-    """Kill the process when `share` of the save of a step is on the disk, or when that moment was missed."""
+    """Kill the process when the fraction `share` of a step's checkpoint is on disk, or when the save has already finished."""
 
     def reached() -> bool:
         now = written(step)
@@ -159,7 +160,7 @@ def kill_while_writing(child: Child, step: int, share: float) -> None:
 
 
 def check_start(start: dict[str, Any], asked: int, keep: int) -> None:
-    """What must hold when a run resumes after a kill; `asked`: the step of the last save that was requested."""
+    """Check what a process reported when it resumed after a kill; `asked`: step of the last save that was requested."""
     assert asked - 1 <= start["start"] <= asked, f"at most one save may be lost: {asked} was asked for; {start}"
     assert start["right"], "the state is that of one step"
     assert start["left"] == []
@@ -167,7 +168,7 @@ def check_start(start: dict[str, Any], asked: int, keep: int) -> None:
 
 
 def kill_again_and_again(kills: int, keep: int, blocking: bool, seed: int) -> None:
-    """Kill a run while it saves, `kills` times, each time in a process that resumes where the last one was killed."""
+    """Kill a run `kills` times while it saves; each new process must resume with at most one save lost."""
     draw = random.Random(seed)
     asked = 0
     for number in range(kills):
@@ -183,7 +184,7 @@ def kill_again_and_again(kills: int, keep: int, blocking: bool, seed: int) -> No
             assert child.code == -signal.SIGKILL, child.output
         events = told()
         saves = [event for event in events[events.index(start) + 1 :] if "asked" in event]
-        for event in saves[1:]:  # the save before it was complete by then
+        for event in saves[1:]:  # by then, the save before it was complete
             assert len(event["names"]) <= keep
         asked = saves[-1]["asked"] if saves else asked
     with Child(work(keep, blocking, steps=asked + 2)) as child:
@@ -218,7 +219,7 @@ def kill_while_replacing(operations: list[int]) -> None:
 
 
 def test_killed_while_replacing() -> None:
-    """A checkpoint at a user's path is at any moment the old one or the new one."""
+    """After a kill, the checkpoint at a fixed path is either the complete old one or the complete new one."""
     kill_while_replacing(random.Random(7).sample(range(OPERATIONS), 3))
 
 

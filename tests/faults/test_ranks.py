@@ -1,4 +1,4 @@
-"""One process of several fails: all end soon, the first failing traceback is the last one, and no process remains."""
+"""One of several processes fails: all exit soon, its traceback is printed last, and no process remains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from helpers.worlds.worlds import free_port
 pytestmark = pytest.mark.prompt
 
 SCRIPT = str(Path(__file__).with_name("failing_script.py"))
-LIMIT = within(10)  # seconds from the failure to the last end
+LIMIT = within(10)  # seconds from the failure to the exit of the last process
 TIMEOUT = 3 if ALONE else 20  # timeout of collectives in seconds; all processes must have started within it
 SLOW = pytest.mark.slow
 
@@ -67,7 +67,7 @@ class Job:
             time.sleep(0.02)
 
     def ends_within(self, seconds: float) -> float:
-        """Seconds until the launcher and all its processes have ended."""
+        """Wait until the launcher and all its processes have exited; returns how many seconds that took."""
         start = time.monotonic()
         try:
             self.process.wait(seconds)
@@ -105,14 +105,14 @@ def job(launcher: str, kind: str, rank: int, folder: Path) -> Iterator[Job]:
 
 
 def last_error(output: str) -> str:
-    """The last line of the last traceback, without torch's `[rank0]: `."""
+    """The exception line of the last traceback, without torch's prefix `[rank0]: `."""
     _, _, last = re.sub(r"(?m)^\[rank\d+\]: ", "", output).rpartition("Traceback (most recent call last)")
     lines = [line for line in last.splitlines()[1:] if line and not line.startswith((" ", "trainkit:"))]
     return lines[0] if lines else ""
 
 
 def with_launchers(others: Iterable[Any], *usual: tuple[str, Any]) -> list[Any]:
-    """Each launcher with each of the others; all pairs but the usual ones are slow tests."""
+    """All pairs of a launcher and one of `others`; pairs that are not in `usual` are slow tests."""
     pairs = itertools.product(LAUNCHERS, others)
     return [pytest.param(*pair, marks=() if pair in usual else SLOW) for pair in pairs]
 
@@ -138,6 +138,7 @@ def test_one_raises(launcher: str, rank: int, run_dir: Path) -> None:
     ),
 )
 def test_one_goes_away(launcher: str, kind: str, run_dir: Path) -> None:
+    # one process exits without a traceback: the others exit too, and the output names its rank
     rank = 0 if launcher == "trainkit launch" else 1
     with job(launcher, kind, rank, run_dir) as running:
         running.until(f"failing on rank {rank}")
@@ -150,7 +151,7 @@ def test_one_goes_away(launcher: str, kind: str, run_dir: Path) -> None:
 @SLOW
 @pytest.mark.parametrize("launcher, rank", [("trainkit launch", 0), ("script", 1)])
 def test_one_hangs(launcher: str, rank: int, run_dir: Path) -> None:
-    """All end within the timeout, and the stacks of all processes are in the run's folder."""
+    """When one process hangs, all exit within the timeout, and the run's folder contains the stacks of all processes."""
     with job(launcher, "hang", rank, run_dir) as running:
         running.until(f"failing on rank {rank}")
         running.ends_within(TIMEOUT + LIMIT)
@@ -164,6 +165,7 @@ def test_one_hangs(launcher: str, rank: int, run_dir: Path) -> None:
 @SLOW
 @pytest.mark.parametrize("kind, words", [("validation", "fails in validation"), ("setup", "fails in setup")])
 def test_one_raises_elsewhere(kind: str, words: str, run_dir: Path) -> None:
+    # an error in validation or in setup of one process: all exit, and its traceback is printed last
     with job("script", kind, 1, run_dir) as running:
         running.ends_within(PATIENCE)
         assert running.process.returncode != 0
@@ -174,7 +176,7 @@ def test_one_raises_elsewhere(kind: str, words: str, run_dir: Path) -> None:
     "launcher", ["trainkit launch", *(pytest.param(launcher, marks=SLOW) for launcher in ("script", "torchrun", "spawn"))]
 )
 def test_all_is_well(launcher: str, run_dir: Path) -> None:
-    """A run without a failure, to show that the other tests can fail."""
+    """Without a failure, all processes finish with exit code 0 and write no stacks."""
     with job(launcher, "none", 0, run_dir) as running:
         running.ends_within(PATIENCE)
         assert running.process.returncode == 0, running.output

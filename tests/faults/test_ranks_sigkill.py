@@ -1,4 +1,4 @@
-"""SIGKILL to one process of several, under `trainkit launch`: the group restarts and does what it would have done."""
+"""SIGKILL to one of several processes under `trainkit launch`: all restart, and the run ends like an undisturbed run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from helpers.resume.disturbed import MICRO_BATCHES, Training, drawn_moments, end
 from helpers.resume.elastic import journal
 from helpers.support import run_python
 
-ROWS = -(-MICRO_BATCHES // 2)  # of an epoch, on two processes
+ROWS = -(-MICRO_BATCHES // 2)  # micro-batches of the main process in an epoch, on two processes
 LAUNCH = ("-m", "trainkit", "launch", "--nproc-per-node", "2")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-EARLY = 0.2  # share of the kills that happen while the processes start
+EARLY = 0.2  # fraction of the kills that happen while the processes start
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an undisturbed training; all its checkpoints are there."""
+    """The folder of an undisturbed run, with all its checkpoints."""
     folder = tmp_path_factory.mktemp("sigkill") / "plain"
     with started(Training(str(folder), keep=100)) as running:
         assert running.codes() == [0, 0], running.output
@@ -34,12 +34,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def entries(path: Path) -> list[dict[str, Any]]:
-    """The micro-batches that a process recorded in one start."""
+    """The micro-batches that a process recorded after one start."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def rows(folder: Path, attempt: int) -> int:
-    """Number of micro-batches of the main process since the beginning of the training, in one start."""
+    """Number of micro-batches that the main process has done since the beginning of the run, as recorded after one start."""
     path = folder / f"journal-{attempt}-0.jsonl"
     written = path.read_text().splitlines() if path.exists() else []
     if not written:
@@ -49,7 +49,7 @@ def rows(folder: Path, attempt: int) -> int:
 
 
 def kill(running: Launched, attempt: int, moment: tuple[int, float], draw: random.Random) -> bool:
-    """Kill a random process of a start at a moment; returns whether the job was still running."""
+    """Kill a random process at a given moment after a start; returns whether the job was still running."""
     until, delay = moment
     if not running.until(lambda: len(running.pids(attempt)) == 2, f"start {attempt}"):
         return False
@@ -58,18 +58,18 @@ def kill(running: Launched, attempt: int, moment: tuple[int, float], draw: rando
     elif not running.until(lambda: rows(running.folder, attempt) >= until, f"row {until} in start {attempt}"):
         return False
     time.sleep(delay)
-    with contextlib.suppress(ProcessLookupError):  # it has ended
+    with contextlib.suppress(ProcessLookupError):  # it has exited
         os.kill(running.pids(attempt)[draw.randrange(2)], signal.SIGKILL)
     return running.process.poll() is None
 
 
 def assert_equal(folder: Path, plain: Path, since: int = 0) -> None:
-    """All is as in the undisturbed training, including what was done twice.
+    """The run did the same as the undisturbed run, also in the steps that were repeated.
 
     Args:
-        folder: of the one that was killed.
-        plain: of the other.
-        since: the update that it began with.
+        folder: Folder of the run that was killed.
+        plain: Folder of the undisturbed run.
+        since: Number of optimizer steps in the checkpoint that the killed run first resumed from.
     """
     expected = {key: entry for key, entry in journal(plain).items() if key[0] >= since}
     assert journal(folder) == expected
@@ -84,7 +84,7 @@ def assert_equal(folder: Path, plain: Path, since: int = 0) -> None:
 
 
 def assert_little_lost(folder: Path) -> None:
-    """A save may be in progress during the next optimizer step, so each kill loses at most one optimizer step."""
+    """After a kill at most two optimizer steps are repeated: the one in progress, and the one whose save was in progress."""
     starts = sorted(int(path.stem.split("-")[1]) for path in folder.glob("journal-*-0.jsonl"))
     done = [found for start in starts if (found := entries(folder / f"journal-{start}-0.jsonl"))]
     for before, after in pairwise(done):
@@ -100,7 +100,7 @@ def killed(
     since: int = 0,
     workers: int = 0,
 ) -> None:
-    """`kills` kills of a job that restarts by itself."""
+    """Kill processes of jobs that restart, until there were `kills` restarts; each job must end like the undisturbed run."""
     draw = random.Random(seed)
     hits = jobs = 0
     while hits < kills:
@@ -174,13 +174,13 @@ def test_killed_under_torchrun(plain: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [1, 5])
 def test_the_newest_counts_and_not_the_one_that_was_named(plain: Path, kills: int) -> None:
-    """The script names an older checkpoint: the first start resumes from that one, each later one from the run's newest."""
+    """The script names an older checkpoint: the first start resumes from it, each restart from the newest of the run."""
     older = newest(plain).path.with_name("step-00000004")
     killed(plain, kills, 2, ckpt_path=str(older), since=4)
 
 
 def test_killed_and_resumed_on_another_number_of_processes(run_dir: Path) -> None:
-    """Without restarts the job ends with the kill; three processes resume with the same global batches."""
+    """Without restarts, the job exits when a process is killed. Three processes then resume with the same global batches."""
     draw = random.Random(3)
     whole, broken = Training("whole", window=12), Training("broken", window=12)
     with started(whole) as running:

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C to one process of several, or to all: the step is finished and saved by all, and all end."""
+"""SIGTERM, SIGUSR1 or Ctrl-C to one or to all of several processes: all finish the step, save and exit."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from trainkit.trainer import lifecycle as running
 pytestmark = pytest.mark.prompt
 
 ROWS = 2  # micro-batches of a process in one optimizer step
-LIMIT = within(30)  # seconds from the signal to the last end
-APART = 0.2  # maximum seconds between the first and the last signal, if the processes do not get them at the same time
+LIMIT = within(30)  # seconds from the signal to the exit of the last process
+APART = 0.2  # maximum seconds between the signals to the two processes, where they do not get them at the same time
 SIGTERM, SIGINT, SIGUSR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an undisturbed training."""
+    """The folder of an undisturbed run."""
     folder = tmp_path_factory.mktemp("sigterm") / "plain"
     with started(Training(str(folder))) as running:
         assert running.codes() == [0, 0], running.output
@@ -52,7 +52,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_stopped_well(folder: str | Path, output: str) -> None:
-    """The newest checkpoint is valid, and is from exactly where the run stopped."""
+    """The newest checkpoint is valid, and contains exactly the micro-batches that were done."""
     manifest = newest(folder).manifest
     done = manifest.epoch * MICRO_BATCHES + manifest.position["batches"]
     assert lines(folder, 0) + lines(folder, 1) == done, output
@@ -60,7 +60,7 @@ def assert_stopped_well(folder: str | Path, output: str) -> None:
 
 
 def assert_nothing_lost(training: Training, plain: Path) -> None:
-    """Let it continue to its end: all is as in the undisturbed training, and no micro-batch was done twice."""
+    """Let the run continue to its end: the result is that of the undisturbed run, and no micro-batch was done twice."""
     with started(training, attempt=99) as running:
         assert running.codes() == [0, 0], running.output
     folder = Path(training.folder)
@@ -80,7 +80,7 @@ def exit_code(number: int) -> int:
 
 
 def send(running: Started, number: int, to: str, draw: random.Random) -> int:
-    """Signal one process, or all, with DataLoader workers, like a terminal or a batch system; returns the first rank."""
+    """Signal one process, or both and their DataLoader workers like a batch system; returns the rank signaled first."""
     first = draw.randrange(2)
     running.signal(first, number, group=to != "one")
     if to == "apart":
@@ -91,7 +91,7 @@ def send(running: Started, number: int, to: str, draw: random.Random) -> int:
 
 
 def chain(training: Training, drawn: list[tuple[int, float]], draw: random.Random, kinds: list[tuple[int, str]]) -> list[float]:
-    """Signals one after the other to a run that resumes each time; returns the seconds until it ended, for each signal."""
+    """Signal a run at each given moment and resume it; returns for each signal the seconds until all processes had exited."""
     seconds = []
     for attempt, (rows, delay) in enumerate(drawn):
         number, to = kinds[attempt % len(kinds)]
@@ -106,17 +106,17 @@ def chain(training: Training, drawn: list[tuple[int, float]], draw: random.Rando
             took = time.monotonic() - then
             assert lines(training.folder) <= done + 2 * ROWS + 1, "what is asked for in one step happens after the next"
             if to == "apart" and codes[first] == exit_code(number) and codes[1 - first] == -number:
-                codes[1 - first] = codes[first]  # it had finished its work when it was signaled
+                codes[1 - first] = codes[first]  # it had already finished when it was signaled
             if codes != [exit_code(number)] * 2:
                 assert newest(training.folder).manifest.epoch == EPOCHS, f"{codes}:\n{running.output}"
-                break  # it arrived after the end of the fit
+                break  # the signal arrived after the end of the fit
             assert_stopped_well(training.folder, running.output)
         seconds.append(took)
     return seconds
 
 
 def signalled(plain: Path, number: int, in_a_chain: int, seed: int, kinds: list[tuple[int, str]], workers: int = 0) -> None:
-    """`number` signals at moments drawn uniformly after the first optimizer step."""
+    """Send `number` signals at random moments after the first optimizer step."""
     draw = random.Random(seed)
     seconds: list[float] = []
     chains = 0
@@ -155,7 +155,7 @@ def test_other_signals_at_random_moments(plain: Path, number: int, to: str) -> N
 
 @pytest.mark.parametrize("hook, rank", [("setup", 1), ("on_sanity_check_start", 0), ("on_train_start", 1)])
 def test_one_rank_gets_a_signal_before_the_first_step(hook: str, rank: int) -> None:
-    """There is nothing to save, and no process waits for the one that has exited."""
+    """All processes exit without a checkpoint; none waits for the process that was signaled."""
     with started(Training("runs"), more=[Signal(hook, rank, SIGTERM)]) as running:
         assert running.codes(LIMIT) == [143, 143], running.output
         assert "Traceback" not in running.output
@@ -163,17 +163,17 @@ def test_one_rank_gets_a_signal_before_the_first_step(hook: str, rank: int) -> N
 
 
 class WhileChecked(Callback):
-    """One process gets SIGTERM while its module is checked, before callback hooks are called.
+    """Sends SIGTERM to one process while it checks its module, before any callback hook is called.
 
     Args:
-        rank: of that process.
-        late: the other ranks look at theirs after it has exited.
+        rank: Rank of that process.
+        late: The other ranks check their module only after that process has exited.
     """
 
     def __init__(self, rank: int, late: bool = False) -> None:
         self.rank, self.late = rank, late
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # in the process that is to train
+    def __setstate__(self, state: dict[str, Any]) -> None:  # called in the training process, which unpickles this callback
         vars(self).update(state)
         plain = running.refuse_incomplete
 
@@ -198,6 +198,7 @@ class WhileChecked(Callback):
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_gets_a_signal_before_anything(rank: int, late: bool) -> None:
+    # the signal comes before any callback hook: all processes exit with code 143, without a traceback
     with started(Training("runs"), more=[WhileChecked(rank, late)]) as world:
         assert world.codes(LIMIT) == [143, 143], world.output
         assert "Traceback" not in world.output
@@ -206,7 +207,7 @@ def test_one_rank_gets_a_signal_before_anything(rank: int, late: bool) -> None:
 
 @pytest.mark.parametrize("hook", ["on_train_end", pytest.param("on_fit_end", marks=SLOW)])
 def test_one_rank_gets_a_signal_after_the_last_step(plain: Path, hook: str) -> None:
-    """Everything is saved; all processes still end, since one was told to."""
+    """Everything is saved, and all processes exit with the code of the signal, although only one was signaled."""
     training = Training("runs")
     with started(training, more=[Signal(hook, 1, SIGTERM)]) as running:
         assert running.codes(LIMIT) == [143, 143], running.output
@@ -216,7 +217,7 @@ def test_one_rank_gets_a_signal_after_the_last_step(plain: Path, hook: str) -> N
 
 @pytest.mark.parametrize("late", ["on_exception", pytest.param("on_save_checkpoint", marks=SLOW)])
 def test_one_rank_gets_a_signal_when_all_are_about_to_save(plain: Path, late: str) -> None:
-    """A batch system signals all processes, but not at the same time: later signals do not count as second ones."""
+    """A batch system signals the processes at different times: the signal to another rank does not count as a second one."""
     training = Training("runs")
     with started(training, more=[Signal("on_before_backward", 0, SIGTERM), Signal(late, 1, SIGTERM, received=True)]) as running:
         assert running.codes(LIMIT) == [143, 143], running.output
@@ -245,7 +246,7 @@ LAUNCH = ("-m", "trainkit", "launch", "--nproc-per-node", "2", "--max-restarts",
     ],
 )
 def test_launched(plain: Path, launcher: tuple[str, ...], number: int, to: str) -> None:
-    """Signals to the agent, to its process group as a terminal sends them, to all processes of the job, or to one."""
+    """Signal the agent (the first process), its process group like a terminal, all processes of the job, or one of them."""
     training = Training("runs", workers=1, devices="auto" if launcher else 2)
     with Launched(training, *launcher) as running:
         assert running.until(lambda: lines("runs") >= ROWS, "the first update"), running.output
@@ -268,7 +269,7 @@ def test_launched(plain: Path, launcher: tuple[str, ...], number: int, to: str) 
     assert f"to continue: trainer.fit(..., ckpt_path='{newest('runs').path.absolute()}')" in output
     assert output.count("Ctrl-C") == (number == SIGINT and to != "one"), output
     assert output.count("Traceback") == (number == SIGINT), output
-    if number == SIGINT:  # the last line shows it, without frames of the loop above it
+    if number == SIGINT:  # the last line says where the run stopped; the traceback above it has no frames of the loop
         assert "KeyboardInterrupt: stopped after " in output.rstrip().splitlines()[-1]
         assert f"{os.sep}running.py" not in output
     assert_nothing_lost(training, plain)

@@ -1,4 +1,4 @@
-"""Several runs told to save to one folder, after each other and at the same time, and damaged checkpoints in it."""
+"""Several runs that save to one folder, one after another or at the same time; and damaged checkpoints in it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FOLDER = Path("runs") / "checkpoints"
 
 
 class At(Callback):
-    """Does something before the micro-batch that follows `step` optimizer steps."""
+    """Calls `act` before the micro-batch that follows `step` optimizer steps."""
 
     def __init__(self, step: int, act: Callable[[], Any]) -> None:
         self.step, self.act = step, act
@@ -46,7 +46,7 @@ def fit(steps: int = 6, *more: Callback, ckpt_path: Any = None, keep: int = 2, *
 
 
 def runs() -> dict[str, list[int]]:
-    """Run → the steps of its checkpoints, the newest first."""
+    """Run id → the steps of its checkpoints, the newest first."""
     found: dict[str, list[int]] = {}
     for one in list_checkpoints(FOLDER):
         assert one.manifest is not None, one.problem
@@ -80,7 +80,7 @@ def test_auto_takes_the_run_that_was_saved_last() -> None:
 
 
 def test_auto_finds_the_newest_in_all_folders_of_a_run() -> None:
-    """Two callbacks that save to their own folders, at different times."""
+    """Two callbacks save to their own folders at different steps; "auto" resumes from the newest checkpoint of both."""
 
     def train(steps: int) -> Trainer:
         return fit(steps, ModelCheckpoint("often", every_n_train_steps=1), dirpath="seldom", ckpt_path="auto")
@@ -94,7 +94,7 @@ def test_auto_finds_the_newest_in_all_folders_of_a_run() -> None:
 
 
 def test_a_second_live_run_is_refused() -> None:
-    """The first run continues undisturbed, and its folder is free when it has ended."""
+    """A second process gets CheckpointLockedError; the first run continues, and unlocks its folder when it ends."""
 
     def first() -> Any:
         def hold() -> None:
@@ -183,7 +183,7 @@ FILES = ["manifest.json", "manifest.sha256", "model.safetensors", "optimizer.saf
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with checkpoints of steps 4 and 6."""
+    """A folder with undamaged checkpoints of steps 4 and 6."""
     here, there = Path.cwd(), tmp_path_factory.mktemp("sound")
     os.chdir(there)
     try:
@@ -197,7 +197,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(sound: Path) -> Path:
-    """A copy of them, where the run saves."""
+    """Copy the checkpoints of `sound` to the folder that the run saves to; returns the path of the newest."""
     shutil.copytree(sound, FOLDER)
     return FOLDER / "step-00000006"
 
@@ -224,7 +224,7 @@ def test_a_damaged_checkpoint_that_is_requested_is_an_error(saved: Path, name: s
     damage(saved / name)
     with pytest.raises(CorruptCheckpointError, match="step-00000006"):
         fit(8, ckpt_path=saved)
-    if not name.startswith("optimizer"):  # an evaluation does not read it
+    if not name.startswith("optimizer"):  # an evaluation does not read the optimizer's file
         trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir="runs")
         with pytest.raises(CorruptCheckpointError, match="step-00000006"):
             trainer.validate(TinyModule(), tiny_loader(), ckpt_path=saved)
@@ -233,9 +233,9 @@ def test_a_damaged_checkpoint_that_is_requested_is_an_error(saved: Path, name: s
 
 @pytest.mark.parametrize("word", ["auto", "last"])
 def test_all_are_bad(saved: Path, word: str) -> None:
-    """An error that names all of them, and nothing is removed or trained."""
+    """If all checkpoints are damaged, the error names each of them; nothing is removed or trained."""
     halved(saved / "model.safetensors")
-    flipped(FOLDER / "step-00000004" / "model.safetensors")  # found only when it is read
+    flipped(FOLDER / "step-00000004" / "model.safetensors")  # found only when the tensors are read
     with pytest.raises(CorruptCheckpointError) as caught:
         fit(8, ckpt_path=word)
     for name in ("step-00000004", "step-00000006"):

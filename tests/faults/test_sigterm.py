@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C at any moment: the step is finished and saved, and the run resumes as if nothing had happened."""
+"""SIGTERM, SIGUSR1 and Ctrl-C at any moment: the step is finished and saved, and the resumed run equals an undisturbed one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Clock(Callback):
 
 
 def lines(trace: str) -> int:
-    """How many micro-batches are in a trace."""
+    """Number of micro-batches in a trace."""
     path = Path(trace)
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
@@ -51,13 +51,13 @@ def reached(trace: str, number: int, child: Child) -> bool:
 
 
 def plain(**options: Any) -> Any:
-    """The answer of the undisturbed run; its trace is plain.jsonl, its folder plain."""
+    """Run without a signal; returns the result. The trace is plain.jsonl, the folder plain."""
     with Child(Watched(trace="plain.jsonl", folder="plain", **options).go, "plain") as child:
         return child.answer
 
 
 def assert_nothing_lost(expected: Any, run: Run, name: str = "last") -> None:
-    """Let the run continue to its end: all is as in the undisturbed one, and no micro-batch was done twice."""
+    """Let the run continue to its end: the result is that of the undisturbed run, and no micro-batch was done twice."""
     with Child(run.go, name, group=run.workers > 0) as child:
         assert child.answer == expected
     assert read_trace(run.trace) == read_trace("plain.jsonl")
@@ -70,7 +70,7 @@ def assert_nothing_lost(expected: Any, run: Run, name: str = "last") -> None:
 
 
 def moments(draw: random.Random, number: int) -> list[tuple[int, float]]:
-    """Moments, drawn from the first optimizer step of the undisturbed run to its end: (micro-batch, seconds since)."""
+    """Random moments from the first optimizer step of the undisturbed run to its end: (micro-batches done, seconds since)."""
     clock = told("clock")
     drawn = sorted(draw.uniform(clock[WINDOW - 1], clock[-1]) for _ in range(number))
     done = [sum(then <= moment for then in clock) for moment in drawn]
@@ -78,7 +78,7 @@ def moments(draw: random.Random, number: int) -> list[tuple[int, float]]:
 
 
 def chain(run: Run, drawn: list[tuple[int, float]], signals: list[int]) -> int:
-    """Signals one after the other to a run that resumes each time; returns how many arrived before its end."""
+    """Signal a run at each given moment and resume it; returns how many signals arrived before its end."""
     hits = 0
     for number, (batches, delay) in enumerate(drawn):
         until = max(batches, lines(run.trace) + WINDOW)
@@ -88,7 +88,7 @@ def chain(run: Run, drawn: list[tuple[int, float]], signals: list[int]) -> int:
             if not child.ended:
                 child.signal(signals[number % len(signals)])
             if child.code in (0, -signal.SIGTERM, -signal.SIGUSR1) and newest(run.folder).manifest.epoch == run.epochs:
-                break  # it arrived after the end of the fit
+                break  # the signal arrived after the end of the fit
             assert child.code == 143, child.output
         hits += 1
     return hits
@@ -121,7 +121,7 @@ def test_sigusr1_at_random_moments() -> None:
 
 
 def test_sigterm_to_the_whole_process_group() -> None:
-    """The workers get it too, and end before this process has handled it."""
+    """The DataLoader workers get the signal too; they continue until the training process has finished its step."""
     signalled(3, 3, 4, [signal.SIGTERM], workers=2)
 
 
@@ -132,7 +132,7 @@ def test_sigterm_to_the_whole_process_group_at_random_moments() -> None:
 
 @dataclass
 class Counted(Watched):
-    """A run that counts Python's calls in the main thread from the first optimizer step, and is signaled at one."""
+    """Counts Python function calls in the main thread from the first optimizer step on; sends itself SIGTERM at call `at`."""
 
     at: int = 0
 
@@ -179,7 +179,7 @@ def test_sigterm_in_many_functions() -> None:
 
 
 def test_sigterm_in_a_validation() -> None:
-    """The checkpoint records that it is pending; it is repeated completely, and no row is written twice."""
+    """The checkpoint records that the validation is pending; the resumed run repeats all of it and logs no row twice."""
     expected = plain()
     stop = At("on_validation_batch_end", send(signal.SIGTERM), 8, batch_idx=1)
     with Child(Watched(more=[stop]).go) as child:
@@ -194,7 +194,7 @@ def test_sigterm_in_a_validation() -> None:
 
 @pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_sanity_check_start", "on_train_start"])
 def test_sigterm_before_the_first_step(hook: str) -> None:
-    """There is nothing to save, and nothing to wait for."""
+    """The process exits with code 143 and saves no checkpoint."""
     stop = At(hook, lambda: None)
     setattr(stop, hook, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with Child(Watched(more=[stop]).go) as child:
@@ -215,7 +215,7 @@ def test_sigterm_before_the_first_step_of_a_resumed_run() -> None:
 
 
 def test_sigterm_when_the_last_step_is_done() -> None:
-    """Everything is saved; the process still ends, since it was told to."""
+    """Everything is saved, and the process still exits with code 143."""
     expected = plain()
     with Child(Watched(more=[At("on_train_end", send(signal.SIGTERM))]).go) as child:
         assert child.code == 143, child.output
@@ -245,6 +245,7 @@ def test_a_second_sigterm_ends_immediately() -> None:
 
 
 def test_ctrl_c() -> None:
+    # the step is finished and saved, and the output names the checkpoint from which to resume
     expected = plain()
     with Child(Watched(more=[At("on_before_backward", send(signal.SIGINT), 4)]).go) as child:
         assert child.code == 130, child.output
@@ -276,7 +277,7 @@ main()
 
 
 def interrupted(run_dir: Path, hook: str) -> list[str]:
-    """The output lines of a script that is interrupted in a hook and catches nothing."""
+    """Run a script that gets SIGINT in a hook and does not catch KeyboardInterrupt; returns the lines of its standard error."""
     (run_dir / "train.py").write_text(SCRIPT.format(hook=hook))
     done = run_python("-u", "train.py", cwd=run_dir, env={"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])})
     assert done.returncode == -signal.SIGINT, done.stderr
@@ -284,7 +285,7 @@ def interrupted(run_dir: Path, hook: str) -> list[str]:
 
 
 def test_the_last_line_after_ctrl_c_says_how_to_continue(run_dir: Path) -> None:
-    """Users look at the last line; there are no frames of the loop above it, since they do not help."""
+    """Users read the last line; the traceback above it has no frames of the training loop, which do not help them."""
     lines = interrupted(run_dir, "on_train_batch_end(self, *_)")
     path = run_dir.resolve() / "trainkit_runs/version_0/checkpoints/step-00000002"
     assert lines[-1] == (
@@ -298,6 +299,7 @@ def test_the_last_line_after_ctrl_c_says_how_to_continue(run_dir: Path) -> None:
 
 
 def test_ctrl_c_in_a_hook_before_the_first_step_names_the_users_line(run_dir: Path) -> None:
+    # the traceback ends at the line of the user's hook that was interrupted
     lines = interrupted(run_dir, "setup(self, stage)")
     assert lines[-1] == "KeyboardInterrupt: stopped after 0 optimizer steps; no checkpoint was saved."
     frames = [line.strip().split(", ")[-1] for line in lines if line.startswith("  File ")]
@@ -306,7 +308,7 @@ def test_ctrl_c_in_a_hook_before_the_first_step_names_the_users_line(run_dir: Pa
 
 
 def test_ctrl_c_to_the_whole_process_group() -> None:
-    """As a terminal sends it: the workers continue until the step is finished, and print nothing."""
+    """Like Ctrl-C in a terminal: the DataLoader workers continue until the step is finished, and print nothing."""
     expected = plain(workers=2)
     stop = At("on_before_backward", lambda: os.killpg(0, signal.SIGINT), 4)
     with Child(Watched(more=[stop], workers=2).go, group=True) as child:
@@ -327,7 +329,7 @@ def test_a_second_ctrl_c_ends_immediately() -> None:
 
 
 def test_the_users_own_handler() -> None:
-    """It is called too, and is restored afterwards, like the handlers of the other signals."""
+    """The user's SIGTERM handler is called too. After the fit, all signals have the handlers from before."""
 
     def work() -> Any:
         numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -344,7 +346,7 @@ def test_the_users_own_handler() -> None:
 
 
 def test_a_fit_in_another_thread() -> None:
-    """Handlers can be set in the main thread only, so signals do what they did before the fit."""
+    """Python can set signal handlers only in the main thread, so this fit leaves them unchanged."""
 
     def work() -> Any:
         from concurrent.futures import ThreadPoolExecutor
@@ -378,6 +380,6 @@ os.write(1, b"main %d %d" % (held(), len(batches)))
 
 
 def test_a_worker_that_has_only_just_been_started_does_not_end() -> None:
-    """Signals are blocked until it has its handlers; afterwards they are unblocked, there and in the main process."""
+    """Signals are blocked until a new DataLoader worker has its handlers; then both processes unblock them."""
     done = run_python(STARTING)
     assert done.stdout == "forked 3 working 0 main 0 4", done.stderr

@@ -1,4 +1,4 @@
-"""`slurm_requeue=True`: when SLURM ends a job and the run is saved, SLURM is asked to requeue the job."""
+"""`slurm_requeue=True`: when SLURM stops a job, the run saves and then asks SLURM to requeue the job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainkit import Callback, Trainer
 
 
 def slurm(variables: dict[str, str], number: int = signal.SIGTERM, script: str = "", code: int = 143) -> tuple[str, str]:
-    """A run with slurm_requeue that gets a signal; what scontrol was called with, and what the run printed."""
+    """Signal a run with slurm_requeue; returns what scontrol was called with, and what the run printed."""
     Path("bin").mkdir()
     scontrol = Path("bin/scontrol")
     if script:
@@ -33,7 +33,7 @@ def slurm(variables: dict[str, str], number: int = signal.SIGTERM, script: str =
 
 
 class Requeued(Watched):
-    """In a job of SLURM."""
+    """A run with `slurm_requeue=True`."""
 
     def trainer(self, *callbacks: Callback) -> Any:
         trainer = super().trainer(*callbacks)
@@ -61,7 +61,7 @@ def test_slurm_runs_a_task_of_an_array_again() -> None:
 
 @pytest.mark.parametrize("script", ["", "echo no such job >&2; exit 1"])
 def test_slurm_refuses(script: str) -> None:
-    """A warning names the job; the run ends as without slurm_requeue."""
+    """If scontrol is missing or fails, a warning names the job, and the run exits as without slurm_requeue."""
     _, output = slurm({"SLURM_JOB_ID": "77"}, script=script)
     assert "TrainkitWarning" in output
     assert "requeue job 77" in output
@@ -69,10 +69,12 @@ def test_slurm_refuses(script: str) -> None:
 
 
 def test_no_job_of_slurm() -> None:
+    # outside of a SLURM job, scontrol is not called, and the output names the missing variable SLURM_JOB_ID
     called, output = slurm({}, script="true")
     assert (called, "SLURM_JOB_ID" in output) == ("", True)
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (0, 0)])
 def test_slurm_is_asked_after_a_preemption_only(number: int, code: int) -> None:
+    # no requeue after Ctrl-C, and none after a run that has finished
     assert slurm({"SLURM_JOB_ID": "77"}, number, "true", code)[0] == ""

@@ -1,6 +1,8 @@
-"""The rules of the house as functions: a file's syntax tree in, a list of complaints out.
+"""The rules for the code of this repository, as functions: each takes a source file and returns a list of complaints.
 
-`test_house.py` applies them to the repository and proves on small bad examples that each of them can complain.
+`test_house.py` applies them to the repository, and to small bad examples to prove that each rule can fail.
+
+A room is a module or package directly below `trainkit`, for example `trainkit.data`.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ from typing import Any, NamedTuple, TypeVar
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Folder → the package it imports as. The links in trainkit/ are not followed: what they lead to is read once.
+# Folder → its package name. Links in trainkit/ are not followed, so that each file is read once.
 PACKAGES = {"trainkit": "trainkit", "callbacks": "trainkit.callbacks", "strategies": "trainkit.strategies"}
 
 REQUIRED = {"cloudpickle", "numpy", "safetensors", "torch", "tqdm", "yaml"}
-# Where an optional package may be imported, and that only inside a function.
+# Optional packages may be imported only here, and only inside of functions.
 OPTIONAL_ROOMS = ("trainkit.cli", "trainkit.launch", "trainkit.loggers", "trainkit.strategies")
-# A part of torch that loads an optional package.
+# Modules of torch that import an optional package.
 LOADS_OPTIONAL = {"torch.utils.tensorboard": "tensorboard"}
 
-# The rooms from bottom to top: a room names only rooms in lines before its own, in annotations too. Rooms of one line do not
-# name each other.
+# The rooms from bottom to top. A room may import only rooms of earlier lines, also for annotations. Rooms of one line must not
+# import each other.
 LAYERS = (
     ("errors", "_version"),
     ("checks", "registry"),
@@ -50,32 +52,32 @@ LAYERS = (
     ("trainer",),
     ("cli",),
 )
-# The two folders of plug-ins: everything below the trainer.
+# The two folders of plug-ins; they may import everything below the trainer.
 PLUG_INS = ("callbacks", "strategies")
-# Who may name a class of a higher room in annotations, because users' code does.
+# Room → modules of higher rooms that it may import for annotations, because code of users does.
 ANNOTATIONS = {
     "callback": ("trainkit.trainer.trainer", "trainkit.module.train_module"),
     "callbacks": ("trainkit.trainer.trainer",),
     "module": ("trainkit.trainer.trainer",),
 }
 
-# Who may not import whom.
+# Package → packages that it must never import.
 NEVER = {
     "trainkit.callbacks": ("trainkit.strategies",),
     "trainkit.strategies": ("trainkit.callbacks", "trainkit.trainer"),
     "trainkit": ("trainkit.callbacks", "trainkit.strategies"),
 }
 
-# Loading any of these can run code, or is there to load what can.
+# Modules that can run code when they load data.
 CODE_IN_DATA = {"_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
-# The one place that pickles: functions for the processes that notebook_launcher starts, in a private temporary folder.
+# The only module that pickles functions: for the processes of notebook_launcher, in a private temporary folder.
 CODE_TO_CHILDREN = ("trainkit.launch.pickling", "cloudpickle")
-# Collectives of torch.distributed that pickle what they send.
+# Collectives of torch.distributed that pickle the objects they send.
 PICKLING_COLLECTIVES = {
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
     *("send_object_list", "recv_object_list"),
 }
-# The one place that calls one: predict, gather_for_metrics, gather_object and broadcast_object_list accept any object of users.
+# The only module that calls one: predict, gather_for_metrics, gather_object and broadcast_object_list accept any user object.
 USER_OBJECTS = ("trainkit.distributed.user_objects", "all_gather_object")
 CODE_RUNNING_CALLS = {
     "torch.load": "use safetensors",
@@ -88,7 +90,7 @@ CODE_RUNNING_CALLS = {
 }
 CODE_RUNNING_BUILTINS = {"eval", "exec"}
 
-# Beginnings of DeepSpeed's keys and attributes that no declaration lists.
+# Prefixes of DeepSpeed's keys and attributes that no `StrategyInfo` lists.
 PREFIXES = ("zero_stage", "zero_opt", "ds_")
 
 FILE_LINES = 400
@@ -100,7 +102,7 @@ Node = TypeVar("Node", bound=ast.AST)
 
 
 class Source(NamedTuple):
-    """One file: its path below the repository, the name it imports as, and its text."""
+    """One file: its path in the repository, its module name, and its text."""
 
     path: str
     module: str
@@ -129,7 +131,7 @@ class Import(NamedTuple):
 
 
 def python_files(folder: Path) -> Iterator[Path]:
-    """The Python files below a folder, links not followed."""
+    """The Python files below a folder; links are not followed."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(f for f in folders if f != "__pycache__" and not Path(parent, f).is_symlink())
         yield from (Path(parent, name) for name in sorted(names) if name.endswith(".py"))
@@ -145,14 +147,13 @@ def package_sources() -> list[Source]:
 
 
 def module_name(path: Path) -> str:
-    """The name that a file of the three source folders imports as."""
+    """The module name of a file in one of the three source folders."""
     parts = [PACKAGES[path.parts[0]], *path.with_suffix("").parts[1:]]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def user_sources(*where: str) -> list[Source]:
-    """What is written as a user would write it: Python files, and the Python blocks of Markdown files, in folders and
-    files of the repository."""
+    """Code as users write it: the Python files and the Python blocks of Markdown files in these folders and files."""
     sources = []
     for path in (ROOT / name for name in where):
         for file in python_files(path):
@@ -163,7 +164,7 @@ def user_sources(*where: str) -> list[Source]:
 
 
 def python_blocks(path: str, text: str) -> list[Source]:
-    """The blocks fenced as `python` in a Markdown file, each on the line that it has there."""
+    """The Python code blocks of a Markdown file; line numbers are those of the file."""
     blocks = []
     for match in re.finditer(r"^( *)```python[^\n]*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
         line = text.count("\n", 0, match.start(2))
@@ -172,7 +173,7 @@ def python_blocks(path: str, text: str) -> list[Source]:
 
 
 def imports(tree: ast.AST) -> list[Import]:
-    """Every import, with where it stands: run on import, run in a function, or for type checkers only."""
+    """Every import, and whether it runs at import of the module, in a function, or only for type checkers."""
     found: list[Import] = []
 
     def visit(node: ast.AST, place: str) -> None:
@@ -211,7 +212,7 @@ def constant(node: ast.AST) -> object:
 
 
 def under(name: str, package: str) -> bool:
-    """Whether a dotted name is the package or lies in it."""
+    """Whether a dotted name is the package or is in it."""
     return name == package or name.startswith(f"{package}.")
 
 
@@ -224,7 +225,7 @@ def all_of(tree: ast.AST, kind: type[Node]) -> Iterator[Node]:
 
 
 def wrong_imports(source: Source, modules: Collection[str]) -> list[str]:
-    """Imports against the directions of the house; `modules` are the names of all modules there are."""
+    """Imports that the rules forbid; `modules` are the names of all modules of trainkit."""
     room = next(room for room in NEVER if under(source.module, room))
     complaints = []
     for item in imports(source.tree):
@@ -242,13 +243,13 @@ def wrong_imports(source: Source, modules: Collection[str]) -> list[str]:
 
 
 def room_of(module: str) -> str:
-    """The room that a module lies in, or an empty string for the package itself and `python -m trainkit`."""
+    """The room of a module, or an empty string for `trainkit` itself and `trainkit.__main__`."""
     room = module.partition(".")[2].partition(".")[0]
     return "" if room == "__main__" else room
 
 
 def wrong_layers(source: Source, modules: Collection[str]) -> list[str]:
-    """Names of rooms that do not lie below the room of `source`."""
+    """Imports of rooms that are not below the room of `source` in `LAYERS`."""
     level = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
     level |= dict.fromkeys(PLUG_INS, level["trainer"])
     room = room_of(source.module)
@@ -276,7 +277,7 @@ def _wrong_package(module: str, item: Import) -> str:
 
 
 def _imports_by_string(source: Source, room: str) -> list[str]:
-    """Imports by a literal name; in the core the registry alone may do that to the two folders."""
+    """Forbidden imports by `import_module("...")`; only `trainkit.registry` may import plug-ins this way."""
     if source.module == "trainkit.registry":
         return []
     return [
@@ -291,7 +292,7 @@ def _imports_by_string(source: Source, room: str) -> list[str]:
 
 
 def private_imports(source: Source, public: Mapping[str, Collection[str]]) -> list[str]:
-    """Uses of trainkit in `source` that a user could not rely on; `public` has the names of each public module."""
+    """Uses of private names of trainkit in `source`; `public` is the public modules and their public names."""
     try:
         tree = source.tree
     except SyntaxError as error:
@@ -355,7 +356,7 @@ def code_in_data(source: Source) -> list[str]:
 
 
 def private_torch(source: Source) -> list[str]:
-    """What launch/ and distributed/ must not do to torch: import from its private modules, override its private methods."""
+    """Imports of private modules and overrides of private methods of torch, in `trainkit.launch` and `trainkit.distributed`."""
     rooms = ("trainkit.launch", "trainkit.distributed")
     if not any(under(source.module, room) for room in rooms):
         return []
@@ -372,7 +373,7 @@ def private_torch(source: Source) -> list[str]:
 
 
 def branches_on_strategy(source: Source) -> list[str]:
-    """Decisions by the class of a strategy: capabilities are attributes, see `trainkit.strategy`."""
+    """Conditions on the class of a strategy. Use its capabilities, which are attributes; see `trainkit.strategy`."""
     return [
         source.at(node.lineno, "asks for the class of a strategy")
         for node in ast.walk(source.tree)
@@ -386,7 +387,7 @@ def _classes_asked_for(node: ast.AST) -> list[str]:
         return _class_names(node.cls)
     if isinstance(node, ast.Call) and dotted(node.func) in ("isinstance", "issubclass") and len(node.args) == 2:
         names = _class_names(node.args[1])
-        # Of an argument called strategy it may be asked whether it is a short name, or a class and no object.
+        # an argument called strategy may be tested for being a short name (str), or a class instead of an object (type)
         is_strategy = dotted(node.args[0]).split(".")[-1].lstrip("_") == "strategy"
         return ["Strategy"] if is_strategy and names not in (["str"], ["type"]) else names
     if isinstance(node, ast.Compare):
@@ -412,7 +413,7 @@ def _class_names(node: ast.AST) -> list[str]:
 
 
 def strategy_names(infos: Iterable[Any]) -> frozenset[str]:
-    """What names a strategy, in lower case, by what the strategies declare of themselves."""
+    """All names that the `StrategyInfo`s declare: short names, packages, classes and attributes."""
     found: set[str] = set()
     for info in infos:
         found |= {*info.names, *info.packages, *info.parameter_marks, *info.adam_classes, *info.host_optimizers}
@@ -425,7 +426,7 @@ def names_of_strategies(source: Source, names: Collection[str]) -> dict[str, str
 
     Human-readable texts are exempt: docstrings, f-strings, and every string with a space in it.
     """
-    # "set_xlabel" does not contain "xla", nor "shards_state" the beginning "ds_"
+    # must not match: "xla" in "set_xlabel", "ds_" in "shards_state"
     parts = [rf"(?i:{re.escape(name)})(?![a-z])" for name in names] + [f"(?<![a-z]){prefix}" for prefix in PREFIXES]
     pattern = re.compile("|".join(parts))
     found: dict[str, str] = {}
@@ -442,7 +443,7 @@ def names_of_strategies(source: Source, names: Collection[str]) -> dict[str, str
 
 
 def undeclared_attributes(source: Source, declared: Collection[str]) -> list[str]:
-    """Attributes that are read or set on something called `strategy` and that `trainkit.Strategy` does not declare."""
+    """Attributes of objects called `strategy` that `trainkit.Strategy` does not declare."""
     complaints = []
     for node in ast.walk(source.tree):
         name = None
@@ -460,12 +461,12 @@ def undeclared_attributes(source: Source, declared: Collection[str]) -> list[str
 
 
 def _is_strategy(node: ast.AST) -> bool:
-    """Whether an expression is called `strategy`: `self.strategy`, `trainer.strategy`, an argument of that name."""
+    """Whether the last name of an expression is `strategy` or `_strategy`, as in `trainer.strategy`."""
     return dotted(node).split(".")[-1].lstrip("_") == "strategy"
 
 
 def _tokens(node: ast.AST) -> list[str]:
-    """The names that a node of a syntax tree has by itself, and a string without spaces."""
+    """The names in a node of a syntax tree (without its child nodes); or the string, if it has no spaces."""
     match node:
         case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
             return [name]
@@ -481,9 +482,9 @@ def _tokens(node: ast.AST) -> list[str]:
 
 
 def writes_to_trainer(source: Source) -> list[str]:
-    """Where a value is assigned to an attribute of a Trainer, or of something that it holds.
+    """Assignments to attributes of a Trainer, or of objects that it holds.
 
-    `should_stop` is how hooks ask for a stop: that is allowed.
+    `trainer.should_stop` is allowed: hooks set it to request a stop.
     """
     complaints = []
     for node in ast.walk(source.tree):
@@ -497,7 +498,7 @@ def writes_to_trainer(source: Source) -> list[str]:
 
 
 def repeated_names(sources: Iterable[Source]) -> list[str]:
-    """Names of files and classes that occur in several modules, but for the `info.py` of each strategy."""
+    """Names of files and classes that occur in several modules, except `__init__.py` and the `info.py` of each strategy."""
     places: dict[str, list[str]] = {}
     for source in sources:
         file = source.path.rpartition("/")[2]
@@ -508,7 +509,7 @@ def repeated_names(sources: Iterable[Source]) -> list[str]:
 
 
 def wrong_exports(source: Source) -> list[str]:
-    """A public module without an `__all__`, or with one that is not in order."""
+    """A public module whose `__all__` is missing or not sorted."""
     names = exported(source.tree)
     if names is None:
         return [source.at(1, "has no __all__ written as a list of names")]
@@ -517,7 +518,7 @@ def wrong_exports(source: Source) -> list[str]:
 
 
 def export_key(name: str) -> tuple[int, str]:
-    """The order of ruff's RUF022, which can put it right: constants, then classes, then the rest."""
+    """Sort key of ruff's RUF022 (which can fix the order): constants, then classes, then other names."""
     return (0 if name.isupper() and len(name) > 1 else 1 if name[0].isupper() else 2), name
 
 
@@ -547,7 +548,7 @@ def wrong_beginning(source: Source) -> list[str]:
 
 
 def undocumented(source: Source, module: ModuleType) -> list[str]:
-    """Public functions, classes and methods without a docstring; a method may have that of the one it overrides."""
+    """Public functions, classes and methods without a docstring; an override may inherit the docstring."""
     complaints = []
     for node in _statements(source.tree):
         if not isinstance(node, Function | ast.ClassDef) or node.name.startswith("_"):
@@ -569,7 +570,7 @@ def undocumented(source: Source, module: ModuleType) -> list[str]:
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """The statements of a module or class, those under `if` and `try` included."""
+    """The statements of a module or class, with those in `if`, `try` and `with` blocks."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If | ast.Try | ast.With):
             yield from _statements(child)
@@ -578,12 +579,12 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _adds_to_another(decorator: ast.AST) -> bool:
-    """Whether a decorator makes a function part of one that is documented elsewhere."""
+    """Whether a decorator makes a function part of another one, which has the docstring."""
     return dotted(decorator).split(".")[-1] in ("setter", "deleter", "overload")
 
 
 def too_long(source: Source) -> dict[str, str]:
-    """Complaints about a file or function that is too long, by what it is called in a table of exceptions."""
+    """Complaints about files and functions that are too long, by the key that a table of exceptions uses."""
     complaints = {}
     lines = source.text.count("\n")
     if lines > FILE_LINES:
@@ -610,7 +611,7 @@ _BRANCHES = (
 
 
 def complexity(function: Function) -> int:
-    """The cyclomatic complexity of a function without the functions inside it, counted as by radon (McCabe, 1976).
+    """The cyclomatic complexity (McCabe, 1976) of a function without nested functions, counted like radon.
 
     One, and one more for each branch, loop, handler, context, assertion, comprehension and boolean operator.
     """
@@ -630,7 +631,7 @@ def complexity(function: Function) -> int:
 
 
 def too_complex(source: Source) -> list[str]:
-    """Functions with more ways through them than a reader can keep in mind."""
+    """Functions whose cyclomatic complexity is too high."""
     return [
         source.at(node.lineno, f"{node.name} has a cyclomatic complexity of {found}, more than {COMPLEXITY}")
         for node in ast.walk(source.tree)
@@ -639,7 +640,7 @@ def too_complex(source: Source) -> list[str]:
 
 
 def function_lines(node: Function) -> int:
-    """The lines of a function without its docstring and its decorators."""
+    """Number of lines of a function without its docstring and decorators."""
     first = node.body[0]
     has_doc = ast.get_docstring(node, clean=False) is not None
     doc = (first.end_lineno or first.lineno) - first.lineno + 1 if has_doc else 0

@@ -1,10 +1,9 @@
 """How long tests wait: `from helpers.patience import PATIENCE, within`.
 
-What must come is waited for with `PATIENCE`. That ends a test that hangs; it says nothing of how long things take, and
-is far longer than the slowest machine needs. That something comes within a number of seconds is shown by `within`, which gives
-exactly these where the test has the machine to itself: in `make test-slow`, which runs all tests marked `prompt`, or by
-`pytest` without `-n`. While other tests run it gives what such a machine may take when it stalls, and what would come in vain
-must be made to take still longer there.
+Tests wait at most `PATIENCE` seconds for an event. This is far longer than the slowest machine needs; it only ends tests that
+hang. A test that an event happens within some seconds uses `within`. It returns exactly these seconds if no other tests run
+at the same time: in `make test-slow`, which runs all tests marked `prompt`, or in `pytest` without `-n`. Otherwise it adds the
+time for which a busy machine may stall. A wait that a test expects to be cut short takes `VAIN` seconds, longer than that.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ import os
 
 __all__ = ["ALONE", "PATIENCE", "VAIN", "within"]
 
-PATIENCE = 300.0  # seconds after which what has not come is taken to hang
-VAIN = 200.0  # seconds that a wait takes that a test shows not to happen
+PATIENCE = 300.0  # seconds after which a test counts as hanging
+VAIN = 200.0  # seconds of a wait that a test expects to be cut short
 
-ALONE = "PYTEST_XDIST_WORKER" not in os.environ  # whether the test has the machine to itself
+ALONE = "PYTEST_XDIST_WORKER" not in os.environ  # whether no other tests run at the same time
 _BUSY = 60.0  # seconds for which a machine on which several tests run may stall
 
 
 def within(seconds: float) -> float:
-    """Seconds in which something must have happened, on this machine as it is."""
+    """A time limit in seconds: `seconds`, or more if other tests run at the same time."""
     return seconds if ALONE else seconds + _BUSY

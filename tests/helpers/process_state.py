@@ -1,4 +1,4 @@
-"""What a test must leave as it found it: the settings, handlers, threads and children of the process."""
+"""The state of the process that a test must not change: settings, signal handlers, threads and child processes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 import numpy
 import torch
 
-# What packages start once for the process and keep, whatever the caller does: the monitor of tqdm's bars, the service
-# that wandb's runs talk to, and autograd's own threads, which Python calls dummies.
+# Threads that packages start once and never end: the monitor of tqdm's bars, threads for wandb's service process, and threads
+# of autograd, which Python shows as dummy threads.
 LASTING_THREADS = {"TMonitor", "_DummyThread", "wandb-AsyncioManager-main", "wandb-ServiceFinalizer"}
 
-# Variables that pytest, scikit-learn, torch, torch_xla and wandb set for themselves.
+# Environment variables that pytest, scikit-learn, torch, torch_xla and wandb set by themselves.
 NOT_OURS = {
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
@@ -42,8 +42,8 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
 
 
 def _set_default_device(value: torch.device) -> None:
-    # To set the CPU, even though it is the default, leaves a mode behind that every later call of torch goes through, and in
-    # which modules take other paths: a transformer's evaluation then differs in the last bit.
+    # set_default_device("cpu") leaves a torch function mode behind, in which modules use other code paths: the evaluation of a
+    # transformer then differs in the last bit.
     if value == torch.device("cpu"):
         _set_no_default_device()
     else:
@@ -68,7 +68,7 @@ def _set_signals(value: dict[int, Any]) -> None:
             signal.signal(number, handler)
 
 
-# Name → how it is read and how it is restored.
+# Name → the functions that read and restore the setting.
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
     "torch.get_default_device()": (torch.get_default_device, _set_default_device),
@@ -106,10 +106,10 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 
 class ProcessState:
-    """The state of the process at the moment of construction.
+    """The state of the process when the object was created.
 
     Args:
-        patience: seconds that threads and children which are about to end are given to do so.
+        patience: Seconds to wait for new threads and child processes that are about to end.
     """
 
     def __init__(self, patience: float = 5.0) -> None:
@@ -119,7 +119,7 @@ class ProcessState:
         self.children = set(multiprocessing.active_children())
 
     def restore(self) -> list[str]:
-        """Put every setting back, and say which were not as they had been and which threads and children were left."""
+        """Restore every setting; returns a line for each setting that had changed and each thread or child that still runs."""
         left = []
         for name, (read, write) in SETTINGS.items():
             before, after = self.settings[name], read()

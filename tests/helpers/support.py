@@ -1,4 +1,4 @@
-"""What tests share and that is no fixture: `from helpers.support import run_python`."""
+"""Paths and functions that many tests use: `from helpers.support import run_python`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"  # where `helpers` is imported from
-STARTUP = TESTS / "startup"  # on the path of every Python that a test starts
+STARTUP = TESTS / "startup"  # on PYTHONPATH of every Python process that a test starts
 
 _OF_GLOO = re.compile(
     r"(\[Gloo\] Rank |\d+| is connected to | peer ranks\. |Expected number of connected peer ranks is : |\s)*"
@@ -19,7 +19,7 @@ _OF_GLOO = re.compile(
 
 
 def without_gloo(printed: str) -> str:
-    """What processes have printed, less what gloo of torch 2.9 prints of its connections, perhaps one line within another."""
+    """Remove the lines about connections that gloo of torch 2.9 prints, also where processes printed them into one line."""
     if "[Gloo]" not in printed:
         return printed
     return "".join(line for line in printed.splitlines(keepends=True) if not _OF_GLOO.fullmatch(line))
@@ -32,14 +32,14 @@ def run_python(
     installed_in: str | Path | None = None,
     timeout: float = 120.0,
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python in a process of its own and return it when it has ended, whatever its exit code.
+    """Run Python in a new process and wait until it exits, with any exit code.
 
     Args:
-        command: one string is a program (`python -c`); several are arguments (`"-m", "trainkit", "--help"`).
-        cwd: the working directory; the test's own if None.
-        env: variables to add to the environment.
-        installed_in: a folder that trainkit was installed into: it is imported from there and not from the checkout.
-        timeout: seconds after which the process is ended and `subprocess.TimeoutExpired` raised.
+        command: One string is a program (`python -c`); several are arguments (`"-m", "trainkit", "--help"`).
+        cwd: Working directory; None: that of the test.
+        env: Variables to add to the environment.
+        installed_in: Folder in which trainkit was installed, to import it from there instead of the checkout.
+        timeout: Seconds after which the process is killed and `subprocess.TimeoutExpired` is raised.
     """
     arguments = ["-c", *command] if len(command) == 1 else list(command)
     path = os.pathsep.join([str(installed_in or ROOT), str(TESTS), str(STARTUP)])

@@ -1,6 +1,6 @@
-"""Install a wheel in a fresh environment, and use it there: `python tests/helpers/try_wheel.py dist/*.whl`.
+"""Install a wheel in a new virtual environment and use it there: `python tests/helpers/try_wheel.py dist/*.whl`.
 
-Nothing is downloaded: the fresh environment finds the dependencies (torch, numpy, …) in the environment of this process.
+Nothing is downloaded: the new environment uses the dependencies (torch, numpy, …) of the environment of this process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def try_wheel(wheel: Path, folder: Path) -> str:
     """Install the wheel in a new environment in `folder` and use it; returns what the programs printed.
 
     Raises:
-        RuntimeError: A command failed; with its output.
+        RuntimeError: A command failed; the message has its output.
     """
     environment = folder / "environment"
     venv.create(environment, with_pip=False)
@@ -49,7 +49,8 @@ def try_wheel(wheel: Path, folder: Path) -> str:
     python = str(bin / "python")
     options = ["--quiet", "--no-deps", "--no-index", "--disable-pip-version-check", "--no-warn-script-location"]
     printed = _run([sys.executable, "-m", "pip", "--python", python, "install", *options, str(wheel.resolve())], folder)
-    # After the wheel, so that its own files come first. Only the folders: what an editable install adds to them stays out.
+    # The .pth file puts these folders after the folder of the wheel. It has no effect on editable installs in them: Python
+    # does not read the .pth files there.
     (site,) = environment.rglob("site-packages")
     others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (site / "dependencies.pth").write_text("".join(f"{path}\n" for path in others))

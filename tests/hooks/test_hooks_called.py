@@ -1,4 +1,4 @@
-"""Who is called for a hook, in which order, and with what."""
+"""The order in which the hooks of callbacks and modules are called, and the arguments that they get."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from trainkit.hooks.hook_names import HOOKS
 
 
 def test_an_idle_callback_is_in_no_tuple() -> None:
+    # callbacks that override no hook are not in the tuples of functions that the loops call
     trainer, bare = make_trainer(*(Callback() for _ in range(10))), make_trainer()
     trainer.fit(TinyModule(), tiny_loader(4))
     bare.fit(TinyModule(), tiny_loader(4))
@@ -42,6 +43,7 @@ def test_callbacks_come_in_their_order_those_that_run_last_after_the_module() ->
 
 
 def test_a_hook_set_on_the_object_counts() -> None:
+    # a function that is assigned to an object as a hook is called like a method of its class
     module, calls = TinyModule(), []
     module.on_train_start = lambda: calls.append("module")
     callback = Callback()
@@ -51,6 +53,7 @@ def test_a_hook_set_on_the_object_counts() -> None:
 
 
 def test_hooks_without_the_loaders_number_work_with_one_loader_only() -> None:
+    # an evaluation hook may omit the parameter dataloader_idx only if there is one loader
     class Short(TinyModule):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             self.log("x", 1.0)

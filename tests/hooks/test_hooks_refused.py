@@ -1,4 +1,4 @@
-"""Methods that would never be called, or could not be, are refused; and losses that cannot be trained on."""
+"""Errors for methods that trainkit would never call or could not call, and for losses that cannot be trained on."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ ERRORS = """
 
 
 def test_what_would_train_or_restore_something_else_is_no_mere_warning() -> None:
+    # if these methods were ignored, the run would train or restore something else: they are errors, not warnings
     assert sorted(set(REMOVED) - WARNED) == ERRORS
 
 
@@ -74,7 +75,7 @@ def test_a_method_of_that_name_that_the_users_code_calls() -> None:
     module = Mine()
     with pytest.warns(TrainkitWarning, match="Mine.on_epoch_end has the name of a former hook"):
         make_trainer(max_epochs=2).fit(module, tiny_loader(4))
-    assert module.ends == 2  # by the user's code alone
+    assert module.ends == 2  # called only by the user's code
 
 
 def test_no_hook_is_listed_as_removed() -> None:
@@ -101,7 +102,7 @@ def test_no_hook_is_listed_as_removed() -> None:
 )
 def test_a_misspelt_hook_of_a_callback(name: str, meant: str | None) -> None:
     callback = callback_with(**{name: nothing})
-    if meant is None:  # three edits and more: the user's own business
+    if meant is None:  # three or more edits away from every hook: a method of the user
         check_callback(callback)
         return
     with pytest.raises(HookError, match=f"Did you mean '{meant}'"):
@@ -136,11 +137,13 @@ def test_a_hook_of_callbacks_only_in_a_module() -> None:
     "name", ["step", "loss_of", "encode", "on_click", "on_token", "test", "generate", "_training_steps", "shared_step", "fit"]
 )
 def test_methods_of_the_users_own_are_his_business(name: str) -> None:
+    # users may add other methods, also with names such as step, test and fit
     check_module(module_with(**{name: nothing}), TrainModule)
     check_callback(callback_with(**{name: nothing}))
 
 
 def test_a_mixin_is_looked_at_and_a_layer_is_not() -> None:
+    # the check for misspelled hooks includes base classes of the module, but not its submodules
     class Mixin:
         def on_train_epoch_strt(self) -> None: ...
 
@@ -212,6 +215,7 @@ def test_a_step_may_take_the_batch_only() -> None:
 
 @pytest.mark.parametrize("thing", [Callback, object(), "EarlyStopping", lambda: None])
 def test_what_is_no_callback(thing: Any) -> None:
+    # only instances of Callback are allowed as callbacks
     with pytest.raises(HookError, match=r"must contain Callback objects|make an instance: Callback\(\)"):
         make_trainer(thing)
 
@@ -241,6 +245,7 @@ def test_a_loss_that_cannot_be_trained_on(returned: Any, words: list[str]) -> No
 
 @pytest.mark.parametrize("returned", [lambda loss: loss, lambda loss: loss[None], lambda loss: {"loss": loss}])
 def test_a_loss_that_can(returned: Any) -> None:
+    # training_step may return a scalar tensor, a tensor with one element, or a dict with 'loss'
     module = module_with(training_step=lambda self, batch, batch_idx: returned(self.loss(batch)))
     trainer = make_trainer()
     trainer.fit(module, tiny_loader(8))

@@ -1,4 +1,4 @@
-"""Which hooks there are, in which order they are called, and which methods are refused."""
+"""The hooks that exist, their arguments, and the order in which they are called."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.runs.trainers import make_trainer
 from trainkit import Callback, TrainModule
 from trainkit.hooks.hook_names import HOOKS
 
-# A new hook, or another argument, is a decision: it needs a line in the changelog, one in the docs and one here.
+# Hooks are public API: a new hook or argument also needs a line in the changelog, one in the docs and one here.
 FROZEN = {
     "setup": "stage",
     "teardown": "stage",
@@ -63,7 +63,7 @@ def test_callback_and_module_have_every_hook_with_these_arguments() -> None:
     for name, arguments in HOOKS.items():
         of_callback = list(inspect.signature(getattr(Callback, name)).parameters)
         assert of_callback == ["self", "trainer", "module", *arguments], name
-        if name != "on_exception":  # Lightning's modules have none
+        if name != "on_exception":  # Lightning's modules do not have it
             assert list(inspect.signature(getattr(TrainModule, name)).parameters) == ["self", *arguments], name
 
 
@@ -71,7 +71,7 @@ def test_callback_and_module_have_every_hook_with_these_arguments() -> None:
 
 
 class Script:
-    """The calls of a run, one a line: owner, hook, and what tells the call from others."""
+    """The calls in a run, one on each line: owner, hook, and those of its arguments that are strings or integers."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -81,7 +81,7 @@ class Script:
 
 
 def _details(name: str, arguments: tuple[Any, ...]) -> list[Any]:
-    """Stage and numbers among a hook's arguments; tensors, batches and optimizers are skipped."""
+    """The stage and the indices in the arguments of a hook, without tensors, batches and optimizers."""
     return [value for value in arguments if isinstance(value, str | int)]
 
 
@@ -160,7 +160,7 @@ class Scheduled(NotingModule):
 
 
 def noted(run: Any, module: type[NotingModule] = NotingModule, *, automatic: bool = True, **arguments: Any) -> list[str]:
-    """What `run(trainer, module)` calls, with a callback A, one that runs last, and the module M."""
+    """Record the calls in `run(trainer, module)`, with a callback A, a callback Z that runs last, and the module M."""
     script = Script()
     early, late = callback_that_notes("A")(), callback_that_notes("Z", last=True)()
     early.script = late.script = script
@@ -170,7 +170,7 @@ def noted(run: Any, module: type[NotingModule] = NotingModule, *, automatic: boo
 
 
 def expected(text: str) -> list[str]:
-    """A line `AMZ hook details` stands for one call of each owner, in that order."""
+    """The calls that a text describes: a line `AMZ hook details` stands for one call of each owner, in this order."""
     lines = []
     for line in text.strip().splitlines():
         owners, _, rest = line.strip().partition(" ")
@@ -193,7 +193,7 @@ VALIDATION = """
 
 
 def training_epoch(epoch: int) -> str:
-    """Three micro-batches, two in an update."""
+    """The calls in an epoch of three micro-batches, two in an accumulation window."""
     return f"""
     AMZ on_train_epoch_start
     AMZ on_train_batch_start 0
@@ -255,7 +255,7 @@ def without_blank_lines(text: str) -> str:
 
 
 def test_order_of_a_fit() -> None:
-    """Two epochs of three micro-batches, two in an update; a sanity check of one batch, validation on two."""
+    """Two epochs of three micro-batches, two in an accumulation window; a sanity check on one batch, validation on two."""
     lines = noted(
         lambda trainer, module: trainer.fit(module, tiny_loader(12), tiny_loader(8)),
         Scheduled,

@@ -262,7 +262,7 @@ def fail_when_all_are_ready(folder: Path, *_: object) -> float:
 
 
 def test_an_error_of_the_agent_leaves_nothing(tmp_path: Path) -> None:
-    # An unexpected error in the agent ends all workers.
+    """An unexpected error in the agent ends all workers."""
     agent = start_agent(FOREVER, tmp_path, limits={"deadline": partial(fail_when_all_are_ready, tmp_path)})
     pids = agent.ready()
     assert "cannot start new thread" in agent.killed()
@@ -270,7 +270,7 @@ def test_an_error_of_the_agent_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_killed_agent_leaves_nothing(tmp_path: Path) -> None:
-    # If the agent is killed, its guards end the workers and their child processes.
+    """If the agent is killed, its guards end the workers and their child processes."""
     agent = start_agent(WITH_CHILD + "time.sleep(1000)\n", tmp_path)
     pids = agent.ready()
     agent.signal(signal.SIGKILL)
@@ -279,7 +279,7 @@ def test_a_killed_agent_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_what_a_worker_has_started_lives_on_when_all_went_well(tmp_path: Path) -> None:
-    # A child process of a worker continues to run if the worker has succeeded.
+    """A child process of a worker continues to run if the worker has succeeded."""
     agent = start_agent(WITH_CHILD, tmp_path, 1)
     ((_, child),) = agent.ready()
     assert agent.code() == 0
@@ -437,7 +437,7 @@ def test_nodes_that_do_not_connect(options: dict[str, object], words: list[str],
 
 
 def test_another_program_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    # If another program listens at the address of the first node, the error says so.
+    """If another program listens at the address of the first node, the error says so."""
     monkeypatch.setattr("trainkit.launch.rendezvous._ANSWER", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

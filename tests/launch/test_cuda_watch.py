@@ -58,7 +58,7 @@ def test_a_script_that_starts_its_processes_is_warned(monkeypatch: pytest.Monkey
 
 
 def test_a_thread(gpu: None) -> None:
-    # In another thread than the main thread, only the name of the thread is known.
+    """In another thread than the main thread, only the name of the thread is known."""
     watch_cuda()
     thread = threading.Thread(target=torch.cuda.init, name="loads")
     thread.start()
@@ -67,7 +67,7 @@ def test_a_thread(gpu: None) -> None:
 
 
 def test_an_earlier_line(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    # If CUDA was initialized before `import trainkit`, the line is unknown.
+    """If CUDA was initialized before `import trainkit`, the line is unknown."""
     monkeypatch.setattr(torch.cuda, "_initialized", True)
     watch_cuda()
     assert cuda_watch._where == "a line before 'import trainkit' (to see which, import trainkit first)"

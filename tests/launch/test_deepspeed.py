@@ -84,7 +84,7 @@ def test_an_argument_that_is_wrong(tmp_path: Path) -> None:
 
 
 def test_the_argument_alone(tmp_path: Path) -> None:
-    # `--local_rank=1` without a launcher's variables is an error that shows the command to use.
+    """`--local_rank=1` without a launcher's variables is an error that shows the command to use."""
     (tmp_path / "script.py").write_text(JOIN)
     done = run_python("script.py", "--local_rank=1", cwd=tmp_path)
     assert done.returncode == 1

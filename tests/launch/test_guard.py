@@ -39,7 +39,7 @@ def started(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_guard_reports_its_place(folder: Path, started: subprocess.Popen[bytes]) -> None:
-    # A guard writes the variables of its rank to a file, and keeps running.
+    """A guard writes the variables of its rank to a file, and keeps running."""
     assert json.loads((folder / place_file(1)).read_text()) == PLACE
     assert started.poll() is None
 

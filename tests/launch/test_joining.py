@@ -61,7 +61,7 @@ def said() -> list[str]:
 
 
 def test_one_process_costs_nothing(env: pytest.MonkeyPatch) -> None:
-    # A single process creates no process group.
+    """A single process creates no process group."""
     world = join(CPU, timeout=SHORT)
     assert (world.rank, world.size, world.control, world.channel, world.restarts) == (0, 1, None, None, 0)
     assert not dist.is_initialized()
@@ -188,7 +188,7 @@ def contradict() -> None:
 
 @pytest.mark.world_size(2)
 def test_a_group_of_the_user() -> None:
-    # A process group that the user has initialized is used and never destroyed.
+    """A process group that the user has initialized is used and never destroyed."""
     lines = said()
     dist.init_process_group("gloo", timeout=SHORT)
     group = dist.group.WORLD
@@ -264,7 +264,7 @@ def test_restarts_and_memory() -> None:
 
 
 def test_torchruns_store_is_the_memory() -> None:
-    # Texts that must survive a restart are kept in the store of torchrun's agent.
+    """Texts that must survive a restart are kept in the store of torchrun's agent."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -377,8 +377,10 @@ def test_lines_are_written_as_wholes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_our_group_is_destroyed_at_the_end(env: pytest.MonkeyPatch) -> None:
-    # At exit, trainkit destroys its process group. It does not if the user made the group, if the group was replaced, in a
-    # forked child, or after an error.
+    """At exit, trainkit destroys its process group.
+
+    It does not if the user made the group, if the group was replaced, in a forked child, or after an error.
+    """
     destroyed: list[int] = []
     group = object()
     env.setattr(joining, "default_group", lambda: group)

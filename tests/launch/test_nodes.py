@@ -45,7 +45,7 @@ def test_nodes_from_the_environment(text: str, expected: Nodes) -> None:
 
 
 def test_several_tasks_on_a_node() -> None:
-    # `trainkit launch` must run once per node: several tasks of SLURM on a node are an error.
+    """`trainkit launch` must run once per node: several tasks of SLURM on a node are an error."""
     env = dict(word.split("=", 1) for word in STEP.format(tasks=4, each=2).split())
     with pytest.raises(ConfigurationError, match="SLURM has started 4 processes, several on a node.*--ntasks-per-node=1"):
         read_nodes(env)
@@ -63,7 +63,7 @@ def test_invalid_ranges(text: str) -> None:
 
 
 def test_times() -> None:
-    # Valid and invalid values of the grace period and the join timeout.
+    """Valid and invalid values of the grace period and the join timeout."""
     assert (grace({}), join_timeout({})) == (30.0, 600.0)
     assert (grace({"TRAINKIT_GRACE": "90"}), join_timeout({"TRAINKIT_JOIN_TIMEOUT": "1.5"})) == (90.0, 1.5)
     for wrong in ("a", "0", "-1", "inf", "nan"):
@@ -72,7 +72,7 @@ def test_times() -> None:
 
 
 def test_variables_of_the_agent_are_not_passed_on() -> None:
-    # `quietly` changes the log level of the agent only; the returned environment of the workers does not have it.
+    """`quietly` changes the log level of the agent only; the returned environment of the workers does not have it."""
     env = {"A": "1"}
     assert quietly(env) == {"A": "1"}
     assert env == {"A": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}

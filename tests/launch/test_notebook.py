@@ -257,7 +257,7 @@ def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., R
 
 
 def test_what_a_process_returns(run_here: Callable[..., Reports]) -> None:
-    # Only the result of rank 0 is sent back. A result that cannot be sent is reported as a failure.
+    """Only the result of rank 0 is sent back. A result that cannot be sent is reported as a failure."""
     assert run_here(dump_call(lambda x: x + 1, (2,)), rank=1) == ([], None)
     assert run_here(dump_call(lambda x: x + 1, (2,))) == ([], dump_result(3))
     failures, result = run_here(dump_call(lambda: (i for i in range(3)), ()), start=1)

@@ -51,7 +51,7 @@ def test_functions_are_sent_by_value() -> None:
 
 
 def test_a_model_keeps_its_ties() -> None:
-    # A sent model keeps its tied weights.
+    """A sent model keeps its tied weights."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
     _, (other, strategies) = load(dump_call(print, (model, [DDPStrategy(), ZeROStrategy(stage=2)])))
@@ -112,7 +112,7 @@ def test_bound_objects_are_refused() -> None:
 
 
 def test_results() -> None:
-    # Results are sent back without their autograd graph. Errors name the part that cannot be sent.
+    """Results are sent back without their autograd graph. Errors name the part that cannot be sent."""
     loss = torch.tensor(2.0, requires_grad=True) * 3
     found = load(dump_result({"loss": loss, "n": 2}))
     assert (found["loss"].item(), found["n"]) == (6.0, 2)
@@ -134,7 +134,7 @@ def test_tensors_of_a_gpu_arrive_on_the_cpu() -> None:
 
 
 def test_modules_go_by_name() -> None:
-    # A function of an imported module is sent by name, and its module must exist in the new process.
+    """A function of an imported module is sent by name, and its module must exist in the new process."""
     made = types.ModuleType("made_here")
     exec("def train(): return 1", vars(made))
     sys.modules["made_here"] = made

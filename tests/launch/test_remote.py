@@ -98,7 +98,7 @@ def test_other_hosts_are_stopped_after_a_failure(run: Run, tmp_path: Path) -> No
 
 
 def test_the_terminal_of_a_host_that_does_not_end_hangs_up(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    # A host that does not end in time after a failure loses its connection: its processes get SIGHUP.
+    """A host that does not end in time after a failure loses its connection: its processes get SIGHUP."""
     deaf = "trap 'touch left' HUP; while read -r line; do :; done"
     assert run(grace=0.1, a=part(deaf), b=part(ends(5))) == 5
     assert "trainkit: hosts that did not end in time: a. Closing the connections to end them." in capfd.readouterr().err
@@ -334,7 +334,7 @@ def test_the_script_passes_odd_characters_on(run: Run, python: str, tmp_path: Pa
 
 
 def test_no_list_of_processes_shows_values(run: Run, tmp_path: Path) -> None:
-    # Values of exported variables do not appear in the command line of any process.
+    """Values of exported variables do not appear in the command line of any process."""
     exports = {"SECRET": "hidden" * 3}
     lists = "grep -l -r hiddenhidden /proc/[0-9]*/cmdline 2> /dev/null; ! grep -q -r hiddenhidden /proc/$$/cmdline && exit 5"
     if not Path("/proc/self/cmdline").exists():
@@ -344,7 +344,7 @@ def test_no_list_of_processes_shows_values(run: Run, tmp_path: Path) -> None:
 
 
 def test_another_python(run: Run, python: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    # The set-up commands can choose another Python with TRAINKIT_PYTHON.
+    """The set-up commands can choose another Python with TRAINKIT_PYTHON."""
     exports = {"VERSIONS": json.dumps(versions())}
     assert run(a=host_script("/nowhere/python", str(tmp_path), f"TRAINKIT_PYTHON='{python}'", exports, [])) == 1
     assert capfd.readouterr().out.startswith("<start><")

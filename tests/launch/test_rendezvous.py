@@ -93,7 +93,7 @@ def test_two_nodes_with_the_same_rank() -> None:
 
 
 def test_nodes_without_a_rank_come_last() -> None:
-    # Nodes without a rank are numbered after those with one.
+    """Nodes without a rank are numbered after those with one."""
     pair = launchers(None, 3)
     met = both(lambda index: pair[index].next_rendezvous())
     assert [one.rank for one in met] == [1, 0]

@@ -33,7 +33,7 @@ def test_local_ranks(line: str, expected: int | None) -> None:
 
 
 def test_an_argument_that_agrees() -> None:
-    # A `--local_rank` that agrees with the variables, or no such option, changes nothing.
+    """A `--local_rank` that agrees with the variables, or no such option, changes nothing."""
     assert placed(PLACE, []) is PLACE
     assert placed(PLACE, ["--local_rank=1"]) is PLACE
     assert placed(None, []) is None
@@ -52,7 +52,7 @@ def test_an_argument_that_contradicts_the_variables() -> None:
 
 
 def test_an_argument_without_variables() -> None:
-    # `--local_rank=1` without the variables of a launcher is an error; `--local_rank=0` is one process.
+    """`--local_rank=1` without the variables of a launcher is an error; `--local_rank=0` is one process."""
     assert placed(None, ["--local_rank=0"]) is None
     with pytest.raises(
         ConfigurationError, match=r"--local_rank=1 means .* RANK, .* are not set, so it would train alone. Start"

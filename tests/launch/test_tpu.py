@@ -62,7 +62,7 @@ def test_a_tpu_is_used_where_it_can_be(
 
 
 def test_one_process_needs_no_place() -> None:
-    # A single process has no rank in a slice.
+    """A single process has no rank in a slice."""
     assert place_in_slice(0, 1, 0, 1, {}, 77) is None
     torchrun = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     assert place_in_slice(0, 1, 0, 1, torchrun, 77) is None
@@ -109,7 +109,7 @@ def test_an_unknown_address_is_an_error() -> None:
 
 
 def test_processes_outside_of_the_runtime_are_refused() -> None:
-    # If a launcher has started several processes and XLA's runtime has one, each would train alone: an error.
+    """If a launcher has started several processes and XLA's runtime has one, each would train alone: an error."""
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     with pytest.raises(ConfigurationError, match="has started 2 processes .*XLA's runtime has 1: each would train alone"):
         place_in_slice(0, 1, 0, 1, torchrun, 1)

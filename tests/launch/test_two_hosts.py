@@ -269,7 +269,7 @@ def test_a_host_without_power(hosts: Hosts, tmp_path: Path, host: int, expected:
 
 @pytest.mark.slow
 def test_a_folder_that_is_another_one_there(hosts: Hosts, tmp_path: Path) -> None:
-    # If the folder of a run is not the same on both hosts, both end with an error before the training.
+    """If the folder of a run is not the same on both hosts, both end with an error before the training."""
     job = Job(hosts, tmp_path / "run")
     other = tmp_path / "other"
     other.mkdir()

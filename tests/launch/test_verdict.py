@@ -52,7 +52,7 @@ def test_verdicts(ended: list[tuple[int, int]], killed: list[int], received: lis
 
 
 def test_not_all_of_many_are_named() -> None:
-    # The message names at most 8 of many killed workers.
+    """The message names at most 8 of many killed workers."""
     text = make_verdict([(rank, -9) for rank in range(100)], [], [], 30.0).message
     assert text is not None
     assert text.count("SIGKILL") == 8

@@ -128,7 +128,7 @@ def test_output_is_read_where_it_is_not_wanted(cells: Cells) -> None:
 
 
 def test_what_a_process_leaves_running_is_not_waited_for(cells: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
-    # `close` does not wait for background processes of a worker; their later output still appears.
+    """`close` does not wait for background processes of a worker; their later output still appears."""
     monkeypatch.setattr("trainkit.launch.worker_output._CLOSE_TIMEOUT", 0.0)
     out, _ = cells()
     streams = WorkerOutput()
@@ -141,7 +141,7 @@ def test_what_a_process_leaves_running_is_not_waited_for(cells: Cells, monkeypat
 
 
 def test_a_program_that_writes_to_its_own_files_needs_none() -> None:
-    # Output must be copied only if `sys.stdout` is not the stream that worker processes inherit.
+    """Output must be copied only if `sys.stdout` is not the stream that worker processes inherit."""
     program = "import sys; from trainkit.launch.worker_output import *; print(is_redirected(), shows_progress())"
     assert run_python(program).stdout == "False {'stdout': False, 'stderr': False}\n"
     other = f"import io, sys; said = sys.stdout; sys.stdout = io.StringIO(); {program.partition('; ')[2][:-1]}, file=said)"
@@ -151,7 +151,7 @@ def test_a_program_that_writes_to_its_own_files_needs_none() -> None:
 
 
 def test_what_a_notebook_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    # In a notebook, output must be copied, and a stream of ipykernel shows progress bars.
+    """In a notebook, output must be copied, and a stream of ipykernel shows progress bars."""
     stream: Any = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setattr(sys, "stderr", None)

@@ -102,7 +102,7 @@ def test_an_error_in_the_start_leaves_no_worker(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_space_leaves_no_worker(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # If the process IDs cannot be written, as on a full disk, the worker that has started is killed.
+    """If the process IDs cannot be written, as on a full disk, the worker that has started is killed."""
     started: list[int] = []
 
     class Recorded(subprocess.Popen):  # type: ignore[type-arg]

@@ -1,4 +1,4 @@
-"""`trainer.plan()`: the table, what fits, and modules of every kind, which stay as they are."""
+"""`trainer.plan()`: its table, what fits into memory, and all kinds of modules, which it does not change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainkit.memory.report import MemoryPlan, Row
 from trainkit.strategies import DDPStrategy
 from trainkit.trainer.memory_plan import contents_of_module
 
-T, FROZEN = 3_128_327, 262_656  # elements of Planned
+T, FROZEN = 3_128_327, 262_656  # number of trained and of frozen elements of Planned
 
 
 def plan(module: TrainModule | None = None, *, trainer: dict[str, Any] | None = None, **options: Any) -> MemoryPlan:
@@ -33,6 +33,7 @@ def row(made: MemoryPlan, strategy: str, processes: int) -> Row:
 
 
 def test_elements() -> None:
+    # number of parameters, and bytes of each kind of tensors on one device
     made = plan(processes=[1])
     assert (made.trained, made.parameters) == (T, T + FROZEN)
     held = row(made, "single", 1).footprint.device
@@ -51,19 +52,19 @@ def test_elements() -> None:
     ],
 )
 def test_as_measured(precision: str, size: int) -> None:
-    """On one device and under DDP: in the optimizer's step, and in all that torch allocates, buckets among it."""
+    """The plan agrees with the tensors in memory after an optimizer step and, on one device, with torch's peak allocation."""
     jobs = {"live": (bytes_in_the_update, ["ddp"], precision), "peak": (bytes_at_the_peak, ["ddp"], precision)}
     found = together(size, jobs)
     held = row(
         plan(trainer={"precision": precision}, processes=[size]), "single" if size == 1 else "ddp", size
     ).footprint.device
     assert found["live"][0]["ddp"] == pytest.approx(held.total - held.buffers, rel=0.02)
-    if size == 1:  # of several processes torch does not see what gloo's threads free: benchmarks/plan.py looks at them
+    if size == 1:  # with several processes torch does not see what gloo's threads free; see benchmarks/plan.py
         assert found["peak"][0]["ddp"] == pytest.approx(held.total, rel=0.1)
 
 
 def test_gradients_in_the_buckets() -> None:
-    """The run's own strategy counts with its options."""
+    """The plan uses the options of the run's own strategy: with gradient_as_bucket_view, DDP needs no memory for buckets."""
     made = plan(trainer={"strategy": DDPStrategy(gradient_as_bucket_view=True, device="cpu")}, processes=[2])
     ddp = row(made, "ddp", 2)
     assert ddp.own
@@ -73,6 +74,7 @@ def test_gradients_in_the_buckets() -> None:
 
 @pytest.mark.parametrize("strategy, precision", [("auto", "32-true"), ("auto", "bf16-true"), ("zero2", "bf16-true")])
 def test_a_checkpoint(strategy: str, precision: str, tmp_path: Path) -> None:
+    # the planned size of a checkpoint is that of a saved one
     class Saving(Planned):
         def on_train_end(self) -> None:
             self.trainer.save_checkpoint(tmp_path / "saved")
@@ -116,7 +118,7 @@ def test_the_smallest_that_fits() -> None:
 
 
 def test_a_host_too_small() -> None:
-    """On the CPU the two are one memory, and all processes of a machine share it."""
+    """On the CPU, device and host memory are the same, and all processes of a node share it."""
     made = plan(processes=[1, 2], host_memory="64M")
     assert made.on_cpu
     assert row(made, "single", 1).fits
@@ -127,6 +129,7 @@ def test_a_host_too_small() -> None:
 
 
 def test_each_process_builds_the_module_first() -> None:
+    # each process has the whole module in host memory, except in stage 3 if configure_model creates the layers
     assert not row(plan(processes=[4], device_memory="1G", host_memory="50M"), "zero3", 4).fits
 
     class Late(Planned):
@@ -158,6 +161,7 @@ def test_the_module_is_left_alone() -> None:
 
 
 def test_a_module_without_values() -> None:
+    # a module on the meta device has the same plan
     with torch.device("meta"):
         module = Planned()
     assert str(plan(module, processes=[2])) == str(plan(processes=[2]))
@@ -170,6 +174,8 @@ def test_tied_parameters_count_once() -> None:
 
 
 def test_parameters_out_of_a_list() -> None:
+    # configure_optimizers may use a list of parameters that the constructor has made
+
     class Listing(Planned):
         def __init__(self) -> None:
             super().__init__()
@@ -183,6 +189,8 @@ def test_parameters_out_of_a_list() -> None:
 
 
 def test_a_schedule_over_the_whole_fit() -> None:
+    # configure_optimizers may use trainer.estimated_stepping_batches, also in plan()
+
     class Scheduled(Planned):
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()
@@ -208,6 +216,7 @@ def test_adapters() -> None:
 
 
 def test_what_cannot_be_had_is_said() -> None:
+    # strategies that do not support the precision or the optimizer have a note instead of a row
     made = plan(trainer={"precision": "64-true"}, processes=[2])
     assert {each.strategy for each in made.rows} == {"ddp"}
     assert any(note.startswith("zero1; zero2") and "does not support 64-true" in note for note in made.notes)
@@ -301,6 +310,7 @@ def test_what_cannot_be_planned(module: Any, error: type[Exception], message: st
 
 
 def test_passing_buffers_are_not_stored() -> None:
+    # buffers with persistent=False need memory, but are not in the checkpoint
     class Buffered(Planned):
         def __init__(self) -> None:
             super().__init__()

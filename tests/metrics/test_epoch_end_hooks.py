@@ -87,7 +87,8 @@ def test_they_see_the_values_of_this_epoch(who: str) -> None:
 
 
 def test_a_value_that_the_hook_logs_comes_to_those_of_the_epoch() -> None:
-    # Values that the hook itself logs are logged with the other values of the epoch.
+    """Values that the hook itself logs are logged with the other values of the epoch."""
+
     class Adding(Reading):
         def on_train_epoch_end(self) -> None:
             super().on_train_epoch_end()

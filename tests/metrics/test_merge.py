@@ -91,7 +91,7 @@ def test_the_same_number_continues_bit_for_bit(size: int) -> None:
 
 
 def test_twice_in_one_epoch() -> None:
-    # An epoch is resumed twice, each time on another number of processes.
+    """An epoch is resumed twice, each time on another number of processes."""
     whole = Run()
     epoch(whole, many, 60)
     expected = whole.end()
@@ -129,7 +129,8 @@ def test_metrics_that_are_not_logged_again(before: int, after: int) -> None:
 
 @pytest.mark.parametrize("before, after", CHANGES)
 def test_a_value_of_a_step_that_no_boundary_has_seen(before: int, after: int) -> None:
-    # Values of a step that still wait for a log boundary are saved, and written at the first one after the resume.
+    """Values of a step that still wait for a log boundary are saved, and written at the first one after the resume."""
+
     def step(run: Run, m: int) -> None:
         run.log("sum", float(m), reduce_fx="sum")
         run.log("late", float(m), reduce_fx="max", prog_bar=True)
@@ -167,7 +168,8 @@ def test_a_value_of_before_gives_way_to_a_newer_one() -> None:
 
 @pytest.mark.parametrize("before, after", CHANGES)
 def test_what_waits_since_an_earlier_epoch(before: int, after: int) -> None:
-    # A value of an earlier epoch that still waits for a log boundary is also saved.
+    """A value of an earlier epoch that still waits for a log boundary is also saved."""
+
     def waiting(world: World) -> Any:
         run = Run(world)
         epoch(run, lambda run, m: run.log("rare", float(m), on_step=True, on_epoch=True, reduce_fx="max"), 4, every=99)
@@ -188,7 +190,8 @@ def test_what_waits_since_an_earlier_epoch(before: int, after: int) -> None:
 
 
 def test_the_value_of_a_function_that_is_not_passed_again() -> None:
-    # If `reduce_fx` is a function and the metric is not logged again, only one process can save its result.
+    """If `reduce_fx` is a function and the metric is not logged again, only one process can save its result."""
+
     def step(run: Run, m: int) -> None:
         if m < 4:
             run.log("early", float(m), on_step=False, on_epoch=True, reduce_fx=lambda values: values.sum())

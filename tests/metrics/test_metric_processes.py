@@ -76,7 +76,7 @@ def test_a_missing_metric_ends_all_processes_at_once(job: Callable[[], tuple[str
 
 @pytest.mark.world_size(2)
 def test_long_names_and_numbers_that_are_none() -> None:
-    # Long names with letters outside of ASCII, infinity and NaN are exchanged correctly.
+    """Long names with letters outside of ASCII, infinity and NaN are exchanged correctly."""
     world = joined()
     run = Run(world)
     epoch(run, lambda run, m: [run.log(f"{'é' * 50}{n}", math.nan if n else math.inf, on_epoch=True) for n in range(60)], 3)

@@ -143,7 +143,7 @@ def test_an_evaluation_that_is_over_takes_nothing_more(hook: str) -> None:
 
 
 def test_by_step_in_an_evaluation_counts_its_batches() -> None:
-    # With `on_step=True` in a validation, loggers get the number of validation batches so far as the step.
+    """With `on_step=True` in a validation, loggers get the number of validation batches so far as the step."""
     logger = Memory()
     subject = module(validation_step=lambda self, n: self.log("x", float(n), on_step=True))
     make_trainer(logger=logger, max_epochs=2).fit(subject, tiny_loader(), tiny_loader(8))

@@ -89,7 +89,7 @@ def test_a_process_without_batches_of_a_loader_is_exempt() -> None:
 
 
 def test_of_a_step_the_newest_values_are_needed() -> None:
-    # At a log boundary, every rank that had the newest batch must have logged the metric, in this or in an earlier batch.
+    """At a log boundary, every rank that had the newest batch must have logged the metric, in this or in an earlier batch."""
     check(groups([[told(step=[1.0, 1, 7])], []]), [7, 6], step=True)
     complaint([told(step=[1.0, 1, 7])], [], last_stamps=[7, 7], step=True)
     check(groups([[told(step=[1.0, 1, 7])], [told(step=[1.0, 1, 2])]]), [7, 7], step=True)
@@ -119,7 +119,7 @@ def test_only_the_newest_values_of_a_step_count() -> None:
 
 
 def test_what_was_agreed_on_is_not_reduced_again() -> None:
-    # A value whose weight is None is reduced already. It is kept until a rank logs another one.
+    """A value whose weight is None is reduced already. It is kept until a rank logs another one."""
     assert steps("sum", [6.0, None, 4], [6.0, None, 4]) == (6.0, 4)
     assert steps("sum", [6.0, None, 4], [1.0, 1, 5]) == (1.0, 5)
     assert steps("sum", [6.0, None, 4], [1.0, 1, 4]) == (1.0, 4)

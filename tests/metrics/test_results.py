@@ -99,7 +99,7 @@ def test_of_one_name_in_training_and_validation_the_validations_is_monitored() -
 
 
 def test_a_resume_knows_whose_value_it_is() -> None:
-    # After a resume, a value of training does not replace a value of validation with the same name.
+    """After a resume, a value of training does not replace a value of validation with the same name."""
     results = MetricResults()
     results.add({"loss": torch.tensor(1.0)}, evaluation=True)
     again = MetricResults()

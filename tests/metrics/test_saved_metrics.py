@@ -152,7 +152,7 @@ def test_a_state_is_small_and_independent() -> None:
 
 
 def test_what_cannot_be_compared_as_numbers() -> None:
-    # NaN, −0.0, infinity and very large numbers are restored exactly.
+    """NaN, −0.0, infinity and very large numbers are restored exactly."""
     values = [math.nan, -0.0, math.inf, 1e308]
     for value in values:
         whole, first = Run(), Run()
@@ -242,7 +242,7 @@ def test_a_metric_of_an_epoch_hook_and_of_a_loader_come_back() -> None:
 
 
 def test_the_stamp_tells_when_a_value_came() -> None:
-    # `logged_at` returns the index of the batch in this epoch that has logged a value.
+    """`logged_at` returns the index of the batch in this epoch that has logged a value."""
     run = Run()
     run.batch(3, lambda run, _: (run.log("often", 1.0, on_epoch=True), run.log("rare", 1.0)))
     run.batch(4, lambda run, _: (run.log("often", 1.0, on_epoch=True), run.log("mean", 1.0, on_step=False, on_epoch=True)))

@@ -89,7 +89,8 @@ def test_several_loaders() -> None:
 
 
 def test_a_row_of_which_only_some_have_a_batch() -> None:
-    # An evaluation step in which one of three ranks has no batch.
+    """An evaluation step in which one of three ranks has no batch."""
+
     def job(world: FakeWorld) -> list[Any]:
         run = Run(world)
         run.store.scope = Scope.EVAL_BATCH
@@ -186,7 +187,8 @@ def test_a_newer_value_takes_the_place_of_one_that_waits() -> None:
 
 
 def test_callbacks_decide_on_values_that_are_the_same() -> None:
-    # `agreed_step_values` reduces values before a log boundary, so that callbacks decide the same on all ranks.
+    """`agreed_step_values` reduces values before a log boundary, so that callbacks decide the same on all ranks."""
+
     def job(world: FakeWorld) -> Any:
         run = Run(world)
         epoch(run, lambda run, m: run.log("x", float(m), on_epoch=True), 5, every=99)
@@ -357,7 +359,8 @@ def test_rank_zero_only_and_then_not() -> None:
 
 
 def test_the_schema_is_the_same_in_whatever_order() -> None:
-    # `schema` is a checksum of the names and of the options that must match. It does not depend on the order.
+    """`schema` is a checksum of the names and of the options that must match. It does not depend on the order."""
+
     def job(world: FakeWorld, **other: Any) -> list[int]:
         run, seen = Run(world), []
         run.store.scope, run.store.stamp, run.store.batch = Scope.TRAIN_BATCH, 0, sized(0)

@@ -1,4 +1,4 @@
-"""`find_source`: the loader that was given, else that of the data module, else that of the module."""
+"""`find_source` returns the loader that the user passed, otherwise that of the data module, otherwise that of the module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`TrainModule.load_from_checkpoint`: the hyper-parameters, the weights, and what was not saved."""
+"""`TrainModule.load_from_checkpoint`: hyper-parameters, weights, and arguments that were not saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainkit.loggers import CSVLogger
 
 
 class Sized(TinyModule):
-    """With two hyper-parameters."""
+    """A `TinyModule` with two hyper-parameters."""
 
     def __init__(self, learning_rate: float = 0.1, width: int = 4) -> None:
         super().__init__(learning_rate)
@@ -93,7 +93,7 @@ def test_classes_among_the_hyper_parameters_are_omitted() -> None:
 
 
 class Backbone(TinyModule):
-    """Is given what no checkpoint can hold."""
+    """Has arguments that a checkpoint cannot store: a module, a function and an optimizer class."""
 
     def __init__(self, net: nn.Module, act: Any, optimizer: Any, rate: float = 0.1, config: Any = None) -> None:
         super().__init__()
@@ -138,12 +138,13 @@ def test_what_cannot_be_stored_is_there_in_the_run_and_given_again_afterwards() 
     again = Backbone.load_from_checkpoint(path, **given)
     assert again.hparams.rate == 0.25
     assert same(parameters_of(again), parameters_of(module))
-    with warnings.catch_warnings():  # said once
+    with warnings.catch_warnings():  # the warning comes only once
         warnings.simplefilter("error")
         trainer.save_checkpoint("again")
 
 
 def test_nothing_is_said_where_nothing_is_stored() -> None:
+    # a run without checkpoints does not warn of arguments that a checkpoint cannot store
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_trainer().fit(Backbone(nn.Linear(4, 1), nn.functional.relu, torch.optim.SGD), tiny_loader())
@@ -170,7 +171,7 @@ def test_omegaconf() -> None:
     class Hydra(TinyModule):
         def __init__(self, config: Any, extra: Any = None) -> None:
             super().__init__()
-            config = create(config)  # a checkpoint gives dicts and lists
+            config = create(config)  # a plain dict, if it comes from a checkpoint
             self.save_hyperparameters()
             self.layer = nn.Linear(4, config.net.width)
             self.learning_rate = config.lr
@@ -211,7 +212,7 @@ def test_a_model_built_late() -> None:
 
 
 class Wider(Sized):
-    """Has a layer that the checkpoint has not."""
+    """Has a layer that is not in the checkpoint."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -21,7 +21,7 @@ from trainkit.module.hparams import HyperParameters
 
 
 class Base(TrainModule):
-    """Saves everything that `__init__` got."""
+    """Saves all arguments of `__init__`."""
 
     def __init__(self, lr: float = 0.1, width: int = 2, *rest: int, flag: bool = False, **others: Any) -> None:
         super().__init__()
@@ -31,14 +31,14 @@ class Base(TrainModule):
 
 
 class Given(TrainModule):
-    """Hands its positional arguments on to `save_hyperparameters`."""
+    """Passes its positional arguments and options to `save_hyperparameters`."""
 
     def __init__(self, *args: Any, lr: float = 0.1, width: int = 2, **options: Any) -> None:
         super().__init__()
         self.save_hyperparameters(*args, **options)
 
 
-# What is kept
+# What is saved
 
 
 def test_all_arguments_of_init() -> None:
@@ -57,7 +57,7 @@ def test_arguments_of_subclasses_too() -> None:
             super().__init__(1.0, depth=4, width=7)
             this.name = name
 
-    assert Child(1.0, 4, width=7).hparams == {"lr": 1.0, "width": 7, "flag": False, "depth": 4}  # as the user gave them
+    assert Child(1.0, 4, width=7).hparams == {"lr": 1.0, "width": 7, "flag": False, "depth": 4}  # lr as the user passed it
     assert Grandchild("n").hparams == {"lr": 1.0, "width": 7, "flag": False, "depth": 4, "name": "n"}
 
 
@@ -144,6 +144,7 @@ def test_the_fields_of_a_dataclass() -> None:
 
 
 def test_what_was_given_stays() -> None:
+    # hparams has the same objects that were passed; hparams_initial has copies of containers
     net, act, make = nn.Linear(1, 1), torch.relu, partial(torch.optim.SGD, lr=0.5)
     given = {"net": net, "act": act, "make": make, "kind": nn.ReLU, "lr": 0.5, "sizes": [net], "stream": (n for n in [1])}
     module = Given(given)
@@ -210,7 +211,7 @@ def test_omegaconf() -> None:
     assert Given(missing).hparams == {"lr": "???", "wrong": "${nowhere}"}
 
 
-# What is wrong
+# Errors
 
 
 def test_a_name_that_is_no_argument() -> None:
@@ -279,12 +280,13 @@ def test_without_a_call_there_are_none() -> None:
     module = TrainModule()
     assert module.hparams == {}
     assert module.hparams_initial == {}
-    module.hparams.lr = 0.5  # and they can be set
+    module.hparams.lr = 0.5  # new ones can be set
     assert module.hparams == {"lr": 0.5}
     assert TrainModule().hparams == {}
 
 
 def test_as_they_were_at_first() -> None:
+    # hparams_initial does not change with hparams
     given = {"sizes": [1]}
     module = Given(given)
     module.hparams.sizes.append(2)

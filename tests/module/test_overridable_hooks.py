@@ -1,4 +1,4 @@
-"""Methods that are assigned on an object count as those of its class; and the hooks that put a module into eval mode."""
+"""Methods that are assigned to an object replace those of its class; and the hooks that set a module to eval mode."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_is_overridden(owner: Any, expected: bool) -> None:
 
 
 class Phases(TinyModule):
-    """Has two training steps, of which one is chosen when it is made."""
+    """Has two training steps; the constructor assigns one of them to `training_step`."""
 
     def __init__(self, phase: str = "a") -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_the_step_that_was_assigned_runs_in_ddp() -> None:
 
 
 def test_a_validation_step_of_none_turns_validation_off() -> None:
-    """Without a warning: it was meant."""
+    """`validation_step = None` disables validation, without a warning."""
     module = Seen()
     module.validation_step = None
     trainer = make_trainer(num_sanity_val_steps=2)
@@ -128,6 +128,7 @@ def test_a_validation_step_of_none_turns_validation_off() -> None:
 
 @pytest.mark.parametrize("name", ["training_step", "configure_optimizers"])
 def test_without_what_training_needs(name: str) -> None:
+    # fit raises an error if a required method was replaced with None
     module = TinyModule()
     setattr(module, name, None)
     with pytest.raises(MissingMethodError, match=f"TinyModule has no {name}"):
@@ -144,7 +145,7 @@ def test_steps_and_optimizers_of_functions() -> None:
     trainer.fit(module, tiny_loader(), tiny_loader())
     assert float(trainer.callback_metrics["val"]) == 3.0
     assert not same(before, parameters_of(module))
-    trainer.plan(module)  # it has an optimizer there, too
+    trainer.plan(module)  # it finds the optimizer too
 
 
 def test_loaders_that_were_assigned() -> None:
@@ -196,6 +197,7 @@ def test_hooks_and_override_points_that_were_assigned() -> None:
 
 
 def test_the_norm_does_not_reach_clipping_that_was_assigned() -> None:
+    # norm_type has no effect on the user's configure_gradient_clipping, so it is an error
     module = TinyModule()
     module.configure_gradient_clipping = lambda optimizer, value, algorithm: None
     with pytest.raises(ConfigurationError, match="has no effect on TinyModule.configure_gradient_clipping"):
@@ -255,7 +257,7 @@ STAGES = [("validate", "validation"), ("test", "test"), ("predict", "predict")]
 
 
 class Modes(TinyModule):
-    """Notes its mode, and that of its dropout, in the hooks and steps of an evaluation."""
+    """Records whether it and its dropout are in training mode, in the hooks and steps of an evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,8 +276,8 @@ class Modes(TinyModule):
 def test_an_override_takes_the_place_of_eval_mode(verb: str, name: str) -> None:
     module = type("Active", (Modes,), {f"on_{name}_model_eval": lambda self: self.layer.eval()})()
     getattr(make_trainer(), verb)(module, tiny_loader(4))
-    assert module.modes == [(True, True)] * 3  # as for Monte Carlo dropout
-    assert module.layer.training  # it is restored
+    assert module.modes == [(True, True)] * 3  # for example, for Monte Carlo dropout
+    assert module.layer.training  # its mode is restored
     plain = Modes()
     getattr(make_trainer(), verb)(plain, tiny_loader(4))
     assert plain.modes == [(False, False)] * 3

@@ -126,7 +126,7 @@ def test_freezing() -> None:
 
 
 class Looking(TinyModule):
-    """Calls `look(self)` in each training step and keeps what it gives."""
+    """Calls `look(self)` in each training step and keeps the results."""
 
     def __init__(self, look: Any) -> None:
         super().__init__()
@@ -157,6 +157,7 @@ def test_a_module_sees_its_trainers_loggers() -> None:
 
 
 def test_a_gathered_tensor_is_the_tensor() -> None:
+    # with one process, all_gather returns the tensor itself
     module, _ = looked(lambda m: m.all_gather({"a": torch.ones(2)}))
     assert module.seen[0]["a"].tolist() == [1.0, 1.0]
 
@@ -223,10 +224,11 @@ def test_a_module_defines_its_own_loaders_and_its_model_late() -> None:
     trainer.fit(module)
     assert module.layer.weight.dtype is torch.float64
     assert trainer.callback_metrics["val"].item() > 0
-    trainer.fit(module)  # and again
+    trainer.fit(module)  # a second fit works too
 
 
 def test_a_copy_leaves_the_run_behind() -> None:
+    # a deep copy of a module is not attached to the Trainer
     module, _ = looked(copy.deepcopy)
     start, later = module.seen[0], module.seen[-1]
     assert start._trainer is None

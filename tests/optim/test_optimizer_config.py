@@ -1,4 +1,4 @@
-"""What `configure_optimizers` may return, when schedulers are advanced, and what is refused."""
+"""What `configure_optimizers` may return, when schedulers are stepped, and which return values are errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainkit.errors import MissingMethodError, MissingMetricError, OptimizerErr
 
 
 class Returning(TinyModule):
-    """Two layers and a `configure_optimizers` made of a function of the module."""
+    """Has two layers; `configure_optimizers` returns `configure(self)`."""
 
     def __init__(self, configure: Callable[[Any], Any], automatic: bool = True) -> None:
         super().__init__()
@@ -116,6 +116,7 @@ def test_forms_with_several_optimizers(returned: Callable[[Any, Any], Any], owne
 
 
 def test_everything_that_a_scheduler_may_say() -> None:
+    # all keys of a scheduler dict are in trainer.lr_scheduler_configs
     described = {"interval": "step", "frequency": 2, "monitor": "val_loss", "strict": False, "name": "mine"}
     trainer = make_trainer()
     configure = with_scheduler(lambda o, s: {"optimizer": o, "lr_scheduler": {"scheduler": s, **described}})
@@ -126,7 +127,7 @@ def test_everything_that_a_scheduler_may_say() -> None:
 
 
 def test_a_plateau_scheduler_needs_no_monitor_under_manual_optimization() -> None:
-    """It is the user who steps it, with the value that he likes."""
+    """Users step the scheduler themselves, with any value."""
 
     class Manual(TinyModule):
         automatic_optimization = False
@@ -146,10 +147,11 @@ def test_a_plateau_scheduler_needs_no_monitor_under_manual_optimization() -> Non
     trainer = make_trainer()
     trainer.fit(Manual(), tiny_loader(12))
     assert trainer.lr_scheduler_configs[0].monitor is None
-    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05)  # after two steps that were no better
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05)  # after two steps without an improvement
 
 
 def test_the_monitor_next_to_the_scheduler() -> None:
+    # 'monitor' may also be a key next to 'lr_scheduler'
     configure = with_scheduler(lambda o, s: {"optimizer": o, "lr_scheduler": s, "monitor": "val_loss"}, plateau)
     trainer = make_trainer()
     trainer.fit(Returning(configure), tiny_loader(8), tiny_loader(4))
@@ -212,6 +214,7 @@ def test_wrong_forms(configure: Callable[[Any], Any], words: list[str]) -> None:
 
 
 def test_there_must_be_one() -> None:
+    # fit needs configure_optimizers
     class Without(TrainModule):
         def training_step(self, batch: Any, batch_idx: int) -> None: ...
 
@@ -234,7 +237,7 @@ def test_an_optimizer_of_layers_that_were_replaced() -> None:
 
 
 class Rates(Callback):
-    """The learning rate that each micro-batch was worked on with."""
+    """Records the learning rate at each micro-batch."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -264,17 +267,19 @@ def test_by_step() -> None:
 
 
 def test_by_step_counts_updates() -> None:
+    # interval="step" counts optimizer steps, not micro-batches
     assert rates(described(interval="step"), accumulate_grad_batches=2, batches=5) == [0.1, 0.1, 0.05, 0.05, 0.025]
 
 
 def test_an_epoch_that_is_cut_off_does_not_count() -> None:
+    # max_steps ends the second epoch early, so a scheduler by epoch is not stepped for it
     module = Returning(described())
     make_trainer(max_epochs=-1, max_steps=6).fit(module, tiny_loader(16))
     assert module.trainer.optimizers[0].param_groups[0]["lr"] == 0.05
 
 
 def test_as_many_steps_as_estimated() -> None:
-    """OneCycleLR raises if it is advanced too often."""
+    """A schedule over `estimated_stepping_batches` is long enough: OneCycleLR would raise an error if stepped too often."""
 
     def configure(module: Any) -> Any:
         optimizer = sgd(module)
@@ -317,7 +322,7 @@ def test_a_scheduler_that_is_not_torchs() -> None:
 
 
 class Scripted(Returning):
-    """Logs a validation metric that follows a script."""
+    """Logs the values in `script`, one in each validation."""
 
     def __init__(self, configure: Callable[[Any], Any], script: list[float]) -> None:
         super().__init__(configure)
@@ -368,7 +373,7 @@ def test_a_plateau_by_step_follows_each_validation() -> None:
 
 
 def test_a_plateau_by_step_without_validation_follows_each_update() -> None:
-    """The metric never falls, so the rate is halved at every update after the first."""
+    """The metric never falls, so the learning rate is halved at every optimizer step after the first."""
     module = Scripted(following("by_step", interval="step"), [])
     assert plateau_rates(module, validation=False) == [0.1, 0.1, 0.05, 0.025]
     module = Scripted(following("by_step", interval="step", frequency=2), [])
@@ -376,6 +381,7 @@ def test_a_plateau_by_step_without_validation_follows_each_update() -> None:
 
 
 def test_the_sanity_check_moves_no_plateau() -> None:
+    # the metric of the sanity check is not passed to ReduceLROnPlateau
     module = Scripted(following("val_metric", interval="step"), [3.0])
     plateau_rates(module, num_sanity_val_steps=1)
     assert module.trainer.lr_scheduler_configs[0].scheduler.last_epoch == 1

@@ -1,4 +1,4 @@
-"""Compiled and wrapped modules leave no trace in the names."""
+"""Names of parameters do not contain the prefixes of `torch.compile` and of wrappers such as `DataParallel`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def compiled(module: nn.Module) -> nn.Module:
 
 
 class Named(nn.Module):
-    """Attributes that are called as the wrappers' are."""
+    """Has submodules with the names that wrappers use for the wrapped module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,6 +52,7 @@ def test_a_plain_module_keeps_its_names() -> None:
     ],
 )
 def test_wrappers_leave_no_trace_at_their_place_only(wrap: object) -> None:
+    # only the wrapper's own prefix is removed, not the same names inside of the wrapped module
     assert callable(wrap)
     assert list(clean_names(wrap(Named())).values()) == ["module.weight", "_orig_mod.weight"]
     outer = nn.Sequential(nn.Linear(2, 2), wrap(Named()))
@@ -75,6 +76,7 @@ def test_a_compiled_module_runs_what_was_loaded() -> None:
 
 
 def test_a_module_that_is_there_compiled_too_is_tied() -> None:
+    # a submodule and its compiled version share parameters, which are saved once
     module = nn.Module()
     module.net = nn.Linear(2, 2, bias=False)
     module.fast = compiled(module.net)

@@ -1,4 +1,4 @@
-"""Clearing gradients: what torch's `zero_grad` does, by a shorter way; and letting them flow into one optimizer's only."""
+"""`clear_gradients` does what `zero_grad` of torch does, but faster. `toggle` freezes what other optimizers train."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def test_parameters_of_others_keep_their_gradients() -> None:
 
 
 def test_an_optimizer_with_its_own_zero_grad_is_asked() -> None:
+    # clear_gradients calls zero_grad if the class of the optimizer overrides it
     (parameter,) = parameters(1)
     optimizer = Counting([parameter], lr=1.0)
     clear_gradients(optimizer)
@@ -47,6 +48,7 @@ def test_an_optimizer_with_its_own_zero_grad_is_asked() -> None:
 
 
 def test_a_zero_grad_that_was_replaced_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    # clear_gradients calls zero_grad if it was assigned to the optimizer
     (parameter,) = parameters(1)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     calls: list[str] = []
@@ -69,6 +71,7 @@ def test_a_prepared_optimizer_sets_to_none_or_to_zero(set_to_none: bool) -> None
 
 
 def test_toggling_gives_back_what_was() -> None:
+    # toggle sets requires_grad to False for parameters of other optimizers only; untoggle restores it
     own, both, other, frozen = made = parameters(4)
     frozen.requires_grad_(False)
     one = torch.optim.SGD([own, both], lr=1.0)

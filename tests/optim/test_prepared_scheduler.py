@@ -1,4 +1,4 @@
-"""A prepared scheduler advances as Accelerate's: with the updates, once for each process."""
+"""A prepared scheduler is stepped like that of Accelerate: with each optimizer step, once for each process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
 def trace(
     make: Any, prepared_length: bool = False, accumulate: int = 1, epochs: int = EPOCHS, updates: int = 1000, **options: Any
 ) -> list[float]:
-    """The learning rate of each optimizer step, and the last one; at most `updates` steps."""
+    """Train with a prepared scheduler; returns the learning rate of each of at most `updates` steps, and the last one."""
     accelerator = Accelerator(gradient_accumulation_steps=accumulate, **options)
     model, optimizer, loader = parts()
     whole = len(loader)
@@ -70,6 +70,7 @@ def one_cycle(optimizer: Any, steps: int) -> Any:
 @pytest.mark.parametrize("make", [cosine, one_cycle])
 @pytest.mark.parametrize("size, accumulate", [(1, 1), (2, 1), (3, 1), (2, 2)])
 def test_a_schedule_made_for_the_loader_as_it_was_ends_with_the_training(make: Any, size: int, accumulate: int) -> None:
+    # with the length of the loader before prepare, the schedule ends with the last optimizer step on any number of processes
     batches = SAMPLES // 4
     steps = batches // accumulate * EPOCHS
     wanted = by_hand(make, steps, list(range(0, steps + 1, size)))
@@ -78,7 +79,7 @@ def test_a_schedule_made_for_the_loader_as_it_was_ends_with_the_training(make: A
 
 
 def test_one_cycle_whose_last_row_is_short() -> None:
-    """Five processes take five steps for the last two micro-batches of an epoch; OneCycleLR refuses to go beyond its end."""
+    """Five processes make five scheduler steps for the last two micro-batches of an epoch, but none after OneCycleLR's end."""
     found = run_world(5, trace, one_cycle)[0]
     assert len(found) == 2 * 3 + 1
     assert found[-1] == pytest.approx(by_hand(one_cycle, 24, [24])[0])
@@ -110,7 +111,7 @@ def in_windows() -> list[float]:
 
 
 class Own:
-    """A scheduler of a class of its own, which counts as it likes."""
+    """A scheduler that is not a class of torch."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -173,7 +174,7 @@ MAKES = [cosine, one_cycle, lambdas, linear]
 
 
 def warned_of_each() -> list[dict[str, list[str]]]:
-    """For each kind of schedule, by what it was made for: what is said, and what of it with the first update."""
+    """For each kind of scheduler: the warnings, by the length for which it was created and the number of optimizer steps."""
     return [
         {
             "prepared": warned(make, True, epochs=3),
@@ -193,27 +194,30 @@ def test_one_made_for_the_prepared_length_warns_once() -> None:
         assert "ends after 18 steps, and makes 2 steps with each optimizer step, one for each process" in text
         assert "18 matches the 6 batches of the prepared loader, so it ends too early" in text
         assert "it must match the 12 batches of the loader before prepare" in text
-        assert said["first"] == [text]  # before a rate was wrong
-        # two epochs of six batches are one of twelve: a message says when it continues past its end
+        assert said["first"] == [text]  # at the first optimizer step, before a learning rate is wrong
+        # two epochs of 6 batches are as long as one of 12: the warning comes when training continues after the schedule's end
         (text,) = said["both"]
         assert "ends after 12 steps" in text
         assert "12 matches the 6 batches" in text
         assert said["one epoch"] == said["whole"] == []
-    assert not any(text for said in other for text in said.values())  # the main process speaks for all
+    assert not any(text for said in other for text in said.values())  # only the main process warns
 
 
 @pytest.mark.parametrize("make", MAKES)
 def test_one_process_has_nothing_to_say(make: Any) -> None:
+    # with one process, the prepared loader has the same length, so there is no warning
     assert warned(make, True, strategy=Strategy("cpu")) == []
 
 
 def test_nor_has_one_whose_steps_are_the_users_own_or_that_ends_a_little_early() -> None:
+    # no warning if each call is one step, or if the schedule ends only two steps before the training
     assert run_world(2, unwarned) == [[], []]
 
 
 def unwarned() -> list[str]:
     global SAMPLES
     own = [*warned(cosine, True, step_scheduler_with_optimizer=False), *warned(cosine, True, split_batches=True)]
-    # 47 batches of each process in windows of two: 24 updates an epoch, two steps more than the 94 of two epochs
+    # 47 batches of each process in windows of two are 24 optimizer steps an epoch: in two epochs, two processes make 96 steps
+    # of a schedule of 94
     SAMPLES = 4 * 94
     return [*own, *warned(lambda optimizer, steps: CosineAnnealingLR(optimizer, 94), False, accumulate=2)]

@@ -1,4 +1,4 @@
-"""transformers and PEFT models: what is written next to their weights, and adapters without their base."""
+"""transformers and PEFT models: the configuration saved with their weights, and adapters saved without the base model."""
 
 from __future__ import annotations
 
@@ -78,6 +78,7 @@ def test_its_configuration_is_what_save_pretrained_writes(run_dir: Path) -> None
 
 
 def test_a_model_in_a_module_and_one_compiled_have_their_path() -> None:
+    # the key of a configuration is the path of the model in the module, without the prefix of torch.compile
     module = Holder(torch.compile(gpt2(), backend="eager"))
     state = capture_model(module)
     assert list(state.configs) == ["net"]

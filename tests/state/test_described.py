@@ -1,4 +1,4 @@
-"""Optimizers with a state of their own kind, and descriptions that were tampered with."""
+"""Optimizers with unusual state, and malformed descriptions of optimizer state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def stepped(module: nn.Module, kind: Callable[..., Optimizer] = Adam, **options:
 
 
 class Odd(SGD):
-    """Everything that torch's own optimizers do not keep."""
+    """An optimizer whose state dict has an entry that torch's own optimizers do not have."""
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "slow": {"alpha": 0.5, "weights": [torch.ones(2)]}}
@@ -53,7 +53,7 @@ class Odd(SGD):
 
 
 def odd_state(module: nn.Linear) -> dict[str, Any]:
-    """The last tensor is in a list, next to a slot that has the name of its second."""
+    """Nested state; the slot `list.1` has the name under which the second tensor of the slot `list` could be stored."""
     return {
         "pair": (torch.ones(2, 3), None, 4),
         "empty": [],
@@ -107,6 +107,7 @@ class Refusing(SGD):
 
 
 def test_what_its_own_load_refuses_leaves_no_trace() -> None:
+    # if the optimizer's own load_state_dict raises an error, the optimizer is not changed
     module, other = net(), net()
     optimizer = Refusing([module.weight], 0.1, momentum=0.9)
     module.weight.grad = torch.ones(2, 3)
@@ -124,6 +125,7 @@ def test_what_its_own_load_refuses_leaves_no_trace() -> None:
 
 
 def test_a_prepared_optimizer_is_its_own() -> None:
+    # a prepared optimizer has the same saved state as the optimizer that it wraps
     module, other = net(), net()
     _, prepared = Accelerator(strategy=Strategy(device="cpu")).prepare(module, stepped(module))
     state = saved(module, prepared)

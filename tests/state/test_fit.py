@@ -1,4 +1,4 @@
-"""Whether a state fits a module is known before anything is changed."""
+"""A state that does not fit a module is an error before anything is changed."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_only_casts_that_keep_the_meaning(here: Tensor, there: Tensor, fits: boo
 
 
 class Views(nn.Module):
-    """Two parameters that share two of their rows, and an expanded buffer."""
+    """Two parameters that share two rows of memory, two that are columns of a matrix, and an expanded buffer."""
 
     def __init__(self, shared: bool = True) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is saved of a module, and how it is restored: completely, or nothing is changed."""
+"""The state of a module: it is restored completely, or an error is raised and nothing is changed."""
 
 from __future__ import annotations
 
@@ -91,6 +91,7 @@ def test_nothing_is_copied_and_buffers_that_are_not_persistent_stay_out() -> Non
 
 
 def test_save_is_one_of_two() -> None:
+    # the argument `save` must be "all" or "trainable"
     with pytest.raises(ConfigurationError, match="'all' or 'trainable', not 'some'"):
         capture_model(nn.Linear(1, 1), "some")  # type: ignore[arg-type]
 
@@ -104,6 +105,7 @@ def test_a_plan_changes_nothing() -> None:
 
 
 def test_metrics_that_keep_their_state_themselves() -> None:
+    # persistent metrics of torchmetrics are restored
     torchmetrics = pytest.importorskip("torchmetrics")
 
     def make() -> nn.Module:
@@ -167,6 +169,7 @@ def test_tied_in_the_model_only() -> None:
 
 
 def test_one_name_of_two_that_are_tied_is_enough() -> None:
+    # a checkpoint may contain only one of two names that are tied in the model
     state = stored(Tied())
     state.aliases.clear()
     other = Tied()
@@ -178,7 +181,7 @@ def test_one_name_of_two_that_are_tied_is_enough() -> None:
 
 
 class Picky(nn.Module):
-    """Loads its weight, then raises an error."""
+    """Changes its weight and extra state while loading, then raises an error."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every optimizer of torch: the state is restored bit by bit, and the following steps are identical."""
+"""Every optimizer of torch: the state is restored bit for bit, and the following steps are identical."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def train(net: Net, optimizer: Optimizer, steps: range) -> list[Tensor]:
 
 
 def saved(net: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, torch.dtype], Any]:
-    """Tensors, description, dtypes and model, as read from a checkpoint."""
+    """Tensors and description of the optimizer's state, dtypes, and state of the module, as read from a checkpoint."""
     state = capture_optimizer(optimizer, 0, parameter_names([net]))
     model = frozen_copy(vars(capture_model(net)))
     dtypes = {name: tensor.dtype for name, tensor in model["tensors"].items()}
@@ -194,6 +194,7 @@ def test_types_of_options_are_restored() -> None:
 
 
 def test_options_of_how_it_computes_are_those_of_this_run() -> None:
+    # options of the implementation, such as fused, are not restored from the checkpoint
     net, optimizer = build("AdamW fused")
     train(net, optimizer, range(2))
     other, resumed = build("AdamW", 1)
@@ -223,7 +224,7 @@ def test_slots_follow_their_parameter_and_others_keep_their_dtype() -> None:
 
 
 def test_state_of_another_dtype_than_its_parameter_keeps_it() -> None:
-    """torch's own load would cast these to the parameter's dtype."""
+    """`load_state_dict` of torch would cast these tensors to the parameter's dtype."""
     net, optimizer = build("Adam", dtype=torch.bfloat16)
     train(net, optimizer, range(1))
     for slots in optimizer.state.values():
@@ -331,6 +332,7 @@ def test_other_groups_are_all_listed_and_nothing_changes(groups: Callable[[Net],
 
 
 def test_another_class_and_other_shapes() -> None:
+    # an optimizer of another class, or parameters of other shapes, are an error, and nothing is changed
     net, optimizer = build("Adam")
     train(net, optimizer, range(1))
     stored = saved(net, optimizer)

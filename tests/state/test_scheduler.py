@@ -39,7 +39,7 @@ from trainkit.state.scheduler import capture_scheduler, restore_scheduler
 
 
 class Warmup:
-    """A schedule that is an object, with a state of its own."""
+    """A function for `LambdaLR` that is an object with a state."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -95,7 +95,7 @@ def build(make: Make, kind: type[Optimizer] = SGD, tensor: bool = False) -> tupl
 
 
 def advance(optimizer: Optimizer, scheduler: Any, steps: range) -> list[Any]:
-    """The learning rate and momentum of each group after each step."""
+    """Step optimizer and scheduler; returns the learning rate and momentum of each group after each step."""
     seen = []
     for step in steps:
         for group in optimizer.param_groups:
@@ -165,7 +165,7 @@ def test_rates_that_are_tensors(name: str) -> None:
 
 
 def test_a_resume_right_before_the_first_scheduler_step_does_not_warn() -> None:
-    """torch would warn that the scheduler's step was called before the optimizer's."""
+    """torch must not warn that the scheduler was stepped before the optimizer."""
     net, optimizer, scheduler = build(CASES["StepLR"])
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -179,7 +179,7 @@ def test_a_resume_right_before_the_first_scheduler_step_does_not_warn() -> None:
 
 
 class Wrapper(LRScheduler):
-    """Warms up, then uses another scheduler that it contains; has functions as attributes."""
+    """Warms up, then uses the scheduler that it contains; some of its attributes are functions."""
 
     def __init__(self, optimizer: Optimizer, after: LRScheduler) -> None:
         self.after, self.shape, self.shapes, self.told = after, lambda x: x, [len, 1], {"f": print, "n": 1}
@@ -208,6 +208,7 @@ def test_a_scheduler_in_a_scheduler_and_functions() -> None:
 
 
 def test_a_prepared_scheduler_is_its_own() -> None:
+    # a prepared scheduler has the same saved state as the scheduler that it wraps
     net, optimizer, _ = build(CASES["StepLR"])
     *_, scheduler = Accelerator(strategy=Strategy(device="cpu")).prepare(net, optimizer, StepLR(optimizer, 2, 0.5))
     state = capture_scheduler(scheduler)
@@ -216,6 +217,7 @@ def test_a_prepared_scheduler_is_its_own() -> None:
 
 
 def test_what_is_loaded_is_not_shared() -> None:
+    # a change of the restored scheduler does not change the state that was loaded
     _, _, scheduler = build(CASES["ExponentialLR"])
     stored = through_json(capture_scheduler(scheduler))
     _, _, first = build(CASES["ExponentialLR"])

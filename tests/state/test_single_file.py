@@ -106,7 +106,7 @@ def test_values_are_those_at_the_call_and_of_any_dtype() -> None:
     }
     found = again(tensors)
     assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in tensors.items())
-    found["parameter"].fill_(2.0)  # it may be changed
+    found["parameter"].fill_(2.0)  # loaded tensors can be changed
     assert not found["parameter"].requires_grad
 
 
@@ -168,7 +168,7 @@ def test_a_full_disk_leaves_the_old_file() -> None:
 
 
 def test_a_kill_leaves_the_old_or_the_new_file() -> None:
-    """At any byte: the file is the old or the new one."""
+    """A kill before the temporary file is opened or renamed leaves the old file; without a kill, the new file is there."""
     write_object(FILE, {"x": torch.zeros(2**20)})
 
     def killed(state: dict[str, int]) -> None:

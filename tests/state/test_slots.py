@@ -1,4 +1,4 @@
-"""The state of an optimizer is measured with a step of tiny parameters: it is the same as after real steps."""
+"""The size of an optimizer's state, measured with a step of tiny parameters, equals the size after a real step."""
 
 from __future__ import annotations
 

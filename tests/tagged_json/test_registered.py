@@ -115,7 +115,7 @@ def test_wrong_arguments(call: Callable[[], Any], message: str) -> None:
 
 
 def test_twice() -> None:
-    # Registering a class or a name twice is an error, except with `replace=True`.
+    """Registering a class or a name twice is an error, except with `replace=True`."""
     register(Vocabulary, Vocabulary.to_dict, Vocabulary.from_dict)
     with pytest.raises(ConfigurationError, match=r"test_registered\.Vocabulary is registered already\. Call register once"):
         register(Vocabulary, str, str)

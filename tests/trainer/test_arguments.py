@@ -133,7 +133,7 @@ def test_an_argument_of_lightning_that_is_not_offered(name: str, value: Any) -> 
     ],
 )
 def test_the_replacement_has_the_value(name: str, value: Any, fix: str) -> None:
-    # The advice for an argument of Lightning contains the value that the user passed, if it can be used as it is.
+    """The advice for an argument of Lightning contains the value that the user passed, if it can be used as it is."""
     assert refused(**{name: value}) == f"Trainer({name}=...): {fix}."
 
 
@@ -179,13 +179,13 @@ def test_a_default_of_lightning_asks_for_nothing(name: str, value: Any) -> None:
     ],
 )
 def test_what_is_almost_a_default_asks_for_something(name: str, value: Any) -> None:
-    # A value that only resembles Lightning's default is rejected.
+    """A value that only resembles Lightning's default is rejected."""
     assert refused(**{name: value}) == f"Trainer({name}=...): {ADVICE['Trainer'][name]}."
 
 
 @pytest.mark.parametrize("name", sorted(ADVICE["Trainer"]))
 def test_a_replacement_that_is_named_exists(name: str) -> None:
-    # The advice for an argument of Lightning names only arguments that exist.
+    """The advice for an argument of Lightning names only arguments that exist."""
     words = ADVICE["Trainer"][name].replace("fit(module, ckpt_path=", "").replace("=", " = ").replace("(", " ").split()
     for word, following in itertools.pairwise(words):
         known = ("save_dir", "process_position", "refresh_rate", "max_depth", "mode", "logger", "batch_size", "action")
@@ -248,7 +248,7 @@ class Data(DataModule):
 
 @pytest.mark.parametrize("verb", ["validate", "test"])
 def test_positions_that_are_meant_otherwise(verb: str) -> None:
-    # A positional argument in the wrong position is an error. If the value is recognized, the error names its keyword.
+    """A positional argument in the wrong position is an error. If the value is recognized, the error names its keyword."""
     run = getattr(make_trainer(), verb)
     assert run(TinyModule(), None, None, False, Data())
     with pytest.raises(
@@ -417,7 +417,7 @@ def test_an_argument_and_its_callback_say_the_same(name: str, values: tuple[Any,
 
 
 def test_how_long_without_an_end() -> None:
-    # The default of max_epochs depends on the other limits.
+    """The default of max_epochs depends on the other limits."""
     assert make_trainer(max_epochs=None).max_epochs == 1000
     assert make_trainer(max_epochs=None, min_epochs=2000).max_epochs == 2000
     assert make_trainer(max_epochs=None, max_steps=5).max_epochs == -1

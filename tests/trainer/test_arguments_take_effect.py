@@ -38,7 +38,7 @@ def test_every_optional_argument_has_an_entry() -> None:
 
 
 def test_entries_lead_to_tests() -> None:
-    # Each entry names a test that exists, in a file that mentions the argument or the function.
+    """Each entry names a test that exists, in a file that mentions the argument or the function."""
     found: dict[str, dict[str, str]] = {}
     wrong = []
     for name, argument, entry in ENTRIES:

@@ -42,7 +42,7 @@ def test_a_wrong_seed() -> None:
 
 
 def test_callbacks_that_are_none() -> None:
-    # Only Callback objects may be assigned.
+    """Only Callback objects may be assigned."""
     with pytest.raises(HookError, match="callbacks must contain Callback objects, not 'x'"):
         make_trainer().callbacks = ["x"]
 
@@ -73,7 +73,8 @@ def test_inference_mode_in_a_hook() -> None:
 
 
 def test_scheduler_configs_that_are_taken_out() -> None:
-    # A scheduler whose config is removed makes no step.
+    """A scheduler whose config is removed makes no step."""
+
     class Scheduled(TinyModule):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), 0.1)

@@ -383,7 +383,7 @@ CONFIGURED: dict[str, tuple[dict[str, Any], dict[str, Any], type[TrainkitError],
 
 @pytest.mark.parametrize("case", list(CONFIGURED))
 def test_what_the_set_up_finds(case: str) -> None:
-    # The error is raised after the `setup` hooks and before training, and `teardown` is called.
+    """The error is raised after the `setup` hooks and before training, and `teardown` is called."""
     members, arguments, kind, words = CONFIGURED[case]
     witness = Witness()
     trainer = make_trainer(witness, logger=CSVLogger(), **arguments)

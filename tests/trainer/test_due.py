@@ -88,7 +88,7 @@ def test_an_interval_that_ends_inside_a_window_is_due_at_its_end() -> None:
 
 
 def test_without_an_interval_only_the_end_of_the_epoch_tells() -> None:
-    # Without an interval, validation is due only at the end of an epoch.
+    """Without an interval, validation is due only at the end of an epoch."""
     dates = due()
     assert validated(dates, None, range(10)) == []
     assert dates.validates_at_end(None)
@@ -124,5 +124,5 @@ def test_every_n_optimizer_steps() -> None:
 
 
 def test_an_epoch_resumed_on_another_number_of_processes_does_not_count_its_surplus() -> None:
-    # The two extra micro-batches of the resumed epoch do not shift the validation interval.
+    """The two extra micro-batches of the resumed epoch do not shift the validation interval."""
     assert validated(due(RunProgress(extra_batches=2)), 3, range(2, 12)) == [4, 7, 10]

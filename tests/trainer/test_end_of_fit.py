@@ -116,7 +116,7 @@ def test_max_epochs_were_reached_before_the_resume(caplog: pytest.LogCaptureFixt
 
 
 def test_a_path_elsewhere_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # A folder outside the working directory is shown with its absolute path.
+    """A folder outside the working directory is shown with its absolute path."""
     root = tmp_path.parent / f"{tmp_path.name}-elsewhere"
     fit(default_root_dir=root)
     assert caplog.messages[-1].endswith(f"Checkpoints in {root}/version_0/checkpoints")

@@ -193,7 +193,7 @@ def test_without_the_loaders_number_in_the_name() -> None:
     ],
 )
 def test_ways_of_giving_several(loaders: Any) -> None:
-    # Several loaders may be a list, a tuple, a dict or a sequential CombinedLoader.
+    """Several loaders may be a list, a tuple, a dict or a sequential CombinedLoader."""
     seen = []
 
     class Module(TinyModule):
@@ -207,7 +207,7 @@ def test_ways_of_giving_several(loaders: Any) -> None:
 
 
 def test_other_modes_than_one_after_the_other_are_refused() -> None:
-    # An evaluation reads loaders one after another, so it rejects the other modes of CombinedLoader.
+    """An evaluation reads loaders one after another, so it rejects the other modes of CombinedLoader."""
     with pytest.raises(ConfigurationError, match="one after another, not with mode='min_size'"):
         make_trainer().test(Measuring(), CombinedLoader([tiny_loader(), tiny_loader()], mode="min_size"))
 
@@ -276,7 +276,7 @@ class Modes(TrainModule):
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_the_modes_of_all_parts_come_back(stage: str, inference_mode: bool) -> None:
-    # An evaluation restores the training mode of each submodule.
+    """An evaluation restores the training mode of each submodule."""
     module = Modes()
     modes, before = [part.training for part in module.modules()], parameters_of(module)
     getattr(make_trainer(inference_mode=inference_mode), stage)(module, tiny_loader())
@@ -317,7 +317,7 @@ def test_evaluation_does_not_move_the_users_generators() -> None:
 
 
 def test_metrics_of_inference_mode_can_be_used_afterwards() -> None:
-    # Autograd accepts metrics that were computed in inference mode.
+    """Autograd accepts metrics that were computed in inference mode."""
     module = Measuring()
     trainer = make_trainer()
     trainer.fit(module, tiny_loader(), tiny_loader())

@@ -61,7 +61,7 @@ def validated() -> list[Any]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_metrics_of_one_process(size: int) -> None:
-    # The metrics are those of one process, and each rank reads every `size`-th batch.
+    """The metrics are those of one process, and each rank reads every `size`-th batch."""
     worlds = run_world(size, validated)
     for case, (alone, batches, _) in enumerate(validated()):
         for result, seen, known in (own[case] for own in worlds):
@@ -146,7 +146,7 @@ def test_a_loader_with_fewer_batches_than_processes_before_another() -> None:
 
 @pytest.mark.world_size(3)
 def test_a_metric_of_one_process_in_a_hook_after_such_a_loader() -> None:
-    # A metric that only one rank logs in a hook is an error on all ranks.
+    """A metric that only one rank logs in a hook is an error on all ranks."""
     with pytest.raises(MetricError, match=r"log\('in a hook'\): logged on rank 0, not on ranks 1, 2\."):
         with_a_small_loader_first(in_hook=True)
 
@@ -235,7 +235,7 @@ def memory_of_views() -> list[int]:
 
 
 def test_a_view_does_not_bring_all_that_it_is_a_view_of() -> None:
-    # Gathering a view of a large tensor sends only the elements of the view.
+    """Gathering a view of a large tensor sends only the elements of the view."""
     assert run_world(2, memory_of_views) == [[8, 0, 8]] * 2
 
 

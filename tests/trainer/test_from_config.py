@@ -81,7 +81,7 @@ def test_a_bare_trainer(configured: Any, text: str, expected: tuple[Any, ...], c
 
 
 def test_zero_is_what_it_says(configured: Any, caplog: pytest.LogCaptureFixture) -> None:
-    # The ZeRO stage and the offload device are those of the file, and the log lists them.
+    """The ZeRO stage and the offload device are those of the file, and the log lists them."""
     configured(ZERO2)
     strategy: Any = bare().strategy
     assert (strategy.stage, strategy.config.offload_optimizer, strategy.config.offload_params) == (2, "cpu", None)
@@ -108,7 +108,8 @@ def test_arguments_beat_the_file(configured: Any) -> None:
 
 
 def test_a_place_beats_the_file(configured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Arguments that choose a device override the device and the strategy of the file.
+    """Arguments that choose a device override the device and the strategy of the file."""
+
     def told(**given: Any) -> dict[str, Any]:
         complete, _ = with_settings({**OPEN, **given})
         return {name: complete[name] for name in ("accelerator", "strategy", "devices")}

@@ -50,7 +50,7 @@ def test_a_body_that_fails_is_torn_down_and_its_error_is_raised() -> None:
 
 
 def test_a_fit_has_a_new_run_and_an_evaluation_the_progress_of_the_fit_before() -> None:
-    # A fit starts with new counters. An evaluation keeps the counters and the save policy of the fit before it.
+    """A fit starts with new counters. An evaluation keeps the counters and the save policy of the fit before it."""
     trainer, module = make_trainer(), TinyModule()
     with running(trainer, "fit", module, None) as fit:
         fit.progress.global_step = 7
@@ -70,7 +70,7 @@ def test_a_trainer_runs_one_thing_at_a_time() -> None:
 
 
 def test_a_module_in_the_run_of_another_trainer_returns_to_it() -> None:
-    # After an inner run with another Trainer, `module.trainer` is the outer Trainer again.
+    """After an inner run with another Trainer, `module.trainer` is the outer Trainer again."""
     module, outer, inner = TinyModule(), make_trainer(), make_trainer()
     with running(outer, "fit", module, None):
         with running(inner, "validate", module, None):

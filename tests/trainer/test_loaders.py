@@ -34,7 +34,7 @@ def test_what_is_passed_comes_before_the_data_module_and_the_module(given: Any, 
 
 
 def test_without_any() -> None:
-    # A fit without a training loader is an error.
+    """A fit without a training loader is an error."""
     with pytest.raises(MissingMethodError, match=r"trainer\.fit\(module, DataLoader\(\.\.\.\)\)"):
         train_loader(make_run(), None)
 

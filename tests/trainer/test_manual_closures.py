@@ -27,7 +27,7 @@ class Manual(TinyModule):
 
 
 def test_manual_is_automatic() -> None:
-    # Manual optimization with the usual calls gives the same parameters as automatic optimization.
+    """Manual optimization with the usual calls gives the same parameters as automatic optimization."""
     manual, automatic = Manual(), TinyModule()
     manual.load_state_dict(automatic.state_dict())
     for module in (manual, automatic):
@@ -104,7 +104,8 @@ def test_global_step_counts_training_steps_in_which_any_optimizer_stepped() -> N
 
 @pytest.mark.filterwarnings("ignore:no optimizer step was made")
 def test_one_optimizer_and_one_scheduler_are_no_list() -> None:
-    # `optimizers()` and `lr_schedulers()` return a single object itself and not a list.
+    """`optimizers()` and `lr_schedulers()` return a single object itself and not a list."""
+
     class One(Manual):
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()
@@ -119,7 +120,8 @@ def test_one_optimizer_and_one_scheduler_are_no_list() -> None:
 
 
 def test_schedulers_are_the_modules_business() -> None:
-    # With manual optimization, the Trainer never steps the schedulers.
+    """With manual optimization, the Trainer never steps the schedulers."""
+
     class Scheduled(Manual):
         def configure_optimizers(self) -> Any:
             self.inner = super().configure_optimizers()
@@ -166,7 +168,7 @@ def test_overrides_that_are_never_called() -> None:
 
 @pytest.mark.filterwarnings("ignore:no optimizer step was made")
 def test_a_modules_own_clipping_is_his_to_call() -> None:
-    # With manual optimization, the Trainer never calls configure_gradient_clipping: the module does.
+    """With manual optimization, the Trainer never calls configure_gradient_clipping: the module does."""
     calls = []
 
     class Clipping(Manual):

@@ -122,7 +122,7 @@ def gan_loader() -> DataLoader:
 
 
 def test_a_gan_is_a_gan_by_hand() -> None:
-    # A GAN trained by the Trainer gives the same parameters as a loop in plain torch, bit for bit.
+    """A GAN trained by the Trainer gives the same parameters as a loop in plain torch, bit for bit."""
     module = GAN()
     trainer = make_trainer(seed=SEED, max_epochs=EPOCHS)
     trainer.fit(module, gan_loader())

@@ -103,7 +103,7 @@ def test_a_misspelled_monitor_is_reported_after_the_sanity_check(monitor: str, k
 
 
 def test_a_scheduler_that_the_user_advances_is_the_users_business(recwarn: pytest.WarningsRecorder) -> None:
-    # With manual optimization the user steps the scheduler, so its monitor is not checked.
+    """With manual optimization the user steps the scheduler, so its monitor is not checked."""
     module = Plateau("val_los")
     module.automatic_optimization = False
     module.training_step = lambda batch, batch_idx: None
@@ -213,7 +213,7 @@ def test_an_epoch_shorter_than_the_log_interval_is_reported_once(caplog: Any) ->
     "arguments", [{"log_every_n_steps": 4}, {"log_every_n_steps": 0}, {"logger": False}, {"fast_dev_run": True}]
 )
 def test_where_the_log_interval_is_no_surprise(caplog: Any, arguments: dict[str, Any]) -> None:
-    # There is no message if an epoch is as long as the interval, or if nothing is logged by step.
+    """There is no message if an epoch is as long as the interval, or if nothing is logged by step."""
     assert rare(caplog, **arguments) == []
 
 

@@ -46,14 +46,14 @@ def test_any_order_is_returned(order: tuple[int, ...]) -> None:
 
 
 def test_one_object_is_returned_as_it_is_and_none_as_none() -> None:
-    # One object is returned without a tuple. No object gives an empty tuple.
+    """One object is returned without a tuple. No object gives an empty tuple."""
     engine = accelerator()
     assert isinstance(engine.prepare(loader()), PreparedLoader)
     assert engine.prepare() == ()
 
 
 def test_calls_for_one_object_each() -> None:
-    # Each object may be prepared in its own call, in any order.
+    """Each object may be prepared in its own call, in any order."""
     engine, model = accelerator(), nn.Linear(2, 1)
     optimizer = engine.prepare(torch.optim.SGD(model.parameters(), lr=1.0))  # before its model
     model = engine.prepare(model)
@@ -64,7 +64,7 @@ def test_calls_for_one_object_each() -> None:
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true", *HALF])
 def test_an_optimizer_made_before_stays_valid(precision: str) -> None:
-    # An optimizer created before `prepare` still updates the parameters of the prepared model.
+    """An optimizer created before `prepare` still updates the parameters of the prepared model."""
     engine, model = accelerator(precision=Precision(precision, init_scale=8.0)), nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     prepared, ready = engine.prepare(model, optimizer)
@@ -130,7 +130,7 @@ def test_accumulating_what_was_not_prepared() -> None:
 
 
 def test_where_objects_are_put() -> None:
-    # `device_placement` decides whether objects are moved to the device.
+    """`device_placement` decides whether objects are moved to the device."""
     engine = Accelerator(strategy=Strategy("cpu"), device_placement=False)
     assert engine.prepare(nn.Linear(2, 1)).weight.device == engine.device
     with pytest.raises(ConfigurationError, match=r"device_placement=False, but the model has parameters on meta"):
@@ -142,7 +142,7 @@ def test_where_objects_are_put() -> None:
 
 
 def test_one_kind_at_a_time() -> None:
-    # `prepare_model`, `prepare_optimizer`, `prepare_data_loader` and `prepare_scheduler` each prepare one kind of object.
+    """`prepare_model`, `prepare_optimizer`, `prepare_data_loader` and `prepare_scheduler` each prepare one kind of object."""
     engine, model = accelerator(), nn.Linear(2, 1)
     prepared = engine.prepare_model(model)
     optimizer = engine.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
@@ -172,7 +172,7 @@ def test_objects_are_given_one_by_one(make: Any) -> None:
 
 
 def test_what_failed_can_be_tried_again_without_what_was_wrong() -> None:
-    # After `prepare` has failed, its valid objects can be prepared in another call.
+    """After `prepare` has failed, its valid objects can be prepared in another call."""
     engine, model = accelerator(split_batches=True), nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for wrong in ({"model": model}, 3, iter([1])):  # the last one cannot be split
@@ -242,7 +242,7 @@ def stepped(engine: Accelerator) -> tuple[nn.Module, Any]:
 
 
 def test_a_prepared_optimizer_is_the_users_in_everything_else() -> None:
-    # A prepared optimizer shares the groups, the state and the hooks of the user's optimizer.
+    """A prepared optimizer shares the groups, the state and the hooks of the user's optimizer."""
     model, optimizer = stepped(accelerator())
     own = optimizer.optimizer
     assert isinstance(optimizer, Optimizer)
@@ -263,7 +263,7 @@ def test_a_prepared_optimizer_is_the_users_in_everything_else() -> None:
 
 
 def test_its_state_goes_out_and_in() -> None:
-    # The state of a prepared optimizer loads into torch's optimizer and into another prepared one.
+    """The state of a prepared optimizer loads into torch's optimizer and into another prepared one."""
     _, optimizer = stepped(accelerator())
     state = optimizer.state_dict()
     assert set(state) == {"state", "param_groups"}
@@ -347,7 +347,7 @@ def test_a_prepared_model_computes_in_its_precision(precision: str) -> None:
 
 
 def test_a_prepared_model_is_the_users_in_everything_else() -> None:
-    # A prepared model has the attributes, the methods and the state of the user's model.
+    """A prepared model has the attributes, the methods and the state of the user's model."""
     model = Outputs()
     prepared = accelerator(precision="bf16-mixed").prepare(model)
     assert prepared.own() == "mine torch.float32"

@@ -58,7 +58,7 @@ def test_parity(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("size, window", [(2, 2), (2, 8), (3, 3), (4, 4), (4, 16)])
 def test_accumulation_of_one_and_four(size: int, window: int) -> None:
-    # Each rank accumulates one or four micro-batches per optimizer step.
+    """Each rank accumulates one or four micro-batches per optimizer step."""
     case = Case(window=window, samples=77, options={"optimizer": "adamw"})
     assert_same(trained(case, size), trained(case, 1), EXACT, EXACT)
 
@@ -99,7 +99,7 @@ def test_the_comparison_can_fail() -> None:
 
 
 def test_dropout_and_augmentation_are_there() -> None:
-    # The cases use random augmentation, and the same seed gives the same losses.
+    """The cases use random augmentation, and the same seed gives the same losses."""
     first, second = (trained(Case(arguments={"max_steps": 1, "seed": seed}), 1) for seed in (5, 5))
     assert first.losses == second.losses
     samples = alone("plain").seen

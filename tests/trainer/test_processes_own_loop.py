@@ -134,7 +134,7 @@ def evaluated_on_the_main_process() -> float:
 
 
 def test_a_forward_on_the_main_process_alone() -> None:
-    # A forward in eval mode on one rank does not wait for the other rank.
+    """A forward in eval mode on one rank does not wait for the other rank."""
     assert run_world(2, evaluated_on_the_main_process) == [2.0, 2.0]
 
 
@@ -171,6 +171,6 @@ def test_a_model_is_prepared_once() -> None:
 
 
 def test_worlds_can_fail() -> None:
-    # `run_world` raises the error of a process that fails.
+    """`run_world` raises the error of a process that fails."""
     with pytest.raises(WorldError, match="ValueError: this loop fails"):
         run_world(2, one_fails)

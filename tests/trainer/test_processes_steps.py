@@ -167,7 +167,7 @@ def timed() -> tuple[int, bool]:
 
 
 def test_the_time_of_the_main_process_is_up() -> None:
-    # The Timer of the main process ends training on both ranks after the same step.
+    """The Timer of the main process ends training on both ranks after the same step."""
     assert run_world(2, timed) == [(4, True)] * 2
 
 

@@ -248,7 +248,7 @@ def test_another_batch_size() -> None:
 
 
 def test_another_dataset_is_said() -> None:
-    # A dataset with another number of samples causes a warning.
+    """A dataset with another number of samples causes a warning."""
     make_trainer(SaveIn("on_train_batch_end", 2)).fit(Adam(), tiny_loader(24))
     with pytest.warns(UserWarning, match="the dataset has 32 samples, but had 24 when"):
         make_trainer().fit(Adam(), tiny_loader(32), ckpt_path="there")
@@ -306,7 +306,7 @@ def test_a_new_learning_rate(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_does_not_fit_is_listed_whole() -> None:
-    # The error lists every parameter that does not match, and nothing is loaded.
+    """The error lists every parameter that does not match, and nothing is loaded."""
     path = saved().checkpoint_callback.last_model_path
 
     class Other(Adam):
@@ -527,7 +527,8 @@ def test_save_checkpoint_after_a_fit_replaces_what_is_there() -> None:
 
 
 def test_not_blocking() -> None:
-    # With blocking=False, the checkpoint has the parameters at the time of the call.
+    """With blocking=False, the checkpoint has the parameters at the time of the call."""
+
     class Saving(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 1:

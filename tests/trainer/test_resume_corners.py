@@ -66,7 +66,7 @@ def test_a_run_that_was_asked_to_stop_resumes(every: int | None, hook: str) -> N
 
 
 def test_a_stop_that_min_epochs_holds_up_is_not_forgotten() -> None:
-    # A stop request that waits for min_epochs is saved, and ends the resumed run after min_epochs.
+    """A stop request that waits for min_epochs is saved, and ends the resumed run after min_epochs."""
     recorder = Recorder()
     saving(StopAt(2), max_epochs=9, min_epochs=3, max_steps=8).fit(Adam(), tiny_loader())
     trainer = saving(recorder, max_epochs=9, min_epochs=3)
@@ -75,7 +75,8 @@ def test_a_stop_that_min_epochs_holds_up_is_not_forgotten() -> None:
 
 
 def test_early_stopping_asks_again() -> None:
-    # A run that EarlyStopping has ended trains no batch when it is resumed with the same patience.
+    """A run that EarlyStopping has ended trains no batch when it is resumed with the same patience."""
+
     class Flat(Adam):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val_loss", 1.0)
@@ -143,7 +144,8 @@ def test_a_save_at_the_end_of_an_epoch_that_was_left_early() -> None:
 
 
 def test_the_steps_of_a_validation_log_at_the_end_of_an_epoch_of_unknown_length() -> None:
-    # After a resume, the validation counters are those of an uninterrupted run, even if the training length is unknown.
+    """After a resume, the validation counters are those of an uninterrupted run, even if the training length is unknown."""
+
     class Stepwise(Adam):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             trainer = self.trainer
@@ -168,7 +170,8 @@ def test_the_steps_of_a_validation_log_at_the_end_of_an_epoch_of_unknown_length(
 
 
 def test_loaders_that_are_asked_for_by_epoch() -> None:
-    # A resumed run requests the loaders that an uninterrupted run has at that epoch.
+    """A resumed run requests the loaders that an uninterrupted run has at that epoch."""
+
     class Sharded(Adam):
         def train_dataloader(self) -> Any:
             asked.append(self.trainer.current_epoch)
@@ -228,7 +231,8 @@ def test_a_stream_continues_past_the_ends_of_epochs(limit: int) -> None:
 
 
 def test_a_state_that_was_loaded_and_not_yet_used_is_saved_again() -> None:
-    # A loader's state that is loaded, not read from, and saved again is unchanged.
+    """A loader's state that is loaded, not read from, and saved again is unchanged."""
+
     def loop() -> tuple[Accelerator, Any]:
         set_seed(3)
         accelerator = Accelerator()
@@ -249,7 +253,8 @@ def test_a_state_that_was_loaded_and_not_yet_used_is_saved_again() -> None:
 
 
 def test_a_position_that_does_not_fit_leaves_an_own_loop_as_it_was() -> None:
-    # If load_state fails because of the position in the data, it does not change the model.
+    """If load_state fails because of the position in the data, it does not change the model."""
+
     def loop(batch_size: int) -> tuple[Accelerator, Any, Any]:
         set_seed(3)
         accelerator, model = Accelerator(), torch.nn.Linear(4, 1)
@@ -277,7 +282,8 @@ def test_an_interrupted_trainer_can_be_used() -> None:
 
 
 def test_a_refused_fit_inside_a_fit_leaves_the_outer_one_its_signals() -> None:
-    # The outer fit still handles signals after a nested fit was rejected.
+    """The outer fit still handles signals after a nested fit was rejected."""
+
     class Nested(Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
             with pytest.raises(ConfigurationError, match="is running 'fit'"):
@@ -290,7 +296,8 @@ def test_a_refused_fit_inside_a_fit_leaves_the_outer_one_its_signals() -> None:
 
 
 def test_an_interrupt_in_the_tear_down_gives_everything_back() -> None:
-    # Ctrl-C in a teardown leaves no thread behind, and the folder can be used again.
+    """Ctrl-C in a teardown leaves no thread behind, and the folder can be used again."""
+
     class Interrupting(Callback):
         def teardown(self, trainer: Any, module: Any, stage: str) -> None:
             raise KeyboardInterrupt
@@ -302,7 +309,7 @@ def test_an_interrupt_in_the_tear_down_gives_everything_back() -> None:
 
 
 def test_weights_of_another_module_are_not_saved_as_the_runs() -> None:
-    # After an evaluation of another module, only a weights-only checkpoint can be saved.
+    """After an evaluation of another module, only a weights-only checkpoint can be saved."""
     trainer = make_trainer()
     trainer.fit(Adam(), tiny_loader())
     trainer.validate(Adam(), tiny_loader(8), verbose=False)

@@ -216,7 +216,7 @@ def loop_on() -> Any:
 
 @pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (2, 3)])
 def test_own_loops(run_dir: Path, before: int, after: int) -> None:
-    # The state of your own training loop is the same on another number of processes.
+    """The state of your own training loop is the same on another number of processes."""
     run_world(before, loop_and_save)
     ends = run_world(after, loop_on)
     assert ends == [ends[0]] * after
@@ -238,7 +238,7 @@ def rotated() -> Any:
 
 
 def test_all_decide_the_same_and_one_deletes(run_dir: Path) -> None:
-    # All ranks choose the same checkpoints to keep, and each of those is complete.
+    """All ranks choose the same checkpoints to keep, and each of those is complete."""
     ends = run_world(3, rotated)
     assert ends == [ends[0]] * 3
     scores, last, _ = ends[0]
@@ -260,7 +260,7 @@ def by_time() -> Any:
 
 
 def test_the_main_processs_timer_is_everybodys(run_dir: Path) -> None:
-    # The time interval of the main process decides when all ranks save.
+    """The time interval of the main process decides when all ranks save."""
     ends = run_world(2, by_time)
     assert ends[0] == ends[1]
     assert len(saved()) > 2  # not only the last checkpoint
@@ -295,7 +295,7 @@ def with_a_full_disk(rank: int, last: int) -> Any:
 
 
 def test_a_full_disk_of_one_process_is_tried_again(run_dir: Path) -> None:
-    # A save fails on all ranks if one rank cannot write. The next save is made as usual.
+    """A save fails on all ranks if one rank cannot write. The next save is made as usual."""
     ends = run_world(2, with_a_full_disk, 1, 3)
     assert [error for error, *_ in ends] == [("nothing", "")] * 2
     assert ends[0][2] == ends[1][2]
@@ -365,7 +365,7 @@ def killed_while_saving(rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_kill_while_saving_leaves_the_old_one(run_dir: Path, rank: int) -> None:
-    # If a rank is killed during a save, the previous checkpoint stays valid, and the run resumes from it.
+    """If a rank is killed during a save, the previous checkpoint stays valid, and the run resumes from it."""
     ends = start_world(2, killed_while_saving, rank).ends()
     assert ends[rank] == (False, "ended with -9")
     assert not ends[1 - rank][0]
@@ -395,7 +395,7 @@ def blind(rank: int) -> tuple[str, str]:
 
 
 def test_a_folder_that_is_not_shared(run_dir: Path) -> None:
-    # If a rank does not see the checkpoint folder, all ranks raise an error that names this rank.
+    """If a rank does not see the checkpoint folder, all ranks raise an error that names this rank."""
     ends = run_world(2, blind, 1)
     assert ends[0] == ends[1]
     assert ends[0][0] == "CheckpointWriteError"
@@ -434,7 +434,7 @@ def resumes(word: str) -> Any:
 
 
 def test_a_damaged_one_is_passed_over_by_all_or_is_an_error_on_all(run_dir: Path) -> None:
-    # A damaged checkpoint is an error on all ranks if its path is passed. With ckpt_path='auto', all ranks skip it.
+    """A damaged checkpoint is an error on all ranks if its path is passed. With ckpt_path='auto', all ranks skip it."""
     run_world(2, fit_and_keep)
     newest = sorted(FOLDER.glob("step-*"))[-1]
     path = newest / "optimizer-00002-of-00002.safetensors"
@@ -485,7 +485,7 @@ def test_a_rank_that_asks_for_something_else_gets_an_error_and_no_rank_waits(run
 
 @pytest.mark.parametrize("word", ["last", "nowhere"])
 def test_none_is_an_error_on_all(run_dir: Path, word: str) -> None:
-    # If there is no checkpoint, all ranks raise the same error.
+    """If there is no checkpoint, all ranks raise the same error."""
     ends = run_world(2, resumes, word)
     assert ends[0] == ends[1]
     assert ends[0][0][0] == "CheckpointNotFoundError"
@@ -551,7 +551,7 @@ SAMPLES = (
 
 
 def test_another_strategy_and_number_of_processes_are_announced(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # A log message names the strategy and the number of devices that saved the checkpoint, if they differ.
+    """A log message names the strategy and the number of devices that saved the checkpoint, if they differ."""
     run_world(2, stop_at, 1, "ddp", True)
     for batches, said in ((None, SAVED_BY_DDP + SAMPLES), (8, SAVED_BY_DDP)):
         caplog.clear()

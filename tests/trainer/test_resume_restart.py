@@ -73,7 +73,7 @@ def runs() -> dict[str, list[int]]:
 
 
 def test_a_fresh_start_resumes(job: Job, caplog: pytest.LogCaptureFixture) -> None:
-    # A script that starts from the beginning resumes after a restart.
+    """A script that starts from the beginning resumes after a restart."""
     first = job.fit(3)
     job.start()
     caplog.clear()
@@ -90,7 +90,7 @@ def test_without_a_restart_it_is_a_fresh_start(job: Job) -> None:
 
 @pytest.mark.parametrize("ckpt_path", ["auto", "last", "runs/version_0/checkpoints/step-00000001"])
 def test_whatever_ckpt_path_says(job: Job, ckpt_path: str) -> None:
-    # After a restart the newest checkpoint of the run is used, whatever `ckpt_path` the script passes.
+    """After a restart the newest checkpoint of the run is used, whatever `ckpt_path` the script passes."""
     job.fit(3)
     job.restarts = -1
     job.memory.texts.clear()
@@ -128,7 +128,7 @@ def test_overrides_are_of_the_first_start(job: Job, caplog: pytest.LogCaptureFix
 
 
 def test_a_run_that_was_taken_over_is_remembered(job: Job) -> None:
-    # A restart also resumes a run that the script itself had resumed from a checkpoint.
+    """A restart also resumes a run that the script itself had resumed from a checkpoint."""
     first = job.fit(2)
     job.start()
     second = job.fit(4, ckpt_path="auto")  # the same run
@@ -172,7 +172,7 @@ def test_all_of_the_run_being_damaged_is_an_error_and_no_fresh_start(job: Job) -
 
 
 def test_one_of_which_nothing_can_be_known_is_named(job: Job) -> None:
-    # A checkpoint with an invalid manifest is skipped with a warning.
+    """A checkpoint with an invalid manifest is skipped with a warning."""
     job.fit(2)
     (FOLDER / "step-00000002" / "manifest.json").write_bytes(b"{}")
     job.start()

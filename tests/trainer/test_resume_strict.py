@@ -109,7 +109,7 @@ def test_a_fit_with_other_parameters(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_fits_is_loaded_all_the_same() -> None:
-    # If everything matches, a resume with strict=False is exact.
+    """If everything matches, a resume with strict=False is exact."""
     expected = Net("old")
     make_trainer(max_steps=4).fit(expected, tiny_loader())
     half("old")
@@ -234,7 +234,7 @@ CHANGED: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 @pytest.mark.parametrize("change", CHANGED)
 def test_what_the_message_says_can_be_pasted(change: str) -> None:
-    # The value of `restore=` in the error message works.
+    """The value of `restore=` in the error message works."""
     half(schedule=one)
     options, expected = CHANGED[change]
     module = Net(**options)

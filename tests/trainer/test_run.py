@@ -40,7 +40,7 @@ def test_before_the_first_run_there_is_no_module() -> None:
 
 
 def test_a_run_that_follows_has_stores_and_due_dates_of_its_own() -> None:
-    # A later run has its own metrics and its own due dates.
+    """A later run has its own metrics and its own due dates."""
     first = make_run(max_steps=3)
     first.progress.global_step = 3
     second = replace(first, progress=RunProgress())
@@ -67,7 +67,7 @@ def test_the_checkpoint_callbacks_are_found() -> None:
 
 
 def test_several_processes_are_woken_by_the_step_flags_alone() -> None:
-    # With several processes, a request sets no local flag: the ranks agree on a safe point in the next step.
+    """With several processes, a request sets no local flag: the ranks agree on a safe point in the next step."""
     run = make_run()
     run.request_safe_point()
     assert (run.several, run.progress.safe_point_due) == (False, True)

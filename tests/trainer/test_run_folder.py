@@ -61,7 +61,7 @@ def test_without_files_of_a_logger_the_run_has_a_version_of_its_own() -> None:
 
 
 def test_a_folder_that_was_named_stays() -> None:
-    # A folder passed to ModelCheckpoint is used instead of the folder of the run.
+    """A folder passed to ModelCheckpoint is used instead of the folder of the run."""
     trainer = fit(ModelCheckpoint("mine"), logger=CSVLogger())
     assert folder(trainer) == "mine"
     assert folders_below("runs") == []
@@ -168,7 +168,7 @@ def test_auto_finds_the_newest_run_and_continues_in_its_folder() -> None:
 
 @pytest.mark.parametrize("word", ["auto", "last"])
 def test_what_earlier_versions_wrote_is_found(word: str) -> None:
-    # Earlier versions of trainkit saved to `runs/checkpoints`.
+    """Earlier versions of trainkit saved to `runs/checkpoints`."""
     fit()
     shutil.move("runs/version_0/checkpoints", "runs/checkpoints")
     shutil.rmtree("runs/version_0")
@@ -243,7 +243,7 @@ def test_a_path_in_the_folder_of_a_run_continues_that_run() -> None:
 
 
 def test_weights_of_a_run_begin_another_one() -> None:
-    # A fit that restores only the model is a new run with its own folder.
+    """A fit that restores only the model is a new run with its own folder."""
     first = fit()
     trainer = fit(ckpt_path="auto", restore={"model"})
     assert folder(trainer) == "runs/version_1/checkpoints"
@@ -288,7 +288,7 @@ def test_damage_in_an_older_run_is_not_reported() -> None:
 
 
 def test_no_whole_tree_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The search for checkpoints does not read folders deeper than those of runs.
+    """The search for checkpoints does not read folders deeper than those of runs."""
     for deep in ("runs/data/images/cats/black", "runs/logs/a/b/c/d"):
         Path(deep).mkdir(parents=True)
     read: list[str] = []

@@ -47,7 +47,7 @@ def test_counters_and_position() -> None:
 
 @pytest.mark.parametrize("phase, consumed", [(Phase.STEP, 1), (Phase.UPDATED, 3), (Phase.VALIDATING, 3), (Phase.EPOCH_END, 1)])
 def test_the_position_is_what_the_phase_has_consumed(phase: Phase, consumed: int) -> None:
-    # The micro-batches of an incomplete window do not count; those of a completed optimizer step do.
+    """The micro-batches of an incomplete window do not count; those of a completed optimizer step do."""
     run, _ = fitting()
     run.progress.batches_done, run.progress.batch_idx, run.progress.phase = 1, 2, phase
     saved = loop(run)
@@ -103,7 +103,7 @@ def test_callbacks_and_results_are_restored_if_they_are_wanted() -> None:
 
 
 def test_without_a_loader_only_what_builds_the_module_again() -> None:
-    # Without a loader, the state contains only what is needed to create the module again.
+    """Without a loader, the state contains only what is needed to create the module again."""
     run, _ = fitting()
     assert set(capture_run(run, None)) == {"hyper_parameters", "hyper_parameters_name", "module"}
 

@@ -88,7 +88,7 @@ def _two_ranks(folder: str) -> tuple[list[str], int]:
 
 
 def test_so_it_is_on_two_processes(run_dir: Path) -> None:
-    # On two processes both ranks raise the error, and training continues.
+    """On two processes both ranks raise the error, and training continues."""
     Path("mine").mkdir()
     Path("mine/notes.txt").touch()
     for errors, steps in run_world(2, _two_ranks, str(run_dir)):

@@ -122,7 +122,7 @@ def test_a_save_that_succeeds_ends_the_row(folder: Path, monkeypatch: pytest.Mon
 
 
 def test_who_asked_for_the_save_is_called(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The functions passed to `save` are called before the capture, after the commit, and after a failure.
+    """The functions passed to `save` are called before the capture, after the commit, and after a failure."""
     _, saves = fitting()
     saves.use_folder(folder)
     calls: list[Any] = []
@@ -155,7 +155,7 @@ def test_why_a_save_after_an_error_would_be_of_no_use() -> None:
 
 
 def test_the_position_changes_with_what_a_save_would_hold() -> None:
-    # `position` differs if a save would contain another state of the run.
+    """`position` differs if a save would contain another state of the run."""
     run, saves = fitting()
     before = saves.position
     assert saves.position == before

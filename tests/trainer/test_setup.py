@@ -61,7 +61,8 @@ def test_a_module_without_the_methods_of_a_stage(stage: str, missing: str | None
 
 
 def test_a_strategy_may_bring_the_optimizer() -> None:
-    # A module needs no configure_optimizers if the strategy has the optimizer.
+    """A module needs no configure_optimizers if the strategy has the optimizer."""
+
     class Steps(TrainModule):
         def training_step(self, batch: Any, batch_idx: int) -> None: ...
 
@@ -162,7 +163,7 @@ def test_an_interval_that_an_epoch_never_reaches() -> None:
 
 
 def test_optimizer_steps_are_counted_elsewhere() -> None:
-    # With val_every_n_steps, there is no validation interval in batches.
+    """With val_every_n_steps, there is no validation interval in batches."""
     run = make_run(val_every_n_steps=2)
     run.validation_plan = evaluation_plan(run, "validation", tiny_loader())
     assert validate_every(run, train_loader(run, tiny_loader())) is None
@@ -197,7 +198,7 @@ def test_a_step_must_tell_several_loaders_apart() -> None:
 
 
 def test_the_metrics_of_a_sanity_check_go_nowhere() -> None:
-    # The metrics of the sanity check are not added to the results of the run.
+    """The metrics of the sanity check are not added to the results of the run."""
     run = make_run(num_sanity_val_steps=2)
     made = evaluation_plan(run, "validation", tiny_loader(), sanity=True)
     assert made is not None

@@ -35,7 +35,7 @@ def send(number: int) -> None:
 
 
 def test_the_second_ends_at_once(signals: Signals, ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    # The second signal to a process ends it at once.
+    """The second signal to a process ends it at once."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     send(signal.SIGTERM)
     assert (signals.received, ended) == (signal.SIGTERM, [])
@@ -45,7 +45,7 @@ def test_the_second_ends_at_once(signals: Signals, ended: list[int], monkeypatch
 
 
 def test_what_came_to_another_process_first_is_no_second(signals: Signals, ended: list[int]) -> None:
-    # The first signal to this process does not end it, even if another rank has received one before.
+    """The first signal to this process does not end it, even if another rank has received one before."""
     signals.received = signal.SIGUSR1  # as if another rank had received it
     send(signal.SIGTERM)
     assert (signals.received, ended) == (signal.SIGUSR1, [])
@@ -54,7 +54,7 @@ def test_what_came_to_another_process_first_is_no_second(signals: Signals, ended
 
 
 def test_what_the_launcher_passes_on_is_no_second(signals: Signals, ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    # Under torchrun, the same signal again within a short time is not a second signal.
+    """Under torchrun, the same signal again within a short time is not a second signal."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     send(signal.SIGTERM)
     send(signal.SIGTERM)
@@ -77,7 +77,7 @@ def test_ctrl_c_twice_is_twice_under_a_launcher_too(
 
 @pytest.mark.parametrize("main", [True, False])
 def test_the_main_process_answers_ctrl_c(signals: Signals, main: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    # Only the main process prints a message.
+    """Only the main process prints a message."""
     set_printing(main)
     try:
         send(signal.SIGINT)

@@ -169,7 +169,7 @@ def test_a_callback_that_stops_the_fit() -> None:
 
 
 def test_an_error_in_the_tear_down_is_the_end() -> None:
-    # An error in `teardown` is recorded as the reason of the end, even if training was complete.
+    """An error in `teardown` is recorded as the reason of the end, even if training was complete."""
     assert ended(ValueError, raising(ValueError(), "teardown", 4)) == [4, 1, "ValueError", False]
 
 
@@ -197,7 +197,7 @@ def test_the_file_is_in_the_folder_of_the_run(loggers: Any, saves: bool) -> None
 
 
 def test_nothing_is_recorded_without_a_folder_of_the_run() -> None:
-    # A fit without a run folder, an evaluation, and a fit that fails in `setup` write no file.
+    """A fit without a run folder, an evaluation, and a fit that fails in `setup` write no file."""
     fit(fast_dev_run=True)
     fit(ModelCheckpoint("mine"), logger=False)
     fit(logger=False, max_epochs=0)

@@ -281,7 +281,7 @@ class Choosy(Regression):
 @pytest.mark.parametrize("as_dict", [False, True])
 @pytest.mark.parametrize("left_out", [{0}, {1}, {2}, {0, 1}, {1, 2}])
 def test_none_contributes_zero_gradient_but_keeps_its_weight(left_out: set[int], as_dict: bool) -> None:
-    # A micro-batch whose loss is None adds no gradient, but its samples count in the mean.
+    """A micro-batch whose loss is None adds no gradient, but its samples count in the mean."""
     module = Choosy(left_out, as_dict)
     start = copy.deepcopy(module.layer).double()
     trainer = make_trainer(accumulate_grad_batches=3, precision="64-true")

@@ -65,7 +65,7 @@ def test_overfit_batches(overfit: int | float, batches: int) -> None:
 
 
 def test_overfitting_reads_a_loader_with_workers_in_both_at_a_time() -> None:
-    # Training and validation read the same loader with workers at the same time.
+    """Training and validation read the same loader with workers at the same time."""
     module, loader = Seen(), tiny_loader(32, shuffle=True, num_workers=1, persistent_workers=True)
     make_trainer(overfit_batches=4, val_check_interval=2).fit(module, loader, other_loader(4))
     first = [float(batch[0][0, 0]) for batch in tiny_loader(32)][:4]
@@ -217,7 +217,7 @@ def test_steps_of_validation_continue_after_reloading() -> None:
 
 
 def test_reloading_keeps_no_loader_of_before() -> None:
-    # Reloading releases the previous loaders.
+    """Reloading releases the previous loaders."""
     kept = []
 
     class Looking(Callback):

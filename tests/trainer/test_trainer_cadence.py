@@ -142,7 +142,7 @@ def test_min_epochs_and_min_steps_hold_off_a_stop() -> None:
 
 
 def test_should_stop_is_taken_back_for_the_next_fit() -> None:
-    # The next fit of the same Trainer starts without the stop request.
+    """The next fit of the same Trainer starts without the stop request."""
     trainer, _ = run(4, None, StopAt("on_train_batch_end", 1), max_epochs=2)
     trainer.callbacks.pop()
     trainer.fit(TinyModule(), tiny_loader(FOUR))

@@ -181,7 +181,7 @@ class Nan(TinyModule):
 
 
 def test_a_guard_that_refuses_the_save_after_its_own_error(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # The NonFiniteGuard rejects the save that follows its own error, and nothing more is logged.
+    """The NonFiniteGuard rejects the save that follows its own error, and nothing more is logged."""
     with pytest.raises(NonFiniteError, match="optimizer step 3"):
         make_trainer(NonFiniteGuard("raise"), enable_checkpointing=True).fit(Nan(), tiny_loader())
     assert not [message for message in caplog.messages if "failed" in message]

@@ -127,7 +127,8 @@ def draws() -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_users_generators_continue_where_they_were(fails: bool) -> None:
-    # A fit, even a failed one, does not change the state of the user's random generators.
+    """A fit, even a failed one, does not change the state of the user's random generators."""
+
     def fit() -> None:
         module = Drawing()
         if fails:
@@ -150,7 +151,7 @@ def test_the_users_generators_continue_where_they_were(fails: bool) -> None:
 @pytest.mark.parametrize("deterministic", [True, "warn", False, None])
 @pytest.mark.parametrize("fails", [False, True])
 def test_torchs_switches_come_back(deterministic: Any, fails: bool) -> None:
-    # A fit, even a failed one, restores the global settings of torch.
+    """A fit, even a failed one, restores the global settings of torch."""
     seen: dict[str, Any] = {}
 
     def switches() -> dict[str, Any]:
@@ -186,7 +187,7 @@ def test_torchs_switches_come_back(deterministic: Any, fails: bool) -> None:
 
 
 def test_a_users_setting_is_left_alone() -> None:
-    # A fit without `deterministic` uses the user's setting, and deterministic=False changes it only during the fit.
+    """A fit without `deterministic` uses the user's setting, and deterministic=False changes it only during the fit."""
     seen = []
 
     class Looking(TinyModule):

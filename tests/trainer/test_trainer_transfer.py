@@ -45,7 +45,7 @@ class Data(DataModule):
 
 
 def test_transfer_hooks_of_a_data_module_go_before_the_modules() -> None:
-    # A transfer hook of the data module is called instead of the same hook of the module.
+    """A transfer hook of the data module is called instead of the same hook of the module."""
     calls: list[Any] = []
     module, data = transfers(TinyModule, "module", calls)(), transfers(Data, "data", calls)()
     make_trainer().fit(module, datamodule=data)

@@ -45,7 +45,7 @@ def test_a_real_shortage() -> None:
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.")])
 def test_other_words_for_it(error: Exception) -> None:
-    # Other errors that mean that memory is exhausted.
+    """Other errors that mean that memory is exhausted."""
     errors = [error]
 
     @find_executable_batch_size
@@ -113,7 +113,7 @@ def on_two() -> list[int]:
 
 
 def test_on_several_processes_nothing_is_tried_again() -> None:
-    # On several processes the error is raised: one rank may run out of memory while the others do not.
+    """On several processes the error is raised: one rank may run out of memory while the others do not."""
     assert run_world(2, on_two) == [[0, 8], [1, 8]]
 
 

@@ -169,7 +169,7 @@ def test_a_process_that_is_alone_needs_no_accelerator(monkeypatch: pytest.Monkey
 
 
 def test_of_several_accelerators_the_one_that_is_worked_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    # With several accelerators, the functions use the one that was used last.
+    """With several accelerators, the functions use the one that was used last."""
     forget_all(monkeypatch)
     first, second = Accelerator(cpu=True), Accelerator(cpu=True)
     assert current.latest() is second
@@ -192,7 +192,7 @@ def test_of_several_accelerators_the_one_that_is_worked_with(monkeypatch: pytest
 
 @pytest.mark.parametrize("non_blocking", [False, True])
 def test_whether_sending_waits_is_said_to_torch(non_blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # `send_to_device` passes `non_blocking` to `Tensor.to`.
+    """`send_to_device` passes `non_blocking` to `Tensor.to`."""
     seen: list[bool] = []
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device, non_blocking: seen.append(non_blocking) or self)
     send_to_device({"x": [torch.ones(2)]}, "meta", non_blocking=non_blocking)

@@ -1,7 +1,7 @@
-"""The registered strategies, and on what each of them runs in the conformance suite.
+"""The strategies that the conformance suite tests, and the processes and devices on which each of them runs.
 
-The suite takes what `trainkit.registry` knows. Nothing here needs an entry but a strategy whose cases need a mark, or options
-for a model as small as the suite's.
+The suite tests every strategy in `trainkit.registry`. A strategy needs an entry here only if its tests need a pytest mark, or
+if it needs options for a model as small as that of the suite.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ VARIABLE = "TRAINKIT_CONFORMANCE"
 """Names of modules, separated by commas, that register strategies of other packages when they are imported."""
 
 
-# The largest relative difference to a loop on one device, of losses and parameters. A strategy adds the gradients of the
-# micro-batches in an order of its own: in float64 that changes a step by about 1e-15, in float32 by about 1e-7, which the few
-# dozen steps of the suite multiply by less than a hundred. float16 has three digits.
+# Maximum relative difference of losses and parameters to a loop on one device. Each strategy adds the gradients of the
+# micro-batches in a different order: in float64 that changes a step by about 1e-15, in float32 by about 1e-7. Over the few
+# dozen steps of the suite, the difference grows less than a hundredfold. float16 has three digits.
 LIMITS = {"64-true": 1e-11, "32-true": 5e-6, "16-mixed": 5e-3}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A strategy, and what it runs on.
+    """A strategy, and the processes and devices on which it runs.
 
     Attributes:
-        name: short name of the strategy, or an alias.
-        processes: number of processes.
-        devices: number of devices that each process drives.
-        options: arguments of the strategy's class.
-        marks: names of the marks of its cases.
+        name: Short name of the strategy, or an alias.
+        processes: Number of processes.
+        devices: Number of devices of each process.
+        options: Arguments of the strategy's class.
+        marks: Names of the pytest marks of its tests.
     """
 
     name: str
@@ -53,14 +53,14 @@ class Setting:
 
     @property
     def info(self) -> StrategyInfo:
-        """The declaration of the strategy."""
+        """The `StrategyInfo` of the strategy."""
         found = toy.INFO if self.name in toy.INFO.names else find_info(self.name)
         assert found is not None
         return found
 
     @property
     def kind(self) -> Any:
-        """The class of the strategy, to ask for what it declares."""
+        """The class of the strategy."""
         return load(self.info.path)
 
     @property
@@ -70,19 +70,19 @@ class Setting:
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether a forward is a collective; of an object, since a class may leave it to an option."""
+        """Whether a forward is a collective. This makes an object of the class, because it may depend on an option."""
         if self.info.one_process:
             return False
         made = self.kind(**{**self.info.names.get(self.name, {}), **self.options, "device": "cpu"})
         return bool(made.shards_parameters)
 
     def strategy(self) -> Any:
-        """A name or an object for `strategy=`, in a process of the run."""
+        """The value for `strategy=`, in a process of the run: a name, or an object if there are options."""
         register()
         return make_strategy(self.name, **self.options) if self.options else self.name
 
     def launch(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `function(setting, *args)` returned in each of the strategy's processes, which are fresh ones."""
+        """Call `function(setting, *args)` in each process of the strategy, in new processes; returns the results by rank."""
         named = {VARIABLE: os.environ.get(VARIABLE, "")}
         if self.info.one_process:
             return [run_xla(function, self, *args, devices=self.devices, env={**QUICK, **named})]
@@ -94,14 +94,14 @@ ONE_DEVICE = Setting("single", processes=1)
 _SETTINGS = (
     ONE_DEVICE,
     *(Setting(name, marks=("zero",)) for name in ("zero1", "zero2")),
-    # in a model as small as the suite's nothing is sharded, unless the smallest parameters are
+    # with the default threshold, no parameter of a model as small as that of the suite is sharded
     *(Setting(name, options={"param_persistence_threshold": 0}, marks=("zero",)) for name in ("zero3", "zero3_offload")),
     *(Setting(name, processes=1, devices=4, marks=("xla",)) for name in ("xla", "xla_fsdp")),
 )
 
 
 def register() -> None:
-    """Make the strategies of other packages known in this process."""
+    """Register the strategies that are not part of trainkit in this process."""
     if find_info(*toy.INFO.names) is None:
         register_strategy(toy.INFO)
     _import_named()
@@ -113,9 +113,9 @@ def _import_named() -> None:
 
 
 def settings() -> list[Any]:
-    """A setting for each short name in the registry, and those of the table, as parameters of a test.
+    """The settings of all short names in the registry and of `_SETTINGS`, as parameters of a test.
 
-    The toy is registered in the processes of its runs only: what is registered here would be known to all tests.
+    `AllReduceStrategy` of `toy.py` is registered only in the processes of its runs. Registered here, all tests would see it.
     """
     _import_named()
     names = [name for info in (*strategy_infos(), toy.INFO) for name in info.names]

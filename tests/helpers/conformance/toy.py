@@ -1,4 +1,4 @@
-"""`AllReduceStrategy`: data parallel training with nothing but collectives of `torch.distributed`."""
+"""`AllReduceStrategy`: data parallel training that uses only the collectives of `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INFO = StrategyInfo(path=f"{__name__}:AllReduceStrategy", names={"all_reduce": {
 
 
 class AllReduceStrategy(Strategy):
-    """Every process has the whole model; gradients are averaged once in each accumulation window."""
+    """Every process has the whole model. Gradients are averaged once in each accumulation window, before the optimizer step."""
 
     name = "all_reduce"
     info = INFO

@@ -1,6 +1,6 @@
-"""One training three ways: by a loop of plain torch on one device, by `Trainer`, and by an own loop over `Accelerator`.
+"""The same training with a plain PyTorch loop on one device, with `Trainer`, and with a training loop over `Accelerator`.
 
-What is compared is the loss of each optimizer step, the mean over its global batch, and the parameters at the end.
+The tests compare the loss of each optimizer step (the mean over its global batch) and the parameters at the end.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class Way:
     """How to train.
 
     Attributes:
-        accumulate: micro-batches of a process in an accumulation window.
-        windows: whole windows in an epoch.
-        rest: samples of a further window, in which not every process has as many micro-batches.
-        clip: the largest norm, or the largest absolute value.
-        by_value: clip by value.
+        accumulate: Number of micro-batches of a process in an accumulation window.
+        windows: Number of full accumulation windows in an epoch.
+        rest: Number of samples in an incomplete last window, in which processes have different numbers of micro-batches.
+        clip: Maximum gradient norm, or maximum absolute value.
+        by_value: Clip by value instead of by norm.
         optimizer: `"sgd"` (with momentum) or `"adamw"`.
-        random: shuffling, noise by all three generators, and dropout.
-        without_loss: samples whose micro-batch has no loss.
-        overflow: samples whose micro-batch has an infinite loss.
-        precision: of the run; `None`: the strategy's widest.
+        random: Use shuffling, noise from torch, numpy and `random`, and dropout.
+        without_loss: Samples; a micro-batch with one of them returns no loss.
+        overflow: Samples; a micro-batch with one of them returns an infinite loss.
+        precision: Precision of the run; `None`: the widest that the strategy supports.
     """
 
     accumulate: int = 1
@@ -69,28 +69,28 @@ class Way:
     precision: str | None = None
 
     def window(self, setting: Setting) -> int:
-        """Samples of a whole accumulation window, over all processes."""
+        """Number of samples in a full accumulation window, over all processes."""
         return SIZE * setting.devices * setting.processes * self.accumulate
 
     def samples(self, setting: Setting) -> int:
-        """Samples of an epoch."""
+        """Number of samples in an epoch."""
         return self.windows * self.window(setting) + self.rest
 
     def precision_under(self, setting: Setting) -> Any:
-        """For `precision=`. Of a small loss scale, under which nothing overflows by itself."""
+        """The value for `precision=`. For float16 with a loss scale so small that only the `overflow` samples overflow."""
         name = self.precision or setting.precision
         return Precision(name, init_scale=256.0) if name == "16-mixed" else name
 
 
 @dataclass
 class Result:
-    """What a process has done.
+    """What happened in one process.
 
     Attributes:
-        losses: number of optimizer steps before → (samples, loss) of each micro-batch with a finite loss.
-        parameters: at the end, in full.
-        buffers: at the end.
-        steps: number of optimizer steps.
+        losses: Number of earlier optimizer steps → (number of samples, loss) of each micro-batch with a finite loss.
+        parameters: Full parameters at the end.
+        buffers: Buffers at the end.
+        steps: Number of optimizer steps.
     """
 
     losses: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
@@ -99,18 +99,18 @@ class Result:
     steps: int = 0
 
     def end(self, module: nn.Module, steps: int) -> None:
-        """Take down what there is at the end; the parameters are whole."""
+        """Record the parameters and buffers at the end; sharded parameters must be gathered."""
         self.parameters = {name: value.detach().cpu().clone() for name, value in module.named_parameters()}
         self.buffers = {name: value.detach().cpu().clone() for name, value in module.named_buffers()}
         self.steps = steps
 
     def note(self, step: int, batch: Any, loss: Tensor) -> None:
-        """Take down the loss of a micro-batch."""
+        """Record the loss of a micro-batch, if it is finite."""
         if bool(torch.isfinite(loss)):
             self.losses.setdefault(step, []).append((len(batch["id"]), float(loss.detach())))
 
     def means(self) -> dict[int, float]:
-        """The loss of each step: the mean over its samples."""
+        """The loss of each optimizer step: the mean over its samples."""
         return {
             step: sum(count * loss for count, loss in own) / sum(count for count, _ in own)
             for step, own in sorted(self.losses.items())
@@ -118,10 +118,10 @@ class Result:
 
 
 def combined(results: list[Result]) -> Result:
-    """The results of all processes as one.
+    """Combine the results of all processes into one.
 
     Raises:
-        AssertionError: the processes have different parameters, buffers or numbers of steps.
+        AssertionError: The processes have different parameters, buffers or numbers of optimizer steps.
     """
     first, *others = results
     whole = replace(first, losses={step: list(own) for step, own in first.losses.items()})
@@ -136,7 +136,7 @@ def combined(results: list[Result]) -> Result:
 
 
 def assert_same(found: Result, expected: Result, limit: float = 0.0) -> None:
-    """The same steps, and their losses and parameters to a relative limit; 0: bit for bit, buffers too."""
+    """Steps, losses and parameters agree to the relative difference `limit`; with 0, bit for bit and buffers too."""
     assert found.steps == expected.steps
     mine, theirs = found.means(), expected.means()
     assert mine.keys() == theirs.keys()
@@ -150,7 +150,7 @@ def assert_same(found: Result, expected: Result, limit: float = 0.0) -> None:
 
 
 class Numbers(Dataset[Any]):
-    """Eight numbers and their sines, with the number of the sample."""
+    """Samples of eight numbers and their sines, with the index of the sample."""
 
     def __init__(self, samples: int, noise: bool = False) -> None:
         self.x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -167,9 +167,9 @@ class Numbers(Dataset[Any]):
 
 
 class Net(TrainModule):
-    """A small network, trained one way; a buffer has statistics of the data, as BatchNorm has.
+    """A small network, trained as a `Way` says. A buffer has statistics of the data, like in BatchNorm.
 
-    On ranks other than 0 it begins with other values, which a strategy has to replace by those of rank 0.
+    On ranks other than 0 it begins with different values, which a strategy must replace with those of rank 0.
     """
 
     def __init__(self, way: Way, rank: int = 0) -> None:
@@ -228,13 +228,13 @@ def _module(way: Way) -> Net:
 
 
 def trainer_of(setting: Setting, way: Way, like: Setting, *callbacks: Callback) -> Trainer:
-    """A Trainer that prints nothing, logs and saves nowhere and checks nothing before training.
+    """A Trainer without output, logging, checkpoints and sanity check.
 
     Args:
-        setting: the strategy.
-        way: how to train.
-        like: the strategy whose global batches are used.
-        *callbacks: of the Trainer.
+        setting: The strategy.
+        way: How to train.
+        like: The strategy whose global batches to use.
+        *callbacks: Callbacks of the Trainer.
     """
     clipping = {"gradient_clip_val": way.clip, "gradient_clip_algorithm": "value" if way.by_value else "norm"}
     return Trainer(
@@ -255,7 +255,7 @@ def trainer_of(setting: Setting, way: Way, like: Setting, *callbacks: Callback) 
 
 
 def loader_of(way: Way, samples: int) -> DataLoader[Any]:
-    """The data of a process: each of its devices gets micro-batches of two samples."""
+    """The DataLoader of a process: each of its devices gets micro-batches of two samples."""
     return DataLoader(Numbers(samples, way.random), SIZE, shuffle=way.random)
 
 
@@ -265,11 +265,11 @@ def by_trainer(
     """Train with `Trainer`, in a process of the strategy.
 
     Args:
-        setting: the strategy.
-        way: how to train.
-        *callbacks: more callbacks.
-        resume: the checkpoint to continue.
-        like: the strategy whose global batches are used; default: the one that trains.
+        setting: The strategy.
+        way: How to train.
+        *callbacks: More callbacks.
+        resume: The checkpoint to resume from.
+        like: The strategy whose global batches to use; default: `setting`.
     """
     notes, like = Notes(), like or setting
     trainer_of(setting, way, like, notes, *callbacks).fit(_module(way), loader_of(way, way.samples(like)), ckpt_path=resume)
@@ -277,7 +277,7 @@ def by_trainer(
 
 
 def by_own_loop(setting: Setting, way: Way) -> Result:
-    """Train with an own loop over `Accelerator`, in a process of the strategy."""
+    """Train with a training loop over `Accelerator`, in a process of the strategy."""
     trainkit.seed_everything(SEED)
     accelerator = Accelerator(
         strategy=setting.strategy(),
@@ -309,10 +309,10 @@ def by_own_loop(setting: Setting, way: Way) -> Result:
 
 
 def by_hand(setting: Setting, way: Way) -> Result:
-    """Train with a loop of plain torch on the CPU, over the global batches that the strategy has.
+    """Train with a plain PyTorch loop on the CPU, without trainkit, over the global batches of the strategy.
 
-    It uses nothing of trainkit. The micro-batches have the size of those of the strategy's processes, which matters only where
-    one has no loss: the gradient is the mean over the global batch, however it is split.
+    The micro-batches are as large as in the strategy's processes. This matters only if one has no loss: otherwise the gradient
+    is the mean over the global batch, however it is split.
     """
     dtype = torch.float64 if way.precision_under(setting) == "64-true" else torch.float32
     half = way.precision == "16-mixed"

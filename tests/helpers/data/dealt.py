@@ -1,6 +1,6 @@
-"""Loaders as each of several processes reads them: `from helpers.data.dealt import Alike, dealt, joined`.
+"""The micro-batches of each of several ranks: `from helpers.data.dealt import Alike, dealt, joined`.
 
-Where the processes need not talk, they are played one after the other in the test's own process.
+Where ranks need not communicate, they run one after another in the process of the test.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class Alike(World):
-    """One of several processes, all of which say what this one says. They must not have anything else to tell one another."""
+    """The `World` of one of several ranks that all have the same values: `exchange` repeats the value of this rank."""
 
     def exchange(self, value: Any) -> list[Any]:
         return [value] * self.size
@@ -47,11 +47,11 @@ class Alike(World):
 
 
 class Given(NamedTuple):
-    """A micro-batch as a process was given it."""
+    """A micro-batch as one rank got it, with fields of `MicroBatch` and the loader's position."""
 
     batch: Any
     ids: Any
-    drawn: list[float]  # when it was worked on
+    drawn: list[float]  # random numbers drawn when the rank got the micro-batch
     first: bool
     full: bool
     share: float
@@ -63,7 +63,7 @@ class Given(NamedTuple):
 
 @contextmanager
 def heard() -> Iterator[list[str]]:
-    """What is said meanwhile, in this process."""
+    """Collect the log messages of trainkit in this process."""
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
@@ -75,22 +75,22 @@ def heard() -> Iterator[list[str]]:
 
 
 def joined() -> World:
-    """This process's world; in a process of `worlds.run_world`."""
+    """The `World` of this process, which `worlds.run_world` has started."""
     return join(RequestedDevices(), timeout=timedelta(seconds=30))
 
 
 def prepared(source: Any, world: World, window: int | None = 1, **options: Any) -> PreparedLoader:
-    """The source as a loader of one process; for training with a window, else for evaluation."""
+    """Prepare the source as the loader of one rank; `window=None` is for evaluation."""
     return PreparedLoader(source, seed=7, device=CPU, world=world, **{"stage": Stage.TRAIN, "window": window, **options})
 
 
 def read(loader: PreparedLoader, epoch: int = 0, start: int = 0) -> Iterator[Given]:
-    """The rest of an epoch."""
+    """The micro-batches of an epoch, from `start` on."""
     return observed(loader, loader.iterate(epoch, start))
 
 
 def observed(loader: PreparedLoader, micro_batches: Iterator[MicroBatch]) -> Iterator[Given]:
-    """Batches of a loader with what is known of each when it is given."""
+    """Each micro-batch of a loader as a `Given`."""
     for micro in micro_batches:
         numbers = None if micro.batch is NO_BATCH else _numbers(micro.batch)
         drawn = draw()
@@ -107,18 +107,18 @@ def _numbers(batch: Any) -> Any:
 
 
 def as_lists(given: Given) -> Given:
-    """The same without tensors, to be sent to another process."""
+    """A copy with lists instead of tensors, for sending it to another process."""
     return given._replace(batch=map_tensors(given.batch, lambda tensor: tensor.tolist()))
 
 
 def dealt(make: Callable[[], Any], size: int, window: int | None = 1, epoch: int = 0, **options: Any) -> list[list[Given]]:
-    """What each of `size` processes is given of an epoch, by rank."""
+    """The micro-batches of an epoch on each of `size` ranks."""
     worlds = [World()] if size == 1 else [Alike(rank, size) for rank in range(size)]
     return [list(read(prepared(make(), world, window, **options), epoch)) for world in worlds]
 
 
 def assert_shared_out(by_rank: list[list[Given]], alone: list[Given], kind: str) -> None:
-    """Each process was given its batches of those that one process is given, and drew the same when it worked on them."""
+    """Each rank gets every n-th of the batches that one process alone gets, and draws the same random numbers for them."""
     for rank, own in enumerate(by_rank):
         batches, expected = [one for one in own if not one.padding], alone[rank :: len(by_rank)]
         assert same([one.batch for one in batches], [one.batch for one in expected]), kind
@@ -126,7 +126,7 @@ def assert_shared_out(by_rank: list[list[Given]], alone: list[Given], kind: str)
 
 
 def global_windows(by_rank: list[list[Given]]) -> list[list[Given]]:
-    """The windows of an epoch, each with its micro-batches in the order of one process, without padding."""
+    """The accumulation windows of an epoch: the micro-batches of all ranks in global order, without padding."""
     parts = [list(_windows(own)) for own in by_rank]
     assert len({len(own) for own in parts}) == 1, "all have as many windows"
     found = []

@@ -1,4 +1,4 @@
-"""Data that shows what was drawn while it was fetched: `from helpers.data.samples import Drawing, prepare, whole_epoch`."""
+"""Samples that contain random numbers of the dataset: `from helpers.data.samples import Drawing, prepare, whole_epoch`."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def draw() -> list[float]:
 
 
 def collate_and_draw(samples: list[Tensor]) -> dict[str, Tensor]:
-    """A batch with what the dataset drew for each sample and three numbers that were drawn when it was put together."""
+    """A batch of the samples of a `Drawing`, with three random numbers that were drawn while collating."""
     return {"samples": torch.stack(samples), "batch": torch.tensor(draw(), dtype=torch.float64)}
 
 
 class Drawing(Dataset):
-    """Sample i is (i, and a number from each generator); `calls` are the indices asked for in this process."""
+    """Sample i is i and a random number from each generator; `calls` has the indices that this process fetched."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -58,7 +58,7 @@ class Drawing(Dataset):
 
 
 class DrawingStream(IterableDataset):
-    """The same as a stream, of which each worker reads its part."""
+    """The same samples as an IterableDataset; each DataLoader worker reads its shard."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -71,14 +71,14 @@ class DrawingStream(IterableDataset):
 
 
 class SizedDrawingStream(DrawingStream):
-    """A stream that says its length."""
+    """A `DrawingStream` with a length."""
 
     def __len__(self) -> int:
         return self.length
 
 
 def prepare(source: Any, seed: int = 7, **options: Any) -> PreparedLoader:
-    """The source as a training loader on the CPU."""
+    """Prepare the source as a training loader on the CPU."""
     return PreparedLoader(source, seed=seed, device=CPU, **{"stage": Stage.TRAIN, **options})
 
 
@@ -88,7 +88,7 @@ def whole_epoch(loader: PreparedLoader, epoch: int = 0, start: int = 0) -> list[
 
 
 def ids(batches: list[Any]) -> list[list[int]]:
-    """The numbers of the samples in each batch."""
+    """The indices of the samples in each batch."""
     return [_samples(batch)[:, 0].int().tolist() for batch in batches]
 
 

@@ -1,14 +1,14 @@
-"""The code blocks of a page of the documentation, and how they run: in order, in one process for each page.
+"""Run the code blocks of a documentation page in order, in one process.
 
 | fence | what happens |
 |---|---|
 | `python` | runs, in the namespace of the blocks before it |
-| `python title="train.py"` (any title that ends as a file name) | is written to that file |
+| `python title="train.py"` (a title with a dot) | is written to that file |
 | `bash` | runs in a shell, in the same folder |
-| `python title="Lightning"` (a name in `FOREIGN`) | is only compiled: that package is not installed here |
-| any other language | nothing: output, configuration |
+| `python title="Lightning"` (a name in `FOREIGN`) | is only compiled, because that package may not be installed |
+| any other language | is skipped: output, configuration |
 
-`<!-- not run: reason -->` on the line before a fence keeps a block from running.
+A block does not run if the line before its fence is `<!-- not run: reason -->`.
 
     python tests/helpers/docs/pages.py docs/get-started/tutorial.md
 """
@@ -67,7 +67,7 @@ def run_page(page: Path) -> None:
             source = "\n" * (block.line - 1) + block.text
             code = compile(source, str(page), "exec")
             if block.title not in FOREIGN:
-                # So that tracebacks, and what reads the source of a class, show the page.
+                # so that tracebacks and `inspect.getsource` show the page
                 linecache.cache[str(page)] = (len(source), None, source.splitlines(keepends=True), str(page))
                 exec(code, namespace)
         elif block.language == "bash":

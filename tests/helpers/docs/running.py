@@ -1,4 +1,4 @@
-"""Runs a page of the documentation in a process of its own."""
+"""Run a documentation page in a new process."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ __all__ = ["name_of", "pages_in", "runs_in_order", "with_code"]
 
 
 def name_of(page: Path) -> str:
-    """The path of a page in the repository."""
+    """The path of a page, relative to the repository."""
     return page.relative_to(ROOT).as_posix()
 
 
 def with_code(*pages: Path) -> list[Path]:
-    """The pages with blocks that run."""
+    """Those of the pages that have Python or bash blocks."""
     return [page for page in pages if any(one.language in ("python", "bash") for one in blocks(page.read_text("utf-8")))]
 
 
 def pages_in(folder: str) -> list[Path]:
-    """The pages of a folder of the documentation with blocks that run."""
+    """The pages with Python or bash blocks in a folder of the documentation."""
     return with_code(*sorted((ROOT / "docs" / folder).glob("*.md")))
 
 
 def runs_in_order(page: Path, folder: Path) -> None:
-    """Run the blocks of a page in order, in one process, in this folder."""
+    """Run the blocks of a page in order, in one new process with `folder` as working directory; all must succeed."""
     path = os.pathsep.join(
         [str(Path(sys.executable).parent), os.environ["PATH"]]
     )  # `python` and `trainkit` of this environment

@@ -1,7 +1,7 @@
-"""Agents in tests: `start_agent` runs `run_job` in a process of its own, with a small script as its workers.
+"""Launcher agents for tests: `start_agent` runs `run_job` in a new process, with a small script as its worker processes.
 
-The agent's process is forked from the server of `worlds.py`, so that it costs no start of an interpreter; the workers are
-plain Python scripts, which import torch only if they say so.
+The agent's process is forked from the fork server of `worlds.py`, so it starts fast. The workers are plain Python scripts,
+which import torch only if the script does.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from helpers.worlds.worlds import World, start_world
 
 __all__ = ["Agent", "alive", "start_agent", "wait_until"]
 
-# What each worker's script begins with: `ready` tells that it is there, and which processes it has started; `say` writes a
-# line that those of others do not get into.
+# The first lines of each worker's script. `ready` reports that the worker runs, and which processes it has started. `say`
+# writes a whole line at once, so that lines of different workers do not mix.
 HEAD = """\
 import os, signal, subprocess, sys, time
 def say(*words):
@@ -34,11 +34,11 @@ def ready(*pids):
 
 
 class Agent:
-    """An agent that runs.
+    """A running agent.
 
     Attributes:
-        process: the agent's process id.
-        folder: where its workers leave files.
+        process: Process id of the agent.
+        folder: Folder for the files of its workers.
     """
 
     def __init__(self, world: World, folder: Path, count: int) -> None:
@@ -48,7 +48,7 @@ class Agent:
         self.process: int = pid
 
     def ready(self, restart: int = 0) -> list[list[int]]:
-        """When all workers have called `ready`: for each its process id and those that it gave."""
+        """Wait until all workers have called `ready`; returns for each its process id and the ids that it reported."""
         files = [self.folder / f"ready-{restart}-{rank}" for rank in range(self._count)]
         wait_until(lambda: all(file.exists() for file in files))
         return [[int(pid) for pid in file.read_text().split()] for file in files]
@@ -58,20 +58,20 @@ class Agent:
         os.kill(self.process, number)
 
     def code(self) -> int:
-        """Its exit code, when it has ended."""
+        """Wait until the agent exits; returns its exit code."""
         (code,) = self._world.results()
         assert isinstance(code, int)
         return code
 
     def killed(self) -> str:
-        """How it ended, if it was killed."""
+        """Wait until the agent is killed; returns how it ended, such as "ended with -9"."""
         ((fine, text),) = self._world.ends()
         assert not fine
         return str(text)
 
     @property
     def output(self) -> str:
-        """What it and its workers have printed."""
+        """The output of the agent and its workers."""
         return (self.folder / "output").read_text()
 
 
@@ -81,12 +81,12 @@ def start_agent(
     """Start an agent with `count` workers, each of which runs a script that begins with `HEAD`.
 
     Args:
-        script: of the workers.
-        folder: where the script, the output and files of the workers go.
-        count: workers.
-        number: tells several agents apart that have the same folder.
-        limits: other values for names of the modules `agent` and `workers`: constants, in seconds, or a function.
-        options: of the `Job`.
+        script: Script of the workers, without `HEAD`.
+        folder: Folder for the script, the output and the files of the workers.
+        count: Number of workers.
+        number: A different number for each agent, if several have the same folder.
+        limits: New values for constants (in seconds) or functions of the modules `agent` and `workers`, by name.
+        options: Arguments of the `Job`.
     """
     (folder / "script.py").write_text(HEAD + script)
     world = start_world(1, _agent, str(folder), count, f"output{number or ''}", limits or {}, options)
@@ -99,7 +99,7 @@ def _agent(folder: str, count: int, output: str, limits: dict[str, Any], options
 
     for name, value in limits.items():
         setattr(agent if hasattr(agent, name) else workers, name, value)
-    os.setsid()  # so that nothing that is sent to its process group reaches anybody else
+    os.setsid()  # so that signals to its process group reach no other process
     file = os.open(f"{folder}/{output}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -112,7 +112,7 @@ def _agent(folder: str, count: int, output: str, limits: dict[str, Any], options
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and that no process has waited for does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
@@ -121,7 +121,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], patience: float = PATIENCE) -> None:
-    """Wait for something that must come."""
+    """Wait until the condition holds; fail after `patience` seconds."""
     deadline = time.monotonic() + patience
     while not condition():
         assert time.monotonic() < deadline, "it does not come"

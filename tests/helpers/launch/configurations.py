@@ -1,6 +1,6 @@
 """Configuration files as `accelerate config` of Accelerate 1.15 writes them.
 
-`tests/config/test_accelerate.py` holds them against Accelerate itself.
+`tests/config/test_accelerate.py` compares them with those of Accelerate itself.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ALWAYS: dict[str, Any] = {
 
 
 def accelerates(**keys: Any) -> str:
-    """A file with these keys and those that are in all of them."""
+    """The text of a configuration file with these keys, and the keys that all files have."""
     return yaml.safe_dump({**_ALWAYS, **keys})
 
 
@@ -103,7 +103,7 @@ FILES = {
     "fsdp": FSDP,
 }
 
-# Of accelerate.utils.write_basic_config, which writes JSON into a file that is called .yaml.
+# The file of accelerate.utils.write_basic_config, which writes JSON to a .yaml file.
 DEFAULT = """\
 {
   "compute_environment": "LOCAL_MACHINE",

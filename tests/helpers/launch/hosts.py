@@ -1,9 +1,9 @@
-"""`Hosts`: two hosts on one machine, as network namespaces with a cable between them, and programs on either of them.
+"""`Hosts`: two simulated hosts on one machine: two network namespaces, connected by a virtual cable.
 
-Each host has its own network, name and processes. They share the file system, but a program may see another folder in the place
-of one. All run in the namespaces of one small process that reads from a pipe: when the pipe is closed, also because the test
-process was killed, the kernel ends every process in them and removes the rest. Nothing has a name outside, so any number of
-tests can run at the same time. With user namespaces no root is needed.
+Each host has its own network, host name and processes. The hosts share the file system, but a program can have another folder
+mounted at a path. All programs run in the namespaces of one small process that reads from a pipe. When the pipe closes, also
+because the test process was killed, the kernel ends all processes in the namespaces and removes them. The namespaces have no
+names outside, so several tests can run at the same time. With user namespaces, no root is needed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from helpers.patience import PATIENCE
 __all__ = ["ADDRESSES", "NAMES", "Hosts", "Program"]
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-_ADMIN = ":/usr/sbin:/sbin"  # where some of the tools are, which is not in the PATH of users
+_ADMIN = ":/usr/sbin:/sbin"  # some of the tools are here, which may not be in PATH
 _TOOLS = ("unshare", "nsenter", "ip", "mount", "hostname")
 NAMES = ("host-0", "host-1")
 _NOWHERE = "02:00:00:00:00:99"  # a hardware address that does not exist
 
-# `ip netns` keeps names in /var/run/netns; this one is visible to these processes only.
+# `ip netns` keeps names in /var/run/netns. The one that is mounted here is visible only in these namespaces.
 _SET_UP = f"""
 mkdir -p /var/run/netns 2> /dev/null || {{ mount -t tmpfs none /run; mkdir -p /var/run/netns; }}
 mount -t tmpfs none /var/run/netns
@@ -40,7 +40,7 @@ echo ready
 cat
 """
 
-# $1: the name of the host, $2: the working directory, $3: a folder to mount at $4; the rest is the program.
+# $1: host name, $2: working directory, $3: folder to mount at the path $4 (may be empty); the rest is the program
 _ENTER = 'hostname "$1"; [ -z "$3" ] || mount --bind "$3" "$4"; cd "$2"; shift 4; exec "$@"'
 
 
@@ -48,8 +48,8 @@ class Program:
     """A program that runs on a host.
 
     Attributes:
-        process: the process outside the host.
-        file: the file of its output.
+        process: The process that the test has started to run the program.
+        file: File with its output.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], file: Path) -> None:
@@ -61,7 +61,7 @@ class Program:
         return self.file.read_text()
 
     def code(self, patience: float = PATIENCE) -> int:
-        """Its exit code, negative for a signal; it must end within `patience` seconds."""
+        """Wait until the program exits, at most `patience` seconds; returns its exit code, negative for a signal."""
         try:
             return self.process.wait(patience)
         except subprocess.TimeoutExpired:
@@ -71,10 +71,10 @@ class Program:
 class Hosts:
     """Two hosts, 0 and 1, with the addresses `ADDRESSES`; a context manager.
 
-    The test is skipped where the tools are missing or the system allows no such namespaces.
+    The test is skipped if the tools are missing or the system does not allow such namespaces.
 
     Args:
-        folder: for the output files of programs.
+        folder: Folder for the output files of programs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -95,7 +95,7 @@ class Hosts:
         self._first = _child_of(self._keeper.pid)
 
     def _keep(self) -> subprocess.Popen[str]:
-        """The process whose namespaces all others use."""
+        """Start the process whose namespaces all programs use."""
         user = [] if self._as_root else ["--user", "--map-root-user"]
         return subprocess.Popen(
             ["unshare", *user, "--mount", "--net", "--pid", "--fork", "--mount-proc", "sh", "-ec", _SET_UP],
@@ -112,7 +112,7 @@ class Hosts:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._keeper.stdin is not None
-        self._keeper.stdin.close()  # which ends all processes; it waits for the others
+        self._keeper.stdin.close()  # this ends all processes
         self._keeper.stdin = None
         for program in self._programs:
             program.code()
@@ -129,8 +129,8 @@ class Hosts:
 
         Args:
             host: 0 or 1.
-            command: of the program.
-            env: all its variables.
+            command: Command line of the program.
+            env: All environment variables of the program.
             instead: `(this, that)`: mount the folder `this` at the path `that`.
         """
         file = self._folder / f"host-{host}-{len(self._programs)}.txt"
@@ -159,7 +159,7 @@ class Hosts:
             self._ip(host, "neigh", "del", ADDRESSES[other], "dev", "eth0")
 
     def unplug(self, host: int) -> None:
-        """Pull the cable out of a host."""
+        """Take down the network interface of a host, as if its cable was pulled out."""
         self._ip(host, "link", "set", "eth0", "down")
 
     def plug_in(self, host: int) -> None:
@@ -201,7 +201,7 @@ def _child_of(parent: int) -> int:
         for file in Path("/proc").glob("[0-9]*/stat"):
             try:
                 found = int(file.read_text().rpartition(")")[2].split()[1])
-            except OSError:  # it has ended
+            except OSError:  # it has exited
                 continue
             if found == parent:
                 return int(file.parent.name)

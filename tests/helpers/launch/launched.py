@@ -1,4 +1,4 @@
-"""The script of `disturbed.py`, started as a user would start it, watched with all the processes that come of it."""
+"""Start the script of `disturbed.py` like a user, and watch all processes that it starts."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["Launched"]
 
 
 class Launched:
-    """The script, started as a user would: `with Launched(training, "-m", "trainkit", "launch", …) as running`.
+    """The running script: `with Launched(training, "-m", "trainkit", "launch", …) as running`.
 
     Args:
-        training: what to train.
-        launcher: the arguments of Python before the script; nothing: the script starts its processes itself.
+        training: Arguments of the script.
+        launcher: Arguments of Python before the script; without any, the script starts its processes itself.
 
     Attributes:
-        folder: of the training.
-        process: the first process, in a session of its own.
+        folder: Folder of the run.
+        process: The process that was started first; it has its own session.
     """
 
     def __init__(self, training: Training, *launcher: str) -> None:
@@ -41,22 +41,22 @@ class Launched:
 
     @property
     def output(self) -> str:
-        """What was printed."""
+        """The output of all processes."""
         return (self.folder / "output").read_text()
 
     def pids(self, attempt: int) -> dict[int, int]:
-        """The training processes of a start by rank, as far as they have said that they are there."""
+        """Rank → process id of the training processes of a start that have reported their ids so far."""
         found = self.folder.glob(f"pid-{attempt}-*")
         return {int(path.name.split("-")[2]): int(path.read_text()) for path in found}
 
     def until(self, condition: Callable[[], Any], what: str) -> bool:
-        """Wait for something; returns whether it has come, and not the end of the job."""
+        """Wait until the condition holds or the job ends; returns whether the job still runs."""
         wait_until(lambda: condition() or self.process.poll() is not None, lambda: f"no {what}:\n{self.output}")
         self._seen |= _descendants(self.process.pid)
         return self.process.poll() is None
 
     def code(self, seconds: float = PATIENCE) -> int:
-        """The exit code; when it is there, nothing of all that was started may be left."""
+        """Wait until the job ends; returns its exit code. None of the processes that it has started may remain."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"still running after {seconds} s:\n{self.output}"
@@ -86,12 +86,12 @@ def _command(pid: int) -> str:
 
 
 def _is_of_a_job(command: str) -> bool:
-    """Numbers of processes are used again."""
+    """Whether a command line is that of a process of the job: another process may have got its process id."""
     return SCRIPT in command or "launch/guard.py" in command
 
 
 def _descendants(pid: int) -> set[int]:
-    """The processes that a process has started, with all that these have."""
+    """The process ids of all children of a process, their children, and so on."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

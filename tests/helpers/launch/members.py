@@ -1,4 +1,4 @@
-"""Processes that end in all the ways in which a process can end."""
+"""Processes of a process group with the failure handling of a run, for tests in which they end in different ways."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from trainkit.distributed.world import World
 
 __all__ = ["GRACE", "LIMIT", "Ended", "Member", "as_script", "end_of", "now", "terminal"]
 
-LIMIT = within(10)  # seconds in which all processes must have ended
-GRACE = 0.5  # seconds that a process has to leave a run, in tests where it does not
+LIMIT = within(10)  # seconds in which all processes must have exited
+GRACE = 0.5  # seconds until the watchdog ends a process that does not leave a run by itself, in tests of that
 
 
 class Member:
-    """One of the processes that torchrun's variables speak of, with all that belongs to it.
+    """One process of a job with torchrun's environment variables, with its process group, channel, watchdog and failure report.
 
     Args:
-        timeout: seconds that a collective waits.
-        folder: where stacks go.
-        grace: seconds that a process has to leave a run when another one has failed: for ever, unless a test is about that.
+        timeout: Timeout of collectives in seconds.
+        folder: Folder for files with stacks.
+        grace: Seconds that a process has to leave a run after another one has failed; by default longer than a test takes.
     """
 
     def __init__(self, timeout: float = PATIENCE, folder: str = "out", grace: float = VAIN) -> None:
@@ -54,7 +54,7 @@ class Member:
         self.endings = FailureReport(self.channel)
 
     def run(self, work: Callable[[], Any], tear_down: Callable[[], Any] = lambda: None) -> Any:
-        """As a run of the Trainer."""
+        """Call `work` like a run of the Trainer, with its handling of failures."""
         self.watchdog.entered()
         try:
             return work()
@@ -70,13 +70,13 @@ class Member:
                 self.watchdog.left()
 
     def step(self) -> float:
-        """What needs all processes, and blocks until they come; returns their number."""
+        """An all-reduce, which blocks until all processes take part; returns their number."""
         total = torch.ones(1)
         dist.all_reduce(total, group=self.world.control)
         return float(total)
 
     def close(self) -> None:
-        """Leave the process as it was."""
+        """Close everything that the constructor has opened, except the process group."""
         self.endings.close()
         self.channel.announce_end()
         self.channel.close()
@@ -84,9 +84,10 @@ class Member:
 
 
 def as_script(body: Callable[..., Any], *given: Any) -> None:
-    """Run a function as the interpreter runs a script, to its end; output goes to `terminal.txt` in the working directory.
+    """Run a function like a script, then exit this process; output goes to `terminal.txt` in the working directory.
 
-    For a child of the test's fork server, which then differs from a bare process in nothing that matters here.
+    For a process from the fork server of the tests: signal handlers, exception output, `atexit` and the exit code are those of
+    a script.
     """
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     file = os.open("terminal.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -116,9 +117,9 @@ class Ended:
     """How processes have ended.
 
     Attributes:
-        codes: exit codes by rank; minus the signal that killed it.
-        seconds: when each ended, counted from `now`.
-        output: all that was printed, in the order in which it was.
+        codes: Exit codes by rank; the negative signal number if a signal ended the process.
+        seconds: Seconds from the call of `now` to the exit of each process.
+        output: The output of all processes, in the order in which it was printed.
     """
 
     codes: list[int]
@@ -129,10 +130,10 @@ class Ended:
 def end_of(
     size: int, function: Callable[..., Any], *given: Any, env: dict[str, str] | None = None, limit: float = LIMIT
 ) -> Ended:
-    """Start a function, which calls `as_script`, in `size` processes, and wait for them to end.
+    """Start a function, which must call `as_script`, in `size` processes, and wait until all have exited.
 
     Raises:
-        AssertionError: one has not ended `limit` seconds after `now` was called in one of them.
+        AssertionError: A process has not exited `limit` seconds after one of them has called `now`.
     """
     world = start_world(size, function, *given)
     ends: dict[int, float] = {}
@@ -155,13 +156,13 @@ def end_of(
 
 
 def now() -> None:
-    """Here the trouble begins."""
-    new = Path(f"now {os.getpid()}")  # several may call it
+    """Called by a process right before the failure of the test: `end_of` counts seconds from here."""
+    new = Path(f"now {os.getpid()}")  # several processes may call this
     new.write_text(repr(time.time()))
     new.replace("now")
 
 
 def terminal() -> str:
-    """What the processes have printed."""
+    """The output of the processes, without messages of gloo."""
     path = Path("terminal.txt")
     return without_gloo(path.read_text()) if path.exists() else ""

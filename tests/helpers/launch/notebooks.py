@@ -17,10 +17,10 @@ class Outputs(NamedTuple):
     """The outputs of a cell.
 
     Attributes:
-        stdout: its standard output.
-        stderr: its standard error.
-        value: the value of its last expression, as text.
-        error: the exception, as `"ValueError: no"`.
+        stdout: Standard output.
+        stderr: Standard error.
+        value: Value of the last expression, as text.
+        error: The exception, such as `"ValueError: no"`.
     """
 
     stdout: str
@@ -30,11 +30,11 @@ class Outputs(NamedTuple):
 
 
 def run_cells(folder: Path, cells: list[str]) -> list[Outputs]:
-    """Run cells in a new kernel; after a cell that raises the next ones run too.
+    """Run cells in a new kernel. If a cell raises an exception, the next cells still run.
 
     Args:
-        folder: the working directory of the kernel, also for its files.
-        cells: their source.
+        folder: Working directory of the kernel, also for files of Jupyter.
+        cells: Source code of the cells.
     """
     (folder / "cells.json").write_text(json.dumps(cells))
     places = ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")

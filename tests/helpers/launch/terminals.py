@@ -1,4 +1,4 @@
-"""A local program instead of `ssh -tt`, with a terminal: `from helpers.launch.terminals import write_ssh`."""
+"""A local replacement for the program `ssh -tt`, with a terminal: `from helpers.launch.terminals import write_ssh`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 __all__ = ["write_ssh"]
 
-# The terminal hangs up when the program ends, as with ssh.
+# Processes of the command get SIGHUP when this program ends, because its terminal closes, like with ssh.
 _SSH = """\
 #!{python}
 import os, pty, sys
@@ -24,11 +24,11 @@ sys.exit(code if code >= 0 else 255)
 
 
 def write_ssh(folder: Path, enter: str = "[]") -> str:
-    """Write the program; returns its path.
+    """Write the program to a file; returns its path.
 
     Args:
-        folder: for it.
-        enter: Python for the command that enters the host `host`.
+        folder: Folder for the file.
+        enter: Python expression for a list: the command that runs the rest of its arguments on the host `host`.
     """
     path = folder / "ssh"
     path.write_text(_SSH.format(python=sys.executable, enter=enter))

@@ -1,6 +1,6 @@
-"""What each process of the tests with two hosts does: `two_hosts.py '{"folder": …}'` with the fields of `Task`.
+"""The training script of the tests with two hosts: `two_hosts.py '{"folder": …}'` with the fields of `Task`.
 
-It trains, and waits at a gate of the first start until the test has done what it is about to do to the hosts.
+At the gate (before an optimizer step of the first start), processes wait until the test has disturbed the hosts.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from trainkit.distributed.channel import Channel
 
 __all__ = ["CASE", "Task"]
 
-CASE = Case(samples=48, batch_size=2, window=4)  # six updates an epoch, two epochs
+CASE = Case(samples=48, batch_size=2, window=4)  # six optimizer steps in each of two epochs
 
 
 @dataclass
 class Task:
-    """What to do.
+    """Arguments of the script.
 
     Attributes:
-        folder: of the run.
-        start: the number of this start by hand; a restart by the launcher adds one.
-        gate: the update before which the processes of a first start wait, until there is a file `open` in the folder.
-        patience: seconds of silence after which another host is taken to be gone.
+        folder: Folder of the run.
+        start: Number of this start by the test; each restart by the launcher adds one.
+        gate: Optimizer step before which the processes of a first start wait for a file `open` in the folder; None: no wait.
+        patience: Seconds without a heartbeat after which the other host counts as lost.
     """
 
     folder: str
@@ -43,7 +43,7 @@ class Task:
 
 
 class Gate(Callback):
-    """Tells of the world, and waits at the gate."""
+    """Writes a file with the rank, world size and node of this process, and waits at the gate."""
 
     def __init__(self, folder: Path, attempt: int, before: int | None) -> None:
         self.folder, self.attempt, self.before = folder, attempt, before

@@ -1,4 +1,4 @@
-"""Small checkpoints that no training has made, and what is done to them."""
+"""Write small checkpoints without training, damage them, and read them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ __all__ = [
     "write_manifest",
 ]
 
-# For the environment of another process: it can import trainkit and what tests share.
+# Environment variables with which another process can import trainkit and the helpers.
 IMPORTABLE = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS), str(STARTUP)])}
 
 
 def about(**changes: Any) -> dict[str, Any]:
-    """The fields of a manifest that the one who saves gives."""
+    """The fields of a manifest that the caller of a save provides."""
     fields: dict[str, Any] = {
         "run_id": "run1",
         "save_counter": 1,
@@ -62,12 +62,12 @@ def about(**changes: Any) -> dict[str, Any]:
 
 
 def content(counter: int = 1, *, step: int = 10, **changes: Any) -> Content:
-    """A little of everything that training leaves; its tensors and state tell the step.
+    """Content of a checkpoint with a bit of everything that training saves; its tensors and state contain the step.
 
     Args:
-        counter: its `save_counter`.
-        step: its `step`.
-        changes: of what `Content` is made of, or of the fields of the manifest.
+        counter: The `save_counter`.
+        step: The `step`.
+        changes: Other values for arguments of `Content` or fields of the manifest.
     """
     made: dict[str, Any] = {
         "tensors": {
@@ -89,7 +89,7 @@ def content(counter: int = 1, *, step: int = 10, **changes: Any) -> Content:
 
 
 def draft(counter: int = 1, *, size: int = 4000, **changes: Any) -> Draft:
-    """A checkpoint whose every file tells its counter; `size` in bytes of its tensors, `changes` as in `content`."""
+    """A checkpoint in which every file contains its counter; `size`: bytes of each tensor, `changes`: see `content`."""
     values = torch.full((size // 8,), float(counter))
     made: dict[str, Any] = {
         "step": counter,
@@ -102,7 +102,7 @@ def draft(counter: int = 1, *, size: int = 4000, **changes: Any) -> Draft:
 
 
 def make(path: Path, counter: int = 1, *, minute: int | None = None, **changes: Any) -> Path:
-    """Commit a `content`; `minute`: of the hour in which it is said to have been saved, now if None."""
+    """Commit a `content` to `path`; `minute`: the minute of `saved_at` in the manifest, None for the real time."""
     manifest = commit(Draft(content(counter, **changes)), path)
     if minute is not None:
         write_manifest(path, dataclasses.replace(manifest, saved_at=f"2026-11-20T15:{minute:02d}:00.000000Z").to_bytes())
@@ -110,13 +110,13 @@ def make(path: Path, counter: int = 1, *, minute: int | None = None, **changes: 
 
 
 def write_manifest(path: Path, data: bytes) -> None:
-    """Put a manifest there, and its digest."""
+    """Write a manifest and its digest to a checkpoint."""
     (path / MANIFEST).write_bytes(data)
     (path / DIGEST).write_bytes(digest_line(data))
 
 
 def seal(path: Path, change: Callable[[dict[str, Any]], object] = lambda manifest: None, *, measure: bool = True) -> None:
-    """Make manifest and digest agree with what is there, as an attacker would; `change` edits the manifest's JSON."""
+    """Make manifest and digest match the files, like an attacker; `change` edits the manifest's JSON."""
     manifest = json.loads((path / MANIFEST).read_text())
     if measure:
         for name in manifest["files"]:
@@ -127,12 +127,12 @@ def seal(path: Path, change: Callable[[dict[str, Any]], object] = lambda manifes
 
 
 def names(folder: Path) -> list[str]:
-    """Of all that lies in a folder."""
+    """The names of all files and folders in a folder."""
     return sorted(os.listdir(folder))
 
 
 def verified(path: Path) -> int:
-    """The counter of a `draft` whose every byte is as it was written."""
+    """Check every byte of a checkpoint of `draft`; returns its counter."""
     data = (path / MANIFEST).read_bytes()
     assert (path / DIGEST).read_bytes() == digest_line(data)
     manifest = Manifest.from_bytes(data, str(path))
@@ -144,12 +144,12 @@ def verified(path: Path) -> int:
 
 
 def load(path: Path) -> None:
-    """Everything that can be done with a checkpoint."""
+    """Open a checkpoint and read all of it."""
     open_checkpoint(path).read()
 
 
 def complaint(read: Callable[[], object], name: str, limit: int = 500) -> str:
-    """What the `CorruptCheckpointError` says that `read` raises; it begins with the file, and is not endless."""
+    """The message of the `CorruptCheckpointError` that `read` must raise; it must begin with the file and not be too long."""
     with pytest.raises(CorruptCheckpointError) as caught:
         read()
     message = str(caught.value)

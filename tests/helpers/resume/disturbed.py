@@ -1,7 +1,6 @@
-"""A training on several processes that tests signal and kill at drawn moments, and that resumes each time.
+"""A run on several processes that tests signal or kill at random moments, and that resumes each time.
 
-It is also a script, for `trainkit launch`: `disturbed.py '{"folder": "runs", "workers": 2}'`, the fields of
-`Training`.
+It is also a script for `trainkit launch`: `disturbed.py '{"folder": "runs", "workers": 2}'`, with the fields of `Training`.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ __all__ = [
 ]
 
 EPOCHS, SAMPLES, BATCH = 3, 98, 4
-MICRO_BATCHES = 25  # in an epoch: in its last window only one process has one
+MICRO_BATCHES = 25  # in an epoch: the last accumulation window has only one, so one process has none
 SCRIPT = str(Path(__file__).absolute())
 
 
 class Normed(RegressionModule):
-    """With BatchNorm, whose buffers are the main process's, and validation data of its own."""
+    """A `RegressionModule` with BatchNorm and a validation set."""
 
     def __init__(self) -> None:
         super().__init__("adamw", schedule=True)
@@ -65,14 +64,14 @@ class Normed(RegressionModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
-        self.log("validated", batch["x"].mean(), on_step=True)  # a validation that is repeated could write a row twice
+        self.log("validated", batch["x"].mean(), on_step=True)  # a repeated validation must not log a row twice
 
     def val_dataloader(self) -> Any:
         return DataLoader(Noisy(27), BATCH)
 
 
 class Diary(Journal):
-    """Also tells the time after each micro-batch of the main process, and what it comes to in the end."""
+    """A `Journal` that also records the time after each micro-batch of the main process, and the state at the end."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
@@ -95,7 +94,7 @@ class Diary(Journal):
 
 
 class Ballast(Callback):
-    """A state that makes each save take a while."""
+    """A callback with a large state, so that each save takes a while."""
 
     def __init__(self, numbers: int = 2_000_000) -> None:
         self.numbers = torch.arange(numbers, dtype=torch.float32)
@@ -111,10 +110,10 @@ class Signal(Callback):
     """One process sends itself a signal in a hook, once.
 
     Args:
-        hook: the name of the hook.
-        rank: of the process.
-        number: of the signal.
-        received: not before another process has got one.
+        hook: Name of the hook.
+        rank: Rank of the process.
+        number: Number of the signal.
+        received: Whether the run must already have received a signal, in any process, for this one to be sent.
     """
 
     def __init__(self, hook: str, rank: int, number: int, *, received: bool = False) -> None:
@@ -136,16 +135,16 @@ class Signal(Callback):
 
 @dataclass
 class Training:
-    """A training that resumes from the newest checkpoint in its folder.
+    """A run that resumes from the newest checkpoint in its folder.
 
     Attributes:
-        folder: of all that it writes.
-        workers: of its loaders.
-        window: micro-batches in an update, over all processes.
-        keep: checkpoints that are kept.
-        ckpt_path: as of `fit`.
-        devices: processes that the script starts, if no launcher does.
-        attempt: of the script: the number of its first start.
+        folder: Folder for everything that it writes.
+        workers: `num_workers` of the DataLoader.
+        window: Number of micro-batches in an accumulation window, over all processes.
+        keep: Number of checkpoints to keep.
+        ckpt_path: Argument of `fit`.
+        devices: Number of processes that the script starts, if no launcher does.
+        attempt: Number of the first start, in the script.
     """
 
     folder: str
@@ -157,11 +156,11 @@ class Training:
     attempt: int = 0
 
     def go(self, attempt: int, *more: Any) -> None:
-        """Train, in this process, which may be one of several.
+        """Train in this process, which may be one of several.
 
         Args:
-            attempt: the number of the start.
-            more: callbacks.
+            attempt: Number of the start.
+            more: More callbacks.
         """
         trainer = Trainer(
             accelerator="cpu",
@@ -197,25 +196,25 @@ class Training:
 
 
 def lines(folder: str | Path, rank: int = 0) -> int:
-    """How many micro-batches a process has written down, in all attempts."""
+    """Number of micro-batches that a process has recorded, in all starts."""
     return sum(path.read_bytes().count(b"\n") for path in Path(folder).glob(f"journal-*-{rank}.jsonl"))
 
 
 def end_of(folder: str | Path, size: int = 2) -> dict[str, Any]:
-    """What the training has come to: the same on all processes."""
+    """The state dict, metrics and step at the end of the run, which must be the same on all processes."""
     ends = [json.loads((Path(folder) / f"end-{rank}.json").read_text()) for rank in range(size)]
     assert all(end == ends[0] for end in ends), "the processes have drifted apart"
     return ends[0]
 
 
 def logged(folder: str | Path) -> list[dict[str, Any]]:
-    """What the logger has written; a start that was killed before its first checkpoint was another run."""
+    """What the logger has written in the last run; a start that was killed before its first checkpoint was a run of its own."""
     files = sorted(Path(folder).rglob("metrics.jsonl"), key=lambda path: int(path.parent.name.split("_")[1]))
     return [json.loads(line) for line in files[-1].read_text().splitlines()]
 
 
 def newest(folder: str | Path) -> Checkpoint:
-    """The newest checkpoint; all of them must be good, and nothing else be there."""
+    """The newest checkpoint. All checkpoints must be valid, without partial files next to them, and the folder unlocked."""
     folder = candidates(*folders_below(folder))[0].path.parent
     found = list_checkpoints(folder)
     assert not [one.problem for one in found if one.problem is not None]
@@ -229,16 +228,16 @@ def newest(folder: str | Path) -> Checkpoint:
 
 
 def drawn_moments(draw: random.Random, folder: str | Path, number: int, rows: int) -> list[tuple[int, float]]:
-    """Moments drawn uniformly from the first update of an undisturbed training to its end.
+    """Random moments from the first optimizer step of an undisturbed run to its end.
 
     Args:
-        draw: the generator.
-        folder: of that training.
-        number: of moments.
-        rows: micro-batches of a process in an update.
+        draw: The random generator.
+        folder: Folder of the undisturbed run.
+        number: Number of moments.
+        rows: Number of micro-batches of a process in an optimizer step.
 
     Returns:
-        For each the micro-batches that the main process had done, and the seconds that have passed since then, in order.
+        The moments in order, each as (number of micro-batches that the main process had done, seconds since the last of them).
     """
     clock = [float(line) for line in (Path(folder) / "clock").read_text().splitlines()]
     moments = sorted(draw.uniform(clock[rows - 1], clock[-1]) for _ in range(number))
@@ -250,7 +249,7 @@ def drawn_moments(draw: random.Random, folder: str | Path, number: int, rows: in
 
 
 def _go(training: Training, attempt: int, more: Sequence[Any]) -> None:
-    """In a process of a world: as a script, in a session of its own."""
+    """In a process of a `World`: train like a script, in a new session."""
     os.setsid()
     training.folder = os.path.abspath(training.folder)
     os.chdir(training.folder)
@@ -270,8 +269,8 @@ class Started:
     """Two or more processes that train.
 
     Attributes:
-        world: the processes.
-        pids: their numbers.
+        world: The processes.
+        pids: Their process ids.
     """
 
     def __init__(self, training: Training, attempt: int, size: int, more: Sequence[Any]) -> None:
@@ -281,27 +280,27 @@ class Started:
 
     @property
     def output(self) -> str:
-        """What they have printed, in all attempts."""
+        """The output of the processes, in all starts."""
         return (self.folder / "terminal.txt").read_text()
 
     def ended(self) -> bool:
-        """Whether one has."""
+        """Whether at least one process has exited."""
         return any(not process.is_alive() for process in self.world.processes)
 
     def signal(self, rank: int, number: int, group: bool = False) -> None:
-        """Send a signal to one of them, or to it and its loader's workers."""
+        """Send a signal to one process; with `group`, to its DataLoader workers too."""
         with contextlib.suppress(ProcessLookupError):
             (os.killpg if group else os.kill)(self.pids[rank], number)
 
     def codes(self, seconds: float = PATIENCE) -> list[int]:
-        """Their exit codes, within `seconds`."""
+        """Wait until all processes have exited, at most `seconds`; returns their exit codes."""
         deadline = time.monotonic() + seconds
         for process in self.world.processes:
             process.join(max(0.0, deadline - time.monotonic()))
         hung = [rank for rank, process in enumerate(self.world.processes) if process.is_alive()]
         if hung:
             for rank in hung:
-                self.signal(rank, signal.SIGUSR2)  # prints its stacks
+                self.signal(rank, signal.SIGUSR2)  # makes it print its stacks
             time.sleep(1.0)
         assert not hung, f"ranks {hung} have not ended after {seconds} s:\n{self.output}"
         return [process.exitcode or 0 for process in self.world.processes]
@@ -309,7 +308,7 @@ class Started:
 
 @contextlib.contextmanager
 def started(training: Training, attempt: int = 0, size: int = 2, more: Sequence[Any] = ()) -> Iterator[Started]:
-    """`size` processes that train; those that are left at the end are killed."""
+    """Start `size` processes that train; at the end, kill those that still run."""
     Path(training.folder).mkdir(exist_ok=True)
     running = Started(training, attempt, size, more)
     try:
@@ -319,7 +318,7 @@ def started(training: Training, attempt: int = 0, size: int = 2, more: Sequence[
 
 
 def wait_until(condition: Callable[[], Any], what: Callable[[], str], seconds: float = PATIENCE) -> Any:
-    """Wait for something that must come; returns what the condition did."""
+    """Wait until the condition holds; returns what it returned."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, what()
@@ -328,7 +327,7 @@ def wait_until(condition: Callable[[], Any], what: Callable[[], str], seconds: f
 
 
 def main(text: str) -> None:
-    """The script."""
+    """Run the script: report the process id, then train."""
     training = Training(**json.loads(text))
     attempt = training.attempt + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if "RANK" in os.environ:

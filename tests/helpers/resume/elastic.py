@@ -1,4 +1,4 @@
-"""Trainings that are killed and resume, perhaps on another number of processes: see `parity.py` for what is trained."""
+"""Runs that are killed and resume, also on a different number of processes; see `parity.py` for what they train."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Journal", "journal", "killed", "resumed", "undisturbed"]
 
 
 class Journal(Callback):
-    """Writes down what each micro-batch was, at once: a process that is killed leaves what it has done.
+    """Writes a line about each micro-batch to a file immediately, so that it survives a kill of the process.
 
     Args:
-        folder: where to.
-        attempt: the number of the start.
-        kill: (rank, update): this process kills itself in the middle of that update.
+        folder: Folder for the files.
+        attempt: Number of the start.
+        kill: (rank, optimizer step): the process of this rank kills itself before the first micro-batch of this step.
     """
 
     def __init__(self, folder: Path, attempt: int, kill: tuple[int, int] | None = None) -> None:
@@ -59,7 +59,7 @@ class Journal(Callback):
 
 
 def journal(folder: Path) -> dict[tuple[int, int], dict[str, Any]]:
-    """(update, global micro-batch) → what was written of it last."""
+    """(optimizer step, global micro-batch) → the last line about it, as a dict."""
     lines: dict[tuple[int, int], dict[str, Any]] = {}
     attempts = sorted(folder.glob("journal-*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
     for path in attempts:
@@ -86,13 +86,13 @@ def _run(case: Case, folder: Path, attempt: int, kill: tuple[int, int] | None, a
 
 
 def undisturbed(case: Case, folder: Path, size: int, **arguments: Any) -> dict[tuple[int, int], dict[str, Any]]:
-    """Train on `size` processes from the beginning to the end."""
+    """Train on `size` processes without interruption; returns the journal."""
     run_world(size, _run, case, folder, 0, None, arguments)
     return journal(folder)
 
 
 def killed(case: Case, folder: Path, size: int, attempt: int, kill: tuple[int, int], **arguments: Any) -> list[Any]:
-    """Train until one process kills itself; returns how the processes ended."""
+    """Train until one process kills itself; returns how each process ended."""
     world = start_world(size, _run, case, folder, attempt, kill, arguments)
     ends = world.ends(30)
     assert not any(fine for fine, _ in ends), ends
@@ -101,12 +101,12 @@ def killed(case: Case, folder: Path, size: int, attempt: int, kill: tuple[int, i
 
 
 def resumed(case: Case, folder: Path, size: int, attempt: int, **arguments: Any) -> dict[tuple[int, int], dict[str, Any]]:
-    """Continue to the end."""
+    """Resume on `size` processes and train to the end; returns the journal of all starts."""
     run_world(size, _run, case, folder, attempt, None, arguments)
     return journal(folder)
 
 
 def parameters(folder: Path) -> list[torch.Tensor]:
-    """Those at the end."""
+    """The parameters at the end of training."""
     values = json.loads((folder / "parameters.json").read_text())
     return [torch.tensor(value, dtype=torch.float64) for value in values.values()]

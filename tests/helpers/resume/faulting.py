@@ -1,4 +1,4 @@
-"""What the fault tests share: processes that are watched, signalled and killed."""
+"""Child processes that a test watches, signals and kills, and callbacks for their runs."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ __all__ = ["At", "Child", "Watched", "checkpoints", "left_over", "rows", "saved_
 
 
 class Child:
-    """A forked process that is watched from here: `with Child(work) as child`; what is left of it is killed at the end.
+    """A forked process: `with Child(work) as child`. If it still runs at the end of the `with` block, it is killed.
 
     Args:
-        work: called in it. What it returns is `answer`.
-        name: of its files in the working directory: `<name>.log`, its output, and `<name>.json`, its answer.
-        group: give it a process group of its own.
+        work: Function to call in the process; `answer` is what it returns.
+        name: Name of its files in the working directory: `<name>.log` with its output, `<name>.json` with its answer.
+        group: Give it its own process group.
     """
 
     def __init__(self, work: Callable[[], Any], name: str = "child", *, group: bool = False) -> None:
@@ -47,7 +47,7 @@ class Child:
             self._in_its_group()
 
     def _in_its_group(self) -> None:
-        with contextlib.suppress(OSError):  # it has done so itself, or has ended
+        with contextlib.suppress(OSError):  # it has done this itself, or has exited
             os.setpgid(self.pid, self.pid)
 
     def _be_the_child(self, work: Callable[[], Any]) -> None:
@@ -57,7 +57,7 @@ class Child:
         self._answer.write_text(json.dumps(work()))
 
     def _speak_to_the_log(self) -> None:
-        """Output, warnings and signals as in a script, not as pytest has set them."""
+        """Set output, warnings and signal handlers like in a script, instead of those of pytest."""
         file = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         os.dup2(file, 1)
         os.dup2(file, 2)
@@ -69,7 +69,7 @@ class Child:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch sets its own with the first workers, and only once
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch sets its handler with the first workers, only once
         torch.utils.data._utils.signal_handling._SIGCHLD_handler_set = False
 
     def __enter__(self) -> Child:
@@ -84,7 +84,7 @@ class Child:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended."""
+        """Whether the process has exited."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.status = status if pid else None
@@ -92,28 +92,28 @@ class Child:
 
     @property
     def code(self) -> int:
-        """Its exit code, or minus the signal that ended it; waits for its end."""
+        """Wait until the process exits; returns its exit code, or the negative number of the signal that ended it."""
         self.until(lambda: self.ended, "its end")
         assert self.status is not None
         return os.waitstatus_to_exitcode(self.status)
 
     @property
     def answer(self) -> Any:
-        """What its work returned; waits for its end."""
+        """Wait until the process exits, which must succeed; returns what `work` returned."""
         assert self.code == 0, self.output
         return json.loads(self._answer.read_text())
 
     @property
     def output(self) -> str:
-        """What it has printed until now."""
+        """The output of the process so far."""
         return self.log.read_text() if self.log.exists() else ""
 
     def signal(self, number: int) -> None:
-        """Send a signal, to its group if it has one."""
+        """Send a signal to the process, or to its process group if it has its own."""
         (os.killpg if self.group else os.kill)(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is dead."""
+        """Send SIGKILL, and wait until the process has ended."""
         if not self.ended:
             os.kill(self.pid, signal.SIGKILL)
             _, self.status = os.waitpid(self.pid, 0)
@@ -122,61 +122,61 @@ class Child:
         """Wait until the condition holds; returns what it returned.
 
         Raises:
-            AssertionError: the process has ended, or too much time has passed; with all that it has printed.
+            AssertionError: The process has exited, or the time is over; the message has the output of the process.
         """
         end = time.monotonic() + PATIENCE
         while True:
-            ended = self.ended  # before the condition: what it did last counts
+            ended = self.ended  # checked before the condition, which may become true right before the exit
             if result := condition():
                 return result
             if ended:
                 raise AssertionError(f"it ended ({self.code}) before {what}:\n{self.output}")
             if time.monotonic() > end:
-                os.kill(self.pid, signal.SIGABRT)  # prints its stacks
+                os.kill(self.pid, signal.SIGABRT)  # makes it print its stacks
                 self.status = os.waitpid(self.pid, 0)[1]
                 raise AssertionError(f"{PATIENCE:g} s have passed before {what}:\n{self.output}")
             time.sleep(0.0005)
 
 
 def tell(value: Any, name: str = "events") -> None:
-    """From a child: add a line to a file; it is there even if the process is killed right after this."""
+    """In a child process: append a value as a line to a file, where it survives a kill of the process."""
     descriptor = os.open(f"{name}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.write(descriptor, json.dumps(value).encode() + b"\n")
     os.close(descriptor)
 
 
 def told(name: str = "events") -> list[Any]:
-    """What was told until now."""
+    """All values that `tell` has written to a file so far."""
     path = Path(f"{name}.jsonl")
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def checkpoints(folder: str | Path) -> list[str]:
-    """The names of the good checkpoints in a folder, the newest first; none may be bad."""
+    """The names of the checkpoints in a folder, the newest first; all must be valid."""
     found = list_checkpoints(folder)
     assert not [one.problem for one in found if one.problem is not None]
     return [one.path.name for one in found]
 
 
 def saved_in(folder: str | Path) -> Path:
-    """The folder of the checkpoints of the newest run below a folder."""
+    """The checkpoint folder of the newest run below a folder."""
     return candidates(*folders_below(folder))[0].path.parent
 
 
 def left_over(folder: str | Path) -> list[str]:
-    """What lies in a folder of checkpoints that no user should see there: unfinished saves and removals."""
+    """Names of unfinished saves and removals in a checkpoint folder."""
     return sorted(name for name in os.listdir(folder) if name.startswith(".") and name != LOCK)
 
 
 def rows(folder: str) -> list[dict[str, Any]]:
-    """What the logger of a `resuming.Run` has written, in one file for all its processes."""
+    """What the logger of a `resuming.Run` has written; all starts must have written to one file."""
     [path] = Path(folder).rglob("metrics.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 class Ballast(Callback):
-    """A state that makes each save take a while."""
+    """A callback with a large state, so that each save takes a while."""
 
     def __init__(self, numbers: int = 2_000_000) -> None:
         self.numbers = torch.arange(numbers, dtype=torch.float32)
@@ -189,7 +189,7 @@ class Ballast(Callback):
 
 
 class Rows(Callback):
-    """Logs each validation batch, so that a validation that is repeated could write a row twice."""
+    """Logs a row for each validation batch: a repeated validation must not log it twice."""
 
     def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, *_: Any) -> None:
         module.log("validated", float(batch[0].mean()), on_step=True)
@@ -197,7 +197,7 @@ class Rows(Callback):
 
 @dataclass
 class Watched(Run):
-    """A run whose saves take a while."""
+    """A `Run` whose saves take a while, with more callbacks."""
 
     more: list[Callback] = field(default_factory=list)
 
@@ -206,7 +206,7 @@ class Watched(Run):
 
 
 class At(Callback):
-    """Does something in a hook, the first time that `step` optimizer steps have been made."""
+    """Calls `act` once in a hook, as soon as `step` optimizer steps are done, and only for batch `batch_idx` if given."""
 
     def __init__(self, hook: str, act: Callable[[], Any], step: int = 0, batch_idx: int | None = None) -> None:
         self.act, self.step, self.batch_idx = act, step, batch_idx
@@ -220,5 +220,5 @@ class At(Callback):
 
 
 def send(number: int) -> Callable[[], None]:
-    """Sends a signal to this very process, which Python handles before the call returns."""
+    """Returns a function that sends a signal to its own process; Python runs the handler before the function returns."""
     return lambda: os.kill(os.getpid(), number)

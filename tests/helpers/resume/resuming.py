@@ -27,12 +27,12 @@ __all__ = ["Augmented", "Run", "SmallTransformer", "fork", "forked", "read_trace
 
 WIDTH, LENGTH, CLASSES = 16, 6, 5
 
-# The first optimizer of a process loads torch._dynamo, which takes seconds: here, and not again in each forked process.
+# The first optimizer of a process imports torch._dynamo, which takes seconds: do it here, not in each forked process.
 torch.optim.SGD([nn.Parameter(torch.zeros(1))])
 
 
 class Augmented(Dataset):
-    """Sequences that are augmented with all three generators; each sample knows its number."""
+    """Sequences with augmentation from torch, numpy and `random`; each sample contains its index."""
 
     def __init__(self, samples: int) -> None:
         generator = torch.Generator().manual_seed(11)
@@ -48,7 +48,7 @@ class Augmented(Dataset):
 
 
 class SmallTransformer(TrainModule):
-    """A transformer layer with dropout, mixup with numpy in the step, AdamW, warm-up and cosine by step."""
+    """A transformer layer with dropout, mixup with numpy in the training step, AdamW, and warm-up and cosine decay by step."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class SmallTransformer(TrainModule):
 
 
 class Trace(Callback):
-    """Writes each micro-batch to a file that survives a kill: where it was, its samples and its loss, bit by bit."""
+    """Writes the position, samples, loss and learning rate of each micro-batch, bit for bit, to a file that survives a kill."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -98,7 +98,7 @@ class Trace(Callback):
 
 
 class Kill(Callback):
-    """Ends the process with SIGKILL in a hook of the micro-batch after update number `step`."""
+    """Kills the process with SIGKILL in a hook, as soon as `step` optimizer steps are done."""
 
     def __init__(self, step: int, hook: str) -> None:
         self.step = step
@@ -111,16 +111,16 @@ class Kill(Callback):
 
 @dataclass
 class Run:
-    """One process of a run in the current directory; the next one resumes where it was killed.
+    """One process of a run in the current directory; the next process resumes from the newest checkpoint.
 
     Attributes:
-        trace: the file that its micro-batches are written to.
-        folder: of its checkpoints and logs.
-        workers: of its loaders.
-        precision: of the Trainer.
-        save_every: updates between checkpoints.
-        kill_at: the update after which it is killed; 0: it is left to end.
-        kill_in: the hook in which it is killed.
+        trace: File for a line about each micro-batch.
+        folder: Folder for checkpoints and logs.
+        workers: `num_workers` of the DataLoaders.
+        precision: Precision of the Trainer.
+        save_every: Number of optimizer steps between checkpoints.
+        kill_at: Number of optimizer steps after which the process kills itself; 0: never.
+        kill_in: Hook in which it kills itself.
     """
 
     trace: str = "trace.jsonl"
@@ -137,12 +137,12 @@ class Run:
 
     @property
     def updates(self) -> int:
-        """Of the whole fit."""
+        """Number of optimizer steps of the whole fit."""
         batches = -(-self.samples // self.batch_size)
         return self.epochs * -(-batches // self.accumulate)
 
     def trainer(self, *callbacks: Callback) -> Trainer:
-        """Its Trainer."""
+        """The Trainer of the run."""
         kill = [Kill(self.kill_at, self.kill_in)] if self.kill_at else []
         return Trainer(
             accelerator="cpu",
@@ -167,7 +167,7 @@ class Run:
         )
 
     def callbacks(self) -> list[Callback]:
-        """Further callbacks, for a class that is made from this one."""
+        """More callbacks, for subclasses to override."""
         return []
 
     def go(self) -> dict[str, Any]:
@@ -184,18 +184,18 @@ class Run:
         return {"state": state, "metrics": metrics, "step": trainer.global_step}
 
     def describe(self) -> dict[str, Any]:
-        """Its attributes."""
+        """The attributes as a dict."""
         return asdict(self)
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Call `work` in a forked process, which ends with it as a script would; its process id."""
+    """Call `work` in a forked process, which then exits like a script; returns its process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     process = os.fork()
     if process:
         return process
-    # What the tests before have left behind is not for this process: some of it would wait for threads that it does not have.
+    # Do not collect objects of earlier tests in this process: some would wait for threads that a fork does not have.
     gc.freeze()
     code = 1
     try:
@@ -215,7 +215,7 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def forked(work: Callable[[], Any], answer: str = "answer.json") -> tuple[int, Any]:
-    """Run `work` in a forked process; its wait status, and what it returned if it ended by itself."""
+    """Run `work` in a forked process and wait for it; returns its wait status, and its result or None if it did not finish."""
     Path(answer).unlink(missing_ok=True)
 
     def child() -> None:
@@ -230,6 +230,6 @@ def forked(work: Callable[[], Any], answer: str = "answer.json") -> tuple[int, A
 
 
 def read_trace(path: str) -> dict[tuple[int, int], list[Any]]:
-    """(epoch, batch) → samples, loss and learning rate; of what was done twice, the last."""
+    """(epoch, batch) → samples, loss and learning rate; for micro-batches that were done twice, of the last time."""
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
     return {(line[0], line[1]): line[2:] for line in lines}

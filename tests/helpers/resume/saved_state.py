@@ -1,4 +1,4 @@
-"""What the tests of saved state share: a round trip through JSON and bytes, and comparisons bit by bit."""
+"""Helpers for tests of saved state: a round trip through JSON, and comparisons bit for bit."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = [
 
 
 def through_json(value: Any) -> Any:
-    """The value as a checkpoint gives it back."""
+    """The value after a round trip through JSON and tensors, as read from a checkpoint."""
     tensors: dict[str, Tensor] = {}
     encoded = dumps(value, tensors)
     return loads(encoded, {"state.safetensors": {k: t.detach().clone() for k, t in tensors.items()}}, "state.json")
 
 
 def frozen_copy(value: Any) -> Any:
-    """A copy with nothing shared, for comparing later."""
+    """A copy that shares no tensor with the original, to compare with it later."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
@@ -44,7 +44,7 @@ def frozen_copy(value: Any) -> Any:
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[str]:
-    """Where two nested values differ in type, dtype, shape or a bit."""
+    """The places at which two nested values differ in type, dtype, shape or a bit; an empty list if they are equal."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return [] if same_bits(a, b) and a.device == b.device else [f"{path}: {a!r} and {b!r}"]
     if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -57,7 +57,7 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
 
 
 def stored(module: nn.Module, save: Any = "all") -> ModelState:
-    """What a checkpoint would restore: nothing shared, tensors contiguous."""
+    """The state of a module as read from a checkpoint: contiguous tensors that share no memory with it."""
     state = capture_model(module, save)
     tensors = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in state.tensors.items()}
     extra, trained, configs = (through_json(part) for part in (state.extra, state.trained, state.configs))
@@ -65,7 +65,7 @@ def stored(module: nn.Module, save: Any = "all") -> ModelState:
 
 
 class Extra(nn.Module):
-    """Extra state, a buffer that is stored and one that is not."""
+    """A module with extra state, a persistent buffer and one that is not persistent."""
 
     def __init__(self, extra: Any = None) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Extra(nn.Module):
 
 
 class unchanged:  # noqa: N801
-    """`with unchanged(module, optimizer):` everything in them is the same afterwards, bit by bit."""
+    """`with unchanged(module, optimizer):` fails if anything in them is not the same afterwards, bit for bit."""
 
     def __init__(self, *objects: Any) -> None:
         self._objects = objects
@@ -107,10 +107,10 @@ class unchanged:  # noqa: N801
 
 
 def restore_model(*given: Any, **options: Any) -> list[str]:
-    """Compare and load a model's state; what it says."""
+    """Compare and load a model's state; returns the notices for the user."""
     return plan_model(*given, **options)()
 
 
 def restore_optimizer(*given: Any, **options: Any) -> list[str]:
-    """Compare and load an optimizer's state; what it says."""
+    """Compare and load an optimizer's state; returns the notices for the user."""
     return plan_optimizer(*given, **options)()

@@ -1,4 +1,4 @@
-"""What the tests of resuming share, in addition to `trainers`: `from helpers.resume.saving import Adam, SaveIn, saved`."""
+"""Trainers that save checkpoints, for tests of resuming: `from helpers.resume.saving import Adam, SaveIn, saved`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Adam", "SaveIn", "saved", "saving"]
 
 
 class Adam(TinyModule):
-    """With a state, a schedule by step, and hyper-parameters."""
+    """A `TinyModule` with Adam (which has a state), a learning-rate schedule by step, and hyper-parameters."""
 
     def __init__(self, learning_rate: float = 0.1, width: int = 4) -> None:
         super().__init__(learning_rate)
         self.save_hyperparameters()
-        torch.manual_seed(3)  # all of them start alike
+        torch.manual_seed(3)  # all instances begin with the same values
         self.layer = nn.Linear(width, 1)
 
     def configure_optimizers(self) -> Any:
@@ -42,7 +42,7 @@ def saving(*callbacks: Callback, **arguments: Any) -> Trainer:
 
 
 class SaveIn(Callback):
-    """Saves to `there` in a hook, the n-th time that it is called."""
+    """Saves to the path `there` when a hook is called for the n-th time, sanity check not counted."""
 
     def __init__(self, hook: str, number: int = 1) -> None:
         self.calls, self.number = 0, number

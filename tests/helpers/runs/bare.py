@@ -1,4 +1,4 @@
-"""A `Run` without a `Trainer` around it: `from helpers.runs.bare import arguments, make_run`."""
+"""A `Run` without a `Trainer`: `from helpers.runs.bare import arguments, make_run`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def arguments(**given: Any) -> TrainerArguments:
-    """A Trainer's arguments as they are resolved, at their defaults but for those given."""
+    """The resolved arguments of a Trainer: the defaults, except for those given."""
     return TrainerArguments(**{**_DEFAULTS, **given})
 
 
 def make_run(module: TrainModule | None = None, strategy: Strategy | None = None, **given: Any) -> Run:
-    """A fit that has begun, on the CPU, with seed 1: of a `TinyModule` unless another one is given."""
+    """A `Run` whose fit has begun, on the CPU, with seed 1; it trains a `TinyModule` unless another module is given."""
     run = Run.before_the_first(arguments(**given), strategy or Strategy("cpu"), 1)
     run.given_module = run.fitted = module or TinyModule()
     run.wrapped_module = run.strategy.prepare_module(run.module)

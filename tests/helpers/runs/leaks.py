@@ -1,4 +1,4 @@
-"""What a leak of runs would be made of, and ways of making many runs."""
+"""Count the objects that a leak would leave behind, and functions that make many runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from trainkit.loggers import CSVLogger
 
 
 def counted() -> dict[str, int]:
-    """What a leak would be made of."""
+    """Number of objects, threads and file descriptors in this process, of the kinds that a leak would increase."""
     gc.collect()
     kinds = {"trainers": Trainer, "modules": TrainModule, "tensors": Tensor, "callbacks": Callback}
     kinds |= {"optimizers": torch.optim.Optimizer, "loaders": torch.utils.data.DataLoader}
-    types = [type(o) for o in gc.get_objects()]  # not isinstance, which asks the object for its __class__
+    types = [type(o) for o in gc.get_objects()]  # not isinstance, which reads the __class__ attribute of each object
     counts = {name: sum(issubclass(t, kind) for t in types) for name, kind in kinds.items()}
     counts["threads"] = threading.active_count()
     if os.path.isdir("/proc/self/fd"):
@@ -37,7 +37,7 @@ def handlers() -> list[Any]:
 
 
 def everything(root: Path) -> dict[str, Any]:
-    """Arguments of a Trainer with as much attached as a run can have."""
+    """Arguments of a Trainer that use as many features as possible."""
     return {
         "logger": CSVLogger(root),
         "callbacks": [EarlyStopping("val_loss", patience=100)],

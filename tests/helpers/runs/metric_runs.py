@@ -1,4 +1,4 @@
-"""A `MetricStore` driven as the loops drive it, and everything that it gave: `from helpers.runs.metric_runs import Run`."""
+"""Use a `MetricStore` like the training loop, and keep its output: `from helpers.runs.metric_runs import Run`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Run", "Step", "epoch", "evaluation", "many", "same", "sized", "value
 
 
 class Run:
-    """A store, and what it gave to the loggers: (for_step, metrics), or (step, metrics) where a step was given."""
+    """A `MetricStore`; `rows` is what it passed to the loggers: (for_step, metrics), or (step, metrics) if it passed a step."""
 
     def __init__(self, world: World | None = None) -> None:
         self.rows: list[tuple[Any, dict[str, float]]] = []
@@ -42,7 +42,7 @@ class Run:
         self.store.log(name, value, **{**defaults, **options})
 
     def end(self, scope: Scope = Scope.TRAIN_EPOCH) -> dict[str, float]:
-        """The end of the epoch."""
+        """End the epoch; returns its metrics."""
         self.store.batch, self.store.scope = None, scope
         return self.store.flush_epoch()
 
@@ -51,12 +51,20 @@ Step = Callable[[Run, int], None]
 
 
 def sized(m: int) -> torch.Tensor:
-    """Micro-batch m: batches have different sizes."""
+    """Micro-batch number m; micro-batches have different sizes."""
     return torch.zeros(m % 5 + 1, 2)
 
 
 def epoch(run: Run, step: Step, batches: int, *, first: int = 0, every: int = 4) -> None:
-    """Training on `batches` micro-batches: `step(run, m)` for those of this process; a log boundary each `every` rows."""
+    """Simulate a training epoch: call `step(run, m)` for each micro-batch of this rank, and log after each `every` of them.
+
+    Args:
+        run: The store.
+        step: Called for global micro-batch m; logs metrics.
+        batches: Number of global micro-batches in the epoch.
+        first: Global micro-batch to begin with.
+        every: Number of micro-batches of a rank between logged steps.
+    """
     store, world = run.store, run.world
     for row, start in enumerate(range(first, batches, world.size), first // world.size):
         m = start + world.rank
@@ -69,7 +77,7 @@ def epoch(run: Run, step: Step, batches: int, *, first: int = 0, every: int = 4)
 
 
 def evaluation(run: Run, step: Step, batches: int) -> dict[str, float]:
-    """An evaluation over `batches` micro-batches, and its result."""
+    """Simulate an evaluation over `batches` global micro-batches; returns its metrics."""
     store, world = run.store, run.world
     store.discard()
     count = 0
@@ -89,12 +97,12 @@ def evaluation(run: Run, step: Step, batches: int) -> dict[str, float]:
 
 
 def value_of(m: int) -> Tensor:
-    """Of a micro-batch; such numbers that a sum in float32, or a mean without weights, shows."""
+    """The value of micro-batch m; magnitudes differ so much that a sum in float32 or a mean without weights is wrong."""
     return torch.randn((), generator=torch.Generator().manual_seed(m), dtype=torch.float64) * 10 ** (m % 7)
 
 
 def many(run: Run, m: int) -> None:
-    """Log metrics of all kinds."""
+    """Log metrics with all kinds of options."""
     value = value_of(m)
     run.log("both", value, on_step=True, on_epoch=True, prog_bar=True)
     run.log("mean", value, on_step=False, on_epoch=True)
@@ -111,5 +119,5 @@ def _close(one: Any, other: Any) -> bool:
 
 
 def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    """Whether two results are those of one and of several processes."""
+    """Whether two results agree, except for the rounding that differs between one and several processes."""
     return first.keys() == second.keys() and all(_close(first[name], second[name]) for name in first)

@@ -1,7 +1,7 @@
-"""The same training on any number of processes: what the tests of several processes train, and what they compare.
+"""The same training on any number of processes, with a record of it for comparisons.
 
-Data, augmentation and dropout are random; the loss of each global micro-batch, the learning rates and the parameters are
-what is compared.
+Shuffling, augmentation and dropout are random. Tests compare the loss of each global micro-batch, the learning rates and the
+parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Case", "Noisy", "Record", "Recorder", "RegressionModule", "train", "
 
 
 class Noisy(Dataset[Any]):
-    """Samples with augmentation from torch, numpy and `random`; each brings its number."""
+    """Samples with augmentation from torch, numpy and `random`; each contains its index."""
 
     def __init__(self, samples: int, ragged: bool = False) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -42,7 +42,7 @@ class Noisy(Dataset[Any]):
 
 
 class RegressionModule(TrainModule):
-    """A small network with dropout; its loss is the mean over what the masks leave."""
+    """A small network with dropout; its loss is the mean over the elements that the masks select."""
 
     rates: ClassVar = {"adamw": 0.01, "sgd": 0.05}
 
@@ -80,7 +80,7 @@ class RegressionModule(TrainModule):
 
 
 class RaggedModule(RegressionModule):
-    """Its micro-batches count by the numbers that the masks leave."""
+    """The weight of a micro-batch is the number of elements that its masks select."""
 
     def batch_weight(self, batch: dict[str, Tensor]) -> float:
         return float(batch["mask"].sum())
@@ -88,15 +88,15 @@ class RaggedModule(RegressionModule):
 
 @dataclass
 class Record:
-    """What a process saw.
+    """What happened in a process.
 
     Attributes:
-        losses: (update, global micro-batch in its epoch) → loss.
-        ids: update → the ids of its samples.
-        seen: sample → what augmentation made of it, by update.
-        rates: learning rate of each update.
-        parameters: at the end, or after each update.
-        metrics: by name, at the end.
+        losses: (optimizer step, global micro-batch in its epoch) → loss.
+        ids: Optimizer step → indices of its samples.
+        seen: (optimizer step, index of a sample) → sum of the inputs after augmentation.
+        rates: Learning rate of each optimizer step.
+        parameters: Parameters at the end; with `each_step`, before them those at the start of each accumulation window.
+        metrics: `callback_metrics` at the end.
     """
 
     losses: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -141,16 +141,17 @@ class Recorder(Callback):
 
 @dataclass(frozen=True)
 class Case:
-    """One training.
+    """What to train.
 
     Attributes:
-        samples: of the data set.
-        batch_size: of a micro-batch.
-        window: micro-batches in an update, over all processes.
-        workers: of the loader.
-        ragged: lengths differ, and micro-batches count by them.
-        make: makes the module.
-        arguments: of the Trainer.
+        samples: Number of samples of the dataset.
+        batch_size: Number of samples in a micro-batch.
+        window: Number of micro-batches in an accumulation window, over all processes.
+        workers: `num_workers` of the DataLoader.
+        ragged: Samples have different lengths, which are the weights of micro-batches.
+        make: Class of the module, or a function that creates it.
+        options: Arguments of the module.
+        arguments: Arguments of the Trainer.
     """
 
     samples: int = 96
@@ -186,7 +187,7 @@ def train(case: Case, *callbacks: Callback, **arguments: Any) -> Record:
 
 
 def trained(case: Case, size: int, **arguments: Any) -> Record:
-    """Train on `size` processes; the records of all as one: losses and samples together, the rest equal on all."""
+    """Train on `size` processes; returns their records as one, after checking that rates, metrics and parameters are equal."""
     records = [train(case, **arguments)] if size == 1 else run_world(size, _train, case, arguments)
     first: Record = records[0]
     for other in records[1:]:

@@ -1,4 +1,4 @@
-"""What real runs hold in memory, next to what a plan says: for the tests of plans."""
+"""Measure the memory that real runs use, to compare it with `trainer.plan()`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _PEAK = "second update"
 
 
 class Watched(torch.optim.AdamW):
-    """Looks around at the end of each step: then everything that belongs to an update is there."""
+    """AdamW that calls functions at the end of each step, while parameters, gradients and optimizer state are in memory."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, fused=True, **options)  # the others make temporary tensors as large as their state
+        super().__init__(*args, fused=True, **options)  # other implementations create temporary tensors as large as their state
         self.look: list[Callable[[], None]] = []
 
     def step(self, closure: Any = None) -> Any:
@@ -36,7 +36,7 @@ class Watched(torch.optim.AdamW):
 
 
 class Planned(TrainModule):
-    """A few layers of unlike sizes, of which one is frozen and some are small."""
+    """A few layers of different sizes; one is frozen, and some are small."""
 
     def __init__(self, width: int = 512, look: Callable[[], None] | None = None) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Planned(TrainModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if self.trainer.global_step == 1:
-            gc.collect()  # so that it does not depend on chance which unreachable objects are still in memory
+            gc.collect()  # unreachable objects that are still in memory would change the result by chance
             with torch.profiler.record_function(_PEAK):
                 pass
         return self.head(self.frozen(self.net(self.embedding(batch)) * self.scale)).float().square().mean()
@@ -61,7 +61,7 @@ class Planned(TrainModule):
 
 
 class Tied(Planned):
-    """Two layers have one weight."""
+    """Two layers share a weight."""
 
     def __init__(self, width: int = 512) -> None:
         super().__init__(width)
@@ -70,7 +70,7 @@ class Tied(Planned):
 
 
 def live_bytes() -> int:
-    """Bytes of all tensors that Python can see, each storage once."""
+    """Bytes of all CPU tensors that Python can find, each storage counted once."""
     gc.collect()
     found: dict[int, int] = {}
     for thing in gc.get_objects():
@@ -82,7 +82,7 @@ def live_bytes() -> int:
 
 
 def bytes_in_the_update(kinds: list[str], precision: str, **options: Any) -> dict[str, int]:
-    """By strategy, what a process holds at the end of the optimizer's second step."""
+    """Strategy → bytes of the tensors that a run adds to this process, at the end of the second optimizer step."""
     found: dict[str, int] = {}
     for kind in kinds:
         seen: list[int] = []
@@ -94,12 +94,12 @@ def bytes_in_the_update(kinds: list[str], precision: str, **options: Any) -> dic
 
 
 def bytes_at_the_peak(kinds: list[str], precision: str, **options: Any) -> dict[str, int]:
-    """By strategy, the most that torch has allocated at a time in the second update."""
+    """Strategy → maximum bytes that torch has allocated at one time during the second optimizer step."""
     return {kind: _peak(kind, precision, options) for kind in kinds}
 
 
 def _peak(kind: str, precision: str, options: dict[str, Any]) -> int:
-    gc.collect()  # what the run before has left must not be freed in this one, which would seem to need that much less
+    gc.collect()  # memory of an earlier run that is freed during this one would be subtracted from it
     with _quiet(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         _train(kind, precision, None, **options)
     total = peak = 0
@@ -124,5 +124,5 @@ def _train(kind: str, precision: str, look: Callable[[], None] | None, **options
 @contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is looked at on the way, such as deprecated attributes
+        warnings.simplefilter("ignore")  # `live_bytes` looks at all objects, and some warn of deprecated attributes
         yield

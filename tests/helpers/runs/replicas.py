@@ -1,4 +1,4 @@
-"""Training over a strategy's verbs on several processes, as `Trainer` and own loops do it, and the same by hand on one."""
+"""Train with the methods of a strategy on several processes, and with a plain loop on one process, to compare them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ A micro-batch is the seed of its inputs, `NoLoss`, or the negative of a seed: it
 
 
 class Net(nn.Module):
-    """A small network as a `TrainModule` has it; its buffer counts the forwards of its process."""
+    """A small network with the methods of a `TrainModule`; its buffer counts the forwards in this process."""
 
     automatic_optimization = True
 
@@ -54,11 +54,14 @@ class Net(nn.Module):
 
 
 def together(size: int, jobs: Mapping[str, tuple[Any, ...]]) -> dict[str, list[Any]]:
-    """What functions return on each of `size` processes, which call one after the other.
+    """Call several functions, one after another, on each of `size` processes. This starts the processes only once.
 
     Args:
-        size: number of processes.
-        jobs: a function and its arguments, by a name for it.
+        size: Number of processes.
+        jobs: Name → a function and its arguments.
+
+    Returns:
+        Name → the results by rank.
     """
     by_rank = run_world(size, _work, [*jobs.values()])
     return {name: [results[i] for results in by_rank] for i, name in enumerate(jobs)}
@@ -73,13 +76,13 @@ def inputs(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def flat(module: nn.Module) -> list[float]:
-    """All parameters as numbers: exact, and easily sent from a process."""
+    """All parameters as a list of numbers: exact, and easy to send to another process."""
     values = [p.detach() for p in module.parameters()]
     return [x for p in values for x in (torch.view_as_real(p) if p.is_complex() else p).double().flatten().tolist()]
 
 
 def joined(**options: Any) -> DDPStrategy:
-    """A strategy in this process, which is one of several."""
+    """A `DDPStrategy` that has joined the process group, in a process of `run_world`."""
     strategy = DDPStrategy(**{"timeout": timedelta(seconds=60), **options})
     strategy.join(RequestedDevices("cpu"))
     return strategy
@@ -99,7 +102,7 @@ def by_hand(
     make: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
     before: Callable[[nn.Module, int], None] = lambda module, window: None,
 ) -> nn.Module:
-    """On one process: the gradient is the mean over the window, and a window without any loss makes no update."""
+    """Train on one process: the gradient is the mean over the window; a window without a loss makes no optimizer step."""
     optimizer = make(module)
     for number, window in enumerate(plan):
         before(module, number)
@@ -115,7 +118,7 @@ def by_hand(
 
 
 def micro_batches(items: Sequence[Any], rank: int, size: int) -> Iterator[MicroBatch]:
-    """This rank's micro-batches of a window, as a loader yields them."""
+    """The micro-batches of a rank in a window, as a prepared loader yields them."""
     mine, total = items[rank::size], sum(map(weight, items))
     facts = {"empty": total == 0, "uneven": len(items) % size != 0}
     if not mine:
@@ -133,7 +136,7 @@ def over_strategy(
     before: Callable[[nn.Module, int], None] = lambda module, window: None,
     compiler: Any = None,
 ) -> nn.Module:
-    """As the `Trainer` does it: `training_step` in the strategy's hands."""
+    """Train like the `Trainer`: the strategy calls `training_step`."""
     rank, size = strategy.rank, strategy.world_size
     step = strategy.step_function(strategy.prepare_module(module), module, "training_step", compiler)
     optimizer = make(module)
@@ -163,14 +166,14 @@ def own_loop(
     make: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
     hold: bool = False,
 ) -> nn.Module:
-    """As a loop of one's own does it: it calls the model; a process without a micro-batch repeats one.
+    """Train like your own training loop: it calls the model. A rank without a micro-batch runs another one with share 0.
 
     Args:
-        strategy: joined.
-        plan: without `NoLoss`.
-        module: the user's.
-        make: its optimizer.
-        hold: keep the gradients in by `no_sync` inside windows, of which the strategy knows nothing.
+        strategy: A strategy that has joined the process group.
+        plan: The windows, without `NoLoss`.
+        module: The module to train.
+        make: Creates the optimizer.
+        hold: Use `model.no_sync()` in all but the last micro-batch of a window; the strategy does not know the windows.
     """
     rank, size = strategy.rank, strategy.world_size
     model: Any = strategy.wrap(strategy.prepare_module(module))

@@ -1,4 +1,4 @@
-"""What trainkit's public functions and methods accept: `for call in public_calls(PUBLIC): call.options`."""
+"""The parameters of trainkit's public functions and methods: `for call in public_calls(PUBLIC): call.options`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["Call", "documented", "public_calls", "unread"]
 
 
 class Call(NamedTuple):
-    """A function, a method or a constructor, under the name that a user has for it.
+    """A function, a method or a constructor, with its public name.
 
     Attributes:
         name: `"set_seed"`, `"Trainer"` (its constructor) or `"Trainer.fit"`.
-        function: the Python function.
-        owner: the class, or None.
+        function: The Python function.
+        owner: The class, or None.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Call(NamedTuple):
 
     @property
     def options(self) -> list[str]:
-        """The optional parameters, `*args` and `**kwargs` included."""
+        """The optional parameters, with `*args` and `**kwargs`."""
         variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         return [p.name for p in self.parameters if p.default is not p.empty or p.kind in variable]
 
@@ -45,10 +45,10 @@ class Call(NamedTuple):
 
 
 def public_calls(packages: Mapping[str, Sequence[str]]) -> list[Call]:
-    """Each public callable once, sorted by name; `packages` are the public names of each.
+    """Each public function, method and constructor once, sorted by name; `packages`: package → its public names.
 
-    Not among them: hooks and other methods that trainkit calls and users write; a method that a base class in trainkit has
-    too, whose entry counts for it; errors and enumerations.
+    This omits hooks and other methods that users write and trainkit calls, overrides of methods of other trainkit classes, and
+    methods of exceptions and enumerations.
     """
     found: dict[Any, Call] = {}
     for package, names in packages.items():
@@ -80,7 +80,7 @@ def _methods(kind: type) -> Iterator[Call]:
 
 
 def unread(call: Call) -> list[str]:
-    """The parameters that the function's body, and that of the method in a subclass that overrides it, never reads."""
+    """The parameters that neither the body of the function nor an override in a subclass ever reads."""
     bodies = [_body(call.function)]
     if call.owner is not None:
         kinds = [kind for kind in _subclasses(call.owner) if call.function.__name__ in vars(kind)]
@@ -89,13 +89,13 @@ def unread(call: Call) -> list[str]:
         return []
     read = {node.id for body in bodies for part in body for node in ast.walk(part) if isinstance(node, ast.Name)}
     methods = {node.attr for body in bodies for part in body for node in ast.walk(part) if isinstance(node, ast.Attribute)}
-    if "locals" in read or "save_hyperparameters" in methods:  # which take all there are
+    if "locals" in read or "save_hyperparameters" in methods:  # these read all arguments
         return []
     return [p.name for p in call.parameters if p.name not in read]
 
 
 def _body(function: Any) -> list[ast.stmt]:
-    """The statements of a function that do something; of those that dataclass has written there are none."""
+    """The statements of a function except docstring, `pass` and `raise`; none for methods that `dataclass` has generated."""
     function = getattr(function, "__func__", function)
     if "<string>" in function.__code__.co_filename:
         return []
@@ -113,7 +113,7 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 
 def documented(call: Call, parameter: str) -> str:
-    """What the docstring says of a parameter, in one line; of a constructor that of its class."""
+    """What the docstring says about a parameter, in one line; the docstring of a constructor is that of its class."""
     doc = (call.owner if call.owner is not None and call.function.__name__ == "__init__" else call.function).__doc__ or ""
     lines = inspect.cleandoc(doc).splitlines()
     for number, line in enumerate(lines):

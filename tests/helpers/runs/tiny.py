@@ -1,4 +1,4 @@
-"""The smallest thing that trains: `from helpers.runs.tiny import TinyModule, tiny_loader`."""
+"""The smallest module that trains, and its data: `from helpers.runs.tiny import TinyModule, tiny_loader`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["TinyModule", "tiny_loader"]
 
 
 class TinyModule(TrainModule):
-    """Linear regression from four inputs, with SGD; logs `train_loss` and `val_loss`."""
+    """Linear regression with four inputs and SGD; logs `train_loss`, `val_loss` and `test_loss`."""
 
     def __init__(self, learning_rate: float = 0.1) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class TinyModule(TrainModule):
 
 
 def tiny_loader(samples: int = 16, batch_size: int = 4, **options: object) -> DataLoader:
-    """Inputs (samples, 4) and targets (samples, 1) on a plane, the same in every call."""
+    """Inputs (samples, 4) and targets (samples, 1) that are a linear function of them, the same in every call."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(samples, 4, generator=generator)
     targets = inputs @ torch.tensor([[1.0], [-2.0], [0.5], [3.0]]) + 0.25

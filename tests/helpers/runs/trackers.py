@@ -1,4 +1,4 @@
-"""Trackers in tests: wandb, MLflow and Comet without their servers, and what they have written read back."""
+"""Fixtures for wandb, MLflow and Comet without their servers, and functions that read what they have written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
     "wandb_service",
 ]
 
-# A Comet experiment of nothing but what is logged.
+# Options of a Comet experiment that contains only what is logged.
 PLAIN: dict[str, Any] = dict(
     auto_output_logging=False, display_summary_level=0, log_code=False, log_env_details=False, log_git_metadata=False,
     log_git_patch=False, log_graph=False, parse_args=False,
@@ -39,7 +39,7 @@ PLAIN: dict[str, Any] = dict(
 
 
 def needs(package: str) -> pytest.MarkDecorator:
-    """Skip without a package, which is not imported to find out: both read the environment when they are imported."""
+    """Skip a test if a package is not installed, without importing it: it would read the environment too early."""
     missing = importlib.util.find_spec(package) is None
     extra = {"comet_ml": "comet"}.get(package, package)
     return pytest.mark.skipif(missing, reason=f"{package} is not installed: pip install -e '.[{extra}]'")
@@ -54,7 +54,7 @@ def _without(prefix: str) -> pytest.MonkeyPatch:
 
 @pytest.fixture(scope="module")
 def wandb_service() -> Iterator[None]:
-    """wandb's own process and threads, offline: started once for these tests and gone after them."""
+    """Start the service process and threads of wandb in offline mode, once for all tests of a module; stop them afterwards."""
     import wandb
 
     environment = _without("WANDB_")
@@ -68,7 +68,7 @@ def wandb_service() -> Iterator[None]:
 
 @pytest.fixture
 def no_open_wandb_runs() -> Iterator[None]:
-    """End what a test leaves open."""
+    """After a test, finish the wandb runs that it has left open."""
     import wandb
 
     yield
@@ -89,16 +89,16 @@ def local_mlflow() -> Iterator[None]:
 
 @pytest.fixture
 def comet_offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """comet_ml without the key that the user of this machine may have; what a test leaves open is ended."""
+    """Use comet_ml without the user's own API key; after a test, end the experiment that it has left open."""
     environment = _without("COMET_")
     environment.setenv("COMET_CONFIG", str(tmp_path_factory.getbasetemp() / "no.comet.config"))
     environment.setenv("COMET_ERROR_TRACKING_ENABLE", "false")
     environment.setenv("COMET_LOGGING_CONSOLE", "CRITICAL")
     if importlib.util.find_spec("comet_ml") is not None:
-        comet_ml()  # as a logger imports it
+        comet_ml()  # import it like the logger does
         from comet_ml.streamer.base import BaseStreamer
 
-        # its thread waits a second for more before it sees that the experiment has ended
+        # its thread waits a second for new messages before it notices that the experiment has ended
         made = BaseStreamer.__init__
         environment.setattr(BaseStreamer, "__init__", lambda self, queue_timeout: made(self, 0.01))
     yield
@@ -109,7 +109,7 @@ def comet_offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def run_files(folder: Path, timeout: float = 60.0) -> list[Path]:
-    """The files of all runs in the order of their start, once wandb's process has written their ends."""
+    """The files of all runs in the order of their start; waits until wandb's process has written the exit of each run."""
     paths = list((folder / "wandb").glob("offline-run-*/*.wandb"))
     end = time.monotonic() + timeout
     while not all(any(record.HasField("exit") for record in records(path)) for path in paths):
@@ -124,9 +124,9 @@ def started_at(path: Path) -> float:
 
 
 def records(path: Path) -> Iterator[Any]:
-    """The whole records of a `.wandb` file, which another process may still be writing.
+    """The complete records of a `.wandb` file, which another process may still be writing.
 
-    After seven bytes it has the log format of LevelDB, blocks of 32 KiB.
+    After a header of seven bytes, the file has the log format of LevelDB: blocks of 32 KiB.
     """
     from wandb.proto import wandb_internal_pb2
 
@@ -137,7 +137,7 @@ def records(path: Path) -> Iterator[Any]:
             position += 32768 - position % 32768
             continue
         _, length, kind = struct.unpack("<IHB", data[position : position + 7])
-        if position + 7 + length > len(data):  # its bytes are not all written yet
+        if position + 7 + length > len(data):  # this record is not complete yet
             return
         parts += data[position + 7 : position + 7 + length]
         position += 7 + length
@@ -158,7 +158,7 @@ def history(path: Path) -> list[dict[str, Any]]:
 
 
 def mlflow_records(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
-    """Step and value of all records of a run by metric, in the order in which they were logged."""
+    """Metric → (step, value) of each record of a run, in the order in which they were logged."""
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)
@@ -170,12 +170,12 @@ def mlflow_records(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
 
 
 def comet_records(folder: Path) -> dict[str, list[tuple[int, Any]]]:
-    """Step and value of all metrics in the archives of a folder, in the order in which they would be uploaded."""
+    """Metric → (step, value) of each record in the archives of a folder, in the order in which they would be uploaded."""
     parts = []
     for path in folder.glob("*.zip"):
         with ZipFile(path) as archive:
             if not archive.namelist():
-                continue  # of a killed process
+                continue  # the archive of a killed process
             about = json.loads(archive.read("experiment.json"))
             parts.append((about["start_time"], archive.read("messages.json").decode()))
     found: dict[str, list[tuple[int, Any]]] = {}

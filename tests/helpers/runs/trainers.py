@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: `from helpers.runs.trainers import make_trainer, Recorder`."""
+"""Trainers, modules and callbacks for tests of whole runs: `from helpers.runs.trainers import make_trainer, Recorder`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Measuring", "Memory", "Recorder", "Seen", "Watching", "exact_loss", 
 
 
 class Memory(Logger):
-    """A logger that keeps what it is given: one (step, metrics) for each call."""
+    """A logger that keeps metrics in memory: one (step, metrics) for each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,13 +40,13 @@ class Memory(Logger):
 
 
 class Recorder(Callback):
-    """Notes, for each micro-batch of training and each validation, where the run was."""
+    """Records the position of the run at each training micro-batch and each validation."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[int, int]] = []  # (epoch, batch_idx)
         self.validations: list[int] = []  # global_step
         self.sanity_checks = 0
-        self.epochs: list[int] = []  # those whose end was seen
+        self.epochs: list[int] = []  # epochs that have ended
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         self.batches.append((trainer.current_epoch, batch_idx))
@@ -62,7 +62,7 @@ class Recorder(Callback):
 
 
 class Watching(Callback):
-    """The parameters, the learning rate and `global_step` after each micro-batch."""
+    """Records the parameters, the learning rate and `global_step` after each micro-batch."""
 
     def __init__(self) -> None:
         self.after: list[tuple[int, float, dict[str, Tensor]]] = []
@@ -73,7 +73,7 @@ class Watching(Callback):
 
 
 class Seen(TinyModule):
-    """Keeps the first input of each training and validation batch."""
+    """Records the first input of each training and validation batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Seen(TinyModule):
 
 
 def make_trainer(*callbacks: Callback, **arguments: Any) -> Trainer:
-    """A Trainer on the CPU that prints nothing, logs and saves nowhere and checks nothing before training."""
+    """A Trainer on the CPU without output, logging, checkpoints and sanity check."""
     defaults = {
         "accelerator": "cpu",
         "logger": False,
@@ -107,7 +107,7 @@ def make_trainer(*callbacks: Callback, **arguments: Any) -> Trainer:
 def run(
     batches: int = 4, validation: int | None = 2, *callbacks: Callback, module: Any = None, **arguments: Any
 ) -> tuple[Trainer, Recorder]:
-    """A fit of `batches` training batches an epoch, and how it went."""
+    """Fit a module with `batches` training and `validation` validation batches; returns the Trainer and its `Recorder`."""
     recorder = Recorder()
     trainer = make_trainer(recorder, *callbacks, **arguments)
     loaders = [tiny_loader(4 * batches)] + ([] if validation is None else [tiny_loader(4 * validation)])
@@ -128,7 +128,7 @@ def same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
 
 
 class Measuring(TinyModule):
-    """Logs its loss and more in every evaluation, for one loader or several."""
+    """Logs its loss and other metrics in `validate` and `test`, for one loader or several."""
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         loss = self.loss(batch)
@@ -142,7 +142,7 @@ class Measuring(TinyModule):
 
 
 def exact_loss(module: TinyModule, loader: DataLoader) -> float:
-    """The mean over all samples of a loader at once, in float64."""
+    """The mean loss over all samples of a loader, computed at once in float64."""
     inputs, targets = (part.double() for part in loader.dataset.tensors)
     layer = nn.Linear(4, 1).double()
     layer.load_state_dict(module.layer.state_dict())

@@ -40,7 +40,7 @@ def all_at_once(size: int, work: Callable[[int], Any]) -> list[Any]:
 
 @contextmanager
 def star(size: int, **options: Any) -> Iterator[list[Channel]]:
-    """The channels of `size` ranks. Afterwards none of their threads may be left."""
+    """Open the channels of `size` ranks, and close them at the end; none of their threads may remain."""
     shared = Shared()
     channels = all_at_once(size, lambda rank: Channel.open(rank, size, "127.0.0.1", shared.of(rank), **options))
     try:

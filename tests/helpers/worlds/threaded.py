@@ -30,7 +30,7 @@ class GoneError(Exception):
 
 
 class _Hub:
-    """Gives the values of all ranks to all ranks."""
+    """Passes the values of all ranks to all ranks."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -39,10 +39,10 @@ class _Hub:
         self._changed = threading.Condition()
 
     def exchange(self, rank: int, key: str, value: Any) -> list[Any]:
-        """The values of all ranks.
+        """The values of all ranks, in rank order.
 
         Raises:
-            GoneError: a rank has ended before it gave its value.
+            GoneError: A rank has ended without passing its value.
         """
         end = monotonic() + PATIENCE
         with self._changed:
@@ -57,14 +57,14 @@ class _Hub:
         return [given[other] for other in range(self.size)]
 
     def leave(self, rank: int) -> None:
-        """A rank has ended."""
+        """Record that a rank has ended."""
         with self._changed:
             self._gone.add(rank)
             self._changed.notify_all()
 
 
 class _Channel:
-    """What teams need of a channel."""
+    """The part of a `Channel` that `ThreadExchange` uses."""
 
     def __init__(self, hub: _Hub, rank: int) -> None:
         self._hub, self._rank = hub, rank
@@ -88,7 +88,7 @@ class FakeWorld(World):
     """The `World` of a rank that is a thread.
 
     Attributes:
-        exchanges: number of exchanges so far, those of teams not counted.
+        exchanges: Number of exchanges so far, without those of `ThreadExchange`.
     """
 
     def __init__(self, hub: _Hub, rank: int) -> None:
@@ -125,7 +125,7 @@ class ThreadStrategy(Strategy):
 
 
 def try_threads(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call `function(world, *args)` in `size` threads; for each rank what it returned, or the exception that it raised."""
+    """Call `function(world, *args)` in `size` threads; returns for each rank its result, or the exception that it raised."""
     hub = _Hub(size)
     results: list[Any] = [None] * size
 
@@ -147,7 +147,7 @@ def try_threads(size: int, function: Callable[..., Any], *args: Any) -> list[Any
 
 
 def run_threads(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """`try_threads`, but raises if a rank did: the exception of the first that did not only miss another rank."""
+    """Like `try_threads`, but raises the exception of the first rank that has one, preferably one other than `GoneError`."""
     results = try_threads(size, function, *args)
     for error in sorted((r for r in results if isinstance(r, BaseException)), key=lambda r: isinstance(r, GoneError)):
         raise error
@@ -155,10 +155,10 @@ def run_threads(size: int, function: Callable[..., Any], *args: Any) -> list[Any
 
 
 def try_groups(size: int, function: Callable[[ThreadExchange], Any]) -> list[Any]:
-    """`try_threads` with the same `ThreadExchange` of each rank instead of its `World`."""
+    """Like `try_threads`, but passes a `ThreadExchange` to the function instead of a `World`."""
     return try_threads(size, lambda world: function(world.thread_exchange("group")))
 
 
 def run_groups(size: int, function: Callable[[ThreadExchange], Any]) -> list[Any]:
-    """`run_threads` with the same `ThreadExchange` of each rank instead of its `World`."""
+    """Like `run_threads`, but passes a `ThreadExchange` to the function instead of a `World`."""
     return run_threads(size, lambda world: function(world.thread_exchange("group")))

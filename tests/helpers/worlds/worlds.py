@@ -47,26 +47,26 @@ _PRELOAD = [
 ]
 if importlib.util.find_spec("torch_xla") is not None:  # in the environment of `make test-xla`; see xla_runs.py
     _PRELOAD += ["torch_xla", "torch_xla.core.xla_model", "torch_xla.distributed.spmd"]
-_SHOW = getattr(signal, "SIGRTMIN", signal.SIGUSR2)  # makes a process and its forked children write their stacks
+_SHOW = getattr(signal, "SIGRTMIN", signal.SIGUSR2)  # a process that gets this signal writes its stacks
 
 
 class WorldError(AssertionError):
-    """An error in the processes of a world."""
+    """A process of a `World` has failed, exited or hangs."""
 
 
 class World:
     """Processes that run one function.
 
     Args:
-        size: number of processes.
-        where: the function, as returned by `where_is`.
-        args: the arguments of the function.
-        env: environment variables of the processes.
-        launched: also set the variables that torchrun sets.
-        log: a file for the output; default: where the output of the tests went when the first world was created.
+        size: Number of processes.
+        where: The function, as returned by `where_is`.
+        args: Arguments of the function.
+        env: Environment variables of the processes.
+        launched: Whether to set the environment variables of torchrun too.
+        log: File for the output; default: where the output of the tests went when the first `World` was created.
 
     Attributes:
-        processes: the processes, in rank order.
+        processes: The processes, in rank order.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class World:
             self._pipes.append(ours)
 
     def results(self, patience: float = PATIENCE) -> list[Any]:
-        """The result of the function in each process.
+        """Wait until all processes end; returns the result of the function in each of them.
 
         Raises:
-            WorldError: it raised in a process (with all tracebacks), a process exited, or they hang.
+            WorldError: The function raised in a process (the message has all tracebacks), a process exited, or it hangs.
         """
         ends = self.ends(patience)
         bad = [f"rank {rank}: {text}" for rank, (fine, text) in enumerate(ends) if not fine]
@@ -115,7 +115,7 @@ class World:
         return [value for _, value in ends]
 
     def ends(self, patience: float = PATIENCE) -> list[tuple[bool, Any]]:
-        """For each process whether the function returned, and its result; else the traceback or `"ended with -9"`."""
+        """Wait until all processes end; returns for each (True, result), or (False, traceback or `"ended with -9"`)."""
         deadline = monotonic() + patience
         found: dict[int, tuple[bool, Any]] = {}
         while len(found) < len(self._pipes):
@@ -143,7 +143,7 @@ class World:
             return False, f"ended with {self.processes[rank].exitcode}"
 
     def _ask_for_stacks(self, ranks: list[int]) -> str:
-        """The stacks of these processes and of their DataLoader workers."""
+        """Make these processes and their DataLoader workers write their stacks; returns the stacks."""
         for rank in ranks:
             pid = self.processes[rank].pid
             with contextlib.suppress(OSError):
@@ -164,7 +164,7 @@ class World:
         self._stacks.close()
 
     def signal(self, rank: int, number: int = signal.SIGTERM) -> None:
-        """Send a signal to one of them."""
+        """Send a signal to the process of a rank."""
         pid = self.processes[rank].pid
         assert pid is not None
         os.kill(pid, number)
@@ -176,7 +176,7 @@ def start_world(size: int, function: Callable[..., Any], *args: Any, env: dict[s
 
 
 def run_world(size: int, function: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> list[Any]:
-    """The results of `function(*args)` in `size` processes; see `World`."""
+    """Run `function(*args)` in `size` processes; returns the results in rank order. See `World`."""
     return start_world(size, function, *args, env=env).results()
 
 
@@ -202,7 +202,7 @@ _next_port = itertools.count(random.SystemRandom().randrange(len(_PORTS)))
 
 
 def where_is(function: Callable[..., Any]) -> tuple[str, str, str]:
-    """How a process finds a function of a test module: the module's file and name, and the function's name in it."""
+    """What another process needs to find a function: the file and name of its module, and its qualified name."""
     file = sys.modules[function.__module__].__file__
     assert file is not None
     return file, function.__module__, function.__qualname__
@@ -224,7 +224,7 @@ def _work(
     os.environ.update(env)
     os.chdir(folder)
     sys.path[:] = path
-    multiprocessing.set_start_method("fork", force=True)  # for DataLoader workers; the server's method takes seconds for each
+    multiprocessing.set_start_method("fork", force=True)  # DataLoader workers: with forkserver, each takes seconds
     import torch
 
     torch.set_num_threads(1)
@@ -238,7 +238,7 @@ def _work(
         if log is not None:
             raise SystemExit(1) from None  # the log is for what the function prints
         raise
-    # not pipe.send, which leaves tensors in the memory of this process, which exits now
+    # not pipe.send, which shares the memory of tensors with this process, and it exits now
     pipe.send_bytes(pickle.dumps(end))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -253,7 +253,7 @@ def _speak_to(log: str) -> None:
 
 
 def find(file: str, module: str, name: str) -> Any:
-    """A function of a test module, which pytest imports under its own name."""
+    """Find the function that `where_is` describes. Its module is loaded from its file, under the name that pytest gives it."""
     loaded: Any = importlib.import_module(module) if module.startswith("helpers.") else sys.modules.get(module)
     if loaded is None:
         spec = importlib.util.spec_from_file_location(module, file)
@@ -269,7 +269,7 @@ def find(file: str, module: str, name: str) -> Any:
 
 
 def run_test(function: Callable[..., Any], size: int, arguments: dict[str, Any]) -> None:
-    """The body of a test in `size` processes; its fixtures are made here and must be picklable."""
+    """Run the body of a test in `size` processes. Its fixtures are created in this process and must be picklable."""
     start_world(size, _call, where_is(function), arguments).results()
 
 

@@ -1,7 +1,7 @@
-"""What tests of XLA have done in the main environment, with its torch: `from helpers.xla.main_runs import run_main`.
+"""Let tests of XLA run a function in the main environment, with its torch: `from helpers.xla.main_runs import run_main`.
 
-A checkpoint that was written under XLA resumes there, on any number of processes, and the other way round. One process of the
-other environment serves all tests of this one; it is started by the first, and starts worlds (`worlds.py`) when asked.
+This shows that a checkpoint of an XLA run resumes without XLA, on any number of processes, and the reverse. One server in the
+main environment works for all tests of this process. The first test starts it, and it starts processes (`worlds.py`) for jobs.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ VARIABLE = "TRAINKIT_MAIN_PYTHON"
 
 
 def run_main(function: Callable[..., Any], *args: Any, size: int | None = None, env: dict[str, str] | None = None) -> Any:
-    """What `function(*args)` returned under the Python of the main environment, in the working directory of this process.
+    """Run `function(*args)` with the Python of the main environment, in the working directory of this process.
 
     Args:
-        function: one of a module's, which imports without torch_xla.
-        args: of it; they and what it returns are pickled from one torch to another: plain values and paths.
-        size: run it in `size` processes, with the variables that torchrun sets; None: in one that was not launched.
-        env: more variables.
+        function: A function of a module that does not need torch_xla.
+        args: Its arguments. They and the result are pickled between different versions of torch: use plain values and paths.
+        size: Number of processes, with the environment variables of torchrun; None: one process without them.
+        env: More environment variables.
 
     Returns:
-        With a `size` the list of what each process returned, else the one value.
+        The list of the results of all processes; if `size` is None, the one result.
 
     Raises:
-        WorldError: it raised; with the traceback and what it has printed.
+        WorldError: The function raised; the message has the traceback and the output.
     """
     python = os.environ.get(VARIABLE)
     if not python:
@@ -62,7 +62,7 @@ def _server(python: str) -> Callable[[Any], tuple[bool, Any]]:
     variables = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "XLA_FLAGS")}
     variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(TESTS)])
     process = subprocess.Popen(
-        # not this file as the main module, which each process of a world would run again
+        # do not run this file as `__main__`: each process of a `World` would import it again
         [python, "-c", f"from helpers.xla import main_runs; main_runs.serve({theirs.fileno()})"],
         pass_fds=[theirs.fileno()],
         env=variables,
@@ -78,7 +78,7 @@ def _server(python: str) -> Callable[[Any], tuple[bool, Any]]:
         connection.close()
         try:
             process.wait(10)
-        except subprocess.TimeoutExpired:  # the tests were interrupted while it had something to do
+        except subprocess.TimeoutExpired:  # the tests were interrupted while it had a job
             process.kill()
             process.wait()
         said.close()
@@ -86,8 +86,8 @@ def _server(python: str) -> Callable[[Any], tuple[bool, Any]]:
     def ask(job: Any) -> tuple[bool, Any]:
         try:
             connection.send(job)
-            if not connection.poll(PATIENCE + 60.0):  # it gives up before this
-                process.kill()  # what it answers later would be taken for the answer to the next job
+            if not connection.poll(PATIENCE + 60.0):  # a hanging job ends before this
+                process.kill()  # a late answer would count as the answer to the next job
                 return False, f"{python} has not answered"
             answer: tuple[bool, Any] = connection.recv()
             return answer
@@ -99,7 +99,7 @@ def _server(python: str) -> Callable[[Any], tuple[bool, Any]]:
 
 
 def serve(descriptor: int) -> None:
-    """In the main environment: do one job after the other, until the other end has gone."""
+    """In the main environment: run one job after another until the connection closes."""
     connection = Connection(descriptor)
     while True:
         try:
@@ -112,7 +112,7 @@ def serve(descriptor: int) -> None:
 def _done(
     size: int, launched: bool, where: tuple[str, str, str], blob: bytes, env: dict[str, str], folder: str
 ) -> tuple[bool, Any]:
-    os.chdir(folder)  # its processes start there
+    os.chdir(folder)  # the processes of the job start here
     with tempfile.NamedTemporaryFile(prefix="main-run-") as log:
         try:
             world = World(size, where_is(_work), (where, blob), env, launched=launched, log=log.name)
@@ -120,10 +120,10 @@ def _done(
         except WorldError as error:
             return False, f"under {sys.executable}: {error}\nIt had printed:\n{Path(log.name).read_text()}"
         finally:
-            os.chdir(ROOT)  # a test's folder may go away
+            os.chdir(ROOT)  # the folder of the test may be removed
 
 
 def _work(where: tuple[str, str, str], blob: bytes) -> bytes:
-    """In a process of a world. The arguments may be of classes of the function's module, so that is found first."""
+    """In a process of a `World`: import the function's module, then unpickle the arguments, which may use its classes."""
     function = find(*where)
     return pickle.dumps(function(*pickle.loads(blob)))

@@ -1,6 +1,6 @@
-"""What the tests of XLA train, under which configurations, and the same by a plain loop of torch's on the CPU.
+"""The modules and data that tests of XLA train, the configurations, and the same training with a plain loop on the CPU.
 
-A global micro-batch is of eight samples, on however many devices, so that one plain loop is the measure for all of them.
+A global micro-batch has eight samples on any number of devices, so that all are compared with the same plain loop.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
     "under",
 ]
 
-# name → devices, and options of the strategy
+# name → number of devices, and arguments of the strategy
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "spmd": (4, {}),
@@ -54,10 +54,10 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "mesh": (4, {"fsdp": True, "mesh": {"data": 2, "fsdp": 2}}),
 }
 SEVERAL = [kind for kind, (count, _) in KINDS.items() if count > 1]
-FEW = ["one", "spmd", "fsdp"]  # where a mesh of two axes would show nothing new
-SIZE = 8  # of a global micro-batch
+FEW = ["one", "spmd", "fsdp"]  # for tests in which a mesh with two axes makes no difference
+SIZE = 8  # samples of a global micro-batch
 
-# What is compiled is used for a second. A TPU has no such flags.
+# Compile fast instead of well: tests use a compiled graph for about a second. A TPU does not have these flags.
 QUICK = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"}
 _REAL = os.environ.get("PJRT_DEVICE", "CPU").upper() != "CPU"
 if _REAL:
@@ -65,24 +65,24 @@ if _REAL:
 
 
 def limit(precision: str = "32-true") -> float:
-    """The relative difference to a CPU that losses may have; a TPU computes in an order and with units of its own."""
+    """Maximum relative difference of losses to the plain loop on the CPU; a TPU rounds differently, so it is larger there."""
     if precision != "32-true":
         return 2e-2 if _REAL else 5e-3
     return 1e-3 if _REAL else 2e-6
 
 
 def devices(kind: str) -> int:
-    """How many a configuration has."""
+    """Number of devices of a configuration."""
     return KINDS[kind][0]
 
 
 def strategy(kind: str, **options: Any) -> Any:
-    """A strategy by a name of `KINDS`, or of `zero_cases.py`."""
+    """Create the strategy for a name of `KINDS` or of `zero_cases.py`."""
     if kind not in KINDS:
         return other_strategy(kind, **options)
     from trainkit.strategies import XLAStrategy
 
-    if _REAL:  # float32 is multiplied in bfloat16 there, unless one asks for more
+    if _REAL:  # by default, a TPU multiplies float32 matrices in bfloat16
         import torch_xla.backends
 
         torch_xla.backends.set_mat_mul_precision("highest")
@@ -90,21 +90,21 @@ def strategy(kind: str, **options: Any) -> Any:
 
 
 def under(kind: str, function: Callable[..., Any], *args: Any, optimized: bool = False, flags: str = "") -> Any:
-    """`function(kind, *args)` in a process of its own, with the devices of the configuration.
+    """Run `function(kind, *args)` in a new process with the devices of the configuration; returns the result.
 
     Args:
-        kind: of `KINDS`.
-        function: of a module.
-        args: of it, after the configuration.
-        optimized: compiled as a user's, which takes ten times as long.
-        flags: of XLA.
+        kind: A name of `KINDS`.
+        function: A function of a module.
+        args: Its arguments after `kind`.
+        optimized: Compile with XLA's default optimizations, which takes ten times as long.
+        flags: More flags of XLA.
     """
     given = f"{'' if optimized else QUICK.get('XLA_FLAGS', '')} {flags}".strip()
     return run_xla(function, kind, *args, devices=devices(kind), env={"XLA_FLAGS": given} if given else {})
 
 
 def quiet(kind: str, *callbacks: Callback, options: dict[str, Any] | None = None, **arguments: Any) -> Trainer:
-    """A Trainer that prints nothing, logs and saves nowhere and checks nothing before training."""
+    """A Trainer without output, logging, checkpoints and sanity check."""
     defaults: dict[str, Any] = {
         "accelerator": "auto" if kind in KINDS else "cpu",
         "logger": False,
@@ -119,7 +119,7 @@ def quiet(kind: str, *callbacks: Callback, options: dict[str, Any] | None = None
 
 
 class Numbers(Dataset[Any]):
-    """Eight numbers and their sines; with noise by all three generators, which augmentation would draw from."""
+    """Samples of eight numbers and their sines; with `noise`, augmentation from torch, numpy and `random`."""
 
     def __init__(self, samples: int, noise: bool = False) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -137,7 +137,7 @@ class Numbers(Dataset[Any]):
 
 
 class Text(Dataset[Any]):
-    """Rows of sixteen letters."""
+    """Sequences of nine tokens, of a vocabulary of sixteen."""
 
     def __init__(self, samples: int) -> None:
         self.rows = torch.randint(16, (samples, 9), generator=torch.Generator().manual_seed(3))
@@ -150,7 +150,7 @@ class Text(Dataset[Any]):
 
 
 def loader(kind: str, data: Any, size: int = SIZE, **options: Any) -> DataLoader[Any]:
-    """Its micro-batches are such that those of all devices are `size` samples."""
+    """A DataLoader whose micro-batches have `size` samples over all devices."""
     return DataLoader(data, size // (devices(kind) if kind in KINDS else 1), **options)
 
 
@@ -159,8 +159,8 @@ class Net(TrainModule):
 
     Args:
         optimizer: `"adamw"` or `"sgd"`.
-        factor: learning rate by update, relative to the first.
-        dropout: a share.
+        factor: Optimizer step → learning rate, relative to that of the optimizer.
+        dropout: Dropout probability.
     """
 
     def __init__(self, optimizer: str = "adamw", factor: Callable[[int], float] | None = None, dropout: float = 0.0) -> None:
@@ -170,7 +170,7 @@ class Net(TrainModule):
         self.optimizer, self.factor = optimizer, factor
 
     def samples(self, batch: Any) -> Tensor:
-        """The loss of each sample; in float32, as losses are computed."""
+        """The loss of each sample, computed in float32."""
         dtype = self.net[0].weight.dtype
         return (self.net(batch["x"].to(dtype)).float() - batch["y"].float()).square().mean(1)
 
@@ -186,7 +186,7 @@ class Net(TrainModule):
         self.log("val_loss", self.loss(batch))
 
     def made(self) -> torch.optim.Optimizer:
-        """The optimizer."""
+        """Create the optimizer."""
         if self.optimizer == "sgd":
             return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -210,7 +210,7 @@ class Masked(Net):
 
 
 class GPT(Net):
-    """A transformer of one layer, whose embedding and head are one parameter."""
+    """A transformer with one layer, whose embedding and head share a parameter."""
 
     def __init__(self, optimizer: str = "adamw", factor: Callable[[int], float] | None = None) -> None:
         super().__init__(optimizer, factor)
@@ -238,18 +238,18 @@ def _initialize(module: nn.Module) -> None:
 
 @dataclass
 class Trained:
-    """How a training went.
+    """Record of a training.
 
     Attributes:
-        losses: of each global micro-batch.
-        places: (epoch, row) of each.
-        ids: its samples.
-        seen: of each of these, the sum of what the dataset made of it.
-        rates: of the first group, in each update.
-        updates: those made when each micro-batch was done.
-        compilations: until then.
-        norms: of the gradients, where they were clipped.
-        parameters: at the end.
+        losses: Loss of each global micro-batch.
+        places: (epoch, batch index) of each global micro-batch.
+        ids: Indices of its samples.
+        seen: Sum of the inputs of each of its samples, after augmentation.
+        rates: Learning rate of the first parameter group, in each optimizer step.
+        updates: Number of optimizer steps after each global micro-batch.
+        compilations: Number of compilations after each global micro-batch.
+        norms: Gradient norm of each optimizer step, if gradients are clipped.
+        parameters: Parameters at the end.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -264,7 +264,7 @@ class Trained:
 
 
 class Notes(Callback):
-    """Fills a `Trained`. It reads what there is between two steps, which makes no graph of its own."""
+    """Fills a `Trained`. It reads values between two steps, which adds no graph to compile."""
 
     def __init__(self) -> None:
         self.trained = Trained()
@@ -289,7 +289,7 @@ class Notes(Callback):
 
 
 def train(kind: str, module: Any, data: DataLoader[Any], *callbacks: Callback, **arguments: Any) -> Trained:
-    """Train in this process."""
+    """Train in this process; returns the record."""
     notes, memory = Notes(), Memory()
     loaders = arguments.pop("val_dataloaders", None)
     trainer = quiet(kind, notes, *callbacks, **{"logger": memory, "log_every_n_steps": 1, **arguments})
@@ -299,7 +299,7 @@ def train(kind: str, module: Any, data: DataLoader[Any], *callbacks: Callback, *
 
 
 def batches(data: Any, size: int = SIZE) -> Iterator[Any]:
-    """Those of an epoch in the order of the dataset."""
+    """The global micro-batches of an epoch, in the order of the dataset."""
     for begin in range(0, len(data), size):
         yield default_collate([data[i] for i in range(begin, min(begin + size, len(data)))])
 
@@ -314,16 +314,16 @@ def by_hand(
     cast: bool = False,
     weigh: Callable[[Any], float] = lambda batch: len(batch["id"]),
 ) -> Trained:
-    """The training by a plain loop on the CPU: of a copy of the module, whose parameters are where they begin.
+    """Train a copy of the module with a plain loop on the CPU; returns the record.
 
     Args:
-        module: a `Net`; its `loss` and its optimizer are used, and nothing of trainkit's.
-        data: the dataset, in its order.
-        epochs: how many.
-        window: micro-batches in an update.
-        clip: the largest norm.
-        cast: in torch's autocast to bfloat16.
-        weigh: what a micro-batch counts in its window.
+        module: A `Net` with its initial parameters; the loop uses its `loss` and its optimizer, but not trainkit.
+        data: The dataset; it is not shuffled.
+        epochs: Number of epochs.
+        window: Number of micro-batches in an accumulation window.
+        clip: Maximum gradient norm.
+        cast: Use torch's autocast to bfloat16.
+        weigh: Weight of a micro-batch in its window.
     """
     module, trained = copy.deepcopy(module).train(), Trained()
     optimizer = module.made()
@@ -349,10 +349,10 @@ def by_hand(
 
 
 def close(mine: Sequence[float], theirs: Sequence[float], allowed: float) -> None:
-    """Each number is the other's, to a relative difference.
+    """Check that two sequences of numbers agree, to the relative difference `allowed`.
 
     Raises:
-        AssertionError: one is not; which, and how far off they are.
+        AssertionError: A number differs by more; the message has all differences.
     """
     assert len(mine) == len(theirs)
     off = [abs(a - b) / abs(b) if b else abs(a) for a, b in zip(mine, theirs, strict=True)]

@@ -1,9 +1,9 @@
-"""Make the environment of `make test-xla`, or bring it up to date: `python tests/helpers/xla/xla_environment.py FOLDER`.
+"""Create or update the virtual environment of `make test-xla`: `python tests/helpers/xla/xla_environment.py FOLDER`.
 
-torch_xla loads with the torch of its own version only, so its tests have an environment of their own: the versions of
-`constraints.txt`, but for those in `constraints-xla.txt`. It lies outside of the tree, since it is large and serves every
-checkout; so trainkit itself is not installed there. Checkouts have files of all ages, so what was installed is written down in
-the environment, and compared.
+torch_xla needs the torch of its own version, so its tests have a separate environment, with the versions of `constraints.txt`
+and `constraints-xla.txt`. It is outside of the repository, because it is large and all checkouts use it; trainkit is not
+installed in it. As checkouts may need different versions, the environment contains a list of what was installed. If that
+differs from what this checkout needs, the environment is updated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DONE, BEGUN = "made-of.txt", "being-made-of.txt"
 
 
 def requirements() -> list[str]:
-    """What `setup.py` asks for."""
+    """The requirements of `setup.py`, with those of the extras."""
     with mock.patch("setuptools.setup") as setup:
         runpy.run_path(str(ROOT / "setup.py"))
     given = setup.call_args.kwargs
@@ -36,7 +36,7 @@ def requirements() -> list[str]:
 
 
 def constraints() -> list[str]:
-    """The lines of both files; of what both name, that of `constraints-xla.txt`."""
+    """The lines of both constraints files; `constraints-xla.txt` overrides `constraints.txt`."""
     own = _lines("constraints-xla.txt")
     names = {_name(line) for line in own}
     return [*own, *(line for line in _lines("constraints.txt") if _name(line) not in names)]
@@ -52,9 +52,10 @@ def _name(line: str) -> str:
 
 
 def make(folder: Path) -> None:
-    """Make it, unless it is there as it should be.
+    """Create or update the environment, unless it is up to date.
 
-    An environment whose making was interrupted is removed and made again: pip takes for whole what it had half installed.
+    If this was interrupted before, the environment is removed and created again: pip does not notice packages that are only
+    partly installed.
     """
     wanted = "\n".join([f"Python {sys.version_info.major}.{sys.version_info.minor}", *requirements(), *constraints(), ""])
     with _alone(folder):
@@ -72,7 +73,7 @@ def make(folder: Path) -> None:
             for old in folder.iterdir():
                 if old.is_dir() and not old.is_symlink():
                     shutil.rmtree(old)
-                elif old != begun:  # which says whose folder this is
+                elif old != begun:  # it marks the folder as one of `make test-xla`
                     old.unlink()
             subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         limits = folder / "constraints.txt"
@@ -84,7 +85,7 @@ def make(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """No other checkout makes the environment at the same time."""
+    """Hold a lock, so that only one checkout changes the environment at a time."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / f".{folder.name}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

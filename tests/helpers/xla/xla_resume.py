@@ -1,4 +1,4 @@
-"""Trainings under XLA that are killed from outside and resume: `from helpers.xla.xla_resume import Life, journal, lived`."""
+"""Runs on XLA that a test kills and resumes: `from helpers.xla.xla_resume import Life, journal, lived`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["Life", "by_update", "journal", "lived", "lives", "parameters"]
 
 
 class Journal(Callback):
-    """Writes down each row at once, so that a process that is killed leaves what it has done; and the parameters at the end.
+    """Writes a line about each micro-batch to a file immediately, so that it survives a kill; and the parameters at the end.
 
     Args:
-        folder: where to.
-        attempt: the number of the start.
+        folder: Folder for the files.
+        attempt: Number of the start.
     """
 
     def __init__(self, folder: Path, attempt: int) -> None:
@@ -54,16 +54,16 @@ class Journal(Callback):
 
 @dataclass(frozen=True)
 class Life:
-    """One training; what it does is in its folder.
+    """A run, over all its starts.
 
     Attributes:
-        folder: of its journals and checkpoints.
-        samples: of the data set.
-        batch_size: of a micro-batch.
-        workers: of the loader.
-        dropout: a share.
-        arguments: of the Trainer.
-        options: of the strategy.
+        folder: Folder for its journals and checkpoints.
+        samples: Number of samples of the dataset.
+        batch_size: Number of samples in a micro-batch.
+        workers: `num_workers` of the DataLoader.
+        dropout: Dropout probability.
+        arguments: Arguments of the Trainer.
+        options: Arguments of the strategy.
     """
 
     folder: Path
@@ -95,13 +95,13 @@ def live(kind: str, life: Life, attempt: int) -> None:
 
 
 def start(kind: str, life: Life, attempt: int, count: int | None = None) -> Any:
-    """The process, on as many devices as the configuration has unless another number is given."""
+    """Start a process that trains, on `count` devices; default: the number of devices of the configuration."""
     life.folder.mkdir(exist_ok=True)
     return start_xla(live, kind, life, attempt, devices=count or devices(kind), env=QUICK)
 
 
 def lived(kind: str, life: Life, attempt: int = 0, count: int | None = None) -> list[Any]:
-    """To the end; the journal. `count` as in `start`; for DDP the processes."""
+    """Train to the end; returns the journal. `count`: number of devices, or of processes for strategies other than XLA."""
     life.folder.mkdir(exist_ok=True)
     if kind in KINDS:
         with start(kind, life, attempt, count) as run:
@@ -112,7 +112,7 @@ def lived(kind: str, life: Life, attempt: int = 0, count: int | None = None) -> 
 
 
 def lives(kind: str, life: Life, kills: int, seed: int, workers: tuple[int, ...] = (0,), count: int | None = None) -> int:
-    """Killed by SIGKILL after rows drawn by the seed, so often; the number of the attempt that is to end it."""
+    """Start the run `kills` times and kill it after a random number of micro-batches; returns the number of the next start."""
     draw = random.Random(seed)
     for attempt in range(kills):
         rows = draw.randrange(2, 6)
@@ -125,7 +125,7 @@ def lives(kind: str, life: Life, kills: int, seed: int, workers: tuple[int, ...]
 
 
 def journal(folder: Path, attempt: int | None = None) -> list[Any]:
-    """What was written of each row last, in order, or by one attempt; of a line that is not whole nothing."""
+    """The last line about each micro-batch, of all starts or of one, in order; incomplete lines are skipped."""
     lines: dict[tuple[int, ...], Any] = {}
     number = "*" if attempt is None else attempt
     paths = sorted(folder.glob(f"journal-{number}-*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
@@ -138,12 +138,12 @@ def journal(folder: Path, attempt: int | None = None) -> list[Any]:
 
 
 def parameters(folder: Path) -> dict[str, torch.Tensor]:
-    """Those at the end."""
+    """The parameters at the end."""
     return {name: torch.tensor(v) for name, v in json.loads((folder / "parameters.json").read_text()).items()}
 
 
 def by_update(lines: list[Any], what: int) -> dict[int, list[Any]]:
-    """For each update what its rows had of `ids` (2) or `seen` (3), in order."""
+    """Optimizer step → the sample indices (`what=2`) or sums of inputs (`what=3`) of its micro-batches, in order."""
     found: dict[int, list[Any]] = {}
     for line in lines:
         found.setdefault(line[1], []).extend(line[what])

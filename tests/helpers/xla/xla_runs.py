@@ -1,12 +1,12 @@
-"""Tests of XLA: `from helpers.xla.xla_runs import run_xla`.
+"""Run functions in processes with torch_xla: `from helpers.xla.xla_runs import run_xla`.
 
-torch_xla makes its runtime once for a process, with the devices that the environment names at that moment, and its threads do
-not survive a fork. So what uses it runs in a fresh process: forked from the server of `worlds.py`, which has imported
-torch_xla in the environment of `make test-xla` and made no runtime, it takes a few hundredths of a second. The tests' own
-process never makes a runtime: it imports torch_xla nowhere, so that these tests can be collected where there is none.
+torch_xla creates its runtime once in a process, with the devices that the environment variables name then, and its threads do
+not survive a fork. So code that uses it runs in a new process. It is forked from the fork server of `worlds.py`, which has
+imported torch_xla without creating a runtime; this takes a few hundredths of a second. The process of the tests never imports
+torch_xla, so that pytest can collect these tests where it is not installed.
 
-Wherever these tests run, `devices` is what they ask for: of the CPU it makes as many; of a TPU, whose number is given, a
-test that asks for another number is skipped. A TPU belongs to one process at a time: `PJRT_DEVICE=TPU make test-xla JOBS=0`.
+Tests state the number of `devices` that they need. On the CPU, XLA creates as many. On a TPU, tests that need a different
+number than it has are skipped. Only one process can use a TPU at a time: run `PJRT_DEVICE=TPU make test-xla JOBS=0`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _FLAGS = "--xla_cpu_enable_fast_math=false"  # torch_xla sets it when it is impo
 
 
 class XLARun:
-    """A process with torch_xla that runs one function: `with start_xla(function) as run`; at the end it is killed.
+    """A process with torch_xla that runs one function: `with start_xla(function) as run`. At the end, it is killed.
 
     Args:
-        function: one of a module's.
-        args: of it; they and what it returns must be picklable without torch_xla: no tensors on an XLA device.
-        env: variables in addition to those of the tests' process.
+        function: A function of a module.
+        args: Its arguments. They and the result must be picklable without torch_xla: no tensors on an XLA device.
+        env: Environment variables in addition to those of the process of the tests.
     """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str]) -> None:
@@ -55,30 +55,30 @@ class XLARun:
 
     @property
     def output(self) -> str:
-        """What it has printed until now: standard output and error, together and in their order."""
+        """The output of the process so far: standard output and standard error, in the order in which it was printed."""
         return self._printed if self._log.closed else Path(self._log.name).read_text()
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended."""
+        """Whether the process has exited."""
         return self._end is not None or not self._world.processes[0].is_alive()
 
     def end(self, patience: float = PATIENCE) -> tuple[bool, Any]:
-        """Wait for its end: whether it returned, and what; else the traceback, or its exit code as `"ended with -9"`."""
+        """Wait until the process exits; returns (True, result), or (False, traceback or exit code as `"ended with -9"`)."""
         if self._end is None:
             try:
                 [self._end] = self._world.ends(patience)
-            except WorldError as error:  # it hangs, and has been killed
+            except WorldError as error:  # it was hanging, and `ends` has killed it
                 self._end = False, str(error)
             self._printed = self.output
             self._log.close()
         return self._end
 
     def result(self, patience: float = PATIENCE) -> Any:
-        """Wait for its end, and return what the function returned.
+        """Wait until the process exits; returns the result of the function.
 
         Raises:
-            WorldError: it raised, was killed, or hangs; with the traceback and what it has printed.
+            WorldError: The function raised, was killed, or hangs; the message has the traceback and the output.
         """
         fine, value = self.end(patience)
         if not fine:
@@ -89,11 +89,11 @@ class XLARun:
         """Wait until the condition holds; returns what it returned.
 
         Raises:
-            WorldError: the process has ended, or too much time has passed; with what it has printed.
+            WorldError: The process has exited, or the time is over; the message has the output.
         """
         over = monotonic() + PATIENCE
         while True:
-            ended = self.ended  # before the condition: what it did last counts
+            ended = self.ended  # checked before the condition, which may become true right before the exit
             if result := condition():
                 return result
             if ended:
@@ -105,11 +105,11 @@ class XLARun:
             sleep(0.001)
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send a signal to the process."""
         self._world.signal(0, number)
 
     def kill(self) -> None:
-        """SIGKILL, unless it has ended; returns when it is dead."""
+        """Send SIGKILL, unless the process has exited; wait until it has ended."""
         if self._end is None:
             if not self.ended:
                 self.signal(signal.SIGKILL)
@@ -117,13 +117,13 @@ class XLARun:
 
 
 def start_xla(function: Callable[..., Any], *args: Any, devices: int = 1, env: dict[str, str] | None = None) -> XLARun:
-    """Start `function(*args)` in a fresh process with torch_xla and `devices` devices, like a script started by hand.
+    """Start `function(*args)` in a new process with torch_xla and `devices` devices, like a script without a launcher.
 
     Args:
-        function: one of a module's; see `XLARun`.
-        args: of it.
-        devices: of the runtime.
-        env: more variables; `XLA_FLAGS` come behind those that torch_xla sets itself.
+        function: A function of a module; see `XLARun`.
+        args: Its arguments.
+        devices: Number of devices of the runtime.
+        env: More environment variables; `XLA_FLAGS` are added after those that torch_xla sets itself.
     """
     variables = {"PJRT_DEVICE": os.environ.get("PJRT_DEVICE", "CPU"), "TF_CPP_MIN_LOG_LEVEL": "2", **(env or {})}
     kind = variables["PJRT_DEVICE"]
@@ -137,10 +137,10 @@ def start_xla(function: Callable[..., Any], *args: Any, devices: int = 1, env: d
 
 
 def run_xla(function: Callable[..., Any], *args: Any, devices: int = 1, env: dict[str, str] | None = None) -> Any:
-    """What `function(*args)` returned in a fresh process with torch_xla; see `start_xla`.
+    """Run `function(*args)` in a new process with torch_xla; returns the result. See `start_xla`.
 
     Raises:
-        WorldError: it raised; with the traceback and what it has printed.
+        WorldError: The function raised; the message has the traceback and the output.
     """
     with start_xla(function, *args, devices=devices, env=env) as run:
         return run.result()
@@ -148,7 +148,7 @@ def run_xla(function: Callable[..., Any], *args: Any, devices: int = 1, env: dic
 
 @functools.cache
 def _devices_of(kind: str) -> int:
-    """How many devices the runtime finds; asked in a process of its own, since a process that asks takes hold of them."""
+    """Number of devices that the runtime finds, counted in a new process: a process that counts them also occupies them."""
     with XLARun(_count, (), {"PJRT_DEVICE": kind}) as run:
         count: int = run.result()
     return count

@@ -1,4 +1,4 @@
-"""Compile what `make test-zero` needs, or name what is missing."""
+"""Compile the extensions of DeepSpeed that `make test-zero` needs, or print what is missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainkit.strategies.zero.extensions import load, require_async_io
 
 
 def main() -> None:
-    """Before the tests, which run in parallel."""
+    """Compile the extensions once, before tests run in parallel."""
     try:
         require_async_io()
     except MissingPackageError as error:

@@ -1,4 +1,4 @@
-"""What the tests of ZeRO train and under which configurations."""
+"""The modules that tests of ZeRO train, and the configurations of the strategy."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from trainkit.strategies import DDPStrategy, ZeROStrategy
 
 __all__ = ["NVME", "STAGES", "Calm", "NoLosses", "Plain", "Sometimes", "Weighted", "Wide", "strategy"]
 
-# Stage, where the optimizer is, where parameters are. In a model as small as the tests' nothing would be divided in stage 3,
-# unless the smallest parameters are.
+# Name → stage, offload_optimizer, offload_params. `strategy` also sets the threshold of stage 3 to 0: with the default, no
+# parameter of a model as small as those of the tests is sharded.
 STAGES: dict[str, tuple[int, str | None, str | None]] = {
     "zero1": (1, None, None),
     "zero1-cpu": (1, "cpu", None),
@@ -33,7 +33,7 @@ NVME: dict[str, tuple[int, str | None, str | None]] = {
 
 
 def strategy(kind: str, **options: Any) -> Any:
-    """A strategy by a name of `STAGES` or `NVME`, `"ddp"` or `"auto"`."""
+    """Create the strategy for a name of `STAGES` or `NVME`, `"ddp"` or `"auto"`."""
     if kind == "auto":
         return kind
     if kind == "ddp":
@@ -46,14 +46,14 @@ def strategy(kind: str, **options: Any) -> Any:
 
 
 class Plain(RegressionModule):
-    """Without momentum, for which a gradient of zero is something else than none."""
+    """A `RegressionModule` with SGD without momentum; with momentum, a gradient of zero has another effect than None."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 class Sometimes(Plain):
-    """Of its layers one is used in some micro-batches, one in others, and one never."""
+    """A module in which some micro-batches use the layer `one`, others the layer `other`, and none the layer `never`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -73,7 +73,7 @@ class Sometimes(Plain):
 
 
 class NoLosses(Plain):
-    """Some micro-batches have no loss."""
+    """A module that returns no loss for some micro-batches."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:  # type: ignore[override]
         loss = super().training_step(batch, batch_idx)
@@ -81,7 +81,7 @@ class NoLosses(Plain):
 
 
 class Weighted(RegressionModule):
-    """Some micro-batches count for nothing, and their loss is NaN."""
+    """A module in which some micro-batches have weight 0 and a NaN loss."""
 
     def batch_weight(self, batch: dict[str, Tensor]) -> float:
         return 0.0 if 7 in batch["id"].tolist() else 1.0
@@ -92,19 +92,19 @@ class Weighted(RegressionModule):
 
 
 class Calm(RegressionModule):
-    """Takes small steps, in which what bfloat16 rounds off does not grow."""
+    """A `RegressionModule` with small learning rates, so that rounding in bfloat16 does not add up."""
 
     rates: ClassVar = {"adamw": 1e-3, "sgd": 5e-3}
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """In float32, as losses are computed: in bfloat16 the digits that are compared would not be there."""
+        """The loss, computed in float32: bfloat16 does not have the digits that tests compare."""
         mask = batch["mask"].float()
         out = self.net(batch["x"].to(self.dtype)).float() - batch["y"].float()
         return (out.square() * mask).sum() / mask.sum()
 
 
 class Wide(Calm):
-    """Layers of which two processes have at least 1 MiB each, which is what goes to a disk; one is not trained."""
+    """Large layers, one of them frozen: each of two processes has at least 1 MiB of a layer, which can be offloaded to NVMe."""
 
     rates: ClassVar = {"adamw": 1e-4, "sgd": 1e-4}
 

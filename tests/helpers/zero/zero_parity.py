@@ -1,4 +1,4 @@
-"""Trainings under ZeRO and the same under DDP, compared."""
+"""Compare training with ZeRO with the same training with DDP."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ LIMITS = {"32-true": 2e-6, "bf16-mixed": 5e-3, "16-mixed": 5e-3}
 
 @cache
 def expected(size: int, window: int, clip: float | None, precision: str, make: type = RegressionModule) -> Record:
-    """The same by DDP, or on one process."""
+    """The record of the same training with DDP, or without a strategy on one process."""
     return run("ddp" if size > 1 else "auto", size, window, clip, precision, make)
 
 
 def run(
     kind: str, size: int, window: int, clip: float | None, precision: str, make: type = RegressionModule, **options: Any
 ) -> Record:
-    """Two epochs of training under a strategy."""
+    """Train two epochs with a strategy; returns the record."""
     arguments = {"max_epochs": 2, "precision": precision, "gradient_clip_val": clip, "log_every_n_steps": 1}
     case = Case(samples=40, batch_size=2, window=window * size, make=make, arguments=arguments)
     return trained(case, size, strategy=strategy(kind, **options))
 
 
 def assert_same(record: Record, other: Record, limit: float) -> None:
-    """The losses agree to a relative limit, on the same samples with the same rates."""
+    """Samples and learning rates are equal, and losses agree to the relative difference `limit`."""
     assert record.losses.keys() == other.losses.keys()
     assert len(record.losses) >= 20
     for key, loss in other.losses.items():
@@ -43,16 +43,16 @@ def assert_same(record: Record, other: Record, limit: float) -> None:
 def assert_parity(
     kind: str, size: int, window: int, clip: float | None, precision: str, make: type = RegressionModule, **options: Any
 ) -> None:
-    """Losses, gradient norms and parameters are those of DDP on the same global batches.
+    """Check that losses, gradient norms and parameters are those of DDP with the same global batches.
 
     Args:
-        kind: of `zero_cases.strategy`.
-        size: processes.
-        window: micro-batches of a process in an update.
-        clip: the largest norm.
-        precision: of the trainer.
-        make: the module's class.
-        **options: of the strategy.
+        kind: Argument of `zero_cases.strategy`.
+        size: Number of processes.
+        window: Number of micro-batches of a process in an accumulation window.
+        clip: Maximum gradient norm, or None.
+        precision: Precision of the Trainer.
+        make: Class of the module.
+        **options: Arguments of the strategy.
     """
     record, other = run(kind, size, window, clip, precision, make, **options), expected(size, window, clip, precision, make)
     assert_same(record, other, LIMITS[precision])

@@ -1,4 +1,4 @@
-"""Trainings that are saved under one configuration of ZeRO and resume under another."""
+"""Runs that save a checkpoint with one configuration of ZeRO and resume with another."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ADAMW = {"optimizer": "adamw", "schedule": True}
 
 
 def case(precision: str = "32-true", make: type = RegressionModule) -> Case:
-    """Twenty updates; of dropout, augmentation, a schedule, clipping and accumulation each a bit."""
+    """Twenty optimizer steps with dropout, augmentation, a learning-rate schedule, gradient clipping and accumulation."""
     arguments = {"precision": precision, "gradient_clip_val": 1.0, "max_epochs": -1, "max_steps": 20}
     return Case(samples=75, make=make, options=ADAMW, arguments=arguments)
 
 
 class SaveAtOnce(Callback):
-    """Saves again what has just been loaded."""
+    """Saves a checkpoint right after a checkpoint was loaded, before the first training step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -38,7 +38,7 @@ class SaveAtOnce(Callback):
 
 
 class SaveAfterTen(Callback):
-    """Saves after ten updates, and ends the training."""
+    """Saves a checkpoint after ten optimizer steps, and stops training."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,14 +50,14 @@ class SaveAfterTen(Callback):
 
 
 def go_on(which: Case, kind: str, source: Path, copy: Path) -> dict[Any, float]:
-    """Train to the end from a checkpoint; the losses."""
+    """Resume from the checkpoint `source`, save it again to `copy`, and train to the end; returns the losses."""
     recorder = Recorder()
     train(which, recorder, SaveAtOnce(copy), strategy=strategy(kind), ckpt_path=str(source))
     return recorder.record.losses
 
 
 def save(which: Case, kind: str, folder: Path) -> None:
-    """Train half of it, and save."""
+    """Train for ten of the twenty optimizer steps, and save to `folder`."""
     train(which, SaveAfterTen(folder), strategy=strategy(kind))
 
 
@@ -68,7 +68,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 @cache
 def undisturbed(precision: str, make: type) -> dict[Any, float]:
-    """The losses after the tenth update: of one process, or where that has no masters, of two under ZeRO."""
+    """The losses after the first ten steps, uninterrupted, on one process; for bf16-true with ZeRO, for its master weights."""
     alone = precision != "bf16-true"
     losses = trained(case(precision, make), 1 if alone else 2, strategy=strategy("auto" if alone else "zero2")).losses
     return {key: loss for key, loss in losses.items() if key[0] >= 10}
@@ -77,16 +77,16 @@ def undisturbed(precision: str, make: type) -> dict[Any, float]:
 def assert_portable(
     source: Path, kind: str, size: int, precision: str = "32-true", make: type = RegressionModule, exact: bool = True
 ) -> None:
-    """Resume from a checkpoint of `save` under another configuration.
+    """Resume from a checkpoint of `save` with another configuration, and check the restored state and the losses.
 
     Args:
-        source: the checkpoint.
-        kind: of `zero_cases.strategy`.
-        size: processes.
-        precision: of the trainer, here and there.
-        make: the module's class.
-        exact: the state has come back bit for bit, and the losses are those of ten updates more; else the state has come back
-            as the module's precision can hold it.
+        source: The checkpoint.
+        kind: Argument of `zero_cases.strategy`.
+        size: Number of processes.
+        precision: Precision of the Trainer, when saving and when resuming.
+        make: Class of the module.
+        exact: The restored state must equal the saved one bit for bit, and the losses those of an undisturbed run. Otherwise,
+            the restored state must equal the saved one cast to the dtypes of the resumed run.
     """
     copy = source.with_name(f"{source.name}-{kind}-{size}")
     losses: dict[Any, float] = {}
