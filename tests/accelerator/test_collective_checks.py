@@ -231,9 +231,7 @@ def one_does_what_the_others_do_not(main: str, others: str, strategy: str) -> No
         ("trigger", "step", "check_trigger", "step", "zero3"),
     ],
 )
-def test_who_waits_for_one_that_waits_for_it(
-    main: str, others: str, verb: str, named: str, strategy: str, run_dir: Path
-) -> None:
+def test_ranks_waiting_for_each_other(main: str, others: str, verb: str, named: str, strategy: str, run_dir: Path) -> None:
     """Two ranks wait for each other in different calls: an error names both calls and their lines."""
     ends = start_world(2, one_does_what_the_others_do_not, main, others, strategy).ends()
     assert not any(fine for fine, _ in ends)
@@ -265,7 +263,7 @@ def reading_on() -> list[int]:
     return found
 
 
-def test_who_reads_on_is_waited_for() -> None:
+def test_a_late_rank_is_no_error() -> None:
     """A rank that is only late causes no error."""
     assert run_world(2, reading_on) == [[0, 1]] * 2
 

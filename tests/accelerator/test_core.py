@@ -380,7 +380,7 @@ def test_an_unknown_argument() -> None:
         accelerator(precison="bf16-mixed")
 
 
-def test_small_things(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_attributes(capsys: pytest.CaptureFixture[str]) -> None:
     """Attributes and methods that no other test of this file covers."""
     engine = accelerator(gradient_accumulation_steps=3, precision="bf16-mixed")
     assert (engine.device, engine.is_main_process) == (torch.device("cpu"), True)

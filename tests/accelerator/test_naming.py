@@ -77,7 +77,7 @@ def test_names_count_on_and_the_newest_is_loaded() -> None:
     assert third.save_iteration == 4, "nothing that is there is written over, and the newest has the highest number"
 
 
-def test_numbers_are_no_text() -> None:
+def test_checkpoints_sort_by_number() -> None:
     """Checkpoints are sorted by number and not by name: checkpoint_10 is newer than checkpoint_9."""
     first = loop(limit=3, iteration=8)
     assert save(first, *range(8, 13))[-1] == "checkpoint_12"
@@ -190,7 +190,7 @@ def test_a_folder_is_named_too(caplog: pytest.LogCaptureFixture) -> None:
     assert accelerator.save_iteration == 1
 
 
-def test_what_is_wrong() -> None:
+def test_invalid_arguments() -> None:
     """A missing folder, pickle files and misspelled arguments are errors."""
     plain = Accelerator()
     for verb in (plain.save_state, plain.load_state):

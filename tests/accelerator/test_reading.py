@@ -145,7 +145,7 @@ def test_an_evaluation_inside_a_window_that_was_left() -> None:
     assert loop.found == [1.0] * 3
 
 
-def left_before_a_row_that_is_not_full(even: bool, strategy: str) -> list[float]:
+def epoch_left_early_uneven_ranks(even: bool, strategy: str) -> list[float]:
     """The loop leaves an epoch after one micro-batch of a window of four; the next epoch completes the window.
 
     Two processes share five micro-batches, so rank 1 has only two in an epoch and rank 0 has three.
@@ -164,7 +164,7 @@ def test_a_window_is_completed_by_rows_that_are_not_full(even: bool, strategy: s
     """Each optimizer step has weight 1, also if one rank has fewer micro-batches in the window."""
     if strategy == "zero1":
         pytest.importorskip("deepspeed")
-    for found in run_world(2, left_before_a_row_that_is_not_full, even, strategy):
+    for found in run_world(2, epoch_left_early_uneven_ranks, even, strategy):
         assert found == pytest.approx([1.0, 1.0], abs=1e-6)
 
 

@@ -822,7 +822,7 @@ def test_a_save_in_flight_that_fails_at_the_end_is_made_up_for(begin) -> None:
     [(Preempted(), True), (KeyboardInterrupt(), True), (ValueError(), False), (SystemExit(), False)],
 )
 @pytest.mark.parametrize("wanted", [True, False])
-def test_endings_by_exception(begin, caplog, exception: BaseException, always: bool, wanted: bool) -> None:
+def test_save_after_an_exception(begin, caplog, exception: BaseException, always: bool, wanted: bool) -> None:
     """A stop request and Ctrl-C always save; other exceptions save if `save_on_exception` is True."""
     caplog.set_level("INFO", "trainkit")
     callback = ModelCheckpoint(save_on_exception=wanted)

@@ -322,7 +322,7 @@ def test_one_of_several_saves_at_the_end_by_an_error_and_all_at_a_good_end() -> 
 # -------------------------------------------------------------------------------------------------------------- resume
 
 
-def test_a_resumed_run_keeps_its_books_and_deletes_its_old_checkpoints() -> None:
+def test_a_resumed_run_keeps_its_best_and_removes_old_checkpoints() -> None:
     """A resumed run knows its best and its last checkpoint, and removes older ones that it saved before."""
     values = [0.5, 0.25, 3.0, 0.75, 2.0, 0.125]
     with pytest.raises(StoppedError):

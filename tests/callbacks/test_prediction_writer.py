@@ -258,7 +258,7 @@ def test_a_writer_written_for_lightning(make_trainer) -> None:
     assert not Path("out").exists()
 
 
-def test_a_loader_without_a_batch_has_its_place(make_trainer) -> None:
+def test_predictions_are_grouped_by_loader(make_trainer) -> None:
     class Counts(PredictionWriter):
         def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
             self.counts = [len(own) for own in predictions], [len(own) for own in batch_indices]

@@ -152,7 +152,7 @@ def update(callback: NonFiniteGuard, trainer: Any, module: Any, losses: list[flo
 
 
 @pytest.mark.world_size(3)
-def test_all_processes_leave_an_update_out() -> None:
+def test_all_ranks_skip_the_step() -> None:
     """If the loss or a gradient of one rank is not finite, all ranks skip the optimizer step."""
     trainer, module = setting()
     rank = trainer.strategy.world.rank
@@ -185,7 +185,7 @@ def test_a_process_without_anything_to_watch_takes_part() -> None:
 
 
 @pytest.mark.world_size(3)
-def test_memory_is_summed_up_by_machine() -> None:
+def test_memory_is_summed_by_node() -> None:
     """Three processes use 1, 2 and 4 bytes. At first the first two are on one node, then the last two."""
     trainer, module = setting()
     rank = trainer.strategy.world.rank

@@ -165,7 +165,7 @@ def test_a_process_with_the_id_of_a_dead_one_is_not_the_holder(run_dir: Path) ->
         assert ask(child, "lost?") == "True"
 
 
-def test_this_process_once_more(run_dir: Path) -> None:
+def test_second_lock_of_same_process(run_dir: Path) -> None:
     """A second lock of the same process is refused. A lock that is garbage collected is released."""
     with taken(run_dir, "first"), pytest.raises(CheckpointLockedError, match="first"):
         FolderLock(run_dir, "second").acquire()

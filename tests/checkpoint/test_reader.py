@@ -89,7 +89,7 @@ def test_only_requested_stems_are_read(run_dir: Path, stems: list[str]) -> None:
         open_checkpoint(path).read()
 
 
-def test_what_it_has_not_is_named(run_dir: Path) -> None:
+def test_missing_stem_is_named(run_dir: Path) -> None:
     """Requesting tensors that the checkpoint does not contain is an error that lists those it contains."""
     checkpoint = open_checkpoint(make(run_dir / "checkpoint"))
     with pytest.raises(StateMismatchError, match="model_1, but this one has model, optimizer, state"):

@@ -172,7 +172,7 @@ def test_a_relative_path_is_that_of_the_moment_of_save(run_dir: Path, saver: Sav
     verified(run_dir / "a")
 
 
-def test_who_keeps_a_draft_keeps_no_copies(run_dir: Path, saver: Saver) -> None:
+def test_close_frees_copies(run_dir: Path, saver: Saver) -> None:
     """A closed saver frees the copies of the tensors even if the caller keeps the draft."""
     made = draft()
     saver.save(made, run_dir / "a", blocking=False)

@@ -102,7 +102,7 @@ def test_malformed_state_is_the_same_error_on_all_ranks(checkpoint: Path) -> Non
     assert not str(ends[0]).startswith("rank")
 
 
-def test_a_refusal_of_the_choice(checkpoint: Path) -> None:
+def test_error_in_selection(checkpoint: Path) -> None:
     # An error of the function that chooses what to read is raised on all ranks, and so is a choice that does not exist.
 
     def refuse(manifest: Any) -> None:

@@ -85,7 +85,7 @@ def library(tmp_path: Path) -> Path:
     return root
 
 
-def test_what_is_read(library: Path) -> None:
+def test_files_of_the_corpus(library: Path) -> None:
     corpus = read_corpus(library)
     files = {*corpus.train_files, *corpus.val_files}
     assert "windows.py" in files
@@ -215,7 +215,7 @@ def test_losses_are_logged_in_bits_per_byte(monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
-def test_no_byte_sees_what_comes_after_it() -> None:
+def test_attention_is_causal() -> None:
     model = small_model()
     tokens = torch.randint(0, 256, (1, 8))
     changed = tokens.clone()

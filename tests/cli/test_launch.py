@@ -138,7 +138,7 @@ def test_workers_get_unchanged_variables(launch: Launch) -> None:
     (["scirpt.py"], "there is no file 'scirpt.py'. Did you mean 'script.py'?"),
     (["package.module"], "there is no file 'package.module'. For a module: trainkit launch -m package.module"),
 ])  # fmt: skip
-def test_what_is_refused(launch: Launch, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments(launch: Launch, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", *arguments]) == 2
     shown = capsys.readouterr()
     assert words in shown.err

@@ -125,7 +125,7 @@ def start() -> Iterator[Start]:
             part.hang_up()
 
 
-def test_a_part(tmp_path: Path) -> None:
+def test_host_program(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os, sys; print('rank', os.environ['RANK'], sys.argv[1:]); sys.exit(3)")
     arguments = ["--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "1", "script.py", "--x"]
     part = Part("-m", "trainkit.cli.launch_child", *arguments)
@@ -192,7 +192,7 @@ def test_heartbeats(start: Start) -> None:
     assert not Path("saved").exists()
 
 
-def test_an_end_before_the_start(tmp_path: Path) -> None:
+def test_hangup_before_the_start(tmp_path: Path) -> None:
     part = Part("-c", PROGRAM.format(work=WORK + SAVE, silence=VAIN, vain=VAIN))
     assert part.line() == VERSIONS
     part.hang_up()

@@ -42,7 +42,7 @@ def under(key: int) -> list[float]:
     return draw()
 
 
-def drawn_at_work(batches: Iterator[Any]) -> list[list[float]]:
+def forward_draws(batches: Iterator[Any]) -> list[list[float]]:
     """Random numbers drawn right after each batch is yielded, as the forward pass would."""
     return [draw() for _ in batches]
 
@@ -113,9 +113,9 @@ def test_an_epoch_that_is_left_early_is_over(workers: int) -> None:
 def test_the_end_of_an_epoch_is_the_end_of_the_whole_one(window: int | None, start: int) -> None:
     """An epoch that starts at a later batch has the same batches and random numbers as the end of the whole epoch."""
     loader = prepare(shuffled(), window=window)
-    whole, forward = whole_epoch(loader, 3), drawn_at_work(loader.iterate(3))
+    whole, forward = whole_epoch(loader, 3), forward_draws(loader.iterate(3))
     assert same(whole_epoch(loader, 3, start), whole[start:])
-    assert drawn_at_work(loader.iterate(3, start)) == forward[start:]
+    assert forward_draws(loader.iterate(3, start)) == forward[start:]
 
 
 @pytest.mark.parametrize("window", [None, 2])
@@ -186,7 +186,7 @@ def test_the_work_on_a_batch_has_random_numbers_of_its_own(source: str, window: 
     loader = prepare(SOURCES[source](), window=window)
     draw()
     expected = [under(mix(7, Stage.TRAIN, Purpose.FORWARD, 2, m)) for m in range(4)]
-    assert drawn_at_work(loader.iterate(2)) == expected
+    assert forward_draws(loader.iterate(2)) == expected
 
 
 @pytest.mark.parametrize(
@@ -197,17 +197,17 @@ def test_each_stage_and_each_of_its_loaders_has_its_own(options: dict[str, Any],
     """Each stage, and each of several loaders of a stage, has its own order and random numbers."""
     loader = prepare(shuffled(), **options)
     expected = [under(mix(7, stage, Purpose.FORWARD, 0, m)) for m in range(4)]
-    assert drawn_at_work(loader.iterate(0)) == expected
+    assert forward_draws(loader.iterate(0)) == expected
     other = prepare(shuffled())
     assert ids(whole_epoch(loader)) != ids(whole_epoch(other))
     assert not same(whole_epoch(loader)[0]["batch"], whole_epoch(other)[0]["batch"])
 
 
-def test_another_seed_is_another_everything() -> None:
+def test_seed_changes_order_and_draws() -> None:
     """The order and the random numbers depend on the seed."""
     first, second = prepare(shuffled()), prepare(shuffled(), seed=8)
     assert ids(whole_epoch(first)) != ids(whole_epoch(second))
-    assert drawn_at_work(first.iterate(0)) != drawn_at_work(second.iterate(0))
+    assert forward_draws(first.iterate(0)) != forward_draws(second.iterate(0))
 
 
 def test_what_is_drawn_at_work_does_not_change_what_is_fetched() -> None:

@@ -84,7 +84,7 @@ def test_keyed_slots_seed_when_they_are_gone_through() -> None:
     assert draw() == first
 
 
-def test_keyed_slots_seed_after_a_journey() -> None:
+def test_keyed_slots_seed_after_pickling() -> None:
     """`KeyedSlots` also seed after they were pickled and sent to a worker."""
     maker, arguments = KeyedSlots(55, 3).__reduce__()
     there = maker(*arguments)

@@ -89,7 +89,7 @@ def test_an_error(size: int, rank: int, where: str) -> None:
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("size, rank", [(2, 0), (2, 1), (4, 2)])
-def test_a_death(size: int, rank: int, where: str) -> None:
+def test_killed_rank(size: int, rank: int, where: str) -> None:
     ended = end(size, "one_ends", rank, "kill", where)
     assert ended.codes == [-9 if other == rank else 1 for other in range(size)]
     assert max(ended.seconds) < LIMIT

@@ -36,7 +36,7 @@ def ranks() -> tuple[int, int]:
     return world.rank, world.size
 
 
-def test_one_process_after_the_other() -> None:
+def test_results_are_in_rank_order() -> None:
     """`run_world` returns the results in the order of the ranks."""
     assert run_world(2, ranks) == [(0, 2), (1, 2)]
 

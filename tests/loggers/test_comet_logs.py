@@ -273,7 +273,7 @@ def test_an_experiment_that_the_user_names_continues_after_its_records(comet_ser
     assert second.state_dict()["counts"] == {"loss": 6, "val": 3}
 
 
-def test_what_is_said_to_comet(comet_server: Server, tmp_path: Path) -> None:
+def test_arguments_passed_to_comet(comet_server: Server, tmp_path: Path) -> None:
     where: dict[str, Any] = {
         "api_key": "secret",
         "workspace": "me",

@@ -86,7 +86,7 @@ def at(path: Path, seconds: int) -> Path:
     return path.parent
 
 
-def test_which_run_is_meant(tmp_path: Path) -> None:
+def test_find_run(tmp_path: Path) -> None:
     logs = tmp_path / "root" / "logs"
     second = at(logs / "a" / "version_2" / "metrics.csv", 1000)
     tenth = at(logs / "a" / "version_10" / "metrics.csv", 900)  # the highest number, although its file is older

@@ -66,7 +66,7 @@ def test_a_new_run_asks_for_nothing() -> None:
     assert repeats.counts == {}
 
 
-def test_another_cadence_loses_nothing() -> None:
+def test_another_logging_interval_loses_nothing() -> None:
     store = Store()
     store.records = [("a", step) for step in (1, 2, 3, 4, 5, 6, 7, 8)]
     repeats = Repeats()

@@ -327,7 +327,7 @@ def test_event_files_that_lack_something_are_a_warning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("arguments", [{"name": "other"}, {"version": 7}, {"save_dir": "elsewhere"}])
-def test_what_the_user_says_goes_before(kind: Any, arguments: dict[str, Any], tmp_path: Path, caplog: Any) -> None:
+def test_arguments_override_the_checkpoint(kind: Any, arguments: dict[str, Any], tmp_path: Path, caplog: Any) -> None:
     caplog.set_level("INFO", "trainkit")
     first = kind(tmp_path)
     state = stopped(first, 3, 5)

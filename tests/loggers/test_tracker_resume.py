@@ -23,7 +23,7 @@ from trainkit.loggers.metrics_reader import read_metrics
 pytestmark = [needs("mlflow"), needs("comet_ml"), pytest.mark.usefixtures("local_mlflow", "comet_offline")]
 
 
-class Mortal(TinyModule):
+class KillsItself(TinyModule):
     """Kills its own process in the middle of a step if `killed` is set."""
 
     killed = False
@@ -42,7 +42,7 @@ class Mortal(TinyModule):
 def train(root: Path, loggers: list[Logger], killed: bool = False) -> None:
     """Twelve optimizer steps in three epochs; validates and saves every two. Resumes if there is a checkpoint."""
     torch.manual_seed(0)
-    module = Mortal()
+    module = KillsItself()
     module.killed = killed
     trainer = Trainer(
         max_epochs=3, log_every_n_steps=1, logger=loggers, default_root_dir=root, seed=1, enable_progress_bar=False,

@@ -167,7 +167,7 @@ def test_a_value_of_before_gives_way_to_a_newer_one() -> None:
 
 
 @pytest.mark.parametrize("before, after", CHANGES)
-def test_what_waits_since_an_earlier_epoch(before: int, after: int) -> None:
+def test_a_pending_step_value_of_an_earlier_epoch(before: int, after: int) -> None:
     """A value of an earlier epoch that still waits for a log boundary is also saved."""
 
     def waiting(world: World) -> Any:

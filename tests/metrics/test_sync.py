@@ -88,7 +88,7 @@ def test_several_loaders() -> None:
         assert same(results, expected)
 
 
-def test_a_row_of_which_only_some_have_a_batch() -> None:
+def test_an_evaluation_step_without_a_batch_on_one_rank() -> None:
     """An evaluation step in which one of three ranks has no batch."""
 
     def job(world: FakeWorld) -> list[Any]:

@@ -113,7 +113,7 @@ class Maker(nn.Module):
         return self.net(x).tanh()
 
 
-def duel(seeds: list[list[int]], frozen: bool) -> list[float]:
+def train_alternately(seeds: list[list[int]], frozen: bool) -> list[float]:
     """For each list of seeds, a step of the critic and one of the generator. Several processes use one seed each."""
     several = "WORLD_SIZE" in os.environ
     strategy = joined() if several else None
@@ -138,9 +138,9 @@ def duel(seeds: list[list[int]], frozen: bool) -> list[float]:
 def test_two_models_that_are_trained_alternately() -> None:
     seeds = [[1, 2], [3, 4], [5, 6]]
     for frozen in (False, True):
-        results = run_world(2, duel, seeds, frozen)
+        results = run_world(2, train_alternately, seeds, frozen)
         assert results[0] == results[1]
-        assert results[0] == pytest.approx(duel(seeds, frozen), rel=1e-11)
+        assert results[0] == pytest.approx(train_alternately(seeds, frozen), rel=1e-11)
 
 
 @pytest.mark.world_size(2)

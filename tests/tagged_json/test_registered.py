@@ -114,7 +114,7 @@ def test_wrong_arguments(call: Callable[[], Any], message: str) -> None:
         call()
 
 
-def test_twice() -> None:
+def test_registering_twice() -> None:
     """Registering a class or a name twice is an error, except with `replace=True`."""
     register(Vocabulary, Vocabulary.to_dict, Vocabulary.from_dict)
     with pytest.raises(ConfigurationError, match=r"test_registered\.Vocabulary is registered already\. Call register once"):

@@ -178,7 +178,7 @@ def test_a_default_of_lightning_asks_for_nothing(name: str, value: Any) -> None:
         ("replace_sampler_ddp", None),
     ],
 )
-def test_what_is_almost_a_default_asks_for_something(name: str, value: Any) -> None:
+def test_values_like_a_default_are_rejected(name: str, value: Any) -> None:
     """A value that only resembles Lightning's default is rejected."""
     assert refused(**{name: value}) == f"Trainer({name}=...): {ADVICE['Trainer'][name]}."
 
@@ -247,7 +247,7 @@ class Data(DataModule):
 
 
 @pytest.mark.parametrize("verb", ["validate", "test"])
-def test_positions_that_are_meant_otherwise(verb: str) -> None:
+def test_arguments_in_the_wrong_position(verb: str) -> None:
     """A positional argument in the wrong position is an error. If the value is recognized, the error names its keyword."""
     run = getattr(make_trainer(), verb)
     assert run(TinyModule(), None, None, False, Data())

@@ -152,7 +152,7 @@ def test_no_step(stage: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_a_limit_of_none(stage: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_limit_of_zero_batches(stage: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     """With a limit of 0 batches nothing is evaluated, and a log line says so."""
     short = {"validate": "val"}.get(stage, stage)
     trainer = make_trainer(**{f"limit_{short}_batches": 0})

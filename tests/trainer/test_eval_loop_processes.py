@@ -234,7 +234,7 @@ def memory_of_views() -> list[int]:
     return [0 if tensor.is_sparse else tensor.untyped_storage().nbytes() for tensor in gathered]
 
 
-def test_a_view_does_not_bring_all_that_it_is_a_view_of() -> None:
+def test_gathering_a_view_sends_only_its_elements() -> None:
     """Gathering a view of a large tensor sends only the elements of the view."""
     assert run_world(2, memory_of_views) == [[8, 0, 8]] * 2
 
@@ -315,7 +315,7 @@ def test_sigterm_on_one_process_ends_the_evaluation_on_all(rank: int, row: int, 
 # ------------------------------------------------------------------------------------------------------------------ rest
 
 
-class Twice(Dataset[Any]):
+class NoisySamples(Dataset[Any]):
     """Adds random noise to each sample."""
 
     def __len__(self) -> int:
@@ -330,7 +330,7 @@ def noises(workers: int) -> Any:
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
             return batch + torch.rand(())
 
-    loader = DataLoader(Twice(), batch_size=3, num_workers=workers)
+    loader = DataLoader(NoisySamples(), batch_size=3, num_workers=workers)
     return [prediction.tolist() for prediction in trainer_of().predict(Draws(), loader)]
 
 

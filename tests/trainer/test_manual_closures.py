@@ -119,7 +119,7 @@ def test_one_optimizer_and_one_scheduler_are_no_list() -> None:
     assert Manual().automatic_optimization is False
 
 
-def test_schedulers_are_the_modules_business() -> None:
+def test_trainer_never_steps_schedulers_in_manual_optimization() -> None:
     """With manual optimization, the Trainer never steps the schedulers."""
 
     class Scheduled(Manual):
@@ -167,7 +167,7 @@ def test_overrides_that_are_never_called() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:no optimizer step was made")
-def test_a_modules_own_clipping_is_his_to_call() -> None:
+def test_trainer_never_calls_clipping_in_manual_optimization() -> None:
     """With manual optimization, the Trainer never calls configure_gradient_clipping: the module does."""
     calls = []
 

@@ -121,7 +121,7 @@ def gan_loader() -> DataLoader:
     return DataLoader(TensorDataset(real_points()), batch_size=BATCH, shuffle=True)
 
 
-def test_a_gan_is_a_gan_by_hand() -> None:
+def test_gan_equals_plain_torch() -> None:
     """A GAN trained by the Trainer gives the same parameters as a loop in plain torch, bit for bit."""
     module = GAN()
     trainer = make_trainer(seed=SEED, max_epochs=EPOCHS)

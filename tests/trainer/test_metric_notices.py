@@ -102,7 +102,7 @@ def test_a_misspelled_monitor_is_reported_after_the_sanity_check(monitor: str, k
     assert steps == [0]  # before the first optimizer step
 
 
-def test_a_scheduler_that_the_user_advances_is_the_users_business(recwarn: pytest.WarningsRecorder) -> None:
+def test_monitor_is_not_checked_in_manual_optimization(recwarn: pytest.WarningsRecorder) -> None:
     """With manual optimization the user steps the scheduler, so its monitor is not checked."""
     module = Plateau("val_los")
     module.automatic_optimization = False

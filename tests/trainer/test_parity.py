@@ -263,7 +263,7 @@ def by_accelerator(case: Case, device: str = "cpu") -> Result:
 
 
 @each_case
-def test_trainer_is_a_loop_by_hand(case: Case) -> None:
+def test_trainer_equals_plain_torch_loop(case: Case) -> None:
     assert_same(by_trainer(case), by_hand(case))
 
 

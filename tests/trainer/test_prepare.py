@@ -262,7 +262,7 @@ def test_a_prepared_optimizer_is_the_users_in_everything_else() -> None:
     assert model.weight in own.state
 
 
-def test_its_state_goes_out_and_in() -> None:
+def test_prepared_optimizer_state_dict_round_trip() -> None:
     """The state of a prepared optimizer loads into torch's optimizer and into another prepared one."""
     _, optimizer = stepped(accelerator())
     state = optimizer.state_dict()

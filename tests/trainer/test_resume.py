@@ -44,7 +44,7 @@ def test_auto_starts_afresh_only_if_there_is_none() -> None:
     assert recorder.batches == [(1, m) for m in range(4)]
 
 
-def test_last_wants_one() -> None:
+def test_last_without_checkpoint_is_an_error() -> None:
     # ckpt_path='last' is an error if there is no checkpoint.
     with pytest.raises(CheckpointNotFoundError, match="ckpt_path='last': there is no checkpoint in .*To start from the"):
         saving().fit(Adam(), tiny_loader(), ckpt_path="last")

@@ -74,7 +74,7 @@ def test_a_stop_that_min_epochs_holds_up_is_not_forgotten() -> None:
     assert (trainer.current_epoch, recorder.batches[-1]) == (3, (2, 3))
 
 
-def test_early_stopping_asks_again() -> None:
+def test_early_stopped_run_resumes_without_training() -> None:
     """A run that EarlyStopping has ended trains no batch when it is resumed with the same patience."""
 
     class Flat(Adam):

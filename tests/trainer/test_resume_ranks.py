@@ -206,7 +206,7 @@ def loop_and_save() -> None:
     loop.accelerator.free_memory()
 
 
-def loop_on() -> Any:
+def resume_loop() -> Any:
     loop = Loop(seed=99)
     loop.accelerator.load_state("first", resume_loaders=True)
     loop.accelerator.save_state("second")
@@ -218,7 +218,7 @@ def loop_on() -> Any:
 def test_own_loops(run_dir: Path, before: int, after: int) -> None:
     """The state of your own training loop is the same on another number of processes."""
     run_world(before, loop_and_save)
-    ends = run_world(after, loop_on)
+    ends = run_world(after, resume_loop)
     assert ends == [ends[0]] * after
     assert ends[0][:2] == (8 * before, 2)
     first, second = open_checkpoint("first").read(), open_checkpoint("second").read()
@@ -259,7 +259,7 @@ def by_time() -> Any:
     return callback.last_model_path, trainer.global_step
 
 
-def test_the_main_processs_timer_is_everybodys(run_dir: Path) -> None:
+def test_main_process_decides_timed_saves(run_dir: Path) -> None:
     """The time interval of the main process decides when all ranks save."""
     ends = run_world(2, by_time)
     assert ends[0] == ends[1]
@@ -385,7 +385,7 @@ def goes_on() -> tuple[int, int]:
     return began[0], trainer.global_step
 
 
-def blind(rank: int) -> tuple[str, str]:
+def fit_without_shared_folder(rank: int) -> tuple[str, str]:
     all_ranks._VISIBLE_WITHIN = 0.2
     trainer = make()
     if trainer.global_rank == rank:
@@ -396,7 +396,7 @@ def blind(rank: int) -> tuple[str, str]:
 
 def test_a_folder_that_is_not_shared(run_dir: Path) -> None:
     """If a rank does not see the checkpoint folder, all ranks raise an error that names this rank."""
-    ends = run_world(2, blind, 1)
+    ends = run_world(2, fit_without_shared_folder, 1)
     assert ends[0] == ends[1]
     assert ends[0][0] == "CheckpointWriteError"
     assert "rank 1 on " in ends[0][1]
@@ -453,7 +453,7 @@ def fit_and_keep() -> None:
     fit(ModelCheckpoint(every_n_train_steps=2, keep_last=-1))
 
 
-def otherwise(what: str) -> tuple[str, str]:
+def fit_with_different_arguments(what: str) -> tuple[str, str]:
     """Fit with another argument or callback on rank 1 than on rank 0. Returns the error."""
     other = os.environ["RANK"] == "1"
     callbacks = [ModelCheckpoint(every_n_train_steps=2)] if other and what == "callbacks" else []
@@ -477,14 +477,14 @@ def otherwise(what: str) -> tuple[str, str]:
 )
 def test_a_rank_that_asks_for_something_else_gets_an_error_and_no_rank_waits(run_dir: Path, what: str, said: str) -> None:
     run_world(2, fit_and_keep)
-    ends = run_world(2, otherwise, what)
+    ends = run_world(2, fit_with_different_arguments, what)
     assert ends[0] == ends[1]
     assert ends[0][0] == "ConfigurationError"
     assert said in ends[0][1]
 
 
 @pytest.mark.parametrize("word", ["last", "nowhere"])
-def test_none_is_an_error_on_all(run_dir: Path, word: str) -> None:
+def test_no_checkpoint_is_an_error_on_all_ranks(run_dir: Path, word: str) -> None:
     """If there is no checkpoint, all ranks raise the same error."""
     ends = run_world(2, resumes, word)
     assert ends[0] == ends[1]

@@ -127,7 +127,7 @@ def test_overrides_are_of_the_first_start(job: Job, caplog: pytest.LogCaptureFix
     assert "from now on" not in caplog.text
 
 
-def test_a_run_that_was_taken_over_is_remembered(job: Job) -> None:
+def test_restart_continues_a_resumed_run(job: Job) -> None:
     """A restart also resumes a run that the script itself had resumed from a checkpoint."""
     first = job.fit(2)
     job.start()
@@ -171,7 +171,7 @@ def test_all_of_the_run_being_damaged_is_an_error_and_no_fresh_start(job: Job) -
         job.fit(3)
 
 
-def test_one_of_which_nothing_can_be_known_is_named(job: Job) -> None:
+def test_invalid_manifest_is_skipped_with_a_warning(job: Job) -> None:
     """A checkpoint with an invalid manifest is skipped with a warning."""
     job.fit(2)
     (FOLDER / "step-00000002" / "manifest.json").write_bytes(b"{}")

@@ -59,7 +59,7 @@ def moments(trainer: Trainer, path: str = "again") -> dict[str, Tensor]:
     return open_checkpoint(path).read().tensors["optimizer"]
 
 
-def pasted(error: BaseException) -> set[str]:
+def advised_restore(error: BaseException) -> set[str]:
     """The value of `restore=` that an error message advises."""
     found = re.search(r"restore=(\{[^}]*\})", str(error))
     assert found is not None, error
@@ -160,7 +160,7 @@ def test_a_schedule_of_other_groups_is_refused_and_the_advice_works() -> None:
     with pytest.raises(StateMismatchError, match="the parameter groups of optimizer 0 differ from the saved ones") as caught:
         make_trainer(max_steps=2).fit(module, tiny_loader(), ckpt_path="there", strict=False)
     assert same(parameters_of(module), before)
-    parts = pasted(caught.value)
+    parts = advised_restore(caught.value)
     assert parts == {"model", "optimizer", "scaler", "loop", "callbacks", "loggers"}
     trainer = make_trainer(max_steps=4)
     trainer.fit(module, tiny_loader(), ckpt_path="there", strict=False, restore=parts)
@@ -242,7 +242,7 @@ def test_what_the_message_says_can_be_pasted(change: str) -> None:
     with pytest.raises(StateMismatchError) as caught:
         make_trainer(max_steps=4).fit(module, tiny_loader(), ckpt_path="there")
     assert same(parameters_of(module), before)
-    parts = pasted(caught.value)
+    parts = advised_restore(caught.value)
     assert parts == expected
     trainer = make_trainer(max_steps=4)
     trainer.fit(module, tiny_loader(), ckpt_path="there", restore=parts)
@@ -251,7 +251,7 @@ def test_what_the_message_says_can_be_pasted(change: str) -> None:
         make_trainer(max_steps=4).fit(
             Net(**options), tiny_loader(), ckpt_path="there", restore=expected | {"scheduler", "optimizer"} - {"scaler"}
         )
-    assert pasted(caught.value) == expected
+    assert advised_restore(caught.value) == expected
 
 
 def test_parameters_in_another_order_go_by_name() -> None:
@@ -288,7 +288,7 @@ def test_two_optimizers_where_there_was_one() -> None:
     with pytest.raises(StateMismatchError, match="contains 1 optimizers, but this run has 2") as caught:
         make_trainer(max_steps=4).fit(Two(), tiny_loader(), ckpt_path="there")
     trainer = make_trainer(max_steps=4)
-    trainer.fit(Two(), tiny_loader(), ckpt_path="there", restore=pasted(caught.value))
+    trainer.fit(Two(), tiny_loader(), ckpt_path="there", restore=advised_restore(caught.value))
     assert trainer.global_step == 4
 
 
@@ -302,7 +302,7 @@ def test_state_that_an_optimizer_refuses() -> None:
     module = Net(kind=Refusing)
     with pytest.raises(StateMismatchError, match="load_state_dict failed: ValueError: not mine") as caught:
         make_trainer(max_steps=4).fit(module, tiny_loader(), ckpt_path="there")
-    make_trainer(max_steps=4).fit(module, tiny_loader(), ckpt_path="there", restore=pasted(caught.value))
+    make_trainer(max_steps=4).fit(module, tiny_loader(), ckpt_path="there", restore=advised_restore(caught.value))
 
 
 def test_a_malformed_description(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +312,7 @@ def test_a_malformed_description(monkeypatch: pytest.MonkeyPatch) -> None:
         half()
     with pytest.raises(CorruptCheckpointError, match="the description of optimizer 0 is malformed") as caught:
         make_trainer(max_steps=4).fit(Net(), tiny_loader(), ckpt_path="there")
-    make_trainer(max_steps=4).fit(Net(), tiny_loader(), ckpt_path="there", restore=pasted(caught.value))
+    make_trainer(max_steps=4).fit(Net(), tiny_loader(), ckpt_path="there", restore=advised_restore(caught.value))
 
 
 def _malformed(*args: Any) -> Any:
@@ -326,12 +326,12 @@ def test_weights_only() -> None:
     trainer.save_checkpoint("weights", weights_only=True)
     with pytest.raises(CheckpointError, match="is a weights-only checkpoint") as caught:
         saving().fit(Adam(), tiny_loader(), ckpt_path="weights")
-    saving().fit(Adam(), tiny_loader(), ckpt_path="weights", restore=pasted(caught.value))
+    saving().fit(Adam(), tiny_loader(), ckpt_path="weights", restore=advised_restore(caught.value))
     with pytest.raises(CheckpointError, match="is a weights-only checkpoint") as caught:
         Accelerator().load_state("weights")
     accelerator = Accelerator()
     accelerator.prepare(Adam())
-    accelerator.load_state("weights", restore=pasted(caught.value))
+    accelerator.load_state("weights", restore=advised_restore(caught.value))
 
     saving(default_root_dir="only").fit(Adam(), tiny_loader())
     for path in Path("only/version_0/checkpoints").glob("step-*"):
@@ -341,7 +341,7 @@ def test_weights_only() -> None:
         saving(default_root_dir="only").fit(Adam(), tiny_loader(), ckpt_path="last")
     named = re.search(r"ckpt_path='([^']+)', restore", str(caught.value))
     assert named is not None
-    saving(default_root_dir="only").fit(Adam(), tiny_loader(), ckpt_path=named[1], restore=pasted(caught.value))
+    saving(default_root_dir="only").fit(Adam(), tiny_loader(), ckpt_path=named[1], restore=advised_restore(caught.value))
 
 
 def test_a_checkpoint_of_an_own_loop_in_a_trainer_and_the_other_way() -> None:
@@ -353,15 +353,15 @@ def test_a_checkpoint_of_an_own_loop_in_a_trainer_and_the_other_way() -> None:
     prepared(tiny_loader()).save_state("loop")
     with pytest.raises(CheckpointError, match="was saved by your own training loop") as caught:
         make_trainer(max_steps=4).fit(Net(), tiny_loader(), ckpt_path="loop")
-    make_trainer(max_steps=4).fit(Net(), tiny_loader(), ckpt_path="loop", restore=pasted(caught.value))
+    make_trainer(max_steps=4).fit(Net(), tiny_loader(), ckpt_path="loop", restore=advised_restore(caught.value))
     half()
     with pytest.raises(StateMismatchError, match="contains 0 loaders, but there are 1 here") as caught:
         prepared(tiny_loader()).load_state("there")
-    prepared(tiny_loader()).load_state("there", restore=pasted(caught.value))
+    prepared(tiny_loader()).load_state("there", restore=advised_restore(caught.value))
     other = Accelerator()
     module = Net()
     other.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1), tiny_loader())
     with pytest.raises(StateMismatchError, match="it belongs to Adam, but this run has SGD") as caught:
         other.load_state("loop")
-    assert pasted(caught.value) == {"model", "scaler", "loaders", "registered"}
-    other.load_state("loop", restore=pasted(caught.value))
+    assert advised_restore(caught.value) == {"model", "scaler", "loaders", "registered"}
+    other.load_state("loop", restore=advised_restore(caught.value))

@@ -60,7 +60,7 @@ def test_without_files_of_a_logger_the_run_has_a_version_of_its_own() -> None:
     ]
 
 
-def test_a_folder_that_was_named_stays() -> None:
+def test_explicit_dirpath_is_used() -> None:
     """A folder passed to ModelCheckpoint is used instead of the folder of the run."""
     trainer = fit(ModelCheckpoint("mine"), logger=CSVLogger())
     assert folder(trainer) == "mine"
@@ -189,7 +189,7 @@ def test_a_checkpoint_of_another_module_is_skipped_and_said_once(caplog: pytest.
     )
 
 
-def test_where_only_another_module_has_saved() -> None:
+def test_only_checkpoints_of_another_module() -> None:
     # ckpt_path='last' is an error, and 'auto' starts a new run.
     fit(module=Another())
     with pytest.raises(CheckpointNotFoundError):
@@ -242,7 +242,7 @@ def test_a_path_in_the_folder_of_a_run_continues_that_run() -> None:
     assert trainer._save_policy.run_id == first._save_policy.run_id
 
 
-def test_weights_of_a_run_begin_another_one() -> None:
+def test_restoring_only_the_model_starts_a_new_run() -> None:
     """A fit that restores only the model is a new run with its own folder."""
     first = fit()
     trainer = fit(ckpt_path="auto", restore={"model"})

@@ -87,7 +87,7 @@ def _two_ranks(folder: str) -> tuple[list[str], int]:
     return [str(error) for error in callback.errors], trainer.global_step
 
 
-def test_so_it_is_on_two_processes(run_dir: Path) -> None:
+def test_a_folder_that_is_no_checkpoint_on_two_ranks(run_dir: Path) -> None:
     """On two processes both ranks raise the error, and training continues."""
     Path("mine").mkdir()
     Path("mine/notes.txt").touch()

@@ -162,7 +162,7 @@ def test_an_interval_that_an_epoch_never_reaches() -> None:
         validate_every(run, train_loader(run, tiny_loader()))
 
 
-def test_optimizer_steps_are_counted_elsewhere() -> None:
+def test_no_batch_interval_with_val_every_n_steps() -> None:
     """With val_every_n_steps, there is no validation interval in batches."""
     run = make_run(val_every_n_steps=2)
     run.validation_plan = evaluation_plan(run, "validation", tiny_loader())

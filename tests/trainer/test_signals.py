@@ -44,7 +44,7 @@ def test_the_second_ends_at_once(signals: Signals, ended: list[int], monkeypatch
     assert (signals.received, ended) == (signal.SIGTERM, [signal.SIGTERM, signal.SIGINT])
 
 
-def test_what_came_to_another_process_first_is_no_second(signals: Signals, ended: list[int]) -> None:
+def test_first_signal_after_one_on_another_rank(signals: Signals, ended: list[int]) -> None:
     """The first signal to this process does not end it, even if another rank has received one before."""
     signals.received = signal.SIGUSR1  # as if another rank had received it
     send(signal.SIGTERM)

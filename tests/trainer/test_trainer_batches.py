@@ -72,7 +72,7 @@ def test_overfitting_reads_a_loader_with_workers_in_both_at_a_time() -> None:
     assert (module.training_inputs, module.validation_inputs) == (first, first * 2)
 
 
-def test_overfitting_leaves_validation_off_folders_line() -> None:
+def test_overfit_batches_keeps_validation_off() -> None:
     # overfit_batches does not turn on a validation that is off.
     module = Seen()
     make_trainer(overfit_batches=2).fit(module, tiny_loader(32))
@@ -246,7 +246,7 @@ def test_the_data_modules_loaders_are_reloaded() -> None:
 
 
 class Stream(IterableDataset):
-    """The samples of `tiny_loader` as a stream without a length. The subclass `Boasting` has a wrong length."""
+    """The samples of `tiny_loader` as a stream without a length. The subclass `WrongLength` has a wrong length."""
 
     def __init__(self, samples: int) -> None:
         self.samples = list(tiny_loader(samples).dataset)
@@ -255,12 +255,12 @@ class Stream(IterableDataset):
         return iter(self.samples)
 
 
-class Boasting(Stream):
+class WrongLength(Stream):
     def __len__(self) -> int:
         return 2 * len(self.samples)
 
 
-@pytest.mark.parametrize("kind", [Stream, Boasting])
+@pytest.mark.parametrize("kind", [Stream, WrongLength])
 def test_a_stream_ends_when_it_ends(kind: type[Stream]) -> None:
     recorder = Recorder()
     trainer = make_trainer(recorder, max_epochs=2, accumulate_grad_batches=3)
@@ -274,7 +274,7 @@ def test_a_stream_ends_when_it_ends(kind: type[Stream]) -> None:
         assert trainer.estimated_stepping_batches == math.inf
 
 
-@pytest.mark.parametrize("kind", [Stream, Boasting])
+@pytest.mark.parametrize("kind", [Stream, WrongLength])
 @pytest.mark.parametrize("arguments, updates", [({}, 10), ({"accumulate_grad_batches": 2}, 6), ({"max_steps": 7}, 7)])
 def test_a_stream_under_a_limit_has_a_length(kind: type[Stream], arguments: dict[str, Any], updates: int) -> None:
     """With limit_train_batches, the number of optimizer steps is known, so a learning-rate schedule can be built."""

@@ -341,7 +341,7 @@ def test_should_log_holds_for_the_whole_window() -> None:
 
 
 @dataclass
-class Course:
+class ExpectedRun:
     """What a fit should do: the documented rules in their simplest form, without a model."""
 
     batches: list[tuple[int, int]] = field(default_factory=list)
@@ -351,8 +351,8 @@ class Course:
     completed: int = 0
 
 
-def course(length: int, window: int, max_epochs: int, max_steps: int, min_epochs: int, interval: int, stop: int) -> Course:
-    result, asked, wanted = Course(), False, False
+def course(length: int, window: int, max_epochs: int, max_steps: int, min_epochs: int, interval: int, stop: int) -> ExpectedRun:
+    result, asked, wanted = ExpectedRun(), False, False
     while result.completed < max_epochs and result.step != max_steps:
         if wanted and result.completed >= min_epochs:
             break

@@ -150,7 +150,7 @@ def test_the_users_generators_continue_where_they_were(fails: bool) -> None:
 
 @pytest.mark.parametrize("deterministic", [True, "warn", False, None])
 @pytest.mark.parametrize("fails", [False, True])
-def test_torchs_switches_come_back(deterministic: Any, fails: bool) -> None:
+def test_torch_flags_are_restored(deterministic: Any, fails: bool) -> None:
     """A fit, even a failed one, restores the global settings of torch."""
     seen: dict[str, Any] = {}
 

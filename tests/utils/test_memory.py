@@ -44,7 +44,7 @@ def test_a_real_shortage() -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.")])
-def test_other_words_for_it(error: Exception) -> None:
+def test_other_out_of_memory_errors(error: Exception) -> None:
     """Other errors that mean that memory is exhausted."""
     errors = [error]
 
@@ -117,7 +117,7 @@ def test_on_several_processes_nothing_is_tried_again() -> None:
     assert run_world(2, on_two) == [[0, 8], [1, 8]]
 
 
-def test_objects_are_let_go() -> None:
+def test_release_memory() -> None:
     """`release_memory` returns a list with one `None` for each object, as in Accelerate."""
     first, second = torch.ones(2), torch.ones(2)
     first, second = release_memory(first, second)

@@ -133,7 +133,7 @@ def other_nan() -> Tensor:
     (torch.arange(6).reshape(2, 3).t(), torch.tensor([[0, 3], [1, 4], [2, 6]]), "the first at [2, 1]: 5 and 6"),
     (None, torch.zeros(1), "only in the second"),
 ])  # fmt: skip
-def test_bits_count(first: Tensor | None, second: Tensor | None, words: str | None) -> None:
+def test_tensors_are_compared_bit_for_bit(first: Tensor | None, second: Tensor | None, words: str | None) -> None:
     found = compare_tensors(first, second)
     assert (found is None) if words is None else (found is not None and words in found), found
 

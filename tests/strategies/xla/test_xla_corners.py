@@ -53,7 +53,7 @@ def quiet(strategy: Any, *callbacks: Callback, **options: Any) -> Trainer:
 # ------------------------------------------------------------------------------------------------------ to XLA and back
 
 
-def there_and_back() -> list[Any]:
+def fit_on_xla_cpu_xla() -> list[Any]:
     module, optimizers = Tied(), []
     for strategy in ("xla", "single", "xla"):
         trainer = quiet(strategy, accelerator="cpu" if strategy == "single" else "auto", devices=1)
@@ -64,7 +64,7 @@ def there_and_back() -> list[Any]:
 
 
 def test_tied_parameters_stay_tied_after_the_run() -> None:
-    assert run_xla(there_and_back) == [True, 1, [True, True, True], "xla"]
+    assert run_xla(fit_on_xla_cpu_xla) == [True, 1, [True, True, True], "xla"]
 
 
 # --------------------------------------------------------------------------------------------------------- what compiles

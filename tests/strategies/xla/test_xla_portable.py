@@ -67,7 +67,7 @@ def assert_goes_on(found: list[dict[int, list[float]]], source: Path, copy: Path
 
 
 @pytest.mark.parametrize("kind", FEW)
-def test_there(kind: str, run_dir: Path) -> None:
+def test_xla_checkpoint_resumes_elsewhere(kind: str, run_dir: Path) -> None:
     """Parameters and optimizer state are restored bit for bit, and training continues as if it had not moved."""
     under(kind, save, run_dir / "saved")
     for other, size in OTHERS:
@@ -77,7 +77,7 @@ def test_there(kind: str, run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("other, size", OTHERS)
-def test_back(other: str, size: int, run_dir: Path) -> None:
+def test_other_checkpoint_resumes_under_xla(other: str, size: int, run_dir: Path) -> None:
     run_main(save, other, run_dir / "saved", size=size if size > 1 else None)
     for kind in FEW:
         assert_goes_on([under(kind, go_on, run_dir / "saved", run_dir / kind)], run_dir / "saved", run_dir / kind)

@@ -125,7 +125,7 @@ def alone(module: Classifier, **options: Any) -> dict[str, Any]:
     return fit("single", module, accelerator="cpu", devices=1, **options)
 
 
-def dealt_again(found: list[dict[str, Any]], name: str) -> list[Any]:
+def merge_replicas(found: list[dict[str, Any]], name: str) -> list[Any]:
     """The records of both replicas, merged in the order of the epoch's micro-batches."""
     parts = [list(one[name]) for one in found]
     rows = max(map(len, parts))
@@ -149,8 +149,8 @@ def dealt_again(found: list[dict[str, Any]], name: str) -> list[Any]:
 def test_two_replicas_equal_one_process(replicas: Any, options: dict[str, Any], weigh: bool) -> None:
     found, expected = replicas({"weigh": weigh}, **options), alone(Classifier(weigh=weigh), **options)
     assert [one["world"] for one in found] == [2, 2]
-    assert dealt_again(found, "ids") == expected["ids"]
-    assert dealt_again(found, "losses") == pytest.approx(expected["losses"], rel=2e-6)
+    assert merge_replicas(found, "ids") == expected["ids"]
+    assert merge_replicas(found, "losses") == pytest.approx(expected["losses"], rel=2e-6)
     assert found[0]["state"] == found[1]["state"], "bit for bit"
     for name, value in expected["state"].items():
         torch.testing.assert_close(torch.tensor(found[0]["state"][name]), torch.tensor(value), rtol=5e-6, atol=1e-6)
@@ -177,7 +177,7 @@ def test_resumes_from_a_checkpoint_bit_for_bit(replicas: Any, tmp_path: Path) ->
         assert before["ids"] + after["ids"] == one["ids"]
         assert after["state"] == one["state"]
     other = alone(Classifier(), ckpt_path=str(saved))
-    assert other["losses"] == pytest.approx(dealt_again(whole, "losses")[len(other["losses"]) :], rel=2e-6)
+    assert other["losses"] == pytest.approx(merge_replicas(whole, "losses")[len(other["losses"]) :], rel=2e-6)
 
 
 def test_no_loss_on_one_of_them_is_refused(replicas: Any) -> None:

@@ -12,7 +12,7 @@ from helpers.xla.xla_resume import Life, by_update, journal, lived, lives, param
 pytestmark = pytest.mark.xla
 
 
-def same_as_undisturbed(
+def assert_same_as_uninterrupted(
     kind: str, run_dir: Path, kills: int, seed: int, workers: tuple[int, ...] = (0,), arguments: dict[str, Any] | None = None
 ) -> None:
     """Check that losses, samples, augmentation and parameters of a killed run equal those of an uninterrupted one."""
@@ -38,7 +38,7 @@ def same_as_undisturbed(
     ],
 )
 def test_killed(kind: str, workers: tuple[int, ...], arguments: dict[str, Any], run_dir: Path) -> None:
-    same_as_undisturbed(kind, run_dir, 3, 1, workers, arguments)
+    assert_same_as_uninterrupted(kind, run_dir, 3, 1, workers, arguments)
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_killed(kind: str, workers: tuple[int, ...], arguments: dict[str, Any], 
 @pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 3}, {"precision": "bf16-true"}])
 @pytest.mark.parametrize("seed", [2, 3])
 def test_killed_often(kind: str, arguments: dict[str, Any], seed: int, run_dir: Path) -> None:
-    same_as_undisturbed(kind, run_dir, 6, seed, (0, 2), arguments)
+    assert_same_as_uninterrupted(kind, run_dir, 6, seed, (0, 2), arguments)
 
 
 @pytest.mark.parametrize("kind", FEW)

@@ -56,7 +56,7 @@ def dealt(kind: str, samples: int, window: int) -> dict[str, Any]:
     return found
 
 
-def of_all(found: list[dict[str, Any]], what: str) -> dict[tuple[int, int], list[Any]]:
+def values_of_all_ranks(found: list[dict[str, Any]], what: str) -> dict[tuple[int, int], list[Any]]:
     """The values of all processes for each micro-batch, in rank order."""
     return {place: [x for own in found for x in own[what].get(place, [])] for place in found[0][what]}
 
@@ -71,8 +71,8 @@ def test_the_arithmetic_of_ddp(samples: int, window: int) -> None:
             assert mine[name] == theirs[0][name], name
         assert (mine["world_size"], mine["window"]) == (4, window)
         assert mine["updates"] == theirs[0]["updates"]
-        assert mine["ids"] == of_all(theirs, "ids")
-        assert mine["seen"] == of_all(theirs, "seen")
+        assert mine["ids"] == values_of_all_ranks(theirs, "ids")
+        assert mine["seen"] == values_of_all_ranks(theirs, "seen")
 
 
 def test_one_device_is_one_process() -> None:

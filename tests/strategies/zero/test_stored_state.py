@@ -58,7 +58,7 @@ def test_portability(kind: str, size: int, run_dir: Path) -> None:
         *(pytest.param(*pair, marks=ZERO) for pair in (("zero1", "zero3"), ("zero2", "zero3-both-cpu"))),
     ],
 )
-def test_masters(kind: str, other: str, run_dir: Path) -> None:
+def test_master_weights(kind: str, other: str, run_dir: Path) -> None:
     """Under bf16-true the float32 master weights are saved, and restored exactly under another stage."""
     together(2, {"save": (save, case("bf16-true"), kind, run_dir / "saved")})
     together(2, {"resume": (go_on, case("bf16-true"), other, run_dir / "saved", run_dir / "copy")})
