@@ -77,7 +77,7 @@ class OwnLogger(Logger):
         self.value = value
 
 
-def test_an_init_of_the_users_is_his_business() -> None:
+def test_user_init_raises_type_error() -> None:
     """A user's subclass with its own `__init__` raises Python's TypeError."""
     assert Own(1, other=2).value == 1
     for kind in (Own, OwnLogger):

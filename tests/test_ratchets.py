@@ -127,7 +127,7 @@ def test_every_step_has_the_same_number_of_calls() -> None:
     assert len(set(counts)) == 1
 
 
-def test_off_is_free() -> None:
+def test_inactive_features_add_no_calls() -> None:
     """Limits, and validation and logging that are not due, add no calls to a step."""
     alone = calls_of_a_step()
     assert calls_of_a_step(max_steps=100, min_steps=1, log_every_n_steps=1000, val_check_interval=0.5) == alone

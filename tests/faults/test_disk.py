@@ -179,7 +179,7 @@ def test_three_failures_in_a_row_end_the_run() -> None:
     assert len(warnings_in(output)) == 2
 
 
-def test_two_failures_and_two_failures_do_not() -> None:
+def test_successful_save_resets_failure_count() -> None:
     # a save that works resets the count of failures, so two failures twice do not end the run
     acts = {1: lambda: fill(MIB), 3: free, 4: lambda: fill(MIB), 6: free}
     answer, output = on_a_disk(lambda: train(acts, steps=8))
@@ -187,7 +187,7 @@ def test_two_failures_and_two_failures_do_not() -> None:
     assert len(warnings_in(output)) == 4
 
 
-def test_the_last_good_one_may_be_that_of_the_process_before() -> None:
+def test_error_names_checkpoint_of_earlier_run() -> None:
     # three saves fail in a resumed run: the error names the checkpoint that the earlier run has saved
     def work() -> Any:
         train({}, steps=2)

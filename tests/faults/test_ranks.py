@@ -137,7 +137,7 @@ def test_one_raises(launcher: str, rank: int, run_dir: Path) -> None:
         ("torchrun", "exit"),
     ),
 )
-def test_one_goes_away(launcher: str, kind: str, run_dir: Path) -> None:
+def test_one_process_exits_without_traceback(launcher: str, kind: str, run_dir: Path) -> None:
     # one process exits without a traceback: the others exit too, and the output names its rank
     rank = 0 if launcher == "trainkit launch" else 1
     with job(launcher, kind, rank, run_dir) as running:
@@ -175,7 +175,7 @@ def test_one_raises_elsewhere(kind: str, words: str, run_dir: Path) -> None:
 @pytest.mark.parametrize(
     "launcher", ["trainkit launch", *(pytest.param(launcher, marks=SLOW) for launcher in ("script", "torchrun", "spawn"))]
 )
-def test_all_is_well(launcher: str, run_dir: Path) -> None:
+def test_no_failure(launcher: str, run_dir: Path) -> None:
     """Without a failure, all processes finish with exit code 0 and write no stacks."""
     with job(launcher, "none", 0, run_dir) as running:
         running.ends_within(PATIENCE)

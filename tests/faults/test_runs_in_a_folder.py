@@ -232,7 +232,7 @@ def test_a_damaged_checkpoint_that_is_requested_is_an_error(saved: Path, name: s
 
 
 @pytest.mark.parametrize("word", ["auto", "last"])
-def test_all_are_bad(saved: Path, word: str) -> None:
+def test_all_checkpoints_damaged(saved: Path, word: str) -> None:
     """If all checkpoints are damaged, the error names each of them; nothing is removed or trained."""
     halved(saved / "model.safetensors")
     flipped(FOLDER / "step-00000004" / "model.safetensors")  # found only when the tensors are read

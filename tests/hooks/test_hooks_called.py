@@ -14,7 +14,7 @@ from trainkit.errors import HookError
 from trainkit.hooks.hook_names import HOOKS
 
 
-def test_an_idle_callback_is_in_no_tuple() -> None:
+def test_callback_without_hooks_adds_no_calls() -> None:
     # callbacks that override no hook are not in the tuples of functions that the loops call
     trainer, bare = make_trainer(*(Callback() for _ in range(10))), make_trainer()
     trainer.fit(TinyModule(), tiny_loader(4))

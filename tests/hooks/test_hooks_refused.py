@@ -136,7 +136,7 @@ def test_a_hook_of_callbacks_only_in_a_module() -> None:
 @pytest.mark.parametrize(
     "name", ["step", "loss_of", "encode", "on_click", "on_token", "test", "generate", "_training_steps", "shared_step", "fit"]
 )
-def test_methods_of_the_users_own_are_his_business(name: str) -> None:
+def test_other_user_methods_are_allowed(name: str) -> None:
     # users may add other methods, also with names such as step, test and fit
     check_module(module_with(**{name: nothing}), TrainModule)
     check_callback(callback_with(**{name: nothing}))
@@ -244,7 +244,7 @@ def test_a_loss_that_cannot_be_trained_on(returned: Any, words: list[str]) -> No
 
 
 @pytest.mark.parametrize("returned", [lambda loss: loss, lambda loss: loss[None], lambda loss: {"loss": loss}])
-def test_a_loss_that_can(returned: Any) -> None:
+def test_valid_training_step_outputs(returned: Any) -> None:
     # training_step may return a scalar tensor, a tensor with one element, or a dict with 'loss'
     module = module_with(training_step=lambda self, batch, batch_idx: returned(self.loss(batch)))
     trainer = make_trainer()

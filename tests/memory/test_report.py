@@ -215,7 +215,7 @@ def test_adapters() -> None:
     assert row(made, "zero3", 2).footprint.device.masters == 2 * made.trained
 
 
-def test_what_cannot_be_had_is_said() -> None:
+def test_unsupported_strategies_have_notes() -> None:
     # strategies that do not support the precision or the optimizer have a note instead of a row
     made = plan(trainer={"precision": "64-true"}, processes=[2])
     assert {each.strategy for each in made.rows} == {"ddp"}

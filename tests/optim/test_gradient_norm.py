@@ -26,7 +26,7 @@ def test_torch_alone_would_not_do() -> None:
     assert alone.item() != pytest.approx(gradient.double().norm().item(), rel=1e-5)
 
 
-def test_small_ones_are_torchs() -> None:
+def test_small_gradients_match_torch() -> None:
     # for small gradients, the result is exactly that of torch
     gradients = [torch.randn(50, 60), torch.randn(7)]
     assert torch.equal(total_norm(gradients), torch.nn.utils.get_total_norm(gradients))

@@ -213,7 +213,7 @@ def test_wrong_forms(configure: Callable[[Any], Any], words: list[str]) -> None:
         assert word in str(caught.value)
 
 
-def test_there_must_be_one() -> None:
+def test_missing_configure_optimizers() -> None:
     # fit needs configure_optimizers
     class Without(TrainModule):
         def training_step(self, batch: Any, batch_idx: int) -> None: ...
@@ -266,7 +266,7 @@ def test_by_step() -> None:
     assert rates(described(interval="step", frequency=3), max_epochs=2) == [0.1] * 3 + [0.05] * 3 + [0.025] * 2
 
 
-def test_by_step_counts_updates() -> None:
+def test_by_step_counts_optimizer_steps() -> None:
     # interval="step" counts optimizer steps, not micro-batches
     assert rates(described(interval="step"), accumulate_grad_batches=2, batches=5) == [0.1, 0.1, 0.05, 0.05, 0.025]
 

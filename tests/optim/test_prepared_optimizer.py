@@ -70,7 +70,7 @@ def test_a_prepared_optimizer_sets_to_none_or_to_zero(set_to_none: bool) -> None
         assert parameter.grad.tolist() == [0.0, 0.0]
 
 
-def test_toggling_gives_back_what_was() -> None:
+def test_untoggle_restores_requires_grad() -> None:
     # toggle sets requires_grad to False for parameters of other optimizers only; untoggle restores it
     own, both, other, frozen = made = parameters(4)
     frozen.requires_grad_(False)

@@ -204,7 +204,7 @@ def test_one_made_for_the_prepared_length_warns_once() -> None:
 
 
 @pytest.mark.parametrize("make", MAKES)
-def test_one_process_has_nothing_to_say(make: Any) -> None:
+def test_no_warning_on_one_process(make: Any) -> None:
     # with one process, the prepared loader has the same length, so there is no warning
     assert warned(make, True, strategy=Strategy("cpu")) == []
 

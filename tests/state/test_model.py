@@ -90,7 +90,7 @@ def test_nothing_is_copied_and_buffers_that_are_not_persistent_stay_out() -> Non
     assert differences(other[1].extra, {"seen": (1, 2), "mean": torch.ones(2)}) == []
 
 
-def test_save_is_one_of_two() -> None:
+def test_save_must_be_all_or_trainable() -> None:
     # the argument `save` must be "all" or "trainable"
     with pytest.raises(ConfigurationError, match="'all' or 'trainable', not 'some'"):
         capture_model(nn.Linear(1, 1), "some")  # type: ignore[arg-type]
