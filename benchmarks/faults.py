@@ -9,11 +9,11 @@ dropout and a shuffled `DataLoader` with two workers, and resumes in the way tha
 - resume: SIGKILL after a drawn step, then a second start that trains to the end. Counted are the kills after which all
   losses of the second start and the final parameters are bit-equal to those of a run that was not killed.
 - augment: the same, with samples that have noise, drawn in the workers.
-- save: SIGKILL at a drawn moment of a save of 100 MB. Counted are the kills after which the next start resumes from a
+- save: SIGKILL at a drawn moment of a save of 50 MB. Counted are the kills after which the next start resumes from a
   checkpoint, with the optimizer state of the same step. Kills before the first complete checkpoint do not occur.
 - flip: one bit of a file of the newest checkpoint is flipped, in the middle half of the file, where the tensors are.
 - evaluate: the mean of 101 values on two processes.
-- sigterm: SIGTERM to one of two processes, to each in its turn. `+` marks the option that the documentation offers for it.
+- sigterm: SIGTERM to one of two processes, to each in its turn, by default and with the option that is meant for it.
 - raise, sigkill: rank 1 of two processes raises an exception, or is killed.
 
 Linux only: processes are found in /proc.
@@ -22,6 +22,7 @@ Linux only: processes are found in /proc.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -44,7 +45,7 @@ SCRIPT = Path(__file__).with_name("faults_contenders.py")
 LIMIT = 60.0  # seconds until processes count as hanging
 STEPS, SAVE_EVERY = 40, 5  # of a run of two epochs
 NEVER = 10**9
-LARGE = ("--width=200000",)  # 100 MB of parameters and optimizer state
+LARGE = ("--width=100000",)  # 50 MB of parameters and optimizer state
 SAVE_LARGE_EVERY = 6
 TITLES = {"trainkit": "trainkit", "lightning": "Lightning", "accelerate": "Accelerate", "transformers": "HF Trainer"}
 NEWEST = {  # the files of checkpoints, and in group 1 the number that orders them
@@ -53,12 +54,12 @@ NEWEST = {  # the files of checkpoints, and in group 1 the number that orders th
     "accelerate": r"checkpoints/checkpoint_(\d+)/(?:model|optimizer).*",
     "transformers": r"checkpoints/checkpoint-(\d+)/(?:model|optimizer).*",
 }
-LAUNCHERS = {  # Lightning's starts the second process itself
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+LAUNCHERS = {
     "trainkit": ["-m", "trainkit", "launch", "--nproc-per-node=2"],
-    "lightning": [],
-    "accelerate": "-m accelerate.commands.launch --cpu --num_processes=2 --num_machines=1 --mixed_precision=no "
-    "--dynamo_backend=no --main_process_port=0".split(),
-    "transformers": ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"],
+    "lightning": [],  # its launcher starts the second process itself
+    "accelerate": TORCHRUN,  # on CPUs, `accelerate launch` starts several processes with MPI only
+    "transformers": TORCHRUN,
 }
 OPTIONS = {"lightning": "save_on_exception", "transformers": "enable_jit_checkpoint"}
 
@@ -66,7 +67,9 @@ OPTIONS = {"lightning": "save_on_exception", "transformers": "enable_jit_checkpo
 class Start:
     """One start of a contender in a folder. At the end of the with block none of its processes is left."""
 
-    def __init__(self, contender: str, python: str, folder: Path, *options: str, task: str = "train", processes: int = 1) -> None:
+    def __init__(
+        self, contender: str, python: str, folder: Path, *options: str, task: str = "train", processes: int = 1
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._token = uuid.uuid4().hex
         self._events = folder / "events.jsonl"
@@ -99,19 +102,16 @@ class Start:
         return self._log.read_text(errors="replace")
 
     def send(self, pid: int, number: int) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            pass
 
     def alive(self) -> list[int]:
         """The processes of this start, those of loaders and launchers included."""
-        self._process.poll()
+        found = [self.pid] if self._process.poll() is None else []  # its environment may not be there yet
         mark = f"FAULTS_TOKEN={self._token}".encode()
-        found = []
         for entry in Path("/proc").iterdir():
             try:
-                if entry.name.isdigit() and mark in (entry / "environ").read_bytes():
+                if entry.name.isdigit() and int(entry.name) != self.pid and mark in (entry / "environ").read_bytes():
                     found.append(int(entry.name))
             except OSError:  # it has ended, or is another user's
                 pass
@@ -123,9 +123,10 @@ class Start:
         return [event for event in map(json.loads, lines) if key in event]
 
     def until(self, reached: Callable[[], object]) -> bool:
-        """Wait until something holds; False if the process ended before."""
+        """Wait until something holds; False if the process ended before, or after two minutes."""
+        end = time.monotonic() + 120
         while not reached():
-            if self._process.poll() is not None:
+            if self._process.poll() is not None or time.monotonic() > end:
                 return bool(reached())
             time.sleep(0.002)
         return True
@@ -194,37 +195,39 @@ class Contender:
         kills, window = self.kills or 20, self._save_window()
         found: Counter[str] = Counter()
         folder: Path | None = None
+        save = early = 0
         while True:
             fresh, folder = folder is None, folder or self.folder()
             with self.start(folder, *options) as start:
                 outcome, begun = self.first_step(start)
                 if not fresh:
                     found[outcome] += 1
+                    early += begun < save  # the save was not complete
                     self.say(f"{sum(found.values())} of {kills}: {outcome} at step {begun}")
                 if sum(found.values()) == kills:
                     break
                 if fresh or outcome == "resumes":  # in a fresh folder there are two complete checkpoints before
                     save = (begun // SAVE_LARGE_EVERY + self.draw.choice((3, 4) if fresh else (1, 2))) * SAVE_LARGE_EVERY
-                    while not (events := [event for event in start.events("saving") if event["saving"] == save]):
-                        time.sleep(0.001)
-                    time.sleep(max(0, events[0]["time"] + self.draw.uniform(0, window) - time.time()))
+                    start.until(lambda: start.events("saving")[-1:] and start.events("saving")[-1]["saving"] == save)  # noqa: B023
+                    began: float = start.events("saving")[-1]["time"]
+                    time.sleep(max(0, began + self.draw.uniform(0, window) - time.time()))
                     start.send(start.pid, signal.SIGKILL)
                     self.say(f"killed in the save of step {save}")
                     continue
             shutil.rmtree(folder)
             folder = None
         shutil.rmtree(folder)
-        return f"{found['resumes']} of {kills}" + "".join(f"; {n} × {outcome}" for outcome, n in found.items() if outcome != "resumes")
+        others = "".join(f"; {n} × {outcome}" for outcome, n in found.items() if outcome != "resumes")
+        return f"{found['resumes']} of {kills} ({early} before the save was complete){others}"
 
     def _save_window(self) -> float:
         """Seconds from the beginning of a save to the last change that it makes to the disk."""
         folder = self.folder()
-        with self.start(folder, *LARGE, "--save-every=14", "--epochs=1") as only:
-            only.until(lambda: len(only.events("step")) > 18)
+        with self.start(folder, *LARGE, "--save-every=20", "--epochs=2") as only:
+            only.until(lambda: len(only.events("step")) > 36)  # the save is complete, and the next one has not begun
             began = only.events("saving")[0]["time"]
-            only.until(lambda: False)
-        paths = [path for path in folder.rglob("*") if path.name != "events.jsonl" and path.suffix != ".log"]
-        window = max(path.stat().st_mtime for path in paths) - began
+        files = [path for path in folder.rglob("*") if "checkpoints" in path.parts and path.name != ".lock"]
+        window: float = max(path.stat().st_mtime for path in files) - began
         shutil.rmtree(folder)
         self.say(f"a save takes {window:.2f} s")
         return window
@@ -302,13 +305,11 @@ class Contender:
                 pids.update({event["rank"]: event["pid"] for event in start.events("step") if event["step"] >= 10})
                 return len(pids) == 2
 
-            if number:
-                if not start.until(training):
-                    raise RuntimeError(f"{self.name} ended early:\n{start.output[-2000:]}")
-                start.send(pids[rank], number)
-            else:
-                start.until(lambda: any(event["step"] >= 10 for event in start.events("step")))
+            if not start.until(training):
+                raise RuntimeError(f"{self.name} did not train on two processes:\n{start.output[-2000:]}")
             step = max(event["step"] for event in start.events("step"))
+            if number:
+                start.send(pids[rank], number)
             ended = start.wait(LIMIT)
             mains = {event["pid"] for event in start.events("start")}
             left = len(mains.intersection(start.alive()))
@@ -322,16 +323,18 @@ class Contender:
             for rank in (0, 1):
                 outcome, _, folder, step = self.disturbed(rank, signal.SIGTERM, *options)
                 with self.start(folder, f"--save-every={NEVER}", "--epochs=1000", processes=2) as again:
-                    begun = again.events("start")[0]["start"] if again.until(lambda: again.events("step")) else -1  # noqa: B023
+                    begun = again.events("start")[0]["start"] if again.until(lambda: again.events("step")) else -1
                 saved = "saved" if begun >= step else "not saved"
                 self.say(f"SIGTERM to rank {rank} after step {step}{' '.join(options)}: {outcome}, next start at {begun}")
                 outcomes.append(f"rank {rank}: {outcome}, {saved}")
             both = {outcome.partition(": ")[2] for outcome in outcomes}
-            cells.append((f"+ {OPTIONS[self.name]}: " if options else "") + (both.pop() if len(both) == 1 else ", ".join(outcomes)))
+            cells.append(
+                (f"+ {OPTIONS[self.name]}: " if options else "") + (both.pop() if len(both) == 1 else ", ".join(outcomes))
+            )
         return "; ".join(cells)
 
     def raises(self) -> str:
-        outcome, output, _, _ = self.disturbed(1, 0, "--fail-at=12")
+        outcome, output, _, _ = self.disturbed(1, 0, "--fail-at=30")
         shown = "RuntimeError: boom" in output
         errors = re.findall(r"^(?:\[?rank\d\]?: ?)?[\w.]*(?:Error|Exception)\b.*", output, re.MULTILINE)
         self.say(f"rank 1 raises: {outcome}; the errors in the output: {errors}")
@@ -368,13 +371,14 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contender", nargs="+", choices=TITLES, default=list(TITLES), help="default: all")
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    parser.add_argument("--kills", type=int, help="kills, or flipped bits, of each part and contender (default: 12 or 6, 20, 4)")
+    parser.add_argument("--kills", type=int, help="kills or flipped bits of a part (default: 12 or 6, 20, 4)")
     parser.add_argument("--python", default=sys.executable, help="interpreter for the other frameworks (default: this one)")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves no process behind
     other = os.path.abspath(shutil.which(arguments.python) or arguments.python)
     pythons = {name: sys.executable if name == "trainkit" else other for name in arguments.contender}
     versions = {name: version(name, python) for name, python in pythons.items()}

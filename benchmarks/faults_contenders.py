@@ -16,7 +16,6 @@ import json
 import os
 import re
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ class Recorder:
         time.sleep(0.01)  # stands for a larger model
 
     def after(self, step: int, loss: Tensor) -> None:
-        self.tell(step=step, loss=float(loss).hex())
+        self.tell(step=step, loss=loss.item().hex())
 
     def saving(self, step: int) -> None:
         if self.started:
@@ -207,7 +206,9 @@ def accelerate(options: argparse.Namespace, recorder: Recorder) -> None:
         recorder.tell(mean=mean, way="gather_for_metrics" if options.with_option else "gather")
         return
     model = network(options.width)
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), training_loader(options))
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), training_loader(options)
+    )
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
     saved = [int(re.sub(r"\D", "", folder.name)) for folder in Path("checkpoints").glob("checkpoint_*")]
@@ -297,7 +298,7 @@ def main() -> None:
     parser.add_argument("contender", choices=CONTENDERS)
     parser.add_argument("task", choices=("train", "evaluate"))
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--width", type=int, default=64, help="of the hidden layer; 200000: 100 MB of parameters and state")
+    parser.add_argument("--width", type=int, default=64, help="of the hidden layer; 100000: 50 MB of parameters and state")
     parser.add_argument("--save-every", type=int, default=5, help="steps between two saves")
     parser.add_argument("--augment", action="store_true", help="add noise to the samples, drawn in the workers")
     parser.add_argument("--processes", type=int, default=1, help="number of processes; needs the framework's launcher")
@@ -305,7 +306,6 @@ def main() -> None:
     parser.add_argument("--with-option", action="store_true", help="use what the documentation offers beyond the default")
     options = parser.parse_args()
 
-    warnings.simplefilter("ignore")  # what frameworks have to say about a model this small
     torch.set_num_threads(1)
     CONTENDERS[options.contender](options, Recorder(options))
 
