@@ -53,7 +53,7 @@ class Recorder:
         time.sleep(0.01)  # stands for a larger model
 
     def after(self, step: int, loss: Tensor) -> None:
-        self.tell(step=step, loss=loss.item().hex())
+        self.tell(step=step, loss=float(loss.detach()).hex())
 
     def saving(self, step: int) -> None:
         if self.started:
