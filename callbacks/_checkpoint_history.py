@@ -126,19 +126,31 @@ class CheckpointHistory(Callback):
         ordered = sorted(scores.items(), key=order)
         return dict(ordered if self.save_top_k == -1 else ordered[: self.save_top_k])
 
-    def _reuse(self, folder: Path, name: str, score: Tensor | None) -> tuple[str, bool]:
+    def _reuse(self, folder: Path, name: str, score: Tensor | None, run_id: str) -> tuple[str, bool]:
         """The name of a new checkpoint, and whether it replaces the one of that name.
 
         It takes the name of a checkpoint that it displaces from the best, so that `filename="best"` is the best at any time.
+        The checkpoint of another run, whose state a run may have restored, is never replaced.
         """
         path, best = str(folder / name), self._best_with("", score)
         if not self.enable_version_counter:  # a worse one must not replace one of the best
             return name, path not in self.best_k_models or path not in best
         same = re.compile(re.escape(path) + r"(-v\d+)?")
-        displaced = next((known for known in self.best_k_models if known not in best and same.fullmatch(known)), None)
-        if displaced is None or not os.path.lexists(path):
+        displaced = [known for known in self.best_k_models if known not in best and same.fullmatch(known)]
+        if not displaced or not os.path.lexists(path):
             return name, False
-        return os.path.basename(displaced), True
+        own = {str(found.path) for found, _ in self._saved_in(folder, run_id)}
+        return next(((os.path.basename(known), True) for known in displaced if known in own), (name, False))
+
+    def _saved_in(self, folder: Path, run_id: str) -> list[tuple[ListedCheckpoint, int]]:
+        """The good checkpoints of this run and callback in a folder, each with its save counter."""
+        return [
+            (found, found.manifest.save_counter)
+            for found in list_checkpoints(folder)
+            if found.manifest is not None
+            and found.problem is None
+            and (found.manifest.run_id, found.manifest.saved_by) == (run_id, self.state_key)
+        ]
 
     def _add(self, save: Save, path: Path) -> None:
         """Record a checkpoint that is about to be written to `path`."""
@@ -179,14 +191,8 @@ class CheckpointHistory(Callback):
         if self.keep_last == -1 or (self.monitor is None and self.save_top_k == -1):
             return []
         protected = {*save.best, *self.best_k_models, save.path}
-        rest = [
-            (found.manifest.save_counter, found.path)
-            for found in list_checkpoints(Path(save.path).parent)
-            if found.manifest is not None
-            and found.problem is None
-            and (found.manifest.run_id, found.manifest.saved_by) == (run_id, self.state_key)
-            and str(found.path) not in protected
-        ]
+        own = self._saved_in(Path(save.path).parent, run_id)
+        rest = [(counter, found.path) for found, counter in own if str(found.path) not in protected]
         keep = self.keep_last if save.path in save.best else max(0, self.keep_last - 1)  # it counts as one of the newest
         return [path for _, path in sorted(rest)][: max(0, len(rest) - keep)]
 

@@ -315,7 +315,7 @@ class ModelCheckpoint(CheckpointHistory):
             return
         checkpointing.wait()  # if the previous save fails, undo it before recording this one
         folder = Path(self.dirpath or "")
-        name, replace = self._reuse(folder, self._name(trainer, why, values, save.score), save.score)
+        name, replace = self._reuse(folder, self._name(trainer, why, values, save.score), save.score, checkpointing.run_id)
         try:
             path = checkpointing.save(
                 folder,

@@ -654,6 +654,18 @@ def test_a_fixed_name_that_another_run_has_used_is_kept(begin) -> None:
     assert (run.names, run.steps) == (["best", "best-v1"], [10, 20])
 
 
+def test_a_run_that_restored_the_state_of_another_does_not_replace_its_best(begin) -> None:
+    first = ModelCheckpoint("there", filename="best", monitor="val_loss")
+    begin(first).epoch({"val_loss": 3.0})
+    second = ModelCheckpoint("there", filename="best", monitor="val_loss")
+    run = begin(second, run_id="b" * 16)
+    second.load_state_dict(first.state_dict())
+    run.step(5)
+    run.epoch({"val_loss": 1.0})
+    assert open_checkpoint("there/best").manifest.run_id == "a" * 16
+    assert names_of(second) == {"best-v1": 1.0}
+
+
 def test_a_name_with_a_value_of_an_earlier_step_is_not_used(begin) -> None:
     run = begin(ModelCheckpoint(filename="{val_loss:.1f}", every_n_train_steps=5, keep_last=-1))
     run.epoch({"val_loss": 3.0})
