@@ -90,5 +90,5 @@ $(VENV)/.demo: $(INPUTS) | $(RUN)
 	@touch $@
 
 $(VENV)/.test: $(INPUTS) | $(RUN)
-	$(INSTALL) -e '.[dev,docs,deepspeed,tensorboard,wandb,mlflow,comet,plot,report]'
+	$(INSTALL) -e '.[dev,docs,deepspeed,tensorboard,wandb,mlflow,comet,plot,report,cli,rich]'
 	@touch $@ $(VENV)/.demo

@@ -20,6 +20,8 @@ PLOT = ["matplotlib"]
 REPORT = ["bokeh>=3.8"]  # charts that read the variables of a style sheet, for dark mode
 MLFLOW = ["mlflow-skinny", "sqlalchemy", "alembic", "pillow"]  # what a run in a database needs; `mlflow ui` needs all of mlflow
 COMET = ["comet_ml", "pillow"]
+CLI = ["jsonargparse[signatures]>=4.41"]  # TrainkitCLI
+RICH = ["rich>=13"]  # RichProgressBar, RichModelSummary
 
 # A placeholder until the project has a public home. To change it, search the tree for OWNER: a test holds that mkdocs.yml,
 # CITATION.cff, SECURITY.md and the issue forms name the same one.
@@ -100,7 +102,9 @@ setup(
         "xla": ["torch==2.9.*", "torch_xla==2.9.*"],
         "plot": PLOT,
         "report": REPORT,
-        "all": [*TENSORBOARD, *WANDB, *MLFLOW, *COMET, *DEEPSPEED, *PLOT, *REPORT],
+        "cli": CLI,
+        "rich": RICH,
+        "all": [*TENSORBOARD, *WANDB, *MLFLOW, *COMET, *DEEPSPEED, *PLOT, *REPORT, *CLI, *RICH],
         "docs": ["mkdocs-htmlproofer-plugin", "mkdocs-material", "mkdocstrings[python]"],
         "dev": [
             "build",
