@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,10 @@ from trainkit.footprint import Contents, Footprint, unsharded
 from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.nested import move
 from trainkit.optim.gradient_norm import total_norm
+from trainkit.optim.step_arguments import StepArguments
 from trainkit.optim.stored_optimizer import StoredOptimizer
 from trainkit.precision import PRECISIONS, Precision
 from trainkit.registry import SINGLE, StrategyInfo
-
-if TYPE_CHECKING:
-    from trainkit.optim.step_arguments import StepArguments
 
 __all__ = ["Strategy"]
 
@@ -54,6 +52,7 @@ class Strategy:
         supported_precisions: Names of the precisions that work.
         plugin: The options as Accelerate's plugin for this backend, for `accelerator.state`; `None`: it has no plugin.
         sync_batchnorm: BatchNorm computes its statistics over all processes.
+        owns_backward: The backend runs the backward pass, so a module cannot override `backward`.
         world: The processes of the run.
         pad_last_batch: Short batches are padded in training.
         joined: `join` has been called.
@@ -79,6 +78,7 @@ class Strategy:
 
     plugin: Any = None
     sync_batchnorm: bool = False
+    owns_backward: bool = False
 
     world: World = World()
     pad_last_batch: bool = False
@@ -283,9 +283,9 @@ class Strategy:
         self.micro_batch = micro
 
     def backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW, **kwargs: Any) -> None:
-        """Run the backward pass of a micro-batch: of its mean loss × `micro.share`, or of `None` if it has no loss."""
+        """Run the backward pass of a micro-batch's mean loss × `micro.share` (`None`: it has none), through `call` if given."""
         if loss is not None:
-            self.precision.scale(loss).backward(**kwargs)
+            kwargs.pop("call", Tensor.backward)(self.precision.scale(loss), **kwargs)
 
     def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
         """Called instead of `backward` if there is no loss (`None`) or its weight is 0. Other ranks may be waiting."""

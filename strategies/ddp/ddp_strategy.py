@@ -212,7 +212,7 @@ class DDPStrategy(Strategy):
         else:
             self._backward_of_models(loss, **kwargs)
 
-    def _backward_of_models(self, loss: Tensor, **kwargs: Any) -> None:
+    def _backward_of_models(self, loss: Tensor, call: Callable[..., Any] = Tensor.backward, **kwargs: Any) -> None:
         """Run the backward pass of your own training loop, through the prepared models that it called.
 
         Raises:
@@ -228,7 +228,7 @@ class DDPStrategy(Strategy):
         for model in called:
             model.replica.reached = False
         with self._collective_context(called):
-            self.precision.scale(loss).backward(**kwargs)
+            call(self.precision.scale(loss), **kwargs)
         # if it reached no model's outputs, the loss was computed from something else, which may involve all models
         for model in [model for model in called if model.replica.reached] or called:
             model.finish_backward()

@@ -238,9 +238,19 @@ class TrainingStep:
         outputs, self._root = self.replica(*args)
         return outputs
 
-    def backward(self, loss: Tensor, due: bool, gradient: Tensor | None = None, **kwargs: Any) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        due: bool,
+        call: Callable[..., Any] = Tensor.backward,
+        gradient: Tensor | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Run the backward pass of the loss of the last call."""
-        torch.autograd.backward((loss, self._root), (gradient, self._one), **kwargs)
+        if call is Tensor.backward:
+            torch.autograd.backward((loss, self._root), (gradient, self._one), **kwargs)
+        else:  # one root, which is 0: the loss keeps its value
+            call(loss + self._root.view(()).to(loss.dtype), **kwargs if gradient is None else {"gradient": gradient, **kwargs})
         if due:
             self.replica.check_complete()
 

@@ -162,17 +162,20 @@ class Engine:
         """Run the module's forward without a backward pass."""
         return self._engine(*args, **kwargs) if self.stage == 3 else self.module(*args, **kwargs)
 
-    def backward(self, loss: Tensor, first: bool, full: bool, **kwargs: Any) -> None:
+    def backward(
+        self, loss: Tensor, first: bool, full: bool, call: Callable[..., Any] = Tensor.backward, **kwargs: Any
+    ) -> None:
         """Run the backward pass of a loss that is already scaled for gradient accumulation.
 
         Args:
             loss: a scalar.
             first: whether this is the first micro-batch of its accumulation window.
             full: whether this is the last one.
+            call: in local mode, what runs the backward pass.
             **kwargs: in streamed mode only `retain_graph`.
         """
         if self._local:
-            self.zero.scale_if_loss(loss).backward(**kwargs)
+            call(self.zero.scale_if_loss(loss), **kwargs)
             self._accumulate_local()
             return
         unknown = kwargs.keys() - {"retain_graph"}

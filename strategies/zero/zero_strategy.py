@@ -248,17 +248,12 @@ class ZeROStrategy(Strategy):
             setup.sharding.shard(target)
         config = setup.configuration(trained, optimizer)
         # without overlap_comm, stage 1 does not communicate during the backward pass
-        engine = Engine(
-            setup.session,
-            target,
-            optimizer,
-            config,
-            local=local or (self.stage == 1 and not self.config.overlap_comm),
-            scale=LossScale(self.precision, self.device),
-        )
+        in_step, scale = self.stage == 1 and not self.config.overlap_comm, LossScale(self.precision, self.device)
+        engine = Engine(setup.session, target, optimizer, config, local=local or in_step, scale=scale)
         self._engines[id(optimizer)] = engine
         if not local:
             self._window = EngineWindow(engine, self, self.world)
+            self.owns_backward = not in_step
             for model in self._models:
                 model.call = self._window.call
         return optimizer
@@ -282,7 +277,7 @@ class ZeROStrategy(Strategy):
         else:
             for engine in self._engines.values():
                 engine.before_backward()
-            self.precision.scale(loss).backward(**kwargs)
+            kwargs.pop("call", Tensor.backward)(self.precision.scale(loss), **kwargs)
 
     def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
         """See `trainkit.Strategy.skip_backward`."""

@@ -37,8 +37,8 @@ def test_what_lightning_removed_or_never_calls_is_an_error_with_the_replacement(
 
 
 ERRORS = """
-    backward configure_sharded_model get_progress_bar_dict on_configure_sharded_model on_hpc_load on_hpc_save
-    on_post_move_to_device optimizer_step tbptt_split_batch test_epoch_end test_step_end training_epoch_end
+    configure_sharded_model get_progress_bar_dict on_configure_sharded_model on_hpc_load on_hpc_save
+    on_post_move_to_device tbptt_split_batch test_epoch_end test_step_end training_epoch_end
     training_step_end validation_epoch_end validation_step_end
 """.split()  # noqa: SIM905 - shorter than a list
 

@@ -201,7 +201,6 @@ def made_elsewhere(module: Any) -> Any:
             lambda m: [sgd(m.layer), sgd(m.other)],
             ["returned 2 optimizers", "automatic_optimization = False", "parameter groups"],
         ),
-        (lambda m: torch.optim.LBFGS(m.parameters()), ["LBFGS", "self.optimizers().step(closure)"]),
         (lambda m: SGD(nn.Linear(3, 7).parameters(), 0.1), ["SGD has 2 parameters that are not the module's", "(7, 3)"]),
         (lambda m: SGD([*m.parameters(), torch.zeros(5, requires_grad=True)], 0.1), ["has 1 parameter that", "(5,)"]),
     ],

@@ -152,6 +152,10 @@ class AccumulationState:
         """Set whether the current window makes no optimizer step, as the weights given to `backward` determine."""
         self._become(self.current._replace(empty=empty))
 
+    def take_whole_window(self) -> None:
+        """The loss of a closure is that of the whole window, and not of its last micro-batch."""
+        self._become(self.current._replace(share=1.0))
+
     def end_loader(self) -> None:
         """A loader has yielded its last micro-batch."""
         self.delivered, self.pending = False, None

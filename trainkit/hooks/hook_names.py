@@ -14,7 +14,9 @@ __all__ = ["DATA_METHODS", "HOOKS", "MODULE_METHODS", "REMOVED", "STATE_METHODS"
 
 def _arguments(owner: type, names: Iterable[str], skipped: int = 1) -> dict[str, tuple[str, ...]]:
     """Method → names of its arguments, without the first ones."""
-    return {name: tuple(inspect.signature(getattr(owner, name)).parameters)[skipped:] for name in names}
+    fixed = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+    signatures = {name: inspect.signature(getattr(owner, name)).parameters.values() for name in names}
+    return {name: tuple(one.name for one in found if one.kind in fixed)[skipped:] for name, found in signatures.items()}
 
 
 def _methods(owner: type) -> list[str]:
@@ -69,10 +71,6 @@ REMOVED: dict[str, str] = {
     "on_hpc_save": "on_save_checkpoint",
     "on_hpc_load": "on_load_checkpoint",
     "on_validation_model_zero_grad": "on_validation_start: validation does not change the gradients",
-    "optimizer_step": (
-        "on_before_optimizer_step, or manual optimization (automatic_optimization = False) with self.optimizers().step()"
-    ),
-    "backward": "on_before_backward and on_after_backward, or manual optimization with self.manual_backward(loss)",
     "get_progress_bar_dict": "self.log(name, value, prog_bar=True)",
     "tbptt_split_batch": "a loop over the parts of the sequence under manual optimization",
 }

@@ -5,6 +5,7 @@ Every hook is empty here, and is called only if a subclass overrides it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -227,6 +228,43 @@ class ModuleHooks(DataHooks):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Called before the state of a checkpoint is restored; what was added in `on_save_checkpoint` is in `checkpoint`."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass; override it to run it in another way: `loss.backward(create_graph=True)`.
+
+        Args:
+            loss: A scalar: the micro-batch's loss, multiplied by its share of the accumulation window and by the loss scale.
+            *args: Arguments of `Tensor.backward`.
+            **kwargs: Arguments of `Tensor.backward`.
+        """
+        loss.backward(*args, **kwargs)
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Optimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Make the optimizer step at the end of an accumulation window; override it to change the step. Not under manual
+        optimization.
+
+        Args:
+            epoch: Index of the epoch.
+            batch_idx: Index of the window's last micro-batch.
+            optimizer: The optimizer. Its `step` calls the closure, `on_before_optimizer_step`, clipping, and then steps.
+            optimizer_closure: Returns the loss of the window, a scalar; its gradients are in the parameters. Each call after
+                the first computes loss and gradients again, at the current parameters.
+
+        Example:
+            ```python
+            def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+                for group in optimizer.param_groups:  # a linear warm-up over 500 steps
+                    group["lr"] = min(1.0, (self.global_step + 1) / 500) * 1e-3
+                optimizer.step(closure=optimizer_closure)
+            ```
+        """
+        optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Set the gradients to zero, at the start of an accumulation window; override it to do so in another way."""

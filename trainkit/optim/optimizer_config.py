@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainkit.checks import whole_number
@@ -53,7 +53,7 @@ def read_optimizers(returned: Any, module: nn.Module, automatic: bool) -> tuple[
 
     Raises:
         OptimizerError: Another form than the documented ones, an optimizer without the module's parameters, several
-            optimizers or LBFGS under automatic optimization, a scheduler of another optimizer, a plateau scheduler without a
+            optimizers under automatic optimization, a scheduler of another optimizer, a plateau scheduler without a
             monitor under automatic optimization.
     """
     optimizers, schedulers = _forms(returned)
@@ -139,12 +139,6 @@ def _check_automatic(optimizers: list[Optimizer]) -> None:
             "self.automatic_optimization = False in __init__ and call self.manual_backward(loss) and opt.step() in "
             "training_step; or put all parameters into one optimizer with several parameter groups."
         )
-    for optimizer in optimizers:
-        if isinstance(optimizer, LBFGS):
-            raise OptimizerError(
-                "LBFGS evaluates the loss several times per step, which needs manual optimization. Set "
-                "self.automatic_optimization = False in __init__ and call self.optimizers().step(closure) in training_step."
-            )
 
 
 def _scheduler_config(scheduler: Any, optimizers: list[Optimizer], automatic: bool) -> SchedulerConfig:

@@ -13,6 +13,7 @@ from trainkit.errors import EmptyLoaderError
 from trainkit.metrics.store import MetricStore
 from trainkit.micro_batch import MicroBatch
 from trainkit.optim.optimizer_config import SchedulerConfig
+from trainkit.trainer.module_step import ModuleStep
 from trainkit.trainer.profiler import Profiler
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class FitPlan:
         optimizer: the only one, under automatic optimization.
         backward: of a loss.
         step: of the optimizer.
+        module_step: the step through the module's `optimizer_step`; `None`: the loop calls `step`.
         zero_grad: of the optimizer.
         pad: called instead of `training_step` for a micro-batch without data on this rank.
         schedulers: those that the loop advances.
@@ -51,7 +53,8 @@ class FitPlan:
     without_optimizer: bool
     optimizer: Optimizer | None
     backward: Callable[..., None]
-    step: Callable[[Optimizer], bool]
+    step: Callable[..., bool]
+    module_step: ModuleStep | None
     zero_grad: Callable[[], None]
     pad: Callable[[Run, FitPlan, Any, int], None]
     schedulers: Sequence[SchedulerConfig]

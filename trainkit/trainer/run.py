@@ -15,6 +15,7 @@ from trainkit.errors import ModuleError
 from trainkit.hooks.table import HookTable
 from trainkit.metrics.results import MetricResults, as_tensors
 from trainkit.metrics.store import MetricStore
+from trainkit.module.overridable_hooks import ModuleHooks, is_overridden
 from trainkit.registry import load_callback
 from trainkit.rng import resolve_seed, seed_was_given
 from trainkit.trainer.due import DueDates
@@ -176,6 +177,8 @@ class Run:
     def manual_backward(self, loss: Tensor, **kwargs: Any) -> None:
         """`trainkit.TrainModule.manual_backward`."""
         self.hooks.run("on_before_backward", loss)
+        if is_overridden(self.module, "backward", ModuleHooks):
+            kwargs["call"] = self.module.backward
         backward = (
             self.accelerator.backward if self.profiler is None else self.profiler.wrapped("backward", self.accelerator.backward)
         )

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from trainkit.console import warn
 from trainkit.data.loader import PreparedLoader
 from trainkit.errors import ConfigurationError, HookError, MissingMethodError
 from trainkit.metrics.results import MetricResults
@@ -16,6 +17,7 @@ from trainkit.module.train_module import TrainModule
 from trainkit.optim.optimizer_config import read_optimizers
 from trainkit.optim.prepared_optimizer import clear_gradients
 from trainkit.trainer.loaders import evaluation_loaders, train_loader
+from trainkit.trainer.module_step import ModuleStep
 from trainkit.trainer.padding_steps import pad_manual_step, pad_training_step, pad_without_forward
 from trainkit.trainer.plans import EvaluationPlan, FitPlan
 
@@ -74,6 +76,11 @@ def fit_plan(run: Run, loader: PreparedLoader, safe_points: SafePoints) -> FitPl
     run.optimizers, run.schedulers = _optimizers(run)
     if not automatic:
         _refuse_under_manual(run)
+        if is_overridden(module, "optimizer_step", TrainModule):
+            warn(
+                f"{type(module).__name__}.optimizer_step is not called under manual optimization: training_step makes the "
+                "steps. Move its code there, or remove automatic_optimization = False."
+            )
         engine.before_step = partial(_before_manual_step, run)
         engine.averages_in_step = several
     else:
@@ -82,10 +89,21 @@ def fit_plan(run: Run, loader: PreparedLoader, safe_points: SafePoints) -> FitPl
         if optimizer is not None:
             zero_grad = _zero_grad(run, optimizer)
     backward: Callable[..., Any] = engine.backward
+    if is_overridden(module, "backward", TrainModule):
+        if automatic and run.strategy.owns_backward:
+            raise ConfigurationError(
+                f"{type(module).__name__}.backward cannot be called with {run.strategy!r}, which reduces gradients during the "
+                "backward pass and runs it itself. Use on_before_backward and on_after_backward, or strategy='zero1' or 'ddp'."
+            )
+        backward = partial(backward, call=module.backward)
     update: Callable[..., Any] = engine.step
     if profiler is not None:
         step, backward = profiler.wrapped("training_step", step), profiler.wrapped("backward", backward)
         update = profiler.wrapped("optimizer_step", update)
+    module_step = None
+    if optimizer is not None and ModuleStep.needed(run, optimizer):
+        module_step = ModuleStep(run, optimizer, step, pad)
+        step, pad = module_step.training_step, module_step.pad
     return FitPlan(
         loader=loader,
         safe_points=safe_points,
@@ -96,6 +114,7 @@ def fit_plan(run: Run, loader: PreparedLoader, safe_points: SafePoints) -> FitPl
         optimizer=optimizer,
         backward=backward,
         step=update,
+        module_step=module_step,
         zero_grad=zero_grad,
         pad=pad,
         schedulers=run.schedulers if automatic else [],

@@ -173,7 +173,9 @@ def close_window(run: Run, plan: FitPlan, window: OpenWindow) -> bool:
         had_loss = window.had_loss
         if plan.several:  # the same on all ranks
             had_loss = engine.any_rank_had_loss(had_loss)
-        if had_loss:
+        if had_loss and plan.module_step is not None:
+            plan.module_step(plan)
+        elif had_loss:
             if hooks.on_before_optimizer_step:
                 engine.unscale_gradients(optimizer)  # the hooks see the true gradients
                 for hook in hooks.on_before_optimizer_step:
@@ -195,7 +197,8 @@ def end_micro_batch(run: Run, micro: MicroBatch, outputs: Any) -> None:
 def count_step(run: Run, plan: FitPlan) -> None:
     """Count an optimizer step and advance the schedulers."""
     progress = run.progress
-    progress.global_step += 1
+    if plan.module_step is None or not plan.module_step.counted:
+        progress.global_step += 1
     if plan.without_optimizer:
         run.strategy.sync_buffers()  # otherwise the optimizer step does it
     if plan.schedulers:

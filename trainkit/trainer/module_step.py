@@ -1,0 +1,242 @@
+"""The optimizer step at the end of a window, where the module overrides `optimizer_step` or its optimizer calls a closure.
+
+By then the loop has run the forward and backward passes of the window, so the first call of the closure returns a known loss.
+Each later call (sharpness-aware minimization, LBFGS) runs the micro-batches of the window again, with the same random numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainkit.errors import OptimizerError
+from trainkit.micro_batch import MicroBatch, MicroBatchKind
+from trainkit.module.overridable_hooks import is_overridden
+from trainkit.module.train_module import TrainModule
+from trainkit.optim.prepared_optimizer import PreparedOptimizer
+from trainkit.rng import RandomState
+from trainkit.trainer.padding_steps import without_effects
+from trainkit.trainer.step_outputs import loss_in
+
+if TYPE_CHECKING:
+    from trainkit.trainer.plans import FitPlan
+    from trainkit.trainer.run import Run
+
+__all__ = ["ModuleStep"]
+
+Closure = Callable[[], Any]
+
+
+@dataclass
+class _Recorded:
+    """A micro-batch of the window, to run it again.
+
+    Attributes:
+        micro: the micro-batch.
+        random: the state of the random generators before its forward; `None`: it has no forward, or runs only once.
+        loss: what `training_step` returned, without its graph; `None`: no loss.
+    """
+
+    micro: MicroBatch
+    random: RandomState | None = None
+    loss: Tensor | None = None
+
+
+class ModuleStep:
+    """Runs the optimizer step of a window through the module's `optimizer_step`.
+
+    Args:
+        run: the run.
+        optimizer: the only one.
+        training_step: called with (batch, batch_idx).
+        pad: called for a micro-batch without data on this rank.
+
+    Attributes:
+        counted: the step of this window has been counted in `global_step`.
+    """
+
+    def __init__(self, run: Run, optimizer: Optimizer, training_step: Callable[..., Any], pad: Callable[..., None]) -> None:
+        self._run, self._own, self._training_step, self._pad = run, optimizer, training_step, pad
+        self._given = _GivenOptimizer(optimizer, run.accelerator, self._step)
+        self._repeats = _needs_closure(optimizer)
+        self._why_once = _why_once(run)
+        if self._repeats and self._why_once:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} computes the gradients several times in a step, which does not work "
+                f"{self._why_once}. {_FIX}, or another optimizer: torch.optim.AdamW(self.parameters())"
+            )
+        self._window: list[_Recorded] = []
+        self._calls = self._steps = 0
+        self._plan: FitPlan
+        self.counted = False
+
+    @staticmethod
+    def needed(run: Run, optimizer: Optimizer) -> bool:
+        """Whether the loop cannot simply call the optimizer's `step`."""
+        return is_overridden(run.module, "optimizer_step", TrainModule) or _needs_closure(optimizer)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """The training step of the loop: it records the micro-batch."""
+        recorded = self._record()
+        if not self._why_once:
+            recorded.random = RandomState(self._run.strategy.generators())
+        outputs = self._training_step(batch, batch_idx)
+        loss = _loss_of(outputs)
+        recorded.loss = None if loss is None else loss.detach()
+        return outputs
+
+    def pad(self, run: Run, plan: FitPlan, batch: Any, batch_idx: int) -> None:
+        """A micro-batch without data on this rank: it is recorded, because other ranks have data."""
+        self._record()
+        self._pad(run, plan, batch, batch_idx)
+
+    def _record(self) -> _Recorded:
+        recorded = _Recorded(self._run.accelerator.accumulation.current)
+        if recorded.micro.first:
+            self._window.clear()
+        self._window.append(recorded)
+        return recorded
+
+    def __call__(self, plan: FitPlan) -> None:
+        """Call the module's `optimizer_step`, at the end of a window.
+
+        Raises:
+            OptimizerError: it has called neither the optimizer's step nor the closure.
+        """
+        progress, module = self._run.progress, self._run.module
+        self._plan, self._calls, self._steps, self.counted = plan, 0, 0, False
+        module.optimizer_step(progress.current_epoch, progress.batch_idx, self._given, self._closure)
+        if not self._calls and not self._steps:
+            raise OptimizerError(
+                f"{type(module).__name__}.optimizer_step called neither the optimizer nor the closure, so the gradients of the "
+                "window would be lost. Call optimizer.step(closure=optimizer_closure). To skip a step on purpose, call "
+                "optimizer_closure() alone."
+            )
+        self._window.clear()
+
+    def _step(self, closure: Closure | None) -> bool:
+        """What `optimizer.step(closure)` does in the module's `optimizer_step`: the closure, the hooks, the step."""
+        self._steps += 1
+        if closure is None:  # the gradients are there already
+            closure, loss, self._calls = self._closure, self._loss(), max(1, self._calls)
+        else:
+            loss = closure()
+        self._before_step()
+        if self._repeats:
+            updated = self._plan.step(self._own, _KnownFirst(loss, closure, self._before_step))
+        else:
+            updated = self._plan.step(self._own)
+        if updated and not self.counted:  # now, so that code after optimizer.step() reads the new global_step
+            self._run.progress.global_step += 1
+            self.counted = True
+        return updated
+
+    def _before_step(self) -> None:
+        hooks = self._run.hooks.on_before_optimizer_step
+        if hooks:
+            self._run.accelerator.unscale_gradients(self._own)  # the hooks see the true gradients
+            for hook in hooks:
+                hook(self._own)
+
+    def _closure(self) -> Tensor:
+        """The `optimizer_closure` of the module: the gradients of the window, and the mean loss of this rank's part of it."""
+        self._calls += 1
+        if self._calls > 1:
+            self._compute_again()
+        return self._loss()
+
+    def _loss(self) -> Tensor:
+        if self._repeats:
+            self._run.accelerator.accumulation.take_whole_window()  # the engine multiplies the loss of a closure by its share
+        losses = [recorded.loss * recorded.micro.share for recorded in self._window if recorded.loss is not None]
+        loss = torch.stack(losses).sum() if losses else torch.zeros((), device=self._run.strategy.device)
+        return loss.double() if self._repeats and self._plan.several else loss  # one dtype, for ranks without data too
+
+    def _compute_again(self) -> None:
+        """Compute the gradients of the window again. Metrics are dropped, and buffers keep their values.
+
+        Raises:
+            OptimizerError: this run cannot.
+        """
+        run = self._run
+        if self._why_once:
+            raise OptimizerError(
+                f"{type(run.module).__name__}.optimizer_step called optimizer_closure twice, which does not work "
+                f"{self._why_once}. Call it once. {_FIX}"
+            )
+        with torch.enable_grad(), without_effects(run, run.metrics.batch):
+            self._plan.zero_grad()
+            for recorded in self._window:
+                run.accelerator.accumulation.begin(recorded.micro)
+                self._run_again(recorded, recorded.micro)
+
+    def _run_again(self, recorded: _Recorded, micro: MicroBatch) -> None:
+        run, plan = self._run, self._plan
+        if micro.kind is not MicroBatchKind.DATA or recorded.random is None:
+            self._pad(run, plan, micro.batch, micro.index)
+            return
+        run.metrics.batch = micro.batch
+        recorded.random.restore()
+        loss = _loss_of(self._training_step(micro.batch, micro.index))
+        recorded.loss = None if loss is None else loss.detach()
+        if loss is not None or plan.several:
+            plan.backward(loss)
+
+
+class _KnownFirst:
+    """A closure whose first result is known."""
+
+    def __init__(self, loss: Any, closure: Closure, before_step: Callable[[], None]) -> None:
+        self._loss, self._closure, self._before_step = loss, closure, before_step
+        self._first = True
+
+    def __call__(self) -> Any:
+        if self._first:
+            self._first = False
+            return self._loss
+        loss = self._closure()
+        self._before_step()
+        return loss
+
+
+class _GivenOptimizer(PreparedOptimizer):
+    """The optimizer that the module's `optimizer_step` receives."""
+
+    def __init__(self, optimizer: Optimizer, accelerator: Any, step: Callable[[Closure | None], bool]) -> None:
+        super().__init__(optimizer, accelerator)
+        self._step = step
+
+    def step(self, closure: Closure | None = None) -> bool:  # type: ignore[override]
+        """Call the closure, run `on_before_optimizer_step` and clipping, and make the optimizer step."""
+        return self._step(closure)
+
+
+_FIX = "Use strategy='ddp' or 'auto', with precision='32-true' or 'bf16-mixed'"
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `step` of the optimizer cannot be called without a closure, like that of LBFGS."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _why_once(run: Run) -> str:
+    """Why the gradients of a window can be computed only once; empty if they can be computed again."""
+    strategy = run.strategy
+    if strategy.accumulates_in_engine:
+        return f"with {type(strategy).__name__}, whose engine sums the gradients of a window"
+    if strategy.lazy_tensors:
+        return f"with {type(strategy).__name__}, which runs one recorded graph per step"
+    if strategy.precision.scaler is not None:
+        return f"with precision={strategy.precision.name!r}, whose loss scaler reads the gradients once"
+    return ""
+
+
+def _loss_of(outputs: Any) -> Tensor | None:
+    return outputs if outputs is None or isinstance(outputs, Tensor) else loss_in(outputs)
