@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-slow test-zero test-xla check docs docs-serve dist format clean
+.PHONY: help demo test test-docs test-slow test-zero test-xla check docs docs-serve dist format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -28,8 +28,11 @@ demo: $(VENV)/.demo ## train a small GPT on Python's own source files
 test: $(VENV)/.test ## install what the tests need and run them
 	$(PYTEST) -n $(JOBS) --maxprocesses 4 --dist loadfile $(ARGS)
 
+test-docs: $(VENV)/.test ## run the code of the documentation's pages
+	$(PYTEST) -n $(JOBS) --maxprocesses 4 -m docs tests/docs $(ARGS)
+
 test-slow: $(VENV)/.test ## the tests marked slow, and those of how soon things happen, one after the other
-	$(PYTEST) -m "(slow or prompt) and not xla" $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
+	$(PYTEST) -m "(slow or prompt) and not xla and not docs" $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
 
 test-zero: $(VENV)/.test ## the full grids of ZeRO; compiles a part of DeepSpeed the first time
 	$(RUN) tests/helpers/zero/compile_extensions.py

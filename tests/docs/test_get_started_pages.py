@@ -9,6 +9,7 @@ from helpers.docs.running import name_of, pages_in, runs_in_order, with_code
 from helpers.support import ROOT
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize(
     "page", [*with_code(ROOT / "README.md"), *pages_in("get-started"), *pages_in("moving-over")], ids=name_of
 )

@@ -8,6 +8,7 @@ import pytest
 from helpers.docs.running import name_of, pages_in, runs_in_order
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("page", pages_in("how-to"), ids=name_of)
 def test_the_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
     runs_in_order(page, tmp_path)
