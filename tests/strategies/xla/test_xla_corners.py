@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit import Accelerator, Callback, Trainer, TrainModule
+from trainkit.errors import OptimizerError
 
 pytestmark = pytest.mark.xla
 
@@ -205,3 +206,43 @@ def synced() -> float:
 
 def test_batch_norm_uses_all_devices() -> None:
     assert run_xla(synced, devices=2) > 0.0
+
+
+# ------------------------------------------------------------------------------- optimizer_step and backward of the module
+
+
+class Stepping(Tied):
+    backwards = 0
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        self.backwards += 1
+        super().backward(loss, *args, **kwargs)
+
+
+class SteppingTwice(Tied):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer_closure()
+
+
+def fit_with_its_own_step() -> Any:
+    found = []
+    for kind in (Tied, Stepping):
+        torch.manual_seed(0)
+        module = kind()
+        quiet("xla", accumulate_grad_batches=2).fit(module, data())
+        found.append(module.first.weight.tolist())
+    assert isinstance(module, Stepping)
+    try:
+        quiet("xla").fit(SteppingTwice(), data())
+    except OptimizerError as error:
+        return found[0] == found[1], module.backwards, str(error)
+
+
+def test_overrides_that_call_super_change_nothing() -> None:
+    equal, backwards, message = run_xla(fit_with_its_own_step)
+    assert (equal, backwards) == (True, 4)
+    assert "called optimizer_closure twice, which does not work with XLAStrategy" in message
