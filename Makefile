@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 XLA_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trainkit/xla-2.9
+LIGHTNING ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trainkit/lightning-2.6.6
 JOBS ?= auto
 ARGS ?=
 
@@ -17,7 +18,7 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-docs test-slow test-zero test-xla check docs docs-serve dist format clean
+.PHONY: help demo test test-docs test-slow test-zero test-xla test-lightning check docs docs-serve dist format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -43,6 +44,11 @@ test-xla: $(VENV)/.test ## the tests of XLA, in an environment of their own with
 	$(RUN) tests/helpers/xla/xla_environment.py "$(XLA_VENV)"
 	PJRT_DEVICE=$${PJRT_DEVICE:-CPU} TRAINKIT_MAIN_PYTHON="$(abspath $(RUN))" OMP_NUM_THREADS=1 "$(XLA_VENV)/bin/python" -m pytest \
 	  -n $(JOBS) --maxprocesses 4 -m "xla and not slow" tests/test_xla_*.py tests/strategies tests/callbacks $(ARGS)
+
+# Alone in a folder outside of the tree: what it depends on is in the environment of the tests.
+test-lightning: $(VENV)/.test ## scripts written for Lightning, under Lightning and here
+	[ -d "$(LIGHTNING)/lightning" ] || $(INSTALL) --no-deps --target "$(LIGHTNING)" lightning==2.6.6
+	TRAINKIT_LIGHTNING="$(abspath $(LIGHTNING))" $(PYTEST) -n $(JOBS) --maxprocesses 4 -m lightning tests/lightning $(ARGS)
 
 check: $(VENV)/.test docs ## ruff, mypy and the documentation
 	$(RUN) -m ruff check .

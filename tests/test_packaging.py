@@ -170,6 +170,8 @@ def test_the_metadata_says_what_it_is(source: Path, from_checkout: Path) -> None
         "xla",
         "plot",
         "report",
+        "cli",
+        "rich",
         "all",
         "docs",
         "dev",

@@ -1,0 +1,86 @@
+"""Scripts written for Lightning run here with their imports renamed, and compute the same losses, bit for bit.
+
+`make test-lightning` installs Lightning in a folder of its own. The scripts do not shuffle and use no dropout: order and random
+numbers are keyed here and global in Lightning.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.support import ROOT
+
+pytestmark = pytest.mark.lightning
+
+SCRIPTS = Path(__file__).with_name("scripts")
+MEANS = ("metrics", "test", "accuracy", "best")
+LIGHTNING = os.environ.get("TRAINKIT_LIGHTNING", "")
+RENAMED = [  # all that a script needs
+    (r"^import lightning(\.pytorch)?( as \w+)", r"import trainkit\2"),
+    (r"^from lightning(\.pytorch)? import", "from trainkit import"),
+    (r"^from lightning\.pytorch\.", "from trainkit."),
+    (r"(class_path|_target_): lightning\.pytorch\.", r"\1: trainkit."),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _lightning() -> None:
+    if not Path(LIGHTNING, "lightning").is_dir() or not LIGHTNING:
+        pytest.skip("Lightning is not there: make test-lightning installs it")
+
+
+def printed(script: str, folder: Path, package: Path | str, *arguments: str) -> dict[str, Any]:
+    """Run a script in its folder; returns the JSON that it prints last."""
+    environment = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
+    path = folder / script
+    command = [sys.executable, "-W", "ignore", path.name, *arguments]
+    done = subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def rename(folder: Path) -> None:
+    """Rename the imports of all scripts and the class paths of all configurations in a folder."""
+    for path in [*folder.rglob("*.py"), *folder.rglob("*.yaml")]:
+        text = path.read_text("utf-8")
+        for pattern, replacement in RENAMED:
+            text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
+        path.write_text(text, "utf-8")
+
+
+def assert_equal(script: str, folder: Path, *arguments: str) -> None:
+    """A script computes the same losses under both, bit for bit, and the same means to the precision of float32."""
+    for name in ("theirs", "ours"):
+        shutil.copytree(SCRIPTS, folder / name)
+    rename(folder / "ours")
+    theirs = printed(script, folder / "theirs", LIGHTNING, *arguments)
+    ours = printed(script, folder / "ours", ROOT, *arguments)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name] == (pytest.approx(value, rel=1e-6) if name in MEANS else value), name
+    assert len(theirs["losses"]) >= 20
+
+
+@pytest.mark.parametrize("script", ["autoencoder", "fine_tuning", "gan", "language_model", "dqn", "ppo"])
+def test_a_script(script: str, tmp_path: Path) -> None:
+    assert_equal(f"{script}.py", tmp_path)
+
+
+def test_a_project_with_a_command_line(tmp_path: Path) -> None:
+    arguments = ("fit", "--config", "config.yaml", "--trainer.max_epochs=3", "--model.hidden", "20")
+    assert_equal("cli_project/main.py", tmp_path, *arguments)
+    (saved,) = (tmp_path / "ours").rglob("logs/**/config.yaml")
+    assert "hidden: 20" in saved.read_text("utf-8")
+
+
+def test_a_project_like_the_hydra_template(tmp_path: Path) -> None:
+    assert_equal("hydra_template/train.py", tmp_path)
