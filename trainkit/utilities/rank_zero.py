@@ -69,14 +69,13 @@ class _RankZeroOnly:
 rank_zero_only = _RankZeroOnly()
 
 
-def rank_zero_info(message: object, *args: Any, stacklevel: int = 1, **kwargs: Any) -> None:
+def rank_zero_info(message: object, *args: Any, stacklevel: int = 1) -> None:
     """Print a notice on the main process, through the logger `trainkit` at level INFO.
 
     Args:
         message: The text, with `%` placeholders for `args` as in `logging`.
         *args: Values for the placeholders.
-        stacklevel: No effect.
-        **kwargs: No effect.
+        stacklevel: No effect: the line that prints is not shown.
     """
     if rank_zero_only.rank == 0:
         notice(str(message) % args if args else str(message))
