@@ -63,6 +63,13 @@ def test_another_missing_module_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -
         TinyModule().to_onnx("model.onnx", torch.zeros(1, 4))
 
 
+def test_tensorrt_is_refused() -> None:
+    with pytest.raises(
+        UnsupportedArgumentError, match=r"to_tensorrt is not supported. Use the package torch_tensorrt: torch_te"
+    ):
+        TinyModule().to_tensorrt("model.pt", input_sample=torch.zeros(1, 4))
+
+
 def test_torchscript_is_refused_and_the_advice_works(run_dir: Path) -> None:
     module, x = TinyModule(), torch.randn(3, 4)
     with pytest.raises(UnsupportedArgumentError, match=r"to_torchscript is not supported.* Use torch.export:") as error:

@@ -18,6 +18,9 @@ __all__ = ["AttachedModule"]
 class AttachedModule(nn.Module):
     """A `torch.nn.Module` that a `Trainer` attaches itself to when a run starts."""
 
+    # Lightning's, for Fabric and for strategies with a device mesh; a Trainer sets neither
+    fabric: None = None
+    device_mesh: None = None
     _trainer: Trainer | None = None
 
     @property

@@ -79,3 +79,17 @@ class ExportableModule(nn.Module):
             "to_torchscript is not supported: PyTorch has deprecated TorchScript. Use torch.export: "
             "torch.export.save(torch.export.export(module.eval(), (x,)), 'model.pt2')"
         )
+
+    def to_tensorrt(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Lightning's name; the package torch_tensorrt compiles a module itself.
+
+        Args:
+            *args: No effect.
+            **kwargs: No effect.
+
+        Raises:
+            UnsupportedArgumentError: Always; it names what to use.
+        """
+        raise UnsupportedArgumentError(
+            "to_tensorrt is not supported. Use the package torch_tensorrt: torch_tensorrt.compile(module.eval(), inputs=[x])"
+        )

@@ -29,12 +29,11 @@ ADVICE: dict[str, dict[str, str]] = {
     "load_from_checkpoint": LOAD_FROM_CHECKPOINT,
     "log_kwargs": LOG_KWARGS,
     "log_with": TRACKERS,
-    "module": MEMBERS["LightningModule"],
     "trainer": MEMBERS["Trainer"],
     "trainkit": IMPORTS,
 }
-"""Place → name → what to use. A class or function means its arguments, "accelerator", "module" and "trainer" the attributes of
-an object, "log_with" names of trackers, "log_kwargs" arguments of their `log`, "trainkit" imports of Accelerate's names."""
+"""Place → name → what to use. A class or function means its arguments, "accelerator" and "trainer" the attributes of an
+object, "log_with" names of trackers, "log_kwargs" arguments of their `log`, "trainkit" imports of Accelerate's names."""
 
 
 def advice(where: str, name: str) -> str | None:

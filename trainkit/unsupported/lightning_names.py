@@ -178,7 +178,7 @@ _ABSENT: dict[str, dict[str, str]] = {
         "inspect.signature(hook).parameters": "is_param_in_hook_signature",
         "trainer.lr_scheduler_configs": "LRSchedulerConfig",
         "torch.nn.parallel.DistributedDataParallel": "DistributedDataParallel",
-        "nothing: a checkpoint of an older trainkit is read as it is": "main",
+        "docs/moving-over/lightning.md, which loads the weights of a .ckpt": "main",
     },
 }
 
@@ -205,11 +205,8 @@ MEMBERS: dict[str, dict[str, str]] = {
     "LightningModule": {
         **dict.fromkeys((f"CHECKPOINT_HYPER_PARAMS_{name}" for name in ("KEY", "NAME", "TYPE")), _SAVED_HPARAMS),
         "configure_sharded_model": "configure_model",
-        "device_mesh": "nothing: ZeRO shards parameters, without a mesh",
-        "fabric": "self.trainer, or an Accelerator in your own training loop",
         "on_validation_model_zero_grad": "on_validation_start: validation does not change the gradients",
         "remove_ignored_hparams": "self.save_hyperparameters(ignore=['name'])",
-        "to_tensorrt": "torch_tensorrt.compile(module, inputs=[x])",
     },
     "LightningDataModule": {
         **dict.fromkeys((f"CHECKPOINT_HYPER_PARAMS_{name}" for name in ("KEY", "NAME", "TYPE")), _SAVED_HPARAMS),

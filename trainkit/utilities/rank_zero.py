@@ -67,6 +67,11 @@ class _RankZeroOnly:
 
 
 rank_zero_only = _RankZeroOnly()
+"""A decorator: the function runs on the main process only, and returns `default` on the other processes.
+
+`rank_zero_only(function, default=None)` is the decorated function, and `rank_zero_only.rank` the rank of this process, as the
+launcher has set it before the processes are connected. Do not decorate a function that communicates with the other processes.
+"""
 
 
 def rank_zero_info(message: object, *args: Any, stacklevel: int = 1) -> None:

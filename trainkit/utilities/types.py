@@ -25,19 +25,37 @@ __all__ = [
 ]
 
 STEP_OUTPUT: TypeAlias = Tensor | Mapping[str, Any] | None
+"""What `training_step` returns."""
+
 TRAIN_DATALOADERS: TypeAlias = Any
+"""What `train_dataloader` returns."""
+
 EVAL_DATALOADERS: TypeAlias = Any
+"""What `val_dataloader`, `test_dataloader` and `predict_dataloader` return."""
+
+OptimizerLRScheduler: TypeAlias = Any
+"""What `configure_optimizers` returns."""
+
+OptimizerConfig: TypeAlias = dict[str, Any]
+"""A dict with an optimizer, which `configure_optimizers` may return."""
+
+OptimizerLRSchedulerConfig: TypeAlias = dict[str, Any]
+"""A dict with an optimizer and a scheduler, which `configure_optimizers` may return."""
+
+LRSchedulerConfigType: TypeAlias = dict[str, Any]
+"""A dict with a scheduler and its options: `scheduler`, `interval`, `frequency`, `monitor`, `strict`, `name`."""
 
 LRSchedulerTypeUnion: TypeAlias = LRScheduler | ReduceLROnPlateau
-LRSchedulerPLType: TypeAlias = LRScheduler | ReduceLROnPlateau
-LRSchedulerType: TypeAlias = type[LRScheduler] | type[ReduceLROnPlateau]
-LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
+"""A scheduler of torch."""
 
-# What `configure_optimizers` returns: see `TrainModule.configure_optimizers`.
-OptimizerLRScheduler: TypeAlias = Any
-OptimizerConfig: TypeAlias = dict[str, Any]
-OptimizerLRSchedulerConfig: TypeAlias = dict[str, Any]
-LRSchedulerConfigType: TypeAlias = dict[str, Any]
+LRSchedulerPLType: TypeAlias = LRScheduler | ReduceLROnPlateau
+"""A scheduler of torch."""
+
+LRSchedulerType: TypeAlias = type[LRScheduler] | type[ReduceLROnPlateau]
+"""A class of schedulers of torch."""
+
+LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
+"""The base classes of torch's schedulers, for `isinstance`."""
 
 
 def __getattr__(name: str) -> Any:
