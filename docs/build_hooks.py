@@ -23,6 +23,8 @@ _FUNCTIONS = ("notebook_launcher", "seed_everything", "skip_first_batches", "loa
 _CONSTANTS = {
     "__version__": "The version of trainkit, such as `0.1.0`.",
     "errors": "The module of all exceptions: [errors and exit codes](errors.md).",
+    "LightningDataModule": "Lightning's name of [`DataModule`](module.md).",
+    "LightningModule": "Lightning's name of [`TrainModule`](module.md).",
     "WHOLE_WINDOW": "A `MicroBatch` that is an accumulation window of its own, for code outside of a loader.",
 }
 
@@ -76,11 +78,13 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 
     `<!-- help: plot -->` becomes what `trainkit plot --help` prints, `<!-- names: trainkit.data -->` a table of the public
     names of a module, and `<!-- names: trainkit.launch.joining join device_of -->` one of these names.
+    `<!-- lightning: callbacks -->` becomes a table of the names of `lightning.pytorch.callbacks`.
     """
     if page.file.src_uri.startswith("reference/"):
         page.meta.setdefault("search", {"boost": 0.3})
     markdown = re.sub(r"<!-- help: (.*?) -->", lambda match: f"```text\n{command_help(match[1].split())}```", markdown)
     markdown = re.sub(r"<!-- names: (\S+)(.*?) -->", lambda match: table_of_names(match[1], match[2].split()), markdown)
+    markdown = re.sub(r"<!-- lightning: (\S+) -->", lambda match: table_of_lightning(match[1]), markdown)
     home = config.extra["repository"]
     return re.sub(r"\]\((?:\.\./)+(?=(?:examples|benchmarks|tests|trainkit)/)", f"]({home}/blob/main/", markdown)
 
@@ -108,6 +112,24 @@ def table_of_names(module: str, names: list[str]) -> str:
             shown = first_paragraph(text) if whole else first_sentence(text)
             rows.append(f"| [`{name}`][{module}.{name}] | {shown} |")
     return "\n".join(rows)
+
+
+def table_of_lightning(group: str) -> str:
+    """A table of Lightning's names, from the tables that the messages of trainkit use.
+
+    Args:
+        group: A module below `lightning.pytorch`, "top" for itself, a class for its members, or "arguments" of the Trainer.
+    """
+    tables, advice = import_module("trainkit.unsupported.lightning_names"), import_module("trainkit.unsupported").ADVICE
+    group = "" if group == "top" else group
+    rows_of = {names: f"the same, `from {home} import …`" for home, names in tables.SAME.get(group, {}).items()}
+    others = tables.OTHER.get(group, {}) | tables.ABSENT.get(group, {}) | tables.MEMBERS.get(group, {})
+    if group == "arguments":
+        others = advice["Trainer"]
+    for use in dict.fromkeys(others.values()):
+        rows_of[" ".join(name for name in others if others[name] == use)] = re.sub(r"([*_|<\[\]])", r"\\\1", use)
+    rows = [f"| {', '.join(f'`{name}`' for name in names.split())} | {use} |" for names, use in rows_of.items()]
+    return "\n".join(["| Lightning | trainkit |", "|---|---|", *rows])
 
 
 def first_sentence(text: str) -> str:

@@ -42,8 +42,8 @@ def test_a_name_next_to_the_package(package: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "module, name, meant",
     [
-        ("trainkit", "LightningModule", "TrainModule"),
-        ("trainkit", "LightningDataModule", "DataModule"),
+        ("trainkit", "TrainModul", "TrainModule"),
+        ("trainkit.utilities", "rank_zero_onlyy", "rank_zero_only"),
         ("trainkit.callbacks", "EarlyStoping", "EarlyStopping"),
         ("trainkit.loggers", "TensorboardLogger", "TensorBoardLogger"),
         ("trainkit.strategies", "DDPStrateg", "DDPStrategy"),
@@ -82,3 +82,12 @@ def test_submodules_are_imported_as_ever() -> None:
         "trainkit.errors",
         "trainkit.loggers",
     )
+
+
+def test_a_name_of_lightning_or_accelerate_says_what_to_use() -> None:
+    """Also for attribute access, which stays an AttributeError."""
+    with pytest.raises(ImportError, match=r"^trainkit\.strategies has no DeepSpeedStrategy\. Use: from trainkit"):
+        from trainkit.strategies import DeepSpeedStrategy  # noqa: F401
+    with pytest.raises(AttributeError, match=r"^trainkit has no PartialState\. Use: an Accelerator has"):
+        trainkit.PartialState
+    assert not hasattr(trainkit, "PartialState")

@@ -5,11 +5,13 @@ training loop with `Accelerator`, which is the same engine.
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import trainkit.launch.start_dir  # noqa: F401 - before a script goes to another folder
 from trainkit._version import __version__
+from trainkit.lazy import LightningModules, absent
 
 if TYPE_CHECKING:
     from trainkit import checkpoint as checkpoint
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
     )
     from trainkit.data.combined import CombinedLoader
     from trainkit.launch.notebook import notebook_launcher
-    from trainkit.module.data_module import DataModule
-    from trainkit.module.train_module import TrainModule
+    from trainkit.module.data_module import DataModule, LightningDataModule
+    from trainkit.module.train_module import LightningModule, TrainModule
     from trainkit.precision import Precision
     from trainkit.rng import seed_everything
     from trainkit.strategy import Strategy
@@ -55,6 +57,8 @@ __all__ = [
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
+    "LightningDataModule",
+    "LightningModule",
     "Precision",
     "ProfileKwargs",
     "ProjectConfiguration",
@@ -86,6 +90,8 @@ _PLACES = {
     "GradScalerKwargs": "trainkit.config.kwargs_handlers",
     "GradientAccumulationPlugin": "trainkit.config.configurations",
     "InitProcessGroupKwargs": "trainkit.config.kwargs_handlers",
+    "LightningDataModule": "trainkit.module.data_module",
+    "LightningModule": "trainkit.module.train_module",
     "Precision": "trainkit.precision",
     "ProfileKwargs": "trainkit.config.kwargs_handlers",
     "ProjectConfiguration": "trainkit.config.configurations",
@@ -105,16 +111,23 @@ _PLACES = {
 _MODULES = {
     "callbacks",
     "checkpoint",
+    "cli",
     "errors",
     "loggers",
     "logging",
+    "plugins",
     "precision",
+    "profilers",
     "registry",
     "strategies",
     "strategy",
     "tracking",
+    "tuner",
+    "utilities",
     "utils",
 }
+
+sys.meta_path.append(LightningModules())
 
 if "TRAINKIT_DEBUG_MODE" in os.environ or "ACCELERATE_DEBUG_MODE" in os.environ:  # before the script's next line
     import_module("trainkit.launch.cuda_watch").watch_cuda()
@@ -127,10 +140,6 @@ def __getattr__(name: str) -> Any:
     if name in _PLACES:
         value = globals()[name] = getattr(import_module(_PLACES[name]), name)
         return value
-    from trainkit.lazy import absent
-    from trainkit.unsupported import refuse_import
-
-    refuse_import(name)
     raise absent("trainkit", name, __all__)
 
 

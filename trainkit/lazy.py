@@ -1,16 +1,19 @@
-"""`lazily`: import the names of a package when they are first used."""
+"""`lazily`: import the names of a package when they are first used. `LightningModules`: import paths of Lightning."""
 
 from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 from trainkit.errors import nearest
 
-__all__ = ["absent", "lazily"]
+__all__ = ["LightningModules", "absent", "lazily"]
 
 
 def lazily(package: dict[str, Any], files: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -35,20 +38,66 @@ def lazily(package: dict[str, Any], files: Mapping[str, str]) -> tuple[Callable[
 
 
 def absent(module: str, name: str, known: Iterable[str]) -> AttributeError | ImportError:
-    """The error for a missing name of a module, with the nearest name, for the module's `__getattr__`.
+    """The error for a missing name of a module, for the module's `__getattr__`.
 
-    For `from module import name` it is an `ImportError`, because Python would replace an `AttributeError` by an `ImportError`
-    without the nearest name. Otherwise it is an `AttributeError`, which `hasattr` and `getattr` need.
+    It says what to use instead of a name of Lightning or Accelerate, and otherwise the nearest name. For
+    `from module import name` it is an `ImportError`, because Python would replace an `AttributeError` by an `ImportError`
+    without that text. Otherwise it is an `AttributeError`, which `hasattr` and `getattr` need.
 
     Args:
         module: The full name of the module.
         name: The missing name.
         known: The names that exist.
     """
-    hint = nearest(name, known)
+    from trainkit.unsupported import use_instead
+
+    use = use_instead(module, name)
     frame = inspect.currentframe()
     for _ in range(2):  # the frames of this function and of __getattr__
         frame = None if frame is None else frame.f_back
-    if frame is not None and dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM":
-        return ImportError(f"cannot import name {name!r} from {module!r}.{hint}", name=module)
-    return AttributeError(f"module {module!r} has no attribute {name!r}.{hint}")
+    importing = frame is not None and dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
+    if use is not None:
+        text = f"{module} has no {name}. Use: {use}"
+    elif importing:
+        text = f"cannot import name {name!r} from {module!r}.{nearest(name, known)}"
+    else:
+        text = f"module {module!r} has no attribute {name!r}.{nearest(name, known)}"
+    return ImportError(text, name=module) if importing else AttributeError(text)
+
+
+class LightningModules(MetaPathFinder, Loader):
+    """Finds modules of Lightning that trainkit does not have, so that only the package's name changes in an import.
+
+    `from trainkit.callbacks.lr_monitor import LearningRateMonitor` finds the class where trainkit has it; a name that
+    trainkit does not have is an `ImportError` that says what to use. Python asks this finder after all others, so that
+    modules of trainkit come first.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The module, if it is one of Lightning's."""
+        if not fullname.startswith("trainkit."):
+            return None
+        from trainkit.unsupported.lightning_names import MODULES
+
+        if fullname.removeprefix("trainkit.") not in MODULES:
+            return None
+        return ModuleSpec(fullname, self, origin="a module of Lightning", is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Python creates the module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module its names."""
+        where = module.__name__
+
+        def get(name: str) -> Any:
+            from trainkit.unsupported import home_of
+
+            home = None if name.startswith("__") else home_of(where, name)
+            if home is None or home == where:
+                raise absent(where, name, ())
+            return getattr(import_module(home), name)
+
+        vars(module)["__getattr__"] = get

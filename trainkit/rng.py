@@ -157,7 +157,7 @@ class RandomState:
 _process_seed: int | None = None
 
 
-def seed_everything(seed: int | None = None, *, workers: bool = True, verbose: bool = False) -> int:
+def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool = False) -> int:
     """Seed torch, numpy and `random`, and use the seed for every `Trainer` and `Accelerator` without one.
 
     Args:

@@ -33,8 +33,8 @@ LOADS_OPTIONAL = {"torch.utils.tensorboard": "tensorboard"}
 # import each other.
 LAYERS = (
     ("errors", "_version"),
-    ("checks", "registry"),
-    ("console", "keywords", "lazy", "nested", "paths", "rng", "footprint", "micro_batch", "unsupported"),
+    ("checks", "registry", "unsupported"),
+    ("console", "keywords", "lazy", "nested", "paths", "rng", "footprint", "micro_batch"),
     ("tagged_json",),
     ("distributed",),
     ("precision",),
@@ -48,7 +48,7 @@ LAYERS = (
     ("module",),
     ("hooks",),
     ("accelerator", "memory"),
-    ("logging", "utils"),
+    ("logging", "utilities", "utils"),
     ("trainer",),
     ("cli",),
 )

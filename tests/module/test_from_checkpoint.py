@@ -227,3 +227,24 @@ def test_names_that_are_missing_and_where_the_module_is_put() -> None:
     module = Wider.load_from_checkpoint(path, strict=False)
     assert torch.equal(module.layer.weight, trainer.model.layer.weight)
     assert Sized.load_from_checkpoint(path, map_location="meta").layer.weight.device.type == "meta"
+
+
+def test_a_module_that_is_loaded_without_all_names() -> None:
+    """`strict_loading = False` of the module acts in every place that loads weights; `strict=` of a call is stronger."""
+    path = saved(Sized()).checkpoint_callback.last_model_path
+
+    class Larger(Sized):
+        def __init__(self, learning_rate: float = 0.1, width: int = 4, strict: bool = False) -> None:
+            super().__init__(learning_rate, width)
+            self.head = nn.Linear(2, 2)
+            self.strict_loading = strict
+
+    loaded = Larger.load_from_checkpoint(path)
+    assert same({"layer": loaded.layer.weight}, {"layer": Sized.load_from_checkpoint(path).layer.weight})
+    with pytest.raises(StateMismatchError, match="head"):
+        Larger.load_from_checkpoint(path, strict=True)
+    make_trainer().validate(Larger(), tiny_loader(), ckpt_path=path)
+    make_trainer(max_epochs=3).fit(Larger(), tiny_loader(), ckpt_path=path)
+    for use in (make_trainer().validate, make_trainer(max_epochs=3).fit):
+        with pytest.raises(StateMismatchError, match="head"):
+            use(Larger(strict=True), tiny_loader(), ckpt_path=path)

@@ -9,7 +9,7 @@ import pytest
 
 import trainkit
 from trainkit import utils
-from trainkit.unsupported import ADVICE
+from trainkit.unsupported import ADVICE, use_instead
 
 # Arguments and their defaults, in Accelerate's order.
 SIGNATURES: dict[str, dict[str, Any]] = {
@@ -145,7 +145,9 @@ def test_what_is_not_there_says_what_to_use(package: str) -> None:
     for name, use in ADVICE["trainkit"].items():
         with pytest.raises(ImportError) as raised:
             exec(f"from {package} import {name}")
-        assert str(raised.value) == f"trainkit has no {name}. Use: {use}"
+        assert str(raised.value) == f"{package} has no {name}. Use: {use_instead(package, name)}"
+        if package != "trainkit":
+            assert use_instead(package, name) == use
 
 
 def test_a_misspelt_name() -> None:

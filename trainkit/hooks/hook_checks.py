@@ -114,7 +114,8 @@ def check_module(module: object, base: type) -> None:
 
 def check_datamodule(datamodule: object, base: type) -> None:
     """Raise a `HookError` for a method of a data module that is misspelled, removed or cannot be called."""
-    methods = {**DATA_METHODS, **STATE_METHODS, "setup": ("stage",), "teardown": ("stage",)}
+    run_hooks = {"setup": ("stage",), "teardown": ("stage",), "on_exception": ("exception",)}
+    methods = {**DATA_METHODS, **STATE_METHODS, **run_hooks}
     check_names(datamodule, base, methods)
     _check_signatures(datamodule, base, methods)
 

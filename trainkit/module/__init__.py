@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING
 from trainkit.lazy import lazily
 
 if TYPE_CHECKING:
-    from trainkit.module.data_module import DataModule
-    from trainkit.module.train_module import TrainModule
+    from trainkit.module.data_module import DataModule, LightningDataModule
+    from trainkit.module.train_module import LightningModule, TrainModule
 
-__all__ = ["DataModule", "TrainModule"]
+__all__ = ["DataModule", "LightningDataModule", "LightningModule", "TrainModule"]
 
-__getattr__, __dir__ = lazily(globals(), {"DataModule": "data_module", "TrainModule": "train_module"})
+_FILES = {
+    "DataModule": "data_module",
+    "LightningDataModule": "data_module",
+    "LightningModule": "train_module",
+    "TrainModule": "train_module",
+}
+
+__getattr__, __dir__ = lazily(globals(), _FILES)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from os import PathLike
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit.module.hparams import HyperParametersMixin
 from trainkit.module.overridable_hooks import DataHooks
@@ -10,7 +15,9 @@ from trainkit.module.overridable_hooks import DataHooks
 if TYPE_CHECKING:
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["DataModule"]
+__all__ = ["DataModule", "LightningDataModule"]
+
+D = TypeVar("D", bound="DataModule")
 
 
 class DataModule(HyperParametersMixin, DataHooks):
@@ -20,6 +27,7 @@ class DataModule(HyperParametersMixin, DataHooks):
     process: open, split) and `teardown(stage)`. A transfer hook that it defines replaces that of the module.
 
     Attributes:
+        name: A name of your own; not used.
         trainer: The trainer of the run; `None` before.
         prepare_data_per_node: Call `prepare_data` in one process of each node; `False`: in one process of the run.
 
@@ -39,14 +47,92 @@ class DataModule(HyperParametersMixin, DataHooks):
         ```
     """
 
+    name: str | None = None
     trainer: Trainer | None = None
+
+    @classmethod
+    def from_datasets(
+        cls: type[D],
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **datamodule_kwargs: Any,
+    ) -> D:
+        """Create a data module from datasets: a map-style training dataset is shuffled, the others are read in order.
+
+        Args:
+            train_dataset: The training dataset, or a list of datasets that are trained on together.
+            val_dataset: The validation dataset, or a list of them.
+            test_dataset: The test dataset, or a list of them.
+            predict_dataset: The dataset to predict on, or a list of them.
+            batch_size: Number of samples per batch and device.
+            num_workers: Number of worker processes of each loader.
+            **datamodule_kwargs: Arguments of `__init__`.
+
+        Example:
+            ```python
+            trainer.fit(module, datamodule=DataModule.from_datasets(train, val, batch_size=32))
+            ```
+        """
+        module = cls(**datamodule_kwargs)
+        load = partial(_loaders, batch_size=batch_size, num_workers=num_workers)
+        given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        for stage, dataset in given.items():
+            if dataset is not None:
+                setattr(module, f"{stage}_dataloader", partial(load, dataset, shuffle=stage == "train"))
+        return module
+
+    @classmethod
+    def load_from_checkpoint(
+        cls: type[D],
+        checkpoint_path: str | PathLike[str],
+        map_location: Any = None,
+        **overrides: Any,
+    ) -> D:
+        """Build a data module with the hyper-parameters and the state that a checkpoint holds.
+
+        Args:
+            checkpoint_path: The folder of the checkpoint.
+            map_location: No effect: it is for modules.
+            **overrides: Arguments of `__init__` that differ from the saved ones, or were not saved.
+
+        Raises:
+            CheckpointError: It is missing or damaged, its run had no data module, or an argument of `__init__` is neither
+                saved nor passed.
+            UnknownNameError: `__init__` does not accept an override.
+        """
+        from trainkit.module.from_checkpoint import build_data_module
+
+        return build_data_module(cls, checkpoint_path, overrides)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Called when a run ends by an error, a signal or Ctrl-C, after the callbacks' `on_exception` and before `teardown`."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save in a checkpoint: plain values and tensors."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned. Called after `setup`."""
+        """Restore what `state_dict` returned. Called after `setup`; by `load_from_checkpoint`, without it."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "trainer": None}
+
+
+def _loaders(dataset: Any, *, shuffle: bool, batch_size: int, num_workers: int) -> Any:
+    """The loader of a dataset, or the list of loaders of a list."""
+    if isinstance(dataset, list | tuple):
+        return [_loaders(one, shuffle=shuffle, batch_size=batch_size, num_workers=num_workers) for one in dataset]
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        shuffle=shuffle and not isinstance(dataset, IterableDataset),
+        num_workers=num_workers,
+        pin_memory=torch.accelerator.is_available(),
+    )
+
+
+LightningDataModule = DataModule

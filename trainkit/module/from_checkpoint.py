@@ -1,4 +1,4 @@
-"""Build a module from a checkpoint: `TrainModule.load_from_checkpoint`."""
+"""Build a module or data module from a checkpoint: their `load_from_checkpoint`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ import torch
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.console import notice
 from trainkit.errors import CheckpointError, UnknownNameError, nearest
+from trainkit.module.data_module import DataModule
 from trainkit.module.hparams import HyperParameters
 from trainkit.precision import Precision
 from trainkit.state.parts import Parts, model_stems, restore, shown
+from trainkit.unsupported import advice, refuse_unknown
 
-__all__ = ["build_from_checkpoint"]
+__all__ = ["build_data_module", "build_from_checkpoint"]
 
+D = TypeVar("D", bound=DataModule)
 T = TypeVar("T", bound=torch.nn.Module)
 
 
@@ -26,7 +29,7 @@ def build_from_checkpoint(
     cls: type[T],
     path: str | os.PathLike[str],
     device: torch.device | str | None,
-    strict: bool,
+    strict: bool | None,
     overrides: Mapping[str, Any],
 ) -> T:
     """A module created with the hyper-parameters of a checkpoint, with its weights loaded.
@@ -44,7 +47,8 @@ def build_from_checkpoint(
             f"{path} was saved by a training loop of your own, not by a Trainer. Build the module yourself and load the "
             "weights: Accelerator().load_state(path)"
         )
-    module = cls(**_arguments(cls, state, overrides, str(path)))
+    hparams, config_name = state["hyper_parameters"], state.get("hyper_parameters_name")
+    module = cls(**_arguments(cls, hparams, config_name, overrides, str(path)))
     if (configure := getattr(module, "configure_model", None)) is not None:
         configure()
         module.__dict__["_built"] = True  # a Trainer must not build it again
@@ -58,22 +62,39 @@ def build_from_checkpoint(
         loaded.manifest.aliases,
         wanted={"model"},
         what=str(Path(path)),
-        strict=strict,
+        strict=getattr(module, "strict_loading", True) if strict is None else strict,
     )
     return module if device is None else module.to(device)
 
 
-def _arguments(cls: type, state: Mapping[str, Any], overrides: Mapping[str, Any], path: str) -> dict[str, Any]:
+def build_data_module(cls: type[D], path: str | os.PathLike[str], overrides: Mapping[str, Any]) -> D:
+    """A data module created with the hyper-parameters of a checkpoint, with its state restored.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged, holds no data module, or an argument of `__init__` is neither
+            saved nor given.
+        UnknownNameError: `__init__` does not accept an override.
+    """
+    state = open_checkpoint(path).read({"state"}).state
+    if "datamodule_hyper_parameters" not in state:
+        raise CheckpointError(
+            f"{path} contains no DataModule: the run was not given one, or only its weights were saved. Create it yourself: "
+            f"{cls.__name__}(...)"
+        )
+    module = cls(**_arguments(cls, state["datamodule_hyper_parameters"], None, overrides, str(path)))
+    module.load_state_dict(state["datamodule"])
+    return module
+
+
+def _arguments(
+    cls: type, hparams: Mapping[str, Any], config_name: str | None, overrides: Mapping[str, Any], path: str
+) -> dict[str, Any]:
     """The arguments for `__init__`: the saved hyper-parameters that it accepts, and the overrides."""
     parameters = inspect.signature(cls).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     accepted = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    saved, config_name = dict(state["hyper_parameters"]), state.get("hyper_parameters_name")
-    unknown = [name for name in overrides if name not in accepted and name not in saved]
-    if unknown and not takes_all:
-        raise UnknownNameError(
-            f"load_from_checkpoint: {cls.__name__} has no argument {unknown[0]!r}.{nearest(unknown[0], accepted)}"
-        )
+    saved = dict(hparams)
+    overrides = overrides if takes_all else _accepted(overrides, cls, {**accepted, **saved})
     if config_name in accepted:  # save_hyperparameters(config): one argument contains all hyper-parameters
         given = {name: value for name, value in overrides.items() if name in accepted}
         config = {**saved, **{name: value for name, value in overrides.items() if name not in given}}
@@ -81,6 +102,17 @@ def _arguments(cls: type, state: Mapping[str, Any], overrides: Mapping[str, Any]
     arguments = _usable({**saved, **overrides}, cls, accepted, takes_all)
     _check_complete(arguments, accepted, cls, path)
     return arguments
+
+
+def _accepted(overrides: Mapping[str, Any], cls: type, known: Mapping[Any, Any]) -> dict[str, Any]:
+    """The overrides without Lightning's arguments of `load_from_checkpoint`, which are refused unless they are the default."""
+    unknown = {name: value for name, value in overrides.items() if name not in known}
+    for name in unknown:
+        if advice("load_from_checkpoint", name) is None:
+            near = nearest(name, [one for one in known if isinstance(one, str)])
+            raise UnknownNameError(f"load_from_checkpoint: {cls.__name__} has no argument {name!r}.{near}")
+    refuse_unknown("load_from_checkpoint", unknown, ())
+    return {name: value for name, value in overrides.items() if name not in unknown}
 
 
 def _usable(arguments: Mapping[Any, Any], cls: type, accepted: Container[Any], takes_all: bool) -> dict[str, Any]:

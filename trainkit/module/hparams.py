@@ -16,7 +16,7 @@ from torch import nn
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 from trainkit.tagged_json.omegaconf import is_omegaconf, plain_container
 
-__all__ = ["HyperParameters", "HyperParametersMixin"]
+__all__ = ["AttributeDict", "HyperParameters", "HyperParametersMixin"]
 
 _DEPTH = 32  # a deeper structure contains itself
 
@@ -33,6 +33,9 @@ class HyperParameters(dict[str, Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
+
+
+AttributeDict = HyperParameters  # Lightning's name
 
 
 class HyperParametersMixin:

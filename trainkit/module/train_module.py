@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.console import warn
-from trainkit.errors import ConfigurationError, MetricError, MissingMethodError, ModuleError, UnknownNameError, nearest
+from trainkit.errors import ConfigurationError, MetricError, MissingMethodError, UnknownNameError, nearest
 from trainkit.metrics.values import check_group
+from trainkit.module.attached import AttachedModule
+from trainkit.module.exportable import ExportableModule
 from trainkit.module.hparams import HyperParametersMixin
 from trainkit.module.overridable_hooks import ModuleHooks
 from trainkit.optim.prepared_optimizer import PreparedOptimizer, toggle, untoggle
 
-if TYPE_CHECKING:
-    from trainkit.trainer.trainer import Trainer
-
-__all__ = ["TrainModule"]
+__all__ = ["LightningModule", "TrainModule"]
 
 M = TypeVar("M", bound="TrainModule")
 
 
-class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
+class TrainModule(HyperParametersMixin, ModuleHooks, AttachedModule, ExportableModule):
     """A `torch.nn.Module` that also defines how it is trained. Define at least `training_step` and `configure_optimizers`.
 
     Attributes:
         automatic_optimization: Set it to `False` in `__init__` for manual optimization: `training_step` then calls
             `self.manual_backward(loss)` and `self.optimizers().step()`. Required for several optimizers.
-        example_input_array: An input of `forward`, for `ModelSummary`.
+        example_input_array: An input of `forward`, for `ModelSummary` and `to_onnx`.
+        strict_loading: `False`: a checkpoint is loaded as with `strict=False` of `Trainer.fit` and the other methods.
 
     Example:
         ```python
@@ -52,8 +53,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
     """
 
     automatic_optimization: bool = True
-    example_input_array: Any = None
-    _trainer: Trainer | None = None
+    strict_loading: bool = True
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
         """Return the **mean** loss over the batch, a scalar; or a dict with it under `"loss"`.
@@ -85,65 +85,6 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         `monitor`, `strict` and `name`; a list or tuple of such dicts; or `None` to train without an optimizer.
         """
         raise NotImplementedError
-
-    @property
-    def trainer(self) -> Trainer:
-        """The trainer that runs this module; before the first run, a `ModuleError`."""
-        if self._trainer is None:
-            raise ModuleError(f"{type(self).__name__} is not attached to a Trainer yet. Call trainer.fit(module) first.")
-        return self._trainer
-
-    @property
-    def loggers(self) -> list[Any]:
-        """The loggers of the trainer; empty without a trainer."""
-        return [] if self._trainer is None else self._trainer.loggers
-
-    @property
-    def logger(self) -> Any | None:
-        """The first logger, or `None`."""
-        return self.loggers[0] if self.loggers else None
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the module's parameters."""
-        tensor: Tensor | None = next(self.parameters(), None)
-        if tensor is None:
-            tensor = next(self.buffers(), None)
-        if tensor is not None:
-            return tensor.device
-        return torch.device("cpu") if self._trainer is None else self._trainer.strategy.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the module's floating-point parameters."""
-        return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
-
-    @property
-    def global_step(self) -> int:
-        """Number of optimizer steps so far."""
-        return 0 if self._trainer is None else self._trainer.global_step
-
-    @property
-    def current_epoch(self) -> int:
-        """Index of the current epoch, from 0."""
-        return 0 if self._trainer is None else self._trainer.current_epoch
-
-    @property
-    def global_rank(self) -> int:
-        """The rank of this process."""
-        return 0 if self._trainer is None else self._trainer.strategy.rank
-
-    @property
-    def local_rank(self) -> int:
-        """The rank of this process on its node."""
-        return 0 if self._trainer is None else self._trainer.strategy.local_rank
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the main process only, above the progress bar; the arguments are those of `print`."""
-        if self._trainer is None:
-            print(*args, **kwargs)
-        else:
-            self._trainer.print(*args, **kwargs)
 
     def log(
         self,
@@ -293,6 +234,15 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         """
         untoggle(self.__dict__.pop("_toggled", {}))
 
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Optimizer | PreparedOptimizer) -> Iterator[None]:
+        """A context in which gradients are computed only for this optimizer's parameters."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
     def configure_gradient_clipping(
         self,
         optimizer: Optimizer,
@@ -361,7 +311,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         cls: type[M],
         checkpoint_path: str | PathLike[str],
         map_location: torch.device | str | None = None,
-        strict: bool = True,
+        strict: bool | None = None,
         **overrides: Any,
     ) -> M:
         """Build a module with the hyper-parameters and weights of a checkpoint.
@@ -369,7 +319,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         Args:
             checkpoint_path: The folder of the checkpoint.
             map_location: The device to move the module to. Default: it stays where `__init__` put it.
-            strict: A missing or unexpected name is an error. Different shapes are always one.
+            strict: A missing or unexpected name is an error. Different shapes are always one. Default: `strict_loading`.
             **overrides: Arguments of `__init__` that differ from the saved ones, or were not saved.
 
         Raises:
@@ -392,6 +342,5 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         """Return the prediction; define it if you call the module itself."""
         raise MissingMethodError(f"{type(self).__name__} was called, but has no forward. Define: def forward(self, x): ...")
 
-    def __getstate__(self) -> dict[str, Any]:
-        # a copy, or a worker process, needs the module without its run
-        return {**self.__dict__, "_trainer": None}
+
+LightningModule = TrainModule

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from trainkit.lazy import absent
+
 __all__: list[str] = []
 
 
 def __getattr__(name: str) -> Any:
     """Explain what to use instead of a name that Accelerate has in its `state`."""
-    from trainkit.unsupported import refuse_import
-
-    refuse_import(name)
-    raise AttributeError(f"module 'trainkit.state' has no attribute {name!r}")
+    raise absent("trainkit.state", name, __all__)

@@ -322,8 +322,9 @@ def _cause(run: Run, exception: BaseException) -> BaseException:
 
 
 def _report_exception(run: Run, exception: BaseException) -> None:
-    """Call `on_exception` of the callbacks; an error in it must not hide the first one."""
-    for hook in run.hooks.on_exception:
+    """Call `on_exception` of the callbacks and the data module; an error in it must not hide the first one."""
+    of_data = () if run.datamodule is None else (run.datamodule.on_exception,)
+    for hook in (*run.hooks.on_exception, *of_data):
         try:
             hook(exception)
         except ProcessFailedError:

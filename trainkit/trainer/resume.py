@@ -283,6 +283,7 @@ def restore_fit(run: Run, plan: FitPlan, wanted: set[str], overrides: Mapping[st
     tensors = {**loaded.tensors, "model": seen["state_dict"]}
     parts = parts_of(run)
     aliases, what = loaded.manifest.aliases, str(found.path)
+    strict = strict and run.module.strict_loading
     restore(parts, tensors, state, aliases, wanted=wanted, what=what, strict=strict, keep=True)
     restore_run(run, {**state, "callbacks": seen["callbacks"]} if "callbacks" in state else state, wanted)
     if overrides and not found.restart:  # a restarted run has them already
@@ -313,6 +314,7 @@ def load_weights(run: Run, ckpt_path: str | os.PathLike[str], strict: bool = Tru
     seen = _run_load_hooks(run, loaded)
     parts = Parts([run.module], [], [], run.strategy.precision, run.strategy)
     tensors, aliases, what = {"model": seen["state_dict"]}, loaded.manifest.aliases, str(found.path)
+    strict = strict and run.module.strict_loading
     restore(parts, tensors, loaded.state, aliases, wanted={"model"}, what=what, strict=strict)
     notice(f"weights of {found}.")
 

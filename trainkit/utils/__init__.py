@@ -1,4 +1,7 @@
-"""What scripts written for Hugging Face Accelerate import from its `utils`, under the same names."""
+"""What scripts written for Hugging Face Accelerate import from its `utils`, under the same names.
+
+`trainkit.utilities` has the names of Lightning's `utilities`.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from trainkit.config.kwargs_handlers import (
     ProfileKwargs,
 )
 from trainkit.launch.notebook import notebook_launcher
+from trainkit.lazy import absent
 from trainkit.state.single_file import load
 from trainkit.utils.available import (
     is_bf16_available,
@@ -96,8 +100,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    from trainkit.lazy import absent
-    from trainkit.unsupported import refuse_import
-
-    refuse_import(name)
     raise absent("trainkit.utils", name, __all__)

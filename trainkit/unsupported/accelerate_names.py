@@ -1,112 +1,11 @@
-"""Names of Lightning and Accelerate that trainkit does not have, and what to use instead: the table `ADVICE`."""
+"""Names of Accelerate that trainkit does not have, and what to use instead."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
-
-from trainkit.errors import UnknownNameError, UnsupportedArgumentError, nearest
-
-__all__ = ["ADVICE", "advice", "refuse_import", "refuse_unknown"]
-
-# Arguments of Lightning's Trainer, in this and earlier versions.
-_TRAINER: dict[str, str] = {
-    "amp_backend": "use precision='16-mixed' or 'bf16-mixed'",
-    "amp_level": "use precision='16-mixed' or 'bf16-mixed'",
-    "auto_lr_find": "choose the learning rate in configure_optimizers",
-    "auto_scale_batch_size": "choose batch_size in the DataLoader",
-    "auto_select_gpus": "use devices=[index]",
-    "automatic_optimization": "set self.automatic_optimization in __init__ of the TrainModule",
-    "barebones": "remove it: features that you do not use cost nothing; turn off the others with logger=False, "
-    "enable_progress_bar=False, enable_model_summary=False",
-    "checkpoint_callback": "use enable_checkpointing=..., or callbacks=[ModelCheckpoint(...)]",
-    "distributed_backend": "use strategy=..., which chooses it",
-    "early_stop_callback": "use callbacks=[EarlyStopping('val_loss')]",
-    "enable_autolog_hparams": "use save_hyperparameters(logger=False)",
-    "flush_logs_every_n_steps": "use logger=CSVLogger(flush_logs_every_n_steps=...)",
-    "gpus": "use accelerator='gpu', devices=...",
-    "ipus": "IPUs are not supported",
-    "log_gpu_memory": "use callbacks=[MemoryMonitor()]",
-    "log_save_interval": "use log_every_n_steps, and an argument of the logger",
-    "model_registry": "remove it: models are not uploaded",
-    "move_metrics_to_cpu": "remove it: metrics are copied to the CPU only at log boundaries",
-    "multiple_trainloader_mode": "use fit(module, CombinedLoader(loaders, mode=...))",
-    "num_processes": "use accelerator='cpu', devices=...",
-    "overfit_pct": "use overfit_batches=...",
-    "plugins": "pass precision=Precision(...) or strategy=..., a Strategy object; clusters such as SLURM are recognized",
-    "prepare_data_per_node": "set it in the DataModule or TrainModule: self.prepare_data_per_node = ...",
-    "process_position": "use callbacks=[TQDMProgressBar(process_position=...)]",
-    "progress_bar_refresh_rate": "use callbacks=[TQDMProgressBar(refresh_rate=...)]",
-    "reload_dataloaders_every_epoch": "use reload_dataloaders_every_n_epochs=1",
-    "replace_sampler_ddp": "remove it: loaders are sharded by position, no sampler is replaced",
-    "resume_from_checkpoint": "pass the path to trainer.fit: trainer.fit(module, ckpt_path=...)",
-    "row_log_interval": "use log_every_n_steps=...",
-    "stochastic_weight_avg": "average the weights in a callback, with torch.optim.swa_utils",
-    "terminate_on_nan": "use callbacks=[NonFiniteGuard(action='raise')]",
-    "test_percent_check": "use limit_test_batches=...",
-    "tpu_cores": "use accelerator='tpu', devices=...",
-    "track_grad_norm": "use callbacks=[GradientClipping(float('inf'))]; gradient_clip_val also logs the norm",
-    "train_percent_check": "use limit_train_batches=...",
-    "truncated_bptt_steps": "loop over the parts of the sequence under manual optimization",
-    "use_distributed_sampler": "remove it: loaders are sharded by position, no sampler is replaced",
-    "val_percent_check": "use limit_val_batches=...",
-    "weights_save_path": "use default_root_dir=...",
-    "weights_summary": "use enable_model_summary, or callbacks=[ModelSummary(max_depth=...)]",
-}
-
-# Arguments whose value belongs in the place of the first "..." of their advice, and its types there.
-_CARRIED: dict[str, tuple[type, ...]] = {
-    "checkpoint_callback": (bool,),
-    "distributed_backend": (str,),
-    "flush_logs_every_n_steps": (int,),
-    "gpus": (int, str, list),
-    "max_shard_size": (int, str),
-    "multiple_trainloader_mode": (str,),
-    "num_processes": (int,),
-    "overfit_pct": (float,),
-    "prepare_data_per_node": (bool,),
-    "process_position": (int,),
-    "progress_bar_refresh_rate": (int,),
-    "resume_from_checkpoint": (str,),
-    "row_log_interval": (int,),
-    "test_percent_check": (float,),
-    "tpu_cores": (int,),
-    "train_percent_check": (float,),
-    "val_percent_check": (float,),
-    "weights_save_path": (str,),
-}
-
-# Lightning's defaults of these arguments; the default of all others is `None`.
-_DEFAULTS: dict[str, tuple[Any, ...]] = {
-    "auto_lr_find": (False,),
-    "auto_scale_batch_size": (False,),
-    "auto_select_gpus": (False, None),
-    "barebones": (False,),
-    "checkpoint_callback": (True, None),
-    "enable_autolog_hparams": (True,),
-    "move_metrics_to_cpu": (False,),
-    "multiple_trainloader_mode": ("max_size_cycle",),
-    "num_processes": (1, None),
-    "plugins": (None, []),
-    "prepare_data_per_node": (True, None),
-    "process_position": (0,),
-    "reload_dataloaders_every_epoch": (False,),
-    "replace_sampler_ddp": (True,),
-    "stochastic_weight_avg": (False,),
-    "terminate_on_nan": (False, None),
-    "track_grad_norm": (-1,),
-    "use_distributed_sampler": (True,),
-}
-
-# Arguments of Lightning's fit, validate, test and predict.
-_TRAINER_VERBS: dict[str, str] = {
-    "test_dataloaders": "use dataloaders=",
-    "train_dataloader": "use train_dataloaders=",
-    "weights_only": "remove it: a checkpoint contains no code. For weights only: fit(..., ckpt_path=..., restore={'model'})",
-}
+__all__ = ["ACCELERATOR", "ACCELERATOR_ATTRIBUTES", "ACCELERATOR_STATE", "IMPORTS", "LOG_KWARGS", "TRACKERS"]
 
 # Arguments of Accelerate's save_state and load_state, and of the functions that they call.
-_ACCELERATOR_STATE: dict[str, str] = {
+ACCELERATOR_STATE: dict[str, str] = {
     "exclude_frozen_parameters": "remove it: of a model with PEFT adapters only trainable parameters are saved",
     "load_kwargs": "remove it: nothing is unpickled, and parameters are loaded to their devices",
     "load_lr_scheduler_states": "write load_state(folder, restore={'model', 'optimizer'}), and add what else to restore",
@@ -120,7 +19,7 @@ _ACCELERATOR_STATE: dict[str, str] = {
 }
 
 # Arguments of Accelerate's Accelerator.
-_ACCELERATOR: dict[str, str] = {
+ACCELERATOR: dict[str, str] = {
     "deepspeed_plugins": "is not supported. An accelerator has one set of options: deepspeed_plugin=DeepSpeedPlugin(...)",
     "bf16": "write mixed_precision='bf16'",
     "dynamo_plugin": "write dynamo_backend='inductor', or compile the model yourself: torch.compile(model, mode=...)",
@@ -137,7 +36,7 @@ _ITS_OPTIONS = "accelerator.options, the arguments of the accelerator"
 _YOUR_HANDLER = "the object that you passed in kwargs_handlers"
 
 # Attributes of Accelerate's Accelerator.
-_ACCELERATOR_ATTRIBUTES = {
+ACCELERATOR_ATTRIBUTES = {
     "ao_recipe_handler": _USE_BF16,
     "autocast_handler": _YOUR_HANDLER,
     "context_parallel_rank": _SHARDED_BY_ZERO,
@@ -187,12 +86,12 @@ _ACCELERATOR_ATTRIBUTES = {
 }
 
 # Accelerate's trackers, and arguments of their log.
-_TRACKERS = dict.fromkeys(
+TRACKERS = dict.fromkeys(
     ("aim", "clearml", "dvclive", "swanlab", "trackio"),
     "is a tracker of Accelerate's that trainkit does not have. Fix: use one of comet_ml, csv, jsonl, mlflow, tensorboard, "
     "wandb, or pass an object of your own, trainkit.tracking.GeneralTracker",
 )
-_LOG_KWARGS = {"commit": "log all values of a step in one call, which is a row: accelerator.log({...}, step=step)"}
+LOG_KWARGS = {"commit": "log all values of a step in one call, which is a row: accelerator.log({...}, step=step)"}
 
 # Names that scripts import from Accelerate.
 _ZERO = "ZeRO shards parameters: Accelerator(strategy='zero3')"
@@ -274,7 +173,7 @@ _FAMILIES = {
         has_compiled_regions""",
 }
 
-_IMPORTS = {name: use for use, names in _FAMILIES.items() for name in names.split()} | {
+IMPORTS = {name: use for use, names in _FAMILIES.items() for name in names.split()} | {
     "DummyOptim": "create the optimizer; Trainer(strategy=ZeROStrategy(config=...)) creates that of a configuration",
     "DummyScheduler": "create the scheduler; Trainer(strategy=ZeROStrategy(config=...)) creates that of a configuration",
     "GatheredParameters": "accelerator.get_state_dict(model), which is whole under ZeRO too",
@@ -319,71 +218,3 @@ _IMPORTS = {name: use for use, names in _FAMILIES.items() for name in names.spli
     "save": "accelerator.save(obj, file)",
     "set_module_tensor_to_device": "parameter.data = value.to(device)",
 }
-
-ADVICE: dict[str, dict[str, str]] = {
-    "Accelerator": _ACCELERATOR,
-    "Accelerator.load_state": _ACCELERATOR_STATE,
-    "Accelerator.save_state": _ACCELERATOR_STATE,
-    "Trainer": _TRAINER,
-    **dict.fromkeys(("Trainer.fit", "Trainer.predict", "Trainer.test", "Trainer.validate"), _TRAINER_VERBS),
-    "accelerator": _ACCELERATOR_ATTRIBUTES,
-    "log_kwargs": _LOG_KWARGS,
-    "log_with": _TRACKERS,
-    "trainkit": _IMPORTS,
-}
-"""Place → name → what to use. A class means its arguments, "accelerator" the attributes of an object, "log_with" names of
-trackers, "log_kwargs" arguments of their `log`, "trainkit" imports."""
-
-
-def advice(where: str, name: str) -> str | None:
-    """What to use instead of a name in a place of `ADVICE`; `None` if Lightning and Accelerate do not have it."""
-    return ADVICE.get(where, {}).get(name)
-
-
-def refuse_unknown(where: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse unknown arguments of a function.
-
-    A Trainer and its methods accept an unsupported argument with Lightning's default value, which has no effect.
-
-    Args:
-        where: "Trainer", "Accelerator", or one of their methods ("Trainer.fit").
-        given: The unknown arguments.
-        known: The names of the known arguments.
-
-    Raises:
-        UnsupportedArgumentError: Lightning or Accelerate has it; the message names the replacement.
-        UnknownNameError: Another name; the message has the nearest one.
-    """
-    for name, value in given.items():
-        fix = advice(where, name)
-        if fix is None:
-            raise UnknownNameError(f"{where} has no argument {name!r}.{nearest(name, [*known, *ADVICE.get(where, {})])}")
-        if not (where.startswith("Trainer") and _is_default(name, value)):
-            raise UnsupportedArgumentError(f"{where}({name}=...): {_with_value(fix, name, value)}.")
-
-
-def _with_value(fix: str, name: str, value: Any) -> str:
-    """The advice with the user's value in it, if the value means the same there."""
-    if name == "gpus" and value == 0:
-        return "use accelerator='cpu'"
-    kinds = _CARRIED.get(name, ())
-    if type(value) is int and kinds == (float,):
-        value = float(value)  # a fraction: as an integer it would be a number of batches
-    if type(value) not in kinds or (isinstance(value, list) and not all(isinstance(item, int) for item in value)):
-        return fix
-    return fix.replace("...", repr(value), 1)
-
-
-def _is_default(name: str, value: Any) -> bool:
-    """Whether a value is Lightning's default of an unsupported argument; 0 is not False."""
-    return any(type(value) is type(default) and value == default for default in _DEFAULTS.get(name, (None,)))
-
-
-def refuse_import(name: str) -> None:
-    """Raise an `ImportError` for a name that Accelerate has and trainkit does not.
-
-    Not an `AttributeError`, whose message `from … import` hides.
-    """
-    fix = advice("trainkit", name)
-    if fix is not None:
-        raise ImportError(f"trainkit has no {name}. Use: {fix}")

@@ -1,0 +1,232 @@
+"""Every public name of Lightning 2.6 can be imported, or an error says what to use."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+from helpers.lightning.listing import NAMES, listing
+from helpers.runs.trainers import make_trainer
+
+import trainkit
+from trainkit.hooks.hook_names import REMOVED
+from trainkit.unsupported import ADVICE, advice, use_instead
+from trainkit.unsupported.lightning_names import ABSENT, MEMBERS, MODULES, OTHER, SAME
+
+# Names that the tables already call the same, though their classes are not in trainkit yet. A name that is there must go.
+PENDING: set[str] = {
+    "AdvancedProfiler",
+    "ArgsType",
+    "BackboneFinetuning",
+    "BaseFinetuning",
+    "BasePredictionWriter",
+    "BatchSizeFinder",
+    "Checkpoint",
+    "DeviceStatsMonitor",
+    "EMAWeightAveraging",
+    "GradientAccumulationScheduler",
+    "LRSchedulerCallable",
+    "LRSchedulerTypeUnion",
+    "LearningRateFinder",
+    "LightningArgumentParser",
+    "LightningCLI",
+    "ModelPruning",
+    "OnExceptionCheckpoint",
+    "OptimizerCallable",
+    "PassThroughProfiler",
+    "Profiler",
+    "ProgressBar",
+    "PyTorchProfiler",
+    "ReduceLROnPlateau",
+    "RichModelSummary",
+    "RichProgressBar",
+    "RunningStage",
+    "SaveConfigCallback",
+    "SimpleProfiler",
+    "SpikeDetection",
+    "StochasticWeightAveraging",
+    "TrainerFn",
+    "TrainerState",
+    "TrainerStatus",
+    "Tuner",
+    "WeightAveraging",
+    "instantiate_class",
+}
+# The same for attributes of a Trainer, except that those that are there may stay.
+PENDING_MEMBERS: set[str] = {
+    "ckpt_path",
+    "device_ids",
+    "early_stopping_callbacks",
+    "evaluating",
+    "gradient_clip_algorithm",
+    "gradient_clip_val",
+    "init_module",
+    "interrupted",
+    "limit_predict_batches",
+    "limit_test_batches",
+    "limit_train_batches",
+    "limit_val_batches",
+    "node_rank",
+    "num_devices",
+    "num_nodes",
+    "num_sanity_val_steps",
+    "overfit_batches",
+    "precision_plugin",
+    "received_sigterm",
+    "reload_dataloaders_every_n_epochs",
+    "scaler",
+    "state",
+    "val_check_interval",
+}
+
+# In files of trainkit with the same path as Lightning's, Python's own message names what is missing.
+IN_FILES = {"EarlyStoppingReason", "ExperimentWriter", "Interval", "WriteInterval"}
+
+
+def places() -> dict[str, list[str]]:
+    """Place → names, from the list of Lightning's names."""
+    found: dict[str, list[str]] = {}
+    for line in NAMES.read_text("utf-8").splitlines():
+        place, _, names = line.rpartition(": ")
+        found.setdefault(place, []).extend(names.split())
+    return found
+
+
+PLACES = places()
+IMPORTS = {place: names for place, names in PLACES.items() if place.startswith("lightning")}
+
+
+def renamed(place: str) -> str:
+    return "trainkit" + place.removeprefix("lightning").removeprefix(".pytorch")
+
+
+def error_of(statement: str) -> str | None:
+    try:
+        exec(statement)
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def test_the_list_is_that_of_lightning() -> None:
+    version = pytest.importorskip("lightning", reason="Lightning is not installed").__version__
+    if not version.startswith("2.6."):
+        pytest.skip(f"the list is of Lightning 2.6, and {version} is installed")
+    assert listing() == NAMES.read_text("utf-8")
+
+
+@pytest.mark.parametrize("place", sorted(IMPORTS))
+def test_every_import_works_or_says_what_to_use(place: str) -> None:
+    """Only the name of the package changes in an import."""
+    if place == "lightning.pytorch.cli" and "LightningCLI" in PENDING:
+        pytest.skip("trainkit.cli has no names for scripts yet")
+    wrong = []
+    module = import_module(renamed(place))
+    for name in IMPORTS[place]:
+        error = error_of(f"from {module.__name__} import {name}")
+        if name in PENDING or (error is not None and name in IN_FILES and module.__spec__ and module.__spec__.has_location):
+            continue
+        if error is not None and not error.startswith(f"{module.__name__} has no {name}. Use: "):
+            wrong.append(error)
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "module", ["trainkit", "trainkit.callbacks", "trainkit.loggers", "trainkit.strategies", "trainkit.utilities"]
+)
+def test_every_name_says_where_it_is(module: str) -> None:
+    """Also a name that Lightning has in another module."""
+    for name in {name for names in IMPORTS.values() for name in names}:
+        error = error_of(f"from {module} import {name}")
+        assert error is None or name in PENDING or error.startswith(f"{module} has no {name}. Use: "), error
+
+
+def test_each_name_is_in_one_table_and_is_one_of_lightnings() -> None:
+    listed = {name for names in IMPORTS.values() for name in names}
+    for group in SAME | OTHER | ABSENT:
+        same = " ".join(SAME.get(group, {}).values()).split()
+        names = [*same, *OTHER.get(group, {}), *ABSENT.get(group, {})]
+        assert len(names) == len(set(names)), group
+        # Lightning 1 had them in `utilities`
+        assert set(names) <= listed, set(names) - listed
+
+
+def test_the_names_that_are_the_same_are_there() -> None:
+    """Every name that a table calls the same can be imported from there; one that is there is not pending."""
+    pending = set()
+    for home, name in {(home, name) for group in SAME.values() for home, names in group.items() for name in names.split()}:
+        error = error_of(f"from {home} import {name}")
+        pending |= {name} if error is not None else set()
+    assert pending == PENDING
+
+
+def test_what_is_called_absent_is_not_there() -> None:
+    for group, names in ABSENT.items():
+        module = import_module(f"trainkit.{group}" if group else "trainkit")
+        assert [name for name in names if hasattr(module, name)] == []
+
+
+def test_the_modules_are_lightnings() -> None:
+    modules = {renamed(place).removeprefix("trainkit").removeprefix(".") for place in IMPORTS} - {""}
+    assert {*MODULES} <= modules
+    for name in modules - MODULES:
+        spec = find_spec(f"trainkit.{name}")
+        assert spec is not None
+        assert spec.has_location
+
+
+def test_a_module_of_lightning_has_the_class_of_trainkit() -> None:
+    from trainkit.callbacks.lr_monitor import LearningRateMonitor
+    from trainkit.callbacks.progress.tqdm_progress import TQDMProgressBar
+
+    assert LearningRateMonitor is trainkit.callbacks.LearningRateMonitor
+    assert TQDMProgressBar is trainkit.callbacks.TQDMProgressBar
+    with pytest.raises(ImportError, match=r"^cannot import name 'Nonsense' from 'trainkit\.callbacks\.lr_monitor'\.$"):
+        from trainkit.callbacks.lr_monitor import Nonsense  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match="No module named 'trainkit.callbacks.nonsense'"):
+        import_module("trainkit.callbacks.nonsense")
+    assert not hasattr(import_module("trainkit.plugins"), "TorchCheckpointIO")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "use"),
+    [
+        ("trainkit", "EarlyStopping", "from trainkit.callbacks import EarlyStopping"),
+        (
+            "trainkit.callbacks",
+            "FSDPStrategy",
+            "from trainkit.strategies import ZeROStrategy; ZeROStrategy(stage=3) shards parameters",
+        ),
+        ("trainkit.utilities", "ModelSummary", OTHER["utilities"]["ModelSummary"]),
+        ("trainkit.utils", "gather", None),
+        ("trainkit.utils", "DummyOptim", ADVICE["trainkit"]["DummyOptim"]),
+        ("trainkit", "merge_dicts", "{**first, **second}"),
+        ("trainkit", "nonsense", None),
+        ("trainkit.callbacks", "EarlyStopping", None),
+    ],
+)
+def test_what_to_use(module: str, name: str, use: str | None) -> None:
+    assert use_instead(module, name) == use
+
+
+CLASSES = {"LightningModule": trainkit.TrainModule, "LightningDataModule": trainkit.DataModule, "Callback": trainkit.Callback}
+
+
+@pytest.mark.parametrize("name", [*CLASSES, "Trainer"])
+def test_members_are_there_or_say_what_to_use(name: str) -> None:
+    cls: Any = CLASSES.get(name, trainkit.Trainer)
+    absent = {member for member in PLACES[f"{name}."] if not hasattr(cls, member)}
+    advised = {*MEMBERS.get(name, {}), *(REMOVED if name == "LightningModule" else ())}
+    if name == "Trainer":
+        absent -= {*PENDING_MEMBERS, *vars(make_trainer())}
+    assert absent - advised == set()
+    assert not [member for member in MEMBERS.get(name, {}) if hasattr(cls, member)]
+    assert {*MEMBERS.get(name, {})} <= {*PLACES[f"{name}."]}
+
+
+def test_arguments_of_the_trainer_are_there_or_say_what_to_use() -> None:
+    ours = inspect.signature(trainkit.Trainer).parameters
+    assert [name for name in PLACES["Trainer("] if name not in ours and advice("Trainer", name) is None] == []

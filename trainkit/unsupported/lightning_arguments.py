@@ -1,0 +1,109 @@
+"""Arguments of Lightning's Trainer that trainkit does not have, and what to use instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["CARRIED", "DEFAULTS", "LOAD_FROM_CHECKPOINT", "TRAINER", "TRAINER_VERBS"]
+
+# Arguments of Lightning's Trainer, in this and earlier versions.
+TRAINER: dict[str, str] = {
+    "amp_backend": "use precision='16-mixed' or 'bf16-mixed'",
+    "amp_level": "use precision='16-mixed' or 'bf16-mixed'",
+    "auto_lr_find": "choose the learning rate in configure_optimizers",
+    "auto_scale_batch_size": "choose batch_size in the DataLoader",
+    "auto_select_gpus": "use devices=[index]",
+    "automatic_optimization": "set self.automatic_optimization in __init__ of the TrainModule",
+    "barebones": "remove it: features that you do not use cost nothing; turn off the others with logger=False, "
+    "enable_progress_bar=False, enable_model_summary=False",
+    "checkpoint_callback": "use enable_checkpointing=..., or callbacks=[ModelCheckpoint(...)]",
+    "distributed_backend": "use strategy=..., which chooses it",
+    "early_stop_callback": "use callbacks=[EarlyStopping('val_loss')]",
+    "enable_autolog_hparams": "use save_hyperparameters(logger=False)",
+    "flush_logs_every_n_steps": "use logger=CSVLogger(flush_logs_every_n_steps=...)",
+    "gpus": "use accelerator='gpu', devices=...",
+    "ipus": "IPUs are not supported",
+    "log_gpu_memory": "use callbacks=[MemoryMonitor()]",
+    "log_save_interval": "use log_every_n_steps, and an argument of the logger",
+    "model_registry": "remove it: models are not uploaded",
+    "move_metrics_to_cpu": "remove it: metrics are copied to the CPU only at log boundaries",
+    "multiple_trainloader_mode": "use fit(module, CombinedLoader(loaders, mode=...))",
+    "num_processes": "use accelerator='cpu', devices=...",
+    "overfit_pct": "use overfit_batches=...",
+    "plugins": "pass precision=Precision(...) or strategy=..., a Strategy object; clusters such as SLURM are recognized",
+    "prepare_data_per_node": "set it in the DataModule or TrainModule: self.prepare_data_per_node = ...",
+    "process_position": "use callbacks=[TQDMProgressBar(process_position=...)]",
+    "progress_bar_refresh_rate": "use callbacks=[TQDMProgressBar(refresh_rate=...)]",
+    "reload_dataloaders_every_epoch": "use reload_dataloaders_every_n_epochs=1",
+    "replace_sampler_ddp": "remove it: loaders are sharded by position, no sampler is replaced",
+    "resume_from_checkpoint": "pass the path to trainer.fit: trainer.fit(module, ckpt_path=...)",
+    "row_log_interval": "use log_every_n_steps=...",
+    "stochastic_weight_avg": "average the weights in a callback, with torch.optim.swa_utils",
+    "terminate_on_nan": "use callbacks=[NonFiniteGuard(action='raise')]",
+    "test_percent_check": "use limit_test_batches=...",
+    "tpu_cores": "use accelerator='tpu', devices=...",
+    "track_grad_norm": "use callbacks=[GradientClipping(float('inf'))]; gradient_clip_val also logs the norm",
+    "train_percent_check": "use limit_train_batches=...",
+    "truncated_bptt_steps": "loop over the parts of the sequence under manual optimization",
+    "use_distributed_sampler": "remove it: loaders are sharded by position, no sampler is replaced",
+    "val_percent_check": "use limit_val_batches=...",
+    "weights_save_path": "use default_root_dir=...",
+    "weights_summary": "use enable_model_summary, or callbacks=[ModelSummary(max_depth=...)]",
+}
+
+# Arguments whose value belongs in the place of the first "..." of their advice, and its types there.
+CARRIED: dict[str, tuple[type, ...]] = {
+    "checkpoint_callback": (bool,),
+    "distributed_backend": (str,),
+    "flush_logs_every_n_steps": (int,),
+    "gpus": (int, str, list),
+    "max_shard_size": (int, str),
+    "multiple_trainloader_mode": (str,),
+    "num_processes": (int,),
+    "overfit_pct": (float,),
+    "prepare_data_per_node": (bool,),
+    "process_position": (int,),
+    "progress_bar_refresh_rate": (int,),
+    "resume_from_checkpoint": (str,),
+    "row_log_interval": (int,),
+    "test_percent_check": (float,),
+    "tpu_cores": (int,),
+    "train_percent_check": (float,),
+    "val_percent_check": (float,),
+    "weights_save_path": (str,),
+}
+
+# Lightning's defaults of these arguments; the default of all others is `None`.
+DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "auto_lr_find": (False,),
+    "auto_scale_batch_size": (False,),
+    "auto_select_gpus": (False, None),
+    "barebones": (False,),
+    "checkpoint_callback": (True, None),
+    "enable_autolog_hparams": (True,),
+    "move_metrics_to_cpu": (False,),
+    "multiple_trainloader_mode": ("max_size_cycle",),
+    "num_processes": (1, None),
+    "plugins": (None, []),
+    "prepare_data_per_node": (True, None),
+    "process_position": (0,),
+    "reload_dataloaders_every_epoch": (False,),
+    "replace_sampler_ddp": (True,),
+    "stochastic_weight_avg": (False,),
+    "terminate_on_nan": (False, None),
+    "track_grad_norm": (-1,),
+    "use_distributed_sampler": (True,),
+}
+
+# Arguments of Lightning's fit, validate, test and predict.
+TRAINER_VERBS: dict[str, str] = {
+    "test_dataloaders": "use dataloaders=",
+    "train_dataloader": "use train_dataloaders=",
+    "weights_only": "remove it: a checkpoint contains no code. For weights only: fit(..., ckpt_path=..., restore={'model'})",
+}
+
+# Arguments of Lightning's load_from_checkpoint.
+LOAD_FROM_CHECKPOINT: dict[str, str] = {
+    "hparams_file": "pass the arguments themselves: Net.load_from_checkpoint(path, **yaml.safe_load(open(file)))",
+    "weights_only": "remove it: a checkpoint contains no code",
+}
