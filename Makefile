@@ -48,7 +48,7 @@ test-xla: $(VENV)/.test ## the tests of XLA, in an environment of their own with
 # Alone in a folder outside of the tree: what it depends on is in the environment of the tests.
 test-lightning: $(VENV)/.test ## scripts written for Lightning, under Lightning and here
 	[ -d "$(LIGHTNING)/lightning" ] || $(INSTALL) --no-deps --target "$(LIGHTNING)" lightning==2.6.6
-	TRAINKIT_LIGHTNING="$(abspath $(LIGHTNING))" $(PYTEST) -n $(JOBS) --maxprocesses 4 -m lightning tests/lightning $(ARGS)
+	TRAINKIT_LIGHTNING="$(abspath $(LIGHTNING))" $(PYTEST) -n $(JOBS) --maxprocesses 4 -m lightning tests/moving_over $(ARGS)
 
 check: $(VENV)/.test docs ## ruff, mypy and the documentation
 	$(RUN) -m ruff check .
