@@ -129,15 +129,15 @@ class TrainingSpikeException(TrainkitError, RuntimeError):  # noqa: N818 - Light
     """The loss has jumped far above its recent mean: `SpikeDetection` stopped training. Skip the batches that it names.
 
     Args:
-        batch_idx: Index of the micro-batch in its epoch.
-        message: The text. Default: one that names the micro-batch.
+        message: The text.
+        batch_idx: Index of the micro-batch in its epoch; `None` if it is not known.
 
     Attributes:
-        batch_idx: Index of the micro-batch in its epoch.
+        batch_idx: Index of the micro-batch in its epoch; `None` if it is not known.
     """
 
-    def __init__(self, batch_idx: int, message: str = "") -> None:
-        super().__init__(message or f"the loss of micro-batch {batch_idx} is a spike.")
+    def __init__(self, message: str, batch_idx: int | None = None) -> None:
+        super().__init__(message)
         self.batch_idx = batch_idx
 
 
