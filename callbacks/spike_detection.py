@@ -99,7 +99,7 @@ class SpikeDetection(Callback):
         self._seen = 0
         self._pending: list[_Loss] = []
         self._due = 0  # number of pending losses of windows that are complete
-        self._found: TrainingSpikeException | None = None
+        self._found: tuple[str, int] | None = None  # the message about a spike, and its micro-batch
         self._saved: Mapping[str, Any] = {}  # the losses in the checkpoint, until the state is restored
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -177,19 +177,19 @@ class SpikeDetection(Callback):
         if trainer.is_global_zero:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(self.bad_batches, indent=4), "utf-8")
-        self._found = TrainingSpikeException(
-            batch_idx,
+        self._found = (
             f"the loss of micro-batch {batch_idx} in epoch {trainer.current_epoch} is a spike, compared with the mean of the "
             f"{self.window} losses before it. Expected a loss that changes slowly. {path} lists the micro-batches to skip. "
             "Fix: resume from an earlier checkpoint and skip them, or lower the learning rate or clip: "
             "Trainer(gradient_clip_val=1.0)",
+            batch_idx,
         )
-        raise self._found
+        raise TrainingSpikeException(*self._found)
 
     def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
         """Raise before parameters after a spike are saved, also when the error is handled; add the losses of each rank."""
         if self._found is not None:
-            raise self._found
+            raise TrainingSpikeException(*self._found)
         self.check_now(trainer)
         own = {"recent": list(self._recent), "seen": self._seen}
         checkpoint[self.state_key] = trainer.strategy.data_world.exchange(own)

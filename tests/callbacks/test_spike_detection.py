@@ -104,9 +104,9 @@ def test_the_file(feed: Any, run_dir: Path) -> None:
 
 
 def test_the_exception() -> None:
-    assert str(TrainingSpikeException(3)) == "the loss of micro-batch 3 is a spike."
-    assert str(TrainingSpikeException(3, "text")) == "text"
-    assert isinstance(TrainingSpikeException(3), RuntimeError)
+    error = TrainingSpikeException("text", 3)
+    assert (str(error), error.batch_idx) == ("text", 3)
+    assert isinstance(error, RuntimeError)
 
 
 def test_outputs_without_a_loss(trainer: Any, module: Any) -> None:
