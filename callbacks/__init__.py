@@ -17,9 +17,12 @@ from trainkit.lazy import lazily
 
 if TYPE_CHECKING:
     from trainkit.callback import Callback
+    from trainkit.callbacks.batch_size_finder import BatchSizeFinder
+    from trainkit.callbacks.device_stats_monitor import DeviceStatsMonitor
     from trainkit.callbacks.early_stopping import EarlyStopping
     from trainkit.callbacks.gradient_clipping import GradientClipping
     from trainkit.callbacks.lambda_callback import LambdaCallback
+    from trainkit.callbacks.learning_rate_finder import LearningRateFinder
     from trainkit.callbacks.learning_rate_monitor import LearningRateMonitor
     from trainkit.callbacks.memory_monitor import MemoryMonitor
     from trainkit.callbacks.model_checkpoint import ModelCheckpoint
@@ -28,14 +31,18 @@ if TYPE_CHECKING:
     from trainkit.callbacks.prediction_writer import PredictionWriter
     from trainkit.callbacks.progress_bar import TQDMProgressBar
     from trainkit.callbacks.recompile_monitor import RecompileMonitor
+    from trainkit.callbacks.spike_detection import SpikeDetection
     from trainkit.callbacks.throughput_monitor import ThroughputMonitor
     from trainkit.callbacks.timer import Timer
 
 __all__ = [
+    "BatchSizeFinder",
     "Callback",
+    "DeviceStatsMonitor",
     "EarlyStopping",
     "GradientClipping",
     "LambdaCallback",
+    "LearningRateFinder",
     "LearningRateMonitor",
     "MemoryMonitor",
     "ModelCheckpoint",
@@ -43,16 +50,20 @@ __all__ = [
     "NonFiniteGuard",
     "PredictionWriter",
     "RecompileMonitor",
+    "SpikeDetection",
     "TQDMProgressBar",
     "ThroughputMonitor",
     "Timer",
 ]
 
 _FILES = {
+    "BatchSizeFinder": "batch_size_finder",
     "Callback": ".callback",
+    "DeviceStatsMonitor": "device_stats_monitor",
     "EarlyStopping": "early_stopping",
     "GradientClipping": "gradient_clipping",
     "LambdaCallback": "lambda_callback",
+    "LearningRateFinder": "learning_rate_finder",
     "LearningRateMonitor": "learning_rate_monitor",
     "MemoryMonitor": "memory_monitor",
     "ModelCheckpoint": "model_checkpoint",
@@ -60,6 +71,7 @@ _FILES = {
     "NonFiniteGuard": "nonfinite_guard",
     "PredictionWriter": "prediction_writer",
     "RecompileMonitor": "recompile_monitor",
+    "SpikeDetection": "spike_detection",
     "TQDMProgressBar": "progress_bar",
     "ThroughputMonitor": "throughput_monitor",
     "Timer": "timer",

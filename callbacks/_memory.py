@@ -53,6 +53,11 @@ class Gauge:
         self._read, self._reset, self._bound = read, reset, bound
         self._resets = True
 
+    @property
+    def used(self) -> int:
+        """The bytes in use."""
+        return self._read()[0]
+
     def begin(self, stage: str) -> None:
         """Begin a stage."""
         self._fold()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.callback import Callback
+from trainkit.callbacks._to_host import copying_to_host
 from trainkit.checks import choice, whole_number
 from trainkit.console import counted, warn
 from trainkit.errors import ConfigurationError, NonFiniteError
@@ -165,7 +166,7 @@ class NonFiniteGuard(Callback):
         if not flags:
             return None
         finite = flags[0] if len(flags) == 1 else flags[0] & flags[1]
-        host, ready = _copying_to_host(finite) if self.action == "raise" else (finite, None)
+        host, ready = copying_to_host(finite) if self.action == "raise" else (finite, None)
         return _Findings(update, host, ready, losses, largest, names)
 
     def _read_pending(self) -> None:
@@ -232,17 +233,6 @@ def _largest(gradients: list[Tensor]) -> Tensor:
     if len(groups) > 1:
         result = [r.to(device=device, dtype=torch.float64 if device.type != "mps" else torch.float32) for r in result]
     return torch.stack(result)
-
-
-def _copying_to_host(flag: Tensor) -> tuple[Tensor, Any]:
-    """Start copying a flag to the host; returns the copy and the event after which it is valid."""
-    if flag.device.type != "cuda":
-        return flag, None
-    host = torch.empty((), dtype=torch.bool, pin_memory=True)
-    host.copy_(flag, non_blocking=True)
-    ready = torch.cuda.Event()
-    ready.record(torch.cuda.current_stream(flag.device))
-    return host, ready
 
 
 def _causes(findings: _Findings | None) -> str:

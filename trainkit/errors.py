@@ -15,6 +15,7 @@ TrainkitError
 ├── MetricError (ValueError)             a value passed to `log` that is not a metric
 │   └── MissingMetricError               a monitored metric that was never logged
 ├── NonFiniteError (ArithmeticError)     a loss or gradient that is not finite
+├── TrainingSpikeException (RuntimeError)   the loss has jumped far above its recent mean
 ├── CheckpointError                      a checkpoint that cannot be written, read or used
 │   ├── CheckpointNotFoundError          a checkpoint that does not exist
 │   ├── CorruptCheckpointError           its bytes were changed, or are malformed
@@ -58,6 +59,7 @@ __all__ = [
     "Preempted",
     "ProcessFailedError",
     "StateMismatchError",
+    "TrainingSpikeException",
     "TrainkitError",
     "UnknownNameError",
     "UnsavableError",
@@ -121,6 +123,22 @@ class MissingMetricError(MetricError):
 
 class NonFiniteError(TrainkitError, ArithmeticError):
     """A loss or a gradient is infinite or NaN. Find the operation with `Trainer(detect_anomaly=True)`."""
+
+
+class TrainingSpikeException(TrainkitError, RuntimeError):  # noqa: N818 - Lightning's name
+    """The loss has jumped far above its recent mean: `SpikeDetection` stopped training. Skip the batches that it names.
+
+    Args:
+        message: The text.
+        batch_idx: Index of the micro-batch in its epoch; `None` if it is not known.
+
+    Attributes:
+        batch_idx: Index of the micro-batch in its epoch; `None` if it is not known.
+    """
+
+    def __init__(self, message: str, batch_idx: int | None = None) -> None:
+        super().__init__(message)
+        self.batch_idx = batch_idx
 
 
 class OffloadError(TrainkitError, OSError):

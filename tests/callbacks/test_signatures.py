@@ -9,12 +9,20 @@ import pytest
 from trainkit import callbacks
 
 SIGNATURES = {
+    "BatchSizeFinder": (
+        "mode='power', steps_per_trial=3, init_val=2, max_trials=25, batch_arg_name='batch_size', margin=0.05, max_val=8192"
+    ),
+    "DeviceStatsMonitor": "cpu_stats=None",
     "EarlyStopping": (
         "monitor, min_delta=0.0, patience=3, verbose=False, mode='min', strict=True, check_finite=True, "
         "stopping_threshold=None, divergence_threshold=None, check_on_train_epoch_end=None, log_rank_zero_only=False"
     ),
     "GradientClipping": "gradient_clip_val, gradient_clip_algorithm='norm', norm_type=2.0, log_norm=True",
     "LambdaCallback": "**hooks",
+    "LearningRateFinder": (
+        "min_lr=1e-08, max_lr=1, num_training_steps=100, mode='exponential', early_stop_threshold=4.0, update_attr=True, "
+        "attr_name=''"
+    ),
     "LearningRateMonitor": "logging_interval=None, log_momentum=False, log_weight_decay=False",
     "MemoryMonitor": "logging_interval=None, verbose=True",
     "ModelCheckpoint": (
@@ -27,6 +35,7 @@ SIGNATURES = {
     "NonFiniteGuard": "action='raise', check=('loss', 'grad'), warn_after=3, max_consecutive=50",
     "PredictionWriter": "write_interval=None, output_dir=None, once=False",
     "RecompileMonitor": "warmup_steps=2, max_warnings=5",
+    "SpikeDetection": ("mode='min', window=10, warmup=1, atol=None, rtol=2.0, exclude_batches_path=None, finite_only=True"),
     "TQDMProgressBar": "refresh_rate=1, process_position=0, leave=False",
     "ThroughputMonitor": (
         "window_size=100, batch_size_fn=None, length_fn=None, flops_per_batch=None, available_flops=None, measure_flops=False"

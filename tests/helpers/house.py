@@ -25,7 +25,10 @@ PACKAGES = {"trainkit": "trainkit", "callbacks": "trainkit.callbacks", "strategi
 
 REQUIRED = {"cloudpickle", "numpy", "safetensors", "torch", "tqdm", "yaml"}
 # Optional packages may be imported only here, and only inside of functions.
-OPTIONAL_ROOMS = ("trainkit.cli", "trainkit.launch", "trainkit.loggers", "trainkit.strategies")
+OPTIONAL_ROOMS = (
+    *("trainkit.callbacks", "trainkit.cli", "trainkit.launch", "trainkit.loggers", "trainkit.strategies"),
+    "trainkit.tuner",
+)
 # Modules of torch that import an optional package.
 LOADS_OPTIONAL = {"torch.utils.tensorboard": "tensorboard"}
 
@@ -49,6 +52,7 @@ LAYERS = (
     ("hooks",),
     ("accelerator", "memory"),
     ("logging", "utilities", "utils"),
+    ("tuner",),
     ("trainer",),
     ("cli",),
 )
@@ -59,6 +63,7 @@ ANNOTATIONS = {
     "callback": ("trainkit.trainer.trainer", "trainkit.module.train_module"),
     "callbacks": ("trainkit.trainer.trainer",),
     "module": ("trainkit.trainer.trainer",),
+    "tuner": ("trainkit.trainer.trainer",),
 }
 
 # Package → packages that it must never import.

@@ -72,7 +72,7 @@ class Run:
         fitted: the module of the last fit.
         datamodule: the data module, if there is one.
         compiler: compiles the steps, if the user passed a module from `torch.compile`.
-        given_loaders: what `fit` was passed for training and validation.
+        given_loaders: what `fit` was passed for training and validation; an evaluation has only the second one.
         train_source: the training loader as the user passed or defined it.
         evaluation_sources: the loaders of each evaluation, by name, as the user passed or defined them.
         loaded_in: epoch in which the training loader was last requested.

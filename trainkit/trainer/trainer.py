@@ -54,6 +54,7 @@ from trainkit.trainer.run import Run
 from trainkit.trainer.save_policy import SavePolicy
 from trainkit.trainer.setup import count_batches, evaluation_plan, fit_plan, refresh_train_loader
 from trainkit.trainer.start_record import StartRecord
+from trainkit.trainer.trial import run_trial
 from trainkit.unsupported import refuse_unknown
 
 if TYPE_CHECKING:
@@ -258,9 +259,9 @@ class Trainer:
         with interruptible(self) as signals, running(self, "fit", model, datamodule, *loaders, signals=signals) as run:
             saves = run.save_policy
             assert saves is not None  # each fit has them
+            run.given_loaders = loaders
             begin_resume(run, saves, ckpt_path, wanted, chosen=restore is not None, strict=strict)
             set_up(self, run)
-            run.given_loaders = loaders
             loader = train_loader(run, train_dataloaders)
             if loader.limit == 0 or self.max_epochs == 0 or self.max_steps == 0:
                 run.train_loader = None  # so that nothing can be saved that could not be resumed
@@ -870,6 +871,10 @@ class Trainer:
             run.save_policy = SavePolicy(run)
         return run.save_policy
 
+    def _run_trial(self, stage: str, module: TrainModule, callback: Callback, **options: Any) -> Trainer:
+        """A short run on a copy of the module, for `trainkit.tuner`; see `run_trial`."""
+        return run_trial(self, stage, module, callback, **options)
+
 
 def _check_switch(name: str, value: Any) -> None:
     """Refuse a value that is not True or False, most likely another argument that was passed by position."""
@@ -898,6 +903,7 @@ def _evaluate(
     if isinstance(dataloaders, DataModule) and datamodule is None:
         dataloaders, datamodule = None, dataloaders
     with running(trainer, stage, module, datamodule, dataloaders) as run:
+        run.given_loaders = (None, dataloaders)
         set_up(trainer, run)
         plan = evaluation_plan(run, name, dataloaders, keeps=keeps)
         if plan is None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError
 
-__all__ = ["find_executable_batch_size", "release_memory"]
+__all__ = ["find_executable_batch_size", "is_out_of_memory", "release_memory"]
 
 # Messages of errors of torch and cuDNN that have no class.
 _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "cudnn_status_not_supported")
@@ -70,7 +70,7 @@ def find_executable_batch_size(
             try:
                 return function(size, *args, **kwargs)
             except Exception as error:
-                if not _is_shortage(error) or (dist.is_initialized() and dist.get_world_size() > 1):
+                if not is_out_of_memory(error) or (dist.is_initialized() and dist.get_world_size() > 1):
                     raise
                 reason = " ".join(str(error).split())[:120]
             before, size = size, int(size * 0.9) if reduce_batch_size_fn is None else reduce_batch_size_fn()
@@ -99,7 +99,8 @@ def release_memory(*objects: Any) -> list[None]:
     return [None] * count
 
 
-def _is_shortage(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that the memory of a device or of the host is exhausted."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _MESSAGES)

@@ -1,0 +1,108 @@
+"""`LearningRateFinder`: a learning-rate range test at the beginning of a fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainkit.callback import Callback
+from trainkit.console import warn
+from trainkit.tuner.attributes import find_attribute, saved_state, starts_from_checkpoint
+from trainkit.tuner.range_test import RangeTest, RangeTestOptions, find_learning_rate
+
+if TYPE_CHECKING:
+    from trainkit.module.train_module import TrainModule
+    from trainkit.trainer.trainer import Trainer
+
+__all__ = ["LearningRateFinder"]
+
+
+class LearningRateFinder(Callback):
+    """Finds a learning rate with a range test before training, and sets the module's attribute to it.
+
+    It does what `trainkit.tuner.Tuner.lr_find` does, in the hook `setup` of `fit`: `configure_optimizers` comes later, so
+    optimizer and schedules start from the learning rate found. The test trains a copy of the module as it is in that hook,
+    before the module's own `setup`; it logs and saves nothing, and changes nothing that the run uses.
+
+    The result is in the checkpoint. A run that resumes uses it and does not search again.
+
+    Args:
+        min_lr: The first learning rate.
+        max_lr: The last learning rate.
+        num_training_steps: Number of learning rates, one for each optimizer step, evenly spaced.
+        mode: `"exponential"` (spaced by logarithms) or `"linear"`.
+        early_stop_threshold: Stop when the smoothed loss is more than this times its smallest value. `None`: never.
+        update_attr: Set the attribute of the module to the suggestion.
+        attr_name: The attribute, of the module, the data module or their `hparams`. Default: `lr` or `learning_rate`.
+
+    Attributes:
+        optimal_lr: The result, a `trainkit.tuner.RangeTest`; `None` before, and in a `fast_dev_run`.
+
+    Raises:
+        ConfigurationError: An argument is wrong; when `fit` is called, the attribute does not exist.
+        DataError: When `fit` is called: the data is an iterator, which the test would use up.
+        ModuleError: When `fit` is called: the module cannot be copied.
+        OptimizerError: When `fit` is called: there is not exactly one optimizer.
+
+    Example:
+        ```python
+        finder = LearningRateFinder(num_training_steps=200)
+        trainer = Trainer(callbacks=[finder])
+        trainer.fit(module, train_loader)
+        print(finder.optimal_lr.suggestion())
+        ```
+    """
+
+    def __init__(
+        self,
+        min_lr: float = 1e-8,
+        max_lr: float = 1,
+        num_training_steps: int = 100,
+        mode: str = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str = "",
+    ) -> None:
+        super().__init__()
+        self._options = RangeTestOptions(
+            min_lr,
+            max_lr,
+            num_training_steps,
+            mode,
+            early_stop_threshold,
+            update_attr,
+            attr_name,
+            owner="LearningRateFinder",
+            count="num_training_steps",
+        )
+        self.optimal_lr: RangeTest | None = None
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if not starts_from_checkpoint(trainer):
+            loader, datamodule = trainer._run.given_loaders[0], trainer.datamodule
+            self.optimal_lr = find_learning_rate(trainer, module, self._options, loader, datamodule)
+            return
+        saved = saved_state(trainer, self)
+        if saved is None:
+            warn(
+                "LearningRateFinder does not search in a run that starts from a checkpoint, because parameters are restored "
+                "after it. To search for trained parameters: module = MyModule.load_from_checkpoint(path), then fit without "
+                "ckpt_path."
+            )
+            return
+        self.load_state_dict(saved)
+        rate = None if self.optimal_lr is None else self.optimal_lr.suggestion()
+        if self._options.update_attr and rate is not None:
+            find_attribute(self._options.names, module, trainer.datamodule, "").set(rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        found = self.optimal_lr
+        return {} if found is None else {**vars(found), "results": {name: list(v) for name, v in found.results.items()}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.optimal_lr = None
+        if state_dict:
+            self.optimal_lr = RangeTest(**{name: value for name, value in state_dict.items() if name != "results"})
+            self.optimal_lr.results = {name: list(values) for name, values in state_dict["results"].items()}

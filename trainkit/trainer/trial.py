@@ -1,0 +1,220 @@
+"""A trial: a short run on a copy of the module that leaves no trace, for `trainkit.tuner`.
+
+The copy of the module, its optimizer and its counters are dropped afterwards, so there is nothing to restore. What a trial
+shares with the run after it, such as the state of a stateful loader, is restored.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainkit.data.combined import CombinedLoader
+from trainkit.errors import DataError, ModuleError
+from trainkit.loggers.base import Logger, NullExperiment
+from trainkit.registry import load_callback
+from trainkit.strategy import Strategy
+from trainkit.trainer import train_loop as loop
+from trainkit.trainer.eval_loop import evaluate
+from trainkit.trainer.lifecycle import build_hooks, refuse_evaluation, running, set_up
+from trainkit.trainer.loaders import train_loader
+from trainkit.trainer.run import Run
+from trainkit.trainer.setup import evaluation_plan, fit_plan
+
+if TYPE_CHECKING:
+    from trainkit.callback import Callback
+    from trainkit.module.data_module import DataModule
+    from trainkit.module.train_module import TrainModule
+    from trainkit.trainer.trainer import Trainer
+
+__all__ = ["run_trial"]
+
+_EVALUATIONS = {"validate": "validation", "test": "test", "predict": "predict"}
+
+
+class TrialLogger(Logger):
+    """Drops what it receives, so that `self.logger.experiment...` in a module works in a trial too."""
+
+    @property
+    def experiment(self) -> Any:
+        return NullExperiment()
+
+    @property
+    def log_dir(self) -> str | None:
+        return None
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        pass
+
+    def finalize(self, status: str = "success") -> None:
+        pass
+
+
+def run_trial(
+    trainer: Trainer,
+    stage: str,
+    module: TrainModule,
+    callback: Callback,
+    *,
+    dataloaders: Any = None,
+    datamodule: DataModule | None = None,
+    alone: bool = False,
+    **arguments: Any,
+) -> Trainer:
+    """Run one stage on a copy of the module, without validation, schedulers, loggers, checkpoints and callbacks.
+
+    `GradientClipping` is kept. The trainer may be in a run whose `setup` hooks are running.
+
+    Args:
+        trainer: its strategy, seed and other arguments are used; it is not changed.
+        stage: "fit", "validate", "test" or "predict".
+        module: is copied.
+        callback: observes and controls the trial.
+        dataloaders: as the user passed them.
+        datamodule: a shallow copy of it is used.
+        alone: each process runs by itself on its device, without collectives.
+        **arguments: fields of `TrainerArguments` that are different in the trial.
+
+    Returns:
+        The trainer of the trial, whose loaders can be read.
+
+    Raises:
+        ModuleError: the module cannot be copied.
+        DataError: a loader is an iterator, which the trial would use up.
+    """
+    trial = _trial_trainer(trainer, callback, alone, arguments)
+    own = _copied_module(module, trainer, datamodule, dataloaders)
+    data = None if datamodule is None else _copied_datamodule(datamodule, is_set_up=trainer.stage is not None)
+    with running(trial, stage, own, data, dataloaders) as run:
+        set_up(trial, run)
+        run.loggers = [TrialLogger() for _ in trainer.loggers]
+        (_fit if stage == "fit" else _evaluate)(trial, run, dataloaders)
+    return trial
+
+
+def _fit(trial: Trainer, run: Run, dataloaders: Any) -> None:
+    loader = train_loader(run, dataloaders)
+    with _unchanged([run.train_source]):
+        build_hooks(trial, run)
+        assert run.save_policy is not None  # each fit has one
+        plan = replace(fit_plan(run, loader, run.save_policy.safe_points), schedulers=[])
+        run.hooks.run("on_fit_start")
+        loop.begin_training(run, plan)
+        while loop.training_continues(run):
+            loop.train_epoch(run, plan)
+        loop.end_training(run)
+        run.hooks.run("on_fit_end")
+
+
+def _evaluate(trial: Trainer, run: Run, dataloaders: Any) -> None:
+    stage = run.progress.stage
+    assert stage is not None
+    name = _EVALUATIONS[stage]
+    plan = evaluation_plan(run, name, dataloaders, keeps=False)
+    if plan is None:
+        refuse_evaluation(run, stage, name)
+        return
+    with _unchanged(run.evaluation_sources[name]):
+        build_hooks(trial, run)
+        run.progress.validating = stage == "validate"
+        evaluate(run, plan)
+
+
+def _trial_trainer(trainer: Trainer, callback: Callback, alone: bool, arguments: Mapping[str, Any]) -> Trainer:
+    """A trainer with the same settings and a `Run` of its own."""
+    trial = copy.copy(trainer)
+    trial._arguments = copy.copy(trainer._arguments)
+    for name, value in arguments.items():
+        setattr(trial._arguments, name, value)
+    if alone:
+        trial.strategy = Strategy(trainer.strategy.device, trainer.precision)
+    clipping = load_callback("gradient_clipping")
+    run = trial._run = Run.before_the_first(trial._arguments, trial.strategy, trainer.seed)
+    run.inference_mode = trainer.inference_mode
+    run.callbacks = [*(copy.copy(one) for one in trainer.callbacks if isinstance(one, clipping)), callback]
+    trial._module_callbacks, trial._replaced_callbacks = [], []
+    return trial
+
+
+def _copied_module(module: TrainModule, *shared: Any) -> TrainModule:
+    """A deep copy without the callbacks of `configure_callbacks`; it shares these objects with the module.
+
+    Raises:
+        ModuleError: something in it cannot be copied.
+    """
+    memo = {id(one): one for one in (*shared, module._trainer) if one is not None}
+    try:
+        own = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise ModuleError(
+            f"the tuner runs on a copy of the module, and {type(module).__name__} cannot be copied: {type(error).__name__}: "
+            f"{error}. Expected a module for which copy.deepcopy works. Fix: create in setup what cannot be copied, or define "
+            "__deepcopy__"
+        ) from error
+    own.configure_callbacks = list  # type: ignore[method-assign]  # an empty one
+    return own
+
+
+def _copied_datamodule(datamodule: DataModule, is_set_up: bool) -> DataModule:
+    """A shallow copy, so that a trial can assign attributes.
+
+    Args:
+        datamodule: the user's.
+        is_set_up: the run around the trial has set it up, and will tear it down.
+    """
+    own = copy.copy(datamodule)
+    if is_set_up:
+        for name in ("prepare_data", "setup", "teardown"):
+            setattr(own, name, _nothing)
+    return own
+
+
+def _nothing(*_: Any) -> None:
+    """Replaces a hook."""
+
+
+@contextmanager
+def _unchanged(sources: Iterable[Any]) -> Iterator[None]:
+    """Restore the states and the generators of loaders, and of their datasets and samplers, afterwards.
+
+    Raises:
+        DataError: one of them is an iterator, which cannot be restored.
+    """
+    parts = _parts(sources)
+    states = [(part, copy.deepcopy(part.state_dict())) for part in parts if _has_state(part)]
+    generators = [getattr(part, "generator", None) for part in parts]
+    drawn = [(one, one.get_state()) for one in generators if isinstance(one, torch.Generator)]
+    try:
+        yield
+    finally:
+        for part, state in states:
+            part.load_state_dict(state)
+        for generator, state in drawn:
+            generator.set_state(state)
+
+
+def _parts(sources: Iterable[Any]) -> list[Any]:
+    """The loaders, their datasets and their samplers.
+
+    Raises:
+        DataError: a loader is an iterator.
+    """
+    loaders = [part for one in sources for part in (one.parts() if isinstance(one, CombinedLoader) else [one])]
+    for loader in loaders:
+        if isinstance(loader, Iterator):
+            raise DataError(
+                f"the tuner would use up the batches of {type(loader).__name__}, an iterator, so that the run after it had "
+                "none. Expected data that can be read again. Fix: pass a DataLoader or a list"
+            )
+    names = ("dataset", "sampler", "batch_sampler")
+    parts = [part for loader in loaders for part in (loader, *(getattr(loader, name, None) for name in names))]
+    return list({id(part): part for part in parts}.values())
+
+
+def _has_state(part: Any) -> bool:
+    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))

@@ -1,0 +1,75 @@
+"""The attribute of a module or data module that a search sets, and the state of a callback before it is restored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainkit.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from trainkit.callback import Callback
+    from trainkit.module.data_module import DataModule
+    from trainkit.module.train_module import TrainModule
+    from trainkit.trainer.trainer import Trainer
+
+__all__ = ["FoundAttribute", "find_attribute", "saved_state", "starts_from_checkpoint"]
+
+
+class FoundAttribute:
+    """An attribute of the module, its `hparams`, the data module or its `hparams`; of all of them that have it.
+
+    Args:
+        name: the attribute.
+        owners: the modules and data modules that have it as an attribute.
+        hparams: the hyper-parameters that contain it.
+    """
+
+    def __init__(self, name: str, owners: list[Any], hparams: list[Any]) -> None:
+        self.name = name
+        self._owners, self._hparams = owners, hparams
+
+    @property
+    def value(self) -> Any:
+        """The value of the first owner."""
+        return getattr(self._owners[0], self.name) if self._owners else self._hparams[0][self.name]
+
+    def set(self, value: Any) -> None:
+        """Set it in all places."""
+        for owner in self._owners:
+            setattr(owner, self.name, value)
+        for parameters in self._hparams:
+            parameters[self.name] = value
+
+
+def find_attribute(names: tuple[str, ...], module: TrainModule, datamodule: DataModule | None, fix: str) -> FoundAttribute:
+    """The first of these attributes that exists.
+
+    Raises:
+        ConfigurationError: none of them exists; `fix` is the end of the message.
+    """
+    places = [place for place in (module, datamodule) if place is not None]
+    for name in names:
+        owners = [place for place in places if hasattr(place, name)]
+        hparams = [place.hparams for place in places if name in place.hparams]
+        if owners or hparams:
+            return FoundAttribute(name, owners, hparams)
+    where = " and ".join(type(place).__name__ for place in places)
+    raise ConfigurationError(
+        f"the tuner sets an attribute, and {where} has none of these: {', '.join(names)}. Expected it as an attribute, or as "
+        f"an argument of __init__ that save_hyperparameters() keeps. {fix}"
+    )
+
+
+def starts_from_checkpoint(trainer: Trainer) -> bool:
+    """Whether the fit that is being set up starts from a checkpoint."""
+    return trainer._run.found is not None
+
+
+def saved_state(trainer: Trainer, callback: Callback) -> Mapping[str, Any] | None:
+    """The state of a callback in the checkpoint that the fit resumes from, before loaders and optimizers are created."""
+    found = trainer._run.found
+    if found is None or "callbacks" not in found.wanted:
+        return None
+    state: Mapping[str, Any] | None = found.loaded.state.get("callbacks", {}).get(callback.state_key)
+    return state

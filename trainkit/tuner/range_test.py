@@ -1,0 +1,317 @@
+"""The learning-rate range test, and `RangeTest`, its result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trainkit.callback import Callback
+from trainkit.checks import choice, real_number, whole_number
+from trainkit.console import notice
+from trainkit.errors import ConfigurationError, OptimizerError, missing_package
+from trainkit.tuner.attributes import find_attribute
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+
+    from trainkit.module.data_module import DataModule
+    from trainkit.module.train_module import TrainModule
+    from trainkit.trainer.trainer import Trainer
+
+__all__ = ["RangeTest", "RangeTestOptions", "find_learning_rate"]
+
+_SMOOTHING = 0.98  # of the losses: the weight of the past
+_MODES = ("exponential", "linear")
+
+
+class RangeTest:
+    """The result of a learning-rate range test: the smoothed loss at each learning rate.
+
+    `Tuner.lr_find` returns it, and `LearningRateFinder.optimal_lr` is one. It is the same on all processes.
+
+    Args:
+        mode: `"exponential"` or `"linear"`: how the learning rate grows from step to step.
+        lr_min: The first learning rate.
+        lr_max: The last learning rate.
+        num_training: Number of learning rates.
+
+    Attributes:
+        results: `"lr"` and `"loss"`, two lists of the same length: the learning rate of each optimizer step, and the loss
+            before that step as an exponential moving average (0.98) of the mean over all processes, corrected for its start.
+
+    Example:
+        ```python
+        found = Tuner(trainer).lr_find(module, train_loader, update_attr=False)
+        print(found.suggestion())
+        found.plot(suggest=True).savefig("lr.png")
+        ```
+    """
+
+    def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
+        self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
+        self.results: dict[str, list[float]] = {"lr": [], "loss": []}
+
+    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
+        """Return the learning rate at which the loss falls most steeply, in the picture of `plot`.
+
+        In exponential mode that is the slope over the logarithm of the learning rate. The slope over the learning rate itself,
+        which Lightning 2.6 uses, is largest where the learning rates are smallest and the loss only fluctuates.
+
+        Args:
+            skip_begin: Number of points to ignore at the beginning, where the moving average has few values.
+            skip_end: Number of points to ignore at the end, where the loss may diverge.
+
+        Returns:
+            The learning rate; `None`, with a notice, if fewer than two points with a finite loss are left.
+
+        Raises:
+            ConfigurationError: A number below 0.
+        """
+        index = self._steepest(skip_begin, skip_end)
+        if index is None:
+            notice(
+                f"no learning rate can be suggested: fewer than 2 of {len(self.results['lr'])} points have a finite loss, "
+                f"without the first {skip_begin} and the last {skip_end}. Test more: lr_find(num_training=200)"
+            )
+            return None
+        return self.results["lr"][index]
+
+    def plot(self, suggest: bool = False, show: bool = False, ax: Axes | None = None) -> Figure | SubFigure:
+        """Draw the loss over the learning rate with matplotlib, which is in the extra `plot`.
+
+        Args:
+            suggest: Mark the point of `suggestion()`.
+            show: Call `matplotlib.pyplot.show`.
+            ax: Axes to draw on. Default: those of a new figure.
+
+        Returns:
+            The figure.
+
+        Raises:
+            MissingPackageError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib import pyplot
+        except ImportError as error:
+            raise missing_package("matplotlib", "plot", "RangeTest.plot") from error
+        if ax is None:
+            _, ax = pyplot.subplots()
+        rates, losses = self.results["lr"], self.results["loss"]
+        ax.plot(rates, losses)
+        if self.mode == "exponential":
+            ax.set_xscale("log")
+        ax.set_xlabel("Learning rate")
+        ax.set_ylabel("Loss")
+        index = self._steepest(10, 1) if suggest else None
+        if index is not None:
+            ax.plot(rates[index], losses[index], marker="o", markersize=10, color="red")
+        if show:
+            pyplot.show()
+        return ax.figure
+
+    def _steepest(self, skip_begin: int, skip_end: int) -> int | None:
+        """The index of the point where the loss falls most steeply."""
+        whole_number(skip_begin, "suggestion(skip_begin=)", 0)
+        whole_number(skip_end, "suggestion(skip_end=)", 0)
+        rates, losses = self.results["lr"], self.results["loss"]
+        usable = [i for i in range(skip_begin, len(rates) - skip_end) if math.isfinite(losses[i])]
+        if len(usable) < 2:
+            return None
+        at = torch.tensor([rates[i] for i in usable], dtype=torch.float64)
+        at = at.log() if self.mode == "exponential" else at
+        loss = torch.tensor([losses[i] for i in usable], dtype=torch.float64)
+        return usable[int(torch.gradient(loss, spacing=(at,))[0].argmin())]
+
+    def _keep(self, losses: list[float], threshold: float | None) -> None:
+        """Fill `results` from the mean loss of each optimizer step, up to the first smoothed loss that diverges."""
+        average = Smoothed(threshold)
+        for rate, loss in zip(self.rates(), losses, strict=False):
+            diverges = average.add(loss)
+            self.results["lr"].append(rate)
+            self.results["loss"].append(average.value)
+            if diverges:
+                break
+
+    def rates(self) -> list[float]:
+        """The learning rates to test: evenly spaced from `lr_min` to `lr_max`, in exponential mode by their logarithms."""
+        last = max(1, self.num_training - 1)
+        if self.mode == "linear":
+            return [self.lr_min + (self.lr_max - self.lr_min) * i / last for i in range(self.num_training)]
+        return [self.lr_min * (self.lr_max / self.lr_min) ** (i / last) for i in range(self.num_training)]
+
+
+class Smoothed:
+    """An exponential moving average of losses, which knows when it diverges.
+
+    Args:
+        threshold: it diverges when it is more than this times its smallest value; `None`: never.
+
+    Attributes:
+        value: the average, corrected for its start.
+    """
+
+    def __init__(self, threshold: float | None) -> None:
+        self.value = math.nan
+        self._threshold, self._average, self._count, self._best = threshold, 0.0, 0, math.inf
+
+    def add(self, loss: float) -> bool:
+        """Add a loss; returns whether the average diverges."""
+        self._count += 1
+        self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * loss
+        self.value = self._average / (1 - _SMOOTHING**self._count)
+        diverges = self._threshold is not None and self._count > 1 and self.value > self._threshold * self._best
+        self._best = min(self._best, self.value)
+        return diverges
+
+
+class RangeTestOptions:
+    """The arguments of a range test, checked.
+
+    Args:
+        min_lr: the first learning rate.
+        max_lr: the last learning rate.
+        num_training: number of learning rates.
+        mode: how the learning rate grows.
+        early_stop_threshold: stop when the smoothed loss is more than this times its smallest value; `None`: never.
+        update_attr: set the attribute to the suggestion.
+        attr_name: the attribute; `""`: `lr` or `learning_rate`.
+        owner: what has these arguments, for messages.
+        count: the name of `num_training` there.
+
+    Raises:
+        ConfigurationError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        min_lr: float,
+        max_lr: float,
+        num_training: int,
+        mode: str,
+        early_stop_threshold: float | None,
+        update_attr: bool,
+        attr_name: str,
+        *,
+        owner: str,
+        count: str = "num_training",
+    ) -> None:
+        mode = mode.lower() if isinstance(mode, str) else mode
+        self.mode = choice(mode, f"{owner}(mode=)", _MODES)
+        real_number(min_lr, f"{owner}(min_lr=)", above=0, example=1e-8)
+        real_number(max_lr, f"{owner}(max_lr=)", above=0)
+        if max_lr <= min_lr:
+            raise ConfigurationError(
+                f"{owner}(min_lr={min_lr!r}, max_lr={max_lr!r}): max_lr must be more than min_lr. For example: "
+                f"{owner}(min_lr=1e-8, max_lr=1.0)"
+            )
+        real_number(early_stop_threshold, f"{owner}(early_stop_threshold=)", above=0, example=4.0, optional=True)
+        self.min_lr, self.max_lr = float(min_lr), float(max_lr)
+        self.num_training = whole_number(num_training, f"{owner}({count}=)", 1, fix=f"{owner}({count}=100)")
+        self.early_stop_threshold, self.update_attr, self.attr_name = early_stop_threshold, update_attr, attr_name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The attributes to look for."""
+        return (self.attr_name,) if self.attr_name else ("lr", "learning_rate")
+
+
+def find_learning_rate(
+    trainer: Trainer, module: TrainModule, options: RangeTestOptions, dataloaders: Any, datamodule: DataModule | None
+) -> RangeTest | None:
+    """Run a range test. Collective; the result is the same on all processes.
+
+    Args:
+        trainer: is not changed.
+        module: is not changed, except its attribute with `update_attr`.
+        options: of the test.
+        dataloaders: training data as the user passed it.
+        datamodule: the user's.
+
+    Returns:
+        The result; `None`, with a notice, in a `fast_dev_run`.
+
+    Raises:
+        ConfigurationError: the attribute does not exist.
+        OptimizerError: there is not exactly one optimizer.
+    """
+    if trainer.fast_dev_run:
+        notice("no learning rate is searched in a fast_dev_run.")
+        return None
+    fix = "Fix: self.lr = lr in __init__, or name yours: attr_name='my_lr', or update_attr=False"
+    attribute = find_attribute(options.names, module, datamodule, fix) if options.update_attr else None
+    found = RangeTest(options.mode, options.min_lr, options.max_lr, options.num_training)
+    probe = RangeProbe(found.rates(), options.early_stop_threshold)
+    trainer._run_trial("fit", module, probe, dataloaders=dataloaders, datamodule=datamodule, **_limits(options.num_training))
+    found._keep(_mean_over_ranks(trainer.strategy.world.exchange(probe.losses())), options.early_stop_threshold)
+    rate = found.suggestion() if attribute is not None else None
+    if attribute is not None and rate is not None:
+        attribute.set(rate)
+        notice(f"learning rate: {attribute.name} is {rate:.4g} from now on, after {len(found.results['lr'])} steps of a trial.")
+    return found
+
+
+def _limits(steps: int) -> dict[str, Any]:
+    """The arguments of the trainer in a trial of this number of optimizer steps."""
+    return {"max_steps": steps, "max_epochs": -1, "min_epochs": None, "min_steps": None, "log_every_n_steps": 0}
+
+
+def _mean_over_ranks(by_rank: list[list[float]]) -> list[float]:
+    """The mean loss of each step, over the ranks that have one."""
+    columns = [[own[i] for own in by_rank if i < len(own)] for i in range(max(map(len, by_rank)))]
+    return [sum(values) / len(values) for values in columns]
+
+
+class RangeProbe(Callback):
+    """Sets the learning rate of each optimizer step in a trial, and records the losses.
+
+    Args:
+        rates: the learning rates.
+        threshold: requests a stop when the smoothed loss is more than this times its smallest value.
+    """
+
+    def __init__(self, rates: list[float], threshold: float | None) -> None:
+        self._rates = rates
+        self._average, self._judged = Smoothed(threshold), 0
+        self._by_step: list[list[Any]] = [[] for _ in rates]  # the losses of the micro-batches of each step
+        self._left = 2 * len(rates)  # windows, so that a trial ends in which the loss scaler skips all steps
+
+    def losses(self) -> list[float]:
+        """The mean loss of each step."""
+        steps = [losses for losses in self._by_step if losses]
+        return [sum(map(float, losses)) / len(losses) for losses in steps]
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if len(trainer.optimizers) != 1:
+            raise OptimizerError(
+                f"configure_optimizers of {type(module).__name__} returned {len(trainer.optimizers)} optimizers. Expected one, "
+                "whose learning rate a range test can change. Fix: return torch.optim.AdamW(self.parameters(), lr=self.lr)"
+            )
+
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
+        step = trainer.global_step
+        if step > self._judged:  # of the steps that are complete; waits for the device
+            losses, self._judged = self._by_step[step - 1], step
+            if losses and self._average.add(sum(map(float, losses)) / len(losses)):
+                trainer.should_stop = True
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._left -= 1
+            if self._left < 0:
+                trainer.should_stop = True
+        if step >= len(self._rates):
+            return
+        for group in trainer.optimizers[0].param_groups:
+            if isinstance(group["lr"], Tensor):  # compiled and captured steps refer to it
+                group["lr"].fill_(self._rates[step])
+            else:
+                group["lr"] = self._rates[step]
+        self._step = step
+
+    def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):
+            self._by_step[self._step].append(loss)
