@@ -17,9 +17,12 @@ from trainkit.lazy import lazily
 
 if TYPE_CHECKING:
     from trainkit.callback import Callback
+    from trainkit.callbacks.backbone_finetuning import BackboneFinetuning
+    from trainkit.callbacks.base_finetuning import BaseFinetuning
     from trainkit.callbacks.early_stopping import EarlyStopping
     from trainkit.callbacks.gradient_clipping import GradientClipping
     from trainkit.callbacks.lambda_callback import LambdaCallback
+    from trainkit.callbacks.layer_freezing import LayerFreezing
     from trainkit.callbacks.learning_rate_monitor import LearningRateMonitor
     from trainkit.callbacks.memory_monitor import MemoryMonitor
     from trainkit.callbacks.model_checkpoint import ModelCheckpoint
@@ -32,10 +35,13 @@ if TYPE_CHECKING:
     from trainkit.callbacks.timer import Timer
 
 __all__ = [
+    "BackboneFinetuning",
+    "BaseFinetuning",
     "Callback",
     "EarlyStopping",
     "GradientClipping",
     "LambdaCallback",
+    "LayerFreezing",
     "LearningRateMonitor",
     "MemoryMonitor",
     "ModelCheckpoint",
@@ -49,10 +55,13 @@ __all__ = [
 ]
 
 _FILES = {
+    "BackboneFinetuning": "backbone_finetuning",
+    "BaseFinetuning": "base_finetuning",
     "Callback": ".callback",
     "EarlyStopping": "early_stopping",
     "GradientClipping": "gradient_clipping",
     "LambdaCallback": "lambda_callback",
+    "LayerFreezing": "layer_freezing",
     "LearningRateMonitor": "learning_rate_monitor",
     "MemoryMonitor": "memory_monitor",
     "ModelCheckpoint": "model_checkpoint",

@@ -50,10 +50,13 @@ PUBLIC = {
         "write_basic_config",
     ],
     "trainkit.callbacks": [
+        "BackboneFinetuning",
+        "BaseFinetuning",
         "Callback",
         "EarlyStopping",
         "GradientClipping",
         "LambdaCallback",
+        "LayerFreezing",
         "LearningRateMonitor",
         "MemoryMonitor",
         "ModelCheckpoint",
