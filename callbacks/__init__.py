@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trainkit.callbacks.backbone_finetuning import BackboneFinetuning
     from trainkit.callbacks.base_finetuning import BaseFinetuning
     from trainkit.callbacks.early_stopping import EarlyStopping
+    from trainkit.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
     from trainkit.callbacks.gradient_clipping import GradientClipping
     from trainkit.callbacks.lambda_callback import LambdaCallback
     from trainkit.callbacks.layer_freezing import LayerFreezing
@@ -39,6 +40,7 @@ __all__ = [
     "BaseFinetuning",
     "Callback",
     "EarlyStopping",
+    "GradientAccumulationScheduler",
     "GradientClipping",
     "LambdaCallback",
     "LayerFreezing",
@@ -59,6 +61,7 @@ _FILES = {
     "BaseFinetuning": "base_finetuning",
     "Callback": ".callback",
     "EarlyStopping": "early_stopping",
+    "GradientAccumulationScheduler": "gradient_accumulation_scheduler",
     "GradientClipping": "gradient_clipping",
     "LambdaCallback": "lambda_callback",
     "LayerFreezing": "layer_freezing",

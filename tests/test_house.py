@@ -54,6 +54,7 @@ PUBLIC = {
         "BaseFinetuning",
         "Callback",
         "EarlyStopping",
+        "GradientAccumulationScheduler",
         "GradientClipping",
         "LambdaCallback",
         "LayerFreezing",

@@ -19,6 +19,7 @@ SIGNATURES = {
         "monitor, min_delta=0.0, patience=3, verbose=False, mode='min', strict=True, check_finite=True, "
         "stopping_threshold=None, divergence_threshold=None, check_on_train_epoch_end=None, log_rank_zero_only=False"
     ),
+    "GradientAccumulationScheduler": "scheduling",
     "GradientClipping": "gradient_clip_val, gradient_clip_algorithm='norm', norm_type=2.0, log_norm=True",
     "LambdaCallback": "**hooks",
     "LayerFreezing": "schedule, interval='epoch'",
