@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trainkit.callbacks.learning_rate_monitor import LearningRateMonitor
     from trainkit.callbacks.memory_monitor import MemoryMonitor
     from trainkit.callbacks.model_checkpoint import ModelCheckpoint
+    from trainkit.callbacks.model_pruning import ModelPruning
     from trainkit.callbacks.model_summary import ModelSummary
     from trainkit.callbacks.nonfinite_guard import NonFiniteGuard
     from trainkit.callbacks.prediction_writer import PredictionWriter
@@ -47,6 +48,7 @@ __all__ = [
     "LearningRateMonitor",
     "MemoryMonitor",
     "ModelCheckpoint",
+    "ModelPruning",
     "ModelSummary",
     "NonFiniteGuard",
     "PredictionWriter",
@@ -68,6 +70,7 @@ _FILES = {
     "LearningRateMonitor": "learning_rate_monitor",
     "MemoryMonitor": "memory_monitor",
     "ModelCheckpoint": "model_checkpoint",
+    "ModelPruning": "model_pruning",
     "ModelSummary": "model_summary",
     "NonFiniteGuard": "nonfinite_guard",
     "PredictionWriter": "prediction_writer",

@@ -61,6 +61,7 @@ PUBLIC = {
         "LearningRateMonitor",
         "MemoryMonitor",
         "ModelCheckpoint",
+        "ModelPruning",
         "ModelSummary",
         "NonFiniteGuard",
         "PredictionWriter",

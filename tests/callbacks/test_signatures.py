@@ -31,6 +31,11 @@ SIGNATURES = {
         "train_time_interval=None, every_n_epochs=None, save_on_train_epoch_end=None, enable_version_counter=True, "
         "keep_last=2, save=None"
     ),
+    "ModelPruning": (
+        "pruning_fn, parameters_to_prune=(), parameter_names=None, use_global_unstructured=True, amount=0.5, "
+        "apply_pruning=True, make_pruning_permanent=True, use_lottery_ticket_hypothesis=True, resample_parameters=False, "
+        "pruning_dim=None, pruning_norm=None, verbose=0, prune_on_train_epoch_end=True"
+    ),
     "ModelSummary": "max_depth=1",
     "NonFiniteGuard": "action='raise', check=('loss', 'grad'), warn_after=3, max_consecutive=50",
     "PredictionWriter": "write_interval=None, output_dir=None, once=False",
