@@ -21,7 +21,7 @@ from trainkit.callback import Callback
 from trainkit.callbacks._freezing import BATCH_NORMS, refuse_sharded_optimizer
 from trainkit.console import warn
 from trainkit.errors import MissingMethodError, OptimizerError
-from trainkit.optim.parameter_names import cleaned, parameter_names
+from trainkit.optim.parameter_names import cleaned
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
@@ -68,7 +68,7 @@ class BaseFinetuning(Callback):
     def __init__(self) -> None:
         super().__init__()
         self._finetuned_epoch = -1  # the last epoch that `finetune_function` was called for
-        self._last_flags: tuple[list[str], list[str]] = ([], [])  # those of the module at the end of the last run
+        self._fixed: list[str] = []  # the BatchNorm layers with fixed statistics at the end of the last run
 
     def freeze_before_training(self, pl_module: TrainModule) -> None:
         """Freeze what is not trained from the start; override it. Called in `setup`, before `configure_optimizers`."""
@@ -221,30 +221,26 @@ class BaseFinetuning(Callback):
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage == "fit":
-            self._last_flags = _flags(module)
+            self._fixed = _with_fixed_statistics(module)
 
     def state_dict(self) -> dict[str, Any]:
-        frozen, fixed = self._last_flags if self._module is None else _flags(self._module)
-        return {"epoch": self._finetuned_epoch, "frozen": frozen, "fixed_statistics": fixed}
+        # a checkpoint has `requires_grad` and the optimizer's groups anyway
+        fixed = self._fixed if self._module is None else _with_fixed_statistics(self._module)
+        return {"epoch": self._finetuned_epoch, "fixed_statistics": fixed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._finetuned_epoch = int(state_dict["epoch"])
-        module = self._attached()
-        frozen, fixed = set(state_dict["frozen"]), set(state_dict["fixed_statistics"])
-        for name, parameter in parameter_names([module]).parameters.items():
-            parameter.requires_grad = name not in frozen
-        for name, norm in _batch_norms(module).items():
-            norm.track_running_stats = name not in fixed
+        for name, norm in _batch_norms(self._attached()).items():
+            norm.track_running_stats = name not in state_dict["fixed_statistics"]
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     return module.parameters(recurse=False)
 
 
-def _flags(module: nn.Module) -> tuple[list[str], list[str]]:
-    """The names of the frozen parameters, and of the BatchNorm layers that do not update their running statistics."""
-    frozen = [name for name, parameter in parameter_names([module]).parameters.items() if not parameter.requires_grad]
-    return frozen, [name for name, norm in _batch_norms(module).items() if not norm.track_running_stats]
+def _with_fixed_statistics(module: nn.Module) -> list[str]:
+    """The names of the BatchNorm layers that do not update their running statistics."""
+    return [name for name, norm in _batch_norms(module).items() if not norm.track_running_stats]
 
 
 def _batch_norms(module: nn.Module) -> dict[str, Any]:
