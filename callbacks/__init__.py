@@ -17,15 +17,20 @@ from trainkit.lazy import lazily
 
 if TYPE_CHECKING:
     from trainkit.callback import Callback
+    from trainkit.callbacks.backbone_finetuning import BackboneFinetuning
+    from trainkit.callbacks.base_finetuning import BaseFinetuning
     from trainkit.callbacks.batch_size_finder import BatchSizeFinder
     from trainkit.callbacks.device_stats_monitor import DeviceStatsMonitor
     from trainkit.callbacks.early_stopping import EarlyStopping
+    from trainkit.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
     from trainkit.callbacks.gradient_clipping import GradientClipping
     from trainkit.callbacks.lambda_callback import LambdaCallback
+    from trainkit.callbacks.layer_freezing import LayerFreezing
     from trainkit.callbacks.learning_rate_finder import LearningRateFinder
     from trainkit.callbacks.learning_rate_monitor import LearningRateMonitor
     from trainkit.callbacks.memory_monitor import MemoryMonitor
     from trainkit.callbacks.model_checkpoint import ModelCheckpoint
+    from trainkit.callbacks.model_pruning import ModelPruning
     from trainkit.callbacks.model_summary import ModelSummary
     from trainkit.callbacks.nonfinite_guard import NonFiniteGuard
     from trainkit.callbacks.prediction_writer import PredictionWriter
@@ -36,16 +41,21 @@ if TYPE_CHECKING:
     from trainkit.callbacks.timer import Timer
 
 __all__ = [
+    "BackboneFinetuning",
+    "BaseFinetuning",
     "BatchSizeFinder",
     "Callback",
     "DeviceStatsMonitor",
     "EarlyStopping",
+    "GradientAccumulationScheduler",
     "GradientClipping",
     "LambdaCallback",
+    "LayerFreezing",
     "LearningRateFinder",
     "LearningRateMonitor",
     "MemoryMonitor",
     "ModelCheckpoint",
+    "ModelPruning",
     "ModelSummary",
     "NonFiniteGuard",
     "PredictionWriter",
@@ -57,16 +67,21 @@ __all__ = [
 ]
 
 _FILES = {
+    "BackboneFinetuning": "backbone_finetuning",
+    "BaseFinetuning": "base_finetuning",
     "BatchSizeFinder": "batch_size_finder",
     "Callback": ".callback",
     "DeviceStatsMonitor": "device_stats_monitor",
     "EarlyStopping": "early_stopping",
+    "GradientAccumulationScheduler": "gradient_accumulation_scheduler",
     "GradientClipping": "gradient_clipping",
     "LambdaCallback": "lambda_callback",
+    "LayerFreezing": "layer_freezing",
     "LearningRateFinder": "learning_rate_finder",
     "LearningRateMonitor": "learning_rate_monitor",
     "MemoryMonitor": "memory_monitor",
     "ModelCheckpoint": "model_checkpoint",
+    "ModelPruning": "model_pruning",
     "ModelSummary": "model_summary",
     "NonFiniteGuard": "nonfinite_guard",
     "PredictionWriter": "prediction_writer",

@@ -49,6 +49,7 @@ class LearningRateMonitor(Callback):
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
         self._names: dict[int, list[str]] = {}  # by id of the optimizer, one name per parameter group
+        self._bases: dict[int, str] = {}  # by id of the optimizer
         self._intervals: dict[int, str] = {}
 
     @property
@@ -73,9 +74,10 @@ class LearningRateMonitor(Callback):
             for index, optimizer in enumerate(trainer.optimizers)
         ]
         self._names.clear()
+        self._bases.clear()
         self._intervals.clear()
         for index, (optimizer, base) in enumerate(zip(trainer.optimizers, _numbered(bases), strict=True)):
-            self._names[id(optimizer)] = _group_names(optimizer, base)
+            self._bases[id(optimizer)], self._names[id(optimizer)] = base, _group_names(optimizer, base)
             own = configs[index].interval if index in configs else "step"
             self._intervals[id(optimizer)] = self.logging_interval or own
 
@@ -93,7 +95,9 @@ class LearningRateMonitor(Callback):
 
     def _values(self, optimizer: Optimizer) -> dict[str, float]:
         values: dict[str, float] = {}
-        for name, group in zip(self._names[id(optimizer)], optimizer.param_groups, strict=False):
+        if len(self._names[id(optimizer)]) != len(optimizer.param_groups):  # a group was added, as BaseFinetuning does
+            self._names[id(optimizer)] = _group_names(optimizer, self._bases[id(optimizer)])
+        for name, group in zip(self._names[id(optimizer)], optimizer.param_groups, strict=True):
             values[name] = float(group["lr"])
             if self.log_momentum:
                 values[f"{name}-momentum"] = _momentum(group)

@@ -109,6 +109,7 @@ SINGLE = StrategyInfo(
 
 CALLBACKS: dict[str, str] = {
     "early_stopping": "trainkit.callbacks.early_stopping:EarlyStopping",
+    "gradient_accumulation_scheduler": "trainkit.callbacks.gradient_accumulation_scheduler:GradientAccumulationScheduler",
     "gradient_clipping": "trainkit.callbacks.gradient_clipping:GradientClipping",
     "learning_rate_monitor": "trainkit.callbacks.learning_rate_monitor:LearningRateMonitor",
     "model_checkpoint": "trainkit.callbacks.model_checkpoint:ModelCheckpoint",

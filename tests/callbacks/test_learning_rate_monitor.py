@@ -8,6 +8,7 @@ import torch
 from helpers.runs.tiny import TinyModule, tiny_loader
 from torch import nn
 
+from trainkit import Callback
 from trainkit.callbacks import LearningRateMonitor
 from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError
@@ -223,3 +224,19 @@ def test_a_fit_with_manual_optimization(make_trainer) -> None:
         trainer.fit(Adversaries(), tiny_loader())
     assert trainer.logger.of("lr-SGD") == {1: 0.5, 2: 0.5}
     assert trainer.logger.of("lr-SGD-1") == {1: 0.25, 2: 0.25}
+
+
+def test_a_parameter_group_that_is_added_during_training(make_trainer) -> None:
+    """From then on the names are those of a run that begins with two groups, so a resumed run has the same."""
+
+    class Unfreezes(Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            if trainer.current_epoch == 1:
+                module.more = parameter()
+                trainer.optimizers[0].add_param_group({"params": [module.more], "lr": 0.125})
+
+    trainer = make_trainer(Unfreezes(), LearningRateMonitor("epoch"), max_epochs=2)
+    trainer.fit(Scheduled("epoch"), tiny_loader())
+    assert list(trainer.logger.of("lr-SGD").values()) == [0.5]
+    assert list(trainer.logger.of("lr-SGD/pg1").values()) == [0.25]
+    assert list(trainer.logger.of("lr-SGD/pg2").values()) == [0.125]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 
@@ -13,16 +14,23 @@ SIGNATURES = {
         "mode='power', steps_per_trial=3, init_val=2, max_trials=25, batch_arg_name='batch_size', margin=0.05, max_val=8192"
     ),
     "DeviceStatsMonitor": "cpu_stats=None",
+    "BackboneFinetuning": (
+        "unfreeze_backbone_at_epoch=10, lambda_func=multiplicative, backbone_initial_ratio_lr=0.1, backbone_initial_lr=None, "
+        "should_align=True, initial_denom_lr=10.0, train_bn=True, verbose=False, rounding=12"
+    ),
+    "BaseFinetuning": "",
     "EarlyStopping": (
         "monitor, min_delta=0.0, patience=3, verbose=False, mode='min', strict=True, check_finite=True, "
         "stopping_threshold=None, divergence_threshold=None, check_on_train_epoch_end=None, log_rank_zero_only=False"
     ),
+    "GradientAccumulationScheduler": "scheduling",
     "GradientClipping": "gradient_clip_val, gradient_clip_algorithm='norm', norm_type=2.0, log_norm=True",
     "LambdaCallback": "**hooks",
     "LearningRateFinder": (
         "min_lr=1e-08, max_lr=1, num_training_steps=100, mode='exponential', early_stop_threshold=4.0, update_attr=True, "
         "attr_name=''"
     ),
+    "LayerFreezing": "schedule, interval='epoch'",
     "LearningRateMonitor": "logging_interval=None, log_momentum=False, log_weight_decay=False",
     "MemoryMonitor": "logging_interval=None, verbose=True",
     "ModelCheckpoint": (
@@ -30,6 +38,11 @@ SIGNATURES = {
         "save_weights_only=False, mode='min', auto_insert_metric_name=True, every_n_train_steps=None, "
         "train_time_interval=None, every_n_epochs=None, save_on_train_epoch_end=None, enable_version_counter=True, "
         "keep_last=2, save=None"
+    ),
+    "ModelPruning": (
+        "pruning_fn, parameters_to_prune=(), parameter_names=None, use_global_unstructured=True, amount=0.5, "
+        "apply_pruning=True, make_pruning_permanent=True, use_lottery_ticket_hypothesis=True, resample_parameters=False, "
+        "pruning_dim=None, pruning_norm=None, verbose=0, prune_on_train_epoch_end=True"
     ),
     "ModelSummary": "max_depth=1",
     "NonFiniteGuard": "action='raise', check=('loss', 'grad'), warn_after=3, max_consecutive=50",
@@ -52,4 +65,5 @@ def test_every_callback_is_here() -> None:
 def test_arguments(name: str, expected: str) -> None:
     signature = inspect.signature(getattr(callbacks, name))
     plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
-    assert str(inspect.Signature(plain)) == f"({expected})"
+    shown = re.sub(r"<function (\w+) at 0x\w+>", r"\1", str(inspect.Signature(plain)))
+    assert shown == f"({expected})"

@@ -291,7 +291,7 @@ def test_positions_of_predict_that_are_meant_otherwise() -> None:
         ("num_sanity_val_steps", [-2, 1.5]),
         ("val_every_n_steps", [0, -1, 0.5]),
         ("check_val_every_n_epoch", [0, 1.0]),
-        ("accumulate_grad_batches", [0, {0: 2}, 2.0, True]),
+        ("accumulate_grad_batches", [0, [2], 2.0, True]),
         ("global_batch_size", [0, 8.0]),
         ("log_every_n_steps", [-1, 0.5]),
         ("reload_dataloaders_every_n_epochs", [-1, True, None]),

@@ -150,7 +150,7 @@ def test_callbacks_that_say_the_same_twice() -> None:
         ({"max_epochs": 1.5}, ConfigurationError, "max_epochs must be an integer"),
         ({"max_steps": None}, ConfigurationError, "max_steps must be an integer"),
         ({"accumulate_grad_batches": 0}, ConfigurationError, "accumulate_grad_batches must be an integer ≥ 1, not 0"),
-        ({"accumulate_grad_batches": {0: 4}}, ConfigurationError, "accumulate_grad_batches must be an integer"),
+        ({"accumulate_grad_batches": {0: 0}}, ConfigurationError, "a schedule of gradient accumulation must be a dict"),
         ({"val_check_interval": 0}, ConfigurationError, "val_check_interval must be.*val_every_n_steps=N"),
         ({"val_check_interval": 1.5}, ConfigurationError, "val_check_interval must be"),
         ({"fast_dev_run": -1}, ConfigurationError, "fast_dev_run must be"),

@@ -13,6 +13,7 @@ from trainkit.checks import is_whole, real_number, whole_number
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 from trainkit.paths import local_path
+from trainkit.registry import load_callback
 
 __all__ = ["TrainerArguments", "limited"]
 
@@ -66,6 +67,7 @@ class TrainerArguments:
 
     def __post_init__(self) -> None:
         self.ends_by_default = False  # no argument says when training ends
+        self.accumulation_schedule: Mapping[int, int] | None = None  # if accumulate_grad_batches was one
         self._check_counts()
         self._check_fractions()
         self._check_choices()
@@ -73,6 +75,11 @@ class TrainerArguments:
         self._set_defaults()
 
     def _check_counts(self) -> None:
+        schedule: Any = self.accumulate_grad_batches
+        if isinstance(schedule, Mapping):
+            self.accumulation_schedule = schedule
+            kind = load_callback("gradient_accumulation_scheduler")
+            self.accumulate_grad_batches = kind(schedule).get_accumulate_grad_batches(0)
         for name, least, optional in (
             ("max_epochs", -1, True),
             ("min_epochs", 0, True),

@@ -50,14 +50,15 @@ def attach_callbacks(
     if len({id(callback) for callback in callbacks}) < len(callbacks):
         raise ConfigurationError("callbacks contains the same object twice. Pass each callback once.")
     arguments = trainer._arguments
+    of_value = ("accumulate_grad_batches", "gradient_clip_val", "max_time")  # arguments whose value the callback gets
     progress_bar, summary, checkpoints = (asked is None or bool(asked) for asked in (progress_bar, summary, checkpoints))
 
     def attach(name: str, wanted: bool, argument: str, *values: Any) -> None:
-        kind = load_callback(name) if wanted or argument in ("gradient_clip_val", "max_time") else None
+        kind = load_callback(name) if wanted or argument in of_value else None
         if not wanted or kind is None:
             return
         if any(isinstance(callback, kind) for callback in callbacks):
-            if argument in ("gradient_clip_val", "max_time"):
+            if argument in of_value:
                 raise ConfigurationError(
                     f"{argument} and {with_article(kind.__name__)} in callbacks set the same thing. Give one of them."
                 )
@@ -68,6 +69,8 @@ def attach_callbacks(
     attach("progress_bar", progress_bar, "enable_progress_bar")  # on all processes; only the main process shows it
     attach("model_summary", summary, "enable_model_summary")
     attach("timer", arguments.max_time is not None, "max_time", arguments.max_time)
+    schedule = arguments.accumulation_schedule
+    attach("gradient_accumulation_scheduler", schedule is not None, "accumulate_grad_batches", schedule)
     clip = arguments.gradient_clip_val
     algorithm = arguments.gradient_clip_algorithm or "norm"
     attach("gradient_clipping", clip is not None, "gradient_clip_val", clip, algorithm)

@@ -39,7 +39,10 @@ def _where(trainer: Trainer) -> list[str]:
 
 def _arithmetic(trainer: Trainer) -> list[str]:
     batches, wanted = trainer.num_training_batches, trainer._arguments.global_batch_size
-    window = trainer.accumulate_grad_batches if batches or wanted is None else f"as many as {wanted} samples need"
+    window: Any = trainer.accumulate_grad_batches if batches or wanted is None else f"as many as {wanted} samples need"
+    schedule = trainer._run.accumulation_schedule
+    if schedule is not None:
+        window = ", ".join(f"{schedule.scheduling[epoch]} from epoch {epoch} on" for epoch in schedule.epochs)
     lines = ["Batches", f"  micro-batches per optimizer step  {window}"]
     if batches:
         shown = "unknown" if math.isinf(batches) else str(batches)

@@ -41,9 +41,10 @@ def train_loader(run: Run, given: Any) -> PreparedLoader:
             f"{type(module).__name__} or in a DataModule."
         )
     source = run.train_source = training_source(source)
-    run.accumulation = _accumulation(run, source)
-    run.accelerator.gradient_accumulation_steps = run.accumulation
-    run.strategy.check_batches(batch_size_of(source), run.accumulation)
+    windows = _accumulation(run, source)
+    for window in windows:
+        run.strategy.check_batches(batch_size_of(source), window)
+    run.accumulation = run.accelerator.gradient_accumulation_steps = max(windows)  # the loader is prepared for the largest
     weighed = is_overridden(module, "batch_weight", TrainModule)
     loader = run.accelerator.prepare_loader(
         source,
@@ -60,6 +61,7 @@ def train_loader(run: Run, given: Any) -> PreparedLoader:
     assert limit is not None
     loader.limit = _limit(loader, limit, "limit_train_batches")
     run.train_loader = loader
+    run.begin_accumulation()
     return loader
 
 
@@ -147,10 +149,14 @@ def _limit(loader: PreparedLoader, limit: int | float, argument: str) -> int | N
     return limit if isinstance(limit, int) else None
 
 
-def _accumulation(run: Run, source: Any) -> int:
-    wanted = run.arguments.global_batch_size
+def _accumulation(run: Run, source: Any) -> set[int]:
+    """The numbers of micro-batches in an accumulation window that the epochs have."""
+    wanted, schedule = run.arguments.global_batch_size, run.accumulation_schedule
+    if schedule is not None:
+        _refuse_second_accumulation(run)
+        return set(schedule.scheduling.values())
     if wanted is None:
-        return run.arguments.accumulate_grad_batches
+        return {run.arguments.accumulate_grad_batches}
     size = batch_size_of(source)
     if size is None:
         raise ConfigurationError(
@@ -163,7 +169,22 @@ def _accumulation(run: Run, source: Any) -> int:
             f"global_batch_size={wanted} is not a multiple of batch_size × devices = {size} × {run.strategy.world_size}. "
             f"Use {max(1, round(wanted / per_round)) * per_round}, or another batch_size."
         )
-    return wanted // per_round
+    return {wanted // per_round}
+
+
+def _refuse_second_accumulation(run: Run) -> None:
+    """Refuse arguments that set the accumulation in addition to `GradientAccumulationScheduler`."""
+    arguments = run.arguments
+    number = arguments.accumulate_grad_batches if arguments.accumulation_schedule is None else 1
+    for name, value, default in (
+        ("accumulate_grad_batches", number, 1),
+        ("global_batch_size", arguments.global_batch_size, None),
+    ):
+        if value != default:
+            raise ConfigurationError(
+                f"{name}={value} and a GradientAccumulationScheduler both set the accumulation. Fix: remove {name}, or give "
+                "one number for all epochs instead of a schedule"
+            )
 
 
 def _refuse_empty(loader: PreparedLoader, source: Any, what: str) -> None:

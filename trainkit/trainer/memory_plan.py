@@ -74,7 +74,9 @@ def contents_of_module(trainer: Trainer, module: TrainModule) -> Contents:
     optimizers, _ = read_optimizers(
         _over_placeholders(returned, placeholder), placeholder, automatic=placeholder.automatic_optimization
     )
-    return contents_of([placeholder], optimizers, trainer._arguments.accumulate_grad_batches)
+    schedule = trainer._run.accumulation_schedule
+    windows = [trainer._arguments.accumulate_grad_batches] if schedule is None else schedule.scheduling.values()
+    return contents_of([placeholder], optimizers, max(windows))
 
 
 def _over_placeholders(returned: Any, placeholder: nn.Module) -> Any:

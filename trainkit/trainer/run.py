@@ -62,7 +62,7 @@ class Run:
         callbacks: those that are attached, with those of the module's `configure_callbacks`.
         loggers: of the Trainer.
         profiler: measures the steps; `None`: there is none.
-        accumulation: number of micro-batches in an accumulation window.
+        accumulation: number of micro-batches in an accumulation window of the current epoch.
         progress: counters, phase, and what the run has been asked for.
         signals: what the process has received.
         hooks: what is called for which hook.
@@ -165,6 +165,23 @@ class Run:
             return 0
         most = loader.limit if loader.length is None else loader.length
         return math.inf if most is None else most
+
+    @property
+    def accumulation_schedule(self) -> Any | None:
+        """The `GradientAccumulationScheduler`; `None`: the accumulation window is the same in all epochs."""
+        kind = load_callback("gradient_accumulation_scheduler")
+        return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
+
+    def accumulation_in(self, epoch: int) -> int:
+        """Number of micro-batches in an accumulation window of this epoch."""
+        schedule = self.accumulation_schedule
+        return self.accumulation if schedule is None else int(schedule.get_accumulate_grad_batches(epoch))
+
+    def begin_accumulation(self) -> None:
+        """Use the accumulation window of the current epoch."""
+        if self.accumulation_schedule is not None:
+            self.accumulation = self.accumulation_in(self.progress.current_epoch)
+            self.accelerator.gradient_accumulation_steps = self.accumulation
 
     def request_safe_point(self) -> None:
         """Check for saves and signals at the next safe point; may be called by any thread.

@@ -97,7 +97,7 @@ def restore_loop(run: Run, plan: FitPlan, saved: Mapping[str, Any]) -> None:
     if size != before:  # an epoch has a different number of micro-batches per process now
         progress.earlier_batches = progress.earlier_batches * before // size
         if plan.validate_every is not None:
-            unfinished = run.accumulation if progress.phase is Phase.UPDATED else 0
+            unfinished = run.accumulation_in(progress.current_epoch) if progress.phase is Phase.UPDATED else 0
             batches = progress.earlier_batches + progress.epoch_start - progress.extra_batches - unfinished
             progress.validations = max(0, batches) // plan.validate_every
     progress.epoch_complete = bool(saved["epoch_complete"])

@@ -152,9 +152,12 @@ def _before_manual_step(run: Run, optimizer: Optimizer) -> None:
 def _refuse_under_manual(run: Run) -> None:
     """Refuse arguments that only automatic optimization implements."""
     arguments = run.arguments
-    given: dict[str, int | None] = {"global_batch_size": arguments.global_batch_size}
+    given: dict[str, Any] = {"global_batch_size": arguments.global_batch_size}
     number: int | str = "n"  # how many micro-batches a global batch has is not known yet
-    if arguments.accumulate_grad_batches != 1:
+    schedule = run.accumulation_schedule
+    if schedule is not None:
+        given = {"accumulate_grad_batches": schedule.scheduling}
+    elif arguments.accumulate_grad_batches != 1:
         number = arguments.accumulate_grad_batches
         given = {"accumulate_grad_batches": number}
     for name, value in given.items():
@@ -199,9 +202,13 @@ def validate_every(run: Run, loader: PreparedLoader) -> int | None:
 
 
 def refresh_train_loader(run: Run, plan: FitPlan) -> FitPlan:
-    """Request the training loader again if `reload_dataloaders_every_n_epochs` says so; returns the plan with it."""
+    """Prepare the training loader for the epoch that begins; returns the plan with it.
+
+    It is requested again if `reload_dataloaders_every_n_epochs` says so, and has the accumulation window of the epoch.
+    """
     every, epoch = run.arguments.reload_dataloaders_every_n_epochs, run.progress.current_epoch
     if not every or epoch == run.loaded_in or epoch % every:
+        run.begin_accumulation()
         return plan
     run.accelerator.release_loader(plan.loader)
     loader = train_loader(run, run.given_loaders[0])

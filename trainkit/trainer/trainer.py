@@ -99,7 +99,8 @@ class Trainer:
             errors.
 
     Args: Batches and optimizer steps
-        accumulate_grad_batches: Number of micro-batches per optimizer step. Default: 1.
+        accumulate_grad_batches: Number of micro-batches per optimizer step, or a dict of them: `{0: 8, 4: 4}` is 8 from
+            epoch 0 on and 4 from epoch 4 on. Default: 1. A dict adds `GradientAccumulationScheduler`.
         global_batch_size: Number of samples per optimizer step, over all processes. The number of micro-batches follows
             from it; a number that does not divide is an error.
         gradient_clip_val: Maximum norm of the gradient, or with `"value"` maximum absolute value of its elements. Adds
@@ -173,7 +174,7 @@ class Trainer:
         val_check_interval: int | float | None = None,
         val_every_n_steps: int | None = None,
         check_val_every_n_epoch: int | None = 1,
-        accumulate_grad_batches: int | None = None,
+        accumulate_grad_batches: int | Mapping[int, int] | None = None,
         global_batch_size: int | None = None,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
@@ -599,7 +600,7 @@ class Trainer:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Number of micro-batches in an accumulation window."""
+        """Number of micro-batches in an accumulation window of the current epoch."""
         return self._run.accumulation
 
     @property
@@ -840,6 +841,8 @@ class Trainer:
         if epochs == -1 or math.isinf(length):
             return self.max_steps if self.max_steps != -1 else math.inf
         updates = math.ceil(length / self.accumulate_grad_batches) * epochs
+        if self._run.accumulation_schedule is not None:
+            updates = sum(math.ceil(length / self._run.accumulation_in(epoch)) for epoch in range(epochs))
         return updates if self.max_steps == -1 else min(updates, self.max_steps)
 
     # ---------------------------------------------------------------------------------------------------- for this package

@@ -1,0 +1,285 @@
+"""`ModelPruning`: prunes parameters during training, with `torch.nn.utils.prune`."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from trainkit.callback import Callback
+from trainkit.checks import choice, function, is_number
+from trainkit.console import notice
+from trainkit.errors import ConfigurationError, ModuleError
+from trainkit.optim.parameter_names import cleaned
+from trainkit.rng import Purpose, Stage, mix, seed_generators
+
+if TYPE_CHECKING:
+    from trainkit.module.train_module import TrainModule
+    from trainkit.trainer.trainer import Trainer
+
+__all__ = ["ModelPruning"]
+
+Pairs = Sequence[tuple[nn.Module, str]]
+
+# Name → the function for one parameter, and the method for all of them together.
+_METHODS: dict[str, tuple[Callable[..., Any], Any]] = {
+    "l1_unstructured": (prune.l1_unstructured, prune.L1Unstructured),
+    "ln_structured": (prune.ln_structured, prune.LnStructured),
+    "random_structured": (prune.random_structured, prune.RandomStructured),
+    "random_unstructured": (prune.random_unstructured, prune.RandomUnstructured),
+}
+
+
+class ModelPruning(Callback):
+    """Prunes parameters at the end of each epoch: sets a part of their elements to zero, and keeps them there.
+
+    It uses `torch.nn.utils.prune`. During the run a pruned parameter `weight` is the product of a parameter `weight_orig`
+    and a buffer `weight_mask`. A checkpoint contains both, so a resumed run is exact; those of Lightning contain no masks
+    by default. To load such a checkpoint, in `fit` or `validate`, the `Trainer` needs a `ModelPruning`. After the run the
+    module has a plain `weight` again; `trainer.save_checkpoint("pruned")` then saves it without masks.
+
+    All ranks make the same masks. ZeRO is refused: its processes do not have whole parameters to be compared and masked.
+
+    Args:
+        pruning_fn: `"l1_unstructured"`, `"random_unstructured"`, `"ln_structured"`, `"random_structured"`, or with
+            `use_global_unstructured` a subclass of `torch.nn.utils.prune.BasePruningMethod`.
+        parameters_to_prune: Pairs of a layer of the module and the name of its parameter. Default: all parameters of the
+            names in `parameter_names`.
+        parameter_names: `"weight"`, `"bias"` or both, the default.
+        use_global_unstructured: Compare the elements of all parameters with each other, so that some parameters lose more
+            elements than others. `False`: prune each parameter by `amount`.
+        amount: What to prune each time: a fraction (float) or a number of elements (int) of what is not pruned yet, or a
+            function of the epoch that returns one. 0 prunes nothing.
+        apply_pruning: Whether to prune; or a function of the epoch that returns it.
+        make_pruning_permanent: After the run, replace `weight_orig` and `weight_mask` by the pruned `weight`.
+        use_lottery_ticket_hypothesis: After pruning, reset the parameters to their values at the start of training (Frankle,
+            Carbin: The Lottery Ticket Hypothesis, ICLR 2019); or a function of the epoch that returns whether to. The values
+            are stored in checkpoints.
+        resample_parameters: Reset them to new initial values of `reset_parameters()` instead, in layers that have it.
+        pruning_dim: The dimension along which structured pruning removes channels.
+        pruning_norm: The norm of `"ln_structured"`.
+        verbose: 0: print nothing; 1: print the part that is pruned, each time; 2: of each parameter too.
+        prune_on_train_epoch_end: `False`: prune at the end of each validation instead.
+
+    Raises:
+        ConfigurationError: An argument is wrong, or the strategy shards the optimizer state.
+        ModuleError: The module does not have one of `parameters_to_prune`. Raised before training starts.
+
+    Example:
+        ```python
+        pruning = ModelPruning("l1_unstructured", amount=0.2, use_lottery_ticket_hypothesis=False)
+        trainer = Trainer(callbacks=[pruning])
+        ```
+    """
+
+    PARAMETER_NAMES = ("weight", "bias")
+
+    def __init__(
+        self,
+        pruning_fn: str | type[prune.BasePruningMethod],
+        parameters_to_prune: Pairs = (),
+        parameter_names: Sequence[str] | None = None,
+        use_global_unstructured: bool = True,
+        amount: float | Callable[[int], float] = 0.5,
+        apply_pruning: bool | Callable[[int], bool] = True,
+        make_pruning_permanent: bool = True,
+        use_lottery_ticket_hypothesis: bool | Callable[[int], bool] = True,
+        resample_parameters: bool = False,
+        pruning_dim: int | None = None,
+        pruning_norm: float | None = None,
+        verbose: int = 0,
+        prune_on_train_epoch_end: bool = True,
+    ) -> None:
+        super().__init__()
+        for name in parameter_names or ():
+            choice(name, "ModelPruning(parameter_names=)", self.PARAMETER_NAMES)
+        if not is_number(amount):
+            function(amount if amount is not None else False, "ModelPruning(amount=)", "0.5")
+        if verbose not in (0, 1, 2):
+            raise ConfigurationError(f"ModelPruning(verbose=) must be 0, 1 or 2, not {verbose!r}. For example: verbose=1")
+        self._prune = _pruning(pruning_fn, use_global_unstructured, pruning_dim, pruning_norm)
+        self.pruning_fn, self.amount = pruning_fn, amount
+        self._given, self._names = parameters_to_prune, tuple(parameter_names or self.PARAMETER_NAMES)
+        self._applies, self._permanent = apply_pruning, make_pruning_permanent
+        self._resets, self._resamples = use_lottery_ticket_hypothesis, resample_parameters
+        self._verbose, self._at_epoch_end = verbose, prune_on_train_epoch_end
+        self._pairs: dict[str, tuple[nn.Module, str]] = {}  # name in the module → layer and attribute
+        self._originals: dict[str, Tensor] = {}  # name → value at the start of training
+        self._fresh: dict[int, nn.Module] = {}  # id of a layer → a copy whose parameters can be reset
+        self._last: list[int] = []  # epoch and optimizer step of the last pruning
+
+    def filter_parameters_to_prune(self, parameters_to_prune: Pairs = ()) -> Pairs:
+        """Return those of the pairs that are pruned; override it to choose."""
+        return parameters_to_prune
+
+    def make_pruning_permanent(self, module: nn.Module) -> None:
+        """Replace the pruned parameters in a module, and in its children, by plain ones without masks."""
+        for layer in module.modules():
+            for name in [
+                buffer[: -len("_mask")] for buffer, _ in layer.named_buffers(recurse=False) if buffer.endswith("_mask")
+            ]:
+                if hasattr(layer, f"{name}_orig"):
+                    prune.remove(layer, name)
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._pairs = {}
+        if stage != "fit":
+            return
+        if trainer.strategy.shards_optimizer_state or trainer.strategy.shards_parameters:
+            raise ConfigurationError(
+                f"ModelPruning needs whole parameters on each process, but {type(trainer.strategy).__name__} shards them or "
+                "their optimizer, which a mask does not reach. Use strategy='ddp'; or prune after the run: "
+                "torch.nn.utils.prune.global_unstructured(...)"
+            )
+        self._originals, self._last = {}, []
+        layers = [layer for layer in module.modules() if hasattr(layer, "reset_parameters")] if self._resamples else []
+        self._fresh = {id(layer): copy.deepcopy(layer) for layer in layers}
+
+    def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        for name, (layer, attribute) in self._resolved(module).items():
+            if f"{name}_mask" in checkpoint["state_dict"] and not hasattr(layer, f"{attribute}_mask"):
+                prune.identity(layer, attribute)  # the mask and the values are loaded after this hook
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        pairs = self._resolved(module)
+        if self._resets and not self._originals:
+            self._originals = {name: _original(*pair).detach().clone() for name, pair in pairs.items()}
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._at_epoch_end:
+            self._run(trainer)
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if not self._at_epoch_end and trainer.stage == "fit" and not trainer.sanity_checking:
+            self._run(trainer)
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if self._permanent:
+            self.make_pruning_permanent(module)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": self._last, "originals": self._originals}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._last, self._originals = list(state_dict["last"]), dict(state_dict["originals"])
+
+    def _run(self, trainer: Trainer) -> None:
+        epoch, now = trainer.current_epoch, [trainer.current_epoch, trainer.global_step]
+        if now == self._last:
+            return  # the run has resumed in the hooks that follow this one
+        amount = self.amount(epoch) if callable(self.amount) else self.amount
+        if not (self._applies(epoch) if callable(self._applies) else self._applies) or not amount:
+            return
+        # masks may be random, and the generators differ after a resume
+        seed_generators(
+            mix(trainer.seed, Stage.TRAIN, Purpose.INIT, epoch, 1 + trainer.global_step), trainer.strategy.generators()
+        )
+        with torch.inference_mode(False), torch.no_grad():
+            self._refresh()
+            before = self._pruned()
+            self._prune(list(self._pairs.values()), amount)
+            if self._resets(epoch) if callable(self._resets) else self._resets:
+                self._reset()
+            self._refresh()
+            if self._verbose:
+                self._report(epoch, before)
+        self._last = now
+
+    def _refresh(self) -> None:
+        """Compute the pruned parameters again: they are those of the last forward, before the optimizer step."""
+        for layer, name in self._pairs.values():
+            if hasattr(layer, f"{name}_mask"):
+                setattr(layer, name, getattr(layer, f"{name}_orig") * getattr(layer, f"{name}_mask"))
+
+    def _reset(self) -> None:
+        """Reset the parameters to the values of the start of training, or to new initial ones."""
+        for layer in self._fresh.values():
+            layer.reset_parameters()  # type: ignore[operator]
+        for name, (layer, attribute) in self._pairs.items():
+            fresh = self._fresh.get(id(layer))
+            value = self._originals[name] if fresh is None else getattr(fresh, attribute)
+            _original(layer, attribute).copy_(value)
+
+    def _pruned(self) -> dict[str, tuple[int, int]]:
+        """For each parameter the number of elements that are pruned, and of all."""
+        masks = {name: getattr(layer, f"{attribute}_mask", None) for name, (layer, attribute) in self._pairs.items()}
+        return {
+            name: (0 if mask is None else int((mask == 0).sum()), _original(*self._pairs[name]).numel())
+            for name, mask in masks.items()
+        }
+
+    def _report(self, epoch: int, before: dict[str, tuple[int, int]]) -> None:
+        after = self._pruned()
+        total = sum(number for _, number in after.values())
+        first, second = (sum(number for number, _ in found.values()) for found in (before, after))
+        notice(f"epoch {epoch}: ModelPruning: {first} → {second} of {total} elements are zero ({second / total:.1%}).")
+        for name, (number, whole) in after.items() if self._verbose == 2 else ():
+            notice(f"  {name}: {before[name][0]} → {number} of {whole}")
+
+    def _resolved(self, module: TrainModule) -> dict[str, tuple[nn.Module, str]]:
+        """The parameters to prune, by name, now that the strategy has prepared the module."""
+        if not self._pairs:
+            layers = dict(module.named_modules())
+            names = {id(layers[raw]): name for raw, name in cleaned(module, layers).items()}
+            chosen = self.filter_parameters_to_prune(self._given or _all_pairs(module, self._names))
+            for layer, attribute in chosen:
+                if id(layer) not in names or not isinstance(_original(layer, attribute), nn.Parameter):
+                    raise ModuleError(
+                        f"ModelPruning: {type(module).__name__} has no layer {type(layer).__name__} with a parameter "
+                        f"{attribute!r}. Pass layers of the module: parameters_to_prune=[(module.layer, 'weight')]"
+                    )
+                self._pairs[f"{names[id(layer)]}.{attribute}".lstrip(".")] = layer, attribute
+        return self._pairs
+
+
+def _original(layer: nn.Module, name: str) -> Any:
+    """The parameter that is trained, pruned or not."""
+    return getattr(layer, f"{name}_orig", None) if hasattr(layer, f"{name}_orig") else getattr(layer, name, None)
+
+
+def _all_pairs(module: TrainModule, names: Sequence[str]) -> Pairs:
+    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    layers = [layer for layer in module.modules() if layer is not module and not isinstance(layer, containers)]
+    return [(layer, name) for name in names for layer in layers if isinstance(_original(layer, name), nn.Parameter)]
+
+
+def _pruning(
+    given: Any, together: bool, dim: int | None, norm: float | None
+) -> Callable[[list[tuple[nn.Module, str]], float], None]:
+    """A function of the parameters and the amount that prunes them."""
+    options: dict[str, Any] = {}
+    if isinstance(given, str):
+        choice(given, "ModelPruning(pruning_fn)", tuple(_METHODS))
+        if given.endswith("_structured"):
+            options = {"dim": dim, **({"n": norm} if given == "ln_structured" else {})}
+            missing = [
+                f"pruning_{name}=..." for name, value in zip(("dim", "norm"), options.values(), strict=False) if value is None
+            ]
+            if missing:
+                raise ConfigurationError(f"ModelPruning({given!r}) needs {' and '.join(missing)}. For example: pruning_dim=0")
+        one, method = _METHODS[given]
+    elif inspect.isclass(given) and issubclass(given, prune.BasePruningMethod):
+        one, method = None, given
+    else:
+        raise ConfigurationError(
+            f"ModelPruning(pruning_fn) must be one of {', '.join(_METHODS)}, or a subclass of BasePruningMethod, not "
+            f"{given!r}. For example: ModelPruning('l1_unstructured')"
+        )
+    if together and method.PRUNING_TYPE != "unstructured":
+        raise ConfigurationError(f"ModelPruning({given!r}) is not unstructured. Add: use_global_unstructured=False")
+    if together:
+        return lambda pairs, amount: prune.global_unstructured(pairs, pruning_method=method, amount=amount)
+    if one is None:
+        raise ConfigurationError("ModelPruning with a BasePruningMethod needs use_global_unstructured=True.")
+    return partial(_prune_each, one, options)
+
+
+def _prune_each(one: Callable[..., Any], options: dict[str, Any], pairs: list[tuple[nn.Module, str]], amount: float) -> None:
+    for layer, name in pairs:
+        one(layer, name, amount=amount, **options)
