@@ -1,6 +1,6 @@
 """Callbacks for `Trainer(callbacks=[EarlyStopping("val_loss")])`. Each file is loaded on first use.
 
-They import no strategy, so all of them work with every strategy.
+They import no strategy. All of them work with every strategy, except where a docstring says so.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from trainkit.lazy import lazily
 if TYPE_CHECKING:
     from trainkit.callback import Callback
     from trainkit.callbacks.early_stopping import EarlyStopping
+    from trainkit.callbacks.exponential_moving_average import EMAWeightAveraging, ExponentialMovingAverage
     from trainkit.callbacks.gradient_clipping import GradientClipping
     from trainkit.callbacks.lambda_callback import LambdaCallback
     from trainkit.callbacks.learning_rate_monitor import LearningRateMonitor
@@ -28,12 +29,16 @@ if TYPE_CHECKING:
     from trainkit.callbacks.prediction_writer import PredictionWriter
     from trainkit.callbacks.progress_bar import TQDMProgressBar
     from trainkit.callbacks.recompile_monitor import RecompileMonitor
+    from trainkit.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
     from trainkit.callbacks.throughput_monitor import ThroughputMonitor
     from trainkit.callbacks.timer import Timer
+    from trainkit.callbacks.weight_averaging import WeightAveraging
 
 __all__ = [
     "Callback",
+    "EMAWeightAveraging",
     "EarlyStopping",
+    "ExponentialMovingAverage",
     "GradientClipping",
     "LambdaCallback",
     "LearningRateMonitor",
@@ -43,14 +48,18 @@ __all__ = [
     "NonFiniteGuard",
     "PredictionWriter",
     "RecompileMonitor",
+    "StochasticWeightAveraging",
     "TQDMProgressBar",
     "ThroughputMonitor",
     "Timer",
+    "WeightAveraging",
 ]
 
 _FILES = {
     "Callback": ".callback",
+    "EMAWeightAveraging": "exponential_moving_average",
     "EarlyStopping": "early_stopping",
+    "ExponentialMovingAverage": "exponential_moving_average",
     "GradientClipping": "gradient_clipping",
     "LambdaCallback": "lambda_callback",
     "LearningRateMonitor": "learning_rate_monitor",
@@ -60,9 +69,11 @@ _FILES = {
     "NonFiniteGuard": "nonfinite_guard",
     "PredictionWriter": "prediction_writer",
     "RecompileMonitor": "recompile_monitor",
+    "StochasticWeightAveraging": "stochastic_weight_averaging",
     "TQDMProgressBar": "progress_bar",
     "ThroughputMonitor": "throughput_monitor",
     "Timer": "timer",
+    "WeightAveraging": "weight_averaging",
 }
 
 __getattr__, __dir__ = lazily(globals(), _FILES)

@@ -9,9 +9,17 @@ import pytest
 from trainkit import callbacks
 
 SIGNATURES = {
+    "EMAWeightAveraging": (
+        "device=None, use_buffers=True, decay=0.999, update_every_n_steps=1, update_starting_at_step=None, "
+        "update_starting_at_epoch=None, warmup=False"
+    ),
     "EarlyStopping": (
         "monitor, min_delta=0.0, patience=3, verbose=False, mode='min', strict=True, check_finite=True, "
         "stopping_threshold=None, divergence_threshold=None, check_on_train_epoch_end=None, log_rank_zero_only=False"
+    ),
+    "ExponentialMovingAverage": (
+        "device=None, use_buffers=True, decay=0.999, update_every_n_steps=1, update_starting_at_step=None, "
+        "update_starting_at_epoch=None, warmup=False"
     ),
     "GradientClipping": "gradient_clip_val, gradient_clip_algorithm='norm', norm_type=2.0, log_norm=True",
     "LambdaCallback": "**hooks",
@@ -27,11 +35,15 @@ SIGNATURES = {
     "NonFiniteGuard": "action='raise', check=('loss', 'grad'), warn_after=3, max_consecutive=50",
     "PredictionWriter": "write_interval=None, output_dir=None, once=False",
     "RecompileMonitor": "warmup_steps=2, max_warnings=5",
+    "StochasticWeightAveraging": (
+        "swa_lrs, swa_epoch_start=0.8, annealing_epochs=10, annealing_strategy='cos', avg_fn=None, device='cpu'"
+    ),
     "TQDMProgressBar": "refresh_rate=1, process_position=0, leave=False",
     "ThroughputMonitor": (
         "window_size=100, batch_size_fn=None, length_fn=None, flops_per_batch=None, available_flops=None, measure_flops=False"
     ),
     "Timer": "duration=None, interval='step', verbose=True",
+    "WeightAveraging": "device=None, use_buffers=True, avg_fn=None, multi_avg_fn=None",
 }
 
 
