@@ -1,6 +1,6 @@
 """Callbacks for `Trainer(callbacks=[EarlyStopping("val_loss")])`. Each file is loaded on first use.
 
-They import no strategy, so all of them work with every strategy.
+They import no strategy. All of them work with every strategy, except where a docstring says so.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trainkit.callbacks.batch_size_finder import BatchSizeFinder
     from trainkit.callbacks.device_stats_monitor import DeviceStatsMonitor
     from trainkit.callbacks.early_stopping import EarlyStopping
+    from trainkit.callbacks.exponential_moving_average import EMAWeightAveraging, ExponentialMovingAverage
     from trainkit.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
     from trainkit.callbacks.gradient_clipping import GradientClipping
     from trainkit.callbacks.lambda_callback import LambdaCallback
@@ -37,8 +38,10 @@ if TYPE_CHECKING:
     from trainkit.callbacks.progress_bar import TQDMProgressBar
     from trainkit.callbacks.recompile_monitor import RecompileMonitor
     from trainkit.callbacks.spike_detection import SpikeDetection
+    from trainkit.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
     from trainkit.callbacks.throughput_monitor import ThroughputMonitor
     from trainkit.callbacks.timer import Timer
+    from trainkit.callbacks.weight_averaging import WeightAveraging
 
 __all__ = [
     "BackboneFinetuning",
@@ -46,7 +49,9 @@ __all__ = [
     "BatchSizeFinder",
     "Callback",
     "DeviceStatsMonitor",
+    "EMAWeightAveraging",
     "EarlyStopping",
+    "ExponentialMovingAverage",
     "GradientAccumulationScheduler",
     "GradientClipping",
     "LambdaCallback",
@@ -61,9 +66,11 @@ __all__ = [
     "PredictionWriter",
     "RecompileMonitor",
     "SpikeDetection",
+    "StochasticWeightAveraging",
     "TQDMProgressBar",
     "ThroughputMonitor",
     "Timer",
+    "WeightAveraging",
 ]
 
 _FILES = {
@@ -72,7 +79,9 @@ _FILES = {
     "BatchSizeFinder": "batch_size_finder",
     "Callback": ".callback",
     "DeviceStatsMonitor": "device_stats_monitor",
+    "EMAWeightAveraging": "exponential_moving_average",
     "EarlyStopping": "early_stopping",
+    "ExponentialMovingAverage": "exponential_moving_average",
     "GradientAccumulationScheduler": "gradient_accumulation_scheduler",
     "GradientClipping": "gradient_clipping",
     "LambdaCallback": "lambda_callback",
@@ -87,9 +96,11 @@ _FILES = {
     "PredictionWriter": "prediction_writer",
     "RecompileMonitor": "recompile_monitor",
     "SpikeDetection": "spike_detection",
+    "StochasticWeightAveraging": "stochastic_weight_averaging",
     "TQDMProgressBar": "progress_bar",
     "ThroughputMonitor": "throughput_monitor",
     "Timer": "timer",
+    "WeightAveraging": "weight_averaging",
 }
 
 __getattr__, __dir__ = lazily(globals(), _FILES)

@@ -19,11 +19,19 @@ SIGNATURES = {
         "should_align=True, initial_denom_lr=10.0, train_bn=True, verbose=False, rounding=12"
     ),
     "BaseFinetuning": "",
+    "EMAWeightAveraging": (
+        "device=None, use_buffers=True, decay=0.999, update_every_n_steps=1, update_starting_at_step=None, "
+        "update_starting_at_epoch=None, warmup=False"
+    ),
     "EarlyStopping": (
         "monitor, min_delta=0.0, patience=3, verbose=False, mode='min', strict=True, check_finite=True, "
         "stopping_threshold=None, divergence_threshold=None, check_on_train_epoch_end=None, log_rank_zero_only=False"
     ),
     "GradientAccumulationScheduler": "scheduling",
+    "ExponentialMovingAverage": (
+        "device=None, use_buffers=True, decay=0.999, update_every_n_steps=1, update_starting_at_step=None, "
+        "update_starting_at_epoch=None, warmup=False"
+    ),
     "GradientClipping": "gradient_clip_val, gradient_clip_algorithm='norm', norm_type=2.0, log_norm=True",
     "LambdaCallback": "**hooks",
     "LearningRateFinder": (
@@ -49,11 +57,15 @@ SIGNATURES = {
     "PredictionWriter": "write_interval=None, output_dir=None, once=False",
     "RecompileMonitor": "warmup_steps=2, max_warnings=5",
     "SpikeDetection": ("mode='min', window=10, warmup=1, atol=None, rtol=2.0, exclude_batches_path=None, finite_only=True"),
+    "StochasticWeightAveraging": (
+        "swa_lrs, swa_epoch_start=0.8, annealing_epochs=10, annealing_strategy='cos', avg_fn=None, device='cpu'"
+    ),
     "TQDMProgressBar": "refresh_rate=1, process_position=0, leave=False",
     "ThroughputMonitor": (
         "window_size=100, batch_size_fn=None, length_fn=None, flops_per_batch=None, available_flops=None, measure_flops=False"
     ),
     "Timer": "duration=None, interval='step', verbose=True",
+    "WeightAveraging": "device=None, use_buffers=True, avg_fn=None, multi_avg_fn=None",
 }
 
 

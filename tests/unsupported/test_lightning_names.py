@@ -22,7 +22,6 @@ PENDING: set[str] = {
     "ArgsType",
     "BasePredictionWriter",
     "Checkpoint",
-    "EMAWeightAveraging",
     "LRSchedulerCallable",
     "LRSchedulerTypeUnion",
     "LightningArgumentParser",
@@ -39,11 +38,9 @@ PENDING: set[str] = {
     "RunningStage",
     "SaveConfigCallback",
     "SimpleProfiler",
-    "StochasticWeightAveraging",
     "TrainerFn",
     "TrainerState",
     "TrainerStatus",
-    "WeightAveraging",
     "instantiate_class",
 }
 # The same for attributes of a Trainer, except that those that are there may stay.

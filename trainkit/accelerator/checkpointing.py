@@ -35,7 +35,7 @@ from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.optim.prepared_scheduler import PreparedScheduler
 from trainkit.paths import local_path
 from trainkit.state.model import has_adapters
-from trainkit.state.parts import Parts, SaveMode, about, capture, moved, restore
+from trainkit.state.parts import Parts, SaveMode, about, capture, moved, restore, with_trained_weights
 from trainkit.state.plug_ins import drafted
 from trainkit.strategy import Strategy
 
@@ -312,7 +312,8 @@ class Checkpointing:
         positions = (state.get("loaders") or []) if "loaders" in wanted else []
         loaders = list(zip(self._prepared.loaders, positions, strict=False))
         starts = [loader.start_of(position) if resumes else None for loader, position in loaders]
-        restore(self._parts(), loaded.tensors, state, manifest.aliases, wanted=wanted, what=str(path), strict=strict, keep=True)
+        tensors = with_trained_weights(loaded.tensors, loaded.tensors.get("model", {}), state.get("user", {}))
+        restore(self._parts(), tensors, state, manifest.aliases, wanted=wanted, what=str(path), strict=strict, keep=True)
         if "loaders" in wanted:
             if positions and loop.seed != manifest.seed:
                 warn(

@@ -26,6 +26,7 @@ from trainkit.state.scheduler import capture_scheduler, check_scheduler, restore
 from trainkit.strategy import Strategy
 
 __all__ = [
+    "TRAINED_WEIGHTS",
     "Captured",
     "Parts",
     "SaveMode",
@@ -38,9 +39,14 @@ __all__ = [
     "moved",
     "restore",
     "shown",
+    "with_trained_weights",
 ]
 
 SaveMode = Literal["all", "trainable"]
+
+TRAINED_WEIGHTS = "current_model_state"
+"""The key under which a callback stores trained weights if it gives the model of a checkpoint others: those for inference."""
+
 _PLAIN = Strategy(device="cpu")  # has no state
 _ORDER = ("model", "optimizer", "scheduler", "scaler", "loop", "callbacks", "loggers", "loaders", "registered")
 # A scheduler needs its optimizer: many compute the next learning rate from the current one, which is in its groups.
@@ -100,6 +106,20 @@ def shown(epoch: int, step: int, model: Mapping[str, Tensor], state: Mapping[str
         "hyper_parameters": state.get("hyper_parameters", {}),
         **state.get("user", {}),
     }
+
+
+def with_trained_weights(
+    tensors: Mapping[str, Mapping[str, Tensor]], saved: Mapping[str, Tensor], added: Mapping[str, Any]
+) -> dict[str, Mapping[str, Tensor]]:
+    """The tensors to continue training with, also if the callback that gave the model of the checkpoint others is gone.
+
+    Args:
+        tensors: stem of the file name → name → tensor.
+        saved: the saved model; what a hook has changed since is kept.
+        added: what `on_save_checkpoint` added to the checkpoint.
+    """
+    trained, model = added.get(TRAINED_WEIGHTS, {}), tensors.get("model", {})
+    return {**tensors, "model": {n: trained.get(n, value) if value is saved.get(n) else value for n, value in model.items()}}
 
 
 def about(

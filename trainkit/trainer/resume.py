@@ -18,7 +18,7 @@ from trainkit.errors import CheckpointError, ConfigurationError, UnknownNameErro
 from trainkit.module.data_module import DataModule
 from trainkit.paths import local_path
 from trainkit.rng import KEY_VERSION
-from trainkit.state.parts import Parts, check_names, moved, restore, shown
+from trainkit.state.parts import Parts, check_names, moved, restore, shown, with_trained_weights
 from trainkit.trainer.find_checkpoint import WORDS, Enter, FoundCheckpoint, Searcher, find_checkpoint, newest_of
 from trainkit.trainer.run_folder import Places, checkpoint_places, folder_of_run
 from trainkit.trainer.run_state import parts_of, restore_loop, restore_run
@@ -280,7 +280,7 @@ def restore_fit(run: Run, plan: FitPlan, wanted: set[str], overrides: Mapping[st
     if "loop" in wanted:
         restore_loop(run, plan, state["loop"])
     seen = _run_load_hooks(run, loaded)
-    tensors = {**loaded.tensors, "model": seen["state_dict"]}
+    tensors = with_trained_weights({**loaded.tensors, "model": seen["state_dict"]}, loaded.tensors["model"], seen)
     parts = parts_of(run)
     aliases, what = loaded.manifest.aliases, str(found.path)
     strict = strict and run.module.strict_loading

@@ -1,0 +1,231 @@
+"""`AveragedWeights`: what callbacks have in common that keep a second, averaged set of the module's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from trainkit.callback import Callback
+from trainkit.errors import ConfigurationError
+from trainkit.optim.parameter_names import cleaned
+from trainkit.state.parts import TRAINED_WEIGHTS
+from trainkit.tagged_json.tensors import is_sharded_tensor
+
+if TYPE_CHECKING:
+    from trainkit.module.train_module import TrainModule
+    from trainkit.trainer.trainer import Trainer
+
+__all__ = ["AveragedWeights"]
+
+
+class AveragedWeights(Callback):
+    """Keeps an average of a module's weights, shows it in the module for a while, and saves both in one checkpoint.
+
+    While the module shows the average, the trained weights are kept here. In-place copies move the values, so the optimizer,
+    DDP's buckets, ZeRO's flat buffers and compiled graphs still see the same memory.
+
+    Args:
+        device: Where the average is kept; `None`: where the module is.
+        use_buffers: Average the buffers too.
+    """
+
+    def __init__(self, device: torch.device | str | int | None, use_buffers: bool) -> None:
+        super().__init__()
+        self.device = None if device is None else torch.device(device)
+        self.use_buffers = use_buffers
+        self._forget()
+
+    def _forget(self) -> None:
+        """Return to the state before the first average."""
+        self._average: dict[str, Tensor] = {}  # by clean name
+        self._trained: dict[str, Tensor] | None = None  # while the module shows the average
+        self._found: dict[str, Tensor] = {}  # averages in a checkpoint that is being restored
+        self._parameters: dict[str, nn.Parameter] = {}  # by clean name
+        self._buffers: dict[str, tuple[nn.Module, str]] = {}  # clean name → owner and attribute: a buffer may be replaced
+        self._converted = (0, False)  # number of averages, and whether any has another device or dtype than its parameter
+        self._restored = False
+        self._borrowed = False  # the module shows the average only until the validation ends
+        self._owner: TrainModule | None = None
+
+    # ------------------------------------------------------------------------------------------------------------- set-up
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        name = type(self).__name__
+        if trainer.strategy.shards_parameters:
+            raise ConfigurationError(
+                f"{name} averages whole parameters, but {trainer.strategy!r} shards them. Use a strategy that keeps them whole "
+                "on each device: Trainer(strategy='zero2') or Trainer(strategy='ddp')"
+            )
+        if len([one for one in trainer.callbacks if isinstance(one, AveragedWeights)]) > 1:
+            raise ConfigurationError(
+                f"{name}: two callbacks average the weights, but the module can show only one average. Keep one of them: "
+                f"Trainer(callbacks=[{name}(...)])"
+            )
+        self._forget()
+        self._owner = module
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._found = {}
+        self._parameters, self._buffers = _averaged_places(module, self.use_buffers)
+        self._average = {n: value for n, value in self._average.items() if n in self._parameters or n in self._buffers}
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        self._end_validation()
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._end_validation()  # a signal or an error ended it
+
+    # ---------------------------------------------------------------------------------------- the average in the module
+
+    def _begin_validation(self) -> None:
+        """Show the average until `_end_validation`."""
+        if self._average and self._trained is None:
+            self._show()
+            self._borrowed = True
+
+    def _end_validation(self) -> None:
+        if self._borrowed:
+            self._hide()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _show(self) -> None:
+        """Copy the average into the module, and keep the trained values."""
+        self._trained = {}
+        for name, average in self._average.items():
+            value = self._value(name)
+            self._trained[name] = value.detach().to(average.device, copy=True)
+            value.copy_(average)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _hide(self) -> None:
+        """Copy the trained values back into the module."""
+        trained, self._trained, self._borrowed = self._trained or {}, None, False
+        for name, value in trained.items():
+            self._value(name).copy_(value)
+
+    def _value(self, name: str) -> Tensor:
+        """The parameter or buffer of this name, as the module has it now."""
+        if name in self._parameters:
+            return self._parameters[name]
+        value: Tensor = getattr(*self._buffers[name])
+        return value
+
+    # ------------------------------------------------------------------------------------------------------- averaging
+
+    @torch.no_grad()
+    def _accumulate(self) -> None:
+        """Average the current values: a name that has no average yet gets a copy of its value."""
+        assert self._trained is None, "the module shows the average"
+        known, averages, values = self._average, list[Tensor](), list[Tensor]()
+        for name, parameter in self._parameters.items():
+            if name in known:
+                averages.append(known[name])
+                values.append(parameter)
+            elif parameter.requires_grad:
+                known[name] = _copy(parameter, self.device or parameter.device)
+        if self._converts():
+            values = [value.to(average.device, average.dtype) for average, value in zip(averages, values, strict=True)]
+        first_buffer = len(averages)
+        for name in self._buffers:
+            value = self._value(name)
+            if name in known:
+                averages.append(known[name])
+                values.append(value.to(known[name].device, known[name].dtype))
+            else:
+                known[name] = _copy(value, self.device or value.device)
+        if averages:
+            self._merge(averages, values)
+        for average, value in zip(averages[first_buffer:], values[first_buffer:], strict=True):
+            # masks contain infinities, whose difference is not a number
+            average.copy_(torch.where(average.isnan(), value, average))
+
+    def _converts(self) -> bool:
+        """Whether a parameter must be converted to the device and dtype of its average; determined again for new averages."""
+        count, converts = self._converted
+        if count != len(self._average):
+            pairs = [(self._average[name], value) for name, value in self._parameters.items() if name in self._average]
+            converts = any(value.device != average.device or value.dtype != average.dtype for average, value in pairs)
+            self._converted = len(self._average), converts
+        return converts
+
+    def _merge(self, averages: list[Tensor], values: list[Tensor]) -> None:
+        """Change the averages in place."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------------------ checkpoints
+
+    def _average_is_for_inference(self) -> bool:
+        """Whether a checkpoint of this moment has the average as the weights of the model."""
+        return bool(self._average)
+
+    def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        if module is not self._owner or not self._average_is_for_inference():
+            return
+        shown, trained = dict(checkpoint["state_dict"]), {}
+        for name, average in self._average.items():
+            if name not in shown:
+                continue
+            stored, shown[name] = shown[name], average
+            if is_sharded_tensor(stored):  # a master weight, which showing the average has not changed
+                whole = stored.collect(0)
+                if whole is not None:
+                    trained[name] = whole.cpu()
+            else:
+                trained[name] = stored if self._trained is None else self._trained[name]
+        checkpoint["state_dict"] = shown
+        if checkpoint["callbacks"]:  # it is not a checkpoint of weights only
+            checkpoint[TRAINED_WEIGHTS] = trained
+
+    def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.stage != "fit":
+            self._forget()  # the weights that are loaded now stay in the module
+            return
+        shown, averaged = checkpoint["state_dict"], checkpoint.get(TRAINED_WEIGHTS, ())
+        self._found = {name: shown[name] for name in averaged if name in shown}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._restored = True
+        self._take(self._found)
+
+    def _take(self, averages: Mapping[str, Tensor]) -> None:
+        """Use the averages of a checkpoint."""
+        assert self._owner is not None
+        device = self.device or self._owner.device
+        self._average = {name: value.detach().to(device, copy=True) for name, value in averages.items()}
+
+
+def _averaged_places(module: nn.Module, buffers: bool) -> tuple[dict[str, nn.Parameter], dict[str, tuple[nn.Module, str]]]:
+    """The floating-point parameters and buffers that a checkpoint stores, by clean name; see `AveragedWeights._forget`."""
+    saved, seen, found = module.state_dict(), set(), {}
+    for prefix, owner in module.named_modules():
+        named: list[tuple[str, Tensor]] = [*owner.named_parameters(recurse=False)]
+        if buffers:
+            named += owner.named_buffers(recurse=False)
+        for attribute, value in named:
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            numeric = value.is_floating_point() or value.is_complex()
+            if numeric and name in saved and id(value) not in seen and not is_lazy(value):
+                seen.add(id(value))  # a tied parameter has several names
+                found[name] = owner, attribute, value
+    parameters, places = {}, {}
+    for raw, name in cleaned(module, found).items():
+        owner, attribute, value = found[raw]
+        if isinstance(value, nn.Parameter):
+            parameters[name] = value
+        else:
+            places[name] = owner, attribute
+    return parameters, places
+
+
+def _copy(value: Tensor, device: torch.device) -> Tensor:
+    """A copy with at least 32 bits: steps of an average are too small for 16 bits."""
+    narrow = value.is_floating_point() and value.element_size() < 4
+    return value.detach().to(device, torch.float32 if narrow else value.dtype, copy=True)
