@@ -20,7 +20,7 @@ PLOT = ["matplotlib"]
 REPORT = ["bokeh>=3.8"]  # charts that read the variables of a style sheet, for dark mode
 MLFLOW = ["mlflow-skinny", "sqlalchemy", "alembic", "pillow"]  # what a run in a database needs; `mlflow ui` needs all of mlflow
 COMET = ["comet_ml", "pillow"]
-CLI = ["jsonargparse[signatures]>=4.41"]  # TrainkitCLI
+CLI = ["jsonargparse[signatures]>=4.53"]  # TrainkitCLI
 RICH = ["rich>=13"]  # RichProgressBar, RichModelSummary
 
 # A placeholder until the project has a public home. To change it, search the tree for OWNER: a test holds that mkdocs.yml,

@@ -22,6 +22,12 @@ _FUNCTIONS = ("notebook_launcher", "seed_everything", "skip_first_batches", "loa
 # What is public, but has no docstring of its own.
 _CONSTANTS = {
     "__version__": "The version of trainkit, such as `0.1.0`.",
+    "ArgsType": "What `TrainkitCLI(args=…)` accepts, as an annotation.",
+    "LRSchedulerCallable": "An argument that creates a scheduler from the optimizer, as an annotation.",
+    "LightningArgumentParser": "Another name of `TrainkitArgumentParser`.",
+    "LightningCLI": "Another name of `TrainkitCLI`.",
+    "LRSchedulerTypeUnion": "A scheduler, as an annotation.",
+    "OptimizerCallable": "An argument of a module that creates an optimizer from the parameters, as an annotation.",
     "errors": "The module of all exceptions: [errors and exit codes](errors.md).",
     "LightningDataModule": "Lightning's name of [`DataModule`](module.md).",
     "LightningModule": "Lightning's name of [`TrainModule`](module.md).",

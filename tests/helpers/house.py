@@ -29,6 +29,8 @@ OPTIONAL_ROOMS = (
     *("trainkit.callbacks", "trainkit.cli", "trainkit.launch", "trainkit.loggers", "trainkit.strategies"),
     "trainkit.tuner",
 )
+# Package of trainkit, loaded on first use → the optional packages that its modules may import at the top.
+NEEDS = {"trainkit.cli.for_scripts": ("docstring_parser", "jsonargparse")}
 # Modules of torch that import an optional package.
 LOADS_OPTIONAL = {"torch.utils.tensorboard": "tensorboard"}
 
@@ -278,7 +280,8 @@ def _wrong_package(module: str, item: Import) -> str:
         return ""
     if not any(under(module, room) for room in OPTIONAL_ROOMS):
         return f"imports {root}, which is optional; that is for {', '.join(OPTIONAL_ROOMS)}"
-    return "" if item.place != "module" else f"imports {root} when it is imported; do it inside the function"
+    needed = any(under(module, package) and root in packages for package, packages in NEEDS.items())
+    return "" if needed or item.place != "module" else f"imports {root} when it is imported; do it inside the function"
 
 
 def _imports_by_string(source: Source, room: str) -> list[str]:

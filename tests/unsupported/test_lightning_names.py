@@ -19,29 +19,20 @@ from trainkit.unsupported.lightning_names import ABSENT, MEMBERS, MODULES, OTHER
 # Names that the tables already call the same, though their classes are not in trainkit yet. A name that is there must go.
 PENDING: set[str] = {
     "AdvancedProfiler",
-    "ArgsType",
     "BasePredictionWriter",
     "Checkpoint",
-    "LRSchedulerCallable",
-    "LRSchedulerTypeUnion",
-    "LightningArgumentParser",
-    "LightningCLI",
     "OnExceptionCheckpoint",
-    "OptimizerCallable",
     "PassThroughProfiler",
     "Profiler",
     "ProgressBar",
     "PyTorchProfiler",
-    "ReduceLROnPlateau",
     "RichModelSummary",
     "RichProgressBar",
     "RunningStage",
-    "SaveConfigCallback",
     "SimpleProfiler",
     "TrainerFn",
     "TrainerState",
     "TrainerStatus",
-    "instantiate_class",
 }
 # The same for attributes of a Trainer, except that those that are there may stay.
 PENDING_MEMBERS: set[str] = {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Container, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -16,6 +17,7 @@ from trainkit.errors import CheckpointError, UnknownNameError, nearest
 from trainkit.module.data_module import DataModule
 from trainkit.module.hparams import HyperParameters
 from trainkit.precision import Precision
+from trainkit.registry import load
 from trainkit.state.parts import Parts, model_stems, restore, shown
 from trainkit.unsupported import advice, refuse_unknown
 
@@ -23,6 +25,9 @@ __all__ = ["build_data_module", "build_from_checkpoint"]
 
 D = TypeVar("D", bound=DataModule)
 T = TypeVar("T", bound=torch.nn.Module)
+
+# Needs jsonargparse, and is needed only for checkpoints of TrainkitCLI.
+_FROM_CONFIG = "trainkit.cli.for_scripts.module_from_config:module_from_config"
 
 
 def build_from_checkpoint(
@@ -47,8 +52,7 @@ def build_from_checkpoint(
             f"{path} was saved by a training loop of your own, not by a Trainer. Build the module yourself and load the "
             "weights: Accelerator().load_state(path)"
         )
-    hparams, config_name = state["hyper_parameters"], state.get("hyper_parameters_name")
-    module = cls(**_arguments(cls, hparams, config_name, overrides, str(path)))
+    module = _built(cls, state, overrides, str(path))
     if (configure := getattr(module, "configure_model", None)) is not None:
         configure()
         module.__dict__["_built"] = True  # a Trainer must not build it again
@@ -84,6 +88,33 @@ def build_data_module(cls: type[D], path: str | os.PathLike[str], overrides: Map
     module = cls(**_arguments(cls, state["datamodule_hyper_parameters"], None, overrides, str(path)))
     module.load_state_dict(state["datamodule"])
     return module
+
+
+def _built(cls: type[T], state: Mapping[str, Any], overrides: Mapping[str, Any], path: str) -> T:
+    """The module with its saved arguments. If these are values of a configuration, objects among them are created."""
+    class_path = state.get("hyper_parameters_class")
+    if class_path is None:
+        return cls(**_module_arguments(cls, state, overrides, path))
+    kind = _saved_class(cls, class_path, path)
+    return cast(T, load(_FROM_CONFIG)(kind, class_path, _module_arguments(kind, state, overrides, path), path))
+
+
+def _saved_class(cls: type[T], class_path: str, path: str) -> type[T]:
+    """The class of the module that was saved: `cls` or a subclass. Nothing is imported, since a checkpoint is no code."""
+    module, _, name = class_path.rpartition(".")
+    saved = getattr(sys.modules.get(module), name, None)
+    if isinstance(saved, type) and issubclass(saved, cls):
+        return saved
+    if name in (one.__name__ for one in cls.__mro__):  # of a script that ran as __main__, or cls is a subclass of it
+        return cls
+    raise CheckpointError(
+        f"{path} is of the class {class_path}, which is not imported or is not a {cls.__name__}. Import it before, or call "
+        f"load_from_checkpoint of that class: {name}.load_from_checkpoint(path)"
+    )
+
+
+def _module_arguments(cls: type, state: Mapping[str, Any], overrides: Mapping[str, Any], path: str) -> dict[str, Any]:
+    return _arguments(cls, state["hyper_parameters"], state.get("hyper_parameters_name"), overrides, path)
 
 
 def _arguments(

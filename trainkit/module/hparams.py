@@ -6,19 +6,50 @@ import copy
 import inspect
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 from trainkit.tagged_json.omegaconf import is_omegaconf, plain_container
 
-__all__ = ["AttributeDict", "HyperParameters", "HyperParametersMixin"]
+__all__ = ["AttributeDict", "HyperParameters", "HyperParametersMixin", "configured"]
 
 _DEPTH = 32  # a deeper structure contains itself
+
+
+class _Configuration(NamedTuple):
+    """What an object is created from: its class, the path of the class, and the arguments as in a configuration file."""
+
+    kind: type
+    class_path: str
+    values: Mapping[str, Any]
+
+
+_configuration: ContextVar[_Configuration | None] = ContextVar("configuration", default=None)
+
+
+@contextmanager
+def configured(kind: type, class_path: str, values: Mapping[str, Any]) -> Iterator[None]:
+    """Within it, `save_hyperparameters` of an object of a class saves these values instead of the arguments of `__init__`.
+
+    An argument that is an object, which a checkpoint cannot store, is a class path and its arguments in a configuration.
+
+    Args:
+        kind: The class.
+        class_path: From which module it is imported.
+        values: The arguments of `__init__`, plain values.
+    """
+    token = _configuration.set(_Configuration(kind, class_path, values))
+    try:
+        yield
+    finally:
+        _configuration.reset(token)
 
 
 class HyperParameters(dict[str, Any]):
@@ -44,6 +75,7 @@ class HyperParametersMixin:
     _hparams: HyperParameters | None = None
     _hparams_initial: HyperParameters | None = None
     _hparams_name: str | None = None  # the argument that contains all of them
+    _hparams_class: str | None = None  # the class path, if they are values of a configuration
     _log_hyperparams: bool = True
 
     @property
@@ -88,7 +120,12 @@ class HyperParametersMixin:
             collected = _as_mapping(args[0])
             object.__setattr__(self, "_hparams_name", _name_of(args[0], caller))
         else:
-            collected = _arguments(self, caller)
+            configuration = _configuration.get()
+            if configuration is not None and type(self) is configuration.kind:
+                collected = _copied(dict(configuration.values))
+                object.__setattr__(self, "_hparams_class", configuration.class_path)
+            else:
+                collected = _arguments(self, caller)
             collected = {name: _named(name, collected) for name in args} if args else collected
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         self.hparams.update(collected)

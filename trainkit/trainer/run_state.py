@@ -36,6 +36,8 @@ def capture_run(run: Run, loader: PreparedLoader | None) -> dict[str, Any]:
         "hyper_parameters_name": getattr(module, "_hparams_name", None),
         "module": f"{type(module).__module__}.{type(module).__qualname__}",
     }
+    if (configured := getattr(module, "_hparams_class", None)) is not None:
+        state["hyper_parameters_class"] = configured
     if loader is None:
         return state
     start = run.progress.validation_start

@@ -1,0 +1,93 @@
+"""`SaveConfigCallback`: the configuration is in the folder of the run, and another run's is not replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helpers.runs.command_lines import command_line, config_files
+from helpers.runs.tiny import tiny_loader
+
+from trainkit.cli import SaveConfigCallback, TrainkitCLI
+from trainkit.errors import ConfigurationError
+
+PLACE = "--trainer.default_root_dir=runs"
+BARE = ("--trainer.logger=false", "--trainer.enable_checkpointing=false", PLACE)
+
+
+def fit(*arguments: str, **options: Any) -> TrainkitCLI:
+    return command_line("fit", "--trainer.max_steps=2", "--trainer.log_every_n_steps=1", *arguments, **options)
+
+
+@pytest.mark.slow
+def test_the_saved_file_starts_the_same_run() -> None:
+    first = fit("--model.dropout=0.3", PLACE)
+    (path,) = Path("runs").rglob("config.yaml")
+    assert path.absolute().parent == Path(first.trainer.checkpoint_callback.dirpath).parent
+    assert path.read_text().startswith("# trainkit==")
+    assert yaml.safe_load(path.read_text())["trainer"]["max_epochs"] is None
+    again = command_line("fit", f"--config={path}", quiet=False)
+    assert again.model.hparams == first.model.hparams
+    assert again.trainer.callback_metrics == first.trainer.callback_metrics
+    assert config_files("runs") == ["config.yaml", "config.yaml"], "each run has its own"
+
+
+def test_a_resumed_run_keeps_the_first_file() -> None:
+    fit(PLACE)
+    fit(PLACE, "--ckpt_path=auto")
+    assert config_files() == ["config.yaml"], "only ckpt_path differs"
+    fit(PLACE, "--ckpt_path=auto", "--trainer.max_steps=3")
+    assert config_files() == ["config-from-step-00000002.yaml", "config.yaml"]
+    steps = {path.name: yaml.safe_load(path.read_text())["trainer"]["max_steps"] for path in Path("runs").rglob("config*.yaml")}
+    assert steps == {"config.yaml": 2, "config-from-step-00000002.yaml": 3}
+
+
+def test_the_file_of_another_run_is_not_replaced() -> None:
+    fit(*BARE)
+    fit(*BARE)  # the same configuration
+    with pytest.raises(ConfigurationError, match=r"config.yaml is the configuration of another run.*overwrite"):
+        fit(*BARE, "--data.samples=8")
+    fit(*BARE, "--data.samples=8", save_config_kwargs={"overwrite": True, "config_filename": "config-of-fit.yaml"})
+    fit(*BARE, "--data.samples=12", save_config_kwargs={"overwrite": True, "config_filename": "config-of-fit.yaml"})
+    assert config_files() == ["config-of-fit.yaml", "config.yaml"]
+    assert yaml.safe_load(Path("runs/config-of-fit.yaml").read_text())["data"]["samples"] == 12
+
+
+@pytest.mark.slow
+def test_evaluations() -> None:
+    fit(PLACE)
+    newest = next(Path("runs").rglob("step-*"))
+    evaluation = ("test", PLACE, f"--ckpt_path={newest}")
+    command_line(*evaluation, "--trainer.logger=false")
+    assert config_files() == ["config.yaml"], "an evaluation without a folder has no file"
+    command_line(*evaluation)
+    assert config_files() == ["config.yaml", "config.yaml"]
+
+
+@pytest.mark.slow
+def test_several_files() -> None:
+    """`multifile` writes what was read from a file of its own to a file again."""
+    Path("model.yaml").write_text(yaml.dump({"dropout": 0.3}))
+    fit(PLACE, "--model=model.yaml", save_config_kwargs={"multifile": True})
+    folder = next(Path("runs").rglob("config.yaml")).parent
+    assert yaml.safe_load((folder / "config.yaml").read_text())["model"] == "model.yaml"
+    assert yaml.safe_load((folder / "model.yaml").read_text())["dropout"] == 0.3
+
+
+class Elsewhere(SaveConfigCallback):
+    """Notes what it saves."""
+
+    def save_config(self, trainer: Any, module: Any, stage: str) -> None:
+        with Path("elsewhere.txt").open("a") as file:
+            file.write(f"{stage} {yaml.safe_load(self.parser.dump(self.config))['data']['batch_size']}\n")
+
+
+def test_save_config_is_called_once() -> None:
+    cli = fit(PLACE, save_config_callback=Elsewhere, save_config_kwargs={"save_to_log_dir": False})
+    assert config_files() == []
+    cli.trainer.validate(cli.model, tiny_loader(), verbose=False)
+    assert Path("elsewhere.txt").read_text() == "fit 4\n"
+    with pytest.raises(ConfigurationError, match="saves nothing.*save_config_callback=None"):
+        fit(PLACE, save_config_kwargs={"save_to_log_dir": False})

@@ -1,0 +1,395 @@
+"""`TrainkitCLI`: a command line for a module and its data."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from jsonargparse import Namespace
+from jsonargparse.typing import class_from_function
+
+from trainkit._version import __version__
+from trainkit.callback import Callback
+from trainkit.cli.for_scripts.argument_parser import AUTOMATIC, TrainkitArgumentParser
+from trainkit.cli.for_scripts.checkpoint_defaults import checkpoint_defaults
+from trainkit.cli.for_scripts.config_context import ConfigContext
+from trainkit.cli.for_scripts.optimizer_arguments import ReduceLROnPlateau, instantiate_class, with_class_path
+from trainkit.cli.for_scripts.save_config import SaveConfigCallback
+from trainkit.console import warn
+from trainkit.errors import ConfigurationError
+from trainkit.module.data_module import DataModule
+from trainkit.module.overridable_hooks import is_overridden
+from trainkit.module.train_module import TrainModule
+from trainkit.rng import seed_everything
+from trainkit.trainer.trainer import Trainer
+
+__all__ = ["ArgsType", "LightningCLI", "TrainkitCLI"]
+
+ArgsType = list[str] | dict[str, Any] | Namespace | None
+"""What `TrainkitCLI(args=…)` accepts."""
+
+
+_USAGE = "%(prog)s [options]"  # instead of a page of options
+
+
+class TrainkitCLI:
+    """A command line for your module: the arguments of its `__init__`, of its data module and of `Trainer`, by their types.
+
+    The subcommands `fit`, `validate`, `test` and `predict` create the data module, the module and the Trainer, and call its
+    method. Values come from defaults, configuration files (`--config`), environment variables and the command line; the later
+    ones win. The name and the arguments are those of Lightning's `LightningCLI`, which is the same class here.
+
+    It needs the package jsonargparse: `pip install 'trainkit-torch[cli]'`.
+
+    Args:
+        model_class: The module's class, or a function whose return annotation is one. `None`: any subclass of `TrainModule`,
+            which the command line names: `--model=mypackage.MyModule`.
+        datamodule_class: The data module's class, or a function. `None`: optional, any subclass of `DataModule`:
+            `--data=mypackage.MyData`.
+        save_config_callback: Saves the configuration with the run; `None`: it is not saved.
+        save_config_kwargs: More arguments for it, such as `{"overwrite": True}`.
+        trainer_class: `Trainer`, a subclass, or a function.
+        trainer_defaults: Other defaults of the Trainer's arguments. Callbacks given here are always added.
+        seed_everything_default: Default of `--seed_everything`: a seed; `True`: the seed 0; `False`: do not seed.
+        parser_kwargs: Arguments of the parsers; under the name of a subcommand, of its parser:
+            `{"fit": {"default_config_files": ["fit.yaml"]}}`.
+        parser_class: The class of the parsers.
+        subclass_mode_model: Accept any subclass of `model_class`.
+        subclass_mode_data: Accept any subclass of `datamodule_class`.
+        args: Use these arguments instead of `sys.argv`: a list as on the command line, or a dict or `Namespace` as in a file.
+        run: `False`: there are no subcommands, and nothing runs. Use `cli.trainer`, `cli.model` and `cli.datamodule`.
+        auto_configure_optimizers: Add `--optimizer` and `--lr_scheduler`, which define `configure_optimizers` of the module.
+        load_from_checkpoint_support: `save_hyperparameters` saves what the configuration says, so that `load_from_checkpoint`
+            also creates arguments that are objects.
+
+    Attributes:
+        config: What was parsed.
+        config_init: The same, with objects created.
+        parser: The main parser.
+        subcommand: The name of the subcommand; `None` with `run=False`.
+        model: The module.
+        datamodule: The data module, or `None`.
+        trainer: The Trainer.
+
+    Raises:
+        SystemExit: A wrong argument, with code 2.
+        ConfigurationError: A class or an argument of this constructor is wrong.
+        MissingPackageError: jsonargparse is not installed.
+
+    Example:
+        ```python
+        if __name__ == "__main__":
+            TrainkitCLI(Classifier, Digits)
+        ```
+
+        ```bash
+        python train.py fit --model.width=64 --trainer.max_epochs=10 --optimizer=AdamW --optimizer.lr=1e-3
+        ```
+    """
+
+    def __init__(
+        self,
+        model_class: type[TrainModule] | Callable[..., TrainModule] | None = None,
+        datamodule_class: type[DataModule] | Callable[..., DataModule] | None = None,
+        save_config_callback: type[SaveConfigCallback] | None = SaveConfigCallback,
+        save_config_kwargs: dict[str, Any] | None = None,
+        trainer_class: type[Trainer] | Callable[..., Trainer] = Trainer,
+        trainer_defaults: dict[str, Any] | None = None,
+        seed_everything_default: bool | int = True,
+        parser_kwargs: dict[str, Any] | None = None,
+        parser_class: type[TrainkitArgumentParser] = TrainkitArgumentParser,
+        subclass_mode_model: bool = False,
+        subclass_mode_data: bool = False,
+        args: ArgsType = None,
+        run: bool = True,
+        auto_configure_optimizers: bool = True,
+        load_from_checkpoint_support: bool = True,
+    ) -> None:
+        self.model_class, self.datamodule_class = model_class, datamodule_class
+        self.save_config_callback, self.save_config_kwargs = save_config_callback, save_config_kwargs or {}
+        self.trainer_class, self.trainer_defaults = trainer_class, trainer_defaults or {}
+        self.seed_everything_default = seed_everything_default
+        self.parser_kwargs, self.parser_class = parser_kwargs or {}, parser_class
+        self.subclass_mode_model = model_class is None or subclass_mode_model
+        self.subclass_mode_data = datamodule_class is None or subclass_mode_data
+        self.auto_configure_optimizers = auto_configure_optimizers
+        self.load_from_checkpoint_support = load_from_checkpoint_support
+
+        names = self.subcommands()
+        of_subparsers = {name: value for name, value in self.parser_kwargs.items() if name in names}
+        of_main = {name: value for name, value in self.parser_kwargs.items() if name not in names}
+        self._subcommand_parsers: dict[str, TrainkitArgumentParser] = {}
+        self._subcommand_method_arguments: dict[str, list[str]] = {}
+        self.setup_parser(run, of_main, of_subparsers)
+        self.parse_arguments(self.parser, args)
+        self.subcommand: str | None = self.config["subcommand"] if run else None
+        self._set_seed()
+        self.before_instantiate_classes()
+        self.instantiate_classes()
+        self.after_instantiate_classes()
+        if self.subcommand is not None:
+            self._run_subcommand(self.subcommand)
+
+    # ---------------------------------------------------------------------------------------------------------- the parser
+
+    def init_parser(self, **kwargs: Any) -> TrainkitArgumentParser:
+        """Create a parser.
+
+        Args:
+            **kwargs: Arguments of the parser.
+        """
+        parser = self.parser_class(**{"dump_header": [f"trainkit=={__version__}"], **kwargs})
+        parser.add_argument("-c", "--config", action="config", help="A configuration file, YAML or JSON.")
+        return parser
+
+    def setup_parser(self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]) -> None:
+        """Create the parsers, and add all arguments.
+
+        Args:
+            add_subcommands: Add the subcommands, each with a parser of its own.
+            main_kwargs: Arguments of the main parser.
+            subparser_kwargs: Name of a subcommand → arguments of its parser.
+        """
+        self.parser = self.init_parser(**main_kwargs)
+        if not add_subcommands:
+            self.parser.usage = self.parser.usage or _USAGE
+            self._add_arguments(self.parser)
+            return
+        subparsers = self.parser.add_subcommands()
+        kind: Any = self.trainer_class if isinstance(self.trainer_class, type) else class_from_function(self.trainer_class)
+        for name, skip in self.subcommands().items():
+            method = getattr(kind, name)
+            purpose = (inspect.getdoc(method) or "").partition("\n")[0]
+            parser = self.init_parser(**{"description": purpose, "usage": _USAGE, **subparser_kwargs.get(name, {})})
+            self._add_arguments(parser)
+            self._subcommand_method_arguments[name] = parser.add_method_arguments(kind, name, skip=set(skip))
+            self._subcommand_parsers[name] = parser
+            subparsers.add_subcommand(name, parser, help=purpose)
+
+    def add_default_arguments_to_parser(self, parser: TrainkitArgumentParser) -> None:
+        """Add the arguments that belong to no class: `--seed_everything`.
+
+        Args:
+            parser: The parser of a subcommand.
+        """
+        parser.add_argument(
+            "--seed_everything",
+            type=bool | int,
+            default=self.seed_everything_default,
+            help="Seed for seed_everything, called before anything is created. true: 0; false: do not seed.",
+        )
+
+    def add_core_arguments_to_parser(self, parser: TrainkitArgumentParser) -> None:
+        """Add the arguments of the Trainer, the module and the data module.
+
+        Args:
+            parser: The parser of a subcommand.
+        """
+        parser.add_lightning_class_args(self.trainer_class, "trainer")
+        parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items() if name != "callbacks"})
+        parser.add_lightning_class_args(self.model_class or TrainModule, "model", subclass_mode=self.subclass_mode_model)
+        required = self.datamodule_class is not None  # otherwise the module may have the loaders
+        data = self.datamodule_class or DataModule
+        parser.add_lightning_class_args(data, "data", subclass_mode=self.subclass_mode_data, required=required)
+
+    def add_arguments_to_parser(self, parser: TrainkitArgumentParser) -> None:
+        """Add arguments, link them, or set other defaults. Define it in a subclass.
+
+        Args:
+            parser: The parser of a subcommand.
+
+        Example:
+            ```python
+            class MyCLI(TrainkitCLI):
+                def add_arguments_to_parser(self, parser):
+                    parser.add_lightning_class_args(EarlyStopping, "early_stopping")
+                    parser.set_defaults({"early_stopping.monitor": "val_loss"})
+                    parser.link_arguments("data.batch_size", "model.batch_size")
+            ```
+        """
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The subcommands: the name of a method of the Trainer → its arguments that are not on the command line."""
+        evaluation = {"model", "dataloaders", "datamodule"}
+        fit = {"model", "train_dataloaders", "val_dataloaders", "datamodule"}
+        return {"fit": fit, "validate": set(evaluation), "test": set(evaluation), "predict": set(evaluation)}
+
+    def _add_arguments(self, parser: TrainkitArgumentParser) -> None:
+        self.add_default_arguments_to_parser(parser)
+        self.add_core_arguments_to_parser(parser)
+        self.add_arguments_to_parser(parser)
+        if self.auto_configure_optimizers:
+            if not parser._optimizers:
+                parser.add_optimizer_args()
+            if not parser._lr_schedulers:
+                parser.add_lr_scheduler_args()
+        self.link_optimizers_and_lr_schedulers(parser)
+
+    @staticmethod
+    def link_optimizers_and_lr_schedulers(parser: TrainkitArgumentParser) -> None:
+        """Link the optimizers and schedulers that were added with `link_to`.
+
+        Args:
+            parser: The parser of a subcommand.
+        """
+        for key, (kind, link_to) in {**parser._optimizers, **parser._lr_schedulers}.items():
+            if link_to != AUTOMATIC:
+                of_one_class = None if isinstance(kind, tuple) else partial(with_class_path, kind)
+                parser.link_arguments(key, link_to, compute_fn=of_one_class)
+
+    # --------------------------------------------------------------------------------------------------------- the values
+
+    def parse_arguments(self, parser: TrainkitArgumentParser, args: ArgsType) -> None:
+        """Parse the arguments into `self.config`.
+
+        If `ckpt_path` is the path of a checkpoint, its hyper-parameters are the defaults of the module's arguments, so that
+        they need not be given again. Arguments that are given win, unlike in Lightning.
+
+        Args:
+            parser: The main parser.
+            args: The argument of the constructor.
+        """
+        if args is not None and len(sys.argv) > 1:
+            warn(
+                f"args={args!r} is used, and the command line {sys.argv[1:]} is not. Expected one of them: call "
+                f"{type(self).__name__} without args in a script."
+            )
+        given = sys.argv[1:] if args is None else args
+        parse: Any = parser.parse_args if isinstance(given, Sequence) else parser.parse_object
+        if isinstance(given, Sequence) and given and given[0] in self._subcommand_parsers:
+            checkpoint_defaults(self._subcommand_parsers[given[0]], given, self.subclass_mode_model)
+        self.config = parse(given)
+
+    def _set_seed(self) -> None:
+        seed = self._get(self.config, "seed_everything", default=False)
+        if seed is False:
+            return
+        seed = seed_everything(0 if seed is True else seed)  # the same in each process, and when the command is run again
+        (self.config[self.subcommand] if self.subcommand else self.config)["seed_everything"] = seed
+
+    # -------------------------------------------------------------------------------------------------------- the objects
+
+    def before_instantiate_classes(self) -> None:
+        """Called before anything is created; `self.config` can be changed. Define it in a subclass."""
+
+    def instantiate_classes(self) -> None:
+        """Create the data module, the module and the Trainer."""
+        of_model, of_data = (ConfigContext(self, key, self.load_from_checkpoint_support) for key in ("model", "data"))
+        contexts = [
+            of_model.as_instantiator(self.model_class or TrainModule, self.subclass_mode_model),
+            of_data.as_instantiator(self.datamodule_class or DataModule, self.subclass_mode_data),
+        ]
+        self.config_init = self.parser.instantiate(self.config, instantiators=contexts)
+        self.datamodule: DataModule | None = self._get(self.config_init, "data")
+        self.model: TrainModule = self._get(self.config_init, "model")
+        self._define_configure_optimizers()
+        self.trainer = self.instantiate_trainer()
+
+    def after_instantiate_classes(self) -> None:
+        """Called when everything is created. Define it in a subclass."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Create the Trainer.
+
+        Args:
+            **kwargs: Arguments that replace the parsed ones.
+        """
+        arguments = {**self._get(self.config_init, "trainer", default={}), **kwargs}
+        parser = self._parser()
+        callbacks: list[Callback] = [self._get(self.config_init, key) for key in parser.callback_keys]
+        callbacks += _listed(self.trainer_defaults.get("callbacks"))
+        if self.save_config_callback is not None and not arguments.get("fast_dev_run", False):
+            config = self.config if self.subcommand is None else self.config[self.subcommand]
+            callbacks.append(self.save_config_callback(parser, config, **self.save_config_kwargs))
+        if "callbacks" in arguments:
+            arguments["callbacks"] = [*_listed(arguments["callbacks"]), *callbacks]
+        elif callbacks:
+            warn(f"{self.trainer_class.__qualname__} has no argument callbacks, so these are not used: {callbacks}.")
+        return self.trainer_class(**arguments)
+
+    @staticmethod
+    def configure_optimizers(lightning_module: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
+        """What `configure_optimizers` of the module returns, if `--optimizer` is given. Override it to change it.
+
+        Args:
+            lightning_module: The module.
+            optimizer: The optimizer.
+            lr_scheduler: The scheduler, or `None`.
+        """
+        if lr_scheduler is None:
+            return optimizer
+        if isinstance(lr_scheduler, ReduceLROnPlateau):
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor}}
+        return [optimizer], [lr_scheduler]
+
+    def _define_configure_optimizers(self) -> None:
+        """Define `configure_optimizers` of the module from the `"AUTOMATIC"` optimizer, if it is given."""
+        parser = self._parser()
+        optimizers = [key for key, (_, link) in parser._optimizers.items() if link == AUTOMATIC]
+        schedulers = [key for key, (_, link) in parser._lr_schedulers.items() if link == AUTOMATIC]
+        if not self.auto_configure_optimizers or not optimizers:
+            return
+        if len(optimizers) > 1 or len(schedulers) > 1:
+            raise ConfigurationError(
+                f"expected at most one optimizer and one scheduler without link_to, got {', '.join(optimizers + schedulers)}. "
+                "Link them to arguments of the module, and define its configure_optimizers: "
+                f"parser.add_optimizer_args(Adam, {optimizers[-1]!r}, link_to='model.{optimizers[-1]}_init')"
+            )
+        optimizer = self._created(parser._optimizers, optimizers[0])
+        if optimizer is None:
+            return
+        scheduler = self._created(parser._lr_schedulers, schedulers[0]) if schedulers else None
+        name = type(self.model).__name__
+        if is_overridden(self.model, "configure_optimizers", TrainModule):
+            warn(f"{name}.configure_optimizers is not used, because --{optimizers[0]} is given.")
+        configure = self.configure_optimizers
+
+        def configure_optimizers(module: TrainModule) -> Any:
+            created = instantiate_class(module.parameters(), optimizer)  # now that configure_model has run
+            return configure(module, created, None if scheduler is None else instantiate_class(created, scheduler))
+
+        object.__setattr__(self.model, "configure_optimizers", MethodType(configure_optimizers, self.model))
+
+    def _created(self, added: dict[str, tuple[Any, str]], key: str) -> dict[str, Any] | None:
+        """The class path and arguments of an optimizer or scheduler; `None` if it is not given."""
+        kind, values = added[key][0], self._get(self.config_init, key)
+        if not isinstance(kind, tuple):
+            return with_class_path(kind, values)
+        return None if values is None else dict(values.as_dict())
+
+    # ------------------------------------------------------------------------------------------------------ the subcommand
+
+    def _run_subcommand(self, name: str) -> None:
+        """Call `before_fit`, the method of the Trainer (or `self.fit`), and `after_fit`, for the subcommand `fit`."""
+        getattr(self, f"before_{name}", lambda: None)()
+        given = self._subcommand_method_arguments[name]
+        arguments = {key: value for key, value in self.config_init[name].items() if key in given}
+        if self.datamodule is not None:
+            arguments["datamodule"] = self.datamodule
+        try:
+            getattr(self, name, getattr(self.trainer, name))(model=self.model, **arguments)
+        except KeyboardInterrupt as interrupt:
+            if "ckpt_path='auto'" in str(interrupt):  # which is Python
+                interrupt.args = (f"{interrupt} On the command line: --ckpt_path=auto",)
+            raise
+        getattr(self, f"after_{name}", lambda: None)()
+
+    def _parser(self) -> TrainkitArgumentParser:
+        """The parser of the subcommand."""
+        return self.parser if self.subcommand is None else self._subcommand_parsers[self.subcommand]
+
+    def _get(self, config: Namespace, key: str, default: Any = None) -> Any:
+        """A value of the subcommand."""
+        return (config if self.subcommand is None else config[self.subcommand]).get(key, default)
+
+
+LightningCLI = TrainkitCLI
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    return [] if callbacks is None else list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
