@@ -52,7 +52,7 @@ class ModelSummary(Callback):
         if self.max_depth == 0 or not trainer.is_global_zero:
             return
         placeholders = trainer.strategy.stored_weights(module) if trainer.strategy.shards_parameters else None
-        print(summarize(module, self.max_depth, precision=trainer.precision, placeholders=placeholders), flush=True)
+        print(summarize(module, self.max_depth, precision=trainer.precision_plugin, placeholders=placeholders), flush=True)
 
 
 @dataclass

@@ -103,7 +103,7 @@ class NonFiniteGuard(Callback):
         self.consecutive_skips = int(state_dict["consecutive_skips"])
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        scaled = trainer.precision.scaler is not None
+        scaled = trainer.scaler is not None
         if scaled and "loss" not in self.check:
             raise ConfigurationError(
                 "NonFiniteGuard(check=('grad',)) has no effect with precision='16-mixed', whose loss scaler skips steps "

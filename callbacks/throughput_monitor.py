@@ -122,7 +122,7 @@ class ThroughputMonitor(Callback):
         self._peak = self.available_flops or _known_peak(trainer, device)
         if self._peak is None:
             notice(
-                f"ThroughputMonitor: the peak FLOP/s of this device ({device.type}, {trainer.precision.name}) is not "
+                f"ThroughputMonitor: the peak FLOP/s of this device ({device.type}, {trainer.precision}) is not "
                 "known, so throughput/mfu is not logged. Fix: ThroughputMonitor(available_flops=312e12)"
             )
 
@@ -240,5 +240,5 @@ def _check_positive(name: str, value: Any) -> None:
 def _known_peak(trainer: Trainer, device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
-    dtype = trainer.precision.autocast_dtype or trainer.precision.parameter_dtype
+    dtype = trainer.precision_plugin.autocast_dtype or trainer.precision_plugin.parameter_dtype
     return peak_flops(torch.cuda.get_device_name(device), dtype, tf32=torch.get_float32_matmul_precision() != "highest")

@@ -23,7 +23,6 @@ from trainkit.errors import (
     ConfigurationError,
     MissingMetricError,
     TrainkitError,
-    UnsupportedArgumentError,
 )
 from trainkit.loggers import CSVLogger, TensorBoardLogger
 
@@ -296,8 +295,7 @@ def test_loaders_side_by_side() -> None:
         trainer = pl.Trainer(**QUIET, max_epochs=1)
         trainer.fit(Pair(), pl.CombinedLoader({"a": loader(), "b": loader(16)}, mode))
         assert trainer.global_step == steps
-    with pytest.raises(UnsupportedArgumentError, match="mode='max_size'.* Use 'max_size_cycle'"):
-        pl.CombinedLoader({"a": loader()}, "max_size")
+    assert pl.CombinedLoader({"a": loader(), "b": loader(16)}).mode == "min_size"
 
 
 def test_a_frozen_backbone() -> None:

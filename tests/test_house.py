@@ -175,6 +175,8 @@ PUBLIC = {
         "OptimizerLRSchedulerConfig",
     ],
     "trainkit.tuner": ["RangeTest", "Tuner"],
+    "trainkit.profilers": ["AdvancedProfiler", "PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler"],
+    "trainkit.trainer.states": ["RunningStage", "TrainerFn", "TrainerState", "TrainerStatus"],
     "trainkit.utils": [
         "AutocastKwargs",
         "DDPCommunicationHookType",
@@ -458,6 +460,8 @@ def test_one_module_sends_objects_of_users_and_in_one_way() -> None:
     text = "import torch.distributed as dist\ndist.all_gather_object(values, value)"
     assert not house.code_in_data(example(text, "trainkit.distributed.user_objects"))
     assert house.code_in_data(example(text, "trainkit.distributed.world"))
+    both = text + "\ndist.broadcast_object_list(values, 0)"
+    assert not house.code_in_data(example(both, "trainkit.distributed.user_objects"))
     assert house.code_in_data(example(text.replace("all_gather", "gather"), "trainkit.distributed.user_objects"))
     assert not house.code_in_data(example("from trainkit.utils import gather_object\ngather_object([1])"))
 

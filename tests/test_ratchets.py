@@ -284,13 +284,17 @@ def test_the_helper_of_these_tests_turns_off_what_costs() -> None:
 
 SURFACE = """
     accelerator accumulate_grad_batches batch_idx callback_metrics callbacks check_val_every_n_epoch checkpoint_callback
-    checkpoint_callbacks current_epoch datamodule default_root_dir device early_stopping_callback estimated_stepping_batches
-    explain fast_dev_run fit global_rank global_step inference_mode is_global_zero is_last_batch lightning_module local_rank
-    log_dir log_every_n_steps logged_metrics logger loggers lr_scheduler_configs max_epochs max_steps min_epochs min_steps model
-    num_predict_batches num_sanity_val_batches num_test_batches num_training_batches num_val_batches optimizers plan precision
-    predict predict_dataloaders predicting print profiler progress_bar_callback progress_bar_metrics sample_mask
-    sanity_checking save_checkpoint seed should_log should_stop stage strategy test test_dataloaders testing train_dataloader
-    training val_dataloaders validate validating world_size
+    checkpoint_callbacks ckpt_path current_epoch datamodule default_root_dir device device_ids distributed_sampler_kwargs
+    early_stopping_callback early_stopping_callbacks enable_validation estimated_stepping_batches evaluating explain
+    fast_dev_run fit global_rank global_step gradient_clip_algorithm gradient_clip_val inference_mode init_module
+    interrupted is_global_zero is_last_batch lightning_module limit_predict_batches limit_test_batches limit_train_batches
+    limit_val_batches local_rank log_dir log_every_n_steps logged_metrics logger loggers lr_scheduler_configs max_epochs
+    max_steps min_epochs min_steps model node_rank num_devices num_nodes num_predict_batches num_sanity_val_batches
+    num_sanity_val_steps num_test_batches num_training_batches num_val_batches optimizers overfit_batches plan precision
+    precision_plugin predict predict_dataloaders predicting print profiler progress_bar_callback progress_bar_metrics
+    received_sigterm reload_dataloaders_every_n_epochs sample_mask sanity_checking save_checkpoint scaler seed should_log
+    should_stop stage state strategy test test_dataloaders testing train_dataloader training val_check_interval
+    val_dataloaders validate validating world_size
 """
 
 

@@ -58,10 +58,10 @@ def test_a_device_that_is_not_there() -> None:
 
 
 def test_the_precision_may_be_given_to_either() -> None:
-    assert make_trainer(strategy=Strategy("cpu", precision="bf16-mixed"), accelerator="auto").precision.name == "bf16-mixed"
-    assert make_trainer(strategy=Strategy("cpu"), accelerator="auto", precision="bf16-mixed").precision.name == "bf16-mixed"
+    assert make_trainer(strategy=Strategy("cpu", precision="bf16-mixed"), accelerator="auto").precision == "bf16-mixed"
+    assert make_trainer(strategy=Strategy("cpu"), accelerator="auto", precision="bf16-mixed").precision == "bf16-mixed"
     both = make_trainer(strategy=Strategy("cpu", precision=64), accelerator="auto", precision="64-true")
-    assert both.precision.name == "64-true"
+    assert both.precision == "64-true"
 
 
 @pytest.mark.parametrize("make", [Accelerator, lambda **kw: make_trainer(accelerator="auto", **kw)])
@@ -76,13 +76,13 @@ def test_a_strategy_does_not_change_under_the_trainer_that_has_it() -> None:
     first = make_trainer(strategy=shared, accelerator="auto", precision="bf16-mixed")
     with pytest.raises(ConfigurationError, match="two precisions"):
         make_trainer(strategy=shared, accelerator="auto", precision="32-true")
-    assert first.precision.name == "bf16-mixed"
+    assert first.precision == "bf16-mixed"
 
 
 def test_a_precision_object_keeps_its_options() -> None:
     chosen = Precision("16-mixed", init_scale=4.0)
     trainer = make_trainer(precision=chosen)
-    assert trainer.precision is chosen
+    assert trainer.precision_plugin is chosen
     assert chosen.scaler is not None
     assert chosen.scaler.get_scale() == 4.0
 

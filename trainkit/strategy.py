@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from trainkit.distributed.device import find_device, generators_of
 from trainkit.distributed.placement import move_module, move_state, refuse_sharded
+from trainkit.distributed.ranks import Ranks
 from trainkit.distributed.requested_devices import RequestedDevices
-from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.footprint import Contents, Footprint, unsharded
 from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
@@ -29,7 +29,7 @@ __all__ = ["Strategy"]
 _NULL = nullcontext()
 
 
-class Strategy:
+class Strategy(Ranks):
     """Where and how the computation runs. This class is one device in one process; a subclass overrides what differs.
 
     Args:
@@ -54,6 +54,8 @@ class Strategy:
         sync_batchnorm: BatchNorm computes its statistics over all processes.
         owns_backward: The backend runs the backward pass, so a module cannot override `backward`.
         world: The processes of the run.
+        lightning_module: The module of the run; `None` before the first one.
+        model: The module as the strategy has wrapped it; outside a run the module itself.
         pad_last_batch: Short batches are padded in training.
         joined: `join` has been called.
         micro_batch: The current one, of `begin_micro_batch`.
@@ -80,11 +82,12 @@ class Strategy:
     sync_batchnorm: bool = False
     owns_backward: bool = False
 
-    world: World = World()
     pad_last_batch: bool = False
     joined: bool = False
     micro_batch: MicroBatch = WHOLE_WINDOW
     broken: bool = False
+    lightning_module: Any = None
+    model: Any = None
 
     def __init__(self, device: str | torch.device = "auto", precision: Precision | str | int | None = None) -> None:
         self.device = self.resolve_device(device)
@@ -96,34 +99,14 @@ class Strategy:
         return f"{type(self).__name__}(device={str(self.device)!r}, precision={self.precision.name!r})"
 
     @property
-    def rank(self) -> int:
-        """The rank of this process."""
-        return self.world.rank
-
-    @property
-    def local_rank(self) -> int:
-        """The rank of this process on its node."""
-        return self.world.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of devices over which the data is sharded: of processes, unless a process uses several devices."""
-        return self.data_world.width
+    def precision_plugin(self) -> Precision:
+        """The precision, as `precision`."""
+        return self.precision
 
     @property
     def where(self) -> str:
         """The devices of this process, as text for messages."""
         return str(self.device)
-
-    @property
-    def data_world(self) -> World:
-        """The processes over which data is sharded and metrics are reduced; not `world` where each process reads all data."""
-        return self.world
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is the main process (rank 0), which prints, logs and writes."""
-        return self.world.is_main
 
     def join(self, wanted: RequestedDevices) -> None:
         """Join the processes of the run: from here on `world` and `device` are known.
@@ -229,6 +212,10 @@ class Strategy:
         self.precision.note_other_dtypes(module)
         move_module(module, self.device)
         return module
+
+    def connect(self, module: nn.Module, model: nn.Module | None = None) -> None:
+        """Called by the `Trainer`: this is its module, and what `prepare_module` returned for it; `None` after the run."""
+        self.lightning_module, self.model = module, module if model is None else model
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return what your own training loop calls instead of a module from `prepare_module`."""
@@ -382,19 +369,6 @@ class Strategy:
             TrainkitError: This strategy cannot train that.
         """
         return unsharded(self.name, contents)
-
-    def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:
-        """Return the tensors of all processes, stacked along a new first dimension; with one process the tensors unchanged.
-
-        Args:
-            data: A tensor, or tensors in containers; of the same shapes on all processes.
-            sync_grads: Let gradients flow back: each process gets the sum of all gradients of its tensors.
-            alike: Their shapes have been compared already.
-        """
-        return data
-
-    def barrier(self) -> None:
-        """Wait for all processes."""
 
     def teardown(self) -> None:
         """Release what `__init__` and the preparations allocated."""

@@ -348,9 +348,9 @@ class DDPStrategy(Strategy):
                 "after n micro-batches, where n is the number that every rank has: Trainer(limit_train_batches=n)"
             )
 
-    def barrier(self) -> None:
+    def barrier(self, name: str | None = None) -> None:
         """See `trainkit.Strategy.barrier`."""
-        barrier(self.world)
+        barrier(self.world, name)
 
     def teardown(self) -> None:
         """Remove the hooks from the parameters. Keeps the process groups, which may be used elsewhere."""

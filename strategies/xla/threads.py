@@ -170,6 +170,10 @@ class ThreadWorld(World):
         """See `trainkit.distributed.world.World.exchange_user_objects`."""
         return self.exchange_state(value)
 
+    def broadcast_user_object(self, value: Any, source: int = 0) -> Any:
+        """See `trainkit.distributed.world.World.broadcast_user_object`."""
+        return self.exchange_state(value)[source]
+
     def rows(self, values: Sequence[float]) -> list[list[float]]:
         """See `trainkit.distributed.world.World.rows`."""
         return [list(row) for row in self.gather("rows", [float(value) for value in values])]

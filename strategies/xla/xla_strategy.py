@@ -371,7 +371,7 @@ class XLAStrategy(Strategy):
             raise ConfigurationError("all_gather(sync_grads=True) is not supported with mode='replicas'. Use mode='spmd'.")
         return self._replicas.gathered(data)
 
-    def barrier(self) -> None:
+    def barrier(self, name: str | None = None) -> None:
         """See `trainkit.Strategy.barrier`."""
         self.world.barrier()
 

@@ -377,9 +377,9 @@ class ZeROStrategy(Strategy):
         """
         return data if self.world.size == 1 else gathered(data, self.world, self.device, sync_grads, alike)
 
-    def barrier(self) -> None:
+    def barrier(self, name: str | None = None) -> None:
         """See `trainkit.Strategy.barrier`."""
-        barrier(self.world)
+        barrier(self.world, name)
 
     def teardown(self) -> None:
         """Remove DeepSpeed from the modules. Process groups stay open, because other objects may use them."""

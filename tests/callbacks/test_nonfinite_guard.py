@@ -243,8 +243,9 @@ def test_skip_without_a_limit(trainer, module) -> None:
 @pytest.mark.parametrize("action", ["raise", "skip"])
 def test_under_a_loss_scaler_gradients_are_its_business(trainer, module, action: str) -> None:
     """With a loss scaler, the scaler handles overflows of gradients; the guard checks only the loss."""
-    trainer.precision = Precision("16-mixed")
-    trainer.precision.setup(torch.device("cpu"))
+    precision = Precision("16-mixed")
+    precision.setup(torch.device("cpu"))
+    trainer.scaler = precision.scaler
     callback = NonFiniteGuard(action)
     callback.on_train_start(trainer, module)
     update(callback, trainer, module, [1.0], INF)

@@ -268,7 +268,7 @@ def test_known_peaks(name: str, dtype: torch.dtype, tf32: bool, teraflops: float
 @pytest.mark.parametrize("precision, teraflops", [("bf16-mixed", 989.0), ("16-true", 989.0), ("32-true", 67.0)])
 def test_the_peak_is_that_of_the_runs_precision(trainer, monkeypatch, precision: str, teraflops: float) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    trainer.precision = Precision(precision)
+    trainer.precision_plugin = Precision(precision)
     assert throughput_monitor._known_peak(trainer, torch.device("cuda", 0)) == teraflops * 1e12
 
 

@@ -350,7 +350,7 @@ def test_weights_are_asked_for_on_the_cpu_before_the_transfer() -> None:
 
 def test_a_combined_batch_counts_by_all_its_samples() -> None:
     window = 2
-    loader = prepare(CombinedLoader([shuffled(8), DataLoader(Drawing(5), batch_size=3)]), window=window)
+    loader = prepare(CombinedLoader([shuffled(8), DataLoader(Drawing(5), batch_size=3)], "max_size_cycle"), window=window)
     assert [share for _, _, share in states(loader)] == [7 / 13, 6 / 13]
 
 

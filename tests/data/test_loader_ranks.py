@@ -42,7 +42,7 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "many": lambda: shuffled(61, batch_size=2),
     "two samples": lambda: shuffled(2, batch_size=1),
     "one sample": lambda: shuffled(1),
-    "combined": lambda: CombinedLoader({"a": shuffled(16), "b": shuffled(8, batch_size=2)}),
+    "combined": lambda: CombinedLoader({"a": shuffled(16), "b": shuffled(8, batch_size=2)}, "max_size_cycle"),
 }
 
 

@@ -28,7 +28,7 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "shuffled": shuffled,
     "short last": lambda: shuffled(45),
     "replacement": lambda: shuffled(shuffle=False, sampler=RandomSampler(range(46), True, 45)),
-    "combined": lambda: CombinedLoader([shuffled(46), shuffled(16, batch_size=4)]),
+    "combined": lambda: CombinedLoader([shuffled(46), shuffled(16, batch_size=4)], "max_size_cycle"),
 }
 
 

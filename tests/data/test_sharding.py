@@ -57,14 +57,16 @@ ONE_STREAM: dict[str, Callable[[], Any]] = {
     "iterator": lambda: (torch.rand(2, 1) for _ in range(5)),
     "one batch": lambda: Batches(1),
     "nothing": lambda: Batches(0),
-    "cycled": lambda: CombinedLoader({"a": streamed(5), "b": DataLoader(Drawing(26), batch_size=2, shuffle=True)}),
+    "cycled": lambda: CombinedLoader(
+        {"a": streamed(5), "b": DataLoader(Drawing(26), batch_size=2, shuffle=True)}, "max_size_cycle"
+    ),
     "shortest": lambda: CombinedLoader([streamed(), DataLoader(Drawing(13), batch_size=2, shuffle=True)], "min_size"),
     "shortest is one": lambda: CombinedLoader([DataLoader(Drawing(2), batch_size=2), streamed()], "min_size"),
     "one after the other": lambda: CombinedLoader([streamed(5), [torch.ones(1, 1)], streamed(9), streamed(4)], "sequential"),
     "batches of the user's cycled": lambda: CombinedLoader(
         [DataLoader(Drawing(6), batch_sampler=[[0, 1], [2], [3]]), DataLoader(Drawing(14), batch_size=2)]
     ),
-    "streams cycled": lambda: CombinedLoader([streamed(5), streamed(13), Batches(4)]),
+    "streams cycled": lambda: CombinedLoader([streamed(5), streamed(13), Batches(4)], "max_size_cycle"),
 }
 
 
@@ -216,7 +218,7 @@ def combined_parts(mode: str) -> Any:
     found = []
     for one in read(loader):
         pieces = [one.batch] if mode == "sequential" else one.batch
-        found.append(None if one.padding else [piece[:, 0].int().tolist() for piece in pieces])
+        found.append(None if one.padding else [piece if piece is None else piece[:, 0].int().tolist() for piece in pieces])
     return found
 
 
@@ -224,6 +226,13 @@ def combined_parts(mode: str) -> Any:
     "mode, expected",
     [
         ("min_size", [[[[0, 1], [0, 1], [0, 1]]], [[[100, 101], [2, 3], [100, 101]]]]),
+        (
+            "max_size",
+            [
+                [[[0, 1], [0, 1], [0, 1]], [[2, 3], [4, 5], None], [[4, 5], None, None]],
+                [[[100, 101], [2, 3], [100, 101]], [None, [6, 7], [102, 103]], None],
+            ],
+        ),
         (
             "sequential",
             [
@@ -269,4 +278,4 @@ def test_a_sampler_that_yields_parts_next_to_datasets() -> None:
 
 def test_the_modes_are_all_looked_at() -> None:
     """This fails if a mode is added that this file does not test."""
-    assert set(MODES) == {"min_size", "max_size_cycle", "sequential"}
+    assert set(MODES) == {"min_size", "max_size_cycle", "max_size", "sequential"}

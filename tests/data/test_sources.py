@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from trainkit import CombinedLoader
 from trainkit.data.sources import batch_size_of, evaluation_sources, training_source
-from trainkit.errors import ConfigurationError, DataError
+from trainkit.errors import DataError
 
 A, B = DataLoader(Drawing(8), batch_size=2), DataLoader(Drawing(8), batch_size=3)
 
@@ -56,7 +56,7 @@ def test_several_training_loaders_are_combined(source: Any) -> None:
     combined = training_source(source)
     assert isinstance(combined, CombinedLoader)
     assert combined.mode == "max_size_cycle"
-    assert combined.loaders is source
+    assert combined.iterables is source
 
 
 BATCHES = [
@@ -126,10 +126,15 @@ def test_an_iterable_is_one_loader() -> None:
     assert evaluation_sources(own) == [own]
 
 
-@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle"])
-def test_an_evaluation_reads_its_loaders_one_after_the_other(mode: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"not with mode='{mode}'. Pass a list of loaders"):
-        evaluation_sources(CombinedLoader([A, B], mode))
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size"])
+def test_loaders_that_an_evaluation_reads_together(mode: str) -> None:
+    combined = CombinedLoader([A, B], mode)
+    assert evaluation_sources(combined) == [combined]
+
+
+def test_training_loaders_in_nested_collections() -> None:
+    source = training_source([A, {"x": B}])
+    assert (source.flattened, source.mode) == ([A, B], "max_size_cycle")
 
 
 # ------------------------------------------------------------------------------------------------------- batch_size_of

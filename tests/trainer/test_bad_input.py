@@ -123,9 +123,9 @@ MODULES: dict[str, tuple[Callable[[], Any], type[TrainkitError], list[str]]] = {
         ["Expected: def training_step(self, batch, batch_idx)", "optimizer_idx)", "self.automatic_optimization = False"],
     ),
     "dataloader_iter": (
-        lambda: made(training_step=lambda self, dataloader_iter: None),
+        lambda: made(training_step=lambda self, dataloader_iter, batch_idx: None),
         HookError,
-        ["Mine.training_step takes dataloader_iter, which is not supported", "def training_step(self, batch, batch_idx)"],
+        ["Mine.training_step takes dataloader_iter and other arguments", "def training_step(self, dataloader_iter)"],
     ),
     "a step that takes nothing": (
         lambda: made(validation_step=lambda self: None),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit import Callback, CombinedLoader, TrainModule
-from trainkit.errors import ConfigurationError, MetricError
+from trainkit.errors import MetricError
 
 # ---------------------------------------------------------------------------------------------------------------- exact
 
@@ -206,10 +206,25 @@ def test_ways_of_giving_several(loaders: Any) -> None:
     assert trainer.num_test_batches == [2, 1]
 
 
-def test_other_modes_than_one_after_the_other_are_refused() -> None:
-    """An evaluation reads loaders one after another, so it rejects the other modes of CombinedLoader."""
-    with pytest.raises(ConfigurationError, match="one after another, not with mode='min_size'"):
-        make_trainer().test(Measuring(), CombinedLoader([tiny_loader(), tiny_loader()], mode="min_size"))
+@pytest.mark.parametrize(
+    "mode, sizes",
+    [("min_size", [8, 6]), ("max_size_cycle", [8, 6, 8]), ("max_size", [8, 6, 4]), ("sequential", [4, 4, 4, 4, 2])],
+)
+def test_loaders_that_are_read_together(mode: str, sizes: list[int]) -> None:
+    """In other modes than `sequential`, a batch is combined from all loaders, and there is one loader."""
+    seen = []
+
+    class Module(TinyModule):
+        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            parts = [batch] if mode == "sequential" else [part for part in batch.values() if part is not None]
+            seen.append(sum(len(part[0]) for part in parts))
+
+    trainer = make_trainer()
+    loaders = {"a": tiny_loader(12), "b": tiny_loader(6)}
+    trainer.test(Module(), CombinedLoader(loaders, mode=mode))
+    assert seen == sizes
+    assert trainer.num_test_batches == ([3, 2] if mode == "sequential" else [len(sizes)])
+    assert trainer.test_dataloaders == (list(loaders.values()) if mode == "sequential" else loaders)
 
 
 def test_each_loader_has_randomness_of_its_own() -> None:

@@ -56,7 +56,7 @@ def bare(**arguments: Any) -> Trainer:
 
 def shown(trainer: Trainer) -> tuple[Any, ...]:
     arguments = trainer._arguments
-    return trainer.strategy.name, trainer.precision.name, trainer.accumulate_grad_batches, arguments.gradient_clip_val
+    return trainer.strategy.name, trainer.precision, trainer.accumulate_grad_batches, arguments.gradient_clip_val
 
 
 def test_without_a_configuration() -> None:
@@ -187,7 +187,7 @@ def trained(**arguments):
     trainer, module = Trainer(**quiet, **arguments), TinyModule()
     trainer.fit(module, tiny_loader(48, batch_size=2))
     window, clip = trainer.accumulate_grad_batches, trainer._arguments.gradient_clip_val
-    facts = [trainer.strategy.name, trainer.precision.name, window, clip]
+    facts = [trainer.strategy.name, trainer.precision, window, clip]
     return facts, {name: value.float().tolist() for name, value in module.state_dict().items()}
 
 

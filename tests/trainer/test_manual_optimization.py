@@ -198,7 +198,7 @@ def test_the_loss_scale_while_gradients_of_two_optimizers_wait() -> None:
             self.manual_backward(loss)
             for optimizer in (first, second):
                 norm = self.clip_gradients(optimizer, gradient_clip_val=0.05)
-                norms.setdefault(self.trainer.precision.name, []).append(float(norm))
+                norms.setdefault(self.trainer.precision, []).append(float(norm))
             first.step()
             second.step()
 

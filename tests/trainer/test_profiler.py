@@ -16,7 +16,7 @@ from trainkit.errors import (
     MissingMethodError,
     UnknownNameError,
 )
-from trainkit.trainer.profiler import Profiler, SimpleProfiler
+from trainkit.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
 
 def test_the_simple_profiler(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,12 +86,97 @@ def test_a_profiler_of_ones_own() -> None:
 def test_a_profiler_without_its_methods() -> None:
     class Bare(Profiler): ...
 
-    with pytest.raises(
-        MissingMethodError, match=r"Bare: expected a method profile\(self, action\), found none. Fix:(.|\n)*yield"
+    with (
+        pytest.raises(MissingMethodError, match=r"Bare: expected methods start\(self, action_name\) and stop.*Fix:(.|\n)*"),
+        Bare().profile("a"),
     ):
-        Bare().profile("a")
-    with pytest.raises(MissingMethodError, match=r"Bare: expected a method summary\(self\), found none. Fix:(.|\n)*return"):
-        Bare().summary()
+        pass
+    assert Bare().summary() == ""
+
+
+def test_a_profiler_with_lightnings_methods(capsys: pytest.CaptureFixture[str]) -> None:
+    class Counting(Profiler):
+        def __init__(self) -> None:  # without the one of the base class
+            self.calls: dict[str, int] = {}
+            self.open: list[str] = []
+
+        def start(self, action_name: str) -> None:
+            self.open.append(action_name)
+
+        def stop(self, action_name: str) -> None:
+            self.open.remove(action_name)
+            self.calls[action_name] = self.calls.get(action_name, 0) + 1
+
+        def summary(self) -> str:
+            return "counted" if self.calls else ""
+
+    class Profiled(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            with self.trainer.profiler.profile("encode"):
+                return super().training_step(batch, batch_idx)
+
+    profiler = Counting()
+    make_trainer(profiler=profiler).fit(Profiled(), tiny_loader())
+    assert profiler.open == []
+    assert (profiler.calls["training_step"], profiler.calls["encode"]) == (4, 4)
+    assert "counted" in capsys.readouterr().out
+    make_trainer().fit(Profiled(), tiny_loader())
+
+
+def test_durations_are_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+    profiler = SimpleProfiler(extended=False)
+    profiler.start("mine")
+    with profiler.profile("mine"):
+        assert list(profiler.current_actions) == ["mine"]
+    profiler.stop("mine")
+    inner, outer = profiler.recorded_durations["mine"]
+    assert 0 <= inner <= outer
+    assert not profiler.current_actions
+    with pytest.raises(ConfigurationError, match="has not begun.*start"):
+        profiler.stop("mine")
+    profiler.start("mine")
+    with pytest.raises(ConfigurationError, match="has begun already.*stop"):
+        profiler.start("mine")
+    profiler.describe()
+    assert "share" not in (text := capsys.readouterr().out)
+    assert "mine" in text
+    profiler.setup("fit")
+    assert not profiler.recorded_durations
+    assert not profiler.current_actions
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"), [(SimpleProfiler, "training_step"), (AdvancedProfiler, "function calls"), (PyTorchProfiler, "aten::")]
+)
+def test_the_summary_in_a_file(kind: type[Profiler], word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profiler = kind(dirpath=tmp_path / "profiles", filename="perf")
+    make_trainer(profiler=profiler).fit(TinyModule(), tiny_loader(40))
+    assert word in (tmp_path / "profiles" / "fit-perf.txt").read_text("utf-8")
+    assert capsys.readouterr().out == ""
+    profiler.setup("test", 1, str(tmp_path))
+    profiler.teardown("test")
+    profiler.describe()
+    assert (tmp_path / "profiles" / "test-perf-1.txt").is_file()
+
+
+def test_the_advanced_profiler_outside_a_run(tmp_path: Path) -> None:
+    profiler = AdvancedProfiler(tmp_path, "mine", line_count_restriction=1, dump_stats=True)
+    assert profiler.summary() == "nothing was profiled"
+    with profiler.profile("outer"), profiler.profile("inner"):
+        sorted([2, 1])
+    assert "due to restriction <1>" in profiler.summary()
+    assert (tmp_path / "mine.prof").stat().st_size > 0
+    with pytest.raises(ConfigurationError, match="has not begun"):
+        profiler.stop("outer")
+
+
+def test_options_of_the_profiler_of_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"export_to_chrome": False, "row_limit": 1, "sort_by_key": "cpu_time_total"}
+    profiler = PyTorchProfiler(tmp_path, **options, wait=0, warmup=1, active=1, record_shapes=True)
+    make_trainer(profiler=profiler).fit(TinyModule(), tiny_loader(8))
+    assert not list(tmp_path.glob("**/trace.json"))
+    assert "Self CPU" in (text := capsys.readouterr().out)
+    assert text.count("aten::") <= 1
 
 
 def test_an_unknown_profiler() -> None:

@@ -35,7 +35,7 @@ def test_other_precisions(precision: str) -> None:
     assert same(parameters_of(module), parameters_of(expected))
     assert resumed.global_step == whole.global_step
     if precision == "16-mixed":
-        assert resumed.precision.scaler.get_scale() == whole.precision.scaler.get_scale()
+        assert resumed.scaler.get_scale() == whole.scaler.get_scale()
 
 
 def test_manual_optimization_with_two_optimizers_and_schedulers() -> None:

@@ -43,8 +43,8 @@ class WatchingState(Watching):
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
         self.states.append(copy.deepcopy(trainer.optimizers[0].state_dict()["state"]))
         self.skipped.append(trainer.accelerator.optimizer_step_was_skipped)
-        if trainer.precision.scaler is not None:
-            self.scales.append(trainer.precision.scaler.get_scale())
+        if trainer.scaler is not None:
+            self.scales.append(trainer.scaler.get_scale())
 
 
 def same_state(first: dict[Any, Any], second: dict[Any, Any]) -> bool:
@@ -156,7 +156,7 @@ def test_the_loss_scale_starts_again_with_every_fit() -> None:
     trainer = make_trainer(precision=Precision("16-mixed", init_scale=8.0))
     for _ in range(2):
         trainer.fit(Exploding(0), tiny_loader(16))
-        assert trainer.precision.scaler.get_scale() == 4.0
+        assert trainer.scaler.get_scale() == 4.0
 
 
 def test_an_optimizer_whose_parameters_got_no_gradient() -> None:
@@ -223,7 +223,7 @@ def test_precisions(name: str, parameters: torch.dtype, inputs: torch.dtype, com
     assert module.dtype is parameters
     assert (module.statistics.dtype, module.count.dtype) == (parameters, torch.int64)
     assert {p.grad.dtype for p in module.parameters() if p.grad is not None} == {parameters}
-    assert trainer.precision.name == name
+    assert trainer.precision == name
     assert not torch.equal(before.weight.to(parameters), module.layer.weight)
     assert torch.get_default_dtype() is torch.float32
     assert math.isfinite(trainer.callback_metrics["val"])
@@ -234,7 +234,7 @@ def test_precisions(name: str, parameters: torch.dtype, inputs: torch.dtype, com
 
 @pytest.mark.parametrize(("short", "name"), [(32, "32-true"), ("16", "16-mixed"), ("bf16", "bf16-mixed"), (64, "64-true")])
 def test_lightnings_short_names(short: Any, name: str) -> None:
-    assert make_trainer(precision=short).precision.name == name
+    assert make_trainer(precision=short).precision == name
 
 
 # ----------------------------------------------------------------------------------------------------------- randomness

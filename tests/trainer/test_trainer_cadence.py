@@ -263,7 +263,7 @@ def test_num_sanity_val_steps(steps: int | None, batches: int) -> None:
     trainer.fit(module, tiny_loader(FOUR), tiny_loader(12))
     assert module.before == batches
     assert recorder.sanity_checks == (batches > 0)
-    assert trainer.num_sanity_val_batches == ([batches] if batches else [])
+    assert trainer.num_sanity_val_batches == [batches]
 
 
 def test_what_the_sanity_check_logs_is_gone() -> None:

@@ -176,7 +176,7 @@ EFFECTS: dict[str, Effect] = {
     "inference_mode": Effect({"inference_mode": False}, lambda t, s: s.during["inference"], True, False),
     "detect_anomaly": Effect({"detect_anomaly": True}, lambda t, s: s.during["anomaly"], False, True),
     "reload_dataloaders_every_n_epochs": Effect({"reload_dataloaders_every_n_epochs": 1}, lambda t, s: s.made, 1, 2),
-    "profiler": Effect({"profiler": "simple"}, lambda t, s: type(t.profiler).__name__, "NoneType", "SimpleProfiler"),
+    "profiler": Effect({"profiler": "simple"}, lambda t, s: type(t.profiler).__name__, "PassThroughProfiler", "SimpleProfiler"),
     "seed": Effect({"seed": 2}, lambda t, s: round(s.inputs[0], 4), 2.9179, 1.9411),
 }
 

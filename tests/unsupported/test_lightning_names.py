@@ -18,21 +18,12 @@ from trainkit.unsupported.lightning_names import ABSENT, MEMBERS, MODULES, OTHER
 
 # Names that the tables already call the same, though their classes are not in trainkit yet. A name that is there must go.
 PENDING: set[str] = {
-    "AdvancedProfiler",
     "BasePredictionWriter",
     "Checkpoint",
     "OnExceptionCheckpoint",
-    "PassThroughProfiler",
-    "Profiler",
     "ProgressBar",
-    "PyTorchProfiler",
     "RichModelSummary",
     "RichProgressBar",
-    "RunningStage",
-    "SimpleProfiler",
-    "TrainerFn",
-    "TrainerState",
-    "TrainerStatus",
 }
 # The same for attributes of a Trainer, except that those that are there may stay.
 PENDING_MEMBERS: set[str] = {

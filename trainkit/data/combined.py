@@ -1,44 +1,43 @@
-"""Combines several loaders: a batch is a dict, list or tuple of their batches, or the loaders are read one after another."""
+"""Combines several loaders: a batch has the form of their collection, or the loaders are read one after another."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
-from trainkit.console import with_article
+from trainkit.data.loader_collections import filled, loaders_in, parts_of_batch
 from trainkit.data.sampling import CYCLE
 from trainkit.data.state_history import StateHistory
 from trainkit.data.stream import Stream, open_stream
 from trainkit.distributed.world import World
-from trainkit.errors import DataError, EmptyLoaderError, UnknownNameError, UnsupportedArgumentError, nearest
+from trainkit.errors import DataError, EmptyLoaderError, UnknownNameError, nearest
 from trainkit.nested import batch_size
 from trainkit.rng import Stage
 
 __all__ = ["MODES", "CombinedLoader", "CombinedStream"]
 
-MODES = ("min_size", "max_size_cycle", "sequential")
+MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 _END = object()
 _ONE_PROCESS = World()
+_NO_BATCH = "a loader inside a CombinedLoader has no batch. Remove it, or fill its dataset."
 
 
 class CombinedLoader:
-    """Several training loaders that are read together as one.
+    """Several loaders that are read together as one.
 
     Args:
-        loaders: A dict, list or tuple of loaders. A batch has the same form.
-        mode: `"max_size_cycle"` continues until the longest loader ends and restarts shorter ones, reshuffled;
-            `"min_size"` stops with the shortest; `"sequential"` yields the batches of one loader after the other, each
-            unchanged.
+        iterables: Loaders in a dict, list or tuple, which may contain others. A batch has the same form. Inside, a list or
+            tuple in which not everything is a loader counts as a loader: a list of batches.
+        mode: `"min_size"` stops with the shortest loader; `"max_size_cycle"` continues until the longest ends, and restarts
+            shorter ones, reshuffled; `"max_size"` continues until the longest ends, with `None` as the batch of those that
+            have ended; `"sequential"` yields the batches of one loader after the other, each unchanged.
 
     Raises:
         UnknownNameError: The mode is unknown.
-        UnsupportedArgumentError: Lightning's mode `"max_size"`.
-        DataError: There are no loaders, they are not in a dict or sequence, or one of them is itself a collection of
-            loaders.
+        DataError: There are no loaders, they are not in a collection, or one of them is a `CombinedLoader`.
 
     Example:
         ```python
@@ -46,48 +45,95 @@ class CombinedLoader:
         ```
 
     The weight of a combined micro-batch in its accumulation window is the number of all samples in it.
+
+    In your own code, `for batch, batch_idx, dataloader_idx in loader` reads the loaders as they are, without the order and
+    the random numbers that they have in a run.
     """
 
-    def __init__(self, loaders: Mapping[str, Any] | Sequence[Any], mode: str = "max_size_cycle") -> None:
-        if mode == "max_size":
-            raise UnsupportedArgumentError(
-                "mode='max_size', in which a loader that has ended yields None, is not supported. Use 'max_size_cycle', which "
-                "restarts it, or 'min_size', which stops with the shortest."
-            )
+    def __init__(self, iterables: Any, mode: str = "min_size") -> None:
         if mode not in MODES:
             raise UnknownNameError(f"unknown mode {mode!r}; known: {', '.join(MODES)}.{nearest(mode, MODES)}")
-        if not isinstance(loaders, Mapping | list | tuple) or not loaders:
+        if not isinstance(iterables, Mapping | list | tuple):
+            raise _no_loaders(iterables)
+        self._iterables, self.mode = iterables, mode
+        if not self.flattened:
+            raise _no_loaders(iterables)
+        if any(isinstance(part, CombinedLoader) for part in self.flattened):
             raise DataError(
-                f"CombinedLoader needs a dict or list of loaders, with at least one in it, not {loaders!r}. "
-                "For example: CombinedLoader({'a': loader_a, 'b': loader_b})"
+                "CombinedLoader: a CombinedLoader inside it is not supported. Put its loaders into the collection: "
+                "CombinedLoader([a, [b, c]])"
             )
-        self.loaders = loaders
-        self.mode = mode
-        for part in self.parts():
-            nested = isinstance(part, CombinedLoader | Mapping) or (
-                isinstance(part, list | tuple) and any(isinstance(item, DataLoader) for item in part)
-            )
-            if nested:
-                raise DataError(
-                    f"CombinedLoader: {with_article(type(part).__name__)} inside it is not supported; each of its loaders "
-                    "must be a DataLoader or an iterable of batches. Put all of them at one level: CombinedLoader([a, b, c])"
-                )
 
-    def parts(self) -> list[Any]:
-        """Return the loaders, in order."""
-        return list(self.loaders.values()) if isinstance(self.loaders, Mapping) else list(self.loaders)
+    @property
+    def iterables(self) -> Any:
+        """The collection of loaders."""
+        return self._iterables
+
+    @property
+    def flattened(self) -> list[Any]:
+        """The loaders in order, without the collections around them. Assign as many to replace them."""
+        return list(loaders_in(self._iterables))
+
+    @flattened.setter
+    def flattened(self, loaders: Sequence[Any]) -> None:
+        if len(loaders) != len(self.flattened):
+            raise DataError(
+                f"CombinedLoader: flattened must have as many loaders as before, {len(self.flattened)}, not {len(loaders)}. "
+                "For others, make another one: CombinedLoader(loaders)"
+            )
+        self._iterables = filled(self._iterables, iter(loaders))
 
     def count(self, batch: Any) -> int:
         """Return the number of samples in a batch that `assemble` made."""
         if self.mode == "sequential":
             return batch_size(batch)
-        return sum(batch_size(part) for part in (batch.values() if isinstance(batch, Mapping) else batch))
+        return sum(batch_size(part) for part in parts_of_batch(self._iterables, batch) if part is not None)
 
     def assemble(self, batches: list[Any]) -> Any:
-        """Build a batch of the form of `loaders` from one batch of each."""
-        if isinstance(self.loaders, Mapping):
-            return dict(zip(self.loaders, batches, strict=True))
-        return tuple(batches) if isinstance(self.loaders, tuple) else batches
+        """Build a batch of the form of `iterables` from one batch of each loader."""
+        return filled(self._iterables, iter(batches))
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        loaders = self.flattened
+        if self.mode == "sequential":
+            for number, loader in enumerate(loaders):
+                yield from ((batch, index, number) for index, batch in enumerate(loader))
+            return
+        rows: Iterator[Any] = _restarting(loaders)
+        if self.mode != "max_size_cycle":
+            rows = zip(*loaders) if self.mode == "min_size" else zip_longest(*loaders)  # noqa: B905 - ends with the shortest
+        for index, batches in enumerate(rows):
+            yield self.assemble(list(batches)), index, 0
+
+    def __len__(self) -> int:
+        lengths = [len(loader) for loader in self.flattened]
+        if self.mode == "sequential":
+            return sum(lengths)
+        return min(lengths) if self.mode == "min_size" else max(lengths)
+
+
+def _restarting(loaders: list[Any]) -> Iterator[list[Any]]:
+    """One batch of each loader, until all have ended; those that end earlier restart."""
+    iterators, ended = [iter(loader) for loader in loaders], [False] * len(loaders)
+    while True:
+        batches = [next(iterator, _END) for iterator in iterators]
+        ended = [before or batch is _END for before, batch in zip(ended, batches, strict=True)]
+        if all(ended):
+            return
+        for place, batch in enumerate(batches):
+            if batch is _END:
+                iterators[place] = iter(loaders[place])
+                batches[place] = next(iterators[place], _END)
+                if batches[place] is _END:
+                    raise EmptyLoaderError(_NO_BATCH)
+        yield batches
+
+
+def _no_loaders(iterables: Any) -> DataError:
+    return DataError(
+        f"CombinedLoader needs a dict or list of loaders, with at least one in it, not {iterables!r}. "
+        "For example: CombinedLoader({'a': loader_a, 'b': loader_b})"
+    )
 
 
 class CombinedStream:
@@ -110,11 +156,11 @@ class CombinedStream:
         # the first loader has the same keys as without the others; the others have keys that no loader of the stage has
         self._streams: list[Stream] = [
             open_stream(part, seed, stage.of_loader(index + (number << 20)), device, sequential, world)
-            for number, part in enumerate(loader.parts())
+            for number, part in enumerate(loader.flattened)
         ]
         self.exact = all(stream.exact for stream in self._streams)
         if loader.mode == "max_size_cycle" and any(stream.length == 0 for stream in self._streams):
-            raise EmptyLoaderError("a loader inside a CombinedLoader has no batch. Remove it, or fill its dataset.")
+            raise EmptyLoaderError(_NO_BATCH)
         self.length = self._length()
         self.sizes = self._sizes()
         self.samples: int | None = None  # of several datasets
@@ -148,6 +194,8 @@ class CombinedStream:
     def _sizes(self) -> tuple[int, int] | None:
         """Only if every micro-batch of every loader is full; otherwise the samples are counted when a batch is fetched."""
         sizes = [stream.sizes for stream in self._streams]
+        if self._loader.mode == "max_size" and len(sizes) > 1:
+            return None
         if any(size is None or size[0] != size[1] for size in sizes):
             return None
         full = [size[0] for size in sizes if size is not None]
@@ -166,11 +214,17 @@ class CombinedStream:
             sharded = {
                 "min_size": self._min_size,
                 "max_size_cycle": self._sharded_cycle,
+                "max_size": self._max_size,
                 "sequential": self._sharded_sequential,
             }
             batches = sharded[self._loader.mode](epoch, start, turn, step)
             return islice(batches, len(range(start + turn, min(ends), step))) if ends else batches
-        whole = {"min_size": self._min_size, "max_size_cycle": self._cycled, "sequential": self._sequential}
+        whole = {
+            "min_size": self._min_size,
+            "max_size_cycle": self._cycled,
+            "max_size": self._max_size,
+            "sequential": self._sequential,
+        }
         batches = whole[self._loader.mode](epoch, start)
         return islice(batches, max(0, min(ends) - start)) if ends else batches
 
@@ -181,6 +235,11 @@ class CombinedStream:
     def _min_size(self, epoch: int, start: int, turn: int = 0, step: int = 1) -> Iterator[Any]:
         iterators = [iter(stream.batches(epoch, start, None, turn, step)) for stream in self._streams]
         for batches in zip(*iterators):  # noqa: B905 - ends with the shortest
+            yield self._loader.assemble(list(batches))
+
+    def _max_size(self, epoch: int, start: int, turn: int = 0, step: int = 1) -> Iterator[Any]:
+        iterators = [iter(stream.batches(epoch, start, None, turn, step)) for stream in self._streams]
+        for batches in zip_longest(*iterators):
             yield self._loader.assemble(list(batches))
 
     def _cycled(self, epoch: int, start: int) -> Iterator[Any]:

@@ -1,7 +1,8 @@
 """Objects of users on all ranks, by pickle: the only place where ranks exchange anything but JSON and tensors.
 
-`trainer.predict`, `PredictionWriter`, `gather_for_metrics`, `gather_object` and `broadcast_object_list` accept any
-object that can be pickled. It is sent between the ranks of one run, and is never written to a file or read from one.
+`trainer.predict`, `PredictionWriter`, `gather_for_metrics`, `gather_object`, `broadcast_object_list` and
+`strategy.broadcast` accept any object that can be pickled. It is sent between the ranks of one run, and is never written
+to a file or read from one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["all_gather_user_objects"]
+__all__ = ["all_gather_user_objects", "broadcast_user_object"]
 
 
 def all_gather_user_objects(value: Any, size: int, group: dist.ProcessGroup | None) -> list[Any]:
@@ -18,3 +19,10 @@ def all_gather_user_objects(value: Any, size: int, group: dist.ProcessGroup | No
     values: list[Any] = [None] * size
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def broadcast_user_object(value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
+    """The object of rank `source`, on all ranks; tensors keep their devices. Collective."""
+    values = [value]
+    dist.broadcast_object_list(values, source, group=group)
+    return values[0]

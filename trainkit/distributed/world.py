@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from trainkit.distributed.collective_tracker import CollectiveTracker
-from trainkit.distributed.user_objects import all_gather_user_objects
+from trainkit.distributed.user_objects import all_gather_user_objects, broadcast_user_object
+from trainkit.errors import ConfigurationError
 from trainkit.tagged_json.message import from_bytes, to_bytes
 
 if TYPE_CHECKING:
@@ -103,6 +104,17 @@ class World:
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, size={self.size}, launcher={self.launcher!r})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> World:
+        return self  # a copy of a strategy or a Trainer has the same processes
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.size > 1:
+            raise ConfigurationError(
+                f"a Trainer or strategy of {self.size} processes cannot be pickled, because it holds their connections. Pickle "
+                "what you need of it, such as trainer.callback_metrics; copy.deepcopy works."
+            )
+        return {**self.__dict__, "collective_checks": None}
+
     @property
     def is_main(self) -> bool:
         """Whether this is the main process, which prints, logs and writes."""
@@ -145,6 +157,13 @@ class World:
             return [value]
         with self.collectives:
             return all_gather_user_objects(value, self.size, self.control)
+
+    def broadcast_user_object(self, value: Any, source: int = 0) -> Any:
+        """Return the object that rank `source` has, which is pickled; tensors keep their devices."""
+        if self.size == 1:
+            return value
+        with self.collectives:
+            return broadcast_user_object(value, source, self.control)
 
     def from_main(self, value: Any) -> Any:
         """Return the value of the main process; on other ranks `value` has no effect.

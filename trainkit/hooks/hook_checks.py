@@ -105,10 +105,11 @@ def check_module(module: object, base: type) -> None:
             continue
         if not any(accepts(method, n + 1) for n in range(len(arguments))):
             raise _not_callable(module, name, arguments)
-        if "dataloader_iter" in inspect.signature(method).parameters:
+        parameters = list(inspect.signature(method).parameters)
+        if "dataloader_iter" in parameters and parameters != ["dataloader_iter"]:
             raise HookError(
-                f"{type(module).__name__}.{name} takes dataloader_iter, which is not supported. Take the batch: "
-                f"def {name}({', '.join(('self', *arguments[:2]))}); copies to the device overlap with the computation anyway."
+                f"{type(module).__name__}.{name} takes dataloader_iter and other arguments. Expected: def {name}(self, "
+                "dataloader_iter), with batch, batch_idx, dataloader_idx = next(dataloader_iter) in it"
             )
 
 

@@ -66,6 +66,7 @@ class TrainerArguments:
     slurm_requeue: bool
 
     def __post_init__(self) -> None:
+        self._given = {field.name: getattr(self, field.name) for field in fields(self)}
         self.ends_by_default = False  # no argument says when training ends
         self.accumulation_schedule: Mapping[int, int] | None = None  # if accumulate_grad_batches was one
         self._check_counts()
@@ -73,6 +74,14 @@ class TrainerArguments:
         self._check_choices()
         self._check_contradictions()
         self._set_defaults()
+
+    def with_value(self, name: str, value: Any) -> TrainerArguments:
+        """These arguments with another value of one of them; defaults that depend on it follow.
+
+        Raises:
+            ConfigurationError: the value is wrong, or contradicts another argument.
+        """
+        return TrainerArguments(**{**self._given, name: value})
 
     def _check_counts(self) -> None:
         schedule: Any = self.accumulate_grad_batches

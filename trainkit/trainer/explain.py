@@ -29,7 +29,7 @@ def _where(trainer: Trainer) -> list[str]:
         "Where",
         f"  strategy       {trainer.strategy!r}",
         f"  processes      {world.size}" + (f", each with {world.devices} devices" if world.devices > 1 else ""),
-        f"  precision      {trainer.precision.name}",
+        f"  precision      {trainer.precision}",
         f"  seed           {trainer.seed}",
         f"  folder         {trainer._arguments.default_root_dir}",
         f"  loggers        {', '.join(folders) or 'none'}",
@@ -134,7 +134,7 @@ def _no_step(trainer: Trainer) -> str:
         f" No optimizer step was made: {counted(progress.overflows, 'step')} "
         f"{'was' if progress.overflows == 1 else 'were'} skipped, because the scaled gradients were infinite or NaN. Check "
         "that the loss is finite. If it is, the loss scale is still adapting: train for more steps, or use "
-        f"Trainer(precision={'bf' + trainer.precision.name!r})."
+        f"Trainer(precision={'bf' + trainer.precision!r})."
     )
 
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +41,7 @@ from trainkit.trainer.signals import Signals, requeue
 from trainkit.trainer.torch_flags import torch_flags
 
 if TYPE_CHECKING:
+    from trainkit.trainer.profiler import Profiler
     from trainkit.trainer.trainer import Trainer
 
 __all__ = [
@@ -160,6 +160,7 @@ def running(
         strategy.broken = strategy.world.size > 1
         ending = report_failure(strategy.world.channel, exception if run is None else _cause(run, exception))
         if run is not None:
+            run.progress.interrupt()
             _report_exception(run, ending)
         if ending is exception:
             raise
@@ -239,6 +240,7 @@ def _new_run(
         evaluation_plan=None,
         plans={},
         found=None,
+        ckpt_path=None,
     )
     run.accelerator.seed = run.seed
     if stage == "fit":
@@ -246,7 +248,7 @@ def _new_run(
         if before.save_policy is not None:
             renew_loggers(trainer)
         run.save_policy = SavePolicy(run)
-        trainer.precision.reset()
+        trainer.precision_plugin.reset()
     elif run.save_policy is not None:
         run.save_policy.continue_in(run)
     run.progress.begin(stage)
@@ -266,7 +268,7 @@ def set_up(trainer: Trainer, run: Run) -> None:
     assert stage is not None
     share_log_folders(run, _saved_loggers(run))
     if run.profiler is not None:
-        run.profiler.start(Path(trainer.log_dir or "."))
+        run.profiler.setup(stage, strategy.local_rank if run.several else None, trainer.log_dir)
     seed_generators(mix(run.seed, Stage.TRAIN, Purpose.INIT), strategy.generators())
     _prepare_data(run)
     if run.datamodule is not None and is_overridden(run.datamodule, "setup", DataModule):
@@ -277,6 +279,7 @@ def set_up(trainer: Trainer, run: Run) -> None:
         with strategy.building(), strategy.precision.init_context():
             module.configure_model()
     run.wrapped_module = strategy.prepare_module(module)
+    strategy.connect(module, run.wrapped_module)
 
 
 def _prepare_data(run: Run) -> None:
@@ -367,6 +370,14 @@ def _tear_down(trainer: Trainer, run: Run, stage: str, status: str, exception: B
         notice(f"the tear-down failed too: {failure!r}", everywhere=True)
 
 
+def _show_profile(trainer: Trainer, profiler: Profiler) -> None:
+    """Write the profile to its file on each process, or print it on the main process."""
+    if profiler.filename is not None:
+        profiler.describe()
+    elif text := profiler.summary():
+        trainer.print(text)
+
+
 def _parts_to_release(trainer: Trainer, run: Run, stage: str, status: str) -> Iterator[Callable[[], Any]]:
     """The parts of the tear-down, in order."""
     for hook in run.hooks.teardown:
@@ -379,7 +390,8 @@ def _parts_to_release(trainer: Trainer, run: Run, stage: str, status: str) -> It
         yield partial(logger.finalize, status)
     yield run.accelerator.free_memory
     yield run.strategy.teardown
+    yield partial(run.strategy.connect, run.module)
     profiler = run.profiler
     if profiler is not None:
-        yield profiler.stop
-        yield lambda: trainer.print(profiler.summary())
+        yield partial(profiler.teardown, stage)
+        yield partial(_show_profile, trainer, profiler)

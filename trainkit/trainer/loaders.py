@@ -13,6 +13,7 @@ from trainkit.module.overridable_hooks import DataHooks, find_source, is_overrid
 from trainkit.module.train_module import TrainModule
 from trainkit.rng import Purpose, Stage, mix, seed_generators
 from trainkit.trainer.arguments import limited
+from trainkit.trainer.mode_notices import notice_few_workers, notice_overfitting, warn_shuffled
 
 if TYPE_CHECKING:
     from trainkit.trainer.run import Run
@@ -57,6 +58,8 @@ def train_loader(run: Run, given: Any) -> PreparedLoader:
     if loader.samples is not None:
         run.train_metrics.count = lambda batch: loader.samples or 0  # without the padding
     _refuse_empty(loader, source, "training")
+    notice_overfitting(run, source)
+    notice_few_workers(source, run.strategy.device.type)
     limit = arguments.limit_train_batches
     assert limit is not None
     loader.limit = _limit(loader, limit, "limit_train_batches")
@@ -124,6 +127,10 @@ def _evaluation_loader(run: Run, name: str, source: Any, index: int, sanity: boo
         **_transfer(run, stage, index),
     )
     _refuse_empty(loader, source, name)
+    if not sanity and not _overfits(run, name):
+        limit, length = getattr(run.arguments, f"limit_{short}_batches"), loader.length
+        whole = limit == 1.0 if isinstance(limit, float) else length is not None and limit >= length
+        warn_shuffled(run, name, source, partial=not whole and limit != 0)
     argument = f"limit_{short}_batches"
     limits: list[int | float] = [getattr(run.arguments, argument)]
     if sanity:

@@ -60,7 +60,7 @@ def contents_of_module(trainer: Trainer, module: TrainModule) -> Contents:
         )
     placeholder: Any = placeholder_of(module)
     placeholder._trainer = _Planning(trainer)
-    precision: Precision = trainer.precision
+    precision: Precision = trainer.precision_plugin
     if is_overridden(module, "configure_model", TrainModule) and not vars(module).get("_built", False):
         with torch.device("meta"), precision.init_context():
             placeholder.configure_model()

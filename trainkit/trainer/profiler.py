@@ -6,6 +6,8 @@ import cProfile
 import io
 import pstats
 import time
+from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
@@ -16,38 +18,111 @@ import torch
 
 from trainkit.errors import ConfigurationError, MissingMethodError, UnknownNameError, nearest
 
-__all__ = ["AdvancedProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler", "make_profiler"]
+__all__ = [
+    "PASS_THROUGH",
+    "AdvancedProfiler",
+    "PassThroughProfiler",
+    "Profiler",
+    "PyTorchProfiler",
+    "SimpleProfiler",
+    "make_profiler",
+]
 
 
 class Profiler:
-    """Base class: subclass it and define `profile` and `summary`.
+    """Base class: subclass it and define `start` and `stop`, or `profile` instead of both; and `summary`.
+
+    Args:
+        dirpath: Folder of the files that it writes. Default: the log folder of the run.
+        filename: Write the summary to this file, `{stage}-{filename}.txt`, with the local rank added if there are several
+            processes. Default: the main process prints it.
 
     Raises:
-        MissingMethodError: One of the two is called and not defined.
+        MissingMethodError: `profile` is called, and neither it nor `start` and `stop` are defined.
+
+    Example:
+        ```python
+        class Counting(Profiler):
+            def __init__(self):
+                super().__init__()
+                self.calls = {}
+
+            def start(self, action_name):
+                self.calls[action_name] = self.calls.get(action_name, 0) + 1
+
+            def stop(self, action_name): ...
+
+            def summary(self):
+                return str(self.calls)
+        ```
     """
 
-    def start(self, directory: Path) -> None:
-        """A run begins; `directory` is where files may be written."""
+    dirpath: str | Path | None = None  # class attributes: a subclass may not call __init__
+    filename: str | None = None
+    _log_dir: str | Path | None = None
+    _stage: str | None = None
+    _local_rank: int | None = None
 
-    def stop(self) -> None:
+    def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
+        self.dirpath, self.filename = dirpath, filename
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        """A run begins.
+
+        Args:
+            stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
+            local_rank: The rank of this process on its node, if there are several processes.
+            log_dir: The log folder of the run.
+        """
+        self._stage, self._local_rank, self._log_dir = stage, local_rank, log_dir
+
+    def teardown(self, stage: str | None = None) -> None:
         """The run has ended."""
 
     def step(self) -> None:
         """A micro-batch of training is done."""
 
-    def profile(self, action: str) -> AbstractContextManager[None]:
-        """A context manager around an action."""
+    def start(self, action_name: str) -> None:
+        """An action begins."""
         raise MissingMethodError(
-            f"{type(self).__name__}: expected a method profile(self, action), found none. Fix:\n"
-            "    @contextlib.contextmanager\n    def profile(self, action): yield"
+            f"{type(self).__name__}: expected methods start(self, action_name) and stop(self, action_name), found none. Fix:\n"
+            "    def start(self, action_name): ...\n    def stop(self, action_name): ..."
         )
 
+    def stop(self, action_name: str) -> None:
+        """The action has ended."""
+
+    def profile(self, action_name: str) -> AbstractContextManager[Any]:
+        """A context manager around an action; calls `start` and `stop`."""
+        return self._between(action_name)
+
+    @contextmanager
+    def _between(self, action_name: str) -> Iterator[Any]:
+        self.start(action_name)
+        try:
+            yield action_name
+        finally:
+            self.stop(action_name)
+
     def summary(self) -> str:
-        """The results as text."""
-        raise MissingMethodError(
-            f"{type(self).__name__}: expected a method summary(self), found none. Fix:\n"
-            "    def summary(self): return 'nothing was measured'"
-        )
+        """The results as text; empty: there is nothing to show."""
+        return ""
+
+    def describe(self) -> None:
+        """Write the summary to the file, if there is a `filename`; otherwise print it."""
+        text = self.summary()
+        if text and self.filename is None:
+            print(text)
+        elif text:
+            path = self._path(".txt")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n", encoding="utf-8")
+
+    def _path(self, suffix: str) -> Path:
+        """A file of this profiler, stage and process."""
+        parts = [self._stage, self.filename or "profile", self._local_rank]
+        name = "-".join(str(part) for part in parts if part is not None)
+        return Path(self.dirpath or self._log_dir or ".") / (name + suffix)
 
     def wrapped(self, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, profiled as `action`."""
@@ -70,99 +145,216 @@ class Profiler:
             yield item
 
 
+class PassThroughProfiler(Profiler):
+    """Measures nothing: what `trainer.profiler` is without a profiler."""
+
+    def start(self, action_name: str) -> None:
+        """Do nothing."""
+
+
+PASS_THROUGH = PassThroughProfiler()
+
+
 class SimpleProfiler(Profiler):
-    """Calls and seconds of each action on the host; on CUDA, the time of kernels that were only enqueued is not included."""
+    """Calls and seconds of each action on the host; on CUDA, the time of kernels that were only enqueued is not included.
 
-    def __init__(self) -> None:
-        self._times: dict[str, tuple[int, float]] = {}
-        self._began = time.perf_counter()
+    Args:
+        dirpath: As in `Profiler`.
+        filename: As in `Profiler`.
+        extended: Show the number of calls and the share of the time as well.
 
-    def start(self, directory: Path) -> None:
+    Attributes:
+        recorded_durations: Action → the seconds of each of its calls, an array of floats.
+        current_actions: Action → when it began, for those that `start` began and `stop` has not ended.
+    """
+
+    def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:
+        super().__init__(dirpath, filename)
+        self.extended = extended
+        self.current_actions: dict[str, float] = {}
+        self.recorded_durations: defaultdict[str, array[float]] = defaultdict(_no_durations)
+        self.start_time = time.perf_counter()
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """Restart the clock."""
-        self._times.clear()
-        self._began = time.perf_counter()
+        super().setup(stage, local_rank, log_dir)
+        self.current_actions.clear()
+        self.recorded_durations.clear()
+        self.start_time = time.perf_counter()
+
+    def start(self, action_name: str) -> None:
+        """Begin to time an action.
+
+        Raises:
+            ConfigurationError: It has begun already.
+        """
+        if action_name in self.current_actions:
+            raise ConfigurationError(
+                f"profiler.start({action_name!r}): the action has begun already. Call stop({action_name!r}) first."
+            )
+        self.current_actions[action_name] = time.perf_counter()
+
+    def stop(self, action_name: str) -> None:
+        """Record the time of an action.
+
+        Raises:
+            ConfigurationError: It has not begun.
+        """
+        ended = time.perf_counter()
+        if action_name not in self.current_actions:
+            raise ConfigurationError(
+                f"profiler.stop({action_name!r}): the action has not begun. Call start({action_name!r}) first."
+            )
+        self.recorded_durations[action_name].append(ended - self.current_actions.pop(action_name))
 
     @contextmanager
-    def profile(self, action: str) -> Iterator[None]:
-        """Time an action."""
+    def _between(self, action_name: str) -> Iterator[Any]:  # the action may be inside another one of its name
         began = time.perf_counter()
         try:
-            yield
+            yield action_name
         finally:
-            count, total = self._times.get(action, (0, 0.0))
-            self._times[action] = count + 1, total + time.perf_counter() - began
+            self.recorded_durations[action_name].append(time.perf_counter() - began)
 
     def summary(self) -> str:
         """A table, the longest action first."""
-        whole = time.perf_counter() - self._began
-        lines = [f"{'action':<52}{'calls':>10}{'mean ms':>12}{'total s':>12}{'share':>9}"]
-        for action, (count, total) in sorted(self._times.items(), key=lambda item: -item[1][1]):
-            lines.append(f"{action:<52}{count:>10}{total / count * 1e3:>12.3f}{total:>12.3f}{total / whole:>9.1%}")
+        whole = time.perf_counter() - self.start_time
+        rows = sorted(((sum(its), len(its), name) for name, its in self.recorded_durations.items()), reverse=True)
+        lines = [f"{'action':<52}" + (f"{'calls':>10}" if self.extended else "") + f"{'mean ms':>12}{'total s':>12}"]
+        lines[0] += f"{'share':>9}" if self.extended else ""
+        for total, count, name in rows:
+            calls, share = (f"{count:>10}", f"{total / whole:>9.1%}") if self.extended else ("", "")
+            lines.append(f"{name:<52}{calls}{total / count * 1e3:>12.3f}{total:>12.3f}{share}")
         return "\n".join(lines)
+
+
+def _no_durations() -> array[float]:
+    return array("d")
 
 
 class AdvancedProfiler(Profiler):
     """Python's `cProfile` over the whole run; the summary lists the functions with the most time (`tottime`).
 
+    Outside a run it profiles what is inside `profile(action_name)`.
+
     Args:
-        lines: Functions in the summary.
+        dirpath: As in `Profiler`.
+        filename: As in `Profiler`.
+        line_count_restriction: Number of functions in the summary (int), or a fraction of them (float).
+        dump_stats: Write the whole profile as well, for `pstats`, to `{stage}-{filename}.prof` in `dirpath`.
     """
 
-    def __init__(self, lines: int = 30) -> None:
-        self._profile = cProfile.Profile()
-        self._lines = lines
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        line_count_restriction: int | float = 30,
+        dump_stats: bool = False,
+    ) -> None:
+        super().__init__(dirpath, filename)
+        self.line_count_restriction, self.dump_stats = line_count_restriction, dump_stats
+        self._profile: cProfile.Profile | None = None
+        self._depth = 0
 
-    def start(self, directory: Path) -> None:
-        """Restart the profile."""
-        self._profile = cProfile.Profile()
-        self._profile.enable()
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        """Start the profile of the run."""
+        super().setup(stage, local_rank, log_dir)
+        self._profile, self._depth = None, 0
+        self.start(stage)
 
-    def stop(self) -> None:
+    def teardown(self, stage: str | None = None) -> None:
         """Stop the profile."""
-        self._profile.disable()
+        if self._depth and self._profile is not None:
+            self._profile.disable()
+        self._depth = 0
 
-    @contextmanager
-    def profile(self, action: str) -> Iterator[None]:
-        """Do nothing: `cProfile` records every call."""
-        yield
+    def start(self, action_name: str) -> None:
+        """Record calls from now on."""
+        self._depth += 1
+        if self._depth == 1:
+            self._profile = self._profile or cProfile.Profile()
+            self._profile.enable()
+
+    def stop(self, action_name: str) -> None:
+        """Record no more calls, if this is the outermost action.
+
+        Raises:
+            ConfigurationError: No action has begun.
+        """
+        if self._profile is None or not self._depth:
+            raise ConfigurationError(
+                f"profiler.stop({action_name!r}): the action has not begun. Call start({action_name!r}) first."
+            )
+        self._depth -= 1
+        if not self._depth:
+            self._profile.disable()
 
     def summary(self) -> str:
         """The functions with the most time (`tottime`)."""
+        if self._profile is None:
+            return "nothing was profiled"
+        if self.dump_stats:
+            path = self._path(".prof")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._profile.dump_stats(path)
         text = io.StringIO()
-        pstats.Stats(self._profile, stream=text).sort_stats("tottime").print_stats(self._lines)
+        pstats.Stats(self._profile, stream=text).sort_stats("tottime").print_stats(self.line_count_restriction)
         return text.getvalue()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_profile": None, "_depth": 0}  # a cProfile.Profile cannot be copied
 
 
 class PyTorchProfiler(Profiler):
     """`torch.profiler` over a few micro-batches of training; writes a Chrome trace, `trace.json`.
 
     Args:
+        dirpath: As in `Profiler`.
+        filename: As in `Profiler`.
+        export_to_chrome: Write the trace.
+        row_limit: Operators in the summary.
+        sort_by_key: Column that the summary is sorted by, see `torch.profiler`.
         wait: Micro-batches skipped at the start.
         warmup: Micro-batches profiled but not kept.
         active: Micro-batches kept.
-        rows: Operators in the summary.
+        **profiler_kwargs: Arguments of `torch.profiler.profile`, such as `profile_memory=True` or a `schedule`.
     """
 
-    def __init__(self, wait: int = 1, warmup: int = 1, active: int = 5, rows: int = 30) -> None:
-        self._schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
-        self._rows = rows
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        *,
+        export_to_chrome: bool = True,
+        row_limit: int = 30,
+        sort_by_key: str = "self_cpu_time_total",
+        wait: int = 1,
+        warmup: int = 1,
+        active: int = 5,
+        **profiler_kwargs: Any,
+    ) -> None:
+        super().__init__(dirpath, filename)
+        self.export_to_chrome, self.row_limit, self.sort_by_key = export_to_chrome, row_limit, sort_by_key
+        schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
+        self._options = {"schedule": schedule, **profiler_kwargs}
         self._inner: torch.profiler.profile | None = None
         self._table = "no micro-batch was profiled: the run was shorter than wait + warmup + active"
         self.trace_path: Path | None = None
 
-    def start(self, directory: Path) -> None:
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """Start the profile."""
-        self.trace_path = directory / "trace.json"
-        self._inner = torch.profiler.profile(schedule=self._schedule, on_trace_ready=self._keep)
+        super().setup(stage, local_rank, log_dir)
+        self.trace_path = Path(self.dirpath or log_dir or ".") / "trace.json"
+        self._inner = torch.profiler.profile(**{"on_trace_ready": self._keep, **self._options})
         self._inner.start()
 
     def _keep(self, profile: Any) -> None:
         assert self.trace_path is not None
-        self.trace_path.parent.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(self.trace_path))
-        self._table = profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=self._rows)
+        if self.export_to_chrome:
+            self.trace_path.parent.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(self.trace_path))
+        self._table = profile.key_averages().table(sort_by=self.sort_by_key, row_limit=self.row_limit)
 
-    def stop(self) -> None:
+    def teardown(self, stage: str | None = None) -> None:
         """Stop the profile."""
         if self._inner is not None:
             self._inner.stop()
@@ -173,13 +365,13 @@ class PyTorchProfiler(Profiler):
         if self._inner is not None:
             self._inner.step()
 
-    def profile(self, action: str) -> AbstractContextManager[None]:
+    def profile(self, action_name: str) -> AbstractContextManager[Any]:
         """Show the action as a range in the trace."""
-        return torch.profiler.record_function(action)
+        return torch.profiler.record_function(action_name)
 
     def summary(self) -> str:
-        """The operators with the most CPU time (`self_cpu_time_total`), and the path of the trace."""
-        return f"{self._table}\n{self.trace_path}"
+        """The operators with the most time in the column `sort_by_key`, and the path of the trace."""
+        return f"{self._table}\n{self.trace_path}" if self.export_to_chrome else self._table
 
 
 _NAMES: dict[str, type[Profiler]] = {
@@ -190,13 +382,15 @@ _NAMES: dict[str, type[Profiler]] = {
 
 
 def make_profiler(profiler: str | Profiler | None) -> Profiler | None:
-    """The profiler of a name (`"simple"`, `"advanced"`, `"pytorch"`), or the object itself.
+    """The profiler of a name (`"simple"`, `"advanced"`, `"pytorch"`), or the object itself; `None` if it measures nothing.
 
     Raises:
         UnknownNameError: Another name.
         ConfigurationError: An object that is no profiler.
     """
-    if profiler is None or isinstance(profiler, Profiler):
+    if profiler is None or type(profiler) is PassThroughProfiler:
+        return None
+    if isinstance(profiler, Profiler):
         return profiler
     if not isinstance(profiler, str):
         raise ConfigurationError(f"profiler must be a name ({', '.join(_NAMES)}) or a Profiler object, not {profiler!r}.")

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from trainkit.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+
 __all__ = ["Phase", "RunProgress", "Stop", "ValidationStart"]
 
 
@@ -39,6 +41,14 @@ class Stop(Enum):
     """The training loop is over."""
 
 
+_STAGES = {
+    "fit": RunningStage.TRAINING,
+    "validate": RunningStage.VALIDATING,
+    "test": RunningStage.TESTING,
+    "predict": RunningStage.PREDICTING,
+}
+
+
 @dataclass(frozen=True)
 class ValidationStart:
     """The state of loggers and torchmetrics objects when the running validation began; checkpoints saved in it contain that.
@@ -58,6 +68,8 @@ class RunProgress:
 
     Attributes:
         stage: "fit", "validate", "test" or "predict"; `None` outside a run.
+        last_stage: as `stage`, and after a run that of this run.
+        status: whether a run has begun, and how it ended.
         sanity_checking: the few validation batches before training are running.
         validating: a validation is running.
         global_step: number of optimizer steps so far.
@@ -86,6 +98,8 @@ class RunProgress:
     """
 
     stage: str | None = None
+    last_stage: str | None = None
+    status: TrainerStatus = TrainerStatus.INITIALIZING
     sanity_checking: bool = False
     validating: bool = False
     global_step: int = 0
@@ -113,13 +127,35 @@ class RunProgress:
 
     def begin(self, stage: str) -> None:
         """A run begins."""
-        self.stage = stage
+        self.stage = self.last_stage = stage
+        self.status = TrainerStatus.RUNNING
         self.should_stop = self.should_log = self.sanity_checking = self.validating = False
         self.batch_idx = -1
+
+    def interrupt(self) -> None:
+        """An exception ends the run."""
+        self.status = TrainerStatus.INTERRUPTED
 
     def end(self) -> None:
         """The run is over."""
         self.stage, self.validating = None, False
+        if self.status is TrainerStatus.RUNNING:
+            self.status = TrainerStatus.FINISHED
+
+    @property
+    def running_stage(self) -> RunningStage | None:
+        """What the run is doing; `None` outside a run."""
+        if self.sanity_checking:
+            return RunningStage.SANITY_CHECKING
+        if self.stage is None:
+            return None
+        return RunningStage.VALIDATING if self.validating else _STAGES[self.stage]
+
+    @property
+    def state(self) -> TrainerState:
+        """What the Trainer is doing now."""
+        fn = None if self.last_stage is None else TrainerFn(self.last_stage)
+        return TrainerState(self.status, fn, self.running_stage)
 
     @property
     def batches_consumed(self) -> int:

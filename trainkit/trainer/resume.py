@@ -127,7 +127,7 @@ def _find(
         if found is None:
             saves.places.remove_abandoned(places.runs)
     if found is not None:
-        run.found, found.wanted = found, wanted
+        run.found, found.wanted, run.ckpt_path = found, wanted, str(found.path)
         _take_over(run, saves, found, wanted, chosen and not found.restart)
         if enter is not None:
             _find_folder(run, saves, found, places, enter)
@@ -310,7 +310,7 @@ def load_weights(run: Run, ckpt_path: str | os.PathLike[str], strict: bool = Tru
     found = find_checkpoint(_searcher(run), ckpt_path, checkpoint_places(run), whole=False)
     if found is None:
         return
-    loaded = found.loaded
+    loaded, run.ckpt_path = found.loaded, str(found.path)
     seen = _run_load_hooks(run, loaded)
     parts = Parts([run.module], [], [], run.strategy.precision, run.strategy)
     tensors, aliases, what = {"model": seen["state_dict"]}, loaded.manifest.aliases, str(found.path)

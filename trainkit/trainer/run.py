@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from trainkit.accelerator import Accelerator
 from trainkit.console import warn
-from trainkit.errors import ModuleError
+from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.hooks.table import HookTable
 from trainkit.metrics.results import MetricResults, as_tensors
 from trainkit.metrics.store import MetricStore
@@ -42,6 +43,22 @@ if TYPE_CHECKING:
     from trainkit.trainer.start_record import StartRecord
 
 __all__ = ["Run"]
+
+_COPIED = (
+    "arguments",
+    "strategy",
+    "seed",
+    "seed_given",
+    "inference_mode",
+    "callbacks",
+    "loggers",
+    "profiler",
+    "accumulation",
+    "progress",
+    "results",
+    "given_module",
+    "datamodule",
+)
 
 
 @dataclass
@@ -80,6 +97,7 @@ class Run:
         optimizers: of the fit.
         schedulers: of the fit.
         train_loader: the training batches; `None` before a fit is set up.
+        ckpt_path: the checkpoint that the run has loaded; `None`: it has loaded none.
         validation_plan: the validation within a fit; `None`: no validation.
         evaluation_plan: the evaluation that is running.
         plans: all evaluations of this run, by name.
@@ -125,6 +143,7 @@ class Run:
     save_policy: SavePolicy | None = None
     start_record: StartRecord | None = None
     found: FoundCheckpoint | None = None
+    ckpt_path: str | Path | None = None
     wrapped_module: nn.Module = field(init=False)
     due: DueDates = field(init=False)
     train_metrics: MetricStore = field(init=False)
@@ -141,6 +160,27 @@ class Run:
         accelerator = Accelerator.of_trainer(strategy)
         accumulation = arguments.accumulate_grad_batches
         return cls(arguments, strategy, accelerator, chosen, seed_was_given(seed), accumulation=accumulation)
+
+    def use_arguments(self, arguments: TrainerArguments) -> None:
+        """Use other arguments in the next run."""
+        self.arguments, self.accumulation = arguments, arguments.accumulate_grad_batches
+        self.due = DueDates(arguments, self.progress)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy keeps: what the user chose, and the results. What belongs to this process and its data is made again.
+
+        Raises:
+            ConfigurationError: the run is going on.
+        """
+        if self.progress.stage is not None:
+            raise ConfigurationError(
+                "a Trainer that is running cannot be copied or pickled. Copy what you need of it, such as "
+                "trainer.callback_metrics; or copy it after the run."
+            )
+        return {name: getattr(self, name) for name in _COPIED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(accelerator=Accelerator.of_trainer(state["strategy"]), **state)  # type: ignore[misc]
 
     def metric_store(self, results: MetricResults) -> MetricStore:
         """A store of metrics whose latest values go to `results`."""

@@ -16,6 +16,7 @@ from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.optim.optimizer_config import read_optimizers
 from trainkit.optim.prepared_optimizer import clear_gradients
+from trainkit.trainer.batch_iterator import BatchIterator
 from trainkit.trainer.loaders import evaluation_loaders, train_loader
 from trainkit.trainer.module_step import ModuleStep
 from trainkit.trainer.padding_steps import pad_manual_step, pad_training_step, pad_without_forward
@@ -269,6 +270,8 @@ def _with_arguments(
         HookError: it cannot be called, or there are several loaders and it does not take `dataloader_idx`.
     """
     signature = inspect.signature(getattr(module, name))
+    if "dataloader_iter" in signature.parameters:
+        return lambda *given: step(BatchIterator(*given))
     for count in range(len(arguments), 0, -1):
         try:
             bound = signature.bind(*arguments[:count])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import signal
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,8 @@ from torch.optim import Optimizer
 from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback
 from trainkit.console import notice, printable
-from trainkit.errors import ConfigurationError, ModuleError
+from trainkit.data.sources import as_passed
+from trainkit.errors import ConfigurationError, ModuleError, nearest
 from trainkit.hooks.hook_checks import check_callback
 from trainkit.hooks.table import HookTable
 from trainkit.launch.resolve import joined_strategy, read_wanted
@@ -32,8 +35,10 @@ from trainkit.registry import load_callback
 from trainkit.rng import resolve_seed
 from trainkit.strategy import Strategy
 from trainkit.trainer import train_loop as loop
+from trainkit.trainer.argument_views import ArgumentView, assign_argument
 from trainkit.trainer.arguments import TrainerArguments, check_switches
 from trainkit.trainer.defaults import attach_callbacks, attach_loggers, start_loggers
+from trainkit.trainer.empty_init import uninitialized
 from trainkit.trainer.eval_loop import check_sanity, evaluate, gather_predictions
 from trainkit.trainer.explain import end_line, explain, folders_line, results_table
 from trainkit.trainer.from_config import attribute_errors, with_settings
@@ -48,14 +53,16 @@ from trainkit.trainer.lifecycle import (
 from trainkit.trainer.loaders import train_loader
 from trainkit.trainer.memory_plan import make_plan
 from trainkit.trainer.metric_notices import warn_of_modes, warn_rare_logs
-from trainkit.trainer.profiler import Profiler, make_profiler
+from trainkit.trainer.mode_notices import warn_eval_mode
+from trainkit.trainer.profiler import PASS_THROUGH, Profiler, make_profiler
 from trainkit.trainer.resume import begin_resume, check_restore, load_weights, restore_fit
 from trainkit.trainer.run import Run
 from trainkit.trainer.save_policy import SavePolicy
 from trainkit.trainer.setup import count_batches, evaluation_plan, fit_plan, refresh_train_loader
 from trainkit.trainer.start_record import StartRecord
+from trainkit.trainer.states import RunningStage, TrainerState, TrainerStatus
 from trainkit.trainer.trial import run_trial
-from trainkit.unsupported import refuse_unknown
+from trainkit.unsupported import advice, refuse_unknown
 
 if TYPE_CHECKING:
     from trainkit.loggers import Logger
@@ -196,18 +203,59 @@ class Trainer:
         given = dict(locals())
         refuse_unknown("Trainer", unknown, [name for name in given if name not in ("self", "unknown")])
         given, notes = with_settings(asked := check_switches(given))
-        self._arguments = TrainerArguments(**{name: given[name] for name in TrainerArguments.__dataclass_fields__})
+        arguments = TrainerArguments(**{name: given[name] for name in TrainerArguments.__dataclass_fields__})
         wanted, kind = read_wanted(given["accelerator"], given["devices"], num_nodes), given["strategy"]
         with attribute_errors(asked):
-            self.strategy = joined_strategy(kind, wanted, sync_batchnorm, given["precision"], self._arguments, notes)
+            self.strategy = joined_strategy(kind, wanted, sync_batchnorm, given["precision"], arguments, notes)
         self._flags = deterministic, benchmark, detect_anomaly
-        self._run = Run.before_the_first(self._arguments, self.strategy, seed)
-        self.inference_mode, self.profiler = inference_mode, make_profiler(profiler)
-        self.loggers = attach_loggers(self, logger)
-        attached = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)
-        self._run.callbacks = attached
-        self._module_callbacks: list[Callback] = []  # from configure_callbacks of the module
-        self._replaced_callbacks: list[Callback] = []  # that those have replaced
+        self._run = Run.before_the_first(arguments, self.strategy, seed)
+        self._gpus, self._assigned_ckpt_path = wanted.indices, None
+        self._run.inference_mode, self._run.profiler = inference_mode, make_profiler(profiler)
+        self._run.loggers = attach_loggers(self, logger)
+        switches = enable_progress_bar, enable_model_summary, enable_checkpointing
+        self._run.callbacks = attach_callbacks(self, callbacks, *switches)
+        self._module_callbacks, self._replaced_callbacks = [], []  # of configure_callbacks, and those that they replaced
+
+    _assigned_ckpt_path: str | Path | None
+    _module_callbacks: list[Callback]
+    _replaced_callbacks: list[Callback]
+
+    # ------------------------------------------------------------------------------------- arguments, as they were resolved
+
+    max_epochs: ArgumentView[int] = ArgumentView()
+    """Maximum number of epochs; -1: no limit."""
+    min_epochs: ArgumentView[int | None] = ArgumentView()
+    """Minimum number of epochs, even after a stop request."""
+    max_steps: ArgumentView[int] = ArgumentView()
+    """Maximum number of optimizer steps; -1: no limit."""
+    min_steps: ArgumentView[int | None] = ArgumentView()
+    """Minimum number of optimizer steps, even after a stop request."""
+    limit_train_batches: ArgumentView[int | float] = ArgumentView()
+    """Number of training batches per epoch on each process (int), or a fraction of them (float)."""
+    limit_val_batches: ArgumentView[int | float] = ArgumentView()
+    """The same for each validation loader."""
+    limit_test_batches: ArgumentView[int | float] = ArgumentView()
+    """The same for each loader of `test`."""
+    limit_predict_batches: ArgumentView[int | float] = ArgumentView()
+    """The same for each loader of `predict`."""
+    overfit_batches: ArgumentView[int | float] = ArgumentView()
+    """Number or fraction of the batches that are overfitted; 0.0: all are used as usual."""
+    val_check_interval: ArgumentView[int | float] = ArgumentView()
+    """Training batches between validations (int), or a fraction of an epoch (float)."""
+    check_val_every_n_epoch: ArgumentView[int | None] = ArgumentView()
+    """Number of epochs between two validations."""
+    num_sanity_val_steps: ArgumentView[int] = ArgumentView()
+    """Number of validation batches before training; -1: all."""
+    log_every_n_steps: ArgumentView[int] = ArgumentView()
+    """Number of optimizer steps between two log boundaries; 0: only epochs are logged."""
+    reload_dataloaders_every_n_epochs: ArgumentView[int] = ArgumentView()
+    """Number of epochs after which the loaders are requested again; 0: never."""
+    fast_dev_run: ArgumentView[int | bool] = ArgumentView(fixed=True)
+    """Whether this is a trial run of one batch, or of how many batches."""
+    gradient_clip_val: ArgumentView[float | None] = ArgumentView(fixed=True)
+    """Maximum norm or absolute value of the gradient; `None`: it is not clipped, or by a callback of yours."""
+    gradient_clip_algorithm: ArgumentView[str | None] = ArgumentView(fixed=True)
+    """`"norm"` or `"value"`; `None`: `"norm"`."""
 
     def fit(
         self,
@@ -255,6 +303,7 @@ class Trainer:
         refuse_unknown("Trainer.fit", unknown, known)
         if isinstance(train_dataloaders, DataModule) and datamodule is None:
             train_dataloaders, datamodule = None, train_dataloaders
+        ckpt_path = self._assigned_ckpt_path if ckpt_path is None else ckpt_path
         wanted = check_restore(ckpt_path, restore, overrides, strict)
         loaders, began = (train_dataloaders, val_dataloaders), utc_now()
         with interruptible(self) as signals, running(self, "fit", model, datamodule, *loaders, signals=signals) as run:
@@ -279,12 +328,13 @@ class Trainer:
             run.start_record = StartRecord(run, ckpt_path, began)
             if self._arguments.ends_by_default:
                 notice(f"neither max_epochs nor max_steps nor max_time was given: training for up to {self.max_epochs} epochs.")
-            notice(f"fit on {self.strategy.where}, {self.precision.name}, seed {run.seed}.")
+            notice(f"fit on {self.strategy.where}, {self.precision}, seed {run.seed}.")
             warn_rare_logs(run)
             warn_of_modes(run)
             run.hooks.run("on_fit_start")
             if not resumed:
                 check_sanity(run)
+            warn_eval_mode(run.module)
             loop.begin_training(run, plan)
             while loop.training_continues(run):
                 plan = refresh_train_loader(run, plan)
@@ -465,6 +515,34 @@ class Trainer:
         self.print(plan)
         return plan
 
+    @contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+        """A context in which a module is created on the device and in the dtype of the run; under ZeRO-3 in shards.
+
+        `configure_model` of the module runs in such a context by itself.
+
+        Args:
+            empty_init: Skip the random initialization of torch's layers, for a module whose weights are loaded. `None` means
+                `False`.
+
+        Raises:
+            ConfigurationError: `empty_init=True` with a strategy that shards parameters.
+
+        Example:
+            ```python
+            with trainer.init_module():
+                module = MyModule()
+            ```
+        """
+        if empty_init and self.strategy.shards_parameters:
+            raise ConfigurationError(
+                f"init_module(empty_init=True) does not work with {self.strategy.where}, which shards parameters as they are "
+                "created. Use trainer.init_module()"
+            )
+        strategy, empty = self.strategy, uninitialized() if empty_init else nullcontext()
+        with strategy.building(), strategy.precision.init_context(), self.device, empty:
+            yield
+
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process only, above the progress bar; the arguments are those of `print`."""
         if not self.is_global_zero:
@@ -513,14 +591,67 @@ class Trainer:
         return self._run.progress.should_log
 
     @property
+    def state(self) -> TrainerState:
+        """What the Trainer is doing: its `status`, `fn` and `stage`, see `trainkit.trainer.states.TrainerState`."""
+        return self._run.progress.state
+
+    @property
+    def training(self) -> bool:
+        """Whether a fit is running, but none of its validations."""
+        return self._run.progress.running_stage is RunningStage.TRAINING
+
+    @property
     def sanity_checking(self) -> bool:
         """Whether the validation batches before training are running."""
-        return self._run.progress.sanity_checking
+        return self._run.progress.running_stage is RunningStage.SANITY_CHECKING
 
     @property
     def validating(self) -> bool:
-        """Whether a validation is running."""
-        return self._run.progress.validating
+        """Whether a validation is running, of a fit or of `validate`, but not the sanity check."""
+        return self._run.progress.running_stage is RunningStage.VALIDATING
+
+    @property
+    def testing(self) -> bool:
+        """Whether `test` is running."""
+        return self.stage == "test"
+
+    @property
+    def predicting(self) -> bool:
+        """Whether `predict` is running."""
+        return self.stage == "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether a validation, a test or the sanity check is running."""
+        stage = self._run.progress.running_stage
+        return stage is not None and stage.evaluating
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether an exception ended the last run, such as that of a signal."""
+        return self.state.status is TrainerStatus.INTERRUPTED
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Whether this fit has received SIGTERM. It ends when the step is complete and saved."""
+        return self._run.signals.received == signal.SIGTERM
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether this fit validates: it has validation data and a `validation_step`."""
+        return self._run.validation_plan is not None
+
+    @property
+    def ckpt_path(self) -> str | Path | None:
+        """The checkpoint that the run has loaded; `None` if it has loaded none.
+
+        A path or word that you assign is used by every run that is called without `ckpt_path`, until you assign `None`.
+        """
+        return self._run.ckpt_path or self._assigned_ckpt_path
+
+    @ckpt_path.setter
+    def ckpt_path(self, ckpt_path: str | Path | None) -> None:
+        self._assigned_ckpt_path = self._run.ckpt_path = ckpt_path
 
     @property
     def lightning_module(self) -> TrainModule:
@@ -578,16 +709,28 @@ class Trainer:
 
     @loggers.setter
     def loggers(self, loggers: list[Logger]) -> None:
-        self._run.loggers = loggers
+        self._run.loggers = attach_loggers(self, loggers or [])
 
     @property
-    def profiler(self) -> Profiler | None:
-        """The profiler of the next run, or `None`."""
-        return self._run.profiler
+    def logger(self) -> Logger | None:
+        """The first logger, or `None`. Assign one to replace all loggers."""
+        return self.loggers[0] if self.loggers else None
+
+    @logger.setter
+    def logger(self, logger: Logger | None) -> None:
+        self.loggers = [] if logger is None else [logger]
+
+    @property
+    def profiler(self) -> Profiler:
+        """The profiler; without one, a `PassThroughProfiler`, so that `trainer.profiler.profile("name")` always works.
+
+        Assigning another one takes effect in the next run.
+        """
+        return PASS_THROUGH if self._run.profiler is None else self._run.profiler
 
     @profiler.setter
-    def profiler(self, profiler: Profiler | None) -> None:
-        self._run.profiler = profiler
+    def profiler(self, profiler: str | Profiler | None) -> None:
+        self._run.profiler = make_profiler(profiler)
 
     @property
     def inference_mode(self) -> bool:
@@ -600,13 +743,17 @@ class Trainer:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Number of micro-batches in an accumulation window of the current epoch."""
+        """Number of micro-batches in an accumulation window of the current epoch. Assign it between runs only."""
         return self._run.accumulation
+
+    @accumulate_grad_batches.setter
+    def accumulate_grad_batches(self, micro_batches: int) -> None:
+        assign_argument(self, "accumulate_grad_batches", micro_batches)
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader as the user passed it; `None` before a fit."""
-        return self._run.train_source
+        """The training loader, or the dict or list of loaders, as the user passed it; `None` before a fit."""
+        return as_passed([self._run.train_source])
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
@@ -619,9 +766,19 @@ class Trainer:
         return self._run.torch_optimizers
 
     @property
-    def precision(self) -> Precision:
-        """The precision of the strategy."""
+    def precision(self) -> str:
+        """The name of the precision, such as `"bf16-mixed"`; `precision_plugin` is the object."""
+        return self.strategy.precision.name
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The `Precision` of the strategy."""
         return self.strategy.precision
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler of `"16-mixed"`; `None` with other precisions."""
+        return self.strategy.precision.scaler
 
     @property
     def device(self) -> torch.device:
@@ -644,6 +801,39 @@ class Trainer:
         return str(self._arguments.default_root_dir)
 
     @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self.strategy.num_nodes
+
+    @property
+    def node_rank(self) -> int:
+        """The index of this process's node."""
+        return self.strategy.node_rank
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The indices of the devices on this node."""
+        world = self.strategy.world
+        devices = world.local_size * world.devices
+        if devices == 1:
+            return [self.device.index or 0]
+        return list(range(devices)) if self._gpus is None else list(self._gpus)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices on this node."""
+        return len(self.device_ids)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """Arguments for a `DistributedSampler` of yours, `num_replicas` and `rank`; `None` with one process.
+
+        You need none: loaders are sharded by position.
+        """
+        data = self.strategy.data_world
+        return None if data.size == 1 else {"num_replicas": data.size, "rank": data.rank}
+
+    @property
     def global_rank(self) -> int:
         """The rank of this process."""
         return self.strategy.rank
@@ -652,11 +842,6 @@ class Trainer:
     def local_rank(self) -> int:
         """The rank of this process on its node."""
         return self.strategy.local_rank
-
-    @property
-    def training(self) -> bool:
-        """Whether a fit is running and not validating."""
-        return self.stage == "fit" and not self.validating
 
     @property
     def sample_mask(self) -> Tensor:
@@ -675,31 +860,11 @@ class Trainer:
         return torch.ones(batch_size(batch), dtype=torch.bool, device=self.device)
 
     @property
-    def testing(self) -> bool:
-        """Whether `test` is running."""
-        return self.stage == "test"
-
-    @property
-    def predicting(self) -> bool:
-        """Whether `predict` is running."""
-        return self.stage == "predict"
-
-    @property
     def is_last_batch(self) -> bool:
         """Whether the current micro-batch is the last of its epoch; `False` if the loader has no length."""
         loader, batch_idx = self._run.train_loader, self.batch_idx
         length = None if loader is None else loader.length
         return self.stage == "fit" and length is not None and batch_idx >= 0 and batch_idx + 1 >= length
-
-    @property
-    def fast_dev_run(self) -> bool:
-        """Whether this is a trial run of a few batches."""
-        return bool(self._arguments.fast_dev_run)
-
-    @property
-    def logger(self) -> Logger | None:
-        """The first logger, or `None`."""
-        return self.loggers[0] if self.loggers else None
 
     @property
     def log_dir(self) -> str | None:
@@ -734,7 +899,8 @@ class Trainer:
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
         """Number of batches of each validation loader in the sanity check."""
-        return count_batches(self._run.plans.get("sanity"))
+        steps = self.num_sanity_val_steps
+        return [batches if steps == -1 else min(steps, batches) for batches in self.num_val_batches]
 
     @property
     def num_test_batches(self) -> list[int | float]:
@@ -749,26 +915,28 @@ class Trainer:
     @property
     def val_dataloaders(self) -> Any:
         """The validation loader as the user passed it, or the list of them; `None` without one."""
-        sources = self._run.evaluation_sources.get("validation", [])
-        return sources[0] if len(sources) == 1 else sources or None
+        return as_passed(self._run.evaluation_sources.get("validation", []))
 
     @property
     def test_dataloaders(self) -> Any:
         """The test loader as the user passed it, or the list of them; `None` without one."""
-        sources = self._run.evaluation_sources.get("test", [])
-        return sources[0] if len(sources) == 1 else sources or None
+        return as_passed(self._run.evaluation_sources.get("test", []))
 
     @property
     def predict_dataloaders(self) -> Any:
         """The loader of `predict` as the user passed it, or the list of them; `None` without one."""
-        sources = self._run.evaluation_sources.get("predict", [])
-        return sources[0] if len(sources) == 1 else sources or None
+        return as_passed(self._run.evaluation_sources.get("predict", []))
 
     @property
     def early_stopping_callback(self) -> Callback | None:
         """The first `EarlyStopping`, or `None`."""
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[Callback]:
+        """Every `EarlyStopping`."""
         kind = load_callback("early_stopping")
-        return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
+        return [callback for callback in self.callbacks if isinstance(callback, kind)]
 
     @property
     def checkpoint_callback(self) -> Callback | None:
@@ -785,38 +953,6 @@ class Trainer:
     def progress_bar_callback(self) -> Callback | None:
         """The progress bar, or `None`."""
         return next((callback for callback in self.callbacks if getattr(callback, "is_progress_bar", False)), None)
-
-    @property
-    def max_epochs(self) -> int:
-        """Maximum number of epochs; -1: no limit."""
-        assert self._arguments.max_epochs is not None
-        return self._arguments.max_epochs
-
-    @property
-    def max_steps(self) -> int:
-        """Maximum number of optimizer steps; -1: no limit."""
-        return self._arguments.max_steps
-
-    @property
-    def min_epochs(self) -> int | None:
-        """Minimum number of epochs, even after a stop request."""
-        return self._arguments.min_epochs
-
-    @property
-    def min_steps(self) -> int | None:
-        """Minimum number of optimizer steps, even after a stop request."""
-        return self._arguments.min_steps
-
-    @property
-    def log_every_n_steps(self) -> int:
-        """Number of optimizer steps between two log boundaries; 0: only epochs are logged."""
-        assert self._arguments.log_every_n_steps is not None
-        return self._arguments.log_every_n_steps
-
-    @property
-    def check_val_every_n_epoch(self) -> int | None:
-        """Number of epochs between two validations."""
-        return self._arguments.check_val_every_n_epoch
 
     @property
     def num_training_batches(self) -> int | float:
@@ -846,6 +982,19 @@ class Trainer:
         return updates if self.max_steps == -1 else min(updates, self.max_steps)
 
     # ---------------------------------------------------------------------------------------------------- for this package
+
+    if not TYPE_CHECKING:  # type checkers report unknown attributes themselves
+
+        def __getattr__(self, name: str) -> Any:
+            fix = advice("trainer", name)
+            text = f" Use {fix}." if fix else nearest(name, [one for one in dir(type(self)) if not one.startswith("_")])
+            # with obj=self Python would add another "Did you mean"
+            raise AttributeError(f"a Trainer has no {name!r}.{text}", name=name, obj=None)
+
+    @property
+    def _arguments(self) -> TrainerArguments:
+        """The numbers among its arguments, with defaults filled in."""
+        return self._run.arguments
 
     def _hook_owners(self, module: TrainModule) -> dict[str, tuple[str, ...]]:
         """For each hook the classes that handle it, in order."""
@@ -901,6 +1050,7 @@ def _evaluate(
     keeps: bool = False,
 ) -> list[dict[str, float]]:
     """Run one evaluation: "validate" is the stage, "validation" the name."""
+    ckpt_path = trainer._assigned_ckpt_path if ckpt_path is None else ckpt_path
     check_restore(ckpt_path, None, None, strict)
     module = trainer.lightning_module if module is None else module
     if isinstance(dataloaders, DataModule) and datamodule is None:

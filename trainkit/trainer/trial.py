@@ -128,13 +128,13 @@ def _evaluate(trial: Trainer, run: Run, dataloaders: Any) -> None:
 def _trial_trainer(trainer: Trainer, callback: Callback, alone: bool, arguments: Mapping[str, Any]) -> Trainer:
     """A trainer with the same settings and a `Run` of its own."""
     trial = copy.copy(trainer)
-    trial._arguments = copy.copy(trainer._arguments)
+    own = copy.copy(trainer._run.arguments)
     for name, value in arguments.items():
-        setattr(trial._arguments, name, value)
+        setattr(own, name, value)
     if alone:
-        trial.strategy = Strategy(trainer.strategy.device, trainer.precision)
+        trial.strategy = Strategy(trainer.strategy.device, trainer.precision_plugin)
     clipping = load_callback("gradient_clipping")
-    run = trial._run = Run.before_the_first(trial._arguments, trial.strategy, trainer.seed)
+    run = trial._run = Run.before_the_first(own, trial.strategy, trainer.seed)
     run.inference_mode = trainer.inference_mode
     run.callbacks = [*(copy.copy(one) for one in trainer.callbacks if isinstance(one, clipping)), callback]
     trial._module_callbacks, trial._replaced_callbacks = [], []
@@ -204,7 +204,7 @@ def _parts(sources: Iterable[Any]) -> list[Any]:
     Raises:
         DataError: a loader is an iterator.
     """
-    loaders = [part for one in sources for part in (one.parts() if isinstance(one, CombinedLoader) else [one])]
+    loaders = [part for one in sources for part in (one.flattened if isinstance(one, CombinedLoader) else [one])]
     for loader in loaders:
         if isinstance(loader, Iterator):
             raise DataError(

@@ -193,9 +193,7 @@ _SAVED_HPARAMS = "checkpoint['hyper_parameters'] in on_load_checkpoint"
 MEMBERS: dict[str, dict[str, str]] = {
     "Trainer": {
         "barebones": "nothing: features that you do not use cost nothing",
-        "distributed_sampler_kwargs": "trainer.world_size and trainer.global_rank: no sampler is replaced",
         "enable_autolog_hparams": "save_hyperparameters(logger=False)",
-        "enable_validation": "trainer.num_val_batches",
         "fit_loop": _NO_LOOPS,
         "predict_loop": _NO_LOOPS,
         "test_loop": _NO_LOOPS,

@@ -102,7 +102,7 @@ def _numbers(batch: Any) -> Any:
     if isinstance(batch, dict) and "samples" not in batch:
         return {key: _numbers(part) for key, part in batch.items()}
     if isinstance(batch, list):
-        return [_numbers(part) for part in batch]
+        return [_numbers(part) for part in batch if part is not None]
     return ids([batch])[0]
 
 

@@ -105,6 +105,9 @@ class FakeWorld(World):
     def exchange_user_objects(self, value: Any) -> list[Any]:
         return copy.deepcopy(self._all(copy.deepcopy(value)))
 
+    def broadcast_user_object(self, value: Any, source: int = 0) -> Any:
+        return self.exchange_user_objects(value)[source]
+
     def rows(self, values: Any) -> list[list[float]]:
         return self.exchange([float(value) for value in values])
 

@@ -195,8 +195,8 @@ def test_another_adam(kind: str, told: Any, message: str) -> None:
 def test_a_precision_that_is_set_twice_keeps_its_scale() -> None:
     half = config(torch_autocast={"enabled": True, "dtype": "float16"}, fp16={"initial_scale_power": 5})
     trainer = Trainer(strategy=ZeROStrategy(config=half), precision="16-mixed", accelerator="cpu")
-    assert trainer.precision.scaler is not None
-    assert trainer.precision.scaler.get_scale() == 32.0
+    assert trainer.scaler is not None
+    assert trainer.scaler.get_scale() == 32.0
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):

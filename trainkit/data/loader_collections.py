@@ -1,0 +1,54 @@
+"""Collections of loaders: dicts, lists and tuples, which may contain others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from trainkit.nested import rebuild
+
+__all__ = ["filled", "is_collection", "is_loader", "loaders_in", "parts_of_batch"]
+
+
+def is_loader(item: Any) -> bool:
+    """Whether an item of a list is a loader, not a batch."""
+    if isinstance(item, DataLoader):
+        return True
+    if callable(getattr(item, "to", None)):  # a batch of a custom class, which may be iterable
+        return False
+    return isinstance(item, Iterable) and not isinstance(item, Tensor | np.ndarray | list | tuple | Mapping | str | bytes)
+
+
+def is_collection(item: Any) -> bool:
+    """Whether it is a dict, list or tuple of loaders and collections only; otherwise its items are batches."""
+    if not isinstance(item, Mapping | list | tuple):
+        return False
+    items = list(item.values()) if isinstance(item, Mapping) else item
+    return bool(items) and all(is_loader(each) or is_collection(each) for each in items)
+
+
+def loaders_in(collection: Any) -> Iterator[Any]:
+    """The loaders of a dict, list or tuple, in order."""
+    for item in collection.values() if isinstance(collection, Mapping) else collection:
+        if is_collection(item):
+            yield from loaders_in(item)
+        else:
+            yield item
+
+
+def filled(collection: Any, values: Iterator[Any]) -> Any:
+    """The collection with the next value in the place of each loader."""
+    return rebuild(collection, lambda item: filled(item, values) if is_collection(item) else next(values))
+
+
+def parts_of_batch(collection: Any, batch: Any) -> Iterator[Any]:
+    """The batches in a batch that `filled` built."""
+    for key in collection if isinstance(collection, Mapping) else range(len(collection)):
+        if is_collection(collection[key]):
+            yield from parts_of_batch(collection[key], batch[key])
+        else:
+            yield batch[key]

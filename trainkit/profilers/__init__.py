@@ -1,0 +1,14 @@
+"""Profilers for `Trainer(profiler=SimpleProfiler(...))`, and what scripts written for Lightning import."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainkit.lazy import lazily
+
+if TYPE_CHECKING:
+    from trainkit.trainer.profiler import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+
+__all__ = ["AdvancedProfiler", "PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler"]
+
+__getattr__, __dir__ = lazily(globals(), dict.fromkeys(__all__, ".trainer.profiler"))
