@@ -106,6 +106,7 @@ PUBLIC = {
         "WandbLogger",
     ],
     "trainkit.logging": ["MultiProcessAdapter", "get_logger"],
+    "trainkit.optim": ["make_schedule"],
     "trainkit.strategies": ["DDPStrategy", "XLAStrategy", "ZeROStrategy"],
     "trainkit.tracking": ["GeneralTracker", "on_main_process"],
     "trainkit.utils": [
