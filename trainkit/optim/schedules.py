@@ -41,7 +41,7 @@ def make_schedule(
     | `"linear"` | falls to 0 in equal steps | |
     | `"cosine"` | falls to 0 along half a cosine | `num_cycles=0.5`: number of waves |
     | `"cosine_with_restarts"` | falls to 0 along half a cosine, `num_cycles` times | `num_cycles=1` |
-    | `"cosine_with_min_lr"` | like `"cosine"`, but falls to `min_lr` | `min_lr` or, as a fraction, `min_lr_rate`; `num_cycles=0.5` |
+    | `"cosine_with_min_lr"` | as `"cosine"`, but falls to `min_lr` | `min_lr`, or `min_lr_rate` as a fraction; `num_cycles=0.5` |
     | `"polynomial"` | falls to `lr_end` with a power of the remaining part | `power=1.0`, `lr_end=1e-7` |
     | `"constant"` | 1 from the first step; has no warm-up | |
     | `"constant_with_warmup"` | 1 | |
@@ -89,8 +89,8 @@ def make_schedule(
         real_number(warmup_ratio, "warmup_ratio", least=0.0, example=0.1)
         if warmup_steps:
             raise OptimizerError(
-                f"{name!r} got warmup_steps={warmup_steps} and warmup_ratio={warmup_ratio}, which set the same thing. Give one of "
-                "them: warmup_ratio=0.1"
+                f"{name!r} got warmup_steps={warmup_steps} and warmup_ratio={warmup_ratio}, which set the same thing. Give "
+                "one of them: warmup_ratio=0.1"
             )
         warmup_steps = math.ceil(_total(name, total_steps) * warmup_ratio)
     numbers = {"num_warmup_steps": whole_number(warmup_steps, "warmup_steps", 0, fix="warmup_steps=100 or warmup_ratio=0.1")}
@@ -181,9 +181,7 @@ def _cosine_with_min_lr(
     lr_init: float = 1.0,
 ) -> float:
     if (min_lr is None) == (min_lr_rate is None):
-        raise OptimizerError(
-            "The schedule 'cosine_with_min_lr' needs one of min_lr and min_lr_rate, for example min_lr_rate=0.1."
-        )
+        raise OptimizerError("The schedule 'cosine_with_min_lr' needs min_lr or min_lr_rate. For example: min_lr_rate=0.1")
     least = float(min_lr_rate) if min_lr_rate is not None else float(min_lr or 0.0) / lr_init
     if step < num_warmup_steps:
         return _warmup(step, num_warmup_steps)
