@@ -181,6 +181,7 @@ TRAINER = [
     "global_batch_size",
     "seed",
     "slurm_requeue",
+    "log_grad_norm",
 ]
 
 # Arguments of the Trainer of Lightning 2.6, from its reference.

@@ -41,7 +41,7 @@ def make_schedule(
     | `"linear"` | falls to 0 in equal steps | |
     | `"cosine"` | falls to 0 along half a cosine | `num_cycles=0.5`: number of waves |
     | `"cosine_with_restarts"` | falls to 0 along half a cosine, `num_cycles` times | `num_cycles=1` |
-    | `"cosine_with_min_lr"` | as `"cosine"`, but falls to `min_lr` | `min_lr`, or `min_lr_rate` as a fraction; `num_cycles=0.5` |
+    | `"cosine_with_min_lr"` | as `"cosine"`, but to `min_lr` | `min_lr`, or `min_lr_rate` as a fraction; `num_cycles=0.5` |
     | `"polynomial"` | falls to `lr_end` with a power of the remaining part | `power=1.0`, `lr_end=1e-7` |
     | `"constant"` | 1 from the first step; has no warm-up | |
     | `"constant_with_warmup"` | 1 | |

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,11 @@ def attach_callbacks(
     clip = arguments.gradient_clip_val
     algorithm = arguments.gradient_clip_algorithm or "norm"
     attach("gradient_clipping", clip is not None, "gradient_clip_val", clip, algorithm)
+    attach("gradient_clipping", arguments.log_grad_norm, "log_grad_norm", math.inf)
+    if arguments.log_grad_norm and any(not getattr(callback, "log_norm", True) for callback in callbacks):
+        raise ConfigurationError(
+            "log_grad_norm=True and GradientClipping(log_norm=False) in callbacks contradict each other. Remove one of them."
+        )
     if not checkpoints and any(isinstance(callback, load_callback("model_checkpoint")) for callback in callbacks):
         raise ConfigurationError(
             "enable_checkpointing=False and a ModelCheckpoint in callbacks contradict each other. Remove one of them."

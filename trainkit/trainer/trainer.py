@@ -104,6 +104,8 @@ class Trainer:
         gradient_clip_val: Maximum norm of the gradient, or with `"value"` maximum absolute value of its elements. Adds
             `GradientClipping`.
         gradient_clip_algorithm: `"norm"` (the default) or `"value"`.
+        log_grad_norm: Log the norm of the gradient as `grad_norm` at log boundaries, before clipping if there is any. Adds
+            `GradientClipping`. With `gradient_clip_val` it is logged anyway.
         limit_train_batches: Number of batches per epoch on each process (int), or a fraction of them (float). Default: 1.0.
         limit_val_batches: The same for each validation loader.
         limit_test_batches: The same for each loader of `test`.
@@ -176,6 +178,7 @@ class Trainer:
         global_batch_size: int | None = None,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
+        log_grad_norm: bool = False,
         log_every_n_steps: int | None = None,
         enable_progress_bar: bool | None = True,
         enable_model_summary: bool | None = True,
