@@ -205,8 +205,7 @@ class Trainer:
         self._run = Run.before_the_first(self._arguments, self.strategy, seed)
         self.inference_mode, self.profiler = inference_mode, make_profiler(profiler)
         self.loggers = attach_loggers(self, logger)
-        attached = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)
-        self._run.callbacks = attached
+        self._run.callbacks = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)
         self._module_callbacks: list[Callback] = []  # from configure_callbacks of the module
         self._replaced_callbacks: list[Callback] = []  # that those have replaced
 
