@@ -1,7 +1,8 @@
-"""`GradientClipping`: what `Trainer(gradient_clip_val=...)` attaches."""
+"""`GradientClipping`: what `Trainer(gradient_clip_val=...)` and `Trainer(log_grad_norm=True)` attach."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -28,8 +29,8 @@ class GradientClipping(Callback):
 
     Args:
         gradient_clip_val: Maximum norm of all gradients of the optimizer together, or maximum absolute value of each
-            element; greater than 0. `inf` only logs the norm. None leaves the value to an overridden
-            `configure_gradient_clipping`.
+            element; greater than 0. `inf` only logs the norm, which is computed at log boundaries only. None and `inf`
+            leave the value to an overridden `configure_gradient_clipping`.
         gradient_clip_algorithm: `"norm"` scales all gradients by one factor (Pascanu, Mikolov, Bengio: On the
             difficulty of training recurrent neural networks, ICML 2013); `"value"` clips each element.
         norm_type: The norm; `inf` is the largest absolute value. Only for `"norm"`.
@@ -72,12 +73,13 @@ class GradientClipping(Callback):
         self.gradient_clip_algorithm = gradient_clip_algorithm
         self.norm_type = float(norm_type)
         self.log_norm = log_norm
+        self._measures = gradient_clip_val == math.inf or gradient_clip_algorithm == "value"  # clipping computes no norm
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         if not module.automatic_optimization:
             raise ConfigurationError(
-                "GradientClipping, gradient_clip_val and configure_gradient_clipping need automatic optimization. Under "
-                "automatic_optimization = False clip in training_step, before the optimizer step:\n"
+                "GradientClipping, gradient_clip_val, log_grad_norm and configure_gradient_clipping need automatic "
+                "optimization. Under automatic_optimization = False clip in training_step, before the optimizer step:\n"
                 "    self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm='norm')"
             )
         if self.norm_type != 2.0 and _overrides_clipping(module):
@@ -87,15 +89,24 @@ class GradientClipping(Callback):
             )
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
-        norm = self._clip(trainer, module, optimizer)
         due = trainer.should_log or trainer.strategy.lazy_tensors  # with lazy tensors, logging in some steps adds a graph
+        before = self._norm(trainer, optimizer) if self._measures and self.log_norm and due else None
+        clipped = self._clip(trainer, module, optimizer)
+        norm = clipped if before is None else before
         if self.log_norm and isinstance(norm, Tensor) and due:
             self.log("grad_norm", norm, on_step=True, on_epoch=False)
 
+    def _norm(self, trainer: Trainer, optimizer: Optimizer) -> Tensor | None:
+        sharded = trainer.strategy.gradient_norm(optimizer) if self.norm_type == 2.0 else None
+        return self._clip_norm(trainer, optimizer, math.inf) if sharded is None else sharded
+
     def _clip(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> Any:
-        value, algorithm = self.gradient_clip_val, self.gradient_clip_algorithm
+        value = None if self.gradient_clip_val == math.inf else self.gradient_clip_val
         if self.norm_type == 2.0 or value is None:
-            return module.configure_gradient_clipping(optimizer, value, algorithm)
+            return module.configure_gradient_clipping(optimizer, value, self.gradient_clip_algorithm)
+        return self._clip_norm(trainer, optimizer, value)
+
+    def _clip_norm(self, trainer: Trainer, optimizer: Optimizer, value: float) -> Tensor | None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return trainer.accelerator.clip_grad_norm_(parameters, value, norm_type=self.norm_type)
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import trainkit as pl
 from trainkit import Accelerator
 from trainkit.callbacks import EarlyStopping, LearningRateMonitor
+from trainkit.cli.main import main
 from trainkit.console import TrainkitWarning
 from trainkit.errors import (
     CheckpointNotFoundError,
@@ -368,26 +369,22 @@ LOADER = [[torch.zeros(2, 4), torch.zeros(2, 1)]]
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_checkpoint_of_lightnings(verb: str) -> None:
-    """The error for a Lightning checkpoint contains a line of code that loads its weights."""
+    """The error for a Lightning checkpoint contains the command that converts it."""
     theirs, module = TinyModule(), TinyModule()
     torch.save({"state_dict": theirs.state_dict(), "pytorch-lightning_version": "2.6.0", "epoch": 3}, "old.ckpt")
     with pytest.raises(CheckpointNotFoundError, match="is a Lightning checkpoint, which is a file; expected") as caught:
         VERBS[verb](pl.Trainer(**QUIET, max_epochs=1), module, "old.ckpt")
-    line = re.search(r"module\.load_state_dict\(.*\['state_dict'\]\)", str(caught.value))
-    assert line is not None
-    exec(line[0], {"module": module, "torch": torch})
-    assert torch.equal(module.layer.weight, theirs.layer.weight)
+    command = re.search(r"trainkit (checkpoint import \S+ \S+)", str(caught.value))
+    assert command is not None
+    assert main(command[1].split()) == 0
+    assert torch.equal(TinyModule.load_from_checkpoint("old").layer.weight, theirs.layer.weight)
 
 
 def test_weights_in_a_file_and_sharded_checkpoints(run_dir: Path) -> None:
-    theirs, module = TinyModule(), TinyModule()
-    torch.save(theirs.state_dict(), "old.pt")
+    torch.save(TinyModule().state_dict(), "old.pt")
     with pytest.raises(CheckpointNotFoundError, match="is a file written by torch.save; expected") as caught:
         TinyModule.load_from_checkpoint("old.pt")
-    line = re.search(r"module\.load_state_dict\(.*weights_only=True\)\)", str(caught.value))
-    assert line is not None
-    exec(line[0], {"module": module, "torch": torch})
-    assert torch.equal(module.layer.weight, theirs.layer.weight)
+    assert f"trainkit checkpoint import {run_dir / 'old.pt'} old" in str(caught.value)
     (run_dir / "old.ckpt").mkdir()
-    with pytest.raises(CheckpointNotFoundError, match=r"sharded Lightning checkpoint.*moving-over/lightning\.md#"):
+    with pytest.raises(CheckpointNotFoundError, match=r"sharded Lightning checkpoint.*moving-over/import-a-checkpoint\.md"):
         TinyModule.load_from_checkpoint("old.ckpt")

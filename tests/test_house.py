@@ -135,6 +135,7 @@ PUBLIC = {
         "WandbLogger",
     ],
     "trainkit.logging": ["MultiProcessAdapter", "get_logger"],
+    "trainkit.optim": ["make_schedule"],
     "trainkit.strategies": ["DDPStrategy", "Strategy", "XLAStrategy", "ZeROStrategy"],
     "trainkit.tracking": ["GeneralTracker", "on_main_process"],
     "trainkit.utilities": [
@@ -456,6 +457,14 @@ def test_what_is_no_pickle_passes() -> None:
     assert not house.code_in_data(example(text))
 
 
+def test_one_module_reads_files_of_other_programs() -> None:
+    text = "import torch\nwith torch.serialization.safe_globals([]):\n    torch.load('x', weights_only=True)"
+    assert not house.code_in_data(example(text, house.FOREIGN_FILES[0]))
+    assert house.code_in_data(example(text, "trainkit.cli.checkpoint.foreign.read_foreign"))
+    assert house.code_in_data(example("import torch\ntorch.save(1, 'x')", house.FOREIGN_FILES[0]))
+    assert house.code_in_data(example("import torch\ntorch.load('x')", house.FOREIGN_FILES[0]))
+
+
 def test_one_module_sends_objects_of_users_and_in_one_way() -> None:
     text = "import torch.distributed as dist\ndist.all_gather_object(values, value)"
     assert not house.code_in_data(example(text, "trainkit.distributed.user_objects"))
@@ -549,6 +558,7 @@ NAMED: dict[str, tuple[set[str], str]] = {
         {"DEEPSPEED", "zero_stage", "zero3_init_flag", "zero3_save_16bit_model"},
         "asks for the keys of Accelerate's section for DeepSpeed, each in its own words",
     ),
+    "trainkit/cli/checkpoint/foreign/read_foreign.py": ({"DeepSpeed"}, "a program whose checkpoints are imported"),
     "trainkit/cli/settings_flags.py": ({"DEEPSPEED", "XLA", "use_deepspeed"}, "flags of accelerate launch"),
     "trainkit/config/inherited.py": ({"ACCELERATE_USE_DEEPSPEED"}, "a variable of Accelerate's"),
     "trainkit/config/deepspeed_plugin.py": (

@@ -181,6 +181,7 @@ TRAINER = [
     "global_batch_size",
     "seed",
     "slurm_requeue",
+    "log_grad_norm",
 ]
 
 # Arguments of the Trainer of Lightning 2.6, from its reference.
@@ -256,7 +257,7 @@ def test_what_is_not_supported_is_refused_with_the_replacement(name: str) -> Non
         Trainer(**{name: object()})
     # the arguments that the message advises exist
     for replacement in re.findall(r"\b([a-z_]+)=", ADVICE["Trainer"][name]):
-        known = {*TRAINER, "action", "mode", "max_depth", "process_position", "refresh_rate", "logger"}
+        known = {*TRAINER, "action", "mode", "max_depth", "process_position", "refresh_rate", "logger", "swa_lrs"}
         known |= {"flush_logs_every_n_steps", "ckpt_path"}
         assert replacement in known, f"{name}: {ADVICE['Trainer'][name]}"
 

@@ -67,6 +67,7 @@ class MicroBatch(NamedTuple):
         alike: It is certain that all ranks have the same number of micro-batches in this window, all of one size.
         empty: The total weight of the window, over all ranks, is 0, so it makes no optimizer step.
         entry: For your own training loop; otherwise `None`.
+        weight: The result of `batch_weight`, or the number of its samples; `None` if neither was needed.
     """
 
     batch: Any
@@ -79,6 +80,7 @@ class MicroBatch(NamedTuple):
     alike: bool = True
     empty: bool = False
     entry: WindowEntry | None = None
+    weight: float | None = None
 
 
 WHOLE_WINDOW = MicroBatch(None, 0, True, True, 1.0)

@@ -124,7 +124,7 @@ def test_a_fit_clips_value_by_value(make_trainer) -> None:
     trainer = make_trainer(gradient_clip_val=0.25, gradient_clip_algorithm="value")
     gradients = gradients_of(trainer)
     assert torch.equal(gradients[0], unclipped[0].clamp(-0.25, 0.25))
-    assert trainer.logger.of("grad_norm") == {}
+    assert trainer.logger.of("grad_norm")[1] == pytest.approx(unclipped[0].norm().item())
 
 
 def test_the_largest_value_as_norm(make_trainer) -> None:
@@ -140,6 +140,33 @@ def test_inf_clips_nothing_but_logs(make_trainer) -> None:
     gradients = gradients_of(trainer)
     assert torch.equal(gradients[0], gradients_of(make_trainer())[0])
     assert trainer.logger.of("grad_norm")[1] == pytest.approx(gradients[0].norm().item())
+
+
+def test_the_trainer_logs_the_norm_without_clipping(make_trainer) -> None:
+    trainer = make_trainer(log_grad_norm=True)
+    gradients = gradients_of(trainer)
+    assert torch.equal(gradients[0], gradients_of(make_trainer())[0])
+    assert trainer.logger.of("grad_norm")[1] == pytest.approx(gradients[0].norm().item())
+
+
+def test_the_trainer_logs_the_norm_next_to_clipping(make_trainer) -> None:
+    unclipped = gradients_of(make_trainer())[0].norm().item()
+    for own in ({"gradient_clip_val": 0.5}, {"callbacks": [GradientClipping(0.5)]}):
+        trainer = make_trainer(*own.pop("callbacks", []), log_grad_norm=True, **own)
+        assert gradients_of(trainer)[0].norm().item() == pytest.approx(0.5, rel=1e-5)
+        assert trainer.logger.of("grad_norm")[1] == pytest.approx(unclipped)
+        assert sum(isinstance(callback, GradientClipping) for callback in trainer.callbacks) == 1
+    with pytest.raises(ConfigurationError, match="contradict"):
+        make_trainer(GradientClipping(0.5, log_norm=False), log_grad_norm=True)
+
+
+def test_the_norm_is_logged_where_the_module_clips(make_trainer) -> None:
+    """The override gets no value of its own to clip by."""
+    module = Overriding()
+    trainer = make_trainer(log_grad_norm=True, limit_train_batches=1)
+    trainer.fit(module, tiny_loader())
+    assert module.asked[1:] == (None, "norm")
+    assert trainer.logger.of("grad_norm")[1] > 0
 
 
 def test_the_gradient_of_a_window_is_clipped_whole(make_trainer) -> None:

@@ -55,6 +55,35 @@ def test_early_stopping_by_a_value_of_a_step() -> None:
     assert first[2] == 0
 
 
+# ------------------------------------------------------------------------------------------------- the norm of gradients
+
+
+def norms(strategy: str, **arguments: Any) -> dict[int, float]:
+    torch.manual_seed(0)
+    logger = Memory()
+    make_trainer(strategy=strategy, log_grad_norm=True, log_every_n_steps=2, logger=logger, **arguments).fit(
+        TinyModule(), tiny_loader(16, batch_size=2)
+    )
+    return logger.of("grad_norm")
+
+
+def check_norms(strategy: str) -> None:
+    """The logged norm is that of the mean gradient over all processes, as on one process with the same global batches."""
+    logged, _ = run_world(2, norms, strategy)  # the main process logs
+    assert [*logged] == [2, 4]
+    assert logged == pytest.approx(norms("auto", accumulate_grad_batches=2), rel=1e-5)
+
+
+def test_log_grad_norm() -> None:
+    check_norms("ddp")
+
+
+@pytest.mark.zero
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_log_grad_norm_of_sharded_gradients(strategy: str) -> None:
+    check_norms(strategy)
+
+
 class Shares(Worsens):
     """The metric `own` differs between the ranks; the metric `both` is logged in training and in validation."""
 

@@ -58,7 +58,7 @@ def _metavar(action: argparse.Action) -> str:
 def test_options_are_frozen() -> None:
     """A new option is a decision: add it here and to the documentation."""
     found = options()
-    subcommands = [f"checkpoint {name}" for name in ("ls", "show", "verify", "diff", "export")]
+    subcommands = [f"checkpoint {name}" for name in ("ls", "show", "verify", "diff", "export", "import")]
     names = ["demo", "env", "launch", "plan", "plot", "report", "test", "verify-resume"]
     assert list(found) == ["", "checkpoint", *subcommands, "config", *names]
     assert found[""] == ["--help", "--version", "-h"]
@@ -69,6 +69,7 @@ def test_options_are_frozen() -> None:
     assert found["checkpoint export"] == [
         "--attribute", "--dtype", "--format", "--help", "--max-shard-size", "--overwrite", "-h", "OUT", "PATH",
     ]  # fmt: skip
+    assert found["checkpoint import"] == ["--help", "--names", "--optimizer", "--prefix", "--scheduler", "-h", "NEW", "OLD"]
     planning = ["--device-memory", "--help", "--host-memory", "--per-host", "--processes", "--real", "-h", "ARGS", "SCRIPT"]
     assert found["plan"] == planning
     assert found["verify-resume"] == ["--help", "--more", "--steps", "-h", "SCRIPT"]

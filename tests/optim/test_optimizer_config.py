@@ -194,7 +194,7 @@ def made_elsewhere(module: Any) -> Any:
         (with_scheduler(lambda o, s: ([o], [{"scheduler": s, "frequency": 0}])), ["frequency", "≥ 1, not 0"]),
         (with_scheduler(lambda o, s: ([o], [{"scheduler": s, "frequency": True}])), ["frequency", "not True"]),
         (with_scheduler(lambda o, s: ([o], [{"scheduler": s, "frequency": 1.5}])), ["frequency", "not 1.5"]),
-        (with_scheduler(lambda o, s: ([o], ["cosine"])), ["expected an object with step(), got 'cosine'"]),
+        (with_scheduler(lambda o, s: ([o], [7])), ["expected an object with step(), got 7"]),
         (with_scheduler(lambda o, s: ([o], [s]), plateau), ["ReduceLROnPlateau needs the metric", "'monitor': 'val_loss'"]),
         (made_elsewhere, ["StepLR was created for an optimizer that configure_optimizers did not return"]),
         (

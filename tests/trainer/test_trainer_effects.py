@@ -15,7 +15,7 @@ import torch
 from helpers.runs.tiny import TinyModule, tiny_loader
 
 from trainkit import Callback, DataModule, Precision, Strategy, Trainer
-from trainkit.callbacks import ModelCheckpoint, ModelSummary, TQDMProgressBar
+from trainkit.callbacks import GradientClipping, ModelCheckpoint, ModelSummary, TQDMProgressBar
 from trainkit.errors import TrainkitError
 from trainkit.loggers import CSVLogger, Logger
 
@@ -167,6 +167,7 @@ EFFECTS: dict[str, Effect] = {
     "gradient_clip_algorithm": Effect(
         {"gradient_clip_algorithm": "value"}, lambda t, s: s.largest == 1.0, False, True, {"gradient_clip_val": 1.0}
     ),
+    "log_grad_norm": Effect({"log_grad_norm": True}, attached(GradientClipping), False, True),
     "log_every_n_steps": Effect({"log_every_n_steps": 3}, lambda t, s: s.logged, [], [3, 6]),
     "enable_progress_bar": Effect({"enable_progress_bar": True}, attached(TQDMProgressBar), False, True),
     "enable_model_summary": Effect({"enable_model_summary": True}, attached(ModelSummary), False, True),

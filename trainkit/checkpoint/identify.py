@@ -33,6 +33,9 @@ _RESERVED = re.compile(
     r"manifest\.json|manifest\.sha256|state\.json|(model(_\d+)?|optimizer|state)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
 )
 
+# Files and folders in checkpoints of Hugging Face's Trainer, Accelerate and DeepSpeed.
+_OF_OTHERS = ("trainer_state.json", "optimizer.bin", "pytorch_model.bin", "pytorch_model.bin.index.json", "zero")
+
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a path is a checkpoint, valid or damaged: a folder that has a file with a name of a checkpoint's files.
@@ -107,24 +110,23 @@ def why_not_a_checkpoint(path: Path) -> str:
 
 
 def _of_another_program(path: Path) -> str | None:
-    """How to load the weights of another program's checkpoint; `None` if it does not look like one."""
-    only = "Optimizers, schedulers and the position in the data are not converted: docs/moving-over/lightning.md#checkpoints"
-    load = f"module.load_state_dict(torch.load({str(path)!r}, map_location='cpu', weights_only=True)"
+    """How to convert another program's checkpoint; `None` if it does not look like one."""
+    name = path.stem if path.suffix else f"{path.name}-imported"
+    fix = f"Convert it: trainkit checkpoint import {path} {name} (docs/moving-over/import-a-checkpoint.md)"
+    expected = "expected a trainkit checkpoint, which is a folder"
     if path.suffix == ".ckpt" and path.is_file():
-        return (
-            f"{path} is a Lightning checkpoint, which is a file; expected a trainkit checkpoint, which is a folder. Load its "
-            f"weights into the module instead: {load}['state_dict']). {only}"
-        )
+        return f"{path} is a Lightning checkpoint, which is a file; {expected}. {fix}"
     if path.suffix in (".pt", ".pth", ".bin") and path.is_file():
-        return (
-            f"{path} is a file written by torch.save; expected a trainkit checkpoint, which is a folder. Load its weights "
-            f"into the module instead: {load}). {only}"
-        )
+        return f"{path} is a file written by torch.save; {expected}. {fix}"
+    if path.suffix == ".safetensors" and path.is_file() and not is_checkpoint(path.parent):
+        return f"{path} is a file of weights; {expected}. {fix}"
     if path.suffix == ".ckpt" and path.is_dir():
         return (
             f"{path} is a sharded Lightning checkpoint (FSDP or DeepSpeed); expected a trainkit checkpoint. Convert it "
-            "to a single file with Lightning, then load its weights into the module: docs/moving-over/lightning.md#checkpoints"
+            "to a single file with Lightning, then import it: docs/moving-over/import-a-checkpoint.md"
         )
+    if path.is_dir() and any((path / mark).exists() for mark in _OF_OTHERS):
+        return f"{path} is a checkpoint of another program; expected one of trainkit. {fix}"
     return None
 
 

@@ -20,7 +20,7 @@ from trainkit.errors import TrainkitError, UnknownNameError, nearest
 __all__ = ["SUBCOMMANDS", "main"]
 
 SUBCOMMANDS = {
-    "checkpoint": ("trainkit.cli.checkpoint", "list, show, verify, compare and export checkpoints"),
+    "checkpoint": ("trainkit.cli.checkpoint", "list, show, verify, compare, export and import checkpoints"),
     "config": ("trainkit.cli.config", "write a configuration file: devices, processes, nodes and precision"),
     "demo": ("trainkit.cli.demo", "train a small language model on Python's own source code"),
     "env": ("trainkit.cli.env", "print versions and hardware for a bug report"),

@@ -77,9 +77,8 @@ class SharedWindow:
         total = self.total
         share = weight * ranks / total if total > 0.0 else 0.0
         entry = None if self.weights is None else self._entry(begin, index - begin, weight, ranks)
-        return MicroBatch(
-            batch, index, index == begin, last, share, kind, self.uneven, self.alike, empty=total <= 0.0, entry=entry
-        )
+        facts = (kind, self.uneven, self.alike, total <= 0.0, entry, weight)
+        return MicroBatch(batch, index, index == begin, last, share, *facts)
 
     def _entry(self, begin: int, place: int, weight: float, ranks: int) -> WindowEntry:
         assert self.weights is not None

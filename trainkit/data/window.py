@@ -47,15 +47,18 @@ def windows(
     return _collected(batches, size, start, count, weigh, taken)
 
 
-def _micro_batch(batch: Any, index: int, begin: int, last: bool, share: float, remaining: float, empty: bool) -> MicroBatch:
+def _micro_batch(
+    batch: Any, index: int, begin: int, last: bool, share: float, remaining: float, empty: bool, weight: float | None = None
+) -> MicroBatch:
     entry = WindowEntry(begin, share, remaining, float(share > 0.0))
-    return MicroBatch(batch, index, index == begin, last, share, empty=empty, entry=entry)
+    return MicroBatch(batch, index, index == begin, last, share, empty=empty, entry=entry, weight=weight)
 
 
 def _windows_of_one(batches: Iterator[Any], start: int, weigh: Callable[[Any], float] | None) -> Iterator[MicroBatch]:
     for index, batch in enumerate(batches, start):
-        share = 1.0 if weigh is None or weight_of(weigh, batch) > 0.0 else 0.0
-        yield _micro_batch(batch, index, index, True, share, 1.0, share == 0.0)
+        weight = None if weigh is None else weight_of(weigh, batch)
+        share = 0.0 if weight == 0.0 else 1.0
+        yield _micro_batch(batch, index, index, True, share, 1.0, share == 0.0, weight)
 
 
 def _planned(
@@ -88,7 +91,7 @@ def _collected(
             share = weight / total if total > 0.0 else 0.0
             remaining = 1.0 if place == 0 or total <= 0.0 else sum(weights[place:]) / total
             last = place == len(window) - 1
-            yield _micro_batch(batch, begin + place, begin, last, share, remaining, total <= 0.0)
+            yield _micro_batch(batch, begin + place, begin, last, share, remaining, total <= 0.0, weight)
         begin, wanted = begin + len(window), size
 
 

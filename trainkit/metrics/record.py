@@ -170,7 +170,10 @@ class Record(MetricInfo):
         values = stacked(self.values)
         if self.reduce_fx == "mean":
             weights = torch.tensor(self.weights, dtype=values.dtype).to(values.device, non_blocking=True)
-            part, self.weight = (values * weights).sum(), self.weight + sum(self.weights)
+            weighted = values * weights
+            if 0.0 in self.weights:  # the mean over nothing is NaN, and does not count
+                weighted = weighted.masked_fill(weights == 0.0, 0.0)
+            part, self.weight = weighted.sum(), self.weight + sum(self.weights)
         else:
             part = values.sum() if self.reduce_fx == "sum" else values.amin() if self.reduce_fx == "min" else values.amax()
         if self.total is None:

@@ -53,7 +53,7 @@ class MetricStore:
         stamp: a number that the loop sets for each batch of this rank, stored with each value, see `logged_at`. It
             increases during an epoch and is the same on all ranks for the batches of a row; negative before the first batch.
         gaps: stamps of earlier loaders at which other ranks had a batch and this one had none, as (first, end).
-        count: returns the number of samples of a batch.
+        count: returns the weight of a batch: the number of its samples or, in training, what `batch_weight` returned.
         previewed: the epoch has ended, and the results have its values; those of its last step are not the latest any more.
         loaders: metric of the last `flush_epoch` → the evaluation loaders that it was logged in; `[]`: in no batch.
         schema: a number for the metrics of this epoch and their reductions, if there are several ranks. Ranks that have logged
@@ -78,10 +78,11 @@ class MetricStore:
         self._skipped: dict[int, Any] = {}  # objects that only the main process logs, if this is another rank
         self.scope = Scope.NOWHERE
         self.batch: Any = None
-        self._size: tuple[Any, int] = (None, 0)
+        self._size: tuple[Any, float] = (None, 0)
         self.gaps: list[tuple[int, int]] = []
         self.loaders: dict[str, list[int]] = {}
-        self.suffix, self.stamp, self.schema, self.count = "", -1, 0, size_of
+        self.suffix, self.stamp, self.schema = "", -1, 0
+        self.count: Callable[[Any], float] = size_of
         self.previewed = False
 
     def _log(
@@ -151,7 +152,7 @@ class MetricStore:
             self._skipped[id(value)] = value
 
     def _weight(self, name: str, batch_size: Any) -> float:
-        """`batch_size` if given, else the number of samples of the current batch."""
+        """`batch_size` if given, else the weight of the current batch."""
         if batch_size is not None:
             return weight_of(name, batch_size)
         if self.scope in (Scope.TRAIN_EPOCH, Scope.EVAL_EPOCH):

@@ -99,7 +99,8 @@ class ModuleHooks(DataHooks):
         """Return the weight of a micro-batch, such as its number of tokens: a finite number ≥ 0, computed on the CPU.
 
         Override it if samples have different lengths and `training_step` returns the mean over tokens: the gradient is then
-        the mean over all tokens of the global batch. By default the weight is the number of samples.
+        the mean over all tokens of the global batch. What `training_step` logs is weighted the same way, unless `log` is
+        given a `batch_size`. By default the weight is the number of samples.
         """
         raise NotImplementedError
 

@@ -118,7 +118,8 @@ class TrainModule(HyperParametersMixin, ModuleHooks, AttachedModule, ExportableM
             sync_dist: No effect: values are always reduced over all ranks.
             sync_dist_group: Only `None` or `torch.distributed.group.WORLD`.
             add_dataloader_idx: Append `/dataloader_idx_N` to the name if there are several evaluation loaders.
-            batch_size: Number of samples of the value. Default: the first dimension of the batch's first tensor.
+            batch_size: Weight of the value in a mean: its number of samples. Default: the first dimension of the batch's
+                first tensor; in training, what `batch_weight` returned if the module defines it.
             metric_attribute: No effect: a torchmetrics `Metric` is found without it.
             rank_zero_only: Log the value of the main process only.
 

@@ -1,5 +1,7 @@
-"""Forms of `configure_optimizers`, prepared optimizers and schedulers, and the gradient norm."""
+"""Forms of `configure_optimizers`, prepared optimizers and schedulers, schedules by name, and the gradient norm."""
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from trainkit.optim.schedules import make_schedule
+
+__all__ = ["make_schedule"]

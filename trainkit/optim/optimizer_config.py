@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from trainkit.checks import whole_number
 from trainkit.console import counted, with_article
 from trainkit.errors import OptimizerError, nearest
+from trainkit.optim.schedules import make_schedule
 
 __all__ = ["SchedulerConfig", "read_optimizers"]
 
@@ -28,8 +29,9 @@ class SchedulerConfig:
     """When a scheduler makes a step.
 
     Attributes:
-        scheduler: Anything with `step`, `state_dict` and `load_state_dict`.
-        interval: `"epoch"` or `"step"`, which counts optimizer updates.
+        scheduler: Anything with `step`, `state_dict` and `load_state_dict`. In what `configure_optimizers` returns also a name
+            for `trainkit.optim.make_schedule`, whose arguments are then further keys, and whose interval is `"step"`.
+        interval: `"epoch"` or `"step"`, which counts optimizer steps.
         frequency: Every how many of these.
         monitor: The metric that `ReduceLROnPlateau` reads; not needed under manual optimization, where you step it.
         strict: A monitor that was never logged is an error (`False`: a warning, and no advance).
@@ -48,8 +50,11 @@ class SchedulerConfig:
     optimizer_index: int = 0
 
 
+_KEYS = [field.name for field in fields(SchedulerConfig) if field.name != "optimizer_index"]
+
+
 def read_optimizers(returned: Any, module: nn.Module, automatic: bool) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """The optimizers and schedulers in what `configure_optimizers` returned.
+    """The optimizers and schedulers in what `configure_optimizers` returned. Those that are given by name are created.
 
     Raises:
         OptimizerError: Another form than the documented ones, an optimizer without the module's parameters, several
@@ -61,6 +66,7 @@ def read_optimizers(returned: Any, module: nn.Module, automatic: bool) -> tuple[
         _check_parameters(optimizer, module)
     if automatic:
         _check_automatic(optimizers)
+    schedulers = [one.made(module) if isinstance(one, _NamedSchedule) else one for one in schedulers]
     configs = [_scheduler_config(scheduler, optimizers, automatic) for scheduler in schedulers]
     return optimizers, configs
 
@@ -81,7 +87,8 @@ def _forms(returned: Any) -> tuple[list[Optimizer], list[Any]]:
     if isinstance(returned, list | tuple) and len(returned) == 2 and _all_are(Optimizer, returned[0]):
         optimizers, schedulers = returned
         if isinstance(schedulers, list | tuple | Mapping):
-            return list(optimizers), [schedulers] if isinstance(schedulers, Mapping) else list(schedulers)
+            listed = [schedulers] if isinstance(schedulers, Mapping) else list(schedulers)
+            return list(optimizers), [_with_optimizer(scheduler, optimizers) for scheduler in listed]
     raise OptimizerError(f"configure_optimizers must return {_FORMS}; it returned {_describe(returned)}.")
 
 
@@ -117,7 +124,47 @@ def _one_dict(returned: Mapping[Any, Any]) -> tuple[list[Optimizer], list[Any]]:
     if "monitor" in returned:
         described = dict(scheduler) if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
         scheduler = {"monitor": returned["monitor"], **described}
-    return [optimizer], list(scheduler) if isinstance(scheduler, list | tuple) else [scheduler]
+    listed = list(scheduler) if isinstance(scheduler, list | tuple) else [scheduler]
+    return [optimizer], [_with_optimizer(one, [optimizer]) for one in listed]
+
+
+class _NamedSchedule(NamedTuple):
+    """A schedule that is given by name, and its optimizer."""
+
+    optimizer: Optimizer
+    given: Mapping[str, Any]
+
+    def made(self, module: Any) -> dict[str, Any]:
+        """The form with a scheduler, for all optimizer steps of the module's run."""
+        config = {key: value for key, value in self.given.items() if key in _KEYS}
+        options = {key: value for key, value in self.given.items() if key not in _KEYS}
+        name = config["scheduler"]
+        if config.get("interval", "step") != "step" or config.get("frequency", 1) != 1:
+            raise OptimizerError(
+                f"lr_scheduler: the schedule {name!r} counts optimizer steps, so interval must be 'step' and frequency 1. To "
+                f"count epochs: {{'scheduler': trainkit.optim.make_schedule({name!r}, optimizer, total_steps=epochs), "
+                "'interval': 'epoch'}"
+            )
+        if "total_steps" not in options:
+            options["total_steps"] = module.trainer.estimated_stepping_batches
+        return {**config, "scheduler": make_schedule(name, self.optimizer, **options), "interval": "step"}
+
+
+def _with_optimizer(scheduler: Any, optimizers: Sequence[Optimizer]) -> Any:
+    """A scheduler in the form in which it was returned; one that is given by name gets its optimizer.
+
+    Raises:
+        OptimizerError: There are several optimizers.
+    """
+    given = {"scheduler": scheduler} if isinstance(scheduler, str) else scheduler
+    if not isinstance(given, Mapping) or not isinstance(given.get("scheduler"), str):
+        return scheduler
+    if len(optimizers) > 1:
+        raise OptimizerError(
+            f"lr_scheduler: it is unclear which of {len(optimizers)} optimizers the schedule {given['scheduler']!r} is for. "
+            "Return a list of dicts: [{'optimizer': first, 'lr_scheduler': {'scheduler': 'cosine'}}, {'optimizer': second}]"
+        )
+    return _NamedSchedule(optimizers[0], given)
 
 
 def _check_parameters(optimizer: Optimizer, module: nn.Module) -> None:
@@ -143,10 +190,9 @@ def _check_automatic(optimizers: list[Optimizer]) -> None:
 
 def _scheduler_config(scheduler: Any, optimizers: list[Optimizer], automatic: bool) -> SchedulerConfig:
     if isinstance(scheduler, Mapping):
-        known = [field.name for field in fields(SchedulerConfig) if field.name != "optimizer_index"]
         for key in scheduler:
-            if key not in known:
-                raise OptimizerError(f"lr_scheduler: unknown key {key!r}; known: {', '.join(known)}.{nearest(str(key), known)}")
+            if key not in _KEYS:
+                raise OptimizerError(f"lr_scheduler: unknown key {key!r}; known: {', '.join(_KEYS)}.{nearest(str(key), _KEYS)}")
         if "scheduler" not in scheduler:
             raise OptimizerError("lr_scheduler: a dict needs 'scheduler': {'scheduler': scheduler, 'interval': 'step'}.")
         config = SchedulerConfig(**scheduler)

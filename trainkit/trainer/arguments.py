@@ -27,6 +27,7 @@ def check_switches(given: dict[str, Any]) -> dict[str, Any]:
         "slurm_requeue",
         "inference_mode",
         "detect_anomaly",
+        "log_grad_norm",
         "benchmark",
     ):
         value = given[name]
@@ -59,6 +60,7 @@ class TrainerArguments:
     global_batch_size: int | None
     gradient_clip_val: float | None
     gradient_clip_algorithm: str | None
+    log_grad_norm: bool
     log_every_n_steps: int | None
     reload_dataloaders_every_n_epochs: int
     deterministic: bool | str | None

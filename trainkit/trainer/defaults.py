@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,12 +75,21 @@ def attach_callbacks(
     clip = arguments.gradient_clip_val
     algorithm = arguments.gradient_clip_algorithm or "norm"
     attach("gradient_clipping", clip is not None, "gradient_clip_val", clip, algorithm)
+    attach("gradient_clipping", arguments.log_grad_norm, "log_grad_norm", math.inf)
+    _check_norm_is_logged(arguments.log_grad_norm, callbacks)
     if not checkpoints and any(isinstance(callback, load_callback("model_checkpoint")) for callback in callbacks):
         raise ConfigurationError(
             "enable_checkpointing=False and a ModelCheckpoint in callbacks contradict each other. Remove one of them."
         )
     attach("model_checkpoint", checkpoints and not trainer.fast_dev_run, "enable_checkpointing")
     return callbacks
+
+
+def _check_norm_is_logged(wanted: bool, callbacks: Iterable[Callback]) -> None:
+    if wanted and any(not getattr(callback, "log_norm", True) for callback in callbacks):
+        raise ConfigurationError(
+            "log_grad_norm=True and GradientClipping(log_norm=False) in callbacks contradict each other. Remove one of them."
+        )
 
 
 def merge_module_callbacks(trainer: Trainer, module: TrainModule) -> None:

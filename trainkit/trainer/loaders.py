@@ -55,7 +55,9 @@ def train_loader(run: Run, given: Any) -> PreparedLoader:
         pads=not module.automatic_optimization or run.strategy.shards_parameters,
         **_transfer(run, Stage.TRAIN, 0),
     )
-    if loader.samples is not None:
+    if weighed:  # metrics are weighted like the gradient
+        run.train_metrics.count = lambda batch: run.accelerator.accumulation.current.weight or 0.0
+    elif loader.samples is not None:
         run.train_metrics.count = lambda batch: loader.samples or 0  # without the padding
     _refuse_empty(loader, source, "training")
     notice_overfitting(run, source)

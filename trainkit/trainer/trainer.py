@@ -113,6 +113,8 @@ class Trainer:
         gradient_clip_val: Maximum norm of the gradient, or with `"value"` maximum absolute value of its elements. Adds
             `GradientClipping`.
         gradient_clip_algorithm: `"norm"` (the default) or `"value"`.
+        log_grad_norm: Log the norm of the gradient as `grad_norm` at log boundaries, before clipping if there is any. Adds
+            `GradientClipping`. With `gradient_clip_val` it is logged anyway.
         limit_train_batches: Number of batches per epoch on each process (int), or a fraction of them (float). Default: 1.0.
         limit_val_batches: The same for each validation loader.
         limit_test_batches: The same for each loader of `test`.
@@ -185,6 +187,7 @@ class Trainer:
         global_batch_size: int | None = None,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
+        log_grad_norm: bool = False,
         log_every_n_steps: int | None = None,
         enable_progress_bar: bool | None = True,
         enable_model_summary: bool | None = True,
@@ -212,8 +215,7 @@ class Trainer:
         self._gpus, self._assigned_ckpt_path = wanted.indices, None
         self._run.inference_mode, self._run.profiler = inference_mode, make_profiler(profiler)
         self._run.loggers = attach_loggers(self, logger)
-        switches = enable_progress_bar, enable_model_summary, enable_checkpointing
-        self._run.callbacks = attach_callbacks(self, callbacks, *switches)
+        self._run.callbacks = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)
         self._module_callbacks, self._replaced_callbacks = [], []  # of configure_callbacks, and those that they replaced
 
     _assigned_ckpt_path: str | Path | None

@@ -1,4 +1,4 @@
-"""`trainkit checkpoint`: list, show, verify, compare and export checkpoints.
+"""`trainkit checkpoint`: list, show, verify, compare, export and import checkpoints.
 
 Each subcommand is a module with a function `run(args) -> int`, imported when it is called: argument errors need no torch.
 """
@@ -10,12 +10,19 @@ import importlib
 
 __all__ = ["add_arguments", "run"]
 
-_MODULES = {"ls": "listing", "show": "show", "verify": "verify", "diff": "compare", "export": "export"}
+_MODULES = {
+    "ls": "listing",
+    "show": "show",
+    "verify": "verify",
+    "diff": "compare",
+    "export": "export",
+    "import": "import_checkpoint",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trainkit checkpoint`."""
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{ls,show,verify,diff,export}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{ls,show,verify,diff,export,import}")
 
     def add(name: str, purpose: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", allow_abbrev=False)
@@ -59,6 +66,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="maximum size of a file (default: 5GB)")
     export.add_argument("--overwrite", action="store_true", help="write to OUT even if it contains other files")
+
+    imported = add(
+        "import", "convert a checkpoint of Lightning, Accelerate, Hugging Face's Trainer or DeepSpeed, or a state dict"
+    )
+    imported.add_argument("old", metavar="OLD", help="the file or folder of the other program")
+    imported.add_argument("new", metavar="NEW", help="the checkpoint to write")
+    imported.add_argument("--prefix", metavar="PREFIX", default="", help="put PREFIX before each name, such as model.")
+    imported.add_argument(
+        "--names", metavar="FILE", help="the names of the parameters, one a line, in the order of model.named_parameters()"
+    )
+    imported.add_argument("--optimizer", metavar="CLASS", help="the class of the optimizer, if it is not recognized")
+    imported.add_argument("--scheduler", metavar="CLASS", help="the class of the scheduler, if it is not recognized")
 
 
 def run(args: argparse.Namespace) -> int:

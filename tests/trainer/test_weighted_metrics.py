@@ -1,0 +1,105 @@
+"""What `training_step` logs is weighted like the gradient if the module defines `batch_weight`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers.runs.trainers import Memory, make_trainer
+from helpers.worlds.worlds import run_world
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainkit import TrainModule
+
+# For each sample the number of its tokens that count, and the loss of each of them. The last micro-batch has no tokens.
+TOKENS = torch.tensor([1.0, 2.0, 8.0, 1.0, 3.0, 0.0, 5.0, 2.0, 1.0, 1.0, 0.0, 0.0])
+LOSSES = torch.arange(12.0)
+MEAN = float((TOKENS * LOSSES).sum() / TOKENS.sum())
+
+
+class Weighed(TrainModule):
+    """The loss of a micro-batch is the mean over its tokens, plus a parameter that stays 0; NaN without tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zero = torch.nn.Parameter(torch.zeros(()))
+
+    def batch_weight(self, batch: list[Tensor]) -> float:
+        return float(batch[0].sum())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        tokens, losses = batch
+        loss = (tokens * losses).sum() / tokens.sum()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log_dict({"samples": losses.mean()}, on_step=False, on_epoch=True, batch_size=len(losses))
+        return loss + self.zero
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val", batch[1].mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Unweighed(Weighed):
+    batch_weight = TrainModule.batch_weight
+
+
+def logged(
+    kind: type[Weighed], strategy: str = "auto", window: int = 1, tokens: Tensor = TOKENS
+) -> dict[str, dict[int, float]]:
+    """The metrics of an epoch, by name and step."""
+    memory, data = Memory(), TensorDataset(tokens, LOSSES)
+    options = {"strategy": strategy, "accumulate_grad_batches": window, "logger": memory, "log_every_n_steps": 1}
+    make_trainer(**options).fit(kind(), DataLoader(data, 2), DataLoader(data, 2))
+    return {name: memory.of(name) for name in ("loss_step", "loss_epoch", "samples", "val")}
+
+
+@pytest.mark.parametrize("window", [1, 2, 4])
+def test_the_mean_of_an_epoch_is_over_tokens(window: int) -> None:
+    """An explicit `batch_size` and the metrics of a validation keep their weights."""
+    found = logged(Weighed, window=window)
+    assert [*found["loss_epoch"].values()] == [pytest.approx(MEAN)]
+    assert [*found["samples"].values()] == [*found["val"].values()] == [pytest.approx(5.5)]
+
+
+def test_without_batch_weight_it_is_over_samples() -> None:
+    """So the tests of tokens can fail."""
+    tokens = TOKENS.clamp(min=1.0)
+    pairs = zip(tokens.view(6, 2), LOSSES.view(6, 2), strict=True)
+    expected = sum(float((own * losses).sum() / own.sum()) for own, losses in pairs) / 6
+    assert [*logged(Unweighed, tokens=tokens)["loss_epoch"].values()] == [pytest.approx(expected)]
+
+
+def test_an_epoch_without_weight_has_no_mean() -> None:
+    assert all(math.isnan(value) for value in logged(Weighed, tokens=torch.zeros(12))["loss_epoch"].values())
+
+
+def test_over_two_processes() -> None:
+    """The value of a step is the mean over the tokens of the micro-batches of both, that of the epoch over all."""
+    found, _ = run_world(2, logged, Weighed, "ddp")
+    assert [*found["loss_epoch"].values()] == [pytest.approx(MEAN)]
+    weights, sums = TOKENS.view(3, 4).sum(1), (TOKENS * LOSSES).view(3, 4).sum(1)
+    assert [*found["loss_step"].values()] == pytest.approx((sums / weights).tolist())
+
+
+def test_a_resumed_epoch_has_the_same_mean(run_dir: Any) -> None:
+    """The weights of an interrupted epoch are in the checkpoint."""
+
+    class Saving(Weighed):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.saves and batch_idx == 2:
+                self.trainer.save_checkpoint("middle")
+
+    def fit(saves: bool, **options: Any) -> dict[int, float]:
+        memory, module = Memory(), Saving()
+        module.saves = saves
+        make_trainer(logger=memory).fit(module, DataLoader(TensorDataset(TOKENS, LOSSES), 2), **options)
+        return memory.of("loss_epoch")
+
+    whole = fit(True)
+    assert [*whole.values()] == [pytest.approx(MEAN)]
+    assert fit(False, ckpt_path="middle") == whole

@@ -1,0 +1,315 @@
+"""Reads checkpoints of Lightning, Accelerate, Hugging Face's Trainer and DeepSpeed, and files of weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trainkit.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
+from trainkit.state.single_file import load, read_tensors
+
+__all__ = ["Foreign", "read_foreign"]
+
+_WEIGHT_KEYS = ("state_dict", "model_state_dict", "model")
+_OPTIMIZER_KEYS = ("optimizer_state_dict", "optimizer")
+_SCALER_KEYS = ("MixedPrecision", "MixedPrecisionPlugin")
+_OF_LIGHTNING = (
+    *("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch", "loops", "callbacks", "hparams_name"),
+    *("hyper_parameters", "hparams_type", "datamodule_hparams_name", "pytorch-lightning_version"),
+)
+_INDEX = ".index.json"
+_UNIVERSAL = "DeepSpeed"
+
+
+@dataclass
+class Foreign:
+    """What a checkpoint of another program holds.
+
+    Attributes:
+        program: The program that wrote it.
+        models: For each model name → tensor. Tied names have the same tensor.
+        ordered: The names are in the order of the model's `state_dict()`.
+        optimizers: `state_dict()` of each optimizer, in torch's form.
+        schedulers: `state_dict()` of each scheduler.
+        splits_groups: Parameters without weight decay are in a group of their own.
+        scaler: `state_dict()` of the loss scaler.
+        step: Number of optimizer steps; `None`: unknown.
+        epoch: Number of complete epochs; `None`: unknown.
+        in_epoch: It was saved inside an epoch.
+        hyper_parameters: The arguments of the module.
+        hparams_name: The one argument that has all hyper-parameters, if there is one.
+        omitted: What is not converted, with the reason.
+        notes: What was assumed.
+    """
+
+    program: str
+    models: list[dict[str, Tensor]] = field(default_factory=list)
+    ordered: bool = False
+    optimizers: list[dict[str, Any]] = field(default_factory=list)
+    schedulers: list[dict[str, Any]] = field(default_factory=list)
+    splits_groups: bool = False
+    scaler: dict[str, Any] | None = None
+    step: int | None = None
+    epoch: int | None = None
+    in_epoch: bool = False
+    hyper_parameters: dict[str, Any] = field(default_factory=dict)
+    hparams_name: str | None = None
+    omitted: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_foreign(path: Path, scratch: Path) -> Foreign:
+    """Read a checkpoint of another program.
+
+    Args:
+        path: A file or a folder.
+        scratch: An empty folder on a disk with room for the tensors. It must exist as long as they are used.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing at `path`.
+        ConfigurationError: The format is not known.
+        CorruptCheckpointError: A file cannot be read.
+    """
+    if not path.exists():
+        raise CheckpointNotFoundError(f"{path} does not exist. Pass the path of a file or of a folder.")
+    files = _Files(scratch)
+    if path.is_file():
+        return _file(path, files)
+    if (path / "trainer_state.json").is_file():
+        return _of_trainer(path, files)
+    if (path / "zero").is_dir():
+        return _universal(path, files)
+    if path.suffix != ".ckpt" and any(_stems(path)):
+        return _accelerate(path, files)
+    raise ConfigurationError(
+        f"{path} is not a folder of a known format: expected one of Accelerate's save_state, a checkpoint-N of Hugging Face's "
+        "Trainer or a universal checkpoint of DeepSpeed. Convert sharded checkpoints first: Lightning's with python -m "
+        "lightning.pytorch.utilities.consolidate_checkpoint OLD, DeepSpeed's with ds_to_universal."
+    )
+
+
+class _Files:
+    """Reads files of `torch.save` through `restricted_load`, which runs in a process of its own."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch, self._count = scratch, 0
+
+    def read(self, paths: list[Path], omitted: list[str]) -> list[Any]:
+        """The value in each file; adds what is not read to `omitted`."""
+        targets = []
+        for _ in paths:
+            targets.append(self._scratch / f"{self._count}.bin")
+            self._count += 1
+        if not paths:
+            return []
+        pairs = [str(one) for pair in zip(paths, targets, strict=True) for one in pair]
+        command = [sys.executable, "-m", "trainkit.cli.checkpoint.foreign.restricted_load", *pairs]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
+        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["the process that read it ended"])[-1]
+            raise CorruptCheckpointError(
+                f"{', '.join(map(str, paths))} cannot be read: {reason}. Save the weights again with torch.save, or "
+                "pass a safetensors file."
+            )
+        values = []
+        for path, target in zip(paths, targets, strict=True):
+            found = load(target)
+            omitted += [f"{path.name}: {one}, a class that is not read" for one in found["omitted"]]
+            values.append(found["value"])
+        return values
+
+
+# ----------------------------------------------------------------------------------------------------------------- files
+
+
+def _file(path: Path, files: _Files) -> Foreign:
+    if path.suffix == ".safetensors":
+        return Foreign("a file of weights", [_safetensors(path)])
+    omitted: list[str] = []
+    value = files.read([path], omitted)[0]
+    value = value if isinstance(value, Mapping) else {}
+    if "pytorch-lightning_version" in value:
+        return _lightning(value, omitted)
+    at = next((key for key in _WEIGHT_KEYS if isinstance(value.get(key), Mapping)), None)
+    tensors = _tensors_in(value if at is None else value[at])
+    if not tensors:
+        raise ConfigurationError(
+            f"{path} holds no tensors by name; expected the state dict of a model, alone or as one of "
+            f"{', '.join(_WEIGHT_KEYS)}. Save it: torch.save(model.state_dict(), 'model.pt')"
+        )
+    found = Foreign("a file of weights", [tensors], ordered=True, omitted=omitted)
+    if at is not None:
+        beside = [key for key in _OPTIMIZER_KEYS if _is_torch_form(value.get(key))][:1]
+        found.optimizers = [value[key] for key in beside]
+        found.omitted += _unknown(value, {at, *beside})
+    return found
+
+
+def _tensors_in(value: Mapping[Any, Any]) -> dict[str, Tensor]:
+    return {str(name): tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
+
+
+def _unknown(value: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    return [f"{key}: its meaning is unknown" for key in value if key not in known]
+
+
+def _is_torch_form(value: Any) -> bool:
+    return isinstance(value, Mapping) and "state" in value and "param_groups" in value
+
+
+def _lightning(value: Mapping[str, Any], omitted: list[str]) -> Foreign:
+    name, scaler = value.get("hparams_name"), [key for key in _SCALER_KEYS if value.get(key)]
+    epoch, in_epoch = _epoch_of_lightning(value)
+    found = Foreign(
+        f"Lightning {value['pytorch-lightning_version']}",
+        [_tensors_in(value["state_dict"])],
+        ordered=True,
+        optimizers=[state for state in value.get("optimizer_states", ()) if _is_torch_form(state)],
+        schedulers=list(value.get("lr_schedulers", ())),
+        scaler=value[scaler[0]] if scaler else None,
+        step=int(value.get("global_step", 0)),
+        epoch=epoch,
+        in_epoch=in_epoch,
+        hyper_parameters=dict(value.get("hyper_parameters") or {}),
+        hparams_name=None if name in (None, "kwargs") else str(name),
+        omitted=omitted,
+    )
+    found.omitted += [f"{key}: the state of a callback" for key in value.get("callbacks") or {}]
+    found.omitted += _unknown(value, (*_OF_LIGHTNING, *_SCALER_KEYS))
+    return found
+
+
+def _epoch_of_lightning(value: Mapping[str, Any]) -> tuple[int, bool]:
+    """The number of complete epochs, and whether another one has begun."""
+    fit = (value.get("loops") or {}).get("fit_loop") or {}
+    epochs = (fit.get("epoch_progress") or {}).get("current")
+    if epochs is None:
+        return int(value.get("epoch", 0)), False
+    running = epochs["ready"] > epochs["completed"]
+    at_end = bool((fit.get("epoch_loop.batch_progress") or {}).get("is_last_batch"))
+    return epochs["completed"] + int(running and at_end), running and not at_end
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    tensors, aliases = read_tensors(path)
+    return {**tensors, **{alias: tensors[stored] for alias, stored in aliases.items()}}
+
+
+# --------------------------------------------------------------------------------------------------------------- folders
+
+
+def _accelerate(path: Path, files: _Files) -> Foreign:
+    found = Foreign("Accelerate")
+    for stem in _stems(path):
+        found.models.append(_weights(path, stem, files, found))
+    states = [path / f"optimizer{suffix}.bin" for suffix in _suffixes(path, "optimizer")]
+    schedules = [path / f"scheduler{suffix}.bin" for suffix in _suffixes(path, "scheduler")]
+    scaler = [path / "scaler.pt"] if (path / "scaler.pt").is_file() else []
+    values = files.read([*states, *schedules, *scaler], found.omitted)
+    found.optimizers, rest = values[: len(states)], values[len(states) :]
+    found.schedulers, found.scaler = rest[: len(schedules)], rest[len(schedules)] if scaler else None
+    known = {one.name for one in (*states, *schedules, *scaler)}
+    found.omitted += [
+        f"{name}: {'random numbers' if name.startswith('random_states') else 'its format is not read'}"
+        for name in sorted(os.listdir(path))
+        if name not in known and not name.startswith(("model", "pytorch_model"))
+    ]
+    return found
+
+
+def _of_trainer(path: Path, files: _Files) -> Foreign:
+    progress = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+    epoch = float(progress.get("epoch") or 0.0)
+    complete = math.floor(epoch + 1e-9)
+    found = Foreign("Hugging Face's Trainer", step=int(progress["global_step"]), epoch=complete)
+    found.in_epoch, found.splits_groups = epoch - complete > 1e-9, True
+    stem = next(iter(_stems(path)), None)
+    if stem is None:
+        raise ConfigurationError(
+            f"{path} has no model.safetensors and no pytorch_model.bin, so its weights cannot be imported. Of a PEFT "
+            "model, merge the adapters first: model.merge_and_unload().save_pretrained('merged')"
+        )
+    found.models = [_weights(path, stem, files, found)]
+    parts = [path / name for name in ("optimizer.pt", "scheduler.pt", "scaler.pt") if (path / name).is_file()]
+    for part, value in zip(parts, files.read(parts, found.omitted), strict=True):
+        if part.stem == "optimizer":
+            found.optimizers = [value]
+        elif part.stem == "scheduler":
+            found.schedulers = [value]
+        else:
+            found.scaler = value
+    for name in ("rng_state.pth", "training_args.bin"):
+        if (path / name).is_file():
+            found.omitted.append(f"{name}: {'random numbers' if name.startswith('rng') else 'the arguments of the Trainer'}")
+    return found
+
+
+def _universal(path: Path, files: _Files) -> Foreign:
+    """A folder of DeepSpeed's `ds_to_universal`: for each parameter a folder with its master weight and its slots."""
+    found = Foreign(_UNIVERSAL, ordered=True)
+    shared = [path / "mp_rank_00_model_states.pt", path / "zero" / "optimizer_state.pt"]
+    parts = sorted((path / "zero").glob("*/*.pt"))
+    if not parts or not all(part.is_file() for part in shared) or (path / "mp_rank_01_model_states.pt").exists():
+        raise ConfigurationError(
+            f"{path} is not a universal checkpoint of DeepSpeed without tensor parallelism. Expected {shared[0].name} and "
+            "a folder zero with a folder for each parameter. Run ds_to_universal again."
+        )
+    states, options, *values = files.read([*shared, *parts], found.omitted)
+    slots = _slots_of(parts, values)
+    groups = [list(shapes) for shapes in states["param_shapes"]]
+    order = [name for names in groups for name in names]
+    buffers = {name: states["module"][name] for name in states["buffer_names"] if name in states["module"]}
+    found.models, found.step = [{**{name: slots[name].pop("fp32") for name in order}, **buffers}], int(states["global_steps"])
+    numbers, listed = iter(range(len(order))), []
+    for names, saved in zip(groups, options["param_groups"], strict=True):
+        listed.append({**saved, "params": [next(numbers) for _ in names], "param_names": names})
+    found.optimizers = [{"state": {number: slots[name] for number, name in enumerate(order)}, "param_groups": listed}]
+    found.schedulers = [states["lr_scheduler"]] if states.get("lr_scheduler") else []
+    return found
+
+
+def _slots_of(parts: list[Path], values: list[Any]) -> dict[str, dict[str, Any]]:
+    """Parameter → slot → value; the file of each is `<parameter>/<slot>.pt`."""
+    slots: dict[str, dict[str, Any]] = {}
+    for part, value in zip(parts, values, strict=True):
+        slots.setdefault(part.parent.name, {})[part.stem] = value["param"] if isinstance(value, Mapping) else value
+    return slots
+
+
+def _stems(path: Path) -> Iterator[str]:
+    """The files of weights of a folder, without their ends: model, model_1, …"""
+    for number in range(len(os.listdir(path)) + 1):
+        suffix = f"_{number}" if number else ""
+        for stem, end in ((f"model{suffix}", ".safetensors"), (f"pytorch_model{suffix}", ".bin")):
+            if any((path / f"{stem}{end}{more}").is_file() for more in ("", _INDEX)):
+                yield stem + end
+                break
+
+
+def _suffixes(path: Path, stem: str) -> list[str]:
+    suffixes = ["", *(f"_{number}" for number in range(1, len(os.listdir(path)) + 1))]
+    return [suffix for suffix in suffixes if (path / f"{stem}{suffix}.bin").is_file()]
+
+
+def _weights(path: Path, name: str, files: _Files, found: Foreign) -> dict[str, Tensor]:
+    """The tensors of one file, or of several with an index."""
+    parts = [path / name]
+    if not parts[0].is_file():
+        index = json.loads((path / f"{name}{_INDEX}").read_text(encoding="utf-8"))
+        parts = [path / part for part in sorted(set(index["weight_map"].values()))]
+    if name.endswith(".bin"):
+        values = files.read(parts, found.omitted)
+        found.ordered = len(parts) == 1
+    else:
+        values = [_safetensors(part) for part in parts]
+    return {key: tensor for value in values for key, tensor in value.items() if isinstance(tensor, Tensor)}

@@ -1,0 +1,170 @@
+"""`trainkit checkpoint import`: convert a checkpoint of another program."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from trainkit.checkpoint.commit import check_target, commit
+from trainkit.checkpoint.draft import Content, Draft
+from trainkit.cli.checkpoint.foreign.named_state import converted
+from trainkit.cli.checkpoint.foreign.read_foreign import Foreign, read_foreign
+from trainkit.cli.checkpoint.text import bytes_text, print_lines
+from trainkit.console import counted
+from trainkit.errors import ConfigurationError
+from trainkit.state.parts import Captured, about
+from trainkit.strategy import Strategy
+
+__all__ = ["import_checkpoint", "run"]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Import the checkpoint; print what was converted, what was not, and how to use it."""
+    names = None if args.names is None else Path(args.names).read_text(encoding="utf-8").split()
+    foreign, taken = import_checkpoint(
+        args.old, args.new, prefix=args.prefix, names=names, optimizer=args.optimizer, scheduler=args.scheduler
+    )
+    tensors = [tensor for own in taken.tensors.values() for tensor in own.values()]
+    print_lines(f"Wrote {args.new}: a checkpoint of {foreign.program}, {bytes_text(sum(t.nbytes for t in tensors))}")
+    print_lines(*(f"  {line}" for line in _imported(foreign, taken)))
+    print_lines(*(f"  not imported: {text}" for text in foreign.omitted))
+    print_lines(*(f"  note: {text}" for text in foreign.notes))
+    print_lines(f"Use it: {_use(foreign, taken, args.new)}")
+    return 0
+
+
+def import_checkpoint(
+    old: str | os.PathLike[str],
+    new: str | os.PathLike[str],
+    *,
+    prefix: str = "",
+    names: list[str] | None = None,
+    optimizer: str | None = None,
+    scheduler: str | None = None,
+) -> tuple[Foreign, Captured]:
+    """Convert a checkpoint of another program to a checkpoint directory. Writes nothing if there is an error.
+
+    Args:
+        old: A Lightning `.ckpt`, a folder of Accelerate's `save_state`, a `checkpoint-N` of Hugging Face's Trainer, a universal
+            checkpoint of DeepSpeed, or a file with a state dict.
+        new: The checkpoint to write. It must not exist, or be an empty folder.
+        prefix: Put before each name, such as `"model."` if the module has the model as `self.model`.
+        names: The parameters in the order of `model.named_parameters()`, for optimizer state that is numbered.
+        optimizer: The class of the optimizer in `torch.optim`. `None`: the one whose options were saved.
+        scheduler: The class of the scheduler. `None`: the one whose state was saved.
+
+    Returns:
+        What was read and what was written.
+
+    Raises:
+        ConfigurationError: The format is not known, or an argument does not fit.
+        CheckpointError: `old` cannot be read, or `new` cannot be written.
+    """
+    target = Path(os.path.abspath(new))
+    if target.exists() and (target.is_file() or os.listdir(target)):
+        raise ConfigurationError(f"{target} exists. Choose another name for the new checkpoint, or remove it.")
+    check_target(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.import-", dir=target.parent) as scratch:
+        foreign = read_foreign(Path(os.path.abspath(old)), Path(scratch))
+        foreign.models = [{_renamed(name, prefix): t for name, t in tensors.items()} for tensors in foreign.models]
+        for group in (group for state in foreign.optimizers for group in state["param_groups"] if "param_names" in group):
+            group["param_names"] = [_renamed(name, prefix) for name in group["param_names"]]
+        known = set(foreign.models[0])
+        order = None if names is None else [name if name in known else _renamed(name, prefix) for name in names]
+        taken = converted(foreign, order, optimizer, scheduler)
+        commit(Draft(_content(foreign, taken)), target)
+    return foreign, taken
+
+
+def _renamed(name: str, prefix: str) -> str:
+    """The name in the new checkpoint: without what `torch.compile` adds."""
+    return prefix + name.replace("_orig_mod.", "")
+
+
+def _content(foreign: Foreign, taken: Captured) -> Content:
+    """What the new checkpoint contains; with the counters of a run if they are known."""
+    optimizers = bool(taken.state["optimizers"])
+    position = {"epoch": foreign.epoch, "batches": 0, "samples": 0, "complete": False, "dataset": None, "iterable": None}
+    state: dict[str, Any] = {
+        **taken.state,
+        "hyper_parameters": foreign.hyper_parameters,
+        "hyper_parameters_name": foreign.hparams_name,
+    }
+    if not optimizers:
+        for key in ("optimizers", "schedulers", "scaler"):
+            del state[key]
+        del taken.tensors["optimizer"]
+    elif foreign.step is not None and foreign.epoch is not None:
+        state |= _run_state(foreign, position)
+    described = about(
+        Strategy(device="cpu"),
+        taken,
+        seed=0,
+        run_id=secrets.token_hex(8),
+        save_counter=1,
+        step=foreign.step or 0,
+        epoch=foreign.epoch or 0,
+        position=position if "loop" in state else {},
+        weights_only=not optimizers,
+    )
+    return Content(taken.tensors, state, described, taken.attachments)
+
+
+def _run_state(foreign: Foreign, position: dict[str, Any]) -> dict[str, Any]:
+    """The state of a run at the start of an epoch, without metrics."""
+    loop = {
+        "global_step": foreign.step,
+        "current_epoch": foreign.epoch,
+        "phase": "step",
+        "position": position,
+        "validated": 0,
+        "earlier_batches": 0,
+        "validation_pending": False,
+        "validation_batches": 0,
+        "epoch_complete": True,
+        "stop_asked": False,
+        "stopping": False,
+        "should_stop": False,
+        "computed": {},
+    }
+    return {
+        "loop": loop,
+        "metrics": {"stamp": -1, "metrics": [], "objects": {}},
+        "results": {"callback": {}, "progress_bar": {}, "logged": {}, "evaluated": []},
+        "callbacks": {},
+        "loggers": [],
+        "user": {},
+    }
+
+
+def _imported(foreign: Foreign, taken: Captured) -> list[str]:
+    lines = [f"weights: {counted(len(tensors), 'tensor')}" for tensors in foreign.models]
+    for described in taken.state["optimizers"]:
+        lines.append(f"optimizer: {described['class']}, {counted(len(described['state']), 'parameter')}")
+    if taken.state["optimizers"]:
+        lines += [f"scheduler: {described['class']}" for described in taken.state["schedulers"]]
+        lines += ["loss scaler"] if taken.state["scaler"] else []
+    if foreign.hyper_parameters:
+        lines.append(f"hyper-parameters: {', '.join(map(str, foreign.hyper_parameters))}")
+    if foreign.step is not None:
+        again = ", which starts again at its first batch" if foreign.in_epoch else ""
+        epoch = "" if foreign.epoch is None else f", epoch {foreign.epoch}{again}"
+        lines.append(f"counters: step {foreign.step}{epoch}")
+    return lines
+
+
+def _use(foreign: Foreign, taken: Captured, new: str) -> str:
+    """The call that loads all of it."""
+    if not taken.state["optimizers"]:
+        return f"trainer.fit(module, ckpt_path={new!r}, restore={{'model'}}), or MyModule.load_from_checkpoint({new!r})"
+    parts = ["model", "optimizer", *(["scheduler"] if taken.state["schedulers"] else [])]
+    if foreign.step is None or foreign.epoch is None:
+        return f"trainer.fit(module, ckpt_path={new!r}, restore={{{', '.join(map(repr, parts))}}})"
+    if len(taken.state["schedulers"]) == len(foreign.schedulers):
+        return f"trainer.fit(module, ckpt_path={new!r})"
+    return f"trainer.fit(module, ckpt_path={new!r}, restore={{'model', 'optimizer', 'loop'}})"
