@@ -111,7 +111,7 @@ def test_overrides_that_call_super_change_nothing_on_several_processes() -> None
 
 
 def test_a_warm_up_by_hand() -> None:
-    """`global_step` has grown when `optimizer.step` returns, as in Lightning."""
+    """`global_step` counts the step after `optimizer_step`, as in Lightning."""
 
     class Warming(TinyModule):
         def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
@@ -123,9 +123,9 @@ def test_a_warm_up_by_hand() -> None:
     trainer = make_trainer(watching)
     trainer.fit(Warming(), tiny_loader(20))
     assert [(step, round(rate, 6)) for step, rate, _ in watching.after] == [
-        (1, 0.05),
-        (2, 0.075),
-        (3, 0.1),
+        (1, 0.025),
+        (2, 0.05),
+        (3, 0.075),
         (4, 0.1),
         (5, 0.1),
     ]
@@ -154,7 +154,7 @@ def test_the_arguments_and_the_order_of_a_step() -> None:
 
     make_trainer(max_epochs=2, accumulate_grad_batches=2).fit(Ordered(), tiny_loader(8))
     end = [("closure", True), "on_before_optimizer_step", "clipping"]
-    assert calls == [(0, 1, "SGD"), *end, 1, (1, 1, "SGD"), *end, 2]
+    assert calls == [(0, 1, "SGD"), *end, 0, (1, 1, "SGD"), *end, 1]
 
 
 def test_a_closure_without_a_step_makes_no_step() -> None:

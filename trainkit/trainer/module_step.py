@@ -56,9 +56,6 @@ class ModuleStep:
         optimizer: the only one.
         training_step: called with (batch, batch_idx).
         pad: called for a micro-batch without data on this rank.
-
-    Attributes:
-        counted: the step of this window has been counted in `global_step`.
     """
 
     def __init__(self, run: Run, optimizer: Optimizer, training_step: Callable[..., Any], pad: Callable[..., None]) -> None:
@@ -74,7 +71,6 @@ class ModuleStep:
         self._window: list[_Recorded] = []
         self._calls = self._steps = 0
         self._plan: FitPlan
-        self.counted = False
 
     @staticmethod
     def needed(run: Run, optimizer: Optimizer) -> bool:
@@ -110,7 +106,7 @@ class ModuleStep:
             OptimizerError: it has called neither the optimizer's step nor the closure.
         """
         progress, module = self._run.progress, self._run.module
-        self._plan, self._calls, self._steps, self.counted = plan, 0, 0, False
+        self._plan, self._calls, self._steps = plan, 0, 0
         module.optimizer_step(progress.current_epoch, progress.batch_idx, self._given, self._closure)
         if not self._calls and not self._steps:
             raise OptimizerError(
@@ -129,13 +125,8 @@ class ModuleStep:
             loss = closure()
         self._before_step()
         if self._repeats:
-            updated = self._plan.step(self._own, _KnownFirst(loss, closure, self._before_step))
-        else:
-            updated = self._plan.step(self._own)
-        if updated and not self.counted:  # now, so that code after optimizer.step() reads the new global_step
-            self._run.progress.global_step += 1
-            self.counted = True
-        return updated
+            return self._plan.step(self._own, _KnownFirst(loss, closure, self._before_step))
+        return self._plan.step(self._own)
 
     def _before_step(self) -> None:
         hooks = self._run.hooks.on_before_optimizer_step

@@ -197,8 +197,7 @@ def end_micro_batch(run: Run, micro: MicroBatch, outputs: Any) -> None:
 def count_step(run: Run, plan: FitPlan) -> None:
     """Count an optimizer step and advance the schedulers."""
     progress = run.progress
-    if plan.module_step is None or not plan.module_step.counted:
-        progress.global_step += 1
+    progress.global_step += 1
     if plan.without_optimizer:
         run.strategy.sync_buffers()  # otherwise the optimizer step does it
     if plan.schedulers:
