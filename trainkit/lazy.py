@@ -62,7 +62,8 @@ def absent(module: str, name: str, known: Iterable[str]) -> AttributeError | Imp
         text = f"cannot import name {name!r} from {module!r}.{nearest(name, known)}"
     else:
         text = f"module {module!r} has no attribute {name!r}.{nearest(name, known)}"
-    return ImportError(text, name=module) if importing else AttributeError(text)
+    # without a name Python would add a "Did you mean" of its own
+    return ImportError(text, name=module) if importing else AttributeError(text, name=name, obj=None)
 
 
 class LightningModules(MetaPathFinder, Loader):
