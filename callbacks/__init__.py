@@ -17,6 +17,7 @@ from trainkit.lazy import lazily
 
 if TYPE_CHECKING:
     from trainkit.callback import Callback
+    from trainkit.callbacks.base_prediction_writer import BasePredictionWriter
     from trainkit.callbacks.early_stopping import EarlyStopping
     from trainkit.callbacks.gradient_clipping import GradientClipping
     from trainkit.callbacks.lambda_callback import LambdaCallback
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from trainkit.callbacks.timer import Timer
 
 __all__ = [
+    "BasePredictionWriter",
     "Callback",
     "EarlyStopping",
     "GradientClipping",
@@ -49,6 +51,7 @@ __all__ = [
 ]
 
 _FILES = {
+    "BasePredictionWriter": "base_prediction_writer",
     "Callback": ".callback",
     "EarlyStopping": "early_stopping",
     "GradientClipping": "gradient_clipping",

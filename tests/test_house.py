@@ -50,6 +50,7 @@ PUBLIC = {
         "write_basic_config",
     ],
     "trainkit.callbacks": [
+        "BasePredictionWriter",
         "Callback",
         "EarlyStopping",
         "GradientClipping",

@@ -9,6 +9,7 @@ import pytest
 from trainkit import callbacks
 
 SIGNATURES = {
+    "BasePredictionWriter": "write_interval='batch'",
     "EarlyStopping": (
         "monitor, min_delta=0.0, patience=3, verbose=False, mode='min', strict=True, check_finite=True, "
         "stopping_threshold=None, divergence_threshold=None, check_on_train_epoch_end=None, log_rank_zero_only=False"
