@@ -18,6 +18,7 @@ from trainkit.lazy import lazily
 if TYPE_CHECKING:
     from trainkit.callback import Callback
     from trainkit.callbacks.base_prediction_writer import BasePredictionWriter
+    from trainkit.callbacks.checkpoint import Checkpoint
     from trainkit.callbacks.early_stopping import EarlyStopping
     from trainkit.callbacks.gradient_clipping import GradientClipping
     from trainkit.callbacks.lambda_callback import LambdaCallback
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from trainkit.callbacks.model_checkpoint import ModelCheckpoint
     from trainkit.callbacks.model_summary import ModelSummary
     from trainkit.callbacks.nonfinite_guard import NonFiniteGuard
+    from trainkit.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
     from trainkit.callbacks.prediction_writer import PredictionWriter
     from trainkit.callbacks.progress_bar import TQDMProgressBar
     from trainkit.callbacks.recompile_monitor import RecompileMonitor
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BasePredictionWriter",
     "Callback",
+    "Checkpoint",
     "EarlyStopping",
     "GradientClipping",
     "LambdaCallback",
@@ -43,6 +46,7 @@ __all__ = [
     "ModelCheckpoint",
     "ModelSummary",
     "NonFiniteGuard",
+    "OnExceptionCheckpoint",
     "PredictionWriter",
     "RecompileMonitor",
     "TQDMProgressBar",
@@ -53,6 +57,7 @@ __all__ = [
 _FILES = {
     "BasePredictionWriter": "base_prediction_writer",
     "Callback": ".callback",
+    "Checkpoint": "checkpoint",
     "EarlyStopping": "early_stopping",
     "GradientClipping": "gradient_clipping",
     "LambdaCallback": "lambda_callback",
@@ -61,6 +66,7 @@ _FILES = {
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
     "NonFiniteGuard": "nonfinite_guard",
+    "OnExceptionCheckpoint": "on_exception_checkpoint",
     "PredictionWriter": "prediction_writer",
     "RecompileMonitor": "recompile_monitor",
     "TQDMProgressBar": "progress_bar",

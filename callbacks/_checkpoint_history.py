@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.callback import Callback
+from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.checkpoint.folder import ListedCheckpoint, list_checkpoints, remove, write_pointer
 from trainkit.checkpoint.manifest import DIGEST
 from trainkit.console import notice
@@ -42,7 +42,7 @@ class Save:
     before: tuple[str, Tensor | None] = ("", None)  # the newest before it, and its score
 
 
-class CheckpointHistory(Callback):
+class CheckpointHistory(Checkpoint):
     """The part of `ModelCheckpoint` that records what has been saved.
 
     The history is updated before a checkpoint is written, so that the checkpoint contains itself, and the update is undone if

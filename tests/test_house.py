@@ -52,6 +52,7 @@ PUBLIC = {
     "trainkit.callbacks": [
         "BasePredictionWriter",
         "Callback",
+        "Checkpoint",
         "EarlyStopping",
         "GradientClipping",
         "LambdaCallback",
@@ -60,6 +61,7 @@ PUBLIC = {
         "ModelCheckpoint",
         "ModelSummary",
         "NonFiniteGuard",
+        "OnExceptionCheckpoint",
         "PredictionWriter",
         "RecompileMonitor",
         "TQDMProgressBar",

@@ -10,6 +10,7 @@ from trainkit import callbacks
 
 SIGNATURES = {
     "BasePredictionWriter": "write_interval='batch'",
+    "Checkpoint": "*args, **kwargs",
     "EarlyStopping": (
         "monitor, min_delta=0.0, patience=3, verbose=False, mode='min', strict=True, check_finite=True, "
         "stopping_threshold=None, divergence_threshold=None, check_on_train_epoch_end=None, log_rank_zero_only=False"
@@ -26,6 +27,7 @@ SIGNATURES = {
     ),
     "ModelSummary": "max_depth=1",
     "NonFiniteGuard": "action='raise', check=('loss', 'grad'), warn_after=3, max_consecutive=50",
+    "OnExceptionCheckpoint": "dirpath, filename='on_exception'",
     "PredictionWriter": "write_interval=None, output_dir=None, once=False",
     "RecompileMonitor": "warmup_steps=2, max_warnings=5",
     "TQDMProgressBar": "refresh_rate=1, process_position=0, leave=False",
