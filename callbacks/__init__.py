@@ -29,8 +29,11 @@ if TYPE_CHECKING:
     from trainkit.callbacks.nonfinite_guard import NonFiniteGuard
     from trainkit.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
     from trainkit.callbacks.prediction_writer import PredictionWriter
-    from trainkit.callbacks.progress_bar import TQDMProgressBar
+    from trainkit.callbacks.progress.progress_bar import ProgressBar
+    from trainkit.callbacks.progress.rich_progress import RichProgressBar
+    from trainkit.callbacks.progress.tqdm_progress import TQDMProgressBar
     from trainkit.callbacks.recompile_monitor import RecompileMonitor
+    from trainkit.callbacks.rich_model_summary import RichModelSummary
     from trainkit.callbacks.throughput_monitor import ThroughputMonitor
     from trainkit.callbacks.timer import Timer
 
@@ -48,7 +51,10 @@ __all__ = [
     "NonFiniteGuard",
     "OnExceptionCheckpoint",
     "PredictionWriter",
+    "ProgressBar",
     "RecompileMonitor",
+    "RichModelSummary",
+    "RichProgressBar",
     "TQDMProgressBar",
     "ThroughputMonitor",
     "Timer",
@@ -69,7 +75,10 @@ _FILES = {
     "OnExceptionCheckpoint": "on_exception_checkpoint",
     "PredictionWriter": "prediction_writer",
     "RecompileMonitor": "recompile_monitor",
-    "TQDMProgressBar": "progress_bar",
+    "ProgressBar": "progress.progress_bar",
+    "RichModelSummary": "rich_model_summary",
+    "RichProgressBar": "progress.rich_progress",
+    "TQDMProgressBar": "progress.tqdm_progress",
     "ThroughputMonitor": "throughput_monitor",
     "Timer": "timer",
 }

@@ -15,7 +15,7 @@ import torch
 from trainkit.callbacks import EarlyStopping, MemoryMonitor, NonFiniteGuard, Timer, memory_monitor
 from trainkit.callbacks._memory import Gauge
 from trainkit.callbacks.model_summary import ModelSummary
-from trainkit.callbacks.progress_bar import TQDMProgressBar
+from trainkit.callbacks.progress.tqdm_progress import TQDMProgressBar
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import MissingMetricError, NonFiniteError
 from trainkit.launch.joining import join
@@ -212,6 +212,6 @@ def test_one_process_shows_the_bar_and_the_summary() -> None:
     trainer, module = setting()
     bar = TQDMProgressBar()
     bar.setup(trainer, module, "fit")
-    assert bar._shown is trainer.is_global_zero
+    assert bar.is_enabled is trainer.is_global_zero
     if not trainer.is_global_zero:
         ModelSummary().on_fit_start(trainer, None)  # type: ignore[arg-type]  # does not read the module

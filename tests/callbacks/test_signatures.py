@@ -29,7 +29,10 @@ SIGNATURES = {
     "NonFiniteGuard": "action='raise', check=('loss', 'grad'), warn_after=3, max_consecutive=50",
     "OnExceptionCheckpoint": "dirpath, filename='on_exception'",
     "PredictionWriter": "write_interval=None, output_dir=None, once=False",
+    "ProgressBar": "",
     "RecompileMonitor": "warmup_steps=2, max_warnings=5",
+    "RichModelSummary": "max_depth=1, header_style='bold magenta'",
+    "RichProgressBar": "refresh_rate=10, leave=False, theme=None, console_kwargs=None",
     "TQDMProgressBar": "refresh_rate=1, process_position=0, leave=False",
     "ThroughputMonitor": (
         "window_size=100, batch_size_fn=None, length_fn=None, flops_per_batch=None, available_flops=None, measure_flops=False"

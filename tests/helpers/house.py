@@ -25,7 +25,7 @@ PACKAGES = {"trainkit": "trainkit", "callbacks": "trainkit.callbacks", "strategi
 
 REQUIRED = {"cloudpickle", "numpy", "safetensors", "torch", "tqdm", "yaml"}
 # Optional packages may be imported only here, and only inside of functions.
-OPTIONAL_ROOMS = ("trainkit.cli", "trainkit.launch", "trainkit.loggers", "trainkit.strategies")
+OPTIONAL_ROOMS = ("trainkit.callbacks", "trainkit.cli", "trainkit.launch", "trainkit.loggers", "trainkit.strategies")
 # Modules of torch that import an optional package.
 LOADS_OPTIONAL = {"torch.utils.tensorboard": "tensorboard"}
 
