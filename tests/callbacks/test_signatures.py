@@ -35,7 +35,7 @@ SIGNATURES = {
     "RichProgressBar": "refresh_rate=10, leave=False, theme=None, console_kwargs=None",
     "TQDMProgressBar": "refresh_rate=1, process_position=0, leave=False",
     "ThroughputMonitor": (
-        "window_size=100, batch_size_fn=None, length_fn=None, flops_per_batch=None, available_flops=None, measure_flops=False"
+        "batch_size_fn=None, length_fn=None, window_size=100, flops_per_batch=None, available_flops=None, measure_flops=False"
     ),
     "Timer": "duration=None, interval='step', verbose=True",
 }
