@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError
 from trainkit.paths import local_path
+from trainkit.state.model import has_adapters
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
@@ -75,7 +77,18 @@ class OnExceptionCheckpoint(Checkpoint):
         if trainer.stage != "fit" or trainer.fast_dev_run:
             return
         reason = trainer._save_policy.why_not_savable(exception)
-        if reason is None:
-            trainer._save_policy.save_to(Path(self.ckpt_path), weights_only=False, blocking=True)
-        outcome = f"saved {self.ckpt_path}" if reason is None else f"nothing was saved, because {reason}"
+        outcome = f"nothing was saved, because {reason}" if reason is not None else self._save(trainer, module)
         notice(f"OnExceptionCheckpoint, after {type(exception).__name__}: {outcome}")
+
+    def _save(self, trainer: Trainer, module: TrainModule) -> str:
+        """Save; returns whether that worked, as text. A failure is a warning, because the exception must not be hidden."""
+        saved: list[bool] = []
+        trainer._save_policy.save(
+            Path(self.dirpath),
+            os.path.basename(self.ckpt_path),
+            save="trainable" if has_adapters(module) else "all",
+            blocking=True,
+            replace=True,
+            committed=partial(saved.append, True),
+        )
+        return f"saved {self.ckpt_path}" if saved else f"{self.ckpt_path} could not be saved"

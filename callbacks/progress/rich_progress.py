@@ -227,10 +227,13 @@ class RichProgressBar(StagedProgressBar):
 
     def _display(self, kind: Kind, nested: bool) -> Display:
         from rich.progress import Progress, TextColumn
+        from rich.table import Column
 
         if self.progress is None:
             theme = self.theme
-            metrics = TextColumn("{task.fields[metrics]}", style=theme.metrics, markup=False)
+            # if the terminal is narrow, metrics are wrapped, and what counts the progress keeps its width
+            wrapped = Column(no_wrap=False)
+            metrics = TextColumn("{task.fields[metrics]}", style=theme.metrics, markup=False, table_column=wrapped)
             columns = [*self.configure_columns(self.trainer), metrics]
             self.progress = Progress(*columns, console=self._console, auto_refresh=False)
             self.progress.start()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,28 @@ def test_a_run_that_failed_continues_exactly(accumulation: int, caplog: pytest.L
     assert resumed[0] == whole[0]
     assert same(resumed[1], whole[1])
     assert open_checkpoint(rescue.ckpt_path).manifest.step == 3  # a good end saves and removes nothing
+
+
+def test_the_message_of_ctrl_c_names_it() -> None:
+    class Stops(Fails):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == self.step:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    rescue = OnExceptionCheckpoint("rescue")
+    with pytest.raises(KeyboardInterrupt, match=re.escape(f"ckpt_path={rescue.ckpt_path!r}")):
+        fit(rescue, Stops(1))
+
+
+def test_a_save_that_fails_does_not_hide_the_exception(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "trainkit")
+    rescue = OnExceptionCheckpoint("rescue")
+    os.makedirs(rescue.ckpt_path)
+    Path(rescue.ckpt_path, "notes.txt").write_text("not a checkpoint")
+    with pytest.raises(StoppedError):
+        fit(rescue, Fails(1))
+    assert "on_exception failed: CheckpointError" in caplog.text
+    assert Path(rescue.ckpt_path, "notes.txt").exists()
 
 
 class HalfDone(torch.optim.SGD):

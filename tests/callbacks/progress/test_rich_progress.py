@@ -245,3 +245,13 @@ class Endless(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
 
     def __iter__(self) -> Any:
         return iter(tiny_loader())
+
+
+def test_on_a_narrow_terminal_metrics_are_wrapped() -> None:
+    screen = io.StringIO()
+    bar = RichProgressBar(console_kwargs={"file": screen, "force_terminal": True, "width": 90, "color_system": None})
+    make_trainer(bar).fit(Chatty(), tiny_loader(), tiny_loader(8))
+    text = " ".join(left(screen))
+    assert re.search(r"Epoch 0/0 ━+ +4/4 0:00:00 < -:--:-- 0\.00 batches/s", text)
+    assert "val_loss: 0.000" in text
+    assert re.search(r"train_loss: \d+\.\d{3}", text)
