@@ -24,7 +24,16 @@ __all__ = ["EarlyStopping", "EarlyStoppingReason"]
 
 
 class EarlyStoppingReason(Enum):
-    """Why an `EarlyStopping` has stopped training: its attribute `stopping_reason`."""
+    """Why an `EarlyStopping` has stopped training: its attribute `stopping_reason`.
+
+    Example:
+        ```python
+        from trainkit.callbacks.early_stopping import EarlyStoppingReason
+
+        if stopping.stopping_reason is EarlyStoppingReason.NON_FINITE_METRIC:
+            print(stopping.stopping_reason_message)
+        ```
+    """
 
     NOT_STOPPED = 0
     """It has not stopped training."""

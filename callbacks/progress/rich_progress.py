@@ -251,7 +251,6 @@ class RichProgressBar(StagedProgressBar):
         """Leave the bars that are shown on the screen; later ones are drawn below."""
         progress, self.progress = self.progress, None
         if progress is not None:
-            progress.live.transient = not progress.tasks  # otherwise rich would leave an empty line
             progress.stop()
 
     def _close(self) -> None:
