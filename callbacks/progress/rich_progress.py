@@ -220,7 +220,7 @@ class RichProgressBar(StagedProgressBar):
         from rich.console import Console
 
         self._console = Console(**self.console_kwargs)
-        return self._console.is_terminal or self._console.is_jupyter
+        return self._console.is_interactive or self._console.is_jupyter
 
     def _pace(self) -> tuple[int, float]:
         return 1, 1 / self.refresh_rate

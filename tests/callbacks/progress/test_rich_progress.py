@@ -23,6 +23,7 @@ from trainkit.errors import ConfigurationError, HookError, MissingPackageError
 @pytest.fixture(autouse=True)
 def _stopped_clock(clock, monkeypatch) -> None:
     monkeypatch.setattr(_staged, "time", clock)
+    monkeypatch.setenv("TERM", "xterm")
 
 
 class Chatty(TinyModule):
@@ -119,6 +120,14 @@ def test_the_other_stages() -> None:
     assert [re.sub(" ━+", "", line)[:16].strip() for line in left(screen)] == ["Test 4/4 0:00:00", "Prediction 3/3 0"]
 
 
+def test_a_terminal_that_cannot_move_the_cursor_has_lines(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    bar, screen = on_terminal()
+    make_trainer(bar).fit(TinyModule(), tiny_loader())
+    assert screen.getvalue() == ""
+    assert capsys.readouterr().out.startswith("Epoch 0/0: 4/4 batches")
+
+
 def test_without_a_terminal_it_prints_lines(capsys) -> None:
     trainer = make_trainer(RichProgressBar())
     trainer.fit(Chatty(), tiny_loader(), tiny_loader(8))
@@ -201,7 +210,8 @@ def test_bars_that_can_be_asked_for(trainer, module, clock) -> None:
 def shown() -> tuple[str, bool]:
     bar, screen = on_terminal()
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", "xterm")
         make_trainer(bar, strategy="ddp").fit(TinyModule(), tiny_loader())
     return screen.getvalue() + printed.getvalue(), bar.is_enabled
 
