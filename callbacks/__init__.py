@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from trainkit.callback import Callback
     from trainkit.callbacks.backbone_finetuning import BackboneFinetuning
     from trainkit.callbacks.base_finetuning import BaseFinetuning
+    from trainkit.callbacks.base_prediction_writer import BasePredictionWriter
     from trainkit.callbacks.batch_size_finder import BatchSizeFinder
+    from trainkit.callbacks.checkpoint import Checkpoint
     from trainkit.callbacks.device_stats_monitor import DeviceStatsMonitor
     from trainkit.callbacks.early_stopping import EarlyStopping
     from trainkit.callbacks.exponential_moving_average import EMAWeightAveraging, ExponentialMovingAverage
@@ -34,9 +36,13 @@ if TYPE_CHECKING:
     from trainkit.callbacks.model_pruning import ModelPruning
     from trainkit.callbacks.model_summary import ModelSummary
     from trainkit.callbacks.nonfinite_guard import NonFiniteGuard
+    from trainkit.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
     from trainkit.callbacks.prediction_writer import PredictionWriter
-    from trainkit.callbacks.progress_bar import TQDMProgressBar
+    from trainkit.callbacks.progress.progress_bar import ProgressBar
+    from trainkit.callbacks.progress.rich_progress import RichProgressBar
+    from trainkit.callbacks.progress.tqdm_progress import TQDMProgressBar
     from trainkit.callbacks.recompile_monitor import RecompileMonitor
+    from trainkit.callbacks.rich_model_summary import RichModelSummary
     from trainkit.callbacks.spike_detection import SpikeDetection
     from trainkit.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
     from trainkit.callbacks.throughput_monitor import ThroughputMonitor
@@ -46,8 +52,10 @@ if TYPE_CHECKING:
 __all__ = [
     "BackboneFinetuning",
     "BaseFinetuning",
+    "BasePredictionWriter",
     "BatchSizeFinder",
     "Callback",
+    "Checkpoint",
     "DeviceStatsMonitor",
     "EMAWeightAveraging",
     "EarlyStopping",
@@ -63,8 +71,12 @@ __all__ = [
     "ModelPruning",
     "ModelSummary",
     "NonFiniteGuard",
+    "OnExceptionCheckpoint",
     "PredictionWriter",
+    "ProgressBar",
     "RecompileMonitor",
+    "RichModelSummary",
+    "RichProgressBar",
     "SpikeDetection",
     "StochasticWeightAveraging",
     "TQDMProgressBar",
@@ -76,8 +88,10 @@ __all__ = [
 _FILES = {
     "BackboneFinetuning": "backbone_finetuning",
     "BaseFinetuning": "base_finetuning",
+    "BasePredictionWriter": "base_prediction_writer",
     "BatchSizeFinder": "batch_size_finder",
     "Callback": ".callback",
+    "Checkpoint": "checkpoint",
     "DeviceStatsMonitor": "device_stats_monitor",
     "EMAWeightAveraging": "exponential_moving_average",
     "EarlyStopping": "early_stopping",
@@ -93,11 +107,15 @@ _FILES = {
     "ModelPruning": "model_pruning",
     "ModelSummary": "model_summary",
     "NonFiniteGuard": "nonfinite_guard",
+    "OnExceptionCheckpoint": "on_exception_checkpoint",
     "PredictionWriter": "prediction_writer",
+    "ProgressBar": "progress.progress_bar",
     "RecompileMonitor": "recompile_monitor",
+    "RichModelSummary": "rich_model_summary",
+    "RichProgressBar": "progress.rich_progress",
     "SpikeDetection": "spike_detection",
     "StochasticWeightAveraging": "stochastic_weight_averaging",
-    "TQDMProgressBar": "progress_bar",
+    "TQDMProgressBar": "progress.tqdm_progress",
     "ThroughputMonitor": "throughput_monitor",
     "Timer": "timer",
     "WeightAveraging": "weight_averaging",

@@ -9,7 +9,7 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from trainkit.checks import whole_number
-from trainkit.errors import ConfigurationError, MissingMetricError, nearest
+from trainkit.errors import ConfigurationError, MissingMetricError, UnsupportedArgumentError, nearest
 from trainkit.module.monitors import how_to_log, not_logged
 from trainkit.paths import local_path
 
@@ -20,6 +20,7 @@ __all__: list[str] = []
 
 COUNTERS = ("epoch", "step")
 DEFAULT_TEMPLATE = "step-{step:08d}"
+EQUALS = "="
 _FIX = "Fix: ModelCheckpoint(filename='{epoch:02d}-{val_loss:.2f}')"
 
 
@@ -64,7 +65,7 @@ def names_in(template: str) -> list[str]:
     return list(dict.fromkeys(name for _, name, _, _ in Formatter().parse(template) if name is not None))
 
 
-def fill(template: str, values: Mapping[str, Any], *, insert: bool, known: Iterable[str] = ()) -> str:
+def fill(template: str, values: Mapping[str, Any], *, insert: bool, known: Iterable[str] = (), equals: str = EQUALS) -> str:
     """Fill the template.
 
     Args:
@@ -72,6 +73,7 @@ def fill(template: str, values: Mapping[str, Any], *, insert: bool, known: Itera
         values: numbers, or tensors of one element, by name.
         insert: insert `name=` before each value.
         known: other logged names, for the message.
+        equals: the text between name and value.
 
     Raises:
         MissingMetricError: a value in the template is missing.
@@ -89,7 +91,7 @@ def fill(template: str, values: Mapping[str, Any], *, insert: bool, known: Itera
                 "or remove it from filename"
             )
         number = int(values[name]) if name in COUNTERS else float(values[name])
-        text += (f"{name}=" if insert else "") + format(number, spec or "")
+        text += (f"{name}{equals}" if insert else "") + format(number, spec or "")
     return "".join("_" if character in "/\\" or ord(character) < 32 else character for character in text)
 
 
@@ -124,10 +126,10 @@ def check_kept(monitor: Any, save_top_k: Any, keep_last: Any, save_last: Any) ->
         )
     whole_number(save_top_k, "ModelCheckpoint(save_top_k=)", -1)
     whole_number(keep_last, "ModelCheckpoint(keep_last=)", -1)
-    if save_last not in (None, True, False):
+    if save_last not in (None, True, False, "link"):
         raise ConfigurationError(
-            f"ModelCheckpoint(save_last=...) expected True, False or None, got {save_last!r}. Fix: save_last=True; the file "
-            "'last' then contains the name of the newest checkpoint, and nothing is copied"
+            f"ModelCheckpoint(save_last=...) expected True, False, 'link' or None, got {save_last!r}. Fix: save_last=True; the "
+            "file 'last' then contains the name of the newest checkpoint, and nothing is copied"
         )
     if monitor is None and save_top_k > 1:
         raise ConfigurationError(
@@ -139,6 +141,24 @@ def check_kept(monitor: Any, save_top_k: Any, keep_last: Any, save_last: Any) ->
             "ModelCheckpoint(keep_last=0) keeps only the best checkpoints, which need a monitor and save_top_k. Fix: "
             "keep_last=1 to keep the newest, or monitor='val_loss'"
         )
+
+
+# Constants of Lightning's ModelCheckpoint that cannot be changed here: the value, and what to do instead.
+_FIXED: dict[str, tuple[Any, str]] = {
+    "CHECKPOINT_JOIN_CHAR": ("-", "write the characters in filename: filename='{epoch}_{step}'"),
+    "CHECKPOINT_NAME_LAST": ("last", "remove it, and resume with ckpt_path='last', whatever the name of the checkpoint"),
+    "FILE_EXTENSION": ("", "remove it: a checkpoint is a folder. Or write it in filename: filename='{epoch}.ckpt'"),
+    "STARTING_VERSION": (1, "remove it"),
+}
+
+
+def check_constants(callback: object) -> None:
+    """Check that no constant was changed that trainkit cannot follow, because it finds checkpoints by their names."""
+    for name, (value, fix) in _FIXED.items():
+        if (own := getattr(callback, name)) != value:
+            raise UnsupportedArgumentError(
+                f"{type(callback).__name__}.{name} is {own!r}, but names of checkpoints always have {value!r} here. Fix: {fix}"
+            )
 
 
 def check_interval(interval: Any) -> timedelta | None:

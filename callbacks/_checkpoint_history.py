@@ -8,16 +8,21 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import yaml
 from torch import Tensor
 
-from trainkit.callback import Callback
-from trainkit.checkpoint.folder import ListedCheckpoint, list_checkpoints, remove, write_pointer
+from trainkit.callbacks._checkpoint_arguments import DEFAULT_TEMPLATE, EQUALS, fill
+from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.checkpoint.folder import POINTER, ListedCheckpoint, list_checkpoints, remove, write_pointer
 from trainkit.checkpoint.manifest import DIGEST
-from trainkit.console import notice
+from trainkit.console import notice, prints_here
 from trainkit.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from trainkit.trainer.trainer import Trainer
 
 __all__: list[str] = []
 
@@ -42,7 +47,7 @@ class Save:
     before: tuple[str, Tensor | None] = ("", None)  # the newest before it, and its score
 
 
-class CheckpointHistory(Callback):
+class CheckpointHistory(Checkpoint):
     """The part of `ModelCheckpoint` that records what has been saved.
 
     The history is updated before a checkpoint is written, so that the checkpoint contains itself, and the update is undone if
@@ -54,14 +59,22 @@ class CheckpointHistory(Callback):
         current_score: The score of the newest, None if it was not ranked.
     """
 
+    CHECKPOINT_EQUALS_CHAR: str = EQUALS
+    CHECKPOINT_JOIN_CHAR: str = "-"
+    CHECKPOINT_NAME_LAST: str = POINTER
+    FILE_EXTENSION: str = ""
+    STARTING_VERSION: int = 1
+
     dirpath: str | None
-    _default_dirpath: bool
+    filename: str | None
+    auto_insert_metric_name: bool
     monitor: str | None
     mode: str
     save_top_k: int
-    save_last: bool | None
+    save_last: bool | Literal["link"] | None
     keep_last: int
     enable_version_counter: bool
+    _default_dirpath: bool
 
     def _start_history(self) -> None:
         self.best_k_models: dict[str, Tensor] = {}
@@ -92,6 +105,66 @@ class CheckpointHistory(Callback):
         """The worst of the `save_top_k` best checkpoints; "" while there are fewer."""
         paths = list(self.best_k_models)
         return paths[-1] if paths and len(paths) >= self.save_top_k else ""
+
+    @property
+    def kth_value(self) -> Tensor:
+        """The value of `monitor` that a checkpoint must beat to be one of the `save_top_k` best, a scalar float64 tensor.
+
+        That of the worst of them; while there are fewer, infinity, or with `mode="max"` minus infinity.
+        """
+        path = self.kth_best_model_path
+        return self.best_k_models[path] if path else score_of(math.inf if self.mode == "min" else -math.inf)
+
+    def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
+        """Whether a checkpoint with a value of `monitor` would be one of the `save_top_k` best. All processes must call it.
+
+        Args:
+            trainer: The trainer.
+            current: The value; that of the main process counts. None is never one of the best.
+        """
+        among = current is not None and "" in self._best_with("", score_of(float(current)))
+        return bool(trainer.strategy.world.from_main(among))
+
+    def file_exists(self, filepath: str | os.PathLike[str], trainer: Trainer) -> bool:
+        """Whether the main process sees something at a path. All processes must call it, and get the same answer.
+
+        Args:
+            filepath: The path.
+            trainer: The trainer.
+        """
+        return bool(trainer.strategy.world.from_main(os.path.lexists(filepath)))
+
+    def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
+        """Write `best_k_models` as YAML, path → value, the best first. Only the main process writes.
+
+        Args:
+            filepath: The file. Default: `best_k_models.yaml` in `dirpath`, which is known when training has begun.
+        """
+        if prints_here():
+            best = {path: float(score) for path, score in self.best_k_models.items()}
+            Path(filepath or os.path.join(self.dirpath or "", "best_k_models.yaml")).write_text(
+                yaml.safe_dump(best, sort_keys=False), "utf-8"
+            )
+
+    def format_checkpoint_name(
+        self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None, prefix: str | None = None
+    ) -> str:
+        """The path of a checkpoint.
+
+        Args:
+            metrics: By name, including `epoch` and `step`; numbers, or tensors of one element.
+            filename: Another template.
+            ver: N of `-vN`.
+            prefix: A text before the name, with `-` between.
+
+        Raises:
+            MissingMetricError: The template needs a metric that is missing. Lightning inserts 0.
+        """
+        template = filename or self.filename
+        insert = template is not None and self.auto_insert_metric_name
+        name = fill(template or DEFAULT_TEMPLATE, metrics, insert=insert, equals=self.CHECKPOINT_EQUALS_CHAR)
+        name = name if prefix is None else f"{prefix}-{name}"
+        return os.path.join(self.dirpath or "", name if ver is None else f"{name}-v{ver}")
 
     def best_in(self, found: Sequence[ListedCheckpoint]) -> str:
         """The best of the checkpoints that the newest run of such a callback has saved; "" if there is none.
@@ -180,7 +253,7 @@ class CheckpointHistory(Callback):
         path = Path(save.path)
         try:
             if self.save_last:
-                write_pointer(path.parent, path.name)
+                write_pointer(path.parent, path.name, link=self.save_last == "link")
             for old in self._outdated(save, run_id):
                 remove(old)
         except (CheckpointError, OSError) as error:  # the checkpoint is saved; the next save tries again

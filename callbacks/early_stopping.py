@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +20,35 @@ if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["EarlyStopping"]
+__all__ = ["EarlyStopping", "EarlyStoppingReason"]
+
+
+class EarlyStoppingReason(Enum):
+    """Why an `EarlyStopping` has stopped training: its attribute `stopping_reason`.
+
+    Example:
+        ```python
+        from trainkit.callbacks.early_stopping import EarlyStoppingReason
+
+        if stopping.stopping_reason is EarlyStoppingReason.NON_FINITE_METRIC:
+            print(stopping.stopping_reason_message)
+        ```
+    """
+
+    NOT_STOPPED = 0
+    """It has not stopped training."""
+
+    STOPPING_THRESHOLD = 1
+    """The metric was better than `stopping_threshold`."""
+
+    DIVERGENCE_THRESHOLD = 2
+    """The metric was worse than `divergence_threshold`."""
+
+    PATIENCE_EXHAUSTED = 3
+    """The metric had not improved for `patience` checks."""
+
+    NON_FINITE_METRIC = 4
+    """The metric was NaN or infinite."""
 
 
 class EarlyStopping(Callback):
@@ -47,7 +77,10 @@ class EarlyStopping(Callback):
         best_score: The best value so far, a scalar tensor on the CPU.
         wait_count: Number of checks since the last improvement.
         stopped_epoch: The epoch in which it stopped, 0 if it did not.
-        stopping_reason: A text; None if it did not stop.
+        stopping_reason: An `EarlyStoppingReason`.
+        stopping_reason_message: The same as text, with the values; None if it did not stop.
+        mode_dict: `mode` → the comparison of torch that is true if the first value is better.
+        order_dict: `mode` → the sign of that comparison.
 
     Raises:
         ConfigurationError: An argument out of its range.
@@ -60,6 +93,8 @@ class EarlyStopping(Callback):
     """
 
     runs_last = True
+    mode_dict: ClassVar[dict[str, Callable[..., Tensor]]] = {"min": torch.lt, "max": torch.gt}
+    order_dict: ClassVar[dict[str, str]] = {"min": "<", "max": ">"}
 
     def __init__(
         self,
@@ -99,7 +134,6 @@ class EarlyStopping(Callback):
         self.check_on_train_epoch_end = check_on_train_epoch_end
         self.log_rank_zero_only = log_rank_zero_only
 
-        self.stopping_reason: str | None = None
         self._begin()
         self._warned = False
         self._deferred = False
@@ -108,6 +142,11 @@ class EarlyStopping(Callback):
     def state_key(self) -> str:
         """The key of its state in a checkpoint; two instances need different metrics or modes."""
         return f"EarlyStopping{{'monitor': {self.monitor!r}, 'mode': {self.mode!r}}}"
+
+    @property
+    def monitor_op(self) -> Callable[..., Tensor]:
+        """The comparison of `mode`: `torch.lt` or `torch.gt`."""
+        return self.mode_dict[self.mode]
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -118,6 +157,8 @@ class EarlyStopping(Callback):
             "checked": self._checked,
             "validated": self._validated,
             "at_train_epoch_end": self._at_train_epoch_end,
+            "stopping_reason": self.stopping_reason.value,
+            "stopping_reason_message": self.stopping_reason_message,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -130,6 +171,8 @@ class EarlyStopping(Callback):
         self._validated = bool(state_dict.get("validated", False))
         if self.check_on_train_epoch_end is None:
             self._at_train_epoch_end = bool(state_dict.get("at_train_epoch_end", False))
+        self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
+        self.stopping_reason_message = state_dict.get("stopping_reason_message")
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage == "fit":  # each fit is a new run; a resumed one loads its state after this
@@ -139,26 +182,28 @@ class EarlyStopping(Callback):
         self.wait_count = 0
         self.stopped_epoch = 0
         self.best_score = torch.tensor(math.inf if self.mode == "min" else -math.inf)
+        self._set_reason(EarlyStoppingReason.NOT_STOPPED)
         self._checked = False  # in this run
         self._validated = False  # in this run, the sanity check not counted
         self._at_train_epoch_end = self.check_on_train_epoch_end is True
         self._ran_out = False  # the run of the loaded checkpoint had no patience left
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self.stopping_reason = None
         self._warned = self._deferred = False
         raised = self._ran_out and self.wait_count < self.patience
         if self._ran_out and not raised:
             trainer.should_stop = True  # the resumed run had been stopped for this reason
-            self.stopping_reason = f"{self.monitor} had not improved for {self.wait_count} checks"
+            message = f"{self.monitor} had not improved for {self.wait_count} checks"
+            self._set_reason(EarlyStoppingReason.PATIENCE_EXHAUSTED, message)
             notice(
-                f"EarlyStopping had stopped the resumed run: {self.stopping_reason}. It does not train further. To continue, "
+                f"EarlyStopping had stopped the resumed run: {message}. It does not train further. To continue, "
                 f"raise patience={self.patience}: EarlyStopping({self.monitor!r}, patience={self.wait_count + 3})"
             )
             return
         self._ran_out = False
         if raised:
             self.stopped_epoch = 0
+            self._set_reason(EarlyStoppingReason.NOT_STOPPED)
         if raised and trainer.should_stop:
             trainer.should_stop = False
             notice(
@@ -206,34 +251,41 @@ class EarlyStopping(Callback):
         self._checked = True
         if trainer.fast_dev_run:
             return
-        stop, message = self._judge(value)
-        if stop:
+        reason, message = self._judge(value)
+        if reason is not EarlyStoppingReason.NOT_STOPPED:
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
-            self.stopping_reason = message
+            self._set_reason(reason, message)
         if message is not None and self.verbose:
             self._print(trainer, module, message)
 
-    def _judge(self, value: Tensor) -> tuple[bool, str | None]:
-        """Whether to stop, and a message."""
+    def _judge(self, value: Tensor) -> tuple[EarlyStoppingReason, str | None]:
+        """Whether and why to stop, and a message."""
+        reason = EarlyStoppingReason
         current, best, name = float(value), float(self.best_score), self.monitor
         sign = 1.0 if self.mode == "min" else -1.0
         good, bad = self.stopping_threshold, self.divergence_threshold
         if self.check_finite and not math.isfinite(current):
-            return True, f"{name} = {current} is not finite. Best value: {best:.6g}. Training stops."
+            return reason.NON_FINITE_METRIC, f"{name} = {current} is not finite. Best value: {best:.6g}. Training stops."
         if good is not None and sign * current < sign * good:
             self._improve(value)
-            return True, f"{name} = {current:.6g} is better than stopping_threshold = {good}. Training stops."
+            text = f"{name} = {current:.6g} is better than stopping_threshold = {good}. Training stops."
+            return reason.STOPPING_THRESHOLD, text
         if bad is not None and sign * current > sign * bad:
-            return True, f"{name} = {current:.6g} is worse than divergence_threshold = {bad}. Training stops."
+            text = f"{name} = {current:.6g} is worse than divergence_threshold = {bad}. Training stops."
+            return reason.DIVERGENCE_THRESHOLD, text
         if sign * current + self.min_delta < sign * best:
             self._improve(value)
             change = f" by {abs(best - current):.6g}" if math.isfinite(best) else ""
-            return False, f"{name} improved{change} to {current:.6g}."
+            return reason.NOT_STOPPED, f"{name} improved{change} to {current:.6g}."
         self.wait_count += 1
         if self.wait_count < self.patience:
-            return False, None
-        return True, f"{name} has not improved for {counted(self.wait_count, 'check')}. Best value: {best:.6g}. Training stops."
+            return reason.NOT_STOPPED, None
+        text = f"{name} has not improved for {counted(self.wait_count, 'check')}. Best value: {best:.6g}. Training stops."
+        return reason.PATIENCE_EXHAUSTED, text
+
+    def _set_reason(self, reason: EarlyStoppingReason, message: str | None = None) -> None:
+        self.stopping_reason, self.stopping_reason_message = reason, message
 
     def _improve(self, value: Tensor) -> None:
         with torch.inference_mode(False):  # validation may run in it, but a normal tensor is needed

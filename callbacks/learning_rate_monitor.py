@@ -33,6 +33,11 @@ class LearningRateMonitor(Callback):
         log_momentum: Also log the momentum (or the first beta), as `<name>-momentum`.
         log_weight_decay: Also log the weight decay, as `<name>-weight_decay`.
 
+    Attributes:
+        lrs: Name → the learning rates that were logged since training started in this process, the oldest first.
+        last_momentum_values: `<name>-momentum` → the momentum that was logged last; None before the first.
+        last_weight_decay_values: `<name>-weight_decay` → the weight decay that was logged last; None before the first.
+
     Raises:
         ConfigurationError: An unknown interval; a Trainer without a logger (when training starts).
 
@@ -48,6 +53,9 @@ class LearningRateMonitor(Callback):
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
+        self.lrs: dict[str, list[float]] = {}
+        self.last_momentum_values: dict[str, float | None] = {}
+        self.last_weight_decay_values: dict[str, float | None] = {}
         self._names: dict[int, list[str]] = {}  # by id of the optimizer, one name per parameter group
         self._bases: dict[int, str] = {}  # by id of the optimizer
         self._intervals: dict[int, str] = {}
@@ -80,6 +88,9 @@ class LearningRateMonitor(Callback):
             self._bases[id(optimizer)], self._names[id(optimizer)] = base, _group_names(optimizer, base)
             own = configs[index].interval if index in configs else "step"
             self._intervals[id(optimizer)] = self.logging_interval or own
+        self.lrs = {name: [] for name in self.lr_names}
+        self.last_momentum_values = {f"{name}-momentum": None for name in self.lr_names}
+        self.last_weight_decay_values = {f"{name}-weight_decay": None for name in self.lr_names}
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         values: dict[str, float] = {}
@@ -99,10 +110,12 @@ class LearningRateMonitor(Callback):
             self._names[id(optimizer)] = _group_names(optimizer, self._bases[id(optimizer)])
         for name, group in zip(self._names[id(optimizer)], optimizer.param_groups, strict=True):
             values[name] = float(group["lr"])
+            self.lrs[name].append(values[name])
             if self.log_momentum:
-                values[f"{name}-momentum"] = _momentum(group)
+                self.last_momentum_values[f"{name}-momentum"] = values[f"{name}-momentum"] = _momentum(group)
             if self.log_weight_decay:
-                values[f"{name}-weight_decay"] = float(group.get("weight_decay", 0.0))
+                decay = float(group.get("weight_decay", 0.0))
+                self.last_weight_decay_values[f"{name}-weight_decay"] = values[f"{name}-weight_decay"] = decay
         return values
 
 

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from trainkit.callbacks._checkpoint_arguments import (
+    COUNTERS,
     DEFAULT_TEMPLATE,
     absolute,
+    check_constants,
     check_folder,
     check_interval,
     check_kept,
@@ -58,9 +60,10 @@ class ModelCheckpoint(CheckpointHistory):
             `"{epoch:02d}-{val_loss:.2f}"`. Default: `"step-{step:08d}"`, also if a metric in it is not of this step or, for a
             name without braces and with a `monitor`, if this is not one of the best. A `/` becomes `_`. If the name exists,
             that checkpoint is replaced if the new one takes its place among the best; else `-v1`, `-v2`, … is appended.
-        monitor: The metric, as passed to `self.log`, that ranks checkpoints.
+        monitor: The metric, as passed to `self.log`, that ranks checkpoints; also `"step"` or `"epoch"`.
         verbose: Print each save.
-        save_last: True: a file `last` in the folder contains the name of the newest checkpoint.
+        save_last: True: a file `last` in the folder contains the name of the newest checkpoint. `"link"`: `last` is a symbolic
+            link to it, or a file where links cannot be created. Nothing is copied.
         save_top_k: Number of best checkpoints to keep; -1 keeps all checkpoints, 0 ranks none. Needs `monitor`, except -1.
         save_on_exception: Save the last complete step on an error; on SIGTERM and Ctrl-C it is always saved. An error on one
             of several processes saves nothing, because the others are in the middle of a step.
@@ -71,7 +74,7 @@ class ModelCheckpoint(CheckpointHistory):
         train_time_interval: Time between two saves.
         every_n_epochs: Number of epochs between two saves.
         save_on_train_epoch_end: When to save by epochs. True: at the end of the training epoch, False: after each validation
-            in it. None: after each validation if `monitor` is given and logged by then, else at the end of the epoch.
+            in it. None: after each validation if `monitor` is a metric logged by then, else at the end of the epoch.
         enable_version_counter: False: a checkpoint replaces one of the same name, unless that is one of the best and remains
             so.
         keep_last: Number of the newest checkpoints to keep that are not among the best; -1: all. 0: save only the best.
@@ -82,9 +85,12 @@ class ModelCheckpoint(CheckpointHistory):
         best_k_models: Path → value of `monitor` of the `save_top_k` best checkpoints, the best first; scalar tensors.
         last_model_path: The newest checkpoint, complete or being written; "" if there is none.
         current_score: The value of `monitor` that ranks the newest; None if it is not ranked.
+        CHECKPOINT_EQUALS_CHAR: Text between the name and the value of a metric in `filename`. Change it in a subclass.
+        CHECKPOINT_JOIN_CHAR, CHECKPOINT_NAME_LAST, FILE_EXTENSION, STARTING_VERSION: As names are formed; not to be changed.
 
     Raises:
         ConfigurationError: An argument out of its range.
+        UnsupportedArgumentError: A constant of the class was changed that must not be; when the fit starts.
         MissingMetricError: `monitor`, or a metric in `filename`, was never logged; while training.
 
     Example:
@@ -103,7 +109,7 @@ class ModelCheckpoint(CheckpointHistory):
         filename: str | None = None,
         monitor: str | None = None,
         verbose: bool = False,
-        save_last: bool | None = None,
+        save_last: bool | Literal["link"] | None = None,
         save_top_k: int = 1,
         save_on_exception: bool = True,
         save_weights_only: bool = False,
@@ -165,26 +171,12 @@ class ModelCheckpoint(CheckpointHistory):
         names = ("monitor", "mode", "every_n_train_steps", "every_n_epochs", "train_time_interval")
         return f"ModelCheckpoint{ {name: getattr(self, name) for name in names} }"
 
-    def format_checkpoint_name(self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None) -> str:
-        """The path of a checkpoint.
-
-        Args:
-            metrics: By name, including `epoch` and `step`; numbers, or tensors of one element.
-            filename: Another template.
-            ver: N of `-vN`.
-
-        Raises:
-            MissingMetricError: The template needs a metric that is missing.
-        """
-        template = filename or self.filename
-        name = fill(template or DEFAULT_TEMPLATE, metrics, insert=template is not None and self.auto_insert_metric_name)
-        return os.path.join(self.dirpath or "", name if ver is None else f"{name}-v{ver}")
-
     # ------------------------------------------------------------------------------------------------ when one is due
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage != "fit":
             return
+        check_constants(self)
         self._start_over()  # each fit is a new run; a resumed one loads its state after this
         same = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint) and one.state_key == self.state_key]
         if any(one is not self and one.given_dirpath == self.given_dirpath for one in same):
@@ -205,7 +197,7 @@ class ModelCheckpoint(CheckpointHistory):
         self._epoch = trainer.current_epoch
         self._validates = any(count > 0 for count in trainer.num_val_batches)
         wanted = self.save_on_train_epoch_end
-        self._at_train_epoch_end = not self._validates or (self.monitor is None if wanted is None else wanted)
+        self._at_train_epoch_end = not self._validates or (self.monitor in (None, *COUNTERS) if wanted is None else wanted)
         self._decided = wanted is not None or self._at_train_epoch_end
         if trainer.fast_dev_run:
             return
@@ -232,7 +224,7 @@ class ModelCheckpoint(CheckpointHistory):
         if trainer.fast_dev_run or self._at_train_epoch_end:
             return
         if not self._decided and self.monitor is not None:
-            values = trainer._save_policy.metrics()
+            values = self._values(trainer)
             if not values.get(self.monitor, _NEVER)[1]:
                 self._notice_once(
                     f"ModelCheckpoint: {self.monitor!r} was not logged before the end of validation, so it is looked for "
@@ -260,7 +252,7 @@ class ModelCheckpoint(CheckpointHistory):
             trainer._save_policy.wait()  # a save in flight may still fail
             self._save(trainer, "end")
         if self.monitor is not None and self._all_logged:
-            values = trainer._save_policy.metrics()
+            values = self._values(trainer)
             if self.monitor not in values:
                 raise missing(trainer, self.monitor, values)  # training ended before a check
 
@@ -309,7 +301,7 @@ class ModelCheckpoint(CheckpointHistory):
         save = Save(checkpointing.position, None)
         if save.position == self._saved:
             return
-        values = checkpointing.metrics()
+        values = self._values(trainer)
         save.score = self._score(trainer, why, values)
         if self.keep_last == 0 and why != "exception" and not from_main("" in self._best_with("", save.score)):
             return
@@ -338,6 +330,13 @@ class ModelCheckpoint(CheckpointHistory):
             value = "" if score is None else f", {self.monitor} = {float(score):.6g}"
             value += "" if best is None else f" (best: {float(best):.6g})"
             notice(f"epoch {self._epoch}, step {trainer.global_step}{value}: saving to {path}")
+
+    def _values(self, trainer: Trainer) -> dict[str, tuple[float, bool]]:
+        """All metrics, with the counter that is the monitor, unless a metric of this name was logged."""
+        values = trainer._save_policy.metrics()
+        if self.monitor in COUNTERS:
+            values.setdefault(self.monitor, (float(self._epoch if self.monitor == "epoch" else trainer.global_step), True))
+        return values
 
     def _added(self, save: Save, path: Path) -> None:
         self._add(save, path)
@@ -379,7 +378,8 @@ class ModelCheckpoint(CheckpointHistory):
         if self._would_mislead(names_in(template), why, known, score):
             template = DEFAULT_TEMPLATE
         insert = template is self.filename and self.auto_insert_metric_name
-        return fill(template, {name: value for name, (value, _) in known.items()}, insert=insert)
+        numbers = {name: value for name, (value, _) in known.items()}
+        return fill(template, numbers, insert=insert, equals=self.CHECKPOINT_EQUALS_CHAR)
 
     def _would_mislead(self, used: list[str], why: str, known: Mapping[str, tuple[float, bool]], score: Tensor | None) -> bool:
         """Whether a name with these values would lack one, have that of an earlier step, or name another than the best."""

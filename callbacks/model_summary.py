@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from trainkit.callback import Callback
 from trainkit.checks import whole_number
+from trainkit.errors import HookError
 from trainkit.nested import move
 from trainkit.precision import Precision
 from trainkit.rng import RandomState
@@ -37,6 +38,7 @@ class ModelSummary(Callback):
 
     Raises:
         ConfigurationError: `max_depth` is not an integer of at least -1.
+        HookError: A subclass defines Lightning's `summarize`; define `show`.
 
     Example:
         ```python
@@ -46,13 +48,26 @@ class ModelSummary(Callback):
 
     def __init__(self, max_depth: int = 1) -> None:
         super().__init__()
+        if hasattr(type(self), "summarize"):
+            raise HookError(
+                f"{type(self).__name__}.summarize would not be called: the arguments of Lightning's summarize are one object "
+                f"here. Fix: rename it, def show(self, summary): print(summary.total, summary.layers)"
+            )
         self.max_depth = whole_number(max_depth, "ModelSummary(max_depth=)", -1)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self.max_depth == 0 or not trainer.is_global_zero:
             return
         placeholders = trainer.strategy.stored_weights(module) if trainer.strategy.shards_parameters else None
-        print(summarize(module, self.max_depth, precision=trainer.precision_plugin, placeholders=placeholders), flush=True)
+        self.show(summarize(module, self.max_depth, precision=trainer.precision_plugin, placeholders=placeholders))
+
+    def show(self, summary: Summary) -> None:
+        """Print the table, on the main process. Override it to print something else.
+
+        Args:
+            summary: What was counted.
+        """
+        print(summary, flush=True)
 
 
 @dataclass
@@ -112,13 +127,17 @@ class Summary:
         """Size of all parameters in megabytes (10^6 bytes)."""
         return self.size_bytes / 1e6
 
-    def __str__(self) -> str:
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """The names of the columns, and the cells of each line."""
         header = ["", "Name", "Type", "Params", "Mode"] + (["In sizes", "Out sizes"] if self.has_sizes else [])
-        rows = [self._row(number, layer) for number, layer in enumerate(self.layers)]
+        return header, [self._row(number, layer) for number, layer in enumerate(self.layers)]
+
+    def __str__(self) -> str:
+        header, rows = self.table()
         widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
         table = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
         rule = "-" * max(len(line) for line in table)
-        return "\n".join(line.rstrip() for line in [table[0], rule, *table[1:], rule, *self._totals()])
+        return "\n".join(line.rstrip() for line in [table[0], rule, *table[1:], rule, *self.totals()])
 
     def _row(self, number: int, layer: LayerSummary) -> list[str]:
         mode = {True: "train", False: "eval", None: ""}[layer.training]
@@ -127,7 +146,8 @@ class Summary:
             row += [_UNKNOWN if size is None else str(size) for size in (layer.in_size, layer.out_size)]
         return row
 
-    def _totals(self) -> list[str]:
+    def totals(self) -> list[str]:
+        """The lines below the table."""
         lines = [
             (readable_count(self.trainable), "Trainable params"),
             (readable_count(self.non_trainable), "Non-trainable params"),

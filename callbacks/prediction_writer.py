@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
-from torch.utils.data.distributed import DistributedSampler
 
-from trainkit.callback import Callback
+from trainkit.callbacks.base_prediction_writer import INTERVALS, BasePredictionWriter, number_of, sources, writes_here
 from trainkit.checks import choice
 from trainkit.console import with_article
 from trainkit.errors import ConfigurationError
+from trainkit.lazy import lazily
 from trainkit.loggers.jsonl import JSONLWriter
-from trainkit.nested import map_tensors
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
@@ -28,12 +26,13 @@ if TYPE_CHECKING:
 
 __all__ = ["PredictionWriter"]
 
-_INTERVALS = ("batch", "epoch", "batch_and_epoch")
+__getattr__, _ = lazily(globals(), {})  # says what to use instead of other names of Lightning's file
+
 _OURS = re.compile(r"dataloader_\d+|(batch-\d+|predictions|rank-\d+)\.(safetensors|jsonl)")
 _ROWS = 32  # batches per process that are gathered at a time
 
 
-class PredictionWriter(Callback):
+class PredictionWriter(BasePredictionWriter):
     """Writes the outputs of `predict_step` to files, for `predict(..., return_predictions=False)`.
 
     It writes tensors, and dicts and lists of only tensors, as safetensors, and everything else as JSON lines,
@@ -48,8 +47,7 @@ class PredictionWriter(Callback):
     A tensor is called "prediction", or by its key in a dict or list, with "/" between nested keys. The indices are
     "batch_indices". With several loaders each has its own folder, `dataloader_<index>`.
 
-    A subclass that overrides `write_on_batch_end` or `write_on_epoch_end`, with Lightning's arguments, needs no
-    `output_dir`.
+    A subclass that overrides `write_on_batch_end` or `write_on_epoch_end` needs no `output_dir`.
 
     Args:
         write_interval: `"batch"`: after each batch; `"epoch"`: at the end; `"batch_and_epoch"`. Default: `"epoch"` with
@@ -72,24 +70,21 @@ class PredictionWriter(Callback):
     def __init__(
         self, write_interval: str | None = None, output_dir: str | os.PathLike[str] | None = None, once: bool = False
     ) -> None:
-        super().__init__()
         interval = ("epoch" if once else "batch") if write_interval is None else write_interval
-        if interval not in _INTERVALS and isinstance(interval, str | os.PathLike) and output_dir is None:
+        if interval not in INTERVALS and isinstance(interval, str | os.PathLike) and output_dir is None:
             raise ConfigurationError(
-                f"PredictionWriter(write_interval=...) expected one of {', '.join(map(repr, _INTERVALS))}, got {interval!r}. "
+                f"PredictionWriter(write_interval=...) expected one of {', '.join(map(repr, INTERVALS))}, got {interval!r}. "
                 f"Fix, if that is the folder: PredictionWriter(output_dir={str(interval)!r})"
             )
-        choice(interval, "PredictionWriter(write_interval=)", _INTERVALS)
+        choice(interval, "PredictionWriter(write_interval=)", INTERVALS)
+        super().__init__(interval)
         if once and interval == "batch":
             raise ConfigurationError(
                 "PredictionWriter(write_interval='batch', once=True): each process writes its own batches. Fix, to write one "
                 "file: PredictionWriter(output_dir='predictions', once=True)"
             )
-        self.write_interval = interval
         self.output_dir = None if output_dir is None else Path(output_dir)
         self.once = once
-        self._kept: list[list[Any]] = []  # predictions by loader and batch, to write at the end
-        self._indices: list[list[list[int] | None]] = []
         self._lines: dict[Path, JSONLWriter] = {}
 
     # ------------------------------------------------------------------ what a subclass overrides
@@ -104,20 +99,10 @@ class PredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Write the prediction of one batch, on the process that computed it.
-
-        Args:
-            trainer: The trainer.
-            module: The module.
-            prediction: The output of `predict_step`, on its device.
-            batch_indices: Indices of the samples in the dataset; `None` if the loader's order is not known.
-            batch: The batch.
-            batch_idx: Its index on this process.
-            dataloader_idx: The index of the loader.
-        """
-        if not _writes(trainer):
+        """As in `BasePredictionWriter`, to files."""
+        if not writes_here(trainer):
             return
-        number = _number(trainer, batch_idx)
+        number = number_of(trainer, batch_idx)
         folder = self._folder(trainer, dataloader_idx)
         named = _named_tensors(prediction)
         if named is None:
@@ -132,14 +117,7 @@ class PredictionWriter(Callback):
         predictions: Sequence[Any],
         batch_indices: Sequence[Sequence[Sequence[int] | None]],
     ) -> None:
-        """Write all predictions of this process; with `once`, of all processes on the main process.
-
-        Args:
-            trainer: The trainer.
-            module: The module.
-            predictions: The outputs of `predict_step` by batch, on the CPU; with several loaders, by loader and batch.
-            batch_indices: By loader and batch, as in `write_on_batch_end`.
-        """
+        """As in `BasePredictionWriter`, to files; with `once`, of all processes on the main process."""
         ranks = 1 if self.once else trainer.strategy.data_world.size
         first = 0 if self.once else trainer.strategy.data_world.rank
         by_loader = [predictions] if len(batch_indices) == 1 else predictions
@@ -156,7 +134,7 @@ class PredictionWriter(Callback):
     # ------------------------------------------------------------------ hooks
 
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._kept, self._indices = [], []
+        super().on_predict_start(trainer, module)
         own = type(self)
         writes = ("batch" in self.write_interval and own.write_on_batch_end is PredictionWriter.write_on_batch_end) or (
             "epoch" in self.write_interval and own.write_on_epoch_end is PredictionWriter.write_on_epoch_end
@@ -177,45 +155,26 @@ class PredictionWriter(Callback):
                 f"Fix: remove them, or write to another folder, {own.__name__}(output_dir='predictions-2')"
             )
 
-    def on_predict_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        indices = _positions(
-            _sources(trainer)[dataloader_idx], _number(trainer, batch_idx), trainer.strategy.data_world.devices
-        )
-        if "batch" in self.write_interval:
-            self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
-        if "epoch" in self.write_interval:
-            while len(self._kept) <= dataloader_idx:
-                self._kept.append([])
-                self._indices.append([])
-            self._kept[dataloader_idx].append(map_tensors(outputs, lambda tensor: tensor.detach().cpu()))
-            self._indices[dataloader_idx].append(indices)
-
     def on_predict_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if "epoch" not in self.write_interval:
+        if not self.once:
+            super().on_predict_epoch_end(trainer, module)
             return
-        kept, indices = self._kept, self._indices
-        self._kept, self._indices = [], []
-        loaders = len(_sources(trainer))
-        for lists in (kept, indices):
-            lists.extend([] for _ in range(loaders - len(lists)))
-        if self.once:
-            kept, indices = _gathered_on_main(trainer, kept), _gathered_on_main(trainer, indices)
-        if _writes(trainer) and (trainer.is_global_zero or not self.once):
-            self.write_on_epoch_end(trainer, module, kept[0] if loaders == 1 else kept, indices)
+        kept, indices = (_gathered_on_main(trainer, lists) for lists in self._take(trainer))
+        if trainer.is_global_zero:
+            self.write_on_epoch_end(trainer, module, kept[0] if len(kept) == 1 else kept, indices)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         for writer in self._lines.values():
             writer.close()
-        self._lines, self._kept, self._indices = {}, [], []
+        self._lines = {}
+        super().teardown(trainer, module, stage)
 
     # ------------------------------------------------------------------ inside
 
     def _folder(self, trainer: Trainer, loader: int) -> Path:
         assert self.output_dir is not None
         folder = Path(self.output_dir)
-        return folder / f"dataloader_{loader}" if len(_sources(trainer)) > 1 else folder
+        return folder / f"dataloader_{loader}" if len(sources(trainer)) > 1 else folder
 
     def _write_lines(self, path: Path, rows: Sequence[tuple[int, Sequence[int] | None, Any]]) -> None:
         if path not in self._lines:
@@ -223,35 +182,6 @@ class PredictionWriter(Callback):
         for number, indices, prediction in rows:
             chosen = None if indices is None else list(indices)
             self._lines[path].write({"batch": number, "indices": chosen, "prediction": _plain(prediction, "prediction")})
-
-
-def _sources(trainer: Trainer) -> list[Any]:
-    """The user's loaders for prediction."""
-    return trainer._run.evaluation_sources["predict"]
-
-
-def _writes(trainer: Trainer) -> bool:
-    """Whether this process writes; if all processes have the same predictions, only the main process does."""
-    strategy = trainer.strategy
-    return strategy.data_world.size == strategy.world.size or strategy.world.is_main
-
-
-def _number(trainer: Trainer, batch_idx: int) -> int:
-    """The index of a batch of this process in the whole data."""
-    world = trainer.strategy.data_world
-    return batch_idx * world.size + world.rank
-
-
-def _positions(source: Any, number: int, devices: int) -> list[int] | None:
-    """Indices in the dataset of the samples of a batch (one per device); `None` if the loader does not read it in order."""
-    batches = source.batch_sampler if isinstance(source, DataLoader) else None
-    if type(batches) is not BatchSampler:
-        return None
-    sampler: Any = batches.sampler
-    if type(sampler) is not SequentialSampler and not (type(sampler) is DistributedSampler and not sampler.shuffle):
-        return None
-    size = batches.batch_size * devices
-    return list(range(number * size, min((number + 1) * size, len(source.dataset))))
 
 
 def _gathered_on_main(trainer: Trainer, own: list[list[Any]]) -> list[list[Any]]:

@@ -52,10 +52,11 @@ class ThroughputMonitor(Callback):
     rates are good: the device may be busy during that time.
 
     Args:
-        window_size: Number of optimizer steps to average over.
         batch_size_fn: Number of samples in a batch; default: the first dimension of its first tensor.
         length_fn: Number of tokens in a batch; without it tokens are not logged.
-        flops_per_batch: FLOPs of the forward and backward of one batch, a number or a function of the batch.
+        window_size: Number of optimizer steps to average over.
+        flops_per_batch: FLOPs of the forward and backward of one batch, a number or a function of the batch. Default: the
+            module's attribute or property `flops_per_batch`, if it has one, read for each batch.
         available_flops: Peak FLOP/s of one device; default: from a table of known GPUs, by the precision.
         measure_flops: Count the FLOPs of the first batch's forward and backward with `torch.utils.flop_counter` (matrix
             products, convolutions and attention), and scale them by the number of samples. It also counts what activation
@@ -73,9 +74,9 @@ class ThroughputMonitor(Callback):
 
     def __init__(
         self,
-        window_size: int = 100,
         batch_size_fn: Callable[[Any], int] | None = None,
         length_fn: Callable[[Any], int] | None = None,
+        window_size: int = 100,
         flops_per_batch: float | Callable[[Any], float] | None = None,
         available_flops: float | None = None,
         measure_flops: bool = False,
@@ -97,6 +98,7 @@ class ThroughputMonitor(Callback):
         self.available_flops = available_flops
         self.measure_flops = measure_flops
         self.flops_per_sample: float | None = None  # measured
+        self._flops_per_batch = flops_per_batch  # or that of the module
         self._marks: deque[_Mark] = deque(maxlen=window_size + 1)
         self._counter: FlopCounterMode | None = None
         self._counting = ExitStack()
@@ -117,8 +119,11 @@ class ThroughputMonitor(Callback):
         self._restart()
         device = trainer.strategy.device
         self._sync = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None
+        self._flops_per_batch = self.flops_per_batch
         if self.flops_per_batch is None and not self.measure_flops:
-            return
+            if getattr(module, "flops_per_batch", None) is None:
+                return
+            self._flops_per_batch = lambda batch: float(module.flops_per_batch)  # type: ignore[arg-type]
         self._peak = self.available_flops or _known_peak(trainer, device)
         if self._peak is None:
             notice(
@@ -137,8 +142,9 @@ class ThroughputMonitor(Callback):
         self._samples += samples
         if self.length_fn is not None:
             self._tokens += int(self.length_fn(batch))
-        if self.flops_per_batch is not None:
-            self._flops += self.flops_per_batch(batch) if callable(self.flops_per_batch) else self.flops_per_batch
+        flops = self._flops_per_batch
+        if flops is not None:
+            self._flops += flops(batch) if callable(flops) else flops
         elif self.flops_per_sample is not None:
             self._flops += self.flops_per_sample * samples
         elif self.measure_flops and samples > 0:
@@ -201,7 +207,7 @@ class ThroughputMonitor(Callback):
         }
         if self.length_fn is not None:
             rates["throughput/tokens_per_sec"] = (last.tokens - first.tokens) / seconds * world.size
-        if self.flops_per_batch is not None or self.flops_per_sample is not None:
+        if self._flops_per_batch is not None or self.flops_per_sample is not None:
             rates |= self._flop_rates((last.flops - first.flops) / seconds / world.devices)
         return rates
 

@@ -12,12 +12,15 @@ from trainkit.callback import Callback
 from trainkit.checks import choice
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
+from trainkit.lazy import lazily
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
     from trainkit.trainer.trainer import Trainer
 
 __all__ = ["Timer"]
+
+__getattr__, _ = lazily(globals(), {})  # says what to use instead of other names of Lightning's file
 
 _STAGES = ("train", "validate", "test", "predict", "sanity_check")
 _FORMAT = re.compile(r"(\d+):(\d+):(\d+):(\d+)")

@@ -12,13 +12,15 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from trainkit.callbacks._averaged_weights import AveragedWeights
 from trainkit.errors import ConfigurationError
-from trainkit.lazy import absent
+from trainkit.lazy import lazily
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
     from trainkit.trainer.trainer import Trainer
 
 __all__ = ["WeightAveraging"]
+
+__getattr__, _ = lazily(globals(), {"EMAWeightAveraging": ".exponential_moving_average"})  # where Lightning has it
 
 AverageFunction = Callable[[Tensor, Tensor, Any], Tensor]
 MultiAverageFunction = Callable[[Any, Any, Any], None]
@@ -169,12 +171,3 @@ class WeightAveraging(AveragedWeights):
         super().load_state_dict(state)
         self._updates = int(state["updates"])
         self._latest_step, self._latest_epoch = int(state["latest_step"]), int(state["latest_epoch"])
-
-
-def __getattr__(name: str) -> Any:
-    """Lightning has `EMAWeightAveraging` in its file of this name."""
-    if name == "EMAWeightAveraging":
-        from trainkit.callbacks.exponential_moving_average import EMAWeightAveraging
-
-        return EMAWeightAveraging
-    raise absent(__name__, name, __all__)

@@ -114,7 +114,7 @@ CALLBACKS: dict[str, str] = {
     "learning_rate_monitor": "trainkit.callbacks.learning_rate_monitor:LearningRateMonitor",
     "model_checkpoint": "trainkit.callbacks.model_checkpoint:ModelCheckpoint",
     "model_summary": "trainkit.callbacks.model_summary:ModelSummary",
-    "progress_bar": "trainkit.callbacks.progress_bar:TQDMProgressBar",
+    "progress_bar": "trainkit.callbacks.progress.tqdm_progress:TQDMProgressBar",
     "recompile_monitor": "trainkit.callbacks.recompile_monitor:RecompileMonitor",
     "timer": "trainkit.callbacks.timer:Timer",
 }

@@ -10,6 +10,7 @@ from helpers.data.dealt import Alike
 from helpers.runs.tiny import TinyModule, tiny_loader
 
 from trainkit.callbacks import EarlyStopping
+from trainkit.callbacks.early_stopping import EarlyStoppingReason
 from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError, MissingMetricError
 
@@ -55,7 +56,7 @@ def test_stops_after_patience_checks_without_improvement(trainer, module, mode: 
     assert validate(callback, trainer, module, values[3])  # an equal value is no improvement
     assert callback.stopped_epoch == 7
     assert callback.best_score.item() == values[1]
-    assert "has not improved for 2 checks" in str(callback.stopping_reason)
+    assert "has not improved for 2 checks" in str(callback.stopping_reason_message)
 
 
 def test_an_improvement_restarts_the_count(trainer, module) -> None:
@@ -91,7 +92,7 @@ def test_a_metric_that_is_not_finite_stops_at_once_unless_told(trainer, module, 
     strict = EarlyStopping("val_loss")
     strict.on_train_start(trainer, module)
     assert validate(strict, trainer, module, value)
-    assert "not finite" in str(strict.stopping_reason)
+    assert "not finite" in str(strict.stopping_reason_message)
 
 
 @pytest.mark.parametrize("mode, good, bad", [("min", 0.1, 10.0), ("max", 10.0, 0.1)])
@@ -103,14 +104,14 @@ def test_thresholds_stop_at_once(trainer, module, mode: str, good: float, bad: f
         callback = EarlyStopping("val_loss", **arguments)
         callback.on_train_start(trainer, module)
         assert validate(callback, trainer, module, value) is stops
-        assert word is None or word in str(callback.stopping_reason)
+        assert word is None or word in str(callback.stopping_reason_message)
         assert callback.best_score.item() == pytest.approx(value)
     trainer.should_stop = False
     callback = EarlyStopping("val_loss", **arguments)
     callback.on_train_start(trainer, module)
     assert not validate(callback, trainer, module, bad)
     assert validate(callback, trainer, module, bad / factor)
-    assert "divergence_threshold" in str(callback.stopping_reason)
+    assert "divergence_threshold" in str(callback.stopping_reason_message)
 
 
 def test_says_why_it_stops_only_when_verbose(trainer, module) -> None:
@@ -119,8 +120,8 @@ def test_says_why_it_stops_only_when_verbose(trainer, module) -> None:
         callback.on_train_start(trainer, module)
         for value in (2.0, 1.5, 1.75):
             validate(callback, trainer, module, value)
-        assert callback.stopping_reason == "val_loss has not improved for 1 check. Best value: 1.5. Training stops."
-        expected = ["val_loss improved to 2.", "val_loss improved by 0.5 to 1.5.", callback.stopping_reason]
+        assert callback.stopping_reason_message == "val_loss has not improved for 1 check. Best value: 1.5. Training stops."
+        expected = ["val_loss improved to 2.", "val_loss improved by 0.5 to 1.5.", callback.stopping_reason_message]
         assert module.printed == (expected if verbose else [])
 
 
@@ -239,6 +240,8 @@ def test_state_comes_back(trainer, module) -> None:
         "checked": bool,
         "validated": bool,
         "at_train_epoch_end": bool,
+        "stopping_reason": int,
+        "stopping_reason_message": type(None),
     }
     second = EarlyStopping("val_loss", patience=2)
     second.load_state_dict({**state, "stopped_epoch": 6})
@@ -253,7 +256,7 @@ def test_a_second_fit_starts_again_and_says_everything_again(trainer, module) ->
     for _ in range(2):
         callback.setup(trainer, module, "fit")
         callback.on_train_start(trainer, module)
-        assert callback.stopping_reason is None
+        assert callback.stopping_reason is EarlyStoppingReason.NOT_STOPPED
         trainer.callback_metrics.clear()
         callback.on_validation_end(trainer, module)
         with pytest.warns(TrainkitWarning, match="not logged"):
@@ -262,7 +265,7 @@ def test_a_second_fit_starts_again_and_says_everything_again(trainer, module) ->
         callback.on_train_start(trainer, module)
         validate(callback, trainer, module, 1.0)
         validate(callback, trainer, module, 1.0)
-        assert callback.stopping_reason is not None
+        assert callback.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
     assert callback.wait_count == 1
 
 
@@ -351,8 +354,12 @@ def test_a_stop_for_another_reason_stays(trainer, module, arguments: dict[str, A
     first = EarlyStopping("val_loss", patience=2, **arguments)
     first.on_train_start(trainer, module)
     assert validate(first, trainer, module, 0.25 if "stopping_threshold" in arguments else math.nan)
-    resumed(first.state_dict(), trainer, module, patience=9, **arguments)
+    second = resumed(first.state_dict(), trainer, module, patience=9, **arguments)
     assert trainer.should_stop
+    threshold = "stopping_threshold" in arguments
+    expected = EarlyStoppingReason.STOPPING_THRESHOLD if threshold else EarlyStoppingReason.NON_FINITE_METRIC
+    assert first.stopping_reason is second.stopping_reason is expected
+    assert first.stopping_reason_message == second.stopping_reason_message
     never = EarlyStopping("val_loss", patience=0).state_dict()  # the state of a callback that did not stop this run
     resumed(never, trainer, module, patience=9)
     assert trainer.should_stop
@@ -360,9 +367,16 @@ def test_a_stop_for_another_reason_stays(trainer, module, arguments: dict[str, A
 
 def test_before_any_check() -> None:
     callback = EarlyStopping("val_loss")
-    assert (callback.wait_count, callback.stopped_epoch, callback.stopping_reason) == (0, 0, None)
+    assert (callback.wait_count, callback.stopped_epoch, callback.stopping_reason_message) == (0, 0, None)
     assert callback.best_score.item() == math.inf
     assert EarlyStopping("val_loss", mode="max").best_score.item() == -math.inf
+
+
+@pytest.mark.parametrize("mode, sign", [("min", "<"), ("max", ">")])
+def test_the_comparison_of_a_mode(mode: str, sign: str) -> None:
+    callback = EarlyStopping("val_loss", mode=mode)
+    assert callback.monitor_op is {"<": torch.lt, ">": torch.gt}[sign]
+    assert callback.order_dict[mode] == sign
 
 
 def test_two_with_other_metrics_have_other_keys() -> None:
@@ -419,7 +433,7 @@ def test_several_validations_in_an_epoch_count_each(make_trainer) -> None:
     trainer = make_trainer(callback, val_check_interval=1)
     trainer.fit(module, tiny_loader(samples=40), tiny_loader())
     assert trainer.global_step == 3
-    assert callback.stopping_reason is not None
+    assert callback.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
 
 
 def test_epochs_without_validation_count_nothing(make_trainer) -> None:
@@ -435,7 +449,7 @@ def test_the_sanity_check_of_a_fit_does_not_count(make_trainer) -> None:
     trainer = make_trainer(callback, num_sanity_val_steps=1, limit_train_batches=1, check_val_every_n_epoch=2)
     trainer.fit(module, tiny_loader(), tiny_loader())
     assert module.validated == [0]
-    assert callback.stopping_reason is None
+    assert callback.stopping_reason is EarlyStoppingReason.NOT_STOPPED
 
 
 def test_a_fit_that_never_logs_the_monitor_says_so(make_trainer) -> None:
@@ -452,7 +466,7 @@ def test_what_it_keeps_is_an_ordinary_tensor(make_trainer) -> None:
 def test_the_reason_is_printed_in_a_fit(make_trainer, capsys) -> None:
     callback = EarlyStopping("val_metric", patience=1, verbose=True)
     make_trainer(callback, max_epochs=5).fit(Scripted([1.0] * 5), tiny_loader(), tiny_loader())
-    assert capsys.readouterr().out.splitlines() == ["val_metric improved to 1.", callback.stopping_reason]
+    assert capsys.readouterr().out.splitlines() == ["val_metric improved to 1.", callback.stopping_reason_message]
 
 
 def test_each_fit_is_a_new_run(make_trainer) -> None:

@@ -146,6 +146,9 @@ def test_momentum_and_weight_decay(trainer, module) -> None:
         "lr-Adagrad-momentum": 0.0,
         "lr-Adagrad-weight_decay": 0.0,
     }
+    assert callback.lrs == {"lr-SGD": [0.5], "lr-AdamW": [0.25], "lr-Adagrad": [1.0]}
+    assert callback.last_momentum_values == {"lr-SGD-momentum": 0.875, "lr-AdamW-momentum": 0.75, "lr-Adagrad-momentum": 0.0}
+    assert callback.last_weight_decay_values == {name: value for name, value in module.logged.items() if "decay" in name}
 
 
 class Scheduled(TinyModule):
@@ -169,6 +172,10 @@ def test_a_fit_logs_the_rate_that_each_update_used(make_trainer, logging_interva
     trainer.fit(module, tiny_loader())
     assert module.used == [0.5, 0.25, 0.125, 0.0625]
     assert list(trainer.logger.of("lr-SGD").items()) == list(enumerate(module.used, start=1))
+    monitor = trainer.callbacks[0]
+    assert (monitor.lrs, monitor.last_momentum_values) == ({"lr-SGD": module.used}, {"lr-SGD-momentum": None})
+    trainer.fit(Scheduled("step"), tiny_loader())
+    assert monitor.lrs == {"lr-SGD": module.used}  # each fit starts again
 
 
 def test_a_fit_logs_every_n_steps(make_trainer) -> None:

@@ -6,6 +6,7 @@ Whole runs are tested in `test_model_checkpoint_runs.py`.
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from helpers.resume.checkpoints import draft
 
 from trainkit.callbacks import ModelCheckpoint, model_checkpoint
@@ -24,7 +26,14 @@ from trainkit.checkpoint.folder import free_name, list_checkpoints, read_pointer
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.console import TrainkitWarning
 from trainkit.distributed.world import World
-from trainkit.errors import CheckpointWriteError, ConfigurationError, MissingMetricError, Preempted, UnsavableError
+from trainkit.errors import (
+    CheckpointWriteError,
+    ConfigurationError,
+    MissingMetricError,
+    Preempted,
+    UnsavableError,
+    UnsupportedArgumentError,
+)
 
 
 class Checkpointing:
@@ -242,7 +251,7 @@ def names_of(callback: ModelCheckpoint) -> dict[str, float]:
         ({"monitor": 3}, ["name of a logged metric"]),
         ({"mode": "maximum"}, ["'min', 'max'", "Did you mean 'max'"]),
         ({"save": "trainabel"}, ["'all', 'trainable' or None", "Did you mean 'trainable'"]),
-        ({"save_last": "link"}, ["save_last=True", "nothing is copied"]),
+        ({"save_last": "copy"}, ["'link'", "save_last=True", "nothing is copied"]),
         ({"save_top_k": -2}, ["save_top_k", "≥ -1"]),
         ({"save_top_k": 3}, ["monitor='val_loss'", "keep_last=3"]),
         ({"keep_last": -2}, ["keep_last", "≥ -1"]),
@@ -605,6 +614,82 @@ def test_the_pointer_names_the_newest(begin, run_dir) -> None:
     run = begin(ModelCheckpoint("d"))
     run.epoch()
     assert run.names == ["step-00000010"]
+
+
+def test_the_link_leads_to_the_newest(begin, run_dir) -> None:
+    """It is replaced at once, and never by a copy; a file and a link replace each other."""
+    run = begin(ModelCheckpoint("c", save_last="link", keep_last=1))
+    for step in (10, 20):
+        run.epoch()
+        assert os.readlink(run_dir / "c" / "last") == f"step-000000{step}"
+        assert open_checkpoint(run_dir / "c" / "last").manifest.step == step
+    assert [one.path.name for one in list_checkpoints(run_dir / "c")] == ["step-00000020"]  # not the link
+    assert sorted(path.name for path in (run_dir / "c").iterdir() if path.name != ".lock") == ["last", "step-00000020"]
+    for kind, linked in [(True, False), ("link", True)]:
+        begin(ModelCheckpoint("c", save_last=kind, keep_last=1)).epoch()
+        assert os.path.islink(run_dir / "c" / "last") is linked
+
+
+def test_where_links_cannot_be_created_it_is_a_file(begin, run_dir, monkeypatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise OSError("a privilege is needed")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    begin(ModelCheckpoint("c", save_last="link")).epoch()
+    assert read_pointer(run_dir / "c") == "step-00000010"
+
+
+@pytest.mark.parametrize(
+    "monitor, mode, best", [("step", "max", [50, 40]), ("epoch", "max", [50, 40]), ("step", "min", [10, 20])]
+)
+def test_the_counters_rank_too(begin, monitor: str, mode: str, best: list[int]) -> None:
+    callback = ModelCheckpoint(monitor=monitor, mode=mode, save_top_k=2, keep_last=0)
+    run = begin(callback)
+    for _ in range(5):
+        run.epoch()
+    assert [int(path[-8:]) for path in callback.best_k_models] == best
+    assert [one.path.name[-2:] for one in list_checkpoints(run.checkpointing.folders[0])] == sorted(map(str, best))[::-1]
+    scores = [float(score) for score in callback.best_k_models.values()]
+    assert scores == ([float(step) for step in best] if monitor == "step" else [4.0, 3.0])
+    assert callback.best_in(list_checkpoints(run.checkpointing.folders[0])) == callback.best_model_path
+
+
+def test_what_lightning_code_asks_for(begin, run_dir) -> None:
+    callback = ModelCheckpoint("c", monitor="val_loss", save_top_k=2)
+    assert float(callback.kth_value) == math.inf
+    assert float(ModelCheckpoint(monitor="val_loss", mode="max").kth_value) == -math.inf
+    run = begin(callback)
+    run.epoch({"val_loss": 2.0})
+    assert (callback.kth_best_model_path, float(callback.kth_value)) == ("", math.inf)
+    run.epoch({"val_loss": 3.0})
+    assert (Path(callback.kth_best_model_path).name, float(callback.kth_value)) == ("step-00000020", 3.0)
+    for value, among in [(2.5, True), (4.0, False), (math.nan, False)]:
+        assert callback.check_monitor_top_k(run.trainer, torch.tensor(value)) is among
+    assert not callback.check_monitor_top_k(run.trainer)
+    assert callback.file_exists(callback.best_model_path, run.trainer)
+    assert not callback.file_exists("nothing", run.trainer)
+    callback.to_yaml()
+    callback.to_yaml(run_dir / "best.yaml")
+    scores = {path: float(score) for path, score in callback.best_k_models.items()}
+    assert yaml.safe_load((run_dir / "c" / "best_k_models.yaml").read_text()) == scores
+    assert list(yaml.safe_load((run_dir / "best.yaml").read_text())) == list(scores)  # the best first
+
+
+def test_constants_of_lightning(begin) -> None:
+    class Own(ModelCheckpoint):
+        CHECKPOINT_EQUALS_CHAR = "_"
+
+    callback = Own("c", filename="{epoch}-{val_loss:.1f}")
+    run = begin(callback)
+    run.epoch({"val_loss": 0.5})
+    assert run.names == ["epoch_0-val_loss_0.5"]
+    assert callback.format_checkpoint_name({"epoch": 1, "val_loss": 0.25}, prefix="a").endswith("/a-epoch_1-val_loss_0.2")
+    other = {"CHECKPOINT_JOIN_CHAR": "_", "CHECKPOINT_NAME_LAST": "{epoch}", "FILE_EXTENSION": ".pt", "STARTING_VERSION": 0}
+    for name, value in other.items():
+        changed = ModelCheckpoint("d")
+        setattr(changed, name, value)
+        with pytest.raises(UnsupportedArgumentError, match=rf"ModelCheckpoint\.{name} is .*Fix: "):
+            begin(changed)
 
 
 def test_without_version_counter_a_name_is_used_again(begin) -> None:

@@ -356,6 +356,22 @@ def test_a_resumed_run_that_has_nothing_to_train_saves_nothing() -> None:
     assert {path: path.stat().st_mtime_ns for path in FOLDER.iterdir() if path.name != ".lock"} == before
 
 
+def test_a_link_to_the_newest_is_a_checkpoint_to_resume_from(caplog) -> None:
+    """A run that resumes from the link names the checkpoint; `ckpt_path="last"` is the newest with and without a link."""
+    caplog.set_level("INFO", "trainkit")
+    fit(ModelCheckpoint("c", save_last="link", keep_last=1), max_epochs=2)
+    newest = str(Path("c/step-00000008").absolute())
+    for ckpt_path in ("c/last", "last"):
+        caplog.clear()
+        callback = ModelCheckpoint("c", save_last="link", keep_last=1)
+        trainer = fit(callback, max_epochs=2, ckpt_path=ckpt_path)
+        assert trainer.global_step == 8
+        assert any("step-00000008 (step 8" in message for message in caplog.messages)
+    assert callback.last_model_path == newest
+    fit(ModelCheckpoint("c", save_last="link", keep_last=1), max_epochs=3, ckpt_path="c/last")
+    assert (os.readlink("c/last"), steps("c")) == ("step-00000012", [12])
+
+
 def test_two_runs_in_one_folder_do_not_delete_each_others_checkpoints() -> None:
     fit(ModelCheckpoint("mine", keep_last=1), max_epochs=2)
     fit(ModelCheckpoint("mine", keep_last=1), max_epochs=3)

@@ -6,16 +6,17 @@ import contextlib
 import io
 import math
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from trainkit.callbacks import EarlyStopping, MemoryMonitor, NonFiniteGuard, Timer, memory_monitor
+from trainkit.callbacks import EarlyStopping, MemoryMonitor, ModelCheckpoint, NonFiniteGuard, Timer, memory_monitor
 from trainkit.callbacks._memory import Gauge
 from trainkit.callbacks.model_summary import ModelSummary
-from trainkit.callbacks.progress_bar import TQDMProgressBar
+from trainkit.callbacks.progress.tqdm_progress import TQDMProgressBar
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import MissingMetricError, NonFiniteError
 from trainkit.launch.joining import join
@@ -206,6 +207,23 @@ def test_memory_is_summed_by_node() -> None:
     assert callback.stages["setup"].together.end == 6
 
 
+# ------------------------------------------------------------------------------------------------------ ModelCheckpoint
+
+
+@pytest.mark.world_size(2)
+def test_all_ranks_know_what_the_main_process_sees(tmp_path: Path) -> None:
+    """`tmp_path` is another folder on each rank."""
+    trainer, _ = setting()
+    main = trainer.is_global_zero
+    callback = ModelCheckpoint(str(tmp_path), monitor="loss")
+    callback.best_k_models = {"a": torch.tensor(1.0)}
+    assert callback.check_monitor_top_k(trainer, torch.tensor(0.5 if main else 2.0))
+    assert not callback.check_monitor_top_k(trainer, torch.tensor(2.0 if main else 0.5))
+    assert callback.file_exists(tmp_path if main else tmp_path / "none", trainer)
+    callback.to_yaml()
+    assert (tmp_path / "best_k_models.yaml").exists() is main
+
+
 # --------------------------------------------------------------------------------------------- output of the main process
 
 
@@ -214,6 +232,6 @@ def test_one_process_shows_the_bar_and_the_summary() -> None:
     trainer, module = setting()
     bar = TQDMProgressBar()
     bar.setup(trainer, module, "fit")
-    assert bar._shown is trainer.is_global_zero
+    assert bar.is_enabled is trainer.is_global_zero
     if not trainer.is_global_zero:
         ModelSummary().on_fit_start(trainer, None)  # type: ignore[arg-type]  # does not read the module

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import os
 from typing import Any
 
 import pytest
@@ -97,7 +98,9 @@ class Shares(Worsens):
 
 
 def ranked(folder: str) -> Any:
-    best = {name: ModelCheckpoint(f"{folder}/{name}", monitor=name, save_top_k=-1) for name in ("own", "both")}
+    best = {
+        name: ModelCheckpoint(f"{folder}/{name}", monitor=name, save_top_k=-1, save_last="link") for name in ("own", "both")
+    }
     trainer = make_trainer(*best.values(), max_epochs=2, strategy="ddp", enable_checkpointing=True)
     trainer.fit(Shares(), tiny_loader(16), tiny_loader(8))
     scores = {name: sorted(score.item() for score in callback.best_k_models.values()) for name, callback in best.items()}
@@ -113,6 +116,7 @@ def test_checkpoints_are_ranked_by_what_all_processes_have_logged(tmp_path: Any)
     names = ["both", "both_epoch", "both_step", "own"]  # both_step is of a training step
     expected = {"own": [1.5, 1.5], "both": [0.5, 1.5]}, names, 1.5
     assert run_world(2, ranked, str(tmp_path)) == [expected] * 2
+    assert [os.readlink(tmp_path / name / "last") for name in ("own", "both")] == ["step-00000004"] * 2
 
 
 class Late(Callback):

@@ -23,6 +23,8 @@ SIGNATURES = {
         "device=None, use_buffers=True, decay=0.999, update_every_n_steps=1, update_starting_at_step=None, "
         "update_starting_at_epoch=None, warmup=False"
     ),
+    "BasePredictionWriter": "write_interval='batch'",
+    "Checkpoint": "*args, **kwargs",
     "EarlyStopping": (
         "monitor, min_delta=0.0, patience=3, verbose=False, mode='min', strict=True, check_finite=True, "
         "stopping_threshold=None, divergence_threshold=None, check_on_train_epoch_end=None, log_rank_zero_only=False"
@@ -54,15 +56,19 @@ SIGNATURES = {
     ),
     "ModelSummary": "max_depth=1",
     "NonFiniteGuard": "action='raise', check=('loss', 'grad'), warn_after=3, max_consecutive=50",
+    "OnExceptionCheckpoint": "dirpath, filename='on_exception'",
     "PredictionWriter": "write_interval=None, output_dir=None, once=False",
+    "ProgressBar": "",
     "RecompileMonitor": "warmup_steps=2, max_warnings=5",
     "SpikeDetection": ("mode='min', window=10, warmup=1, atol=None, rtol=2.0, exclude_batches_path=None, finite_only=True"),
     "StochasticWeightAveraging": (
         "swa_lrs, swa_epoch_start=0.8, annealing_epochs=10, annealing_strategy='cos', avg_fn=None, device='cpu'"
     ),
+    "RichModelSummary": "max_depth=1, header_style='bold magenta'",
+    "RichProgressBar": "refresh_rate=10, leave=False, theme=None, console_kwargs=None",
     "TQDMProgressBar": "refresh_rate=1, process_position=0, leave=False",
     "ThroughputMonitor": (
-        "window_size=100, batch_size_fn=None, length_fn=None, flops_per_batch=None, available_flops=None, measure_flops=False"
+        "batch_size_fn=None, length_fn=None, window_size=100, flops_per_batch=None, available_flops=None, measure_flops=False"
     ),
     "Timer": "duration=None, interval='step', verbose=True",
     "WeightAveraging": "device=None, use_buffers=True, avg_fn=None, multi_avg_fn=None",

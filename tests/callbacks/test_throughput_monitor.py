@@ -67,6 +67,19 @@ def test_a_wrong_argument_is_named_with_its_fix(arguments: dict[str, Any], words
         assert word in str(caught.value)
 
 
+def test_flops_of_the_module(trainer, module, clock, start) -> None:
+    """Lightning's way to tell them. They may change; an argument of the callback has precedence."""
+    module.flops_per_batch = 4e12
+    callback = start(available_flops=20e12)
+    step(callback, trainer, module, clock, [8])
+    assert step(callback, trainer, module, clock, [8])["throughput/tflops_per_device"] == pytest.approx(1.0)
+    module.flops_per_batch = 12e12
+    assert step(callback, trainer, module, clock, [8])["throughput/tflops_per_device"] == pytest.approx(2.0)
+    callback = start(flops_per_batch=8e12)
+    step(callback, trainer, module, clock, [8])
+    assert step(callback, trainer, module, clock, [8])["throughput/tflops_per_device"] == pytest.approx(2.0)
+
+
 def test_rates_of_a_window(trainer, module, clock, start) -> None:
     callback = start(window_size=2)
     assert step(callback, trainer, module, clock, [8]) == {}  # the first step includes warm-up

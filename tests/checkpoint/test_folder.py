@@ -381,3 +381,16 @@ def test_a_folder_of_another_user() -> None:
     finally:
         folder.chmod(0o755)
         shutil.rmtree(folder)
+
+
+def test_a_link_to_the_newest_that_was_not_finished_is_removed(run_dir: Path) -> None:
+    """Links of other names are kept."""
+    make(run_dir / "a")
+    write_pointer(run_dir, "a", link=True)
+    assert os.readlink(run_dir / "last") == "a"
+    assert read_pointer(run_dir) is None  # not a file
+    unfinished, other = run_dir / f".last.tmp-{'0' * 16}", run_dir / f".probe.tmp-{'0' * 16}"
+    for link in (unfinished, other):
+        link.symlink_to("a")
+    assert remove_leftovers(run_dir) == [unfinished]
+    assert (os.path.islink(other), (run_dir / "a").is_dir(), os.readlink(run_dir / "last")) == (True, True, "a")

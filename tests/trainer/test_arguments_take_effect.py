@@ -24,9 +24,9 @@ ENTRIES = [(name, argument, entry) for name, entries in TABLE.items() for argume
 
 # Methods that users override and trainkit calls: only the overrides read the arguments.
 OVERRIDDEN = {
-    "configure_optimizers",
-    "on_after_batch_transfer", "on_before_batch_transfer", "optimizer_step", "optimizer_zero_grad", "predict_step",
-    "transfer_batch_to_device", "write_on_batch_end", "write_on_epoch_end",
+    "configure_columns", "configure_optimizers", "get_metrics", "on_after_batch_transfer", "on_before_batch_transfer",
+    "optimizer_step", "optimizer_zero_grad", "predict_step", "transfer_batch_to_device", "write_on_batch_end",
+    "write_on_epoch_end",
 }  # fmt: skip
 
 

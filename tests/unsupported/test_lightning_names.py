@@ -16,45 +16,6 @@ from trainkit.hooks.hook_names import REMOVED
 from trainkit.unsupported import ADVICE, advice, use_instead
 from trainkit.unsupported.lightning_names import ABSENT, MEMBERS, MODULES, OTHER, SAME
 
-# Names that the tables already call the same, though their classes are not in trainkit yet. A name that is there must go.
-PENDING: set[str] = {
-    "BasePredictionWriter",
-    "Checkpoint",
-    "OnExceptionCheckpoint",
-    "ProgressBar",
-    "RichModelSummary",
-    "RichProgressBar",
-}
-# The same for attributes of a Trainer, except that those that are there may stay.
-PENDING_MEMBERS: set[str] = {
-    "ckpt_path",
-    "device_ids",
-    "early_stopping_callbacks",
-    "evaluating",
-    "gradient_clip_algorithm",
-    "gradient_clip_val",
-    "init_module",
-    "interrupted",
-    "limit_predict_batches",
-    "limit_test_batches",
-    "limit_train_batches",
-    "limit_val_batches",
-    "node_rank",
-    "num_devices",
-    "num_nodes",
-    "num_sanity_val_steps",
-    "overfit_batches",
-    "precision_plugin",
-    "received_sigterm",
-    "reload_dataloaders_every_n_epochs",
-    "scaler",
-    "state",
-    "val_check_interval",
-}
-
-# In files of trainkit with the same path as Lightning's, Python's own message names what is missing.
-IN_FILES = {"EarlyStoppingReason", "ExperimentWriter", "Interval", "WriteInterval"}
-
 
 def places() -> dict[str, list[str]]:
     """Place → names, from the list of Lightning's names."""
@@ -91,14 +52,10 @@ def test_the_list_is_that_of_lightning() -> None:
 @pytest.mark.parametrize("place", sorted(IMPORTS))
 def test_every_import_works_or_says_what_to_use(place: str) -> None:
     """Only the name of the package changes in an import."""
-    if place == "lightning.pytorch.cli" and "LightningCLI" in PENDING:
-        pytest.skip("trainkit.cli has no names for scripts yet")
     wrong = []
     module = import_module(renamed(place))
     for name in IMPORTS[place]:
         error = error_of(f"from {module.__name__} import {name}")
-        if name in PENDING or (error is not None and name in IN_FILES and module.__spec__ and module.__spec__.has_location):
-            continue
         if error is not None and not error.startswith(f"{module.__name__} has no {name}. Use: "):
             wrong.append(error)
     assert wrong == []
@@ -111,7 +68,7 @@ def test_every_name_says_where_it_is(module: str) -> None:
     """Also a name that Lightning has in another module."""
     for name in {name for names in IMPORTS.values() for name in names}:
         error = error_of(f"from {module} import {name}")
-        assert error is None or name in PENDING or error.startswith(f"{module} has no {name}. Use: "), error
+        assert error is None or error.startswith(f"{module} has no {name}. Use: "), error
 
 
 def test_each_name_is_in_one_table_and_is_one_of_lightnings() -> None:
@@ -130,7 +87,7 @@ def test_the_names_that_are_the_same_are_there() -> None:
     for home, name in {(home, name) for group in SAME.values() for home, names in group.items() for name in names.split()}:
         error = error_of(f"from {home} import {name}")
         pending |= {name} if error is not None else set()
-    assert pending == PENDING
+    assert pending == set()
 
 
 def test_what_is_called_absent_is_not_there() -> None:
@@ -191,7 +148,7 @@ def test_members_are_there_or_say_what_to_use(name: str) -> None:
     absent = {member for member in PLACES[f"{name}."] if not hasattr(cls, member)}
     advised = {*MEMBERS.get(name, {}), *(REMOVED if name == "LightningModule" else ())}
     if name == "Trainer":
-        absent -= {*PENDING_MEMBERS, *vars(make_trainer())}
+        absent -= {*vars(make_trainer())}
     assert absent - advised == set()
     assert not [member for member in MEMBERS.get(name, {}) if hasattr(cls, member)]
     assert {*MEMBERS.get(name, {})} <= {*PLACES[f"{name}."]}

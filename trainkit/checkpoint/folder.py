@@ -187,8 +187,14 @@ def free_name(folder: Path, name: str, taken: Collection[str] = ()) -> str:
     return free
 
 
-def write_pointer(folder: Path, name: str) -> None:
+def write_pointer(folder: Path, name: str, *, link: bool = False) -> None:
     """Replace the content of the file `last` in `folder` atomically by `name`, the name of a checkpoint in it.
+
+    Args:
+        folder: The folder of the checkpoint.
+        name: The name of the checkpoint.
+        link: Make `last` a relative symbolic link to the checkpoint instead of a file. Where links cannot be created, such as
+            on Windows without that right, it is a file.
 
     Raises:
         CheckpointWriteError: It cannot be written.
@@ -201,7 +207,8 @@ def write_pointer(folder: Path, name: str) -> None:
     temporary = folder / f".{POINTER}.tmp-{secrets.token_hex(8)}"
     try:
         try:
-            write_file(temporary, [os.fsencode(name) + b"\n"])
+            if not link or not _create_link(temporary, name):
+                write_file(temporary, [os.fsencode(name) + b"\n"])
             os.replace(temporary, folder / POINTER)
         except BaseException:
             _discard(temporary)
@@ -213,8 +220,17 @@ def write_pointer(folder: Path, name: str) -> None:
         ) from error
 
 
+def _create_link(path: Path, target: str) -> bool:
+    """Create a symbolic link to a folder; returns whether this is possible here."""
+    try:
+        os.symlink(target, path, target_is_directory=True)
+    except (NotImplementedError, OSError):
+        return False
+    return True
+
+
 def read_pointer(folder: Path) -> str | None:
-    """The name that `write_pointer` wrote; `None` if there is no such file. The checkpoint need not exist.
+    """The name that `write_pointer` wrote to a file; `None` if there is no such file. The checkpoint need not exist.
 
     Raises:
         CorruptCheckpointError: The file `last` does not contain a plain name.
@@ -310,7 +326,8 @@ def _is_leftover(entry: os.DirEntry[str]) -> bool:
         # An unfinished save contains folders only if they were kept from the checkpoint that it replaces.
         with os.scandir(entry.path) as inside:
             return has_checkpoint_files(Path(entry.path)) or not any(inner.is_dir(follow_symlinks=False) for inner in inside)
-    return entry.is_file(follow_symlinks=False) and _OUR_FILE.fullmatch(entry.name) is not None
+    is_link = entry.is_symlink() and entry.name.startswith(f".{POINTER}.")  # of write_pointer
+    return (is_link or entry.is_file(follow_symlinks=False)) and _OUR_FILE.fullmatch(entry.name) is not None
 
 
 def _delete(path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.checks import is_whole
 from trainkit.errors import ConfigurationError
+from trainkit.lazy import lazily
 from trainkit.loggers.base import Logger
 from trainkit.loggers.files import AppendFile, complete_lines, replace_file
 from trainkit.loggers.resumed_logs import digest, too_short
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from io import TextIOWrapper
 
 __all__ = ["CSVLogger", "CSVWriter"]
+
+__getattr__, _ = lazily(globals(), {})  # says what to use instead of other names of Lightning's file
 
 _FILE = "metrics.csv"
 

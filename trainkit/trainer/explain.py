@@ -10,6 +10,7 @@ from trainkit.console import counted
 from trainkit.trainer.run_folder import opens_files, shown_folders
 
 if TYPE_CHECKING:
+    from trainkit.callback import Callback
     from trainkit.module.train_module import TrainModule
     from trainkit.trainer.trainer import Trainer
 
@@ -119,10 +120,15 @@ def end_reason(trainer: Trainer) -> str:
     elif -1 < trainer.max_epochs <= trainer.current_epoch:
         reasons.append(f"max_epochs={trainer.max_epochs} reached")
     if trainer.should_stop and not trainer.fast_dev_run:
-        named = [(type(callback).__name__, getattr(callback, "stopping_reason", None)) for callback in trainer.callbacks]
+        named = [(type(callback).__name__, _reason_of(callback)) for callback in trainer.callbacks]
         asked = [f"{name}: {reason.removesuffix(' Training stops.').rstrip('.')}" for name, reason in named if reason]
         reasons += asked or ([] if reasons else ["trainer.should_stop was set"])
     return "; ".join(reasons) or "training was stopped"
+
+
+def _reason_of(callback: Callback) -> str | None:
+    """The text for which a callback has stopped training; `EarlyStopping.stopping_reason` is not a text."""
+    return getattr(callback, "stopping_reason_message", getattr(callback, "stopping_reason", None))
 
 
 def _no_step(trainer: Trainer) -> str:

@@ -134,6 +134,8 @@ def _named(searcher: Searcher, ckpt_path: str | os.PathLike[str], places: Places
     if ckpt_path == "best":
         return _best(searcher, places)
     path = local_path(ckpt_path, "ckpt_path")
+    if path.name == POINTER and path.is_symlink():  # of save_last="link"; the run names the checkpoint, not the link
+        path = path.parent / os.readlink(path)
     if path.name == POINTER and path.is_file():  # of save_last
         path = path.parent / (read_pointer(path.parent) or POINTER)
     if not path.exists() and path.name == str(ckpt_path) and (hint := nearest(path.name, WORDS)):

@@ -15,10 +15,12 @@ import pytest
 from helpers.launch.notebooks import run_cells
 from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.support import run_python
+from tqdm import tqdm
 
 from trainkit import Trainer
-from trainkit.callbacks import TQDMProgressBar, progress_bar
-from trainkit.errors import ConfigurationError
+from trainkit.callbacks import TQDMProgressBar
+from trainkit.callbacks.progress import _staged, tqdm_progress
+from trainkit.errors import ConfigurationError, HookError
 
 
 class Terminal:
@@ -35,12 +37,12 @@ class Terminal:
 
 @pytest.fixture(autouse=True)
 def _stopped_clock(clock, monkeypatch) -> None:
-    monkeypatch.setattr(progress_bar, "time", clock)
+    monkeypatch.setattr(_staged, "time", clock)
 
 
 @pytest.fixture
 def terminal(capsys, monkeypatch) -> Terminal:
-    monkeypatch.setattr(progress_bar, "_is_live", lambda: True)
+    monkeypatch.setattr(tqdm_progress, "_is_live", lambda: True)
     return Terminal(capsys)
 
 
@@ -133,9 +135,7 @@ def test_a_resumed_epoch_begins_where_it_was(trainer, module, clock, terminal) -
     clock.now += 1.0
     callback.on_train_batch_end(trainer, module, None, None, 7)
     assert "8/10" in draws(terminal)[-1]
-    assert callback._train is not None
-    assert callback._train.bar is not None
-    assert callback._train.bar.initial == 7  # the rate does not count skipped batches
+    assert callback.train_progress_bar.initial == 7  # the rate does not count skipped batches
     callback.on_train_end(trainer, module)
 
 
@@ -297,7 +297,7 @@ def test_bars_are_closed_when_a_run_ends_early(trainer, module, clock, terminal,
     train_epoch(callback, trainer, module, clock, 5, seconds=1.0)
     callback.on_validation_batch_start(trainer, module, None, 0)
     getattr(callback, end)(trainer, module, KeyboardInterrupt() if end == "on_exception" else "fit")
-    assert not progress_bar._Bar._instances
+    assert not tqdm_progress._Bar._instances
     assert terminal.getvalue().endswith("\n")
     written = terminal.getvalue()
     callback.on_train_batch_end(trainer, module, None, None, 5)
@@ -309,7 +309,7 @@ def test_starts_no_thread(trainer, module, clock, terminal) -> None:
     callback = TQDMProgressBar()
     callback.setup(trainer, module, "fit")
     train_epoch(callback, trainer, module, clock, 2, seconds=1.0)
-    assert "monitor" not in vars(progress_bar._Bar)  # where tqdm keeps its monitor thread
+    assert "monitor" not in vars(tqdm_progress._Bar)  # where tqdm keeps its monitor thread
     callback.teardown(trainer, module, "fit")
 
 
@@ -319,11 +319,12 @@ def test_bars_have_lines_of_their_own(trainer, module, clock, terminal, position
     callback.setup(trainer, module, "fit")
     train_epoch(callback, trainer, module, clock, 2, seconds=1.0)
     callback.on_validation_batch_start(trainer, module, None, 0)
-    assert [-stage.bar.pos for stage in (callback._train, callback._evaluation)] == [position, position + 1]
+    assert [-bar.pos for bar in (callback.train_progress_bar, callback.val_progress_bar)] == [position, position + 1]
     callback.teardown(trainer, module, "fit")
     trainer.stage = "validate"
+    callback.setup(trainer, module, "validate")
     callback.on_validation_batch_start(trainer, module, None, 0)
-    assert -callback._evaluation.bar.pos == position
+    assert -callback.val_progress_bar.pos == position
     callback.teardown(trainer, module, "validate")
 
 
@@ -332,8 +333,8 @@ def test_a_trainer_can_recognise_it() -> None:
 
 
 def _stdout(monkeypatch, stream: Any) -> bool:
-    monkeypatch.setattr(progress_bar, "sys", SimpleNamespace(stdout=stream))
-    return progress_bar._is_live()
+    monkeypatch.setattr(tqdm_progress, "sys", SimpleNamespace(stdout=stream))
+    return tqdm_progress._is_live()
 
 
 def test_what_passes_for_a_terminal(monkeypatch) -> None:
@@ -396,7 +397,7 @@ def test_a_fit_on_a_terminal(make_trainer, terminal, clock) -> None:
         assert any(text.startswith(start) for text in shown)
     assert shown[-1].startswith("Epoch 0/0: 100%")
     assert "val_loss=0" in shown[-1]
-    assert not progress_bar._Bar._instances
+    assert not tqdm_progress._Bar._instances
 
 
 def test_a_fit_that_fails_closes_its_bars(make_trainer, terminal) -> None:
@@ -406,7 +407,7 @@ def test_a_fit_that_fails_closes_its_bars(make_trainer, terminal) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         make_trainer(enable_progress_bar=True).fit(Failing(), tiny_loader(), tiny_loader())
-    assert not progress_bar._Bar._instances
+    assert not tqdm_progress._Bar._instances
 
 
 def test_the_other_stages_of_a_trainer(make_trainer, capsys) -> None:
@@ -479,7 +480,7 @@ def test_the_loss_in_lines(make_trainer, capsys) -> None:
 
 def test_the_device_is_read_when_the_bar_is_drawn_only(make_trainer, terminal, clock, monkeypatch) -> None:
     reads = []
-    monkeypatch.setattr(progress_bar, "read", lambda values: reads.append(1) or [0.0] * len(values))
+    monkeypatch.setattr(_staged, "read", lambda values: reads.append(1) or [0.0] * len(values))
 
     class Fast(Silent):
         def training_step(self, batch, batch_idx):
@@ -521,6 +522,83 @@ def test_of_two_processes_the_main_one_shows_its_own_loss() -> None:
     assert "loss=1.5" not in printed.getvalue()
 
 
+# ------------------------------------------------------------------------------------------------- bars of a subclass
+
+
+class Own(TQDMProgressBar):
+    """Written for Lightning: bars, texts and values of its own."""
+
+    BAR_FORMAT = "{desc} [{n_fmt}] {postfix}"
+
+    def init_train_tqdm(self) -> Any:
+        bar = super().init_train_tqdm()
+        bar.set_description("my epoch", refresh=False)
+        return bar
+
+    def init_test_tqdm(self) -> Any:
+        return tqdm(desc="my test", position=0, disable=self.is_disabled, leave=True, file=sys.stdout)
+
+    @property
+    def validation_description(self) -> str:
+        return "my validation"
+
+    def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
+        items = super().get_metrics(trainer, pl_module)
+        items.pop("v_num", None)
+        return {**items, "phase": "warm"}
+
+
+def test_a_bar_written_for_lightning(make_trainer, terminal) -> None:
+    trainer = make_trainer(Own())
+    trainer.fit(Chatty(), tiny_loader(), tiny_loader())
+    trainer.test(Chatty(), tiny_loader(), verbose=False)
+    shown = draws(terminal)
+    assert any(re.match(r"my epoch: +\[4\].*phase=warm", text) for text in shown)
+    assert any(re.match(r"my validation:? +\[4\]", text) for text in shown)
+    assert any(text.startswith("my test: 100%") and "4/4" in text for text in shown)  # its length is added
+
+
+def test_texts_of_a_subclass_in_lines(make_trainer, capsys) -> None:
+    trainer = make_trainer(Own(), limit_val_batches=0)
+    trainer.fit(Chatty(), tiny_loader(), tiny_loader())
+    assert capsys.readouterr().out.splitlines()[-1].endswith("phase=warm")
+
+
+def test_bars_that_can_be_asked_for(trainer, module, clock, terminal, monkeypatch) -> None:
+    callback = TQDMProgressBar()
+    with pytest.raises(HookError, match="not known before a run begins"):
+        _ = callback.total_train_batches
+    callback.setup(trainer, module, "fit")
+    with pytest.raises(HookError, match="no bar of train now"):
+        _ = callback.train_progress_bar
+    train_epoch(callback, trainer, module, clock, 3, seconds=1.0)
+    assert (callback.train_progress_bar.n, callback.train_progress_bar.total) == (3, 10)
+    for stage, of in [("test", "test"), ("predict", "predict"), ("validation", "val")]:
+        getattr(callback, f"on_{stage}_batch_start")(trainer, module, None, 0, 0)
+        assert getattr(callback, f"{of}_progress_bar").total == (2 if of == "val" else 3)
+        getattr(callback, f"on_{stage}_end")(trainer, module)
+    callback.teardown(trainer, module, "fit")
+    lines = TQDMProgressBar()
+    monkeypatch.setattr(tqdm_progress, "_is_live", lambda: False)
+    lines.setup(trainer, module, "fit")
+    lines.on_train_epoch_start(trainer, module)
+    assert lines.train_progress_bar.disable
+
+
+def test_disable_and_enable(trainer, module, clock, terminal) -> None:
+    callback = TQDMProgressBar()
+    callback.setup(trainer, module, "fit")
+    train_epoch(callback, trainer, module, clock, 2, seconds=1.0)
+    callback.disable()
+    before = terminal.getvalue()
+    train_epoch(callback, trainer, module, clock, 2, seconds=1.0)
+    assert (terminal.getvalue(), callback.is_disabled) == (before, True)
+    callback.enable()
+    train_epoch(callback, trainer, module, clock, 2, seconds=1.0)
+    assert "2/10" in terminal.getvalue()[len(before) :]
+    callback.teardown(trainer, module, "fit")
+
+
 # ------------------------------------------------------------------------------------------------------------- notebooks
 
 CELL = """
@@ -533,7 +611,7 @@ class Validating(TinyModule):
 
 Trainer(max_epochs=2, accelerator="cpu", logger=False).fit(Validating(), tiny_loader(), tiny_loader())
 """
-PATHS = f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r})"
+PATHS = f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent.parent)!r})"
 
 
 def test_a_notebook_without_ipywidgets_has_lines(run_dir: Path) -> None:
@@ -565,7 +643,7 @@ def test_a_name_that_the_output_cannot_show_ends_nothing(variables: dict[str, st
     program = f"""
 from helpers.runs.tiny import TinyModule, tiny_loader
 from trainkit import Trainer
-from trainkit.callbacks import progress_bar
+from trainkit.callbacks.progress import tqdm_progress
 
 class Naming(TinyModule):
     def training_step(self, batch, batch_idx):
@@ -576,7 +654,7 @@ class Naming(TinyModule):
     def validation_step(self, batch, batch_idx):
         self.log("pr\\u00e9cision", self.loss(batch))
 
-progress_bar._is_live = lambda: {live}
+tqdm_progress._is_live = lambda: {live}
 trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False, log_every_n_steps=1)
 trainer.fit(Naming(), tiny_loader(), tiny_loader())
 trainer.explain()
