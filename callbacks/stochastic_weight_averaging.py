@@ -182,7 +182,7 @@ class StochasticWeightAveraging(AveragedWeights):
     def _recompute_statistics(self, trainer: Trainer, module: TrainModule, layers: list[Any]) -> None:
         """Compute the statistics of the BatchNorm layers for the averaged weights."""
         assert self._trained is not None
-        notice(f"{_NAME}: one pass over the training data computes the statistics of BatchNorm.")
+        notice(f"{_NAME}: the training data is read once more to compute the statistics of BatchNorm.")
         buffers = _buffers_of(module, layers)
         self._buffers |= buffers
         self._trained |= {name: self._value(name).clone() for name in buffers}  # of the trained weights

@@ -150,7 +150,7 @@ class ProgressBar(Callback):
         return not self.is_enabled
 
     def disable(self) -> None:
-        """Show nothing from now on. Called on all processes but the main one."""
+        """Show nothing from now on. Called on all processes except the main process."""
         self._enabled = False
 
     def enable(self) -> None:

@@ -60,6 +60,16 @@ class Sharp(Noisy):
         return moves
 
 
+class ByHand(Noisy):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
 class ClosingSGD(torch.optim.SGD):
     """Needs a closure, which it calls `times` times; steps with the last gradient."""
 
@@ -204,14 +214,7 @@ def test_the_signature_of_older_versions() -> None:
 
 
 def test_manual_optimization_calls_no_optimizer_step() -> None:
-    class Manual(Plain):
-        automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            optimizer.step()
+    class Manual(ByHand, Plain): ...
 
     with pytest.warns(TrainkitWarning, match=r"Manual.optimizer_step is not called under manual optimization"):
         make_trainer().fit(Manual(), tiny_loader())
@@ -426,9 +429,7 @@ class Doubling(Noisy):
         return self.loss_of_step
 
 
-class Halved(Noisy):
-    learning_rate_factor = 2
-
+class Faster(Noisy):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.2)
 
@@ -445,27 +446,20 @@ def test_backward_gets_the_loss_by_its_share() -> None:
 
 
 def doubled_over_ranks() -> list[Any]:
-    return [fitted(kind, 20, strategy="ddp", precision="64-true")[-1] for kind in (Doubling, Halved)]
+    return [fitted(kind, 20, strategy="ddp", precision="64-true")[-1] for kind in (Doubling, Faster)]
 
 
 def test_backward_of_several_processes() -> None:
     """Twice the gradient is twice the learning rate; the ranks still average, also in the uneven last window."""
     found = run_world(2, doubled_over_ranks)
-    for doubled, halved in found:
+    for doubled, faster in found:
         assert same(doubled, found[0][0])
         for name, value in doubled.items():
-            torch.testing.assert_close(value, halved[name], rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(value, faster[name], rtol=1e-10, atol=1e-12)
 
 
 def test_backward_under_manual_optimization() -> None:
-    class Manual(Doubling):
-        automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            optimizer.step()
+    class Manual(ByHand, Doubling): ...
 
     assert alike(fitted(Manual, precision="64-true"), fitted(Doubling, precision="64-true"))
 

@@ -111,7 +111,7 @@ def shown(epoch: int, step: int, model: Mapping[str, Tensor], state: Mapping[str
 def with_trained_weights(
     tensors: Mapping[str, Mapping[str, Tensor]], saved: Mapping[str, Tensor], added: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Tensor]]:
-    """The tensors to continue training with, also if the callback that gave the model of the checkpoint others is gone.
+    """The tensors to continue training with, also without the callback that gave other weights to the model of the checkpoint.
 
     Args:
         tensors: stem of the file name → name → tensor.

@@ -49,7 +49,7 @@ def assign_argument(trainer: Trainer, name: str, value: Any) -> None:
     """Change an argument of a Trainer, checked together with all others.
 
     Raises:
-        ConfigurationError: A run is going on, or the value is wrong or contradicts another argument.
+        ConfigurationError: A run is in progress, or the value is wrong or contradicts another argument.
     """
     if trainer.stage is not None:
         raise ConfigurationError(

@@ -170,7 +170,7 @@ class Run:
         """What a copy keeps: what the user chose, and the results. What belongs to this process and its data is made again.
 
         Raises:
-            ConfigurationError: the run is going on.
+            ConfigurationError: the run is in progress.
         """
         if self.progress.stage is not None:
             raise ConfigurationError(

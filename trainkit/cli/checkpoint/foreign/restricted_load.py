@@ -69,7 +69,7 @@ def _load(source: str) -> Any:
 
 
 def _plain_of(value: Any, where: str, omitted: list[str]) -> Any:
-    """The value with plain containers; what has another type is left out and noted in `omitted`."""
+    """The value with plain containers; what has another type is omitted, and noted in `omitted`."""
     if isinstance(value, Tensor):
         return value.detach()
     if type(value) in _PLAIN or isinstance(value, torch.dtype | torch.device):
