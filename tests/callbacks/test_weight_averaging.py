@@ -47,7 +47,11 @@ def expected(after: list[tuple[int, float, dict[str, Tensor]]], **options: Any) 
     return {name.replace("/", "."): value.detach() for name, value in average.module.items()}
 
 
-@pytest.mark.parametrize("options", [{}, {"avg_fn": get_ema_avg_fn(0.7)}, {"multi_avg_fn": get_ema_multi_avg_fn(0.6)}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"avg_fn": get_ema_avg_fn(0.7)}, {"multi_avg_fn": get_ema_multi_avg_fn(0.6)}],
+    ids=["mean", "avg_fn", "multi_avg_fn"],
+)
 def test_the_average_is_that_of_torch(options: dict[str, Any]) -> None:
     """After fit the module has it: of parameters and buffers."""
     watching, average, module = Watching(), WeightAveraging(**options), Normed()
