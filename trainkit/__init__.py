@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import trainkit.launch.start_dir  # noqa: F401 - before a script goes to another folder
 from trainkit._version import __version__
-from trainkit.lazy import LightningModules, absent
+from trainkit.lazy import LightningModules, PytorchAlias, absent
 
 if TYPE_CHECKING:
     from trainkit import checkpoint as checkpoint
@@ -128,6 +128,7 @@ _MODULES = {
 }
 
 sys.meta_path.append(LightningModules())
+sys.meta_path.insert(0, PytorchAlias())
 
 if "TRAINKIT_DEBUG_MODE" in os.environ or "ACCELERATE_DEBUG_MODE" in os.environ:  # before the script's next line
     import_module("trainkit.launch.cuda_watch").watch_cuda()

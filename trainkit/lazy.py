@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dis
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 from trainkit.errors import nearest
 
-__all__ = ["LightningModules", "absent", "lazily"]
+__all__ = ["LightningModules", "PytorchAlias", "absent", "lazily"]
 
 
 def lazily(package: dict[str, Any], files: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -102,3 +104,29 @@ class LightningModules(MetaPathFinder, Loader):
             return getattr(import_module(home), name)
 
         vars(module)["__getattr__"] = get
+
+
+class PytorchAlias(MetaPathFinder, Loader):
+    """Makes `trainkit.pytorch` the same module as `trainkit`, and so on below: after a search and replace of `lightning`.
+
+    Python asks this finder first: otherwise it would load the files a second time.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The module, if its name begins with `trainkit.pytorch` and it exists without that."""
+        if not fullname.startswith("trainkit.pytorch") or find_spec(_without_pytorch(fullname)) is None:
+            return None
+        return ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Python creates a module, which `exec_module` replaces."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put the module of trainkit in its place."""
+        sys.modules[module.__name__] = import_module(_without_pytorch(module.__name__))
+
+
+def _without_pytorch(module: str) -> str:
+    return ".".join(["trainkit", *module.split(".")[2:]])

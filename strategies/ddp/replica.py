@@ -249,10 +249,25 @@ class TrainingStep:
         """Run the backward pass of the loss of the last call."""
         if call is Tensor.backward:
             torch.autograd.backward((loss, self._root), (gradient, self._one), **kwargs)
-        else:  # one root, which is 0: the loss keeps its value
-            call(loss + self._root.view(()).to(loss.dtype), **kwargs if gradient is None else {"gradient": gradient, **kwargs})
+        else:
+            self._call_backward(call, loss, kwargs if gradient is None else {"gradient": gradient, **kwargs})
         if due:
             self.replica.check_complete()
+
+    def _call_backward(self, call: Callable[..., Any], loss: Tensor, options: dict[str, Any]) -> None:
+        """Run the backward pass through the `backward` of a module.
+
+        Raises:
+            LossError: it ran none, so the other ranks would wait for the gradients.
+        """
+        reached: list[Tensor] = []
+        with self._root.register_hook(reached.append):
+            call(loss + self._root.view(()).to(loss.dtype), **options)  # one root; it adds 0
+        if not reached:
+            raise LossError(
+                "backward of the module did not compute the gradients of the loss, for which the other processes wait. Call "
+                "loss.backward() in it. To skip a micro-batch, return None from training_step."
+            )
 
     def skip(self, had_loss: bool, due: bool) -> None:
         """Called instead of `backward` if the last call returned no loss, or a loss of weight 0.

@@ -53,3 +53,18 @@ def test_one_optimizer_is_toggled() -> None:
 
     make_trainer(max_steps=1).fit(Two(), tiny_loader())
     assert seen == [(True, False), (True, True)]
+
+
+def test_modules_inside_follow_the_run() -> None:
+    steps = []
+
+    class Outer(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = TinyModule()
+
+        def on_train_batch_end(self, *given: object) -> None:
+            steps.append((self.inner.global_step, self.inner.trainer is self.trainer))
+
+    make_trainer(max_steps=2).fit(Outer(), tiny_loader())
+    assert steps == [(1, True), (2, True)]

@@ -78,3 +78,11 @@ def test_what_cannot_be_assigned() -> None:
         make_trainer(Late()).fit(TinyModule(), tiny_loader())
     with pytest.raises(ConfigurationError, match=r"a callback was made from it. Pass it: Trainer\(gradient_clip_val=0.5\)"):
         make_trainer().gradient_clip_val = 0.5
+
+
+def test_an_assignment_that_would_have_no_effect() -> None:
+    with pytest.raises(ConfigurationError, match=r"trainer.max_epochs = 3 has no effect, because fast_dev_run=True"):
+        make_trainer(fast_dev_run=True).max_epochs = 3
+    for given, value in (({}, {0: 2, 1: 8}), ({"accumulate_grad_batches": {0: 4}}, 1)):
+        with pytest.raises(ConfigurationError, match=r"accumulate_grad_batches cannot be assigned where.* changes by epoch"):
+            make_trainer(**given).accumulate_grad_batches = value

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import Memory, Watching, make_trainer, parameters_of, same
-from helpers.worlds.worlds import run_world
+from helpers.worlds.worlds import run_world, start_world
 from torch import Tensor, nn
 
 from trainkit import Callback
@@ -356,6 +356,60 @@ def test_lbfgs_on_several_processes(samples: int) -> None:
     assert same(first, second)
     for name, value in first.items():
         torch.testing.assert_close(value, single[name], rtol=1e-9, atol=1e-11)
+
+
+class OnOneRank(Noisy):
+    """Does something on rank 1 only, in the second step."""
+
+    what = ""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        now = self.global_rank == 1 and self.global_step == 1
+        if now and self.what == "skip":
+            optimizer_closure()
+            return
+        if now and self.what == "compute":
+            optimizer_closure()
+            optimizer_closure()
+        optimizer.step(closure=optimizer_closure)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if not (self.global_rank == 1 and self.global_step == 1 and self.what == "backward"):
+            super().backward(loss)
+
+
+def on_one_rank(what: str) -> None:
+    OnOneRank.what = what
+    fitted(OnOneRank, 16, strategy="ddp")
+
+
+@pytest.mark.parametrize("what, match", [
+    ("skip", "OnOneRank.optimizer_step called the optimizer or the closure on some processes only"),
+    ("compute", "OnOneRank.optimizer_step called the optimizer or the closure on some processes only"),
+    ("backward", "backward of the module did not compute the gradients"),
+])  # fmt: skip
+def test_one_rank_that_does_something_else_is_an_error_and_no_wait(what: str, match: str) -> None:
+    ends = start_world(2, on_one_rank, what).ends()
+    assert not any(fine for fine, _ in ends)
+    assert any(match in text for _, text in ends)
+
+
+class Never(Noisy):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+
+
+def skipped_over_ranks() -> tuple[bool, list[float]]:
+    module = Never()
+    before = parameters_of(module.layer[0])
+    make_trainer(strategy="ddp").fit(module, tiny_loader(16))
+    return same(before, parameters_of(module.layer[0])), module.layer[1].running_mean.tolist()
+
+
+def test_where_all_ranks_skip_their_buffers_stay_the_same() -> None:
+    first, second = run_world(2, skipped_over_ranks)
+    assert first == second
+    assert first[0]
 
 
 # ---------------------------------------------------------------------------------------------------- resume, refusals

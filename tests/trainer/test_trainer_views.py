@@ -13,7 +13,7 @@ from helpers.runs.trainers import Memory, Recorder, make_trainer, parameters_of,
 from trainkit import Strategy, Trainer
 from trainkit.callbacks import EarlyStopping, ModelCheckpoint
 from trainkit.errors import CheckpointNotFoundError, ConfigurationError
-from trainkit.loggers import CSVLogger
+from trainkit.loggers import CSVLogger, Logger
 from trainkit.profilers import PassThroughProfiler, SimpleProfiler
 from trainkit.unsupported import ADVICE
 
@@ -150,3 +150,15 @@ def test_the_checkpoint_path(tmp_path: Path) -> None:
     trainer.ckpt_path = tmp_path / "nothing"
     with pytest.raises(CheckpointNotFoundError):
         trainer.test(other, tiny_loader())
+
+
+def test_an_attribute_error_inside_a_property_is_shown() -> None:
+    class Broken(Logger):
+        @property
+        def log_dir(self) -> str:
+            return self.nothing_of_this_name
+
+        def write_metrics(self, metrics: Any, step: int) -> None: ...
+
+    with pytest.raises(AttributeError, match="nothing_of_this_name"):
+        make_trainer(logger=Broken()).log_dir

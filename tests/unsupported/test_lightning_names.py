@@ -157,3 +157,20 @@ def test_members_are_there_or_say_what_to_use(name: str) -> None:
 def test_arguments_of_the_trainer_are_there_or_say_what_to_use() -> None:
     ours = inspect.signature(trainkit.Trainer).parameters
     assert [name for name in PLACES["Trainer("] if name not in ours and advice("Trainer", name) is None] == []
+
+
+def test_a_search_and_replace_of_the_package() -> None:
+    """`lightning.pytorch.callbacks` becomes `trainkit.pytorch.callbacks`."""
+    from trainkit.pytorch import Trainer
+    from trainkit.pytorch.callbacks import EarlyStopping
+    from trainkit.pytorch.utilities.rank_zero import rank_zero_only
+
+    assert (Trainer, EarlyStopping) == (trainkit.Trainer, trainkit.callbacks.EarlyStopping)
+    assert rank_zero_only is trainkit.utilities.rank_zero_only
+    assert trainkit.pytorch.loggers is trainkit.loggers
+    assert trainkit.__spec__ is not None
+    assert trainkit.__spec__.name == "trainkit"
+    with pytest.raises(ImportError, match=r"cannot import name 'EarlyStopp'.*EarlyStopping"):
+        from trainkit.pytorch.callbacks import EarlyStopp  # noqa: F401
+    with pytest.raises(ModuleNotFoundError):
+        import_module("trainkit.pytorch.nothing")

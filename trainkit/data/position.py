@@ -12,6 +12,7 @@ from trainkit.data.stream import Stream
 from trainkit.distributed.world import World
 from trainkit.errors import StateMismatchError
 from trainkit.micro_batch import MicroBatch
+from trainkit.rng import KeyStream, Purpose
 
 __all__ = ["Positions", "Reader"]
 
@@ -50,6 +51,8 @@ class Positions:
     _reader: Reader | None
     _window_start: int  # index of the first micro-batch in the window of the last one yielded
     _inside_window: bool = False  # it is not the last of its window
+    _seed: int
+    _stage: int
     _epoch: int
     _next_epoch: int
     _next_start: int
@@ -272,6 +275,11 @@ class Positions:
         if state is not None:
             for history in self._stream.histories():
                 history.resume(micro_batch, state)
+
+    def forward_key(self, index: int) -> int:
+        """The key of the random numbers of this rank's forward at an index of the current epoch."""
+        m = self._micro_batch(self._epoch, index) + self._world.rank
+        return KeyStream(self._seed, self._stage, Purpose.FORWARD, self._epoch)(m)
 
     def _micro_batch(self, epoch: int, index: int) -> int:
         """The first rank's micro-batch at an index. After a resume, indices count from the position that was resumed."""

@@ -118,7 +118,9 @@ def with_trained_weights(
         saved: the saved model; what a hook has changed since is kept.
         added: what `on_save_checkpoint` added to the checkpoint.
     """
-    trained, model = added.get(TRAINED_WEIGHTS, {}), tensors.get("model", {})
+    trained, model = added.get(TRAINED_WEIGHTS), tensors.get("model")
+    if not isinstance(trained, Mapping) or model is None:
+        return dict(tensors)
     return {**tensors, "model": {n: trained.get(n, value) if value is saved.get(n) else value for n, value in model.items()}}
 
 

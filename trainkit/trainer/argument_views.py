@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from trainkit.errors import ConfigurationError
@@ -55,6 +56,16 @@ def assign_argument(trainer: Trainer, name: str, value: Any) -> None:
         raise ConfigurationError(
             f"trainer.{name} cannot change during a run, whose plan is fixed. Assign it before: trainer.{name} = {value!r}"
         )
+    if name == "accumulate_grad_batches" and (isinstance(value, Mapping) or trainer._run.accumulation_schedule is not None):
+        raise ConfigurationError(
+            "trainer.accumulate_grad_batches cannot be assigned where the number changes by epoch, because a callback sets it. "
+            f"Pass it: Trainer(accumulate_grad_batches={value!r})"
+        )
     changed = trainer._arguments.with_value(name, value)
+    if changed.fast_dev_run and getattr(changed, name) == getattr(trainer._arguments, name) != value:
+        raise ConfigurationError(
+            f"trainer.{name} = {value!r} has no effect, because fast_dev_run={changed.fast_dev_run!r} sets it to "
+            f"{getattr(changed, name)!r}. Remove fast_dev_run."
+        )
     trainer.strategy.check_arguments(changed)
     trainer._run.use_arguments(changed)

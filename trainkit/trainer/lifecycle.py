@@ -173,7 +173,7 @@ def running(
             if run is not None:
                 run.progress.end()
             if outer is not None and outer.stage is not None:
-                module._trainer = outer  # whose run continues
+                module.trainer = outer  # whose run continues
             random_state.restore()
             if watchdog is not None:
                 watchdog.left()
@@ -257,7 +257,7 @@ def _new_run(
 
 def _attach(trainer: Trainer, module: TrainModule, datamodule: DataModule | None) -> None:
     """Attach the trainer to the module and the data module."""
-    module._trainer = trainer
+    module.trainer = trainer
     if datamodule is not None:
         datamodule.trainer = trainer
 

@@ -20,7 +20,7 @@ from trainkit.micro_batch import MicroBatch, MicroBatchKind
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
-from trainkit.rng import RandomState
+from trainkit.rng import seed_generators
 from trainkit.trainer.padding_steps import without_effects
 from trainkit.trainer.step_outputs import loss_in
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["ModuleStep"]
 
 Closure = Callable[[], Any]
+_SKIP, _COMPUTE, _STEP = range(3)  # what a rank does next in `optimizer_step`
 
 
 @dataclass
@@ -38,13 +39,11 @@ class _Recorded:
     """A micro-batch of the window, to run it again.
 
     Attributes:
-        micro: the micro-batch.
-        random: the state of the random generators before its forward; `None`: it has no forward, or runs only once.
+        micro: the micro-batch, without its batch if it runs only once.
         loss: what `training_step` returned, without its graph; `None`: no loss.
     """
 
     micro: MicroBatch
-    random: RandomState | None = None
     loss: Tensor | None = None
 
 
@@ -80,8 +79,6 @@ class ModuleStep:
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """The training step of the loop: it records the micro-batch."""
         recorded = self._record()
-        if not self._why_once:
-            recorded.random = RandomState(self._run.strategy.generators())
         outputs = self._training_step(batch, batch_idx)
         loss = _loss_of(outputs)
         recorded.loss = None if loss is None else loss.detach()
@@ -93,7 +90,8 @@ class ModuleStep:
         self._pad(run, plan, batch, batch_idx)
 
     def _record(self) -> _Recorded:
-        recorded = _Recorded(self._run.accelerator.accumulation.current)
+        micro = self._run.accelerator.accumulation.current
+        recorded = _Recorded(micro._replace(batch=None) if self._why_once else micro)
         if recorded.micro.first:
             self._window.clear()
         self._window.append(recorded)
@@ -114,7 +112,26 @@ class ModuleStep:
                 "window would be lost. Call optimizer.step(closure=optimizer_closure). To skip a step on purpose, call "
                 "optimizer_closure() alone."
             )
+        if not self._steps:
+            self._agree(_SKIP)
+            self._run.accelerator.skip_update()
+            plan.step(self._own)  # makes no step, and does what all ranks do in each window
         self._window.clear()
+
+    def _agree(self, act: int) -> None:
+        """Check that all ranks do the same next.
+
+        Raises:
+            OptimizerError: some do something else.
+        """
+        if self._plan.several:
+            highest, lowest = self._run.strategy.world.largest([act, -act])
+            if highest != -lowest:
+                raise OptimizerError(
+                    f"{type(self._run.module).__name__}.optimizer_step called the optimizer or the closure on some processes "
+                    "only, so the others would wait. Decide by what is the same on all: self.global_step, or a reduced value "
+                    "such as self.all_gather(loss).mean()."
+                )
 
     def _step(self, closure: Closure | None) -> bool:
         """What `optimizer.step(closure)` does in the module's `optimizer_step`: the closure, the hooks, the step."""
@@ -123,6 +140,7 @@ class ModuleStep:
             closure, loss, self._calls = self._closure, self._loss(), max(1, self._calls)
         else:
             loss = closure()
+        self._agree(_STEP)
         self._before_step()
         if self._repeats:
             return self._plan.step(self._own, _KnownFirst(loss, closure, self._before_step))
@@ -145,8 +163,12 @@ class ModuleStep:
     def _loss(self) -> Tensor:
         if self._repeats:
             self._run.accelerator.accumulation.take_whole_window()  # the engine multiplies the loss of a closure by its share
-        losses = [recorded.loss * recorded.micro.share for recorded in self._window if recorded.loss is not None]
-        loss = torch.stack(losses).sum() if losses else torch.zeros((), device=self._run.strategy.device)
+        found = [(one.loss, one.micro.share) for one in self._window if one.loss is not None]
+        losses = [loss if share == 1.0 else loss * share for loss, share in found]
+        if len(losses) == 1:
+            loss = losses[0]
+        else:
+            loss = torch.stack(losses).sum() if losses else torch.zeros((), device=self._run.strategy.device)
         return loss.double() if self._repeats and self._plan.several else loss  # one dtype, for ranks without data too
 
     def _compute_again(self) -> None:
@@ -161,6 +183,7 @@ class ModuleStep:
                 f"{type(run.module).__name__}.optimizer_step called optimizer_closure twice, which does not work "
                 f"{self._why_once}. Call it once. {_FIX}"
             )
+        self._agree(_COMPUTE)
         with torch.enable_grad(), without_effects(run, run.metrics.batch):
             self._plan.zero_grad()
             for recorded in self._window:
@@ -169,11 +192,11 @@ class ModuleStep:
 
     def _run_again(self, recorded: _Recorded, micro: MicroBatch) -> None:
         run, plan = self._run, self._plan
-        if micro.kind is not MicroBatchKind.DATA or recorded.random is None:
+        if micro.kind is not MicroBatchKind.DATA:
             self._pad(run, plan, micro.batch, micro.index)
             return
         run.metrics.batch = micro.batch
-        recorded.random.restore()
+        seed_generators(plan.loader.forward_key(micro.index), run.strategy.generators())
         loss = _loss_of(self._training_step(micro.batch, micro.index))
         recorded.loss = None if loss is None else loss.detach()
         if loss is not None or plan.several:

@@ -988,6 +988,8 @@ class Trainer:
     if not TYPE_CHECKING:  # type checkers report unknown attributes themselves
 
         def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property has raised an AttributeError: show that
+                return object.__getattribute__(self, name)
             fix = advice("trainer", name)
             text = f" Use {fix}." if fix else nearest(name, [one for one in dir(type(self)) if not one.startswith("_")])
             # with obj=self Python would add another "Did you mean"

@@ -133,10 +133,10 @@ def _trial_trainer(trainer: Trainer, callback: Callback, alone: bool, arguments:
         setattr(own, name, value)
     if alone:
         trial.strategy = Strategy(trainer.strategy.device, trainer.precision_plugin)
-    clipping = load_callback("gradient_clipping")
+    kinds = load_callback("gradient_clipping"), load_callback("gradient_accumulation_scheduler")
     run = trial._run = Run.before_the_first(own, trial.strategy, trainer.seed)
     run.inference_mode = trainer.inference_mode
-    run.callbacks = [*(copy.copy(one) for one in trainer.callbacks if isinstance(one, clipping)), callback]
+    run.callbacks = [*(copy.copy(one) for one in trainer.callbacks if isinstance(one, kinds)), callback]
     trial._module_callbacks, trial._replaced_callbacks = [], []
     return trial
 
