@@ -110,7 +110,7 @@ class LearningRateMonitor(Callback):
             self._names[id(optimizer)] = _group_names(optimizer, self._bases[id(optimizer)])
         for name, group in zip(self._names[id(optimizer)], optimizer.param_groups, strict=True):
             values[name] = float(group["lr"])
-            self.lrs[name].append(values[name])
+            self.lrs.setdefault(name, []).append(values[name])
             if self.log_momentum:
                 self.last_momentum_values[f"{name}-momentum"] = values[f"{name}-momentum"] = _momentum(group)
             if self.log_weight_decay:

@@ -163,6 +163,7 @@ def test_what_cannot_be_written_is_named(make_trainer) -> None:
         predict(make_trainer, PredictionWriter(output_dir="out"), lambda batch: {"a": [1, {2}]}, numbers())
 
 
+@pytest.mark.filterwarnings("ignore:the loader of predict shuffles")
 def test_indices_are_not_guessed(make_trainer) -> None:
     """Sample indices are written only if they are known, and not, for example, for a shuffled loader."""
     predict(make_trainer, PredictionWriter(output_dir="a"), lambda batch: batch, numbers(shuffle=True))

@@ -7,6 +7,7 @@ shares with the run after it, such as the state of a stateful loader, is restore
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainkit.console import TrainkitWarning
 from trainkit.data.combined import CombinedLoader
 from trainkit.errors import DataError, ModuleError
 from trainkit.loggers.base import Logger, NullExperiment
@@ -115,7 +117,9 @@ def _evaluate(trial: Trainer, run: Run, dataloaders: Any) -> None:
     stage = run.progress.stage
     assert stage is not None
     name = _EVALUATIONS[stage]
-    plan = evaluation_plan(run, name, dataloaders, keeps=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TrainkitWarning)  # of the limit, which is that of the trial; the run gives them
+        plan = evaluation_plan(run, name, dataloaders, keeps=False)
     if plan is None:
         refuse_evaluation(run, stage, name)
         return
