@@ -212,16 +212,18 @@ def test_memory_is_summed_by_node() -> None:
 
 @pytest.mark.world_size(2)
 def test_all_ranks_know_what_the_main_process_sees(tmp_path: Path) -> None:
-    """`tmp_path` is another folder on each rank."""
+    """Each rank has a folder of its own here."""
     trainer, _ = setting()
     main = trainer.is_global_zero
-    callback = ModelCheckpoint(str(tmp_path), monitor="loss")
+    folder = tmp_path / ("main" if main else "other")
+    folder.mkdir()
+    callback = ModelCheckpoint(str(folder), monitor="loss")
     callback.best_k_models = {"a": torch.tensor(1.0)}
     assert callback.check_monitor_top_k(trainer, torch.tensor(0.5 if main else 2.0))
     assert not callback.check_monitor_top_k(trainer, torch.tensor(2.0 if main else 0.5))
-    assert callback.file_exists(tmp_path if main else tmp_path / "none", trainer)
+    assert callback.file_exists(folder if main else folder / "none", trainer)
     callback.to_yaml()
-    assert (tmp_path / "best_k_models.yaml").exists() is main
+    assert (folder / "best_k_models.yaml").exists() is main
 
 
 # --------------------------------------------------------------------------------------------- output of the main process

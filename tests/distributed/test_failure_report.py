@@ -321,7 +321,7 @@ def test_bare_processes(fail: bool) -> None:
         assert_last_traceback(Ended(codes, [], output), 1, "ValueError: boom")
         assert output.count("Traceback") == 1
     else:
-        assert codes == [0, 0]
+        assert codes == [0, 0], output
         assert sorted(output.splitlines()) == ["rank 0 is done", "rank 1 is done"]
 
 

@@ -7,6 +7,7 @@ import os
 import warnings
 
 import pytest
+from helpers.worlds.worlds import run_world
 
 from trainkit import Trainer
 from trainkit.utilities import (
@@ -17,8 +18,6 @@ from trainkit.utilities import (
     rank_zero_only,
     rank_zero_warn,
 )
-
-ADDRESS = (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500"))
 
 
 @rank_zero_only
@@ -33,16 +32,15 @@ def test_the_decorator() -> None:
     assert rank_zero_only.rank == 0
 
 
-def test_the_rank_is_that_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the processes are connected."""
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2"), *ADDRESS):
-        monkeypatch.setenv(name, value)
-    assert rank_zero_only.rank == 1
-    assert doubled(2) is None
-    assert rank_zero_only(len, default=-1)([1]) == -1
+def before_the_processes_are_connected() -> tuple[int, int | None, int | None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        rank_zero_warn("not here")
+        rank_zero_warn("not here") if rank_zero_only.rank else None
+    return rank_zero_only.rank, doubled(2), rank_zero_only(len, default=-1)([1])
+
+
+def test_the_rank_is_that_of_the_launcher() -> None:
+    assert run_world(2, before_the_processes_are_connected) == [(0, 4, 1), (1, None, -1)]
 
 
 def test_the_rank_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
