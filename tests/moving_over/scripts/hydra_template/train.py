@@ -80,9 +80,9 @@ def main() -> None:
     cfg = OmegaConf.load(Path(__file__).parent / "configs" / "train.yaml")
     metrics, objects = train(cfg)
     metric_value = metrics[cfg.optimized_metric].item()
-    files = sorted(os.listdir(Path(cfg.paths.output_dir) / "checkpoints"))
+    best = os.path.exists(objects["trainer"].checkpoint_callback.best_model_path)
     found = {"losses": objects["model"].losses, "metrics": {name: value.item() for name, value in metrics.items()}}
-    print(json.dumps({**found, "best": metric_value, "checkpoints": len(files)}))
+    print(json.dumps({**found, "best": metric_value, "best_exists": best}))
 
 
 if __name__ == "__main__":
