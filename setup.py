@@ -91,7 +91,7 @@ setup(
     package_data={"trainkit": ["py.typed"]},
     include_package_data=False,
     zip_safe=False,
-    install_requires=["torch>=2.9", "numpy", "tqdm", "safetensors", "PyYAML", "cloudpickle"],
+    install_requires=["torch>=2.9", "numpy", "tqdm", "safetensors", "PyYAML", "cloudpickle", "fsspec"],
     extras_require={
         "tensorboard": TENSORBOARD,
         "wandb": WANDB,

@@ -7,6 +7,8 @@ import secrets
 from pathlib import Path, PurePath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from trainkit.checkpoint.remote import remote_at
+from trainkit.checkpoint.uploads import uploads
 from trainkit.checks import is_whole
 from trainkit.errors import ConfigurationError
 from trainkit.loggers.files import replace_file
@@ -47,7 +49,9 @@ class LogFolder:
         return self.root / (f"version_{self.version}" if isinstance(self.version, int) else self.version)
 
     def claim(self) -> Path:
-        """The folder; chooses the version now if there is none."""
+        """The folder; chooses the version now if there is none. That of a URL is uploaded, and has what is there."""
+        if self.version is None and (remote := remote_at(self.root)) is not None:
+            remote.pull_folders()
         while self.version is None:
             candidate = _highest_version(self.root) + 1
             self.root.mkdir(parents=True, exist_ok=True)
@@ -58,6 +62,7 @@ class LogFolder:
             self.version = candidate
         path = self.path
         assert path is not None
+        uploads.with_files(path)
         return path
 
 

@@ -11,6 +11,7 @@ from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.folder import POINTER, ListedCheckpoint, candidates, read_pointer
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import Loaded
+from trainkit.checkpoint.remote import fetch
 from trainkit.checkpoint.shared_reading import read_on_all_ranks
 from trainkit.console import counted, notice, warn
 from trainkit.distributed.world import World
@@ -134,6 +135,7 @@ def _named(searcher: Searcher, ckpt_path: str | os.PathLike[str], places: Places
     if ckpt_path == "best":
         return _best(searcher, places)
     path = local_path(ckpt_path, "ckpt_path")
+    fetch(path)
     if path.name == POINTER and path.is_symlink():  # of save_last="link"; the run names the checkpoint, not the link
         path = path.parent / os.readlink(path)
     if path.name == POINTER and path.is_file():  # of save_last
