@@ -117,7 +117,8 @@ class Uploads:
     def _bring(self, path: Path) -> None:
         """Make the URL like the path."""
         remote = remote_at(path)
-        assert remote is not None
+        if remote is None:
+            return
         if path in self._folders:
             self._push_files(path)
         elif not os.path.lexists(path):
@@ -129,7 +130,8 @@ class Uploads:
 
     def _push_files(self, folder: Path) -> None:
         remote, known = remote_at(folder), self._folders.get(folder, {})
-        assert remote is not None
+        if remote is None:
+            return
         for parent, folders, names in os.walk(folder):
             folders[:] = [name for name in folders if not name.startswith(".") and not is_checkpoint(Path(parent, name))]
             for name in names:
