@@ -16,7 +16,7 @@ from trainkit.checkpoint.identify import MAX_NAME, has_checkpoint_files, hidden_
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import inspect_checkpoint
 from trainkit.checkpoint.regular_file import read_small_file
-from trainkit.checkpoint.remote import remote_at
+from trainkit.checkpoint.remote_folder import remote_at
 from trainkit.checkpoint.tensor_file import write_file
 from trainkit.checkpoint.uploads import uploads
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError

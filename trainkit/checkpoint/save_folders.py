@@ -12,7 +12,7 @@ from pathlib import Path
 from trainkit.checkpoint.all_ranks import SHARED_FOLDER_ADVICE, run_on_all_ranks, wait_for_path
 from trainkit.checkpoint.folder import CHECKPOINTS, check_writable, free_name, is_abandoned, next_counter, remove_leftovers
 from trainkit.checkpoint.lock import FolderLock
-from trainkit.checkpoint.remote import remote_at
+from trainkit.checkpoint.remote_folder import remote_at
 from trainkit.checkpoint.uploads import uploads
 from trainkit.distributed.world import World
 from trainkit.errors import CheckpointError, CheckpointWriteError

@@ -12,7 +12,7 @@ from trainkit.checkpoint.identify import checkpoint_identity
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.rank_assignment import assign_to_ranks
 from trainkit.checkpoint.reader import Checkpoint, Loaded, open_checkpoint
-from trainkit.checkpoint.remote import fetch as fetch_remote
+from trainkit.checkpoint.remote_folder import fetch as fetch_remote
 from trainkit.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["read_on_all_ranks"]

@@ -14,7 +14,7 @@ from time import sleep
 
 from trainkit.checkpoint.identify import checkpoint_identity, is_checkpoint
 from trainkit.checkpoint.lock import LOCK
-from trainkit.checkpoint.remote import remote_at
+from trainkit.checkpoint.remote_folder import remote_at
 from trainkit.console import notice, warn
 
 __all__ = ["Uploads", "uploads"]

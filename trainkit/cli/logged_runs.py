@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from trainkit.checkpoint.remote import remote_at
+from trainkit.checkpoint.remote_folder import remote_at
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 from trainkit.loggers.metrics_reader import Series, find_run
 from trainkit.paths import local_path

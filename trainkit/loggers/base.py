@@ -17,7 +17,6 @@ from trainkit.loggers.files import replace_file
 from trainkit.loggers.log_folder import LogFolder, check_name, check_save_dir, check_version, claimed
 from trainkit.loggers.logged_values import as_array, as_images, as_step, number, plain
 from trainkit.loggers.resumed_logs import folder_state, resume_log
-from trainkit.paths import url_of
 
 __all__ = ["Logger", "NullExperiment", "is_installed"]
 
@@ -119,12 +118,7 @@ class Logger(KnownKeywords):
         version: int | str | None = None,
         prefix: str = "",
     ) -> None:
-        self._save_dir = check_save_dir(save_dir)
-        if not self._in_run_folder and self._save_dir is not None and (url := url_of(self._save_dir)) is not None:
-            raise ConfigurationError(
-                f"{type(self).__name__}(save_dir={url!r}): expected a local folder: the files of this logger are not uploaded. "
-                "Fix: save_dir='runs'"
-            )
+        self._save_dir = check_save_dir(save_dir, None if self._in_run_folder else type(self).__name__)
         self._name = check_name(name)
         self._version = check_version(version)
         if not isinstance(prefix, str):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainkit.checkpoint.remote import remote_at
+from trainkit.checkpoint.remote_folder import remote_at
 from trainkit.errors import ConfigurationError, TrainkitError, missing_package
 from trainkit.loggers.files import complete_lines
 from trainkit.loggers.starts_file import STARTS

@@ -11,7 +11,7 @@ from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.folder import POINTER, ListedCheckpoint, candidates, read_pointer
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import Loaded
-from trainkit.checkpoint.remote import fetch
+from trainkit.checkpoint.remote_folder import fetch
 from trainkit.checkpoint.shared_reading import read_on_all_ranks
 from trainkit.console import counted, notice, warn
 from trainkit.distributed.world import World

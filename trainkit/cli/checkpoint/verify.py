@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from trainkit.checkpoint.reader import open_checkpoint
-from trainkit.checkpoint.remote import fetch
+from trainkit.checkpoint.remote_folder import fetch
 from trainkit.cli.checkpoint.headers import tensor_headers
 from trainkit.cli.checkpoint.listing import checkpoints_at
 from trainkit.cli.checkpoint.text import bytes_text, on_one_line, print_lines

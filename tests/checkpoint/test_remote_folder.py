@@ -17,7 +17,7 @@ from trainkit import paths
 from trainkit.checkpoint import list_checkpoints, open_checkpoint
 from trainkit.checkpoint import uploads as module
 from trainkit.checkpoint.folder import free_name, remove
-from trainkit.checkpoint.remote import RemoteFolder, fetch, remote_at
+from trainkit.checkpoint.remote_folder import RemoteFolder, fetch, remote_at
 from trainkit.checkpoint.uploads import Uploads, uploads
 from trainkit.console import TrainkitWarning
 from trainkit.errors import CorruptCheckpointError
