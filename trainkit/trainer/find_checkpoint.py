@@ -140,6 +140,8 @@ def _named(searcher: Searcher, ckpt_path: str | os.PathLike[str], places: Places
         path = path.parent / os.readlink(path)
     if path.name == POINTER and path.is_file():  # of save_last
         path = path.parent / (read_pointer(path.parent) or POINTER)
+    if path.suffix == ".ckpt" and not path.exists() and os.path.lexists(path.with_suffix("")):
+        return _named(searcher, path.with_suffix(""), places)  # the name that Lightning would have given it
     if not path.exists() and path.name == str(ckpt_path) and (hint := nearest(path.name, WORDS)):
         raise CheckpointNotFoundError(
             f"there is no checkpoint {str(ckpt_path)!r}. ckpt_path is a path or one of {', '.join(map(repr, WORDS))}.{hint}"

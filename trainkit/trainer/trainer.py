@@ -55,7 +55,7 @@ from trainkit.trainer.memory_plan import make_plan
 from trainkit.trainer.metric_notices import warn_of_modes, warn_rare_logs
 from trainkit.trainer.mode_notices import warn_eval_mode
 from trainkit.trainer.profiler import PASS_THROUGH, Profiler, make_profiler
-from trainkit.trainer.resume import begin_resume, check_restore, load_weights, restore_fit
+from trainkit.trainer.resume import begin_resume, best_of_fit, check_restore, load_weights, restore_fit
 from trainkit.trainer.run import Run
 from trainkit.trainer.save_policy import SavePolicy
 from trainkit.trainer.setup import count_batches, evaluation_plan, fit_plan, refresh_train_loader
@@ -1056,7 +1056,9 @@ def _evaluate(
     """Run one evaluation: "validate" is the stage, "validation" the name."""
     ckpt_path = trainer._assigned_ckpt_path if ckpt_path is None else ckpt_path
     check_restore(ckpt_path, None, None, strict)
-    module = trainer.lightning_module if module is None else module
+    if module is None:
+        module = trainer.lightning_module
+        ckpt_path = best_of_fit(trainer._run, stage) if ckpt_path is None else ckpt_path
     if isinstance(dataloaders, DataModule) and datamodule is None:
         dataloaders, datamodule = None, dataloaders
     with running(trainer, stage, module, datamodule, dataloaders) as run:
