@@ -667,7 +667,7 @@ def test_an_evaluation_without_a_module_uses_the_best_of_the_fit(caplog: pytest.
         trainer = saving(*callbacks, max_epochs=2)
         module = Worsening()
         trainer.fit(module, tiny_loader(), tiny_loader(8))
-        trainer.test(dataloaders=tiny_loader(8), verbose=False, **{name: module for name in given})
+        trainer.test(dataloaders=tiny_loader(8), verbose=False, **dict.fromkeys(given, module))
         return parameters_of(module)
 
     best = evaluated(ModelCheckpoint(monitor="val_loss"))

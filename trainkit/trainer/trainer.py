@@ -890,8 +890,10 @@ class Trainer:
 
     @property
     def progress_bar_metrics(self) -> dict[str, Tensor]:
-        """The metrics logged with `prog_bar=True`, as of the last log boundary or end of an epoch, as tensors on the CPU."""
-        return as_tensors(self._run.results.progress_bar)
+        """The latest value of each metric logged with `prog_bar=True`, as tensors: in training those of this process."""
+        run = self._run
+        waiting = {} if run.strategy.lazy_tensors else run.train_metrics.in_bar()  # reading one would run a part of a step
+        return as_tensors({**run.results.progress_bar, **waiting})
 
     @property
     def num_val_batches(self) -> list[int | float]:
