@@ -101,18 +101,18 @@ def missing(trainer: Trainer, monitor: str, logged: Iterable[str]) -> MissingMet
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """The absolute path of a folder."""
-    return os.path.abspath(os.path.expanduser(os.fspath(path)))
+    """The absolute path of a folder, or of the staging folder of a URL."""
+    return os.path.abspath(local_path(path, "dirpath"))
 
 
 def check_folder(dirpath: Any) -> None:
-    """Check that `dirpath` is a local folder or None."""
+    """Check that `dirpath` is a folder, a URL or None."""
     is_path = isinstance(dirpath, str | os.PathLike) and os.fspath(dirpath) != ""
     if is_path:
         local_path(dirpath, "dirpath")
     elif dirpath is not None:
         raise ConfigurationError(
-            f"ModelCheckpoint(dirpath=...) expected a folder of a local or mounted file system, or None, got {dirpath!r}. "
+            f"ModelCheckpoint(dirpath=...) expected a folder, a URL or None, got {dirpath!r}. "
             "Fix: ModelCheckpoint(dirpath='runs/checkpoints')"
         )
 

@@ -160,7 +160,7 @@ def test_the_metadata_says_what_it_is(source: Path, from_checkout: Path) -> None
     assert (data["Name"], data["Version"]) == ("trainkit-torch", trainkit.__version__)
     assert (data["Requires-Python"], data["License-Expression"]) == (">=3.10", "Apache-2.0")
     required = [line for line in data.get_all("Requires-Dist") if "extra ==" not in line]
-    assert required == ["torch>=2.9", "numpy", "tqdm", "safetensors", "PyYAML", "cloudpickle"]
+    assert required == ["torch>=2.9", "numpy", "tqdm", "safetensors", "PyYAML", "cloudpickle", "fsspec"]
     assert data.get_all("Provides-Extra") == [
         "tensorboard",
         "wandb",

@@ -1,4 +1,4 @@
-"""Every argument that takes a folder expands `~` and refuses URLs."""
+"""Every argument that takes a folder expands `~`, and takes URLs that fsspec can open."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from helpers.resume.saving import saved, saving
 from helpers.runs.tiny import TinyModule, tiny_loader
 
-from trainkit import Accelerator, ProjectConfiguration, Trainer
+from trainkit import Accelerator, ProjectConfiguration, Trainer, paths
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.checkpoint import list_checkpoints, open_checkpoint
 from trainkit.cli.main import main
 from trainkit.errors import ConfigurationError
 from trainkit.loggers import CSVLogger, JSONLLogger, TensorBoardLogger
 from trainkit.loggers.metrics_reader import read_metrics
-from trainkit.paths import local_path
+from trainkit.paths import local_path, url_of
 
 
 @pytest.fixture
@@ -52,14 +52,27 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run", Path("hdfs://host/run")], ids=str)
+@pytest.mark.parametrize("url", ["nothing://bucket/run", Path("nothing://host/run")], ids=str)
 @pytest.mark.parametrize("argument", list(REFUSED))
-def test_an_address_is_refused_and_no_folder_is_made_of_it(argument: str, url: Any, run_dir: Path) -> None:
+def test_an_unknown_scheme_is_refused_and_no_folder_is_made_of_it(argument: str, url: Any, run_dir: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         REFUSED[argument](url)
-    for part in (f"{argument.split()[0]}: expected a local folder", str(url), "Fix: use a local folder"):
+    for part in (f"{argument.split()[0]}: expected a folder, or a URL that fsspec can open", "nothing:/", "register_impl"):
         assert part in str(caught.value)
     assert not [path.name for path in run_dir.iterdir() if ":" in path.name]
+
+
+def test_a_url_is_a_staging_folder(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "_schemes", {})
+    assert local_path("memory://bucket/run/", "x") == run_dir / "trainkit_remote/memory/bucket/run"
+    assert local_path(Path("memory://bucket/run"), "x") == run_dir / "trainkit_remote/memory/bucket/run"
+    assert local_path("file:///data/run", "x") == Path("/data/run")
+    assert url_of("trainkit_remote/memory/bucket/run/version_0") == "memory://bucket/run/version_0"
+    assert url_of("trainkit_remote/memory") is None
+    assert url_of("runs") is None
+    monkeypatch.setattr(paths, "_schemes", {})
+    monkeypatch.setenv("TRAINKIT_STAGING", "/scratch/staging")
+    assert local_path("memory://bucket", "x") == Path("/scratch/staging/memory/bucket")
 
 
 def test_home_is_expanded_for_a_trainer(home: Path) -> None:

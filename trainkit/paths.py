@@ -1,4 +1,7 @@
-"""Local folders: `~` is expanded, and a URL raises an error."""
+"""Paths that users pass: `~` is expanded, and a URL such as `s3://bucket/run` becomes a local staging folder.
+
+Everything is written to the staging folder, as to any other folder, and `trainkit.checkpoint.uploads` copies it to the URL.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,64 @@ from pathlib import Path
 
 from trainkit.errors import ConfigurationError
 
-__all__ = ["local_path"]
+__all__ = ["local_path", "url_of"]
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # at least two letters, unlike a Windows drive; Path("s3://x") has one slash
+_URL = re.compile(
+    r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)"
+)  # at least two letters, unlike a Windows drive; Path("s3://x") has one slash
+_STAGING = "trainkit_remote"  # below the working directory, unless TRAINKIT_STAGING names another folder
+
+# Staging folder of a scheme → the scheme. Filled when a URL is first used: the working directory may change later.
+_schemes: dict[Path, str] = {}
 
 
 def local_path(path: str | os.PathLike[str], argument: str) -> Path:
-    """A folder of a local or mounted file system, with `~` expanded.
+    """A path with `~` expanded, or the staging folder of a URL.
 
     Args:
-        path: The path of the user.
+        path: The path or the URL of the user.
         argument: The name of the argument, for the message.
 
     Raises:
-        ConfigurationError: A URL such as `s3://bucket/run`.
+        ConfigurationError: fsspec does not know the scheme of the URL, or a package for it is missing.
     """
     text = os.fsdecode(path)
-    if _URL.match(text):
+    match = _URL.fullmatch(text)
+    if match is None:
+        return Path(os.path.expanduser(text))
+    scheme, rest = match[1].lower(), match[2]
+    if scheme in ("file", "local"):
+        return Path("/", rest)
+    if ".." in rest.split("/") or not rest.strip("/"):
         raise ConfigurationError(
-            f"{argument}: expected a local folder, got the URL {text!r}. Only local or mounted folders are supported. Fix: "
-            f"use a local folder, {argument}='runs', and copy it after the run; or mount the remote folder and pass its "
-            "mount point."
+            f"{argument}: expected a URL with a folder and without '..', such as {scheme}://bucket/run, got {text!r}."
         )
-    return Path(os.path.expanduser(text))
+    folder = next((folder for folder, known in _schemes.items() if known == scheme), None)
+    if folder is None:
+        _check_scheme(scheme, text, argument)
+        folder = Path(os.path.abspath(os.environ.get("TRAINKIT_STAGING") or _STAGING), scheme)
+        _schemes[folder] = scheme
+    return folder / rest.rstrip("/")
+
+
+def url_of(path: str | os.PathLike[str]) -> str | None:
+    """The URL that a path in a staging folder stands for; `None` for any other path."""
+    found = Path(os.path.abspath(path))
+    for folder, scheme in _schemes.items():
+        if found != folder and found.is_relative_to(folder):
+            return f"{scheme}://{found.relative_to(folder).as_posix()}"
+    return None
+
+
+def _check_scheme(scheme: str, text: str, argument: str) -> None:
+    from fsspec import get_filesystem_class
+
+    try:
+        get_filesystem_class(scheme)
+    except ValueError:
+        raise ConfigurationError(
+            f"{argument}: expected a folder, or a URL that fsspec can open, such as s3://bucket/run; got {text!r}, whose "
+            f"scheme {scheme!r} it does not know. To register a file system of your own: fsspec.register_implementation"
+        ) from None
+    except ImportError as error:
+        raise ConfigurationError(f"{argument}={text!r} needs a package that is not installed: {error}.") from error

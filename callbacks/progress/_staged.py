@@ -250,10 +250,9 @@ class StagedProgressBar(ProgressBar):
         Override it to show others; see `ProgressBar.get_metrics`.
         """
         values: dict[str, Any] = trainer.progress_bar_metrics
-        if not trainer.strategy.lazy_tensors:  # reading one there would run a part of the step separately
-            values = {**values, **trainer._run.train_metrics.in_bar()}
-            if not self._logs_loss and isinstance(self._loss, Tensor) and self._loss.numel() == 1:
-                values = {"loss": self._loss, **values}
+        shows_loss = not self._logs_loss and isinstance(self._loss, Tensor) and self._loss.numel() == 1
+        if shows_loss and not trainer.strategy.lazy_tensors:  # reading it there would run a part of the step separately
+            values = {"loss": self._loss, **values}
         return dict(zip(values, read(list(values.values())), strict=True))
 
     # ---------------------------------------------------------------------------------------------------------- its stages

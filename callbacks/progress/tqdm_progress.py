@@ -144,7 +144,7 @@ class TQDMProgressBar(StagedProgressBar):
 
     @property
     def train_progress_bar(self) -> tqdm[Any]:
-        """tqdm's bar of the training epoch, or a disabled one where lines are printed.
+        """tqdm's bar of the training epoch, or a disabled one where lines are printed or nothing is shown.
 
         Raises:
             HookError: No training epoch is running.
@@ -171,6 +171,8 @@ class TQDMProgressBar(StagedProgressBar):
             if stage is not None and stage.kind in kinds:
                 bar: Any = getattr(stage.display, "bar", None)
                 return _Bar(disable=True) if bar is None else bar
+        if not self.is_enabled:  # such as on all processes except the main process
+            return _Bar(disable=True)
         raise HookError(
             f"{type(self).__name__} has no bar of {kinds[0]} now. Expected to be asked while it is shown. Fix: read it in "
             f"on_{kinds[0]}_batch_end, after the hook of the base class, if the bar is_enabled"

@@ -265,7 +265,7 @@ def names_of(callback: ModelCheckpoint) -> dict[str, float]:
         ({"every_n_epochs": 1.5}, ["every_n_epochs", "1.5"]),
         ({"train_time_interval": 60}, ["timedelta(hours=1)", "60"]),
         ({"train_time_interval": timedelta(0)}, ["longer than 0", "every_n_train_steps=1"]),
-        ({"dirpath": "s3://bucket/x"}, ["local or mounted", "s3://"]),
+        ({"dirpath": "nothing://bucket/x"}, ["dirpath", "fsspec", "nothing://"]),
         ({"dirpath": ""}, ["dirpath"]),
         ({"dirpath": 3}, ["dirpath"]),
         ({"filename": ""}, ["a template or None"]),

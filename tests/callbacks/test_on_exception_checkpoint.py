@@ -62,7 +62,7 @@ def test_where_it_saves() -> None:
     assert isinstance(callback, Checkpoint)
     assert isinstance(ModelCheckpoint(), Checkpoint)
     with pytest.raises(ConfigurationError, match="URL"):
-        OnExceptionCheckpoint("s3://bucket/rescue")
+        OnExceptionCheckpoint("nothing://bucket/rescue")
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_at_the_start() -> None:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Folder → its package name. Links in trainkit/ are not followed, so that each file is read once.
 PACKAGES = {"trainkit": "trainkit", "callbacks": "trainkit.callbacks", "strategies": "trainkit.strategies"}
 
-REQUIRED = {"cloudpickle", "numpy", "safetensors", "torch", "tqdm", "yaml"}
+REQUIRED = {"cloudpickle", "fsspec", "numpy", "safetensors", "torch", "tqdm", "yaml"}
 # Optional packages may be imported only here, and only inside of functions.
 OPTIONAL_ROOMS = (
     *("trainkit.callbacks", "trainkit.cli", "trainkit.launch", "trainkit.loggers", "trainkit.strategies"),

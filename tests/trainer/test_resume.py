@@ -654,3 +654,25 @@ def test_epochs_in_messages_agree_with_file_names(run_dir: Path, caplog: pytest.
     assert "epoch=0-step=4 (step 4, 1 epoch complete)" in text
     assert "epoch=1-step=8 (step 8, 2 epochs complete)" in text
     assert "the checkpoint is of step 8, 2 epochs complete, and nothing is left to train" in text
+
+
+def test_an_evaluation_without_a_module_uses_the_best_of_the_fit(caplog: pytest.LogCaptureFixture) -> None:
+    """As in Lightning. Without a monitor, or with the module, it evaluates the module as it is."""
+
+    class Worsening(Adam):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", float(self.global_step))
+
+    def evaluated(*callbacks: Any, **given: Any) -> dict[str, Any]:
+        trainer = saving(*callbacks, max_epochs=2)
+        module = Worsening()
+        trainer.fit(module, tiny_loader(), tiny_loader(8))
+        trainer.test(dataloaders=tiny_loader(8), verbose=False, **dict.fromkeys(given, module))
+        return parameters_of(module)
+
+    best = evaluated(ModelCheckpoint(monitor="val_loss"))
+    assert "test was given no module: it uses the best checkpoint, " in caplog.text
+    assert "step-00000004" in caplog.text
+    last = evaluated(ModelCheckpoint(monitor="val_loss"), model=True)
+    assert not same(best, last)
+    assert same(evaluated(ModelCheckpoint()), last)

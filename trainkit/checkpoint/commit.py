@@ -21,6 +21,7 @@ from trainkit.checkpoint.identify import hidden_path
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.checkpoint.tensor_file import write_file
+from trainkit.checkpoint.uploads import uploads
 from trainkit.distributed.world import ThreadExchange
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 from trainkit.tagged_json.strict_json import MAX_JSON_BYTES
@@ -151,9 +152,11 @@ class _Commit:
             _remove(self.partial)
 
     def tidy(self) -> None:
-        """After success: remove the checkpoint that was replaced."""
+        """After success: remove the checkpoint that was replaced, and upload the new one if its folder has a URL."""
         if self._old is not None:
             _remove(self.partial)
+        if self._main:
+            uploads.changed(self._target)
 
     @contextlib.contextmanager
     def _explained_errors(self) -> Iterator[None]:
@@ -176,11 +179,7 @@ def _check_same_layout(layouts: list[str]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power failure, if the system can.
-
-    Raises:
-        OSError: the disk failed.
-    """
+    """Make the names in a folder survive a power failure, if the system can; an `OSError` if the disk fails."""
     if os.name == "nt":  # a folder cannot be opened there
         return
     try:

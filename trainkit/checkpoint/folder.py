@@ -16,7 +16,9 @@ from trainkit.checkpoint.identify import MAX_NAME, has_checkpoint_files, hidden_
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import inspect_checkpoint
 from trainkit.checkpoint.regular_file import read_small_file
+from trainkit.checkpoint.remote_folder import remote_at
 from trainkit.checkpoint.tensor_file import write_file
+from trainkit.checkpoint.uploads import uploads
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 from trainkit.paths import local_path
 
@@ -151,7 +153,7 @@ def _find(folder: Path) -> list[ListedCheckpoint]:
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except FileNotFoundError:
-        return []
+        return _find_remote(folder, ())
     except OSError as error:
         raise CheckpointError(
             f"{folder}: expected a folder of checkpoints, but it cannot be read: {error}. Fix: pass a readable folder."
@@ -166,7 +168,18 @@ def _find(folder: Path) -> list[ListedCheckpoint]:
             one = ListedCheckpoint(path, *inspect_checkpoint(path))
             if one.problem is None or is_checkpoint(path):  # otherwise it was removed in the meantime
                 found.append(one)
-    return found
+    return found + _find_remote(folder, {one.path.name for one in found})
+
+
+def _find_remote(folder: Path, here: Collection[str]) -> list[ListedCheckpoint]:
+    """The checkpoints at the URL of a staging folder that are not in it."""
+    remote = remote_at(folder)
+    listed = {} if remote is None else remote.checkpoints()
+    return [
+        ListedCheckpoint(folder / name, *remote.manifest(name, digest))
+        for name, digest in sorted(listed.items())
+        if remote is not None and name not in here
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------------- names
@@ -181,6 +194,8 @@ def free_name(folder: Path, name: str, taken: Collection[str] = ()) -> str:
         taken: Names that are reserved although they do not exist yet, such as that of a save in progress.
     """
     number, free = 0, name
+    remote = remote_at(folder)
+    taken = taken if remote is None else {*taken, *remote.names()}
     while free == POINTER or free in taken or os.path.lexists(folder / free):
         number += 1
         free = f"{name}-v{number}"
@@ -269,6 +284,7 @@ def remove(path: Path) -> None:
         CheckpointWriteError: It cannot be removed completely; what is left is removed at the next start.
     """
     if not os.path.lexists(path):
+        uploads.changed(path)  # it may be at the URL of a staging folder only
         return
     if not is_checkpoint(path):
         raise CheckpointError(f"{path}: expected a checkpoint to remove, but this is not one; it was not changed.")
@@ -281,6 +297,7 @@ def remove(path: Path) -> None:
         # Otherwise a power failure could leave a checkpoint under its old name with some files deleted.
         sync_folder(path.parent)
         _delete(hidden)
+        uploads.changed(path)
     except OSError as error:
         raise CheckpointWriteError(f"{path} could not be removed: {error}. Fix: make the folder writable.") from error
 

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from trainkit.checkpoint.all_ranks import SHARED_FOLDER_ADVICE, run_on_all_ranks, wait_for_path
-from trainkit.checkpoint.folder import check_writable, free_name, is_abandoned, next_counter, remove_leftovers
+from trainkit.checkpoint.folder import CHECKPOINTS, check_writable, free_name, is_abandoned, next_counter, remove_leftovers
 from trainkit.checkpoint.lock import FolderLock
+from trainkit.checkpoint.remote_folder import remote_at
+from trainkit.checkpoint.uploads import uploads
 from trainkit.distributed.world import World
 from trainkit.errors import CheckpointError, CheckpointWriteError
 
@@ -146,6 +148,10 @@ class SaveFolders:
                 lock.acquire()
                 self._locks[folder] = lock
                 remove_leftovers(folder)
+                uploads.missing(folder)
+                if folder.name == CHECKPOINTS and (remote := remote_at(folder.parent)) is not None:
+                    remote.pull_files()  # the logs, which the run continues
+                    uploads.with_files(folder.parent)
 
         run_on_all_ranks(self._exchange, take, CheckpointWriteError)
         self._entered.add(folder)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 from trainkit.checkpoint.all_ranks import SHARED_FOLDER_ADVICE, Group, run_on_all_ranks
 from trainkit.checkpoint.identify import checkpoint_identity
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.rank_assignment import assign_to_ranks
 from trainkit.checkpoint.reader import Checkpoint, Loaded, open_checkpoint
+from trainkit.checkpoint.remote_folder import fetch as fetch_remote
 from trainkit.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["read_on_all_ranks"]
@@ -40,7 +42,14 @@ def read_on_all_ranks(
     if group.size == 1:
         checkpoint = open_checkpoint(path)
         return checkpoint.read(choose(checkpoint.manifest), mapped=mapped)
-    path = run_on_all_ranks(group, lambda: os.path.abspath(path))[0]
+
+    def fetched() -> str:
+        found = os.path.abspath(path)
+        if group.rank == 0:  # the folder is shared
+            fetch_remote(Path(found))
+        return found
+
+    path = run_on_all_ranks(group, fetched)[0]
     found: list[Checkpoint] = []
     requested: set[str] = set()
     contents: dict[str, memoryview] = {}

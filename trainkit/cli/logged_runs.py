@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from trainkit.checkpoint.remote_folder import remote_at
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 from trainkit.loggers.metrics_reader import Series, find_run
 from trainkit.paths import local_path
@@ -62,6 +63,8 @@ def unique(folders: Sequence[Path]) -> list[Path]:
 def check_folder(run_dir: str, command: str) -> Path:
     """The folder of a run; raises if it does not exist."""
     root = local_path(run_dir, "RUN_DIR")
+    if (remote := remote_at(root)) is not None:
+        remote.pull_files()
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
         raise ConfigurationError(

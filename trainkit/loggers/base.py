@@ -118,7 +118,7 @@ class Logger(KnownKeywords):
         version: int | str | None = None,
         prefix: str = "",
     ) -> None:
-        self._save_dir = check_save_dir(save_dir)
+        self._save_dir = check_save_dir(save_dir, None if self._in_run_folder else type(self).__name__)
         self._name = check_name(name)
         self._version = check_version(version)
         if not isinstance(prefix, str):

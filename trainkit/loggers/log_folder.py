@@ -7,10 +7,12 @@ import secrets
 from pathlib import Path, PurePath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from trainkit.checkpoint.remote_folder import remote_at
+from trainkit.checkpoint.uploads import uploads
 from trainkit.checks import is_whole
 from trainkit.errors import ConfigurationError
 from trainkit.loggers.files import replace_file
-from trainkit.paths import local_path
+from trainkit.paths import local_path, url_of
 
 if TYPE_CHECKING:
     from trainkit.loggers.base import Logger
@@ -47,7 +49,9 @@ class LogFolder:
         return self.root / (f"version_{self.version}" if isinstance(self.version, int) else self.version)
 
     def claim(self) -> Path:
-        """The folder; chooses the version now if there is none."""
+        """The folder; chooses the version now if there is none. That of a URL is uploaded, and has what is there."""
+        if self.version is None and (remote := remote_at(self.root)) is not None:
+            remote.pull_folders()
         while self.version is None:
             candidate = _highest_version(self.root) + 1
             self.root.mkdir(parents=True, exist_ok=True)
@@ -58,6 +62,7 @@ class LogFolder:
             self.version = candidate
         path = self.path
         assert path is not None
+        uploads.with_files(path)
         return path
 
 
@@ -107,13 +112,19 @@ def _highest_version(root: Path) -> int:
     return max((int(match[1]) for entry in root.iterdir() if (match := _VERSION.fullmatch(entry.name))), default=-1)
 
 
-def check_save_dir(save_dir: object) -> Path | None:
-    """`save_dir` as a path with `~` expanded; None stays None."""
+def check_save_dir(save_dir: object, owner: str | None = None) -> Path | None:
+    """`save_dir` as a path with `~` expanded; None stays None. `owner` is the logger, if its files cannot be uploaded."""
     if save_dir is None:
         return None
     if not isinstance(save_dir, str | PurePath) or not str(save_dir) or "\0" in str(save_dir):
         raise ConfigurationError(f"save_dir: expected a folder, got {save_dir!r}. Fix: save_dir='runs'")
-    return local_path(save_dir, "save_dir")
+    path = local_path(save_dir, "save_dir")
+    if owner is not None and (url := url_of(path)) is not None:
+        raise ConfigurationError(
+            f"{owner}(save_dir={url!r}): expected a local folder, because the files of this logger are not uploaded. "
+            "Fix: save_dir='runs'"
+        )
+    return path
 
 
 def one_of(owner: str, **values: Any) -> Any:

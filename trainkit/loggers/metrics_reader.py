@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainkit.checkpoint.remote_folder import remote_at
 from trainkit.errors import ConfigurationError, TrainkitError, missing_package
 from trainkit.loggers.files import complete_lines
 from trainkit.loggers.starts_file import STARTS
@@ -56,6 +57,8 @@ def find_run(run_dir: str | os.PathLike[str]) -> FoundRun:
         ConfigurationError: There is no such folder, or it has no metrics.
     """
     root = local_path(run_dir, "run_dir")
+    if (remote := remote_at(root)) is not None:
+        remote.pull_files()
     if not root.is_dir():
         raise ConfigurationError(
             f"Expected the folder of a run, got {str(root)!r}, which {'is a file' if root.exists() else 'does not exist'}. "

@@ -11,6 +11,7 @@ from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.folder import POINTER, ListedCheckpoint, candidates, read_pointer
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import Loaded
+from trainkit.checkpoint.remote_folder import fetch
 from trainkit.checkpoint.shared_reading import read_on_all_ranks
 from trainkit.console import counted, notice, warn
 from trainkit.distributed.world import World
@@ -134,10 +135,13 @@ def _named(searcher: Searcher, ckpt_path: str | os.PathLike[str], places: Places
     if ckpt_path == "best":
         return _best(searcher, places)
     path = local_path(ckpt_path, "ckpt_path")
+    fetch(path)
     if path.name == POINTER and path.is_symlink():  # of save_last="link"; the run names the checkpoint, not the link
         path = path.parent / os.readlink(path)
     if path.name == POINTER and path.is_file():  # of save_last
         path = path.parent / (read_pointer(path.parent) or POINTER)
+    if path.suffix == ".ckpt" and not path.exists() and os.path.lexists(path.with_suffix("")):
+        return _named(searcher, path.with_suffix(""), places)  # the name that Lightning would have given it
     if not path.exists() and path.name == str(ckpt_path) and (hint := nearest(path.name, WORDS)):
         raise CheckpointNotFoundError(
             f"there is no checkpoint {str(ckpt_path)!r}. ckpt_path is a path or one of {', '.join(map(repr, WORDS))}.{hint}"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trainkit.trainer.run import Run
     from trainkit.trainer.save_policy import SavePolicy
 
-__all__ = ["PARTS", "FoundCheckpoint", "begin_resume", "check_restore", "load_weights", "restore_fit"]
+__all__ = ["PARTS", "FoundCheckpoint", "begin_resume", "best_of_fit", "check_restore", "load_weights", "restore_fit"]
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "loop", "callbacks", "loggers")
 _FITS = itertools.count(1)  # numbers the fits of this process; after a restart the script has the same ones
@@ -70,6 +70,16 @@ def _check_path(ckpt_path: Any) -> None:
         raise ConfigurationError("ckpt_path is an empty string. For a fresh start: ckpt_path=None; for the newest one: 'auto'.")
     if ckpt_path not in WORDS:
         local_path(ckpt_path, "ckpt_path")  # refused now, and expanded where it is looked for
+
+
+def best_of_fit(run: Run, stage: str) -> str | None:
+    """The best checkpoint of a fit, for an evaluation that was given no module; `None`: the module as it is."""
+    ranked = [callback for callback in run.checkpoint_callbacks if callback.monitor is not None and callback.best_model_path]
+    if not ranked or run.given_module is not run.fitted:
+        return None
+    path: str = ranked[0].best_model_path
+    notice(f"{stage} was given no module: it uses the best checkpoint, {path}. For the last weights: trainer.{stage}(module)")
+    return path
 
 
 def begin_resume(

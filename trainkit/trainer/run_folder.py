@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.folder import CHECKPOINTS, candidates, check_writable, folders_below
+from trainkit.checkpoint.remote_folder import remote_at
 from trainkit.errors import CheckpointWriteError
 from trainkit.module.overridable_hooks import is_overridden
 
@@ -83,11 +84,13 @@ def checkpoint_places(run: Run) -> Places:
     if callbacks and len(given) == len(callbacks):
         return Places(list(dict.fromkeys(given)), [], [])
     root = Path(os.path.abspath(run.root_dir))
+    _pull_folders(run, root)
     below, runs = [root], [*folders_below(root)]
     logger = _logger_with_folder(run)
     if logger is not None:
         named, versioned = _is_named(logger)
         place = Path(os.path.abspath(logger.root_dir))
+        _pull_folders(run, place)
         if versioned:
             place = Path(os.path.abspath(logger._run_folder().path or place))
         own = folders_below(place, deep=False)
@@ -98,6 +101,12 @@ def checkpoint_places(run: Run) -> Places:
             below = [place]
             runs = own if any(map(_has_files, own)) else [root / CHECKPOINTS]
     return Places(list(dict.fromkeys(given)), list(dict.fromkeys(runs)), below)
+
+
+def _pull_folders(run: Run, root: Path) -> None:
+    """Create the folders at the URL of a staging folder, on the main process, which looks for checkpoints in them."""
+    if run.strategy.world.is_main and (remote := remote_at(root)) is not None:
+        remote.pull_folders()
 
 
 def shown_folders(run: Run) -> list[str]:

@@ -55,7 +55,7 @@ from trainkit.trainer.memory_plan import make_plan
 from trainkit.trainer.metric_notices import warn_of_modes, warn_rare_logs
 from trainkit.trainer.mode_notices import warn_eval_mode
 from trainkit.trainer.profiler import PASS_THROUGH, Profiler, make_profiler
-from trainkit.trainer.resume import begin_resume, check_restore, load_weights, restore_fit
+from trainkit.trainer.resume import begin_resume, best_of_fit, check_restore, load_weights, restore_fit
 from trainkit.trainer.run import Run
 from trainkit.trainer.save_policy import SavePolicy
 from trainkit.trainer.setup import count_batches, evaluation_plan, fit_plan, refresh_train_loader
@@ -890,8 +890,10 @@ class Trainer:
 
     @property
     def progress_bar_metrics(self) -> dict[str, Tensor]:
-        """The metrics logged with `prog_bar=True`, as of the last log boundary or end of an epoch, as tensors on the CPU."""
-        return as_tensors(self._run.results.progress_bar)
+        """The latest value of each metric logged with `prog_bar=True`, as tensors: in training those of this process."""
+        run = self._run
+        waiting = {} if run.strategy.lazy_tensors else run.train_metrics.in_bar()  # reading one would run a part of a step
+        return as_tensors({**run.results.progress_bar, **waiting})
 
     @property
     def num_val_batches(self) -> list[int | float]:
@@ -1056,7 +1058,9 @@ def _evaluate(
     """Run one evaluation: "validate" is the stage, "validation" the name."""
     ckpt_path = trainer._assigned_ckpt_path if ckpt_path is None else ckpt_path
     check_restore(ckpt_path, None, None, strict)
-    module = trainer.lightning_module if module is None else module
+    if module is None:
+        module = trainer.lightning_module
+        ckpt_path = best_of_fit(trainer._run, stage) if ckpt_path is None else ckpt_path
     if isinstance(dataloaders, DataModule) and datamodule is None:
         dataloaders, datamodule = None, dataloaders
     with running(trainer, stage, module, datamodule, dataloaders) as run:

@@ -93,6 +93,7 @@ DEFAULTS: dict[str, tuple[Any, ...]] = {
     "terminate_on_nan": (False, None),
     "track_grad_norm": (-1,),
     "use_distributed_sampler": (True,),
+    "weights_only": (None, True, False),
 }
 
 # Arguments of Lightning's fit, validate, test and predict.

@@ -15,12 +15,14 @@ from pathlib import Path
 from trainkit._version import __version__
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST
 from trainkit.checkpoint.reader import open_checkpoint
+from trainkit.checkpoint.uploads import uploads
 from trainkit.checkpoint.weights import shard_size, write_weights
 from trainkit.cli.checkpoint.exported_module import read_module
 from trainkit.cli.checkpoint.formats import ExportFolder, export_folders
 from trainkit.cli.checkpoint.text import bytes_text, print_lines
 from trainkit.console import counted
 from trainkit.errors import CheckpointWriteError, ConfigurationError
+from trainkit.paths import local_path
 
 __all__ = ["export", "run"]
 
@@ -45,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     )
     for where, folder in folders.items():
         size = sum(tensor.nbytes for tensor in folder.tensors.values())
-        print_lines(f"Wrote {Path(args.out) / where}: {kind}, {counted(len(folder.tensors), 'tensor')}, {bytes_text(size)}")
+        about = f"{kind}, {counted(len(folder.tensors), 'tensor')}, {bytes_text(size)}"
+        print_lines(f"Wrote {os.path.join(args.out, where)}: {about}")
         print_lines(*(f"  {note}" for note in folder.notes))
     return 0
 
@@ -79,7 +82,7 @@ def export(
         CheckpointError: The checkpoint is damaged or incomplete, or `out` cannot be written.
     """
     size = shard_size(max_shard_size)
-    target = Path(os.path.abspath(out))
+    target = Path(os.path.abspath(local_path(out, "OUT")))
     _check_target(target, overwrite)
     checkpoint = open_checkpoint(path)
     module = read_module(checkpoint, attribute)
@@ -97,6 +100,8 @@ def export(
         "trainkit_version": __version__,
     }
     _write(target, folders, (json.dumps(about, indent=2) + "\n").encode(), size)
+    uploads.with_files(target)
+    uploads.finish()
     return chosen, folders
 
 

@@ -11,11 +11,13 @@ from typing import Any
 
 from trainkit.checkpoint.commit import check_target, commit
 from trainkit.checkpoint.draft import Content, Draft
+from trainkit.checkpoint.uploads import uploads
 from trainkit.cli.checkpoint.foreign.named_state import converted
 from trainkit.cli.checkpoint.foreign.read_foreign import Foreign, read_foreign
 from trainkit.cli.checkpoint.text import bytes_text, print_lines
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError
+from trainkit.paths import local_path
 from trainkit.state.parts import Captured, about
 from trainkit.strategy import Strategy
 
@@ -64,7 +66,7 @@ def import_checkpoint(
         ConfigurationError: The format is not known, or an argument does not fit.
         CheckpointError: `old` cannot be read, or `new` cannot be written.
     """
-    target = Path(os.path.abspath(new))
+    target = Path(os.path.abspath(local_path(new, "NEW")))
     if target.exists() and (target.is_file() or os.listdir(target)):
         raise ConfigurationError(f"{target} exists. Choose another name for the new checkpoint, or remove it.")
     check_target(target)
@@ -78,6 +80,7 @@ def import_checkpoint(
         order = None if names is None else [name if name in known else _renamed(name, prefix) for name in names]
         taken = converted(foreign, order, optimizer, scheduler)
         commit(Draft(_content(foreign, taken)), target)
+    uploads.finish()
     return foreign, taken
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from trainkit.checkpoint.folder import ListedCheckpoint, candidates, folders_below, list_checkpoints
 from trainkit.checkpoint.identify import is_checkpoint
 from trainkit.checkpoint.reader import inspect_checkpoint
+from trainkit.checkpoint.remote_folder import remote_at
 from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, contents_text, on_one_line, print_lines, table
 from trainkit.errors import CheckpointNotFoundError
 from trainkit.paths import local_path
@@ -39,6 +40,8 @@ def checkpoints_at(path: Path) -> list[ListedCheckpoint]:
     Raises:
         CheckpointNotFoundError: The folder does not exist.
     """
+    if (remote := remote_at(path)) is not None:
+        remote.pull_folders()
     if is_checkpoint(path):
         return [ListedCheckpoint(path, *inspect_checkpoint(path))]
     if not path.is_dir():

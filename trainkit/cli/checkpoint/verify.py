@@ -6,10 +6,12 @@ import argparse
 from pathlib import Path
 
 from trainkit.checkpoint.reader import open_checkpoint
+from trainkit.checkpoint.remote_folder import fetch
 from trainkit.cli.checkpoint.headers import tensor_headers
 from trainkit.cli.checkpoint.listing import checkpoints_at
 from trainkit.cli.checkpoint.text import bytes_text, on_one_line, print_lines
 from trainkit.errors import CheckpointError, CheckpointNotFoundError
+from trainkit.paths import local_path
 
 __all__ = ["run", "verify"]
 
@@ -17,7 +19,8 @@ __all__ = ["run", "verify"]
 def run(args: argparse.Namespace) -> int:
     """Print one line for each checkpoint; 1 if one of them is damaged."""
     paths: list[Path] = []
-    for given in map(Path, args.paths):
+    for given in (local_path(path, "PATH") for path in args.paths):
+        fetch(given)
         found = [one.path for one in checkpoints_at(given)]
         if not found:
             raise CheckpointNotFoundError(
