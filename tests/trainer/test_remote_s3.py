@@ -81,7 +81,7 @@ def test_killed_in_the_middle_of_an_upload(environment: dict[str, str], endpoint
         found = client.list_objects_v2(Bucket="bucket").get("Contents", [])
         return {entry["Key"].split("/")[-2] for entry in found if entry["Key"].endswith("manifest.sha256")}
 
-    killed = start(environment, 8, "slow")
+    killed = start(environment, 4, "slow")
     deadline = monotonic() + PATIENCE
     while not Path("uploading").exists() or len(Path("uploading").read_text()) < 2:  # its manifest is there, and no more
         assert killed.poll() is None, killed.communicate()[0]
