@@ -1,4 +1,4 @@
-"""`all_gather` and `barrier`, which users call on every rank."""
+"""`all_gather`, which users call on every rank."""
 
 from __future__ import annotations
 
@@ -13,21 +13,7 @@ from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.nested import leaves, map_tensors
 
-__all__ = ["barrier", "gathered"]
-
-
-def barrier(world: World, name: str | None = None) -> None:
-    """Block until all ranks have called it. There is no timeout.
-
-    Args:
-        world: the ranks of the run.
-        name: the user's name for it, or another verb of the strategy that begins with it; the same on all ranks.
-
-    Raises:
-        CollectiveError: another rank is in a different collective, or has exited; the message names the lines of code.
-    """
-    verb = "strategy.barrier" if name is None else name if name.startswith("strategy.") else f"strategy.barrier({name!r})"
-    CollectiveChecks.of(world).wait(verb)
+__all__ = ["gathered"]
 
 
 def gathered(data: Any, world: World, device: torch.device, sync_grads: bool, alike: bool = False) -> Any:

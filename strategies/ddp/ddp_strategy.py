@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.checks import real_number
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, ModuleError
@@ -20,7 +21,7 @@ from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch, MicroBatchKind
 from trainkit.nested import leaves
 from trainkit.precision import Precision
 from trainkit.strategies._copies import Buffers, check_modules_match
-from trainkit.strategies._gather import barrier, gathered
+from trainkit.strategies._gather import gathered
 from trainkit.strategies._membership import Membership
 from trainkit.strategies._reduction import average_gradients, broadcast, mean, sparse_parameters
 from trainkit.strategies.ddp.compression import Compression
@@ -348,9 +349,13 @@ class DDPStrategy(Strategy):
                 "after n micro-batches, where n is the number that every rank has: Trainer(limit_train_batches=n)"
             )
 
-    def barrier(self, name: str | None = None) -> None:
-        """See `trainkit.Strategy.barrier`."""
-        barrier(self.world, name)
+    def meet(self, verb: str) -> None:
+        """See `trainkit.Strategy.meet`.
+
+        Raises:
+            CollectiveError: Another rank is in a different verb, or has exited; the message names the lines of code.
+        """
+        CollectiveChecks.of(self.world).wait(verb)
 
     def teardown(self) -> None:
         """Remove the hooks from the parameters. Keeps the process groups, which may be used elsewhere."""

@@ -371,10 +371,6 @@ class XLAStrategy(Strategy):
             raise ConfigurationError("all_gather(sync_grads=True) is not supported with mode='replicas'. Use mode='spmd'.")
         return self._replicas.gathered(data)
 
-    def barrier(self, name: str | None = None) -> None:
-        """See `trainkit.Strategy.barrier`."""
-        self.world.barrier()
-
     def sync_buffers(self) -> None:
         """See `trainkit.Strategy.sync_buffers`. Syncs, for a window without an optimizer step."""
         self._sync_together()

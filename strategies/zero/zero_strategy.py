@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
@@ -21,7 +22,7 @@ from trainkit.optim.step_arguments import StepArguments
 from trainkit.optim.stored_optimizer import StoredOptimizer
 from trainkit.precision import Precision
 from trainkit.strategies._copies import Buffers, check_modules_match
-from trainkit.strategies._gather import barrier, gathered
+from trainkit.strategies._gather import gathered
 from trainkit.strategies._membership import Membership
 from trainkit.strategies._reduction import broadcast, mean
 from trainkit.strategies.zero import stored_state, zero_memory
@@ -377,9 +378,13 @@ class ZeROStrategy(Strategy):
         """
         return data if self.world.size == 1 else gathered(data, self.world, self.device, sync_grads, alike)
 
-    def barrier(self, name: str | None = None) -> None:
-        """See `trainkit.Strategy.barrier`."""
-        barrier(self.world, name)
+    def meet(self, verb: str) -> None:
+        """See `trainkit.Strategy.meet`.
+
+        Raises:
+            CollectiveError: Another rank is in a different verb, or has exited; the message names the lines of code.
+        """
+        CollectiveChecks.of(self.world).wait(verb)
 
     def teardown(self) -> None:
         """Remove DeepSpeed from the modules. Process groups stay open, because other objects may use them."""

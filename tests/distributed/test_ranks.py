@@ -14,6 +14,7 @@ from helpers.runs.trainers import make_trainer
 
 from trainkit import Callback, Strategy
 from trainkit.errors import CollectiveError, ConfigurationError, UnknownNameError
+from trainkit.strategies import DDPStrategy
 
 
 class Verbs(Callback):
@@ -80,3 +81,22 @@ def test_a_wrapped_module() -> None:
     assert (strategy.lightning_module, strategy.model) == (module, wrapper)
     strategy.connect(module)
     assert strategy.model is module
+
+
+class _OldBarrier(DDPStrategy):
+    """A strategy whose `barrier` takes no name, as Lightning allows."""
+
+    def barrier(self) -> None:  # type: ignore[override]
+        self.world.barrier()
+
+
+@pytest.mark.world_size(2)
+def test_broadcast_needs_no_barrier_with_a_name() -> None:
+    found: list[Any] = []
+
+    class Broadcasts(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            found.append(trainer.strategy.broadcast(trainer.global_rank))
+
+    make_trainer(Broadcasts(), strategy=_OldBarrier(), devices=2).fit(TinyModule(), tiny_loader())
+    assert found == [0]

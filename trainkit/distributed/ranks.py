@@ -100,6 +100,15 @@ class Ranks:
         Args:
             name: What to call this barrier in an error message, if another process waits in another call.
         """
+        self.meet("strategy.barrier" if name is None else f"strategy.barrier({name!r})")
+
+    def meet(self, verb: str) -> None:
+        """Wait until all processes have called this verb of the strategy. For authors of strategies.
+
+        Args:
+            verb: The verb, such as "strategy.barrier". Strategies that compare what the processes call name it in the error.
+        """
+        self.world.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object that one process has, on all processes; with one process the object unchanged.
@@ -121,7 +130,7 @@ class Ranks:
             raise ConfigurationError(f"broadcast: src must be a rank from 0 to {self.world.size - 1}, not {src!r}. Use src=0")
         if self.world.size == 1:
             return obj
-        self.barrier("strategy.broadcast")
+        self.meet("strategy.broadcast")
         value = map_tensors(obj, lambda tensor: tensor.detach().cpu()) if self.world.rank == src else None
         return self.world.broadcast_user_object(value, src)
 

@@ -82,9 +82,6 @@ class AllReduceStrategy(Strategy):
             raise ConfigurationError("all_gather(sync_grads=True) needs a strategy that sends gradients back: strategy='ddp'")
         return data if self.world.size == 1 else map_tensors(data, self._gather)
 
-    def barrier(self, name: str | None = None) -> None:
-        self.world.barrier()
-
     def _gather(self, tensor: Tensor) -> Tensor:
         parts = [torch.empty_like(tensor) for _ in range(self.world.size)]
         with self.world.collectives:
