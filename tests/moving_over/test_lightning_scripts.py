@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.lightning import listing
 from helpers.support import ROOT
 
 pytestmark = pytest.mark.lightning
@@ -84,3 +85,16 @@ def test_a_project_with_a_command_line(tmp_path: Path) -> None:
 
 def test_a_project_like_the_hydra_template(tmp_path: Path) -> None:
     assert_equal("hydra_template/train.py", tmp_path)
+
+
+def test_the_list_of_names_is_that_of_the_installed_lightning(tmp_path: Path) -> None:
+    """From this list `tests/unsupported` takes the names that can be imported, or whose error says what to use."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", listing.__file__],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": LIGHTNING},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == listing.NAMES.read_text("utf-8")
