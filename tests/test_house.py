@@ -148,6 +148,7 @@ PUBLIC = {
     "trainkit.utilities": [
         "AttributeDict",
         "CombinedLoader",
+        "HyperparametersMixin",
         "grad_norm",
         "isolate_rng",
         "measure_flops",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import trainkit.launch.start_dir  # noqa: F401 - before a script goes to another folder
 from trainkit._version import __version__
-from trainkit.lazy import LightningModules, PytorchAlias, absent
+from trainkit.lazy import LightningModules, PytorchAlias, absent, submodule
 
 if TYPE_CHECKING:
     from trainkit import checkpoint as checkpoint
@@ -107,26 +107,6 @@ _PLACES = {
     "write_basic_config": "trainkit.utils.basic_config",
 }
 
-# Found as attributes of `trainkit` without an import of their own, like `torch.nn`.
-_MODULES = {
-    "callbacks",
-    "checkpoint",
-    "cli",
-    "errors",
-    "loggers",
-    "logging",
-    "plugins",
-    "precision",
-    "profilers",
-    "registry",
-    "strategies",
-    "strategy",
-    "tracking",
-    "tuner",
-    "utilities",
-    "utils",
-}
-
 sys.meta_path.append(LightningModules())
 sys.meta_path.insert(0, PytorchAlias())
 
@@ -136,11 +116,11 @@ if "TRAINKIT_DEBUG_MODE" in os.environ or "ACCELERATE_DEBUG_MODE" in os.environ:
 
 def __getattr__(name: str) -> Any:
     """Load a public name when it is first used, so that importing trainkit costs next to nothing."""
-    if name in _MODULES:
-        return import_module(f"trainkit.{name}")
     if name in _PLACES:
         value = globals()[name] = getattr(import_module(_PLACES[name]), name)
         return value
+    if (module := submodule(globals(), name)) is not None:
+        return module
     raise absent("trainkit", name, __all__)
 
 

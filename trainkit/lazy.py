@@ -15,7 +15,7 @@ from typing import Any
 
 from trainkit.errors import nearest
 
-__all__ = ["LightningModules", "PytorchAlias", "absent", "lazily"]
+__all__ = ["LightningModules", "PytorchAlias", "absent", "lazily", "submodule"]
 
 
 def lazily(package: dict[str, Any], files: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -28,6 +28,8 @@ def lazily(package: dict[str, Any], files: Mapping[str, str]) -> tuple[Callable[
 
     def get(name: str) -> Any:
         if name not in files:
+            if (module := submodule(package, name)) is not None:
+                return module
             raise absent(package["__name__"], name, files)
         value = getattr(import_module(f".{files[name]}", package["__name__"]), name)
         package[name] = value  # __getattr__ is not called again
@@ -37,6 +39,17 @@ def lazily(package: dict[str, Any], files: Mapping[str, str]) -> tuple[Callable[
         return sorted({*package, *files})
 
     return get, names
+
+
+def submodule(package: Mapping[str, Any], name: str) -> ModuleType | None:
+    """The module of this name in a package, for `package.module.name` without an import of the module, as in Lightning.
+
+    Args:
+        package: The `globals()` of the package.
+        name: The attribute that it does not have.
+    """
+    full = f"{package['__name__']}.{name}"
+    return import_module(full) if "__path__" in package and name[0] != "_" and find_spec(full) is not None else None
 
 
 def absent(module: str, name: str, known: Iterable[str]) -> AttributeError | ImportError:
@@ -100,6 +113,8 @@ class LightningModules(MetaPathFinder, Loader):
 
             home = None if name.startswith("__") else home_of(where, name)
             if home is None or home == where:
+                if (found := submodule(vars(module), name)) is not None:
+                    return found
                 raise absent(where, name, ())
             return getattr(import_module(home), name)
 

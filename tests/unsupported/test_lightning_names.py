@@ -91,7 +91,7 @@ def test_what_is_called_absent_is_not_there() -> None:
 
 def test_the_modules_are_lightnings() -> None:
     modules = {renamed(place).removeprefix("trainkit").removeprefix(".") for place in IMPORTS} - {""}
-    assert {*MODULES} <= modules
+    assert {name for name in MODULES if not name.startswith("fabric")} <= modules
     for name in modules - MODULES:
         spec = find_spec(f"trainkit.{name}")
         assert spec is not None
@@ -109,6 +109,27 @@ def test_a_module_of_lightning_has_the_class_of_trainkit() -> None:
     with pytest.raises(ModuleNotFoundError, match="No module named 'trainkit.callbacks.nonsense'"):
         import_module("trainkit.callbacks.nonsense")
     assert not hasattr(import_module("trainkit.plugins"), "TorchCheckpointIO")
+
+
+def test_modules_are_attributes_of_their_packages() -> None:
+    """As in Lightning, where importing the package imports them."""
+    assert trainkit.utilities.rank_zero.rank_zero_only is trainkit.utilities.rank_zero_only
+    assert trainkit.core.module.LightningModule is trainkit.LightningModule
+    assert not hasattr(trainkit, "nonsense")
+    assert not hasattr(trainkit.callbacks, "_freezing_of_nothing")
+
+
+def test_what_projects_import_from_fabric() -> None:
+    from trainkit.core.saving import get_filesystem
+    from trainkit.fabric.utilities.rank_zero import rank_zero_only
+    from trainkit.fabric.utilities.seed import seed_everything
+    from trainkit.fabric.utilities.types import _PATH
+
+    assert (rank_zero_only, seed_everything) == (trainkit.utilities.rank_zero_only, trainkit.seed_everything)
+    assert _PATH is trainkit.utilities.types._PATH
+    assert get_filesystem("memory://runs").protocol == "memory"
+    with pytest.raises(ImportError, match="has no Fabric. Use: from trainkit import Accelerator"):
+        from trainkit.fabric import Fabric  # noqa: F401
 
 
 @pytest.mark.parametrize(

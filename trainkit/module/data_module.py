@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainkit.module.hparams import HyperParametersMixin
+from trainkit.module.hparams import HyperparametersMixin
 from trainkit.module.overridable_hooks import DataHooks
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ __all__ = ["DataModule", "LightningDataModule"]
 D = TypeVar("D", bound="DataModule")
 
 
-class DataModule(HyperParametersMixin, DataHooks):
+class DataModule(HyperparametersMixin, DataHooks):
     """The loaders of a run and their preparation, in one class.
 
     Define the loaders that you need, and optionally `prepare_data` (one process: download, tokenize), `setup(stage)` (every
@@ -29,6 +29,7 @@ class DataModule(HyperParametersMixin, DataHooks):
     Attributes:
         name: A name of your own; not used.
         trainer: The trainer of the run; `None` before.
+        CHECKPOINT_HYPER_PARAMS_KEY: Where a checkpoint has the hyperparameters of the data module.
         prepare_data_per_node: Call `prepare_data` in one process of each node; `False`: in one process of the run.
 
     Example:
@@ -49,6 +50,7 @@ class DataModule(HyperParametersMixin, DataHooks):
 
     name: str | None = None
     trainer: Trainer | None = None
+    CHECKPOINT_HYPER_PARAMS_KEY = "datamodule_hyper_parameters"
 
     @classmethod
     def from_datasets(

@@ -18,7 +18,7 @@ from torch import nn
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 from trainkit.tagged_json.omegaconf import is_omegaconf, plain_container
 
-__all__ = ["AttributeDict", "HyperParameters", "HyperParametersMixin", "configured"]
+__all__ = ["AttributeDict", "HyperParameters", "HyperparametersMixin", "configured"]
 
 _DEPTH = 32  # a deeper structure contains itself
 
@@ -69,8 +69,8 @@ class HyperParameters(dict[str, Any]):
 AttributeDict = HyperParameters  # Lightning's name
 
 
-class HyperParametersMixin:
-    """`save_hyperparameters` and `hparams` for `TrainModule` and `DataModule`."""
+class HyperparametersMixin:
+    """`save_hyperparameters` and `hparams`: a base of `TrainModule`, `DataModule`, and other classes that want them."""
 
     _hparams: HyperParameters | None = None
     _hparams_initial: HyperParameters | None = None

@@ -16,7 +16,7 @@ from trainkit.errors import ConfigurationError, MetricError, MissingMethodError,
 from trainkit.metrics.values import check_group
 from trainkit.module.attached import AttachedModule
 from trainkit.module.exportable import ExportableModule
-from trainkit.module.hparams import HyperParametersMixin
+from trainkit.module.hparams import HyperparametersMixin
 from trainkit.module.overridable_hooks import ModuleHooks
 from trainkit.optim.prepared_optimizer import PreparedOptimizer, toggle, untoggle
 
@@ -25,13 +25,14 @@ __all__ = ["LightningModule", "TrainModule"]
 M = TypeVar("M", bound="TrainModule")
 
 
-class TrainModule(HyperParametersMixin, ModuleHooks, AttachedModule, ExportableModule):
+class TrainModule(HyperparametersMixin, ModuleHooks, AttachedModule, ExportableModule):
     """A `torch.nn.Module` that also defines how it is trained. Define at least `training_step` and `configure_optimizers`.
 
     Attributes:
         automatic_optimization: Set it to `False` in `__init__` for manual optimization: `training_step` then calls
             `self.manual_backward(loss)` and `self.optimizers().step()`. Required for several optimizers.
         example_input_array: An input of `forward`, for `ModelSummary` and `to_onnx`.
+        CHECKPOINT_HYPER_PARAMS_KEY: Where `on_save_checkpoint` finds the hyperparameters in the checkpoint.
         strict_loading: `False`: a checkpoint is loaded as with `strict=False` of `Trainer.fit` and the other methods.
 
     Example:
@@ -54,6 +55,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, AttachedModule, ExportableM
 
     automatic_optimization: bool = True
     strict_loading: bool = True
+    CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
         """Return the **mean** loss over the batch, a scalar; or a dict with it under `"loss"`.

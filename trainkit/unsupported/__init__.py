@@ -15,7 +15,7 @@ from trainkit.unsupported.accelerate_names import (
     TRACKERS,
 )
 from trainkit.unsupported.lightning_arguments import CARRIED, DEFAULTS, LOAD_FROM_CHECKPOINT, TRAINER, TRAINER_VERBS
-from trainkit.unsupported.lightning_names import ABSENT, MEMBERS, OTHER, SAME
+from trainkit.unsupported.lightning_names import ABSENT, FABRIC, MEMBERS, OTHER, SAME
 
 __all__ = ["ADVICE", "advice", "home_of", "refuse_unknown", "use_instead"]
 
@@ -105,11 +105,11 @@ def home_of(module: str, name: str) -> str | None:
         name: The name.
     """
     homes = SAME.get(_group(module), {})
-    return next((home for home, names in homes.items() if name in names.split()), None)
+    return next((home for home, names in homes.items() if name in names.split()), FABRIC.get(name))
 
 
 def _group(module: str) -> str:
-    return module.removeprefix("trainkit").removeprefix(".").partition(".")[0]
+    return module.removeprefix("trainkit").removeprefix(".").removeprefix("fabric.").partition(".")[0]
 
 
 def _lightnings(group: str, name: str) -> str | None:

@@ -6,7 +6,7 @@ of its module.
 
 from __future__ import annotations
 
-__all__ = ["ABSENT", "MEMBERS", "MODULES", "OTHER", "SAME"]
+__all__ = ["ABSENT", "FABRIC", "MEMBERS", "MODULES", "OTHER", "SAME"]
 
 # Group → module → the names that it has, for `from module import name`.
 SAME: dict[str, dict[str, str]] = {
@@ -23,7 +23,7 @@ SAME: dict[str, dict[str, str]] = {
             ArgsType LRSchedulerCallable LRSchedulerTypeUnion LightningArgumentParser LightningCLI OptimizerCallable
             ReduceLROnPlateau SaveConfigCallback instantiate_class"""
     },
-    "core": {"trainkit": "LightningDataModule LightningModule"},
+    "core": {"trainkit": "LightningDataModule LightningModule", "trainkit.utilities": "HyperparametersMixin"},
     "loggers": {"trainkit.loggers": "CSVLogger CometLogger Logger MLFlowLogger TensorBoardLogger WandbLogger"},
     "plugins": {"trainkit": "Precision"},
     "profilers": {"trainkit.profilers": "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler SimpleProfiler"},
@@ -37,11 +37,24 @@ SAME: dict[str, dict[str, str]] = {
         "trainkit.utilities": """
             AttributeDict CombinedLoader grad_norm isolate_rng measure_flops move_data_to_device rank_prefixed_message
             rank_zero_debug rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn""",
+        "trainkit.utilities.parsing": "get_init_args",
         "trainkit.utilities.exceptions": "MisconfigurationException SIGTERMException",
         "trainkit.utilities.types": """
             EVAL_DATALOADERS LRSchedulerConfigType LRSchedulerPLType LRSchedulerType LRSchedulerTypeTuple LRSchedulerTypeUnion
             OptimizerConfig OptimizerLRScheduler OptimizerLRSchedulerConfig STEP_OUTPUT TRAIN_DATALOADERS""",
+        "trainkit.utilities.warnings": "LightningDeprecationWarning PossibleUserWarning",
     },
+}
+
+# What projects import from `lightning.fabric`, or from modules of Lightning that import it themselves: name → module.
+FABRIC = {
+    "_DEVICE": "trainkit.utilities.types",
+    "_EVALUATE_OUTPUT": "trainkit.utilities.types",
+    "_MAP_LOCATION_TYPE": "trainkit.utilities.types",
+    "_PATH": "trainkit.utilities.types",
+    "_PREDICT_OUTPUT": "trainkit.utilities.types",
+    "get_filesystem": "trainkit.utilities.cloud_io",
+    "seed_everything": "trainkit",
 }
 
 # Group → name → the same thing of trainkit, under another name.
@@ -58,9 +71,7 @@ OTHER: dict[str, dict[str, str]] = {
     },
     "utilities": {
         "LayerSummary": "from trainkit.callbacks import ModelSummary",
-        "LightningDeprecationWarning": "DeprecationWarning",
         "ModelSummary": "from trainkit.callbacks import ModelSummary, and Trainer(callbacks=[ModelSummary(max_depth=2)])",
-        "PossibleUserWarning": "UserWarning",
         "garbage_collection_cuda": "from trainkit.utils import release_memory",
         "download_model_from_registry": "Model.load_from_checkpoint(path)",
         "extract_batch_size": "self.log(name, value, batch_size=len(x))",
@@ -108,7 +119,6 @@ _ABSENT: dict[str, dict[str, str]] = {
     },
     "core": {
         _HOOKS: "CheckpointHooks DataHooks ModelHooks",
-        "TrainModule or DataModule, which have save_hyperparameters": "HyperparametersMixin",
         "self.optimizers(); in annotations torch.optim.Optimizer": "LightningOptimizer MODULE_OPTIMIZERS do_nothing_closure",
         _HPARAMS: """
             CHECKPOINT_PAST_HPARAMS_KEYS convert load_hparams_from_tags_csv load_hparams_from_yaml save_hparams_to_tags_csv
@@ -173,7 +183,7 @@ _ABSENT: dict[str, dict[str, str]] = {
         _SUMMARY: """
             DeepSpeedLayerSummary DeepSpeedSummary LEFTOVER_PARAMS_NAME NOT_APPLICABLE PARAMETER_NUM_UNITS UNKNOWN_SIZE
             deepspeed_param_size get_formatted_model_size get_human_readable_count parse_batch_shape summarize""",
-        _INIT: "clean_namespace collect_init_args get_init_args parse_class_init_keys save_hyperparameters",
+        _INIT: "clean_namespace collect_init_args parse_class_init_keys save_hyperparameters",
         "getattr(module.hparams, name)": "lightning_getattr lightning_hasattr lightning_setattr",
         "inspect.signature(hook).parameters": "is_param_in_hook_signature",
         "trainer.lr_scheduler_configs": "LRSchedulerConfig",
@@ -201,13 +211,13 @@ MEMBERS: dict[str, dict[str, str]] = {
         "validate_loop": _NO_LOOPS,
     },
     "LightningModule": {
-        **dict.fromkeys((f"CHECKPOINT_HYPER_PARAMS_{name}" for name in ("KEY", "NAME", "TYPE")), _SAVED_HPARAMS),
+        **dict.fromkeys((f"CHECKPOINT_HYPER_PARAMS_{name}" for name in ("NAME", "TYPE")), _SAVED_HPARAMS),
         "configure_sharded_model": "configure_model",
         "on_validation_model_zero_grad": "on_validation_start: validation does not change the gradients",
         "remove_ignored_hparams": "self.save_hyperparameters(ignore=['name'])",
     },
     "LightningDataModule": {
-        **dict.fromkeys((f"CHECKPOINT_HYPER_PARAMS_{name}" for name in ("KEY", "NAME", "TYPE")), _SAVED_HPARAMS),
+        **dict.fromkeys((f"CHECKPOINT_HYPER_PARAMS_{name}" for name in ("NAME", "TYPE")), _SAVED_HPARAMS),
         "remove_ignored_hparams": "self.save_hyperparameters(ignore=['name'])",
     },
 }
@@ -233,6 +243,12 @@ _MODULES = """
     trainer.states tuner tuner.tuning utilities.combined_loader utilities.compile utilities.data utilities.deepspeed
     utilities.enums utilities.memory utilities.model_helpers utilities.model_registry utilities.model_summary
     utilities.model_summary.model_summary utilities.model_summary.model_summary_deepspeed utilities.parameter_tying
-    utilities.parsing utilities.signature_utils utilities.upgrade_checkpoint utilities.warnings
+    utilities.signature_utils utilities.upgrade_checkpoint
 """
-MODULES = frozenset(_MODULES.split())
+_FABRIC_MODULES = """
+    fabric fabric.accelerators fabric.loggers fabric.loggers.logger fabric.plugins fabric.plugins.environments fabric.strategies
+    fabric.utilities fabric.utilities.apply_func fabric.utilities.cloud_io fabric.utilities.exceptions
+    fabric.utilities.rank_zero fabric.utilities.seed fabric.utilities.throughput fabric.utilities.types
+    fabric.utilities.warnings
+"""
+MODULES = frozenset(_MODULES.split() + _FABRIC_MODULES.split())

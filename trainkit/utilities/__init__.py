@@ -11,7 +11,7 @@ from trainkit.lazy import lazily
 
 if TYPE_CHECKING:
     from trainkit.data.combined import CombinedLoader
-    from trainkit.module.hparams import AttributeDict
+    from trainkit.module.hparams import AttributeDict, HyperparametersMixin
     from trainkit.utilities.apply_func import move_data_to_device
     from trainkit.utilities.grads import grad_norm
     from trainkit.utilities.rank_zero import (
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AttributeDict",
     "CombinedLoader",
+    "HyperparametersMixin",
     "grad_norm",
     "isolate_rng",
     "measure_flops",
@@ -44,6 +45,7 @@ __all__ = [
 _FILES = {
     "AttributeDict": ".module.hparams",
     "CombinedLoader": ".data.combined",
+    "HyperparametersMixin": ".module.hparams",
     "grad_norm": "grads",
     "isolate_rng": "seed",
     "measure_flops": "throughput",

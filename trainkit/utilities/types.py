@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os import PathLike
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -56,6 +58,13 @@ LRSchedulerType: TypeAlias = type[LRScheduler] | type[ReduceLROnPlateau]
 
 LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
 """The base classes of torch's schedulers, for `isinstance`."""
+
+# Private in Lightning, and imported by projects all the same.
+_DEVICE: TypeAlias = torch.device | str | int
+_MAP_LOCATION_TYPE: TypeAlias = Any
+_PATH: TypeAlias = str | PathLike[str]
+_EVALUATE_OUTPUT: TypeAlias = list[Mapping[str, float]]
+_PREDICT_OUTPUT: TypeAlias = list[Any] | list[list[Any]]
 
 
 def __getattr__(name: str) -> Any:
