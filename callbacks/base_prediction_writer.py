@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
@@ -17,9 +18,28 @@ if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["BasePredictionWriter"]
+__all__ = ["BasePredictionWriter", "WriteInterval"]
 
-INTERVALS = ("batch", "epoch", "batch_and_epoch")
+
+class WriteInterval(StrEnum):
+    """When predictions are written: `"batch"`, `"epoch"` or `"batch_and_epoch"`."""
+
+    BATCH = "batch"
+    EPOCH = "epoch"
+    BATCH_AND_EPOCH = "batch_and_epoch"
+
+    @property
+    def on_batch(self) -> bool:
+        """Whether they are written after each batch."""
+        return self is not WriteInterval.EPOCH
+
+    @property
+    def on_epoch(self) -> bool:
+        """Whether they are written at the end."""
+        return self is not WriteInterval.BATCH
+
+
+INTERVALS = tuple(interval.value for interval in WriteInterval)
 
 
 class BasePredictionWriter(Callback):
@@ -37,7 +57,7 @@ class BasePredictionWriter(Callback):
             end; `"batch_and_epoch"`: both.
 
     Attributes:
-        interval: The same as `write_interval`.
+        interval: `write_interval` as a `WriteInterval`, with `on_batch` and `on_epoch`.
 
     Raises:
         ConfigurationError: An unknown interval; when prediction starts: the class does not define the method of its interval.
@@ -55,7 +75,7 @@ class BasePredictionWriter(Callback):
     def __init__(self, write_interval: str = "batch") -> None:
         super().__init__()
         choice(write_interval, f"{type(self).__name__}(write_interval=)", INTERVALS)
-        self.write_interval = self.interval = write_interval
+        self.write_interval, self.interval = write_interval, WriteInterval(write_interval)
         self._kept: list[list[Any]] = []  # predictions by loader and batch, to write at the end
         self._indices: list[list[list[int] | None]] = []
 
@@ -101,7 +121,7 @@ class BasePredictionWriter(Callback):
         self._kept, self._indices = [], []
         for part in ("batch", "epoch"):
             method = f"write_on_{part}_end"
-            if part in self.write_interval and getattr(type(self), method) is getattr(BasePredictionWriter, method):
+            if part in self.interval and getattr(type(self), method) is getattr(BasePredictionWriter, method):
                 raise ConfigurationError(
                     f"{type(self).__name__}(write_interval={self.write_interval!r}) does not define {method}, so nothing would "
                     f"be written. Fix: define {method} in {type(self).__name__}, pass another write_interval, or use "
@@ -113,9 +133,9 @@ class BasePredictionWriter(Callback):
     ) -> None:
         world = trainer.strategy.data_world
         indices = _positions(sources(trainer)[dataloader_idx], number_of(trainer, batch_idx), world.devices)
-        if "batch" in self.write_interval:
+        if self.interval.on_batch:
             self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
-        if "epoch" in self.write_interval:
+        if self.interval.on_epoch:
             while len(self._kept) <= dataloader_idx:
                 self._kept.append([])
                 self._indices.append([])
@@ -123,7 +143,7 @@ class BasePredictionWriter(Callback):
             self._indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if "epoch" in self.write_interval:
+        if self.interval.on_epoch:
             kept, indices = self._take(trainer)
             if writes_here(trainer):
                 self.write_on_epoch_end(trainer, module, kept[0] if len(kept) == 1 else kept, indices)

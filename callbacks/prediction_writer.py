@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PredictionWriter"]
 
-__getattr__, _ = lazily(globals(), {})  # says what to use instead of other names of Lightning's file
+# where Lightning has it; other names of its file are an error that says what to use
+__getattr__, _ = lazily(globals(), {"WriteInterval": ".base_prediction_writer"})
 
 _OURS = re.compile(r"dataloader_\d+|(batch-\d+|predictions|rank-\d+)\.(safetensors|jsonl)")
 _ROWS = 32  # batches per process that are gathered at a time
