@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["BasePredictionWriter", "WriteInterval"]
 
 
-class WriteInterval(StrEnum):
+class WriteInterval(str, Enum):
     """When predictions are written: `"batch"`, `"epoch"` or `"batch_and_epoch"`."""
 
     BATCH = "batch"

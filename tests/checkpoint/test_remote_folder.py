@@ -20,7 +20,7 @@ from trainkit.checkpoint.folder import free_name, remove
 from trainkit.checkpoint.remote_folder import RemoteFolder, fetch, remote_at
 from trainkit.checkpoint.uploads import Uploads, uploads
 from trainkit.console import TrainkitWarning
-from trainkit.errors import CorruptCheckpointError
+from trainkit.errors import CheckpointNotFoundError, CorruptCheckpointError
 from trainkit.paths import local_path
 
 FOLDER = "memory://bucket/run"
@@ -78,6 +78,16 @@ def test_a_checkpoint_at_a_url_is_the_same_and_is_read_from_there(bucket: Memory
     )
     shutil.rmtree(path)
     assert isinstance(Adam.load_from_checkpoint(f"{FOLDER}/good"), TinyModule)
+
+
+def test_a_url_without_a_checkpoint_is_named(bucket: MemoryFileSystem) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="^memory://bucket/run/good: expected .* beside it: none.$"):
+        open_checkpoint(f"{FOLDER}/good")
+    put(two()[0], "best")
+    with pytest.raises(CheckpointNotFoundError, match="^memory://bucket/run/good: expected .* beside it: 'best'.$"):
+        open_checkpoint(f"{FOLDER}/good")
+    with pytest.raises(CheckpointNotFoundError, match="run is a folder of checkpoints.* Fix: 'memory://bucket/run/best'.$"):
+        open_checkpoint(FOLDER)
 
 
 def test_the_order_of_an_upload(bucket: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:

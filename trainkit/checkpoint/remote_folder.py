@@ -13,12 +13,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoint.identify import has_checkpoint_files, hidden_path, is_checkpoint
+from trainkit.checkpoint.identify import has_checkpoint_files, hidden_path, is_checkpoint, listed
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
 from trainkit.errors import CheckpointError, CorruptCheckpointError
 from trainkit.paths import url_of
 
-__all__ = ["RemoteFolder", "fetch", "remote_at"]
+__all__ = ["RemoteFolder", "fetch", "remote_at", "why_not_at_the_url"]
 
 
 def remote_at(path: Path) -> RemoteFolder | None:
@@ -37,6 +37,18 @@ def fetch(path: Path) -> None:
     remote = remote_at(path)
     if remote is not None and not is_checkpoint(path):
         remote.download()
+
+
+def why_not_at_the_url(path: Path) -> str | None:
+    """Why there is no checkpoint at the URL of a path, with the checkpoints near it; `None` for a path without a URL."""
+    remote, around = remote_at(path), remote_at(path.parent)
+    if remote is None:
+        return None
+    if inside := sorted(remote.checkpoints()):
+        fix = f"Fix: {remote.url + '/' + inside[-1]!r}."
+        return f"{remote.url} is a folder of checkpoints, expected one of them: {listed(inside)}. {fix}"
+    beside = sorted(around.checkpoints()) if around is not None else []
+    return f"{remote.url}: expected a checkpoint, but there is none. Checkpoints beside it: {listed(beside) or 'none'}."
 
 
 class RemoteFolder:
