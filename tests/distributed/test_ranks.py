@@ -100,3 +100,11 @@ def test_broadcast_needs_no_barrier_with_a_name() -> None:
 
     make_trainer(Broadcasts(), strategy=_OldBarrier(), devices=2).fit(TinyModule(), tiny_loader())
     assert found == [0]
+
+
+@pytest.mark.zero
+@pytest.mark.world_size(2)
+def test_the_verbs_under_zero() -> None:
+    verbs = Verbs()
+    make_trainer(verbs, strategy="zero2", devices=2).fit(TinyModule(), tiny_loader())
+    assert len(verbs.found) == 1

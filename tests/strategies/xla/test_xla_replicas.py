@@ -290,3 +290,38 @@ def of_another_number(devices: int) -> str:
 def test_replicas_that_were_not_started() -> None:
     said = run_xla(of_another_number, 2, devices=1, env={"CPU_NUM_DEVICES": "1"})
     assert said.startswith("devices=2 and mode='replicas', but XLA's runtime has one replica. Start the replicas: ")
+
+
+# ----------------------------------------------------------------------------------------------- verbs for users' values
+
+
+class Verbs(Callback):
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        strategy, rank = trainer.strategy, trainer.global_rank
+        value = torch.tensor([1.0, float(rank)], device=strategy.device)
+        reduced = [strategy.reduce(value, reduce_op=name).cpu().tolist() for name in ("mean", "max")]
+        sent = strategy.broadcast({"from": rank, "value": value} if rank == 1 else None, src=1)
+        strategy.barrier("told")
+        self.found = [reduced, sent["from"], sent["value"].tolist()]
+
+
+def _use_verbs(index: int, folder: str) -> None:
+    from trainkit.strategies import XLAStrategy
+
+    told = Verbs()
+    fit(XLAStrategy(mode="replicas"), Classifier(), samples=8, max_epochs=1, callbacks=[told])
+    Path(folder, f"{index}.json").write_text(json.dumps(told.found))
+
+
+def use_verbs(folder: str) -> list[Any]:
+    from trainkit.strategies import XLAStrategy
+
+    XLAStrategy.launch(_use_verbs, (folder,), devices=2, start_method="fork")
+    return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_broadcast_reduce_and_barrier(tmp_path: Path) -> None:
+    assert run_xla(use_verbs, str(tmp_path), devices=2) == [[[[1.0, 0.5], [1.0, 1.0]], 1, [1.0, 1.0]]] * 2
