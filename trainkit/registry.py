@@ -116,6 +116,7 @@ CALLBACKS: dict[str, str] = {
     "model_summary": "trainkit.callbacks.model_summary:ModelSummary",
     "progress_bar": "trainkit.callbacks.progress.tqdm_progress:TQDMProgressBar",
     "recompile_monitor": "trainkit.callbacks.recompile_monitor:RecompileMonitor",
+    "rich_model_summary": "trainkit.callbacks.rich_model_summary:RichModelSummary",
     "timer": "trainkit.callbacks.timer:Timer",
 }
 

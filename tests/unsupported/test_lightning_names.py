@@ -127,7 +127,7 @@ def test_a_module_of_lightning_has_the_class_of_trainkit() -> None:
             "FSDPStrategy",
             "from trainkit.strategies import ZeROStrategy; ZeROStrategy(stage=3) shards parameters",
         ),
-        ("trainkit.utilities", "ModelSummary", OTHER["utilities"]["ModelSummary"]),
+        ("trainkit.utilities", "ModelSummary", "from trainkit.utilities.summary import ModelSummary"),
         ("trainkit.utils", "gather", None),
         ("trainkit.utils", "DummyOptim", ADVICE["trainkit"]["DummyOptim"]),
         ("trainkit", "merge_dicts", "{**first, **second}"),

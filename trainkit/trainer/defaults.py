@@ -68,7 +68,7 @@ def attach_callbacks(
 
     progress_bar = progress_bar and not any(getattr(callback, "is_progress_bar", False) for callback in callbacks)
     attach("progress_bar", progress_bar, "enable_progress_bar")  # on all processes; only the main process shows it
-    attach("model_summary", summary, "enable_model_summary")
+    attach(_summary_to_add(callbacks), summary, "enable_model_summary")
     attach("timer", arguments.max_time is not None, "max_time", arguments.max_time)
     schedule = arguments.accumulation_schedule
     attach("gradient_accumulation_scheduler", schedule is not None, "accumulate_grad_batches", schedule)
@@ -83,6 +83,13 @@ def attach_callbacks(
         )
     attach("model_checkpoint", checkpoints and not trainer.fast_dev_run, "enable_checkpointing")
     return callbacks
+
+
+def _summary_to_add(callbacks: Iterable[Callback]) -> str:
+    """The registered name of the model summary that fits the progress bar, unless there is a summary already."""
+    names = [name for callback in callbacks if (name := getattr(callback, "summary_callback", None)) is not None]
+    kind = load_callback("model_summary")
+    return "model_summary" if not names or any(isinstance(callback, kind) for callback in callbacks) else str(names[0])
 
 
 def _check_norm_is_logged(wanted: bool, callbacks: Iterable[Callback]) -> None:

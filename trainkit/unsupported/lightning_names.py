@@ -37,6 +37,9 @@ SAME: dict[str, dict[str, str]] = {
         "trainkit.utilities": """
             AttributeDict CombinedLoader grad_norm isolate_rng measure_flops move_data_to_device rank_prefixed_message
             rank_zero_debug rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn""",
+        "trainkit.utilities.summary": """
+            LEFTOVER_PARAMS_NAME LayerSummary ModelSummary NOT_APPLICABLE PARAMETER_NUM_UNITS UNKNOWN_SIZE
+            get_formatted_model_size get_human_readable_count parse_batch_shape summarize""",
         "trainkit.utilities.exceptions": "MisconfigurationException SIGTERMException",
         "trainkit.utilities.types": """
             EVAL_DATALOADERS LRSchedulerConfigType LRSchedulerPLType LRSchedulerType LRSchedulerTypeTuple LRSchedulerTypeUnion
@@ -57,9 +60,7 @@ OTHER: dict[str, dict[str, str]] = {
         "ParallelStrategy": "from trainkit import Strategy",
     },
     "utilities": {
-        "LayerSummary": "from trainkit.callbacks import ModelSummary",
         "LightningDeprecationWarning": "DeprecationWarning",
-        "ModelSummary": "from trainkit.callbacks import ModelSummary, and Trainer(callbacks=[ModelSummary(max_depth=2)])",
         "PossibleUserWarning": "UserWarning",
         "garbage_collection_cuda": "from trainkit.utils import release_memory",
         "download_model_from_registry": "Model.load_from_checkpoint(path)",
@@ -170,9 +171,7 @@ _ABSENT: dict[str, dict[str, str]] = {
         "tensor.detach().cpu()": "recursive_detach",
         "torchvision.models.get_model(name)": "get_torchvision_model",
         "'name' in vars(type(module))": "is_overridden",
-        _SUMMARY: """
-            DeepSpeedLayerSummary DeepSpeedSummary LEFTOVER_PARAMS_NAME NOT_APPLICABLE PARAMETER_NUM_UNITS UNKNOWN_SIZE
-            deepspeed_param_size get_formatted_model_size get_human_readable_count parse_batch_shape summarize""",
+        _SUMMARY: "DeepSpeedLayerSummary DeepSpeedSummary deepspeed_param_size",
         _INIT: "clean_namespace collect_init_args get_init_args parse_class_init_keys save_hyperparameters",
         "getattr(module.hparams, name)": "lightning_getattr lightning_hasattr lightning_setattr",
         "inspect.signature(hook).parameters": "is_param_in_hook_signature",
