@@ -16,7 +16,9 @@ SAME: dict[str, dict[str, str]] = {
             BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Callback Checkpoint DeviceStatsMonitor
             EMAWeightAveraging EarlyStopping GradientAccumulationScheduler LambdaCallback LearningRateFinder
             LearningRateMonitor ModelCheckpoint ModelPruning ModelSummary OnExceptionCheckpoint ProgressBar RichModelSummary
-            RichProgressBar SpikeDetection StochasticWeightAveraging TQDMProgressBar ThroughputMonitor Timer WeightAveraging"""
+            RichProgressBar SpikeDetection StochasticWeightAveraging TQDMProgressBar ThroughputMonitor Timer WeightAveraging""",
+        "trainkit.callbacks.early_stopping": "EarlyStoppingReason",
+        "trainkit.callbacks.timer": "Interval",
     },
     "cli": {
         "trainkit.cli": """
@@ -93,9 +95,7 @@ _ABSENT: dict[str, dict[str, str]] = {
         "MemoryMonitor, or torch.cuda.memory_stats()": "get_cpu_stats get_device_stats get_nvidia_gpu_stats",
     },
     "callbacks": {
-        "EarlyStopping, whose stopped_epoch and stopping_reason say why": "EarlyStoppingReason",
         _THE_STRING + "BasePredictionWriter('epoch')": "WriteInterval",
-        _THE_STRING + "Timer(interval='step')": "Interval",
         "a function of your own: lambda epoch: 2.0": "multiplicative",
         "RichProgressBar": "RichProgressBarTheme",
         "trainer.progress_bar_metrics": "get_standard_metrics",
