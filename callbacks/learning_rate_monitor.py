@@ -77,6 +77,9 @@ class LearningRateMonitor(Callback):
                 "LearningRateMonitor: no learning rate scheduler is configured, so the rates stay the same unless the module "
                 "changes them."
             )
+        without = [type(o).__name__ for o in trainer.optimizers if not {"momentum", "betas"} & {*getattr(o, "defaults", ())}]
+        if self.log_momentum and without:
+            warn(f"LearningRateMonitor(log_momentum=True): {', '.join(without)} has no momentum, so 0 is logged for it.")
         bases = [
             getattr(configs.get(index), "name", None) or f"lr-{type(optimizer).__name__}"
             for index, optimizer in enumerate(trainer.optimizers)
