@@ -108,6 +108,7 @@ SINGLE = StrategyInfo(
 """The base class, `trainkit.Strategy`: one device."""
 
 CALLBACKS: dict[str, str] = {
+    "checkpoint": "trainkit.callbacks.checkpoint:Checkpoint",
     "early_stopping": "trainkit.callbacks.early_stopping:EarlyStopping",
     "gradient_accumulation_scheduler": "trainkit.callbacks.gradient_accumulation_scheduler:GradientAccumulationScheduler",
     "gradient_clipping": "trainkit.callbacks.gradient_clipping:GradientClipping",
