@@ -94,8 +94,9 @@ def _checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
 def _summary_to_add(callbacks: Iterable[Callback]) -> str:
     """The registered name of the model summary that fits the progress bar, unless there is a summary already."""
     names = [name for callback in callbacks if (name := getattr(callback, "summary_callback", None)) is not None]
-    kind = load_callback("model_summary")
-    return "model_summary" if not names or any(isinstance(callback, kind) for callback in callbacks) else str(names[0])
+    if not names or any(isinstance(callback, load_callback("model_summary")) for callback in callbacks):
+        return "model_summary"
+    return str(names[0])
 
 
 def _check_norm_is_logged(wanted: bool, callbacks: Iterable[Callback]) -> None:

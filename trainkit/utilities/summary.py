@@ -113,7 +113,8 @@ class Summary:
     Attributes:
         layers: Name → the `LayerSummary`, in the order of `named_modules`.
         max_depth: As given.
-        total_flops: FLOPs of the forward, counted by `torch.utils.flop_counter`; 0 without an example.
+        total_flops: FLOPs of the forward, counted by `torch.utils.flop_counter`: matrix products, convolutions and attention,
+            but not those inside of an operator such as that of `nn.LSTM`. 0 without an example.
 
     Raises:
         ConfigurationError: `max_depth` is not an integer of at least -1.
