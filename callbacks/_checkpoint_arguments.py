@@ -97,7 +97,7 @@ def fill(template: str, values: Mapping[str, Any], *, insert: bool, known: Itera
 
 def missing(trainer: Trainer, monitor: str, logged: Iterable[str]) -> MissingMetricError:
     """The error for a monitor that was never logged."""
-    return MissingMetricError(f"{not_logged(trainer, 'ModelCheckpoint', monitor, logged)} {how_to_log(monitor, logged)}.")
+    return MissingMetricError(f"{not_logged(trainer, 'ModelCheckpoint', monitor, logged)} {how_to_log(monitor)}.")
 
 
 def absolute(path: str | os.PathLike[str]) -> str:

@@ -10,7 +10,8 @@ __all__ = ["Checkpoint"]
 class Checkpoint(Callback):
     """Base class of callbacks that save checkpoints: `ModelCheckpoint`, `OnExceptionCheckpoint` and your own.
 
-    It has no behavior. It lets code find such callbacks: `isinstance(callback, Checkpoint)`. The `Trainer` adds its default
+    It has no behavior. It lets code find such callbacks: `isinstance(callback, Checkpoint)`. The `Trainer` calls them after the
+    others, whatever their place in `callbacks`, so that they save what the others have done. It adds its default
     `ModelCheckpoint` unless `callbacks` contains a `ModelCheckpoint`; a callback of another class does not replace it.
 
     To read a checkpoint use `trainkit.checkpoint.Checkpoint`, which is another class.

@@ -304,9 +304,10 @@ class EarlyStopping(Callback):
     def _report_missing(self, trainer: Trainer) -> None:
         text = not_logged(trainer, "EarlyStopping", self.monitor, trainer.callback_metrics)
         if self.strict:
-            raise MissingMetricError(
-                f"{text} {how_to_log(self.monitor, trainer.callback_metrics)}; or pass strict=False to continue without it."
-            )
+            when, fix = self.check_on_train_epoch_end, ""
+            if when is not None and _validates(trainer):
+                fix = f" Or remove check_on_train_epoch_end={when}, which decides when it is read."
+            raise MissingMetricError(f"{text} {how_to_log(self.monitor)}.{fix} Or pass strict=False to continue without it.")
         if not self._warned:
             self._warned = True
             warn(f"{text} The check is skipped because of strict=False.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -77,6 +78,8 @@ class LearningRateMonitor(Callback):
                 "LearningRateMonitor: no learning rate scheduler is configured, so the rates stay the same unless the module "
                 "changes them."
             )
+        if self.log_momentum:
+            _warn_without_momentum(trainer.optimizers)
         bases = [
             getattr(configs.get(index), "name", None) or f"lr-{type(optimizer).__name__}"
             for index, optimizer in enumerate(trainer.optimizers)
@@ -141,6 +144,13 @@ def _group_names(optimizer: Optimizer, base: str) -> list[str]:
             "Fix: give each group its own 'name', or none"
         )
     return names
+
+
+def _warn_without_momentum(optimizers: Iterable[Optimizer]) -> None:
+    without = [type(o).__name__ for o in optimizers if not {"momentum", "betas"} & {*getattr(o, "defaults", ())}]
+    if without:
+        names, verb = ", ".join(without), "has" if len(without) == 1 else "have"
+        warn(f"LearningRateMonitor(log_momentum=True): {names} {verb} no momentum, so 0 is logged.")
 
 
 def _momentum(group: dict[str, Any]) -> float:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from trainkit.callbacks.model_summary import ModelSummary, Summary
+from trainkit.callbacks.model_summary import ModelSummary
 from trainkit.errors import missing_package
+from trainkit.utilities.summary import table_rows, total_lines
 
 __all__ = ["RichModelSummary"]
 
@@ -33,21 +34,30 @@ class RichModelSummary(ModelSummary):
     def __init__(self, max_depth: int = 1, header_style: Any = "bold magenta") -> None:
         if importlib.util.find_spec("rich") is None:
             raise missing_package("rich", "rich", "RichModelSummary")
-        super().__init__(max_depth)
-        self.header_style = header_style
+        super().__init__(max_depth, header_style=header_style)
 
-    def show(self, summary: Summary) -> None:
-        from rich.console import Console
+    @staticmethod
+    def summarize(
+        summary_data: list[tuple[str, list[str]]],
+        total_parameters: int,
+        trainable_parameters: int,
+        model_size: float,
+        total_training_modes: dict[str, int],
+        total_flops: int,
+        **summarize_kwargs: Any,
+    ) -> None:
+        from rich import get_console
         from rich.table import Table
         from rich.text import Text
 
-        header, rows = summary.table()
-        table = Table(header_style=self.header_style)
+        header, *rows = table_rows(summary_data, total_flops)
+        table = Table(header_style=summarize_kwargs.get("header_style", "bold magenta"))
+        numbers = ("Params", "FLOPs", "In sizes", "Out sizes")
         for name in header:
-            table.add_column(name, justify="right" if name in ("Params", "In sizes", "Out sizes") else "left", overflow="fold")
+            table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
         for row in rows:
-            table.add_row(*map(Text, row))  # as they are: "[1, 2]" is not markup
-        console = Console()
-        console.print(table)
-        for line in summary.totals():
-            console.print(Text(line))
+            table.add_row(*row)
+        totals = total_lines(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
+        console = get_console()
+        console.print(table, markup=False)
+        console.print(Text("\n".join(totals)))

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
@@ -18,12 +19,22 @@ if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["Timer"]
+__all__ = ["Interval", "Timer"]
 
 __getattr__, _ = lazily(globals(), {})  # says what to use instead of other names of Lightning's file
 
 _STAGES = ("train", "validate", "test", "predict", "sanity_check")
 _FORMAT = re.compile(r"(\d+):(\d+):(\d+):(\d+)")
+
+
+class Interval(str, Enum):
+    """When a `Timer` checks the time: an argument `interval`, like the strings `"step"` and `"epoch"`."""
+
+    step = "step"
+    """After each batch."""
+
+    epoch = "epoch"
+    """At the end of each epoch."""
 
 
 class Timer(Callback):
@@ -35,12 +46,12 @@ class Timer(Callback):
 
     Args:
         duration: `"DD:HH:MM:SS"`, a `timedelta`, a dict of `timedelta`'s arguments (`{"hours": 12}`), or None
-            to measure only.
+            to measure only. With 0 it stops before the first step, or when `min_steps` and `min_epochs` are reached.
         interval: `"step"` checks after each batch, `"epoch"` at the end of each epoch.
         verbose: Print a line when the limit is reached.
 
     Raises:
-        ConfigurationError: A duration that is malformed or not longer than 0, or an unknown interval.
+        ConfigurationError: A duration that is malformed or negative, or an unknown interval.
 
     Example:
         ```python
@@ -98,9 +109,9 @@ class Timer(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._stopped, self.stopping_reason = False, None
-        self._begin("train")
         self._check_together(trainer, module)  # a resumed run may have used up its time
-        if self._stopped:
+        self._begin("train")
+        if self._stopped and self._before.get("train"):
             notice(
                 f"the resumed run has no time left: {self.stopping_reason}. It does not train further. To continue, raise "
                 "max_time, or the duration of Timer."
@@ -201,6 +212,6 @@ def _seconds(duration: Any) -> float | None:
         raise ConfigurationError(
             f"Timer(duration=...) expected 'DD:HH:MM:SS', a timedelta, a dict or None, got {duration!r}. {fix}"
         )
-    if duration <= timedelta(0):
-        raise ConfigurationError(f"Timer(duration=...) expected more than 0 seconds, got {duration!r}. {fix}")
+    if duration < timedelta(0):
+        raise ConfigurationError(f"Timer(duration=...) expected at least 0 seconds, got {duration!r}. {fix}")
     return duration.total_seconds()

@@ -108,6 +108,7 @@ SINGLE = StrategyInfo(
 """The base class, `trainkit.Strategy`: one device."""
 
 CALLBACKS: dict[str, str] = {
+    "checkpoint": "trainkit.callbacks.checkpoint:Checkpoint",
     "early_stopping": "trainkit.callbacks.early_stopping:EarlyStopping",
     "gradient_accumulation_scheduler": "trainkit.callbacks.gradient_accumulation_scheduler:GradientAccumulationScheduler",
     "gradient_clipping": "trainkit.callbacks.gradient_clipping:GradientClipping",
@@ -116,6 +117,7 @@ CALLBACKS: dict[str, str] = {
     "model_summary": "trainkit.callbacks.model_summary:ModelSummary",
     "progress_bar": "trainkit.callbacks.progress.tqdm_progress:TQDMProgressBar",
     "recompile_monitor": "trainkit.callbacks.recompile_monitor:RecompileMonitor",
+    "rich_model_summary": "trainkit.callbacks.rich_model_summary:RichModelSummary",
     "timer": "trainkit.callbacks.timer:Timer",
 }
 

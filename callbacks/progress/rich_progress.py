@@ -94,7 +94,8 @@ class RichProgressBar(StagedProgressBar):
     """Shows what `TQDMProgressBar` shows, drawn in color by the package rich: `pip install 'trainkit-torch[rich]'`.
 
     Where standard output is neither a terminal nor a notebook, it prints lines, as `TQDMProgressBar` does. While it shows bars,
-    rich writes what is printed above them. It starts no thread, and draws in the hooks of batches.
+    rich writes what is printed above them. It starts no thread, and draws in the hooks of batches. With it, the `Trainer`
+    adds a `RichModelSummary` instead of a `ModelSummary`.
 
     Args:
         refresh_rate: Maximum number of refreshes per second; 0 shows nothing. In Lightning the default is 100, which costs time
@@ -105,6 +106,7 @@ class RichProgressBar(StagedProgressBar):
 
     Attributes:
         progress: The `rich.progress.Progress` that is shown now; None where lines are printed.
+        summary_callback: The registered name of the summary that the `Trainer` adds.
 
     Raises:
         ConfigurationError: `refresh_rate` is not a number of at least 0, or `theme` is not a `RichProgressBarTheme`.
@@ -115,6 +117,8 @@ class RichProgressBar(StagedProgressBar):
         trainer = Trainer(callbacks=[RichProgressBar(leave=True)])
         ```
     """
+
+    summary_callback = "rich_model_summary"
 
     def __init__(
         self,

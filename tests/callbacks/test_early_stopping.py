@@ -153,8 +153,34 @@ def test_a_metric_that_was_never_logged_is_an_error_that_names_what_was(trainer,
     callback.on_train_start(trainer, module)
     with pytest.raises(MissingMetricError) as caught:
         callback.on_validation_end(trainer, module)
-    for word in ("'valloss'", "'train_loss', 'val_loss'", "Did you mean 'val_loss'?", "self.log('valloss', value)"):
-        assert word in str(caught.value)
+    assert str(caught.value) == (
+        "EarlyStopping monitors 'valloss', which was not logged. Logged so far: 'train_loss', 'val_loss'. Did you mean "
+        "'val_loss'? To monitor 'valloss', log it in validation_step or training_step: self.log('valloss', value). Or remove "
+        "check_on_train_epoch_end=False, which decides when it is read. Or pass strict=False to continue without it."
+    )
+
+
+def test_a_metric_of_the_training_epoch_is_not_there_after_validation(make_trainer) -> None:
+    """It is complete when validation has ended."""
+
+    class ByEpoch(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("by_step", loss)
+            self.log("by_epoch", loss, on_step=False, on_epoch=True)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def stopped(monitor: str, when: bool | None) -> int:
+        trainer = make_trainer(EarlyStopping(monitor, patience=1, stopping_threshold=100.0, check_on_train_epoch_end=when))
+        trainer.fit(ByEpoch(), tiny_loader(), tiny_loader())
+        return trainer.current_epoch
+
+    assert [stopped("by_step", when) for when in (None, True, False)] == [1, 1, 1]
+    assert [stopped("by_epoch", when) for when in (None, True)] == [1, 1]
+    with pytest.raises(MissingMetricError, match="'by_epoch', which was not logged.*Or remove check_on_train_epoch_end=False"):
+        stopped("by_epoch", False)
 
 
 def test_not_strict_warns_once(trainer, module) -> None:

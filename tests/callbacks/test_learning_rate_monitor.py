@@ -131,7 +131,8 @@ def test_momentum_and_weight_decay(trainer, module) -> None:
         torch.optim.AdamW([parameter()], lr=0.25, betas=(0.75, 0.5), weight_decay=0.0),
         torch.optim.Adagrad([parameter()], lr=1.0),
     ]
-    callback = attached(trainer, module, optimizers, [config(0)], logging_interval="step", log_momentum=True)
+    with pytest.warns(TrainkitWarning, match="Adagrad has no momentum, so 0 is logged"):
+        callback = attached(trainer, module, optimizers, [config(0)], logging_interval="step", log_momentum=True)
     callback.log_weight_decay = True
     for optimizer in optimizers:
         callback.on_before_optimizer_step(trainer, module, optimizer)

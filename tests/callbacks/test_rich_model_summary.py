@@ -6,14 +6,17 @@ import io
 from typing import Any
 
 import pytest
+import rich
+import rich.console
 import torch
 from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import make_trainer
 from helpers.worlds.worlds import run_world
 
-from trainkit.callbacks import ModelSummary, RichModelSummary
-from trainkit.callbacks.model_summary import summarize
-from trainkit.errors import HookError, MissingPackageError
+from trainkit import Callback
+from trainkit.callbacks import ModelSummary, RichModelSummary, RichProgressBar
+from trainkit.errors import MissingPackageError
+from trainkit.utilities.summary import summarize
 
 
 class Shaped(TinyModule):
@@ -37,9 +40,9 @@ def test_a_fit_prints_the_table_on_the_main_process() -> None:
     main, other = run_world(2, on_two)
     assert other == ""
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in main.splitlines() if line.startswith("│")]
-    assert cells == [["0", "layer", "Linear", "5", "train", "[2, 4]", "[2, 1]"]]
+    assert cells == [["0", "layer", "Linear", "5", "train", "16", "[2, 4]", "[2, 1]"]]
     assert main.count("Trainable params") == 1  # no second table
-    assert [line.rstrip() for line in main.splitlines()[5:]] == summarize(Shaped()).totals()
+    assert [line.rstrip() for line in main.splitlines()[5:]] == str(summarize(Shaped())).splitlines()[4:]
 
 
 def test_depth_0_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +53,8 @@ def test_depth_0_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_style_of_the_first_line(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    RichModelSummary(header_style="bold").show(summarize(Shaped()))
+    monkeypatch.setattr(rich, "get_console", lambda: rich.console.Console())  # one that reads these variables
+    make_trainer(RichModelSummary(header_style="bold")).fit(Shaped(), tiny_loader(4))
     assert "\x1b[1mName" in capsys.readouterr().out
 
 
@@ -61,18 +65,11 @@ def test_without_rich(monkeypatch) -> None:
         RichModelSummary()
 
 
-@pytest.mark.parametrize("base", [ModelSummary, RichModelSummary])
-def test_a_summary_of_a_user(base: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    class Short(base):
-        def show(self, summary: Any) -> None:
-            print("parameters:", summary.total)
+def test_a_rich_progress_bar_brings_it() -> None:
+    def summaries(*callbacks: Callback) -> list[type]:
+        trainer = make_trainer(*callbacks, enable_model_summary=True)
+        return [type(callback) for callback in trainer.callbacks if isinstance(callback, ModelSummary)]
 
-    make_trainer(Short(), enable_model_summary=True).fit(Shaped(), tiny_loader(4))
-    assert capsys.readouterr().out == "parameters: 5\n"
-
-    class Lightnings(base):
-        @staticmethod
-        def summarize(*arguments: Any, **options: Any) -> None: ...
-
-    with pytest.raises(HookError, match="def show"):
-        Lightnings()
+    assert summaries() == [ModelSummary]
+    assert summaries(RichProgressBar()) == [RichModelSummary]
+    assert summaries(RichProgressBar(), ModelSummary()) == [ModelSummary]

@@ -8,7 +8,9 @@ import pytest
 from helpers.runs.tiny import TinyModule, tiny_loader
 
 from trainkit.callbacks import Timer, timer
+from trainkit.callbacks.timer import Interval
 from trainkit.errors import ConfigurationError, UnknownNameError
+from trainkit.trainer.states import RunningStage
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +27,7 @@ def _stopped_clock(clock, monkeypatch) -> None:
         (timedelta(minutes=1.5), 90.0),
         ({"hours": 1, "minutes": 0.5}, 3630.0),
         (MappingProxyType({"days": 1}), 86400.0),
+        (timedelta(0), 0.0),
         (None, None),
     ],
 )
@@ -33,7 +36,7 @@ def test_durations(duration: Any, seconds: float | None) -> None:
     assert Timer(duration).time_remaining() == seconds
 
 
-@pytest.mark.parametrize("duration", ["12:00:00", "1 day", "", 60, {"hour": 1}, timedelta(0), "00:00:00:00", {"days": -1}])
+@pytest.mark.parametrize("duration", ["12:00:00", "1 day", "", 60, {"hour": 1}, timedelta(-1), {"days": -1}])
 def test_a_duration_that_cannot_be_understood(duration: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"Timer\('00:12:00:00'\)"):
         Timer(duration)
@@ -200,6 +203,7 @@ def test_a_second_fit_has_the_whole_time_again(trainer, module, clock) -> None:
     callback = Timer("00:00:00:10", verbose=False)
     for _ in range(2):
         trainer.should_stop = False
+        callback.setup(trainer, module, "fit")
         callback.on_train_start(trainer, module)
         clock.now += 9
         callback.on_train_batch_end(trainer, module, None, None, 0)
@@ -236,6 +240,28 @@ def test_a_fit_ends_with_the_epoch_in_which_the_time_is_up(make_trainer, clock) 
     trainer = make_trainer(Timer({"seconds": 45}, interval="epoch", verbose=False), max_epochs=5)
     trainer.fit(TenSecondSteps(clock), tiny_loader())
     assert trainer.global_step == 8
+
+
+@pytest.mark.parametrize(
+    ("limits", "step"), [({}, 0), ({"min_steps": 3}, 3), ({"min_epochs": 2}, 8), ({"min_steps": 3, "min_epochs": 2}, 8)]
+)
+@pytest.mark.parametrize("interval", Interval)
+def test_no_time_at_all(make_trainer, clock, caplog, limits: Any, step: int, interval: Interval) -> None:
+    callback = Timer(timedelta(0), interval, verbose=False)
+    trainer = make_trainer(callback, max_epochs=5, **limits)
+    trainer.fit(TenSecondSteps(clock), tiny_loader())
+    assert trainer.global_step == step
+    assert callback.time_elapsed(RunningStage.TRAINING) == 10 * step
+    assert "resumed" not in caplog.text
+
+
+def test_a_limit_shorter_than_a_step(make_trainer, clock) -> None:
+    trainer = make_trainer(Timer({"microseconds": 1}, "epoch", verbose=False), max_epochs=5)
+    trainer.fit(TenSecondSteps(clock), tiny_loader())
+    assert trainer.global_step == 4
+    trainer = make_trainer(max_time={"microseconds": 1}, min_steps=3, max_epochs=5)
+    trainer.fit(TenSecondSteps(clock), tiny_loader())
+    assert trainer.global_step == 3
 
 
 def test_a_fit_is_timed_by_stage(make_trainer, clock) -> None:

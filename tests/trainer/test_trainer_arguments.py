@@ -10,7 +10,7 @@ from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import make_trainer, parameters_of
 
 from trainkit import Callback, Strategy, Trainer
-from trainkit.callbacks import EarlyStopping, GradientClipping, TQDMProgressBar
+from trainkit.callbacks import EarlyStopping, GradientClipping, ModelCheckpoint, TQDMProgressBar
 from trainkit.errors import (
     ConfigurationError,
     HookError,
@@ -108,6 +108,17 @@ def test_what_arguments_attach() -> None:
         logger=False, accelerator="cpu", callbacks=[stopping, bar], enable_model_summary=False, enable_checkpointing=False
     )
     assert trainer.callbacks == [stopping, bar]
+
+
+def test_callbacks_that_save_are_the_last() -> None:
+    best, newest = ModelCheckpoint(monitor="train_loss"), ModelCheckpoint(every_n_epochs=1)
+    stopping, first = EarlyStopping("train_loss"), First()
+    trainer = make_trainer(newest, first, enable_checkpointing=True)
+    assert trainer.callbacks == [first, newest]
+    trainer.fit(Bringing([stopping]), tiny_loader(4))
+    assert trainer.callbacks == [first, stopping, newest]
+    trainer.fit(Bringing([best, stopping]), tiny_loader(4))
+    assert trainer.callbacks == [first, stopping, best]  # a callback of the module replaces those of its class
     assert trainer.early_stopping_callback is stopping
     assert Trainer(logger=False, callbacks=stopping, enable_progress_bar=False, max_epochs=1).callbacks[0] is stopping
 

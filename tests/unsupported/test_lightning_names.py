@@ -141,7 +141,7 @@ def test_what_projects_import_from_fabric() -> None:
             "FSDPStrategy",
             "from trainkit.strategies import ZeROStrategy; ZeROStrategy(stage=3) shards parameters",
         ),
-        ("trainkit.utilities", "ModelSummary", OTHER["utilities"]["ModelSummary"]),
+        ("trainkit.utilities", "ModelSummary", "from trainkit.utilities.summary import ModelSummary"),
         ("trainkit.utils", "gather", None),
         ("trainkit.utils", "DummyOptim", ADVICE["trainkit"]["DummyOptim"]),
         ("trainkit", "merge_dicts", "{**first, **second}"),

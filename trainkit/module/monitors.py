@@ -37,10 +37,9 @@ def not_logged(run: Trainer, owner: str, monitor: str, logged: Iterable[str]) ->
     )
 
 
-def how_to_log(monitor: str, logged: Iterable[str]) -> str:
+def how_to_log(monitor: str) -> str:
     """The rest of that message: the fix."""
-    log = "If not, log it" if nearest(monitor, sorted(logged)) else "Log it"
-    return f"{log}, in validation_step or training_step: self.log({monitor!r}, value); or monitor another one"
+    return f"To monitor {monitor!r}, log it in validation_step or training_step: self.log({monitor!r}, value)"
 
 
 def why_no_validation(run: Trainer) -> str | None:

@@ -68,7 +68,7 @@ def attach_callbacks(
 
     progress_bar = progress_bar and not any(getattr(callback, "is_progress_bar", False) for callback in callbacks)
     attach("progress_bar", progress_bar, "enable_progress_bar")  # on all processes; only the main process shows it
-    attach("model_summary", summary, "enable_model_summary")
+    attach(_summary_to_add(callbacks), summary, "enable_model_summary")
     attach("timer", arguments.max_time is not None, "max_time", arguments.max_time)
     schedule = arguments.accumulation_schedule
     attach("gradient_accumulation_scheduler", schedule is not None, "accumulate_grad_batches", schedule)
@@ -82,7 +82,21 @@ def attach_callbacks(
             "enable_checkpointing=False and a ModelCheckpoint in callbacks contradict each other. Remove one of them."
         )
     attach("model_checkpoint", checkpoints and not trainer.fast_dev_run, "enable_checkpointing")
-    return callbacks
+    return _checkpoints_last(callbacks)
+
+
+def _checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
+    """The callbacks in their order, but those that save checkpoints last: they save what the others have done."""
+    kind = load_callback("checkpoint")
+    return sorted(callbacks, key=lambda callback: isinstance(callback, kind))
+
+
+def _summary_to_add(callbacks: Iterable[Callback]) -> str:
+    """The registered name of the model summary that fits the progress bar, unless there is a summary already."""
+    names = [name for callback in callbacks if (name := getattr(callback, "summary_callback", None)) is not None]
+    if not names or any(isinstance(callback, load_callback("model_summary")) for callback in callbacks):
+        return "model_summary"
+    return str(names[0])
 
 
 def _check_norm_is_logged(wanted: bool, callbacks: Iterable[Callback]) -> None:
@@ -108,7 +122,7 @@ def merge_module_callbacks(trainer: Trainer, module: TrainModule) -> None:
     if clips and not any(isinstance(callback, clipping) for callback in kept + configured):
         configured.append(clipping(None))  # so that the module's own clipping is called
     trainer._module_callbacks = configured
-    trainer._run.callbacks = kept + configured
+    trainer._run.callbacks = _checkpoints_last(kept + configured)
     for callback in trainer.callbacks:
         callback._module = module
 

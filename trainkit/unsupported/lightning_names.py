@@ -16,7 +16,10 @@ SAME: dict[str, dict[str, str]] = {
             BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Callback Checkpoint DeviceStatsMonitor
             EMAWeightAveraging EarlyStopping GradientAccumulationScheduler LambdaCallback LearningRateFinder
             LearningRateMonitor ModelCheckpoint ModelPruning ModelSummary OnExceptionCheckpoint ProgressBar RichModelSummary
-            RichProgressBar SpikeDetection StochasticWeightAveraging TQDMProgressBar ThroughputMonitor Timer WeightAveraging"""
+            RichProgressBar SpikeDetection StochasticWeightAveraging TQDMProgressBar ThroughputMonitor Timer WeightAveraging""",
+        "trainkit.callbacks.early_stopping": "EarlyStoppingReason",
+        "trainkit.callbacks.prediction_writer": "WriteInterval",
+        "trainkit.callbacks.timer": "Interval",
     },
     "cli": {
         "trainkit.cli": """
@@ -38,6 +41,9 @@ SAME: dict[str, dict[str, str]] = {
             AttributeDict CombinedLoader grad_norm isolate_rng measure_flops move_data_to_device rank_prefixed_message
             rank_zero_debug rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn""",
         "trainkit.utilities.parsing": "get_init_args",
+        "trainkit.utilities.summary": """
+            LEFTOVER_PARAMS_NAME LayerSummary ModelSummary NOT_APPLICABLE PARAMETER_NUM_UNITS UNKNOWN_SIZE
+            get_formatted_model_size get_human_readable_count parse_batch_shape summarize""",
         "trainkit.utilities.exceptions": "MisconfigurationException SIGTERMException",
         "trainkit.utilities.types": """
             EVAL_DATALOADERS LRSchedulerConfigType LRSchedulerPLType LRSchedulerType LRSchedulerTypeTuple LRSchedulerTypeUnion
@@ -70,8 +76,6 @@ OTHER: dict[str, dict[str, str]] = {
         "ParallelStrategy": "from trainkit import Strategy",
     },
     "utilities": {
-        "LayerSummary": "from trainkit.callbacks import ModelSummary",
-        "ModelSummary": "from trainkit.callbacks import ModelSummary, and Trainer(callbacks=[ModelSummary(max_depth=2)])",
         "garbage_collection_cuda": "from trainkit.utils import release_memory",
         "download_model_from_registry": "Model.load_from_checkpoint(path)",
         "extract_batch_size": "self.log(name, value, batch_size=len(x))",
@@ -103,9 +107,6 @@ _ABSENT: dict[str, dict[str, str]] = {
         "MemoryMonitor, or torch.cuda.memory_stats()": "get_cpu_stats get_device_stats get_nvidia_gpu_stats",
     },
     "callbacks": {
-        "EarlyStopping, whose stopped_epoch and stopping_reason say why": "EarlyStoppingReason",
-        _THE_STRING + "BasePredictionWriter('epoch')": "WriteInterval",
-        _THE_STRING + "Timer(interval='step')": "Interval",
         "a function of your own: lambda epoch: 2.0": "multiplicative",
         "RichProgressBar": "RichProgressBarTheme",
         "trainer.progress_bar_metrics": "get_standard_metrics",
@@ -180,9 +181,7 @@ _ABSENT: dict[str, dict[str, str]] = {
         "tensor.detach().cpu()": "recursive_detach",
         "torchvision.models.get_model(name)": "get_torchvision_model",
         "'name' in vars(type(module))": "is_overridden",
-        _SUMMARY: """
-            DeepSpeedLayerSummary DeepSpeedSummary LEFTOVER_PARAMS_NAME NOT_APPLICABLE PARAMETER_NUM_UNITS UNKNOWN_SIZE
-            deepspeed_param_size get_formatted_model_size get_human_readable_count parse_batch_shape summarize""",
+        _SUMMARY: "DeepSpeedLayerSummary DeepSpeedSummary deepspeed_param_size",
         _INIT: "clean_namespace collect_init_args parse_class_init_keys save_hyperparameters",
         "getattr(module.hparams, name)": "lightning_getattr lightning_hasattr lightning_setattr",
         "inspect.signature(hook).parameters": "is_param_in_hook_signature",
