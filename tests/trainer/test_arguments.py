@@ -321,7 +321,6 @@ def test_val_check_interval(value: Any) -> None:
         ({"gradient_clip_val": math.nan}, "not nan"),
         ({"gradient_clip_val": "1"}, "not '1'"),
         ({"gradient_clip_val": True}, "not True"),
-        ({"gradient_clip_val": 0}, "Fix: gradient_clip_val=None to turn clipping off"),
         ({"deterministic": "wran"}, "deterministic must be True, False or 'warn', not 'wran'"),
         ({"fast_dev_run": -1}, "fast_dev_run must be True, False or a number of batches, not -1"),
         ({"fast_dev_run": 1.5}, "not 1.5"),

@@ -76,6 +76,13 @@ def test_what_a_module_brings_is_checked() -> None:
             make_trainer().fit(Bringing(brought), tiny_loader())
 
 
+def test_clipping_at_0_is_no_clipping() -> None:
+    """As in Lightning: projects pass 0 to turn it off."""
+    trainer = make_trainer(gradient_clip_val=0.0)
+    assert trainer.gradient_clip_val == 0.0
+    assert not [callback for callback in trainer.callbacks if isinstance(callback, GradientClipping)]
+
+
 def test_a_modules_own_clipping_is_called() -> None:
     calls = []
 

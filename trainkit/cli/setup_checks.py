@@ -277,7 +277,7 @@ def _settings(context: CheckContext) -> str:
     _require(all(one == sums[0] for one in sums), f"after {done} the parameters of the processes differ")
     clip, window = trainer._arguments.gradient_clip_val, trainer.accumulate_grad_batches
     more = f", {window} micro-batches each" if window > 1 else ""
-    more += "" if clip is None else f", clipped at {clip}"
+    more += f", clipped at {clip}" if clip else ""
     return f"{done} with {trainer.strategy!r}{more}"
 
 

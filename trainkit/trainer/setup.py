@@ -167,7 +167,7 @@ def _refuse_under_manual(run: Run) -> None:
                 f"Trainer({name}={value}) needs automatic optimization. Under manual optimization, accumulate in "
                 f"training_step: if (batch_idx + 1) % {number} == 0: opt.step(); opt.zero_grad()"
             )
-    if run.arguments.gradient_clip_val is not None:
+    if run.arguments.gradient_clip_val:
         raise ConfigurationError(
             "gradient_clip_val needs automatic optimization. Call self.clip_gradients(optimizer, 1.0) before opt.step()."
         )
