@@ -153,6 +153,7 @@ class StagedProgressBar(ProgressBar):
         self._paused: float | None = None  # time at which validation paused training
         self._train: StageProgress | None = None
         self._evaluation: StageProgress | None = None
+        self._latest: dict[Kind, StageProgress] = {}  # also those that have ended, the newest last
 
     # ---------------------------------------------------------------------------------------------- what a subclass defines
 
@@ -275,7 +276,21 @@ class StagedProgressBar(ProgressBar):
         every, seconds = self._pace()
         display = self._display(kind, nested) if self._live else None
         description, total = self._description_of(kind), self._total_of(kind)
-        return StageProgress(kind, description, total, display, leave=leave, every=every, seconds=seconds)
+        stage = StageProgress(kind, description, total, display, leave=leave, every=every, seconds=seconds)
+        self._latest.pop(kind, None)
+        self._latest[kind] = stage
+        return stage
+
+    def _stage_of(self, *kinds: Kind) -> StageProgress:
+        """The newest stage of these kinds; where nothing is shown, such as on other processes, one that has not begun."""
+        for stage in reversed(self._latest.values()):
+            if stage.kind in kinds:
+                return stage
+        try:
+            total = math.inf if self._trainer is None else self._total_of(kinds[0])
+        except IndexError:  # a run without such loaders
+            total = math.inf
+        return StageProgress(kinds[0], "", total, None, leave=False, every=1, seconds=0.0)
 
     def _end_train_epoch(self, trainer: Trainer, module: TrainModule, *, leave: bool) -> None:
         """Show the final state of the epoch; called when its metrics are known, at the start of the next or at the end."""

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from trainkit.callbacks.progress._staged import Display, Kind, StagedProgressBar, StageProgress
 from trainkit.checks import real_number
 from trainkit.console import printable
-from trainkit.errors import ConfigurationError, HookError, missing_package
+from trainkit.errors import ConfigurationError, missing_package
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, ProgressColumn, Task
+    from rich.progress import Progress, ProgressColumn, Task, TaskID
     from rich.style import Style
 
     from trainkit.module.train_module import TrainModule
@@ -181,8 +181,7 @@ class RichProgressBar(StagedProgressBar):
     def train_progress_bar(self) -> Task:
         """rich's task of the training epoch.
 
-        Raises:
-            HookError: No training epoch is shown as a bar.
+        After the epoch, and where lines are printed or nothing is shown, it is a task of its own, with `total` and `completed`.
         """
         return self._task_of("train")
 
@@ -201,15 +200,43 @@ class RichProgressBar(StagedProgressBar):
         """rich's task of the test loader, as `train_progress_bar`."""
         return self._task_of("test")
 
+    @property
+    def train_progress_bar_id(self) -> TaskID | None:
+        """The number of the task of the training epoch in `progress`; None while it is not shown as a bar."""
+        return self._id_of("train")
+
+    @property
+    def val_sanity_progress_bar_id(self) -> TaskID | None:
+        """The number of the task of the sanity check, as `train_progress_bar_id`."""
+        return self._id_of("sanity")
+
+    @property
+    def val_progress_bar_id(self) -> TaskID | None:
+        """The number of the task of the validation loader, as `train_progress_bar_id`."""
+        return self._id_of("validation")
+
+    @property
+    def test_progress_bar_id(self) -> TaskID | None:
+        """The number of the task of the test loader, as `train_progress_bar_id`."""
+        return self._id_of("test")
+
+    @property
+    def predict_progress_bar_id(self) -> TaskID | None:
+        """The number of the task of the loader of prediction, as `train_progress_bar_id`."""
+        return self._id_of("predict")
+
+    def _id_of(self, kind: Kind) -> TaskID | None:
+        display = self._stage_of(kind).display
+        return display.task if isinstance(display, _RichDisplay) else None
+
     def _task_of(self, kind: Kind) -> Task:
-        for stage in (self._train, self._evaluation):
-            if stage is not None and stage.kind == kind and isinstance(stage.display, _RichDisplay):
-                number = stage.display.task
-                return next(task for task in stage.display.progress.tasks if task.id == number)
-        raise HookError(
-            f"{type(self).__name__} has no bar of {kind} now. Expected to be asked while it is shown on a terminal. Fix: read "
-            "it in a hook of the batches, after the hook of the base class, if progress is not None"
-        )
+        from rich.progress import Progress
+
+        stage, number, progress = self._stage_of(kind), self._id_of(kind), self.progress
+        if number is None or progress is None:
+            progress = Progress(disable=True)
+            number = progress.add_task(stage.description, total=stage.total, completed=stage.done)
+        return next(task for task in progress.tasks if task.id == number)
 
     def refresh(self) -> None:
         """Draw the bars again now, for example after a change of a task."""

@@ -13,7 +13,6 @@ from tqdm import tqdm
 from trainkit.callbacks.progress._staged import Display, Kind, StagedProgressBar, StageProgress
 from trainkit.checks import whole_number
 from trainkit.console import notice, printable
-from trainkit.errors import HookError
 from trainkit.lazy import lazily
 
 if TYPE_CHECKING:
@@ -99,7 +98,8 @@ class TQDMProgressBar(StagedProgressBar):
     (`BAR_FORMAT`) or the bars themselves (`init_train_tqdm`, `init_validation_tqdm`, …). The last two have no effect on lines.
 
     Args:
-        refresh_rate: Minimum number of batches between two refreshes; 0 shows nothing.
+        refresh_rate: Minimum number of batches between two refreshes; 0 shows nothing. The environment variable
+            `TQDM_MINITERS` sets it where it is higher.
         process_position: Number of lines to leave free above, for bars of other programs on the same terminal.
         leave: Keep the training bar of each epoch on the screen, not only the last one.
 
@@ -121,7 +121,7 @@ class TQDMProgressBar(StagedProgressBar):
         super().__init__(leave)
         refresh_rate = whole_number(refresh_rate, "TQDMProgressBar(refresh_rate=)", 0)
         process_position = whole_number(process_position, "TQDMProgressBar(process_position=)", 0)
-        self.refresh_rate = refresh_rate
+        self.refresh_rate = max(refresh_rate, int(os.environ.get("TQDM_MINITERS", 0)))
         self.process_position = process_position
         self._kind: type[tqdm[Any]] | None = None
 
@@ -144,10 +144,9 @@ class TQDMProgressBar(StagedProgressBar):
 
     @property
     def train_progress_bar(self) -> tqdm[Any]:
-        """tqdm's bar of the training epoch, or a disabled one where lines are printed or nothing is shown.
+        """tqdm's bar of the training epoch.
 
-        Raises:
-            HookError: No training epoch is running.
+        After the epoch, and where lines are printed or nothing is shown, it is a disabled one, with `total` and `n`.
         """
         return self._bar_of("train")
 
@@ -167,16 +166,9 @@ class TQDMProgressBar(StagedProgressBar):
         return self._bar_of("predict")
 
     def _bar_of(self, *kinds: Kind) -> tqdm[Any]:
-        for stage in (self._train, self._evaluation):
-            if stage is not None and stage.kind in kinds:
-                bar: Any = getattr(stage.display, "bar", None)
-                return _Bar(disable=True) if bar is None else bar
-        if not self.is_enabled:  # such as on all processes except the main process
-            return _Bar(disable=True)
-        raise HookError(
-            f"{type(self).__name__} has no bar of {kinds[0]} now. Expected to be asked while it is shown. Fix: read it in "
-            f"on_{kinds[0]}_batch_end, after the hook of the base class, if the bar is_enabled"
-        )
+        stage = self._stage_of(*kinds)
+        bar: Any = getattr(stage.display, "bar", None)
+        return _Bar(disable=True, total=stage.total, initial=stage.done, leave=stage.leave) if bar is None else bar
 
     def init_train_tqdm(self) -> tqdm[Any]:
         """The bar of a training epoch. Override this and the methods below to return a bar of your own.

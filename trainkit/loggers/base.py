@@ -226,8 +226,8 @@ class Logger(KnownKeywords):
         if values:
             self.write_metrics(values, self._last_step)
 
-    def log_hyperparams(self, params: Any) -> None:
-        """Write hyper-parameters: a dict, an `argparse.Namespace` or a dataclass, which may be nested.
+    def log_hyperparams(self, params: Any = None) -> None:
+        """Write hyper-parameters: a dict, an `argparse.Namespace` or a dataclass, which may be nested; none if it is `None`.
 
         Other objects are written as text, with a warning. Later calls add to earlier ones.
         """

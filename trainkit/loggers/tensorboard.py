@@ -137,7 +137,7 @@ class TensorBoardLogger(Logger):
 
         self._write(add)
 
-    def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | float | None = None) -> None:
+    def log_hyperparams(self, params: Any = None, metrics: Mapping[str, Any] | float | None = None) -> None:
         """Write hyper-parameters for the HPARAMS page and to `hparams.yaml`.
 
         Args:

@@ -147,19 +147,22 @@ def _listed(given: Any) -> list[Any]:
 
 
 def attach_loggers(trainer: Trainer, given: bool | str | Logger | Sequence[str | Logger] | None) -> list[Logger]:
-    """The user's loggers, or the default one; none in a `fast_dev_run`.
+    """The user's loggers, or the default one; one that stores nothing in a `fast_dev_run`.
 
     Raises:
         ConfigurationError: an object that is not a logger.
         UnknownNameError: a name that no logger has.
         MissingPackageError: a logger whose package is not installed.
     """
-    if given is False or trainer.fast_dev_run:
+    if given is False:
         return []
     from trainkit.loggers.attach import attach, default_logger
     from trainkit.loggers.base import Logger
+    from trainkit.loggers.dummy import DummyLogger
     from trainkit.loggers.known_loggers import make_logger
 
+    if trainer.fast_dev_run:
+        return [DummyLogger()] if given is None or given is True or _listed(given) else []
     if given is None or given is True:
         loggers = [default_logger()]
     else:

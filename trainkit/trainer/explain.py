@@ -25,7 +25,7 @@ def explain(trainer: Trainer, module: TrainModule | None) -> str:
 
 def _where(trainer: Trainer) -> list[str]:
     world = trainer.strategy.data_world
-    folders = [f"{type(logger).__name__} in {logger.root_dir}" for logger in trainer.loggers]
+    folders = [type(one).__name__ + (f" in {one.root_dir}" if one.root_dir else "") for one in trainer.loggers]
     return [
         "Where",
         f"  strategy       {trainer.strategy!r}",

@@ -17,7 +17,7 @@ from rich.progress import TextColumn
 
 from trainkit.callbacks import RichProgressBar
 from trainkit.callbacks.progress import RichProgressBarTheme, _staged
-from trainkit.errors import ConfigurationError, HookError, MissingPackageError
+from trainkit.errors import ConfigurationError, MissingPackageError
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +45,11 @@ class Chatty(TinyModule):
         self.log("val_loss", self.loss(batch) * 0 + self.current_epoch, prog_bar=True)
 
 
-def on_terminal(**arguments: Any) -> tuple[RichProgressBar, io.StringIO]:
+def on_terminal(kind: Any = RichProgressBar, **arguments: Any) -> tuple[Any, io.StringIO]:
     """A bar that draws to a buffer of 150 columns."""
     screen = io.StringIO()
     kwargs = {"file": screen, "force_terminal": True, "width": 150, "color_system": None, "legacy_windows": False}
-    return RichProgressBar(console_kwargs=kwargs, **arguments), screen
+    return kind(console_kwargs=kwargs, **arguments), screen
 
 
 def draws(screen: io.StringIO) -> list[str]:
@@ -183,20 +183,25 @@ def test_themes_and_columns(clock) -> None:
 
 def test_bars_that_can_be_asked_for(trainer, module, clock) -> None:
     bar, _ = on_terminal()
-    with pytest.raises(HookError, match="no bar of train now"):
-        _ = bar.train_progress_bar
+    assert (bar.train_progress_bar.completed, bar.train_progress_bar.total, bar.train_progress_bar_id) == (0, None, None)
     trainer.num_training_batches = 10
     bar.setup(trainer, module, "fit")
     bar.on_train_epoch_start(trainer, module)
     clock.now += 1.0
     bar.on_train_batch_end(trainer, module, None, None, 3)
     assert (bar.train_progress_bar.completed, bar.train_progress_bar.total) == (4, 10)
+    assert bar.progress is not None
+    assert bar.train_progress_bar is bar.progress.tasks[0]
+    assert bar.train_progress_bar_id == bar.train_progress_bar.id
+    assert (bar.predict_progress_bar_id, bar.test_progress_bar_id, bar.val_sanity_progress_bar_id) == (None, None, None)
     for stage, name in [("test", "test_progress_bar"), ("validation", "val_progress_bar")]:
         getattr(bar, f"on_{stage}_batch_start")(trainer, module, None, 0, 0)
         clock.now += 1.0
         getattr(bar, f"on_{stage}_batch_end")(trainer, module, None, None, 0, 0)
         assert getattr(bar, name).completed == 1
+        assert getattr(bar, f"{name}_id") is not None
         getattr(bar, f"on_{stage}_end")(trainer, module)
+        assert (getattr(bar, name).completed, getattr(bar, f"{name}_id")) == (1, None), "it has ended"
         bar.on_train_epoch_start(trainer, module)
     trainer.sanity_checking = True
     bar.on_validation_batch_start(trainer, module, None, 0, 0)
@@ -207,20 +212,32 @@ def test_bars_that_can_be_asked_for(trainer, module, clock) -> None:
     copy.deepcopy(RichProgressBar())
 
 
-def shown() -> tuple[str, bool]:
-    bar, screen = on_terminal()
+class Asking(RichProgressBar):
+    """Reads its bar after each batch, on all processes."""
+
+    fraction = -1.0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        self.fraction = self.train_progress_bar.completed / self.train_progress_bar.total
+        if self.train_progress_bar_id is not None:
+            self.progress.update(self.train_progress_bar_id, refresh=False)
+
+
+def shown() -> tuple[str, bool, float]:
+    bar, screen = on_terminal(Asking)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
         patch.setenv("TERM", "xterm")
         make_trainer(bar, strategy="ddp").fit(TinyModule(), tiny_loader())
-    return screen.getvalue() + printed.getvalue(), bar.is_enabled
+    return screen.getvalue() + printed.getvalue(), bar.is_enabled, bar.fraction
 
 
 def test_the_main_process_shows_the_bar() -> None:
-    (main, enabled), other = run_world(2, shown)
+    (main, enabled, fraction), other = run_world(2, shown)
     assert "2/2" in main
-    assert enabled
-    assert other == ("", False)
+    assert (enabled, fraction > 0) == (True, True)
+    assert other == ("", False, 0.0), "a bar that it can ask for, and that shows nothing"
 
 
 def test_each_style_is_used(clock) -> None:

@@ -107,6 +107,12 @@ def test_refresh_rate_counts_batches(trainer, module, clock, terminal) -> None:
     callback.on_train_end(trainer, module)
 
 
+@pytest.mark.parametrize("rate, variable, expected", [(1, "5", 5), (7, "5", 7), (0, "1", 1), (2, "0", 2)])
+def test_the_variable_of_tqdm(rate: int, variable: str, expected: int, monkeypatch) -> None:
+    monkeypatch.setenv("TQDM_MINITERS", variable)
+    assert TQDMProgressBar(refresh_rate=rate).refresh_rate == expected
+
+
 def test_refresh_rate_0_and_other_processes_show_nothing(trainer, module, clock, terminal) -> None:
     for rate, is_main in [(0, True), (1, False)]:
         trainer.is_global_zero = is_main
@@ -569,8 +575,7 @@ def test_bars_that_can_be_asked_for(trainer, module, clock, terminal, monkeypatc
     with pytest.raises(HookError, match="not known before a run begins"):
         _ = callback.total_train_batches
     callback.setup(trainer, module, "fit")
-    with pytest.raises(HookError, match="no bar of train now"):
-        _ = callback.train_progress_bar
+    assert (callback.train_progress_bar.n, callback.train_progress_bar.total, callback.val_progress_bar.total) == (0, 10, 2)
     train_epoch(callback, trainer, module, clock, 3, seconds=1.0)
     assert (callback.train_progress_bar.n, callback.train_progress_bar.total) == (3, 10)
     for stage, of in [("test", "test"), ("predict", "predict"), ("validation", "val")]:
@@ -578,6 +583,11 @@ def test_bars_that_can_be_asked_for(trainer, module, clock, terminal, monkeypatc
         assert getattr(callback, f"{of}_progress_bar").total == (2 if of == "val" else 3)
         getattr(callback, f"on_{stage}_end")(trainer, module)
     callback.teardown(trainer, module, "fit")
+    assert (callback.train_progress_bar.n, callback.train_progress_bar.total, callback.train_progress_bar.disable) == (
+        3,
+        10,
+        True,
+    )
     lines = TQDMProgressBar()
     monkeypatch.setattr(tqdm_progress, "_is_live", lambda: False)
     lines.setup(trainer, module, "fit")

@@ -92,6 +92,27 @@ def test_a_class_for_an_argument_without_a_type_stays_a_dict() -> None:
     assert cli.model.anything["class_path"] == "torch.nn.Identity"
 
 
+class Keeping(TinyModule):
+    """A module that keeps its other arguments."""
+
+    def __init__(self, rate: float = 0.1, **kwargs: object) -> None:
+        super().__init__(rate)
+        self.save_hyperparameters()
+        self.kwargs = kwargs
+
+
+def test_arguments_without_a_name() -> None:
+    config = {"model": {"class_path": f"{__name__}.Keeping", "dict_kwargs": {"x": 1}}}
+    cli, path = fit(
+        f"--config={json.dumps({**config, 'data': {'samples': 8}})}", model_class=TrainModule, subclass_mode_model=True
+    )
+    module = Keeping.load_from_checkpoint(path)
+    assert module.kwargs == cli.model.kwargs == {"x": 1}
+    assert module.hparams == cli.model.hparams
+    with pytest.raises(CheckpointError, match="do not fit Configured"):
+        module_from_config(Configured, "x.Configured", {"x": 1}, "a checkpoint")
+
+
 def test_without_support_the_arguments_are_saved() -> None:
     with pytest.warns(UserWarning, match="cannot store these hyper-parameters.*encoder"):
         cli, path = fit(*ENCODER, load_from_checkpoint_support=False)

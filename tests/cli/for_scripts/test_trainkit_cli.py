@@ -11,7 +11,7 @@ import yaml
 from helpers.runs.command_lines import QUIET, Configured, Wider, command_line, config_files
 from torch import nn
 
-from trainkit import Trainer, TrainModule
+from trainkit import Trainer, TrainModule, seed_everything
 from trainkit.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from trainkit.cli import (
     LightningArgumentParser,
@@ -212,10 +212,15 @@ def test_trainer_defaults() -> None:
     cli = built("--trainer.callbacks=LearningRateMonitor", kind=Other, trainer_defaults={"max_epochs": 9, "callbacks": timer})
     assert (cli.trainer.max_epochs, cli.trainer.min_epochs) == (9, 1)
     assert timer in cli.trainer.callbacks
+    described = {"class_path": "trainkit.callbacks.EarlyStopping", "init_args": {"monitor": "a"}}
+    callbacks = built(trainer_defaults={"callbacks": described}).trainer.callbacks
+    assert [one.monitor for one in callbacks if isinstance(one, EarlyStopping)] == ["a"]
     assert built("--trainer.max_epochs=2", trainer_defaults={"max_epochs": 9}).trainer.max_epochs == 2
 
 
-def test_seeds() -> None:
+def test_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit.rng._process_seed", None)
+
     def weight(*arguments: str, **options: Any) -> Any:
         return built(*arguments, **options).model.layer[2].weight.detach()
 
@@ -229,6 +234,8 @@ def test_seeds() -> None:
     unseeded = weight("--seed_everything=false")
     torch.manual_seed(5)
     assert torch.equal(unseeded, weight(seed_everything_default=False))
+    seed_everything(7)
+    assert built().config.seed_everything == 7, "the script has chosen it"
 
 
 def test_arguments_from_python() -> None:

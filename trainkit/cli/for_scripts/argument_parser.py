@@ -15,8 +15,9 @@ from jsonargparse.typing import class_from_function
 from torch.optim import Optimizer
 
 from trainkit.callback import Callback
+from trainkit.cli.for_scripts.argument_errors import readable
 from trainkit.cli.for_scripts.optimizer_arguments import SCHEDULER_TYPES
-from trainkit.errors import ConfigurationError, nearest
+from trainkit.errors import ConfigurationError
 from trainkit.module.data_module import DataModule
 from trainkit.module.train_module import TrainModule
 from trainkit.trainer.trainer import Trainer
@@ -34,8 +35,6 @@ set_parsing_settings(instantiate_subclass_spec_in_any=False)
 _NAMED = ("trainkit.callbacks", "trainkit.loggers", "trainkit.strategies")
 
 _TITLED = re.compile(r"^Args: .*\n", re.MULTILINE)
-_UNKNOWN = re.compile(r"(?:unrecognized arguments: |Key '|does not accept option ')(?P<name>[^\s'=]+)")
-_UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (?P<name>\w+)")
 
 
 class TrainkitArgumentParser(ArgumentParser):
@@ -155,17 +154,9 @@ class TrainkitArgumentParser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print what is wrong, with the nearest name for an unknown one, and exit with code 2."""
-        if (unknown := _UNKNOWN.search(message)) is not None:
-            parser = getattr(ex, "subcommand_parser", None) or self
-            message += "." + nearest(
-                unknown["name"], [option for action in parser._actions for option in action.option_strings]
-            )
-        elif (unknown := _UNKNOWN_CLASS.search(message)) is not None:
-            name = unknown["name"]
-            message += (
-                f"\nThere is no class {name!r}.{nearest(name, _known_classes())} Expected the name of a class of trainkit or "
-                "torch, or the path of your own: mypackage.MyClass"
-            )
+        parser = getattr(ex, "subcommand_parser", None) or self
+        options = [option for action in parser._actions for option in action.option_strings]
+        message = readable(message, options, _known_classes())
         super().error(message, ex)
 
     def _add_created(self, kind: Any, bases: tuple[type, ...], nested_key: str, skip: set[str]) -> None:
@@ -210,6 +201,10 @@ def _import_named() -> None:
 
 
 def _known_classes() -> list[str]:
-    """The names of classes that a command line can name without a path."""
+    """The names of classes that a command line can name without a path, those of the script too."""
     names = [name for package in map(import_module, _NAMED) for name in package.__all__]
-    return [*names, *(name for place in (torch.optim, torch.optim.lr_scheduler) for name in dir(place) if name[0].isupper())]
+    names += [name for place in (torch.optim, torch.optim.lr_scheduler) for name in dir(place) if name[0].isupper()]
+    own: list[type] = [TrainModule, DataModule, Callback]
+    for kind in own:  # which grows
+        own += kind.__subclasses__()
+    return [*names, *(kind.__name__ for kind in own)]

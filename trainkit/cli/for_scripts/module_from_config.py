@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -39,9 +40,12 @@ def module_from_config(kind: type, class_path: str, values: Mapping[str, Any], s
                 f"If you trust the checkpoint, import it first: import {module or path}"
             )
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(kind, "module", fail_untyped=False)
+    known = {name.split(".")[1] for name in parser.add_class_arguments(kind, "module", fail_untyped=False)}
+    # jsonargparse knows no names for **kwargs that __init__ keeps: `dict_kwargs` of a configuration file
+    keeps = any(one.kind is one.VAR_KEYWORD for one in inspect.signature(kind).parameters.values())
+    others = {name: value for name, value in values.items() if keeps and name not in known}
     try:
-        config = parser.parse_object({"module": dict(values)})
+        config = parser.parse_object({"module": {name: value for name, value in values.items() if name not in others}})
     except ArgumentError as error:
         raise CheckpointError(
             f"{source}: the arguments do not fit {kind.__name__}. Expected the types of its annotations. Pass the arguments "
@@ -50,7 +54,7 @@ def module_from_config(kind: type, class_path: str, values: Mapping[str, Any], s
 
     def create(created: type, **arguments: Any) -> Any:
         with configured(kind, class_path, values):
-            return created(**without_classes(arguments))
+            return created(**without_classes(arguments), **others)
 
     return parser.instantiate(config, instantiators=[(create, kind, False)]).module
 

@@ -14,24 +14,24 @@ from jsonargparse.typing import class_from_function
 
 from trainkit._version import __version__
 from trainkit.callback import Callback
+from trainkit.cli.for_scripts.argument_errors import reported
 from trainkit.cli.for_scripts.argument_parser import AUTOMATIC, TrainkitArgumentParser
 from trainkit.cli.for_scripts.checkpoint_defaults import checkpoint_defaults
 from trainkit.cli.for_scripts.config_context import ConfigContext
 from trainkit.cli.for_scripts.optimizer_arguments import ReduceLROnPlateau, instantiate_class, with_class_path
 from trainkit.cli.for_scripts.save_config import SaveConfigCallback
 from trainkit.console import warn
-from trainkit.errors import ConfigurationError
+from trainkit.errors import CheckpointNotFoundError, ConfigurationError
 from trainkit.module.data_module import DataModule
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
-from trainkit.rng import seed_everything
+from trainkit.rng import resolve_seed, seed_everything, seed_was_given
 from trainkit.trainer.trainer import Trainer
 
 __all__ = ["ArgsType", "LightningCLI", "TrainkitCLI"]
 
 ArgsType = list[str] | dict[str, Any] | Namespace | None
 """What `TrainkitCLI(args=…)` accepts."""
-
 
 _USAGE = "%(prog)s [options]"  # instead of a page of options
 
@@ -53,8 +53,8 @@ class TrainkitCLI:
         save_config_callback: Saves the configuration with the run; `None`: it is not saved.
         save_config_kwargs: More arguments for it, such as `{"overwrite": True}`.
         trainer_class: `Trainer`, a subclass, or a function.
-        trainer_defaults: Other defaults of the Trainer's arguments. Callbacks given here are always added.
-        seed_everything_default: Default of `--seed_everything`: a seed; `True`: the seed 0; `False`: do not seed.
+        trainer_defaults: Other defaults of the Trainer's arguments. Callbacks given here, also as dicts, are always added.
+        seed_everything_default: Default of `--seed_everything`: a seed; `True`: the seed of the process, else 0; `False`: none.
         parser_kwargs: Arguments of the parsers; under the name of a subcommand, of its parser:
             `{"fit": {"default_config_files": ["fit.yaml"]}}`.
         parser_class: The class of the parsers.
@@ -76,7 +76,7 @@ class TrainkitCLI:
         trainer: The Trainer.
 
     Raises:
-        SystemExit: A wrong argument, with code 2.
+        SystemExit: A wrong argument, with code 2; in one of several processes, a wrong value raises its error.
         ConfigurationError: A class or an argument of this constructor is wrong.
         MissingPackageError: jsonargparse is not installed.
 
@@ -269,7 +269,8 @@ class TrainkitCLI:
         seed = self._get(self.config, "seed_everything", default=False)
         if seed is False:
             return
-        seed = seed_everything(0 if seed is True else seed)  # the same in each process, and when the command is run again
+        default = resolve_seed(None) if seed_was_given(None) else 0  # the same in each process, and when it is run again
+        seed = seed_everything(default if seed is True else seed)
         (self.config[self.subcommand] if self.subcommand else self.config)["seed_everything"] = seed
 
     # -------------------------------------------------------------------------------------------------------- the objects
@@ -284,11 +285,13 @@ class TrainkitCLI:
             of_model.as_instantiator(self.model_class or TrainModule, self.subclass_mode_model),
             of_data.as_instantiator(self.datamodule_class or DataModule, self.subclass_mode_data),
         ]
-        self.config_init = self.parser.instantiate(self.config, instantiators=contexts)
+        with reported(self._parser(), ConfigurationError):
+            self.config_init = self.parser.instantiate(self.config, instantiators=contexts)
         self.datamodule: DataModule | None = self._get(self.config_init, "data")
         self.model: TrainModule = self._get(self.config_init, "model")
         self._define_configure_optimizers()
-        self.trainer = self.instantiate_trainer()
+        with reported(self._parser(), ConfigurationError):
+            self.trainer = self.instantiate_trainer()
 
     def after_instantiate_classes(self) -> None:
         """Called when everything is created. Define it in a subclass."""
@@ -372,7 +375,8 @@ class TrainkitCLI:
         if self.datamodule is not None:
             arguments["datamodule"] = self.datamodule
         try:
-            getattr(self, name, getattr(self.trainer, name))(model=self.model, **arguments)
+            with reported(self._parser(), CheckpointNotFoundError):  # --ckpt_path
+                getattr(self, name, getattr(self.trainer, name))(model=self.model, **arguments)
         except KeyboardInterrupt as interrupt:
             if "ckpt_path='auto'" in str(interrupt):  # which is Python
                 interrupt.args = (f"{interrupt} On the command line: --ckpt_path=auto",)
@@ -392,4 +396,5 @@ LightningCLI = TrainkitCLI
 
 
 def _listed(callbacks: Any) -> list[Any]:
-    return [] if callbacks is None else list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
+    listed = [] if callbacks is None else list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+    return [instantiate_class((), one) if isinstance(one, dict) else one for one in listed]
