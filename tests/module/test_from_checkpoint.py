@@ -164,6 +164,21 @@ def test_keys_that_are_no_strings() -> None:
     assert main(["checkpoint", "show", str(trainer.checkpoint_callback.last_model_path)]) == 0
 
 
+def test_more_arguments_beside_a_saved_configuration() -> None:
+    """Arguments that are not saved reach `**kwargs`, as in Lightning."""
+
+    class Inferred(TinyModule):
+        def __init__(self, config: Any, **more: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters(config)
+            self.more = more
+
+    trainer = make_trainer(enable_checkpointing=True)
+    trainer.fit(Inferred({"width": 4}, inferred=1), tiny_loader())
+    again = Inferred.load_from_checkpoint(trainer.checkpoint_callback.last_model_path, inferred=2)
+    assert (again.more, again.hparams["width"]) == ({"inferred": 2}, 4)
+
+
 def test_omegaconf() -> None:
     omegaconf = pytest.importorskip("omegaconf")
     create = omegaconf.OmegaConf.create

@@ -127,8 +127,8 @@ def _arguments(
     saved = dict(hparams)
     overrides = overrides if takes_all else _accepted(overrides, cls, {**accepted, **saved})
     if config_name in accepted:  # save_hyperparameters(config): one argument contains all hyper-parameters
-        given = {name: value for name, value in overrides.items() if name in accepted}
-        config = {**saved, **{name: value for name, value in overrides.items() if name not in given}}
+        config = {**saved, **{name: value for name, value in overrides.items() if name not in accepted}}
+        given = {name: value for name, value in overrides.items() if takes_all or name in accepted}
         return {config_name: HyperParameters(config), **given}
     arguments = _usable({**saved, **overrides}, cls, accepted, takes_all)
     _check_complete(arguments, accepted, cls, path)
