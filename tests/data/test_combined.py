@@ -121,11 +121,13 @@ def test_a_batch_of_one_of_them_counts_by_its_own() -> None:
 def test_one_loader_without_a_collection(mode: str) -> None:
     a = shuffled(5)
     combined = CombinedLoader(a, mode)
-    assert combined.iterables is a and combined.flattened == [a] and len(combined) == 3
+    assert combined.iterables is a
+    assert (combined.flattened, len(combined)) == ([a], 3)
     assert [index for _, index, _ in combined] == [0, 1, 2]
     stream = stream_of(a, mode)
     batches = read(stream, 1)
-    assert same(batches, alone(a, 1)) and stream.length == 3
+    assert same(batches, alone(a, 1))
+    assert stream.length == 3
     assert [combined.count(batch) for batch in batches] == [2, 2, 1]
     combined.flattened = [b := shuffled(4)]
     assert combined.iterables is b
