@@ -71,7 +71,7 @@ def train_loader(run: Run, given: Any) -> PreparedLoader:
 
 
 def evaluation_loaders(run: Run, name: str, given: Any, sanity: bool) -> list[PreparedLoader]:
-    """The loaders of an evaluation; none if there is no data or no step for it.
+    """The loaders of an evaluation; none if there is no data or no step for it, or if a limit of 0 batches turns it off.
 
     Args:
         run: the run.
@@ -82,6 +82,9 @@ def evaluation_loaders(run: Run, name: str, given: Any, sanity: bool) -> list[Pr
     Raises:
         EmptyLoaderError: a loader has no batch.
     """
+    if getattr(run.arguments, f"limit_{_STAGES[name][1]}_batches") == 0:
+        run.evaluation_sources.pop(name, None)
+        return []
     sources = run.evaluation_sources.get(name, []) if sanity else []  # so that val_dataloader is called once
     if not sources or any(isinstance(source, Iterator) for source in sources):  # an iterator can be read only once
         sources = _sources(run, name, given)
@@ -108,14 +111,14 @@ def _sources(run: Run, name: str, given: Any) -> list[Any]:
 
 
 def _say_that_nothing_is_validated(run: Run, has_step: bool) -> None:
-    """A fit has a validation step without data, or data without a step; a user who turned validation off means it."""
+    """A fit has a validation step without data, or data without a step."""
     owner = type(run.module).__name__
-    if has_step and run.arguments.limit_val_batches != 0:
+    if has_step:
         notice(
             f"{owner} has a validation_step, but there is no validation data: nothing is validated. Pass it: "
             "trainer.fit(module, train_loader, val_loader); or define val_dataloader. Trainer(limit_val_batches=0) hides this."
         )
-    if not has_step and run.module.validation_step is not None:
+    elif run.module.validation_step is not None:
         warn(f"there is validation data, but {owner} has no validation_step: nothing is validated.")
 
 
