@@ -45,14 +45,7 @@ if TYPE_CHECKING:
     from trainkit.trainer.profiler import Profiler
     from trainkit.trainer.trainer import Trainer
 
-__all__ = [
-    "agree_on_signals",
-    "build_hooks",
-    "interruptible",
-    "refuse_evaluation",
-    "running",
-    "set_up",
-]
+__all__ = ["agree_on_signals", "build_hooks", "interruptible", "refuse_evaluation", "running", "set_up"]
 
 
 class interruptible:  # noqa: N801 - used as a function, like contextlib's own
