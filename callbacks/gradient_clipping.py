@@ -31,7 +31,7 @@ class GradientClipping(Callback):
         gradient_clip_val: Maximum norm of all gradients of the optimizer together, or maximum absolute value of each
             element; greater than 0. `inf` only logs the norm, which is computed at log boundaries only. None and `inf`
             leave the value to an overridden `configure_gradient_clipping`.
-        gradient_clip_algorithm: `"norm"` scales all gradients by one factor (Pascanu, Mikolov, Bengio: On the
+        gradient_clip_algorithm: `"norm"` (the default) scales all gradients by one factor (Pascanu, Mikolov, Bengio: On the
             difficulty of training recurrent neural networks, ICML 2013); `"value"` clips each element.
         norm_type: The norm; `inf` is the largest absolute value. Only for `"norm"`.
         log_norm: Log the norm at log boundaries.
@@ -51,7 +51,7 @@ class GradientClipping(Callback):
     def __init__(
         self,
         gradient_clip_val: float | None,
-        gradient_clip_algorithm: str = "norm",
+        gradient_clip_algorithm: str | None = None,
         norm_type: float = 2.0,
         log_norm: bool = True,
     ) -> None:
@@ -62,9 +62,9 @@ class GradientClipping(Callback):
                 f"gradient_clip_val expected a number greater than 0, got {gradient_clip_val!r}. Fix: gradient_clip_val=None "
                 "to turn clipping off, or GradientClipping(float('inf')) to log the norm without clipping"
             )
-        choice(gradient_clip_algorithm, "GradientClipping(gradient_clip_algorithm=)", ("norm", "value"))
+        choice(gradient_clip_algorithm, "GradientClipping(gradient_clip_algorithm=)", ("norm", "value"), optional=True)
         real_number(norm_type, "GradientClipping(norm_type=)", above=0, fix="GradientClipping(1.0, norm_type=2.0)")
-        if norm_type != 2.0 and gradient_clip_algorithm != "norm":
+        if norm_type != 2.0 and gradient_clip_algorithm == "value":
             raise ConfigurationError(
                 f"GradientClipping(norm_type={norm_type!r}) has no meaning with gradient_clip_algorithm='value'. "
                 "Fix: remove norm_type, or set gradient_clip_algorithm='norm'"

@@ -55,7 +55,7 @@ def test_an_override_decides_and_nothing_is_logged_without_a_norm(trainer) -> No
     module, callback = Overriding(), GradientClipping(None)
     optimizer = module.configure_optimizers()
     callback.on_before_optimizer_step(trainer, module, optimizer)
-    assert module.asked == (optimizer, None, "norm")
+    assert module.asked == (optimizer, None, None)
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -165,7 +165,7 @@ def test_the_norm_is_logged_where_the_module_clips(make_trainer) -> None:
     module = Overriding()
     trainer = make_trainer(log_grad_norm=True, limit_train_batches=1)
     trainer.fit(module, tiny_loader())
-    assert module.asked[1:] == (None, "norm")
+    assert module.asked[1:] == (None, None)
     assert trainer.logger.of("grad_norm")[1] > 0
 
 
@@ -190,4 +190,4 @@ def test_an_override_in_a_fit(make_trainer) -> None:
     module = Overriding()
     make_trainer(gradient_clip_val=0.5, limit_train_batches=1).fit(module, tiny_loader())
     assert isinstance(module.asked[0], torch.optim.SGD)
-    assert module.asked[1:] == (0.5, "norm")
+    assert module.asked[1:] == (0.5, None)

@@ -117,9 +117,25 @@ def test_a_batch_of_one_of_them_counts_by_its_own() -> None:
     assert CombinedLoader([[1], [2]], "sequential").count([torch.zeros(3), torch.zeros(3)]) == 3
 
 
-@pytest.mark.parametrize("loaders", [[], {}, (), None, 5, "text", shuffled(4)], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("mode", MODES)
+def test_one_loader_without_a_collection(mode: str) -> None:
+    a = shuffled(5)
+    combined = CombinedLoader(a, mode)
+    assert combined.iterables is a
+    assert (combined.flattened, len(combined)) == ([a], 3)
+    assert [index for _, index, _ in combined] == [0, 1, 2]
+    stream = stream_of(a, mode)
+    batches = read(stream, 1)
+    assert same(batches, alone(a, 1))
+    assert stream.length == 3
+    assert [combined.count(batch) for batch in batches] == [2, 2, 1]
+    combined.flattened = [b := shuffled(4)]
+    assert combined.iterables is b
+
+
+@pytest.mark.parametrize("loaders", [[], {}, (), None, 5, "text"], ids=lambda value: type(value).__name__)
 def test_what_is_no_collection_of_loaders(loaders: Any) -> None:
-    with pytest.raises(DataError, match=r"a dict or list of loaders, with at least one.*CombinedLoader\(\{"):
+    with pytest.raises(DataError, match=r"a loader, or a dict or list with at least one.*CombinedLoader\(\{"):
         CombinedLoader(loaders)
 
 

@@ -57,6 +57,41 @@ def test_from_datasets() -> None:
     assert type(of_streams.predict_dataloader().sampler) is SequentialSampler
 
 
+class Sized(DataModule):
+    def __init__(self, batch_size: int, **others: Any) -> None:
+        self.given = {"batch_size": batch_size, **others}
+
+
+class Narrow(DataModule):
+    def __init__(self, batch_size: int) -> None:
+        self.given = {"batch_size": batch_size}
+
+
+def test_from_datasets_passes_what_init_takes() -> None:
+    data = tiny_loader().dataset
+    assert Sized.from_datasets(data, batch_size=8, other=1).given == {"batch_size": 8, "num_workers": 0, "other": 1}
+    assert Narrow.from_datasets(data, batch_size=8).given == {"batch_size": 8}
+
+
+def test_it_shows_the_sizes_of_its_datasets() -> None:
+    class Several(DataModule):
+        def setup(self, stage: str) -> None:
+            self.data = tiny_loader(6).dataset
+
+        def train_dataloader(self) -> Any:
+            return {"a": DataLoader(self.data), "b": DataLoader(Stream())}
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(self.data)
+
+    module = Several()
+    lines = [f"{{{stage} dataloader: None}}" for stage in ("Train", "Validation", "Test", "Predict")]
+    assert str(module).splitlines() == lines
+    module.setup("fit")
+    lines[:2] = ["{Train dataloader: 1. size=6 ; 2. size=NA}", "{Validation dataloader: size=6}"]
+    assert str(module).splitlines() == lines
+
+
 def test_a_run_on_datasets() -> None:
     data = tiny_loader().dataset
     module = DataModule.from_datasets(data, val_dataset=data, predict_dataset=data, batch_size=4)

@@ -172,6 +172,41 @@ def test_printing_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "".join(f"seen {step}\n" for step in range(4))
 
 
+@pytest.mark.parametrize(
+    "trainer, given, expected",
+    [
+        ({}, {}, None),
+        ({"gradient_clip_val": 0.01}, {}, 0.01),
+        ({"gradient_clip_val": 0.01}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "norm"}, 0.01),
+        ({"gradient_clip_val": 0.01}, {"gradient_clip_val": 0.02}, "gradient_clip_val=0.02.*differ"),
+        ({"gradient_clip_val": 0.01}, {"gradient_clip_val": 0}, "gradient_clip_val=0.*differ"),
+        ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "norm"}, {"gradient_clip_algorithm": "value"}, "differ"),
+        ({}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "nrom"}, "'norm', 'value', not 'nrom'"),
+        ({}, {"gradient_clip_val": 0}, None),
+    ],
+)
+def test_what_clips_by_default(trainer: dict[str, Any], given: dict[str, Any], expected: float | str | None) -> None:
+    """`clip_gradients` uses the trainer's value and algorithm unless others are given, which must not contradict them."""
+    seen: list[float] = []
+
+    class Clipping(TinyModule):
+        def configure_gradient_clipping(self, optimizer: Any, value: Any = None, algorithm: Any = None) -> None:
+            before = self.layer.weight.grad.norm()
+            self.clip_gradients(optimizer, **given)
+            after = torch.cat([p.grad.flatten() for p in self.parameters()]).norm()
+            seen.append(None if self.layer.weight.grad.norm() == before else after.item())
+
+    def train() -> None:
+        make_trainer(limit_train_batches=1, **trainer).fit(Clipping(), tiny_loader())
+
+    if isinstance(expected, str):
+        with pytest.raises(ConfigurationError, match=expected):
+            train()
+    else:
+        train()
+        assert seen == [expected if expected is None else pytest.approx(expected, rel=1e-4)]
+
+
 def test_gradients_are_clipped_by_hand() -> None:
     class Clipping(TinyModule):
         def __init__(self) -> None:

@@ -308,6 +308,18 @@ def test_limits(name: str) -> None:
         assert f"{name} must be a number of batches (an integer ≥ 0) or a fraction" in refused(**{name: value})
 
 
+@pytest.mark.parametrize("value", [0, 0.0, None])
+def test_gradients_are_not_clipped_to_zero(value: float | None) -> None:
+    """As in Lightning, 0 turns clipping off."""
+    trainer = make_trainer(gradient_clip_val=value)
+    assert (trainer.callbacks, trainer.gradient_clip_val) == ([], None)
+
+
+@pytest.mark.parametrize("value, kept", [(0, False), (1, True), (True, True), (2, 2)])
+def test_one_batch_of_each_stage(value: int, kept: int) -> None:
+    assert make_trainer(fast_dev_run=value).fast_dev_run is kept
+
+
 @pytest.mark.parametrize("value", [0, 0.0, 1.5, -1, True, "1", math.nan])
 def test_val_check_interval(value: Any) -> None:
     assert "To validate every N optimizer steps: val_every_n_steps=N" in refused(val_check_interval=value)

@@ -266,7 +266,7 @@ def test_one_loader_of_several_gives_nothing() -> None:
     message, _ = refused(EmptyLoaderError, lambda trainer: trainer.fit(module, {"a": tiny_loader(), "b": empty()}))
     assert message == "a loader inside a CombinedLoader has no batch. Remove it, or fill its dataset."
     refused(EmptyLoaderError, lambda trainer: trainer.fit(module, []))
-    with pytest.raises(DataError, match="needs a dict or list of loaders, with at least one in it"):
+    with pytest.raises(DataError, match="needs a loader, or a dict or list with at least one in it"):
         CombinedLoader({})
 
 

@@ -83,6 +83,39 @@ def test_data_without_a_step() -> None:
         assert evaluation_loaders(make_run(NoStep()), "validation", tiny_loader(), sanity=False) == []
 
 
+def test_a_step_without_data(caplog: pytest.LogCaptureFixture) -> None:
+    """A notice in a fit; none if a limit turns validation off, or for a module without a step."""
+    assert evaluation_loaders(make_run(), "validation", None, sanity=False) == []
+    assert "TinyModule has a validation_step, but there is no validation data: nothing is validated" in caplog.text
+    caplog.clear()
+    assert evaluation_loaders(make_run(limit_val_batches=0), "validation", None, sanity=False) == []
+    without = make_run()
+    without.module.validation_step = None  # type: ignore[assignment]
+    assert evaluation_loaders(without, "validation", None, sanity=False) == []
+    assert evaluation_loaders(make_run(), "validation", tiny_loader(), sanity=False)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("iterator, times", [(False, 1), (True, 2)])
+def test_the_sanity_check_reads_the_loaders_of_the_validation(iterator: bool, times: int) -> None:
+    """`val_dataloader` is called once, unless it returns an iterator, which can be read only once."""
+    asked: list[Any] = []
+
+    class Own(TinyModule):
+        def val_dataloader(self) -> Any:
+            asked.append(iter(tiny_loader()) if iterator else tiny_loader())
+            return asked[-1]
+
+    run = make_run(Own(), num_sanity_val_steps=1)
+    [loader] = evaluation_loaders(run, "validation", None, sanity=False)
+    [checked] = evaluation_loaders(run, "validation", None, sanity=True)
+    assert len(asked) == times
+    assert (loader.given_source, checked.given_source) == (asked[0], asked[-1])
+    assert (loader.limit, checked.limit) == (None, 1) if iterator else (4, 1)
+    evaluation_loaders(run, "validation", None, sanity=False)  # loaders that are reloaded
+    assert len(asked) == times + 1
+
+
 def test_an_iterator_is_left_alone_by_the_sanity_check(caplog: pytest.LogCaptureFixture) -> None:
     run = make_run(num_sanity_val_steps=1)
     batches = iter(tiny_loader())

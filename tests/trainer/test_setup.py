@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -105,9 +106,13 @@ def test_what_manual_optimization_would_ignore_is_refused(arguments: dict[str, A
         plan(make_run(Manual(), **arguments))
 
 
-def test_without_an_optimizer() -> None:
+def test_without_an_optimizer(caplog: pytest.LogCaptureFixture) -> None:
     made = plan(make_run(WithoutOptimizer()))
     assert (made.automatic, made.without_optimizer, made.optimizer) == (False, True, None)
+    assert "WithoutOptimizer.configure_optimizers returned None: this fit runs without an optimizer" in caplog.text
+    caplog.clear()
+    plan(make_run())
+    assert "without an optimizer" not in caplog.text
 
 
 def test_a_zero_grad_of_the_users() -> None:
@@ -204,6 +209,12 @@ def test_the_metrics_of_a_sanity_check_go_nowhere() -> None:
     assert made is not None
     assert (count_batches(made), list(run.plans)) == ([2], ["sanity"])
     assert made.metrics.results is not run.results
+
+
+@pytest.mark.parametrize("limit, expected", [(3, 3), (1.0, math.inf)])
+def test_a_limit_bounds_the_number_of_batches_of_a_stream(limit: float, expected: float) -> None:
+    batches = (batch for batch in tiny_loader())
+    assert count_batches(evaluation_plan(make_run(limit_val_batches=limit), "validation", batches)) == [expected]
 
 
 # ---------------------------------------------------------------------------------------------------------------- reloading

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainkit.data.loader_collections import filled, loaders_in, parts_of_batch
+from trainkit.data.loader_collections import filled, is_loader, loaders_in, parts_of_batch
 from trainkit.data.sampling import CYCLE
 from trainkit.data.state_history import StateHistory
 from trainkit.data.stream import Stream, open_stream
@@ -30,14 +30,15 @@ class CombinedLoader:
 
     Args:
         iterables: Loaders in a dict, list or tuple, which may contain others. A batch has the same form. Inside, a list or
-            tuple in which not everything is a loader counts as a loader: a list of batches.
+            tuple in which not everything is a loader counts as a loader: a list of batches. One loader without a collection
+            yields its own batches.
         mode: `"min_size"` stops with the shortest loader; `"max_size_cycle"` continues until the longest ends, and restarts
             shorter ones, reshuffled; `"max_size"` continues until the longest ends, with `None` as the batch of those that
             have ended; `"sequential"` yields the batches of one loader after the other, each unchanged.
 
     Raises:
         UnknownNameError: The mode is unknown.
-        DataError: There are no loaders, they are not in a collection, or one of them is a `CombinedLoader`.
+        DataError: There are no loaders, or one of them is a `CombinedLoader`.
 
     Example:
         ```python
@@ -53,7 +54,7 @@ class CombinedLoader:
     def __init__(self, iterables: Any, mode: str = "min_size") -> None:
         if mode not in MODES:
             raise UnknownNameError(f"unknown mode {mode!r}; known: {', '.join(MODES)}.{nearest(mode, MODES)}")
-        if not isinstance(iterables, Mapping | list | tuple):
+        if not (isinstance(iterables, Mapping | list | tuple) or is_loader(iterables)):
             raise _no_loaders(iterables)
         self._iterables, self.mode = iterables, mode
         if not self.flattened:
@@ -66,7 +67,7 @@ class CombinedLoader:
 
     @property
     def iterables(self) -> Any:
-        """The collection of loaders."""
+        """The collection of loaders, or the one loader."""
         return self._iterables
 
     @property
@@ -131,7 +132,7 @@ def _restarting(loaders: list[Any]) -> Iterator[list[Any]]:
 
 def _no_loaders(iterables: Any) -> DataError:
     return DataError(
-        f"CombinedLoader needs a dict or list of loaders, with at least one in it, not {iterables!r}. "
+        f"CombinedLoader needs a loader, or a dict or list with at least one in it, not {iterables!r}. "
         "For example: CombinedLoader({'a': loader_a, 'b': loader_b})"
     )
 

@@ -32,7 +32,10 @@ def is_collection(item: Any) -> bool:
 
 
 def loaders_in(collection: Any) -> Iterator[Any]:
-    """The loaders of a dict, list or tuple, in order."""
+    """The loaders of a dict, list or tuple, in order; or the one loader that it is."""
+    if is_loader(collection):
+        yield collection
+        return
     for item in collection.values() if isinstance(collection, Mapping) else collection:
         if is_collection(item):
             yield from loaders_in(item)
@@ -42,11 +45,16 @@ def loaders_in(collection: Any) -> Iterator[Any]:
 
 def filled(collection: Any, values: Iterator[Any]) -> Any:
     """The collection with the next value in the place of each loader."""
+    if is_loader(collection):
+        return next(values)
     return rebuild(collection, lambda item: filled(item, values) if is_collection(item) else next(values))
 
 
 def parts_of_batch(collection: Any, batch: Any) -> Iterator[Any]:
     """The batches in a batch that `filled` built."""
+    if is_loader(collection):
+        yield batch
+        return
     for key in collection if isinstance(collection, Mapping) else range(len(collection)):
         if is_collection(collection[key]):
             yield from parts_of_batch(collection[key], batch[key])

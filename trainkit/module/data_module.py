@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit.module.hparams import HyperparametersMixin
 from trainkit.module.overridable_hooks import DataHooks
+from trainkit.nested import leaves
 
 if TYPE_CHECKING:
     from trainkit.trainer.trainer import Trainer
@@ -70,8 +72,8 @@ class DataModule(HyperparametersMixin, DataHooks):
             val_dataset: The validation dataset, or a list of them.
             test_dataset: The test dataset, or a list of them.
             predict_dataset: The dataset to predict on, or a list of them.
-            batch_size: Number of samples per batch and device.
-            num_workers: Number of worker processes of each loader.
+            batch_size: Number of samples per batch and device. Passed to `__init__` too if it has this argument.
+            num_workers: Number of worker processes of each loader. Passed to `__init__` too if it has this argument.
             **datamodule_kwargs: Arguments of `__init__`.
 
         Example:
@@ -79,7 +81,7 @@ class DataModule(HyperparametersMixin, DataHooks):
             trainer.fit(module, datamodule=DataModule.from_datasets(train, val, batch_size=32))
             ```
         """
-        module = cls(**datamodule_kwargs)
+        module = cls(**_accepted(cls, {"batch_size": batch_size, "num_workers": num_workers}), **datamodule_kwargs)
         load = partial(_loaders, batch_size=batch_size, num_workers=num_workers)
         given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
         for stage, dataset in given.items():
@@ -120,8 +122,37 @@ class DataModule(HyperparametersMixin, DataHooks):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. Called after `setup`; by `load_from_checkpoint`, without it."""
 
+    def __str__(self) -> str:
+        """The loaders and the sizes of their datasets, one stage in each line."""
+        stages = {"Train": "train", "Validation": "val", "Test": "test", "Predict": "predict"}
+        return "\n".join(f"{{{name} dataloader: {self._sizes(f'{stage}_dataloader')}}}" for name, stage in stages.items())
+
+    def _sizes(self, name: str) -> str:
+        """The sizes of the datasets of the loaders of a stage; "None" if they cannot be created yet."""
+        try:
+            loaders = list(leaves(getattr(self, name)()))
+        except Exception:  # not defined, or before setup(stage)
+            return "None"
+        sizes = [f"size={_size(getattr(loader, 'dataset', loader))}" for loader in loaders]
+        return " ; ".join(sizes if len(sizes) == 1 else [f"{number}. {size}" for number, size in enumerate(sizes, 1)])
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "trainer": None}
+
+
+def _accepted(cls: type, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the options that `__init__` has as arguments, or all if it takes any."""
+    known = inspect.signature(cls).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+    return {name: value for name, value in options.items() if takes_any or name in known}
+
+
+def _size(dataset: Any) -> int | str:
+    """The length of a dataset, or "NA" if it has none."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return "NA"
 
 
 def _loaders(dataset: Any, *, shuffle: bool, batch_size: int, num_workers: int) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainkit.checks import choice
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError, MetricError, MissingMethodError, UnknownNameError, nearest
 from trainkit.metrics.values import check_group
@@ -269,20 +270,35 @@ class TrainModule(HyperparametersMixin, ModuleHooks, AttachedModule, ExportableM
 
         Args:
             optimizer: The optimizer.
-            gradient_clip_val: The largest norm or absolute value; `None` does nothing.
-            gradient_clip_algorithm: `"norm"` (default) or `"value"`.
+            gradient_clip_val: The largest norm or absolute value; 0 does nothing. Default: that of the `Trainer`, if any.
+            gradient_clip_algorithm: `"norm"` or `"value"`. Default: that of the `Trainer`, or `"norm"`.
 
         Returns:
             The norm before clipping for `"norm"`, else `None`.
+
+        Raises:
+            ConfigurationError: The `Trainer` has another value or algorithm, or there is no such algorithm.
         """
-        if gradient_clip_val is None:
+        value = self._clip_argument("gradient_clip_val", gradient_clip_val)
+        algorithm = self._clip_argument("gradient_clip_algorithm", gradient_clip_algorithm) or "norm"
+        choice(algorithm, "clip_gradients(gradient_clip_algorithm=)", ("norm", "value"))
+        if not value:
             return None
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         engine = self.trainer.accelerator
-        if (gradient_clip_algorithm or "norm") == "norm":
-            return engine.clip_grad_norm_(parameters, gradient_clip_val)
-        engine.clip_grad_value_(parameters, gradient_clip_val)
+        if algorithm == "norm":
+            return engine.clip_grad_norm_(parameters, value)
+        engine.clip_grad_value_(parameters, value)
         return None
+
+    def _clip_argument(self, name: str, given: Any) -> Any:
+        """What `clip_gradients` uses: the argument, which must not contradict that of the trainer, or that of the trainer."""
+        of_trainer = getattr(self.trainer, name)
+        if given is None or of_trainer is None or given == of_trainer:
+            return of_trainer if given is None else given
+        raise ConfigurationError(
+            f"Trainer({name}={of_trainer!r}) and clip_gradients({name}={given!r}) are both given, and differ. Give one of them."
+        )
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Return the tensors of all ranks, stacked along a new first dimension; with one process the tensors unchanged.

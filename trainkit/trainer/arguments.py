@@ -75,6 +75,7 @@ class TrainerArguments:
         self._check_fractions()
         self._check_choices()
         self._check_contradictions()
+        self._unify()
         self._set_defaults()
 
     def with_value(self, name: str, value: Any) -> TrainerArguments:
@@ -186,6 +187,12 @@ class TrainerArguments:
                 "check_val_every_n_epoch=None counts training batches across epochs, which needs an integer. For example: "
                 "val_check_interval=1000"
             )
+
+    def _unify(self) -> None:
+        """Replace values by others that mean the same: one batch of each stage by `True`, clipping to 0 by `None`."""
+        if self.fast_dev_run in (0, 1):
+            self.fast_dev_run = bool(self.fast_dev_run)
+        self.gradient_clip_val = self.gradient_clip_val or None
 
     def _set_defaults(self) -> None:
         """Set defaults, also those that depend on other arguments."""

@@ -73,8 +73,7 @@ def attach_callbacks(
     schedule = arguments.accumulation_schedule
     attach("gradient_accumulation_scheduler", schedule is not None, "accumulate_grad_batches", schedule)
     clip = arguments.gradient_clip_val
-    algorithm = arguments.gradient_clip_algorithm or "norm"
-    attach("gradient_clipping", bool(clip), "gradient_clip_val", clip, algorithm)
+    attach("gradient_clipping", bool(clip), "gradient_clip_val", clip, arguments.gradient_clip_algorithm)
     attach("gradient_clipping", arguments.log_grad_norm, "log_grad_norm", math.inf)
     _check_norm_is_logged(arguments.log_grad_norm, callbacks)
     if not checkpoints and any(isinstance(callback, load_callback("model_checkpoint")) for callback in callbacks):

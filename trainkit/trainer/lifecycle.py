@@ -45,14 +45,7 @@ if TYPE_CHECKING:
     from trainkit.trainer.profiler import Profiler
     from trainkit.trainer.trainer import Trainer
 
-__all__ = [
-    "agree_on_signals",
-    "build_hooks",
-    "interruptible",
-    "refuse_evaluation",
-    "running",
-    "set_up",
-]
+__all__ = ["agree_on_signals", "build_hooks", "interruptible", "refuse_evaluation", "running", "set_up"]
 
 
 class interruptible:  # noqa: N801 - used as a function, like contextlib's own
@@ -313,12 +306,13 @@ def build_hooks(trainer: Trainer, run: Run) -> None:
 
 def refuse_evaluation(run: Run, stage: str, name: str) -> None:
     """Raise for an evaluation without data; print a notice for one that a limit of 0 batches turned off."""
-    if name not in run.evaluation_sources:
+    argument = f"limit_{'val' if stage == 'validate' else stage}_batches"
+    if name not in run.evaluation_sources and getattr(run.arguments, argument) != 0:
         raise MissingMethodError(
             f"{stage} needs data: trainer.{stage}(module, DataLoader(...)), or define the loader in "
             f"{type(run.module).__name__} or in a DataModule."
         )
-    notice(f"nothing to {stage}: limit_{'val' if stage == 'validate' else stage}_batches is 0.")
+    notice(f"nothing to {stage}: {argument} is 0.")
 
 
 def _cause(run: Run, exception: BaseException) -> BaseException:

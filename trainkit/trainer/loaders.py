@@ -71,7 +71,7 @@ def train_loader(run: Run, given: Any) -> PreparedLoader:
 
 
 def evaluation_loaders(run: Run, name: str, given: Any, sanity: bool) -> list[PreparedLoader]:
-    """The loaders of an evaluation; none if there is no data or no step for it.
+    """The loaders of an evaluation; none if there is no data or no step for it, or if a limit of 0 batches turns it off.
 
     Args:
         run: the run.
@@ -82,7 +82,12 @@ def evaluation_loaders(run: Run, name: str, given: Any, sanity: bool) -> list[Pr
     Raises:
         EmptyLoaderError: a loader has no batch.
     """
-    sources = _sources(run, name, given)
+    if getattr(run.arguments, f"limit_{_STAGES[name][1]}_batches") == 0:
+        run.evaluation_sources.pop(name, None)
+        return []
+    sources = run.evaluation_sources.get(name, []) if sanity else []  # so that val_dataloader is called once
+    if not sources or any(isinstance(source, Iterator) for source in sources):  # an iterator can be read only once
+        sources = _sources(run, name, given)
     if sanity and given is not None and any(isinstance(source, Iterator) for source in sources):
         notice("no sanity check: the validation batches come from an iterator, which can be read only once.")
         return []
@@ -96,13 +101,25 @@ def _sources(run: Run, name: str, given: Any) -> list[Any]:
     sources = evaluation_sources(find_source(_STAGES[name][2], given, run.datamodule, module))
     if sources and fitting and _overfits(run, name) and _can_be_shared(run.train_source):
         sources = [run.train_source]  # the batches that are trained on
-    if sources and name != "predict" and not is_overridden(module, f"{name}_step", TrainModule):
-        if fitting and getattr(module, f"{name}_step") is not None:
-            warn(f"there is validation data, but {type(module).__name__} has no validation_step: nothing is validated.")
+    has_step = name == "predict" or is_overridden(module, f"{name}_step", TrainModule)
+    if fitting and has_step != bool(sources):
+        _say_that_nothing_is_validated(run, has_step)
+    if not (sources and has_step):
         return []
-    if sources:
-        run.evaluation_sources[name] = sources
+    run.evaluation_sources[name] = sources
     return sources
+
+
+def _say_that_nothing_is_validated(run: Run, has_step: bool) -> None:
+    """A fit has a validation step without data, or data without a step."""
+    owner = type(run.module).__name__
+    if has_step:
+        notice(
+            f"{owner} has a validation_step, but there is no validation data: nothing is validated. Pass it: "
+            "trainer.fit(module, train_loader, val_loader); or define val_dataloader. Trainer(limit_val_batches=0) hides this."
+        )
+    elif run.module.validation_step is not None:
+        warn(f"there is validation data, but {owner} has no validation_step: nothing is validated.")
 
 
 def _overfits(run: Run, name: str) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainkit.console import warn
+from trainkit.console import notice, warn
 from trainkit.data.loader import PreparedLoader
 from trainkit.errors import ConfigurationError, HookError, MissingMethodError
 from trainkit.metrics.results import MetricResults
@@ -128,6 +129,11 @@ def _optimizers(run: Run) -> tuple[list[PreparedOptimizer], list[SchedulerConfig
     """What `configure_optimizers` returns, prepared."""
     module = run.module
     optimizers, schedulers = read_optimizers(run.strategy.configure_optimizers(module), module, module.automatic_optimization)
+    if not optimizers:
+        notice(
+            f"{type(module).__name__}.configure_optimizers returned None: this fit runs without an optimizer, so parameters "
+            "change only where your code changes them."
+        )
     prepared = run.accelerator.prepare(*optimizers) if optimizers else ()
     return list(prepared) if isinstance(prepared, tuple) else [prepared], schedulers
 
@@ -294,5 +300,6 @@ def _with_arguments(
 
 
 def count_batches(plan: EvaluationPlan | None) -> list[int | float]:
-    """The number of batches of each loader; infinity if unknown."""
-    return [] if plan is None else [float("inf") if ld.length is None else ld.length for ld in plan.loaders]
+    """The number of batches of each loader, which a limit bounds if the length is unknown; otherwise infinity."""
+    known = [] if plan is None else [loader.limit if loader.length is None else loader.length for loader in plan.loaders]
+    return [math.inf if count is None else count for count in known]

@@ -111,7 +111,7 @@ class Trainer:
         global_batch_size: Number of samples per optimizer step, over all processes. The number of micro-batches follows
             from it; a number that does not divide is an error.
         gradient_clip_val: Maximum norm of the gradient, or with `"value"` maximum absolute value of its elements. Adds
-            `GradientClipping`. 0 does not clip, as `None`.
+            `GradientClipping`. 0, as `None`, turns clipping off.
         gradient_clip_algorithm: `"norm"` (the default) or `"value"`.
         log_grad_norm: Log the norm of the gradient as `grad_norm` at log boundaries, before clipping if there is any. Adds
             `GradientClipping`. With `gradient_clip_val` it is logged anyway.
