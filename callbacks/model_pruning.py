@@ -298,10 +298,14 @@ def _pruning(
     if together and method.PRUNING_TYPE != "unstructured":
         raise ConfigurationError(f"ModelPruning({given!r}) is not unstructured. Add: use_global_unstructured=False")
     if together:
-        return lambda pairs, amount: prune.global_unstructured(pairs, pruning_method=method, amount=amount)
+        return partial(_prune_together, method, "amount" in inspect.signature(method).parameters)
     if one is None:
         raise ConfigurationError("ModelPruning with a BasePruningMethod needs use_global_unstructured=True.")
     return partial(_prune_each, one, options)
+
+
+def _prune_together(method: Any, with_amount: bool, pairs: list[tuple[nn.Module, str]], amount: float) -> None:
+    prune.global_unstructured(pairs, pruning_method=method, **({"amount": amount} if with_amount else {}))
 
 
 def _prune_each(one: Callable[..., Any], options: dict[str, Any], pairs: list[tuple[nn.Module, str]], amount: float) -> None:

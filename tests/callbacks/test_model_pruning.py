@@ -105,6 +105,19 @@ def test_values_of_the_start() -> None:
     assert not any(torch.isin(value[value != 0], start[name]).any() for name, value in parameters_of(resampled).items())
 
 
+def test_a_method_without_an_amount() -> None:
+    class FirstHalf(prune.BasePruningMethod):
+        PRUNING_TYPE = "unstructured"
+
+        def compute_mask(self, t: Any, default_mask: Any) -> Any:
+            mask = default_mask.clone()
+            mask[: len(mask) // 2] = 0
+            return mask
+
+    module = fit(pruning(pruning_fn=FirstHalf, parameter_names=["weight"]), max_epochs=1)
+    assert sum(zeros(module).values()) == 34
+
+
 def test_methods_to_override() -> None:
     class Counting(ModelPruning):
         calls: tuple[float, ...] = ()
