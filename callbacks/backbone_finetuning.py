@@ -46,6 +46,7 @@ class BackboneFinetuning(BaseFinetuning):
 
     Raises:
         ModuleError: The module has no attribute `backbone` that is a module after `__init__`, or has several optimizers.
+        OptimizerError: A scheduler does not work with a new group, see `BaseFinetuning`. Raised before training.
 
     Example:
         ```python
@@ -96,6 +97,12 @@ class BackboneFinetuning(BaseFinetuning):
                 f"BackboneFinetuning adds the backbone to the optimizer, but there are {len(trainer.optimizers)} optimizers. "
                 "Write a subclass of BaseFinetuning whose finetune_function chooses one of them."
             )
+        last = trainer.max_epochs
+        frozen = list(self.filter_params(module.backbone, requires_grad=False))
+        if last is None or last < 0 or self.unfreeze_backbone_at_epoch < last:
+            for optimizer in trainer.optimizers:
+                if self.filter_on_optimizer(optimizer, frozen):
+                    self._refuse_schedulers(trainer, optimizer)
 
     def freeze_before_training(self, pl_module: TrainModule) -> None:
         if not isinstance(getattr(pl_module, "backbone", None), nn.Module):

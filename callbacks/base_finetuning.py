@@ -8,14 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
-    CosineAnnealingWarmRestarts,
-    CyclicLR,
-    LambdaLR,
-    MultiplicativeLR,
-    OneCycleLR,
-)
 
 from trainkit.callback import Callback
 from trainkit.callbacks._freezing import BATCH_NORMS, refuse_sharded_optimizer
@@ -31,8 +23,9 @@ __all__ = ["BaseFinetuning"]
 
 Modules = nn.Module | Iterable[Any]
 
-# Schedulers that keep a value for each group that the optimizer had when they were created.
-_PER_GROUP = (CosineAnnealingLR, CosineAnnealingWarmRestarts, CyclicLR, LambdaLR, MultiplicativeLR, OneCycleLR)
+# What the state of a scheduler contains if it has a rule for each group that the optimizer had when it was created:
+# CosineAnnealingWarmRestarts; OneCycleLR; LambdaLR and MultiplicativeLR; CyclicLR.
+_PER_GROUP = ("T_mult", "_schedule_phases", "lr_lambdas", "max_lrs")
 
 
 class BaseFinetuning(Callback):
@@ -48,8 +41,8 @@ class BaseFinetuning(Callback):
 
     Raises:
         ConfigurationError: The strategy shards the optimizer state.
-        OptimizerError: A parameter group was added to an optimizer whose scheduler keeps one value for each group that was
-            there at the start, such as `LambdaLR` and `OneCycleLR`.
+        OptimizerError: A parameter group was added to an optimizer whose scheduler has a rule for each group that was there
+            at the start, such as `LambdaLR` and `OneCycleLR`.
 
     Example:
         ```python
@@ -205,18 +198,19 @@ class BaseFinetuning(Callback):
             self.finetune_function(module, epoch, optimizer)
             if len(optimizer.param_groups) > before:
                 self._refuse_schedulers(trainer, optimizer)
+                for scheduler in _schedulers_of(trainer, optimizer):
+                    _add_base_rates(scheduler, optimizer)
         self._finetuned_epoch = epoch
 
     def _refuse_schedulers(self, trainer: Trainer, optimizer: Optimizer) -> None:
         """Refuse schedulers of the optimizer that do not work with a new parameter group."""
-        for config in trainer.lr_scheduler_configs:
-            if isinstance(config.scheduler, _PER_GROUP) and config.scheduler.optimizer is optimizer:
-                name = type(config.scheduler).__name__
+        for scheduler in _schedulers_of(trainer, optimizer):
+            if any(key in part for part in _parts(scheduler.state_dict()) for key in _PER_GROUP):
                 raise OptimizerError(
-                    f"{type(self).__name__} adds a parameter group during training, but {name} keeps one value for each group "
-                    "that the optimizer had when the scheduler was created. Use a scheduler that multiplies the learning "
-                    "rates, such as StepLR or LinearLR; or pass all parameters in configure_optimizers, and unfreeze without a "
-                    "new group: LayerFreezing({0: ['head'], 5: ['*']})"
+                    f"{type(self).__name__} adds a parameter group during training, but {type(scheduler).__name__} has a rule "
+                    "for each group that the optimizer had when the scheduler was created. Use a scheduler that changes the "
+                    "learning rates of all groups, such as StepLR, LinearLR or CosineAnnealingLR; or pass all parameters in "
+                    "configure_optimizers, and unfreeze without a new group: LayerFreezing({0: ['head'], 5: ['*']})"
                 )
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -232,6 +226,28 @@ class BaseFinetuning(Callback):
         self._finetuned_epoch = int(state_dict["epoch"])
         for name, norm in _batch_norms(self._attached()).items():
             norm.track_running_stats = name not in state_dict["fixed_statistics"]
+
+
+def _schedulers_of(trainer: Trainer, optimizer: Optimizer) -> list[Any]:
+    return [c.scheduler for c in trainer.lr_scheduler_configs if getattr(c.scheduler, "optimizer", None) is optimizer]
+
+
+def _parts(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The states of a scheduler and of those that it consists of, as `SequentialLR` does."""
+    return [state, *chain.from_iterable(map(_parts, state.get("_schedulers", ())))]
+
+
+def _add_base_rates(scheduler: Any, optimizer: Optimizer) -> None:
+    """Give a scheduler the learning rates that the schedule of new groups would have begun with.
+
+    As many times that of the first group as their learning rates are now. `CosineAnnealingLR` needs one for each group.
+    """
+    state = scheduler.state_dict()
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    for part in _parts(state):
+        if base := part.get("base_lrs"):
+            base += [base[0] * rate / rates[0] if rates[0] else rate for rate in rates[len(base) :]]
+    scheduler.load_state_dict(state)
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:

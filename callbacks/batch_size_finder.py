@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.callback import Callback
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError
+from trainkit.module.overridable_hooks import is_overridden
 from trainkit.tuner.attributes import find_attribute, saved_state, starts_from_checkpoint
 from trainkit.tuner.batch_size import BatchSizeOptions, find_batch_size
 
@@ -25,6 +26,10 @@ class BatchSizeFinder(Callback):
     `predict`. The loaders come later, so they have the size found.
 
     The size is in the checkpoint. A fit that resumes uses it and does not search again, so that its batches stay the same.
+
+    A subclass that overrides `on_fit_start` does not search in `fit`, as in Lightning, and one that calls
+    `scale_batch_size` in `on_validation_start` and the like has the size found in `setup`. During `fit` the size cannot
+    change: the order of the samples, and what a checkpoint resumes from, depend on it.
 
     Args:
         mode: `"power"`: double the size until it does not fit. `"binsearch"`: then search between the last two sizes.
@@ -66,16 +71,40 @@ class BatchSizeFinder(Callback):
             mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val, owner="BatchSizeFinder"
         )
         self.optimal_batch_size: int | None = self._options.init_val
+        self._searches, self._searched = False, False  # in `setup` now; in `setup` of this run
+
+    def scale_batch_size(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        """Search now, in `setup`; override it to do something before or after.
+
+        Raises:
+            ConfigurationError: The loaders of the run exist already.
+        """
+        if self._searches:
+            self.optimal_batch_size = find_batch_size(trainer, pl_module, str(trainer.stage), self._options, trainer.datamodule)
+            self._searched = True
+        elif not self._searched:
+            name = type(self).__name__
+            raise ConfigurationError(
+                f"{name}: scale_batch_size was called after the loaders were created, and the batch size of a run is "
+                f"fixed. Expected a search before that. Fix: remove on_fit_start from {name}, so that it searches in setup; or "
+                "Tuner(trainer).scale_batch_size(module) before each fit"
+            )
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        name = self._options.batch_arg_name
+        name, self._searched = self._options.batch_arg_name, False
+        if stage == "fit" and is_overridden(self, "on_fit_start", Callback):
+            return
         if trainer._run.given_loaders[0 if stage == "fit" else 1] is not None:
             raise ConfigurationError(
                 f"BatchSizeFinder: {stage} received loaders, whose batch size is fixed. Expected loaders that the module or a "
                 f"data module creates with self.{name}. Fix: trainer.{stage}(module, datamodule=data)"
             )
         if stage != "fit" or not starts_from_checkpoint(trainer):
-            self.optimal_batch_size = find_batch_size(trainer, module, stage, self._options, trainer.datamodule)
+            self._searches = True
+            try:
+                self.scale_batch_size(trainer, module)
+            finally:
+                self._searches = False
             return
         saved = saved_state(trainer, self)
         if saved is None:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
 from trainkit.console import warn
+from trainkit.module.overridable_hooks import is_overridden
 from trainkit.tuner.attributes import find_attribute, saved_state, starts_from_checkpoint
-from trainkit.tuner.range_test import RangeTest, RangeTestOptions, find_learning_rate
+from trainkit.tuner.range_test import RangeTest, RangeTestOptions, assign_rate, find_learning_rate
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
@@ -25,6 +26,9 @@ class LearningRateFinder(Callback):
     before the module's own `setup`; it logs and saves nothing, and changes nothing that the run uses.
 
     The result is in the checkpoint. A run that resumes uses it and does not search again.
+
+    To search at the start of epochs, with one process, call `lr_find` in a subclass: see the second example. It searches at
+    most once in each epoch, also if the run resumes in it.
 
     Args:
         min_lr: The first learning rate.
@@ -51,6 +55,16 @@ class LearningRateFinder(Callback):
         trainer.fit(module, train_loader)
         print(finder.optimal_lr.suggestion())
         ```
+
+        ```python
+        class FindInEpochs(LearningRateFinder):
+            def on_fit_start(self, trainer, module):
+                return  # no search before training
+
+            def on_train_epoch_start(self, trainer, module):
+                if trainer.current_epoch in (0, 5):
+                    self.lr_find(trainer, module)
+        ```
     """
 
     def __init__(
@@ -76,33 +90,64 @@ class LearningRateFinder(Callback):
             count="num_training_steps",
         )
         self.optimal_lr: RangeTest | None = None
+        self._epoch = -1  # the last epoch in which `lr_find` was called after `setup`
+
+    def lr_find(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        """Search now. During training the optimizer gets the learning rate found, as well as the attribute.
+
+        A schedule that computes from the initial learning rate, as `LambdaLR` does, overwrites that of the optimizer.
+        """
+        if trainer.optimizers and self._epoch == trainer.current_epoch:
+            return
+        self._epoch = trainer.current_epoch if trainer.optimizers else -1
+        loader, datamodule = trainer._run.given_loaders[0], trainer.datamodule
+        self.optimal_lr = find_learning_rate(trainer, pl_module, self._options, loader, datamodule)
+        rate = None if self.optimal_lr is None or not self._options.update_attr else self.optimal_lr.suggestion()
+        if trainer.optimizers and rate is not None:
+            assign_rate(trainer.optimizers[0], rate)
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage != "fit":
             return
+        self._epoch = -1
         if not starts_from_checkpoint(trainer):
-            loader, datamodule = trainer._run.given_loaders[0], trainer.datamodule
-            self.optimal_lr = find_learning_rate(trainer, module, self._options, loader, datamodule)
+            if not self._postponed:
+                self.lr_find(trainer, module)
             return
         saved = saved_state(trainer, self)
         if saved is None:
-            warn(
-                "LearningRateFinder does not search in a run that starts from a checkpoint, because parameters are restored "
-                "after it. To search for trained parameters: module = MyModule.load_from_checkpoint(path), then fit without "
-                "ckpt_path."
-            )
+            if not self._postponed:
+                warn(
+                    "LearningRateFinder does not search in a run that starts from a checkpoint, because parameters are "
+                    "restored after it. To search for trained parameters: module = MyModule.load_from_checkpoint(path), then "
+                    "fit without ckpt_path."
+                )
             return
         self.load_state_dict(saved)
         rate = None if self.optimal_lr is None else self.optimal_lr.suggestion()
         if self._options.update_attr and rate is not None:
             find_attribute(self._options.names, module, trainer.datamodule, "").set(rate)
 
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Search, if a subclass overrides this hook and calls it. Without a subclass, `setup` has done it."""
+        if self._postponed and not starts_from_checkpoint(trainer):
+            self.lr_find(trainer, module)
+
+    @property
+    def _postponed(self) -> bool:
+        """Whether a subclass decides when to search, by overriding the hook that Lightning searches in."""
+        return is_overridden(self, "on_fit_start", LearningRateFinder)
+
     def state_dict(self) -> dict[str, Any]:
         found = self.optimal_lr
-        return {} if found is None else {**vars(found), "results": {name: list(v) for name, v in found.results.items()}}
+        if found is None:
+            return {}
+        return {**vars(found), "results": {name: list(v) for name, v in found.results.items()}, "epoch": self._epoch}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self.optimal_lr = None
         if state_dict:
-            self.optimal_lr = RangeTest(**{name: value for name, value in state_dict.items() if name != "results"})
-            self.optimal_lr.results = {name: list(values) for name, values in state_dict["results"].items()}
+            state = dict(state_dict)
+            results, self._epoch = state.pop("results"), state.pop("epoch", -1)
+            self.optimal_lr = RangeTest(**state)
+            self.optimal_lr.results = {name: list(values) for name, values in results.items()}

@@ -118,6 +118,39 @@ class ModelPruning(Callback):
         """Return those of the pairs that are pruned; override it to choose."""
         return parameters_to_prune
 
+    @staticmethod
+    def sanitize_parameters_to_prune(
+        pl_module: nn.Module, parameters_to_prune: Pairs = (), parameter_names: Sequence[str] = ()
+    ) -> Pairs:
+        """Return the pairs, or without pairs all layers of a module with the names of their parameters.
+
+        Args:
+            pl_module: The module.
+            parameters_to_prune: Pairs of a layer and the name of its parameter.
+            parameter_names: The names to look for if there are no pairs. Default: `"weight"` and `"bias"`.
+        """
+        return parameters_to_prune or _all_pairs(pl_module, parameter_names or ModelPruning.PARAMETER_NAMES)
+
+    def apply_pruning(self, amount: float) -> None:
+        """Prune all parameters; override it to prune in another way.
+
+        Args:
+            amount: The fraction, or the number of elements, to prune.
+        """
+        self._prune(list(self._pairs.values()), amount)
+
+    def apply_lottery_ticket_hypothesis(self) -> None:
+        """Reset the parameters to the values of the start of training, or to new initial ones; override it to add to that.
+
+        Called after pruning, if `use_lottery_ticket_hypothesis` says so. The masks stay.
+        """
+        for layer in self._fresh.values():
+            layer.reset_parameters()  # type: ignore[operator]
+        for name, (layer, attribute) in self._pairs.items():
+            fresh = self._fresh.get(id(layer))
+            value = self._originals[name] if fresh is None else getattr(fresh, attribute)
+            _original(layer, attribute).copy_(value)
+
     def make_pruning_permanent(self, module: nn.Module) -> None:
         """Replace the pruned parameters in a module, and in its children, by plain ones without masks."""
         for layer in module.modules():
@@ -183,9 +216,9 @@ class ModelPruning(Callback):
         with torch.inference_mode(False), torch.no_grad():
             self._refresh()
             before = self._pruned()
-            self._prune(list(self._pairs.values()), amount)
+            self.apply_pruning(amount)
             if self._resets(epoch) if callable(self._resets) else self._resets:
-                self._reset()
+                self.apply_lottery_ticket_hypothesis()
             self._refresh()
             if self._verbose:
                 self._report(epoch, before)
@@ -196,15 +229,6 @@ class ModelPruning(Callback):
         for layer, name in self._pairs.values():
             if hasattr(layer, f"{name}_mask"):
                 setattr(layer, name, getattr(layer, f"{name}_orig") * getattr(layer, f"{name}_mask"))
-
-    def _reset(self) -> None:
-        """Reset the parameters to the values of the start of training, or to new initial ones."""
-        for layer in self._fresh.values():
-            layer.reset_parameters()  # type: ignore[operator]
-        for name, (layer, attribute) in self._pairs.items():
-            fresh = self._fresh.get(id(layer))
-            value = self._originals[name] if fresh is None else getattr(fresh, attribute)
-            _original(layer, attribute).copy_(value)
 
     def _pruned(self) -> dict[str, tuple[int, int]]:
         """For each parameter the number of elements that are pruned, and of all."""
@@ -227,7 +251,7 @@ class ModelPruning(Callback):
         if not self._pairs:
             layers = dict(module.named_modules())
             names = {id(layers[raw]): name for raw, name in cleaned(module, layers).items()}
-            chosen = self.filter_parameters_to_prune(self._given or _all_pairs(module, self._names))
+            chosen = self.filter_parameters_to_prune(self.sanitize_parameters_to_prune(module, self._given, self._names))
             for layer, attribute in chosen:
                 if id(layer) not in names or not isinstance(_original(layer, attribute), nn.Parameter):
                     raise ModuleError(
@@ -243,7 +267,7 @@ def _original(layer: nn.Module, name: str) -> Any:
     return getattr(layer, f"{name}_orig", None) if hasattr(layer, f"{name}_orig") else getattr(layer, name, None)
 
 
-def _all_pairs(module: TrainModule, names: Sequence[str]) -> Pairs:
+def _all_pairs(module: nn.Module, names: Sequence[str]) -> Pairs:
     containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
     layers = [layer for layer in module.modules() if layer is not module and not isinstance(layer, containers)]
     return [(layer, name) for name in names for layer in layers if isinstance(_original(layer, name), nn.Parameter)]
@@ -274,10 +298,14 @@ def _pruning(
     if together and method.PRUNING_TYPE != "unstructured":
         raise ConfigurationError(f"ModelPruning({given!r}) is not unstructured. Add: use_global_unstructured=False")
     if together:
-        return lambda pairs, amount: prune.global_unstructured(pairs, pruning_method=method, amount=amount)
+        return partial(_prune_together, method, "amount" in inspect.signature(method).parameters)
     if one is None:
         raise ConfigurationError("ModelPruning with a BasePruningMethod needs use_global_unstructured=True.")
     return partial(_prune_each, one, options)
+
+
+def _prune_together(method: Any, with_amount: bool, pairs: list[tuple[nn.Module, str]], amount: float) -> None:
+    prune.global_unstructured(pairs, pruning_method=method, **({"amount": amount} if with_amount else {}))
 
 
 def _prune_each(one: Callable[..., Any], options: dict[str, Any], pairs: list[tuple[nn.Module, str]], amount: float) -> None:

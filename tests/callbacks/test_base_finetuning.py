@@ -283,15 +283,47 @@ def test_what_is_refused(trainer: Any, module: Any) -> None:
         BackboneFinetuning().setup(trainer, module, "fit")
 
 
+def warm_up_and_cosine(optimizer: Any) -> Any:
+    parts = [lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, 4)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [2])
+
+
+@pytest.mark.parametrize("scheduler", [lambda o: lr_scheduler.CosineAnnealingLR(o, 2), warm_up_and_cosine])
+def test_schedulers_that_get_a_learning_rate_for_the_new_group(scheduler: Any) -> None:
+    """Cosine schedules that restart, or begin, after the group was added; also in a run that is resumed."""
+
+    def scheduled_so() -> Pretrained:
+        module = Pretrained()
+        module.scheduler = scheduler
+        return module
+
+    whole = fit(Stepwise(), module=scheduled_so(), epochs=6)
+    assert [len(found) for found in rates(Stepwise(), module=scheduled_so(), epochs=6)] == [1, 2, 2, 3, 3, 3]
+    for number in (5, 8):
+        fit(Stepwise(), SaveIn("on_train_batch_end", number), module=scheduled_so(), epochs=6)
+        assert same(parameters_of(whole), parameters_of(fit(Stepwise(), module=scheduled_so(), epochs=6, ckpt_path="there")))
+
+
 @pytest.mark.parametrize(
     "scheduler",
-    [lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9), lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=99)],
+    [
+        lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9),
+        lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=99),
+        lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+        lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
+        lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.MultiplicativeLR(o, lambda epoch: 0.9)], []),
+    ],
 )
-def test_schedulers_with_a_value_for_each_group(scheduler: Any) -> None:
+def test_schedulers_with_a_rule_for_each_group(scheduler: Any) -> None:
+    """`BackboneFinetuning` refuses them before the first step, if it unfreezes the backbone at all."""
     module = Pretrained()
     module.scheduler = scheduler
-    with pytest.raises(OptimizerError, match="keeps one value for each group .* such as StepLR"):
-        fit(BackboneFinetuning(1), module=module)
+    with pytest.raises(OptimizerError, match="has a rule for each group .* such as StepLR"):
+        fit(BackboneFinetuning(4), module=module)
+    assert module.trainer.global_step == 0
+    fit(BackboneFinetuning(4), module=module, epochs=1)
+    with pytest.raises(OptimizerError, match="UnfreezeSome adds a parameter group"):
+        fit(type("UnfreezeSome", (Stepwise,), {})(), module=module)
 
 
 def test_several_optimizers() -> None:

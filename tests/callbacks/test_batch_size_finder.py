@@ -107,3 +107,29 @@ def test_the_arguments_are_those_of_the_tuner() -> None:
 def test_loaders_that_were_passed_are_refused(stage: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{stage} received loaders"):
         getattr(make_trainer(BatchSizeFinder()), stage)(Sized(), tiny_loader())
+
+
+def test_subclasses_that_search_elsewhere() -> None:
+    """The patterns of Lightning's documentation: in evaluations they work, during a fit they are refused."""
+
+    class FindInTest(BatchSizeFinder):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            return
+
+        def on_test_start(self, trainer: Any, module: Any) -> None:
+            self.scale_batch_size(trainer, module)
+
+    class FindInEpochs(FindInTest):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            self.scale_batch_size(trainer, module)
+
+    module, finder = Sized(), FindInTest()
+    trainer = make_trainer(finder)
+    trainer.fit(module)
+    assert module.batch_size == 7
+    module.sizes.clear()
+    trainer.test(module, verbose=False)
+    assert finder.optimal_batch_size == module.batch_size == 16
+    assert set(module.sizes) == {16}
+    with pytest.raises(ConfigurationError, match="FindInEpochs: .* the batch size of a run is fixed.*remove on_fit_start"):
+        make_trainer(FindInEpochs()).fit(module)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.resume.saving import SaveIn
 from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import Memory, parameters_of, same
 from helpers.worlds.worlds import run_world
@@ -141,3 +142,68 @@ def test_two_processes_find_the_same(tmp_path: Path) -> None:
     first, second = run_world(2, ended, tmp_path)
     assert first == second
     assert first[0] in first[1]["lr"]
+
+
+class FindInEpochs(LearningRateFinder):
+    """The pattern of Lightning's documentation."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        return
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch in (0, 2):
+            self.lr_find(trainer, module)
+        if self._options.update_attr:
+            assert self.optimal_lr is not None
+            assert trainer.optimizers[0].param_groups[0]["lr"] == module.learning_rate == self.optimal_lr.suggestion()
+
+
+class SetUpTwice(Scheduled):
+    """Fails if a trial during training sets the module up again; has no schedule."""
+
+    layers = 0
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__()
+
+    def setup(self, stage: str) -> None:
+        assert not self.layers
+        self.layers += 1
+
+    def configure_optimizers(self) -> Any:
+        return super().configure_optimizers()[0][0]
+
+
+def test_a_subclass_that_searches_in_epochs(make_trainer: Any) -> None:
+    """The rates change at the epochs, and nothing else; a run that resumes in such an epoch does not search again."""
+
+    def run(*callbacks: Any, update: bool = True, **arguments: Any) -> tuple[Any, ...]:
+        module, finder = SetUpTwice(), FindInEpochs(num_training_steps=20, min_lr=1e-4, update_attr=update)
+        make_trainer(finder, *callbacks, max_epochs=4).fit(module, tiny_loader(24, batch_size=8, shuffle=True), **arguments)
+        return module, finder
+
+    module, finder = run()
+    assert len(module.rates) == 12
+    assert len(set(module.rates[:6])) == len(set(module.rates[6:])) == 1
+    assert module.rates[0] != module.rates[6]
+    for number in (1, 5, 7, 10):
+        run(SaveIn("on_train_batch_end", number))
+        resumed, again = run(ckpt_path="there")
+        assert resumed.rates == module.rates[number:]
+        assert same(parameters_of(resumed), parameters_of(module))
+        assert again.optimal_lr.results == finder.optimal_lr.results
+    plain = SetUpTwice()
+    make_trainer(max_epochs=4).fit(plain, tiny_loader(24, batch_size=8, shuffle=True))
+    assert same(parameters_of(run(update=False)[0]), parameters_of(plain))
+
+
+def test_a_subclass_that_searches_before_training(make_trainer: Any) -> None:
+    class Twice(LearningRateFinder):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            super().on_fit_start(trainer, module)
+
+    module, finder = SetUpTwice(), Twice(num_training_steps=20, min_lr=1e-4)
+    make_trainer(finder, max_epochs=1).fit(module, tiny_loader())
+    assert finder.optimal_lr is not None
+    assert module.rates[0] == finder.optimal_lr.suggestion()

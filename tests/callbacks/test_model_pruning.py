@@ -105,6 +105,41 @@ def test_values_of_the_start() -> None:
     assert not any(torch.isin(value[value != 0], start[name]).any() for name, value in parameters_of(resampled).items())
 
 
+def test_a_method_without_an_amount() -> None:
+    class FirstHalf(prune.BasePruningMethod):
+        PRUNING_TYPE = "unstructured"
+
+        def compute_mask(self, t: Any, default_mask: Any) -> Any:
+            mask = default_mask.clone()
+            mask[: len(mask) // 2] = 0
+            return mask
+
+    module = fit(pruning(pruning_fn=FirstHalf, parameter_names=["weight"]), max_epochs=1)
+    assert sum(zeros(module).values()) == 34
+
+
+def test_methods_to_override() -> None:
+    class Counting(ModelPruning):
+        calls: tuple[float, ...] = ()
+
+        def apply_pruning(self, amount: float) -> None:
+            super().apply_pruning(amount / 2)
+            self.calls += (amount,)
+
+        def apply_lottery_ticket_hypothesis(self) -> None:
+            super().apply_lottery_ticket_hypothesis()
+            self.calls += (0,)
+
+    half, whole = Counting("l1_unstructured", amount=0.4), pruning(amount=0.2, use_lottery_ticket_hypothesis=True)
+    assert same(parameters_of(fit(half, max_epochs=2)), parameters_of(fit(whole, max_epochs=2)))
+    assert half.calls == (0.4, 0, 0.4, 0)
+    module = Layers()
+    found = ModelPruning.sanitize_parameters_to_prune(module, parameter_names=("bias", "training"))
+    assert [name for _, name in found] == ["bias"] * 3
+    assert ModelPruning.sanitize_parameters_to_prune(module, [(module.layer, "weight")]) == [(module.layer, "weight")]
+    assert len(ModelPruning.sanitize_parameters_to_prune(module)) == 6
+
+
 def test_what_it_prints(caplog: Any) -> None:
     fit(pruning(verbose=2, amount=5), max_epochs=2)
     assert "epoch 1: ModelPruning: 5 → 10 of 81 elements are zero (12.3%)." in caplog.text

@@ -44,19 +44,6 @@ def test_the_advanced_profiler(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tottime" in out
 
 
-def test_the_profiler_of_torch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    make_trainer(profiler="pytorch", default_root_dir=tmp_path).fit(TinyModule(), tiny_loader(40))
-    out = capsys.readouterr().out
-    assert "aten::" in out
-    assert "training_step" in (trace := (tmp_path / "trace.json").read_text("utf-8"))
-    assert "backward" in trace
-
-
-def test_a_run_too_short_for_the_profiler_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
-    make_trainer(profiler="pytorch").fit(TinyModule(), tiny_loader(4))
-    assert "no micro-batch was profiled" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])
 def test_a_profiler_is_stopped_by_an_error(profiler: str) -> None:
     class Failing(TinyModule):
@@ -123,6 +110,41 @@ def test_a_profiler_with_lightnings_methods(capsys: pytest.CaptureFixture[str]) 
     make_trainer().fit(Profiled(), tiny_loader())
 
 
+def test_subclasses_of_the_profilers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their `start`, `stop` and `describe` are called, as in Lightning."""
+    made = []
+
+    class Noting(SimpleProfiler):
+        def start(self, action_name: str) -> None:
+            made.append(action_name)
+            super().start(action_name)
+
+        def describe(self) -> None:
+            print("described")
+
+    class OfTorch(PyTorchProfiler):
+        def stop(self, action_name: str) -> None:
+            super().stop(action_name)
+            made.append(action_name)
+
+    for profiler in (Noting(), OfTorch(tmp_path)):
+        made.clear()
+        make_trainer(profiler=profiler).fit(TinyModule(), tiny_loader())
+        assert made.count("training_step") == 4
+    assert "described" in capsys.readouterr().out
+
+
+def test_the_folder_is_that_of_the_run(tmp_path: Path) -> None:
+    profiler = SimpleProfiler(filename="perf")
+    assert profiler.dirpath is None
+    trainer = make_trainer(profiler=profiler, default_root_dir=tmp_path)
+    trainer.fit(TinyModule(), tiny_loader())
+    assert profiler.dirpath == trainer.log_dir
+    profiler.dirpath = tmp_path / "mine"
+    trainer.fit(TinyModule(), tiny_loader())
+    assert (tmp_path / "mine" / "fit-perf.txt").is_file()
+
+
 def test_durations_are_recorded(capsys: pytest.CaptureFixture[str]) -> None:
     profiler = SimpleProfiler(extended=False)
     profiler.start("mine")
@@ -170,17 +192,9 @@ def test_the_advanced_profiler_outside_a_run(tmp_path: Path) -> None:
         profiler.stop("outer")
 
 
-def test_options_of_the_profiler_of_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options: dict[str, Any] = {"export_to_chrome": False, "row_limit": 1, "sort_by_key": "cpu_time_total"}
-    profiler = PyTorchProfiler(tmp_path, **options, wait=0, warmup=1, active=1, record_shapes=True)
-    make_trainer(profiler=profiler).fit(TinyModule(), tiny_loader(8))
-    assert not list(tmp_path.glob("**/trace.json"))
-    assert "Self CPU" in (text := capsys.readouterr().out)
-    assert text.count("aten::") <= 1
-
-
 def test_an_unknown_profiler() -> None:
     with pytest.raises(UnknownNameError, match="unknown profiler 'simpel'.*Did you mean 'simple'"):
         make_trainer(profiler="simpel")
     with pytest.raises(ConfigurationError, match="profiler must be a name"):
         make_trainer(profiler=3)
+    assert isinstance(make_trainer(profiler="Simple").profiler, SimpleProfiler)

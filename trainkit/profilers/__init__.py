@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 from trainkit.lazy import lazily
 
 if TYPE_CHECKING:
-    from trainkit.trainer.profiler import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+    from trainkit.trainer.profiler import AdvancedProfiler, PassThroughProfiler, Profiler, SimpleProfiler
+    from trainkit.trainer.torch_profiler import PyTorchProfiler
 
 __all__ = ["AdvancedProfiler", "PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler"]
 
-__getattr__, __dir__ = lazily(globals(), dict.fromkeys(__all__, ".trainer.profiler"))
+_FILES = dict.fromkeys(__all__, ".trainer.profiler")
+__getattr__, __dir__ = lazily(globals(), {**_FILES, "PyTorchProfiler": ".trainer.torch_profiler"})

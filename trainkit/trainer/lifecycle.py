@@ -34,6 +34,7 @@ from trainkit.module.train_module import TrainModule
 from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators
 from trainkit.trainer.defaults import merge_module_callbacks, renew_loggers, share_log_folders
 from trainkit.trainer.from_config import compiled
+from trainkit.trainer.profiler import Profiler
 from trainkit.trainer.progress import RunProgress
 from trainkit.trainer.run import Run
 from trainkit.trainer.save_policy import SavePolicy
@@ -42,7 +43,6 @@ from trainkit.trainer.signals import Signals, requeue
 from trainkit.trainer.torch_flags import torch_flags
 
 if TYPE_CHECKING:
-    from trainkit.trainer.profiler import Profiler
     from trainkit.trainer.trainer import Trainer
 
 __all__ = ["agree_on_signals", "build_hooks", "interruptible", "refuse_evaluation", "running", "set_up"]
@@ -369,7 +369,7 @@ def _tear_down(trainer: Trainer, run: Run, stage: str, status: str, exception: B
 
 def _show_profile(trainer: Trainer, profiler: Profiler) -> None:
     """Write the profile to its file on each process, or print it on the main process."""
-    if profiler.filename is not None:
+    if profiler.filename is not None or is_overridden(profiler, "describe", Profiler):
         profiler.describe()
     elif text := profiler.summary():
         trainer.print(text)

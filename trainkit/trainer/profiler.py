@@ -14,8 +14,6 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainkit.errors import ConfigurationError, MissingMethodError, UnknownNameError, nearest
 
 __all__ = [
@@ -23,7 +21,6 @@ __all__ = [
     "AdvancedProfiler",
     "PassThroughProfiler",
     "Profiler",
-    "PyTorchProfiler",
     "SimpleProfiler",
     "make_profiler",
 ]
@@ -33,7 +30,7 @@ class Profiler:
     """Base class: subclass it and define `start` and `stop`, or `profile` instead of both; and `summary`.
 
     Args:
-        dirpath: Folder of the files that it writes. Default: the log folder of the run.
+        dirpath: Folder of the files that it writes. Default: the log folder of the run, from the begin of the run on.
         filename: Write the summary to this file, `{stage}-{filename}.txt`, with the local rank added if there are several
             processes. Default: the main process prints it.
 
@@ -57,14 +54,23 @@ class Profiler:
         ```
     """
 
-    dirpath: str | Path | None = None  # class attributes: a subclass may not call __init__
-    filename: str | None = None
+    filename: str | None = None  # class attributes: a subclass may not call __init__
+    _dirpath: str | Path | None = None
     _log_dir: str | Path | None = None
     _stage: str | None = None
     _local_rank: int | None = None
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
         self.dirpath, self.filename = dirpath, filename
+
+    @property
+    def dirpath(self) -> str | Path | None:
+        """Folder of the files."""
+        return self._dirpath or self._log_dir
+
+    @dirpath.setter
+    def dirpath(self, folder: str | Path | None) -> None:
+        self._dirpath = folder
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """A run begins.
@@ -94,10 +100,10 @@ class Profiler:
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:
         """A context manager around an action; calls `start` and `stop`."""
-        return self._between(action_name)
+        return self._from_start_to_stop(action_name)
 
     @contextmanager
-    def _between(self, action_name: str) -> Iterator[Any]:
+    def _from_start_to_stop(self, action_name: str) -> Iterator[Any]:
         self.start(action_name)
         try:
             yield action_name
@@ -122,7 +128,7 @@ class Profiler:
         """A file of this profiler, stage and process."""
         parts = [self._stage, self.filename or "profile", self._local_rank]
         name = "-".join(str(part) for part in parts if part is not None)
-        return Path(self.dirpath or self._log_dir or ".") / (name + suffix)
+        return Path(self.dirpath or ".") / (name + suffix)
 
     def wrapped(self, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, profiled as `action`."""
@@ -207,8 +213,15 @@ class SimpleProfiler(Profiler):
             )
         self.recorded_durations[action_name].append(ended - self.current_actions.pop(action_name))
 
+    def profile(self, action_name: str) -> AbstractContextManager[Any]:
+        """A context manager around an action, which may be inside another one of its name."""
+        kind = type(self)
+        if (kind.start, kind.stop) != (SimpleProfiler.start, SimpleProfiler.stop):
+            return super().profile(action_name)  # it calls those of a subclass
+        return self._timed(action_name)
+
     @contextmanager
-    def _between(self, action_name: str) -> Iterator[Any]:  # the action may be inside another one of its name
+    def _timed(self, action_name: str) -> Iterator[Any]:
         began = time.perf_counter()
         try:
             yield action_name
@@ -304,81 +317,7 @@ class AdvancedProfiler(Profiler):
         return {**self.__dict__, "_profile": None, "_depth": 0}  # a cProfile.Profile cannot be copied
 
 
-class PyTorchProfiler(Profiler):
-    """`torch.profiler` over a few micro-batches of training; writes a Chrome trace, `trace.json`.
-
-    Args:
-        dirpath: As in `Profiler`.
-        filename: As in `Profiler`.
-        export_to_chrome: Write the trace.
-        row_limit: Operators in the summary.
-        sort_by_key: Column that the summary is sorted by, see `torch.profiler`.
-        wait: Micro-batches skipped at the start.
-        warmup: Micro-batches profiled but not kept.
-        active: Micro-batches kept.
-        **profiler_kwargs: Arguments of `torch.profiler.profile`, such as `profile_memory=True` or a `schedule`.
-    """
-
-    def __init__(
-        self,
-        dirpath: str | Path | None = None,
-        filename: str | None = None,
-        *,
-        export_to_chrome: bool = True,
-        row_limit: int = 30,
-        sort_by_key: str = "self_cpu_time_total",
-        wait: int = 1,
-        warmup: int = 1,
-        active: int = 5,
-        **profiler_kwargs: Any,
-    ) -> None:
-        super().__init__(dirpath, filename)
-        self.export_to_chrome, self.row_limit, self.sort_by_key = export_to_chrome, row_limit, sort_by_key
-        schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
-        self._options = {"schedule": schedule, **profiler_kwargs}
-        self._inner: torch.profiler.profile | None = None
-        self._table = "no micro-batch was profiled: the run was shorter than wait + warmup + active"
-        self.trace_path: Path | None = None
-
-    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Start the profile."""
-        super().setup(stage, local_rank, log_dir)
-        self.trace_path = Path(self.dirpath or log_dir or ".") / "trace.json"
-        self._inner = torch.profiler.profile(**{"on_trace_ready": self._keep, **self._options})
-        self._inner.start()
-
-    def _keep(self, profile: Any) -> None:
-        assert self.trace_path is not None
-        if self.export_to_chrome:
-            self.trace_path.parent.mkdir(parents=True, exist_ok=True)
-            profile.export_chrome_trace(str(self.trace_path))
-        self._table = profile.key_averages().table(sort_by=self.sort_by_key, row_limit=self.row_limit)
-
-    def teardown(self, stage: str | None = None) -> None:
-        """Stop the profile."""
-        if self._inner is not None:
-            self._inner.stop()
-            self._inner = None
-
-    def step(self) -> None:
-        """Advance the schedule."""
-        if self._inner is not None:
-            self._inner.step()
-
-    def profile(self, action_name: str) -> AbstractContextManager[Any]:
-        """Show the action as a range in the trace."""
-        return torch.profiler.record_function(action_name)
-
-    def summary(self) -> str:
-        """The operators with the most time in the column `sort_by_key`, and the path of the trace."""
-        return f"{self._table}\n{self.trace_path}" if self.export_to_chrome else self._table
-
-
-_NAMES: dict[str, type[Profiler]] = {
-    "simple": SimpleProfiler,
-    "advanced": AdvancedProfiler,
-    "pytorch": PyTorchProfiler,
-}
+_NAMES = ("simple", "advanced", "pytorch")
 
 
 def make_profiler(profiler: str | Profiler | None) -> Profiler | None:
@@ -394,6 +333,11 @@ def make_profiler(profiler: str | Profiler | None) -> Profiler | None:
         return profiler
     if not isinstance(profiler, str):
         raise ConfigurationError(f"profiler must be a name ({', '.join(_NAMES)}) or a Profiler object, not {profiler!r}.")
-    if profiler not in _NAMES:
-        raise UnknownNameError(f"unknown profiler {profiler!r}; known: {', '.join(_NAMES)}.{nearest(profiler, _NAMES)}")
-    return _NAMES[profiler]()
+    name = profiler.lower()
+    if name == "pytorch":
+        from trainkit.trainer.torch_profiler import PyTorchProfiler
+
+        return PyTorchProfiler()
+    if name not in _NAMES:
+        raise UnknownNameError(f"unknown profiler {profiler!r}; known: {', '.join(_NAMES)}.{nearest(name, _NAMES)}")
+    return SimpleProfiler() if name == "simple" else AdvancedProfiler()

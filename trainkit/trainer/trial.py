@@ -48,11 +48,12 @@ def run_trial(
     dataloaders: Any = None,
     datamodule: DataModule | None = None,
     alone: bool = False,
+    begun: bool = False,
     **arguments: Any,
 ) -> Trainer:
     """Run one stage on a copy of the module, without validation, schedulers, loggers, checkpoints and callbacks.
 
-    `GradientClipping` is kept. The trainer may be in a run whose `setup` hooks are running.
+    `GradientClipping` is kept. The trainer may be in a run, in its `setup` hooks or, with `alone` and `begun`, after them.
 
     Args:
         trainer: its strategy, seed and other arguments are used; it is not changed.
@@ -62,6 +63,7 @@ def run_trial(
         dataloaders: as the user passed them.
         datamodule: a shallow copy of it is used.
         alone: each process runs by itself on its device, without collectives.
+        begun: the run around the trial has set up the module, with the layers of `configure_model`.
         **arguments: fields of `TrainerArguments` that are different in the trial.
 
     Returns:
@@ -73,6 +75,8 @@ def run_trial(
     """
     trial = _trial_trainer(trainer, callback, alone, arguments)
     own = _copied_module(module, trainer, datamodule, dataloaders)
+    if begun:
+        _drop_setup(own, "configure_model")
     data = None if datamodule is None else _copied_datamodule(datamodule, is_set_up=trainer.stage is not None)
     with running(trial, stage, own, data, dataloaders) as run:
         set_up(trial, run)
@@ -118,7 +122,7 @@ def _trial_trainer(trainer: Trainer, callback: Callback, alone: bool, arguments:
     for name, value in arguments.items():
         setattr(own, name, value)
     if alone:
-        trial.strategy = Strategy(trainer.strategy.device, trainer.precision_plugin)
+        trial.strategy = Strategy(trainer.strategy.device, copy.deepcopy(trainer.precision_plugin))
     kinds = load_callback("gradient_clipping"), load_callback("gradient_accumulation_scheduler")
     run = trial._run = Run.before_the_first(own, trial.strategy, trainer.seed)
     run.inference_mode = trainer.inference_mode
@@ -155,9 +159,13 @@ def _copied_datamodule(datamodule: DataModule, is_set_up: bool) -> DataModule:
     """
     own = copy.copy(datamodule)
     if is_set_up:
-        for name in ("prepare_data", "setup", "teardown"):
-            setattr(own, name, _nothing)
+        _drop_setup(own)
     return own
+
+
+def _drop_setup(owner: Any, *more: str) -> None:
+    for name in ("prepare_data", "setup", "teardown", *more):
+        setattr(owner, name, _nothing)
 
 
 def _nothing(*_: Any) -> None:

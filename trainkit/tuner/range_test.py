@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from trainkit.callback import Callback
 from trainkit.checks import choice, real_number, whole_number
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["RangeTest", "RangeTestOptions", "find_learning_rate"]
+__all__ = ["RangeTest", "RangeTestOptions", "assign_rate", "find_learning_rate"]
 
 _SMOOTHING = 0.98  # of the losses: the weight of the past
 _MODES = ("exponential", "linear")
@@ -226,7 +227,7 @@ def find_learning_rate(
     """Run a range test. Collective; the result is the same on all processes.
 
     Args:
-        trainer: is not changed.
+        trainer: is not changed. It may be in a fit, in its `setup` hooks or, with one process, at the start of an epoch.
         module: is not changed, except its attribute with `update_attr`.
         options: of the test.
         dataloaders: training data as the user passed it.
@@ -239,6 +240,12 @@ def find_learning_rate(
         ConfigurationError: the attribute does not exist.
         OptimizerError: there is not exactly one optimizer.
     """
+    begun, world = bool(trainer.stage and trainer.optimizers), trainer.strategy.world
+    if begun and world.size > 1:
+        raise ConfigurationError(
+            f"a learning rate is searched during training on {world.size} processes. Expected one process, or a search before "
+            "training. Fix: LearningRateFinder() without overriding on_fit_start; or Tuner(trainer).lr_find(module) before fit"
+        )
     if trainer.fast_dev_run:
         notice("no learning rate is searched in a fast_dev_run.")
         return None
@@ -246,13 +253,23 @@ def find_learning_rate(
     attribute = find_attribute(options.names, module, datamodule, fix) if options.update_attr else None
     found = RangeTest(options.mode, options.min_lr, options.max_lr, options.num_training)
     probe = RangeProbe(found.rates(), options.early_stop_threshold)
-    trainer._run_trial("fit", module, probe, dataloaders=dataloaders, datamodule=datamodule, **_limits(options.num_training))
-    found._keep(_mean_over_ranks(trainer.strategy.world.exchange(probe.losses())), options.early_stop_threshold)
+    limits = {"alone": begun, "begun": begun, **_limits(options.num_training)}
+    trainer._run_trial("fit", module, probe, dataloaders=dataloaders, datamodule=datamodule, **limits)
+    found._keep(_mean_over_ranks(world.exchange(probe.losses())), options.early_stop_threshold)
     rate = found.suggestion() if attribute is not None else None
     if attribute is not None and rate is not None:
         attribute.set(rate)
         notice(f"learning rate: {attribute.name} is {rate:.4g} from now on, after {len(found.results['lr'])} steps of a trial.")
     return found
+
+
+def assign_rate(optimizer: Optimizer, rate: float) -> None:
+    """Set the learning rate of all parameter groups."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # compiled and captured steps refer to it
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def _limits(steps: int) -> dict[str, Any]:
@@ -304,11 +321,7 @@ class RangeProbe(Callback):
                 trainer.should_stop = True
         if step >= len(self._rates):
             return
-        for group in trainer.optimizers[0].param_groups:
-            if isinstance(group["lr"], Tensor):  # compiled and captured steps refer to it
-                group["lr"].fill_(self._rates[step])
-            else:
-                group["lr"] = self._rates[step]
+        assign_rate(trainer.optimizers[0], self._rates[step])
         self._step = step
 
     def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -1,0 +1,88 @@
+"""`PyTorchProfiler`: what it keeps, its options and files, evaluations, and its use outside a run."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer
+
+from trainkit.errors import ConfigurationError, UnknownNameError
+from trainkit.profilers import PyTorchProfiler
+
+
+def test_the_profiler_of_torch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    make_trainer(profiler="pytorch", default_root_dir=tmp_path).fit(TinyModule(), tiny_loader(40))
+    out = capsys.readouterr().out
+    assert "aten::" in out
+    assert "training_step" in (trace := (tmp_path / "trace.json").read_text("utf-8"))
+    assert "backward" in trace
+
+
+def test_a_run_too_short_for_the_profiler_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    make_trainer(profiler="pytorch").fit(TinyModule(), tiny_loader(4))
+    assert "no micro-batch was profiled" in capsys.readouterr().out
+
+
+def test_options_of_the_profiler_of_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"export_to_chrome": False, "row_limit": 1, "sort_by_key": "cpu_time_total"}
+    profiler = PyTorchProfiler(tmp_path, **options, wait=0, warmup=1, active=1, record_shapes=True)
+    make_trainer(profiler=profiler).fit(TinyModule(), tiny_loader(8))
+    assert not list(tmp_path.glob("**/trace.json"))
+    assert "Self CPU" in (text := capsys.readouterr().out)
+    assert text.count("aten::") <= 1
+
+
+@pytest.mark.parametrize(
+    ("stage", "action"), [("validate", "validation_step"), ("test", "test_step"), ("predict", "predict_step")]
+)
+def test_an_evaluation(stage: str, action: str, tmp_path: Path) -> None:
+    """A schedule counts the batches of the evaluation; each stage has its own trace."""
+    profiler = PyTorchProfiler(tmp_path, "perf", wait=1, warmup=1, active=2)
+    getattr(make_trainer(profiler=profiler, enable_model_summary=False), stage)(TinyModule(), tiny_loader(40))
+    assert sum(event.name == action for event in profiler.function_events) == 2
+    assert action in (tmp_path / f"{stage}-perf-trace.json").read_text("utf-8")
+    assert "aten::" in (tmp_path / f"{stage}-perf.txt").read_text("utf-8")
+
+
+def test_the_whole_run_and_the_table() -> None:
+    widths = []
+    for options in ({"max_name_column_width": 5}, {"max_name_column_width": 60}):
+        profiler = PyTorchProfiler(schedule=None, table_kwargs=options, export_to_chrome=False)
+        make_trainer(profiler=profiler).fit(TinyModule(), tiny_loader())
+        widths.append(len(profiler.summary().splitlines()[0]))
+    assert widths[0] < widths[1]
+    assert sum(event.name == "training_step" for event in profiler.function_events) == 4
+    grouped = PyTorchProfiler(group_by_input_shapes=True, export_to_chrome=False)
+    make_trainer(profiler=grouped).fit(TinyModule(), tiny_loader())
+    assert "Input Shapes" in grouped.summary()
+
+
+def test_outside_a_run(tmp_path: Path) -> None:
+    profiler = PyTorchProfiler(tmp_path, "mine")
+    with profiler.profile("outer"):
+        profiler.start("inner")
+        torch.ones(3).add(1)
+        profiler.stop("inner")
+    with pytest.raises(ConfigurationError, match="has not begun.*start"):
+        profiler.stop("inner")
+    profiler.start("open")
+    with pytest.raises(ConfigurationError, match="has begun already.*stop"):
+        profiler.start("open")
+    assert copy.deepcopy(profiler)._inner is None
+    profiler.describe()
+    assert "aten::add" in (tmp_path / "mine.txt").read_text("utf-8")
+    assert {"outer", "inner", "aten::add"} <= {event.name for event in profiler.function_events}
+
+
+def test_options_that_torch_does_not_have() -> None:
+    with pytest.raises(UnknownNameError, match=r"profiler_kwargs\): there is no 'profile_memry'.*mean 'profile_memory'"):
+        PyTorchProfiler(profile_memry=True)
+    with pytest.raises(UnknownNameError, match="table_kwargs=.*there is no 'width'"):
+        PyTorchProfiler(table_kwargs={"width": 3})
+    with pytest.raises(ConfigurationError, match="contains row_limit. .*Fix: PyTorchProfiler"):
+        PyTorchProfiler(table_kwargs={"row_limit": 3})
