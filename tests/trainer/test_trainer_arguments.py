@@ -79,7 +79,7 @@ def test_what_a_module_brings_is_checked() -> None:
 def test_clipping_at_0_is_no_clipping() -> None:
     """As in Lightning: projects pass 0 to turn it off."""
     trainer = make_trainer(gradient_clip_val=0.0)
-    assert trainer.gradient_clip_val == 0.0
+    assert not trainer.gradient_clip_val
     assert not [callback for callback in trainer.callbacks if isinstance(callback, GradientClipping)]
 
 
