@@ -14,9 +14,10 @@ from helpers.runs.trainers import Memory, make_trainer, parameters_of, same
 from torch import nn
 
 from trainkit import Trainer
+from trainkit.callbacks import ModelCheckpoint
 from trainkit.checkpoint import open_checkpoint
 from trainkit.cli.main import main
-from trainkit.errors import CheckpointError, StateMismatchError, UnknownNameError
+from trainkit.errors import CheckpointError, CheckpointNotFoundError, StateMismatchError, UnknownNameError
 from trainkit.loggers import CSVLogger
 
 
@@ -48,6 +49,36 @@ def test_load_from_checkpoint() -> None:
         Sized.load_from_checkpoint(path, learning_rat=0.5)
     with pytest.raises(StateMismatchError, match="layer.weight"):
         Sized.load_from_checkpoint(path, width=3)
+
+
+@pytest.mark.parametrize("name", ["best.ckpt", "last", "last.ckpt"])
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_the_paths_that_fit_accepts(name: str, save_last: Any) -> None:
+    """Lightning's `.ckpt` may follow, and `last` is what `save_last` writes."""
+    trainer = make_trainer(ModelCheckpoint("mine", "best", save_last=save_last), enable_checkpointing=True)
+    trainer.fit(Sized(learning_rate=0.02), tiny_loader())
+    module = Sized.load_from_checkpoint(f"mine/{name}")
+    assert module.hparams.learning_rate == 0.02
+    assert same(parameters_of(module), parameters_of(trainer.model))
+    with pytest.raises(CheckpointNotFoundError, match="other.ckpt"):
+        Sized.load_from_checkpoint("mine/other.ckpt")
+
+
+@pytest.mark.parametrize(
+    "map_location, device",
+    [
+        ("meta", "meta"),
+        (torch.device("meta"), "meta"),
+        ({"cpu": "meta"}, "meta"),
+        ({"cuda:1": "meta"}, "cpu"),
+        (lambda storage, location: storage, "cpu"),
+        (lambda storage, location: torch.UntypedStorage(0, device="meta") if location == "cpu" else None, "meta"),
+        (lambda storage, location: None, "cpu"),
+    ],
+)
+def test_map_location_is_that_of_torch_load(map_location: Any, device: str) -> None:
+    path = saved(Sized()).checkpoint_callback.last_model_path
+    assert Sized.load_from_checkpoint(path, map_location).layer.weight.device.type == device
 
 
 def test_arguments_that_were_not_saved() -> None:

@@ -11,11 +11,14 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from trainkit.checkpoint.reader import open_checkpoint
+from trainkit.checkpoint.folder import pointed_to
+from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
+from trainkit.checkpoint.remote_folder import fetch
 from trainkit.console import notice
 from trainkit.errors import CheckpointError, UnknownNameError, nearest
 from trainkit.module.data_module import DataModule
 from trainkit.module.hparams import HyperParameters
+from trainkit.paths import local_path
 from trainkit.precision import Precision
 from trainkit.registry import load
 from trainkit.state.parts import Parts, model_stems, restore, shown
@@ -33,7 +36,7 @@ _FROM_CONFIG = "trainkit.cli.for_scripts.module_from_config:module_from_config"
 def build_from_checkpoint(
     cls: type[T],
     path: str | os.PathLike[str],
-    device: torch.device | str | None,
+    map_location: Any,
     strict: bool | None,
     overrides: Mapping[str, Any],
 ) -> T:
@@ -44,7 +47,7 @@ def build_from_checkpoint(
         StateMismatchError: The weights do not fit the module that `__init__` built.
         UnknownNameError: `__init__` does not accept an override.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = _opened(path)
     loaded = checkpoint.read(model_stems(checkpoint.manifest.files) | {"state"})
     state = loaded.state
     if "hyper_parameters" not in state:
@@ -68,6 +71,7 @@ def build_from_checkpoint(
         what=str(Path(path)),
         strict=getattr(module, "strict_loading", True) if strict is None else strict,
     )
+    device = _device_of(map_location)
     return module if device is None else module.to(device)
 
 
@@ -79,7 +83,7 @@ def build_data_module(cls: type[D], path: str | os.PathLike[str], overrides: Map
             saved nor given.
         UnknownNameError: `__init__` does not accept an override.
     """
-    state = open_checkpoint(path).read({"state"}).state
+    state = _opened(path).read({"state"}).state
     if "datamodule_hyper_parameters" not in state:
         raise CheckpointError(
             f"{path} contains no DataModule: the run was not given one, or only its weights were saved. Create it yourself: "
@@ -88,6 +92,25 @@ def build_data_module(cls: type[D], path: str | os.PathLike[str], overrides: Map
     module = cls(**_arguments(cls, state["datamodule_hyper_parameters"], None, overrides, str(path)))
     module.load_state_dict(state["datamodule"])
     return module
+
+
+def _opened(path: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint at a path, which may be that of `save_last`, or end with Lightning's `.ckpt`."""
+    folder = local_path(path, "checkpoint_path")
+    fetch(folder)
+    return open_checkpoint(pointed_to(folder))
+
+
+def _device_of(map_location: Any) -> Any:
+    """The device that a `map_location` of `torch.load` moves a tensor to that is on the CPU, as all in a checkpoint are.
+
+    `None`: it is not moved.
+    """
+    if isinstance(map_location, Mapping):
+        return map_location.get("cpu")
+    if callable(map_location):
+        return getattr(map_location(torch.UntypedStorage(0), "cpu"), "device", None)
+    return map_location
 
 
 def _built(cls: type[T], state: Mapping[str, Any], overrides: Mapping[str, Any], path: str) -> T:
