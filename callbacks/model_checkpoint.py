@@ -20,6 +20,7 @@ from trainkit.callbacks._checkpoint_arguments import (
     check_interval,
     check_kept,
     check_template,
+    default_name,
     fill,
     missing,
     names_in,
@@ -303,7 +304,7 @@ class ModelCheckpoint(CheckpointHistory):
             return
         values = self._values(trainer)
         save.score = self._score(trainer, why, values)
-        if self.keep_last == 0 and why != "exception" and not from_main("" in self._best_with("", save.score)):
+        if self.keep_last == 0 and self.monitor and why != "exception" and not from_main("" in self._best_with("", save.score)):
             return
         checkpointing.wait()  # if the previous save fails, undo it before recording this one
         folder = Path(self.dirpath or "")
@@ -385,9 +386,8 @@ class ModelCheckpoint(CheckpointHistory):
         """Whether a name with these values would lack one, have that of an earlier step, or name another than the best."""
         unknown = [name for name in used if name not in known]
         if unknown and (why in _ENDINGS or not self._all_logged):
-            self._notice_once(
-                f"ModelCheckpoint: {', '.join(unknown)} in filename was not logged yet, so the default name is used."
-            )
+            if why != "exception" or not self._all_logged:  # else the error itself may be that it is missing
+                self._notice_once(default_name(unknown, self._all_logged, self._validates))
             return True
         if used:
             return any(name in known and not known[name][1] for name in used)
