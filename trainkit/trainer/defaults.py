@@ -82,7 +82,13 @@ def attach_callbacks(
             "enable_checkpointing=False and a ModelCheckpoint in callbacks contradict each other. Remove one of them."
         )
     attach("model_checkpoint", checkpoints and not trainer.fast_dev_run, "enable_checkpointing")
-    return callbacks
+    return _checkpoints_last(callbacks)
+
+
+def _checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
+    """The callbacks, those that save checkpoints after the others, whose state they save."""
+    kind = load_callback("model_checkpoint")
+    return sorted(callbacks, key=lambda callback: isinstance(callback, kind))
 
 
 def _check_norm_is_logged(wanted: bool, callbacks: Iterable[Callback]) -> None:
@@ -108,7 +114,7 @@ def merge_module_callbacks(trainer: Trainer, module: TrainModule) -> None:
     if clips and not any(isinstance(callback, clipping) for callback in kept + configured):
         configured.append(clipping(None))  # so that the module's own clipping is called
     trainer._module_callbacks = configured
-    trainer._run.callbacks = kept + configured
+    trainer._run.callbacks = _checkpoints_last(kept + configured)
     for callback in trainer.callbacks:
         callback._module = module
 
