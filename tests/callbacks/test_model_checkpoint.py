@@ -724,6 +724,26 @@ def test_a_fixed_name_is_always_the_best(begin, enable_version_counter: bool) ->
     assert names_of(callback) == {"best": 1.5}
 
 
+@pytest.mark.parametrize(
+    "arguments, names",
+    [
+        ({"filename": "model"}, ["model"]),
+        ({"filename": "model", "keep_last": 1}, ["model"]),
+        ({"filename": "{epoch}", "every_n_train_steps": 6, "every_n_epochs": 1}, ["epoch=0", "epoch=1"]),
+        ({"filename": "model", "keep_last": -1}, ["model", "model-v1", "model-v2"]),
+        ({"filename": "model", "save_top_k": -1}, ["model", "model-v1", "model-v2"]),
+    ],
+)
+def test_without_a_monitor_a_name_is_that_of_the_newest(begin, arguments: dict[str, Any], names: list[str]) -> None:
+    callback = ModelCheckpoint(**arguments)
+    run = begin(callback)
+    for _ in range(2 if "every_n_epochs" in arguments else 3):
+        run.epoch()
+    assert run.names == names
+    newest = open_checkpoint(callback.last_model_path).manifest
+    assert (newest.step, Path(callback.last_model_path).name) == (max(run.steps), names[-1])
+
+
 def test_fixed_names_of_the_best_two(begin) -> None:
     callback = ModelCheckpoint(filename="best", monitor="val_loss", save_top_k=2, keep_last=0)
     run = begin(callback)
