@@ -17,7 +17,13 @@ from trainkit import Trainer
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.checkpoint import open_checkpoint
 from trainkit.cli.main import main
-from trainkit.errors import CheckpointError, CheckpointNotFoundError, StateMismatchError, UnknownNameError
+from trainkit.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    StateMismatchError,
+    UnknownNameError,
+    UnsupportedArgumentError,
+)
 from trainkit.loggers import CSVLogger
 
 
@@ -92,6 +98,19 @@ def test_arguments_that_were_not_saved() -> None:
     with pytest.raises(CheckpointError, match=r"does not contain the arguments backbone, rate of Needs\. Pass them"):
         Needs.load_from_checkpoint(path)
     assert same(parameters_of(Needs.load_from_checkpoint(path, backbone=nn.Identity(), rate=1.0)), parameters_of(trainer.model))
+
+
+def test_arguments_of_lightning_do_not_reach_an_init_that_takes_all() -> None:
+    class Open(TinyModule):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    path = saved(Open(rate=0.5)).checkpoint_callback.last_model_path
+    again = Open.load_from_checkpoint(path, extra=1, weights_only=True, hparams_file=None)
+    assert again.hparams == {"rate": 0.5, "extra": 1}
+    with pytest.raises(UnsupportedArgumentError, match=r"load_from_checkpoint\(hparams_file=...\): pass the arguments"):
+        Open.load_from_checkpoint(path, hparams_file="hparams.yaml")
 
 
 @pytest.mark.parametrize("kind", [dict, lambda **values: Namespace(**values)])

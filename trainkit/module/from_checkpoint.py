@@ -89,7 +89,8 @@ def build_data_module(cls: type[D], path: str | os.PathLike[str], overrides: Map
             f"{path} contains no DataModule: the run was not given one, or only its weights were saved. Create it yourself: "
             f"{cls.__name__}(...)"
         )
-    module = cls(**_arguments(cls, state["datamodule_hyper_parameters"], None, overrides, str(path)))
+    name = state.get("datamodule_hyper_parameters_name")
+    module = cls(**_arguments(cls, state["datamodule_hyper_parameters"], name, overrides, str(path)))
     module.load_state_dict(state["datamodule"])
     return module
 
@@ -148,7 +149,7 @@ def _arguments(
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     accepted = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     saved = dict(hparams)
-    overrides = overrides if takes_all else _accepted(overrides, cls, {**accepted, **saved})
+    overrides = _accepted(overrides, cls, {**accepted, **saved}, takes_all)
     if config_name in accepted:  # save_hyperparameters(config): one argument contains all hyper-parameters
         given = {name: value for name, value in overrides.items() if name in accepted}
         config = {**saved, **{name: value for name, value in overrides.items() if name not in given}}
@@ -158,15 +159,15 @@ def _arguments(
     return arguments
 
 
-def _accepted(overrides: Mapping[str, Any], cls: type, known: Mapping[Any, Any]) -> dict[str, Any]:
+def _accepted(overrides: Mapping[str, Any], cls: type, known: Mapping[Any, Any], takes_all: bool) -> dict[str, Any]:
     """The overrides without Lightning's arguments of `load_from_checkpoint`, which are refused unless they are the default."""
     unknown = {name: value for name, value in overrides.items() if name not in known}
-    for name in unknown:
-        if advice("load_from_checkpoint", name) is None:
-            near = nearest(name, [one for one in known if isinstance(one, str)])
-            raise UnknownNameError(f"load_from_checkpoint: {cls.__name__} has no argument {name!r}.{near}")
-    refuse_unknown("load_from_checkpoint", unknown, ())
-    return {name: value for name, value in overrides.items() if name not in unknown}
+    foreign = {name: value for name, value in unknown.items() if advice("load_from_checkpoint", name) is not None}
+    for name in () if takes_all else [name for name in unknown if name not in foreign]:
+        near = nearest(name, [one for one in known if isinstance(one, str)])
+        raise UnknownNameError(f"load_from_checkpoint: {cls.__name__} has no argument {name!r}.{near}")
+    refuse_unknown("load_from_checkpoint", foreign, ())
+    return {name: value for name, value in overrides.items() if name not in foreign}
 
 
 def _usable(arguments: Mapping[Any, Any], cls: type, accepted: Container[Any], takes_all: bool) -> dict[str, Any]:
