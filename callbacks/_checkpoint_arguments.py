@@ -95,6 +95,19 @@ def fill(template: str, values: Mapping[str, Any], *, insert: bool, known: Itera
     return "".join("_" if character in "/\\" or ord(character) < 32 else character for character in text)
 
 
+def default_name(unknown: list[str], all_logged: bool, validates: bool) -> str:
+    """The notice that a name is the default one.
+
+    Args:
+        unknown: the metrics in the template that were not logged.
+        all_logged: whether all metrics have been logged.
+        validates: whether the fit has validations.
+    """
+    text = f"ModelCheckpoint: {', '.join(unknown)} in filename was {'never logged' if all_logged else 'not logged yet'}"
+    until = f" It must be logged by the end of the first epoch{' with a validation' if validates else ''}."
+    return f"{text}, so the default name is used." + ("" if all_logged else until)
+
+
 def missing(trainer: Trainer, monitor: str, logged: Iterable[str]) -> MissingMetricError:
     """The error for a monitor that was never logged."""
     return MissingMetricError(f"{not_logged(trainer, 'ModelCheckpoint', monitor, logged)} {how_to_log(monitor)}.")

@@ -203,13 +203,15 @@ class CheckpointHistory(Checkpoint):
         """The name of a new checkpoint, and whether it replaces the one of that name.
 
         It takes the name of a checkpoint that it displaces from the best, so that `filename="best"` is the best at any time.
-        The checkpoint of another run, whose state a run may have restored, is never replaced.
+        Without a monitor it takes that of the one before, so that `filename="model"` is the newest. The checkpoint of another
+        run, whose state a run may have restored, is never replaced.
         """
         path, best = str(folder / name), self._best_with("", score)
         if not self.enable_version_counter:  # a worse one must not replace one of the best
             return name, path not in self.best_k_models or path not in best
         same = re.compile(re.escape(path) + r"(-v\d+)?")
-        displaced = [known for known in self.best_k_models if known not in best and same.fullmatch(known)]
+        newest = [self.last_model_path] if self.monitor is None and -1 not in (self.save_top_k, self.keep_last) else []
+        displaced = [known for known in [*self.best_k_models, *newest] if known not in best and same.fullmatch(known)]
         if not displaced or not os.path.lexists(path):
             return name, False
         own = {str(found.path) for found, _ in self._saved_in(folder, run_id)}

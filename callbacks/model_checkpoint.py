@@ -20,6 +20,7 @@ from trainkit.callbacks._checkpoint_arguments import (
     check_interval,
     check_kept,
     check_template,
+    default_name,
     fill,
     missing,
     names_in,
@@ -47,8 +48,7 @@ class ModelCheckpoint(CheckpointHistory):
     A checkpoint is a folder `<dirpath>/<filename>` with everything that a run needs to resume exactly. It saves every
     `every_n_train_steps` optimizer steps, every `every_n_epochs` epochs and every `train_time_interval`; if none of them
     is given, every epoch and every 30 minutes. 0 or None turns one off. It also saves at the end of training, on SIGTERM, on
-    Ctrl-C and on an error. Training continues while a checkpoint is written. It saves nothing in the sanity check and under
-    `fast_dev_run`.
+    Ctrl-C and on an error. Training continues while a checkpoint is written. `fast_dev_run` and the sanity check save nothing.
 
     It keeps the `save_top_k` best by `monitor`, and the `keep_last` newest of the others. It deletes older ones when a
     newer one is complete, but only those that it has saved in this run. A checkpoint is ranked only by a value of its own step.
@@ -58,8 +58,9 @@ class ModelCheckpoint(CheckpointHistory):
             in `<default_root_dir>/version_N` without one; set when training starts. The same for all processes.
         filename: Name of a checkpoint, with metrics, `epoch` (from 0) and `step` in braces:
             `"{epoch:02d}-{val_loss:.2f}"`. Default: `"step-{step:08d}"`, also if a metric in it is not of this step or, for a
-            name without braces and with a `monitor`, if this is not one of the best. A `/` becomes `_`. If the name exists,
-            that checkpoint is replaced if the new one takes its place among the best; else `-v1`, `-v2`, … is appended.
+            name without braces and with a `monitor`, if this is not one of the best. A `/` becomes `_`. A checkpoint of the
+            same name is replaced if the new one takes its place among the best or, without a `monitor`, if it is the one before
+            and not all are kept; else `-v1`, `-v2`, … is appended.
         monitor: The metric, as passed to `self.log`, that ranks checkpoints; also `"step"` or `"epoch"`.
         verbose: Print each save.
         save_last: True: a file `last` in the folder contains the name of the newest checkpoint. `"link"`: `last` is a symbolic
@@ -303,7 +304,7 @@ class ModelCheckpoint(CheckpointHistory):
             return
         values = self._values(trainer)
         save.score = self._score(trainer, why, values)
-        if self.keep_last == 0 and why != "exception" and not from_main("" in self._best_with("", save.score)):
+        if self.keep_last == 0 and self.monitor and why != "exception" and not from_main("" in self._best_with("", save.score)):
             return
         checkpointing.wait()  # if the previous save fails, undo it before recording this one
         folder = Path(self.dirpath or "")
@@ -385,9 +386,8 @@ class ModelCheckpoint(CheckpointHistory):
         """Whether a name with these values would lack one, have that of an earlier step, or name another than the best."""
         unknown = [name for name in used if name not in known]
         if unknown and (why in _ENDINGS or not self._all_logged):
-            self._notice_once(
-                f"ModelCheckpoint: {', '.join(unknown)} in filename was not logged yet, so the default name is used."
-            )
+            if why != "exception" or not self._all_logged:  # else the error itself may be that it is missing
+                self._notice_once(default_name(unknown, self._all_logged, self._validates))
             return True
         if used:
             return any(name in known and not known[name][1] for name in used)

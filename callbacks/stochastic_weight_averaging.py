@@ -40,8 +40,9 @@ class StochasticWeightAveraging(AveragedWeights):
     mode keeps its statistics.
 
     Validation and checkpoints during training use the trained weights, and the average is in the state of the callback. A
-    resumed run is bit-identical to one that was never interrupted. To save the result, call `trainer.save_checkpoint(path)`
-    after `fit`: the averaged weights are the model's, and `trainer.fit(ckpt_path=path)` still continues with the trained ones.
+    resumed run is bit-identical to one that was never interrupted. At the end of training `ModelCheckpoint` saves a checkpoint
+    of the average, which it does not rank, because no metric was computed with it; `keep_last=0` saves none. Its model has the
+    averaged weights, and `fit(ckpt_path=...)` still continues with the trained ones.
 
     Different from Lightning: training that stops early also ends with the average, if one has begun.
 
@@ -65,7 +66,7 @@ class StochasticWeightAveraging(AveragedWeights):
         ```python
         trainer = Trainer(max_epochs=20, callbacks=[StochasticWeightAveraging(swa_lrs=1e-2)])
         trainer.fit(module, train_loader)
-        trainer.save_checkpoint("averaged")
+        path = trainer.checkpoint_callback.last_model_path  # has the averaged weights
         ```
     """
 
@@ -176,6 +177,7 @@ class StochasticWeightAveraging(AveragedWeights):
         except BaseException:
             self._hide()  # so that a save on this error has the trained weights
             raise
+        trainer._save_policy.weights_replaced()
 
     # ------------------------------------------------------------------------------------------------------- BatchNorm
 

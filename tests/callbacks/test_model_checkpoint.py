@@ -541,6 +541,7 @@ def test_the_best_are_kept_and_the_newest_of_the_rest(begin, mode: str, values: 
         ({"keep_last": 1}, [40]),
         ({"save_top_k": 0, "keep_last": 1}, [40]),
         ({"monitor": "val_loss", "save_top_k": -1, "keep_last": 0}, [10, 20, 30, 40]),
+        ({"save_top_k": -1, "keep_last": 0}, [10, 20, 30, 40]),
         ({"monitor": "val_loss", "save_top_k": 0, "keep_last": 1}, [40]),
         ({"monitor": "val_loss", "save_top_k": 1, "keep_last": 1}, [10, 40]),
         ({"monitor": "val_loss", "save_top_k": 1, "keep_last": 0}, [10]),
@@ -723,6 +724,26 @@ def test_a_fixed_name_is_always_the_best(begin, enable_version_counter: bool) ->
     assert names_of(callback) == {"best": 1.5}
 
 
+@pytest.mark.parametrize(
+    "arguments, names",
+    [
+        ({"filename": "model"}, ["model"]),
+        ({"filename": "model", "keep_last": 1}, ["model"]),
+        ({"filename": "{epoch}", "every_n_train_steps": 6, "every_n_epochs": 1}, ["epoch=0", "epoch=1"]),
+        ({"filename": "model", "keep_last": -1}, ["model", "model-v1", "model-v2"]),
+        ({"filename": "model", "save_top_k": -1}, ["model", "model-v1", "model-v2"]),
+    ],
+)
+def test_without_a_monitor_a_name_is_that_of_the_newest(begin, arguments: dict[str, Any], names: list[str]) -> None:
+    callback = ModelCheckpoint(**arguments)
+    run = begin(callback)
+    for _ in range(2 if "every_n_epochs" in arguments else 3):
+        run.epoch()
+    assert run.names == names
+    newest = open_checkpoint(callback.last_model_path).manifest
+    assert (newest.step, Path(callback.last_model_path).name) == (max(run.steps), names[-1])
+
+
 def test_fixed_names_of_the_best_two(begin) -> None:
     callback = ModelCheckpoint(filename="best", monitor="val_loss", save_top_k=2, keep_last=0)
     run = begin(callback)
@@ -876,15 +897,21 @@ def test_a_name_whose_metric_is_not_known_yet_is_the_default_said_once(begin, ca
     run.epoch({"val_loss": 0.5})
     run.step(2, val_loss=0.25)
     assert run.names == ["step-00000004", "step-00000008", "val_loss=0.25"]
-    assert caplog.messages == ["ModelCheckpoint: val_loss in filename was not logged yet, so the default name is used."]
+    assert caplog.messages == [
+        "ModelCheckpoint: val_loss in filename was not logged yet, so the default name is used. "
+        "It must be logged by the end of the first epoch with a validation."
+    ]
 
 
-def test_a_name_whose_metric_was_never_logged_is_an_error_but_not_at_the_end(begin) -> None:
+def test_a_name_whose_metric_was_never_logged_is_an_error_but_not_at_the_end(begin, caplog) -> None:
+    caplog.set_level("INFO", "trainkit")
     run = begin(ModelCheckpoint(filename="{val_los:.2f}"))
     with pytest.raises(MissingMetricError, match="'val_los', which was not logged.*Did you mean 'val_loss'"):
         run.epoch({"val_loss": 0.5})
+    assert not caplog.messages
     run.hook("on_train_end")
     assert run.names == ["step-00000010"]
+    assert caplog.messages == ["ModelCheckpoint: val_los in filename was never logged, so the default name is used."]
 
 
 # --------------------------------------------------------------------------------------------------- the end of a run

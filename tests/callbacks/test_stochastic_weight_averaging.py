@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, update_bn
 
 from trainkit import Callback
-from trainkit.callbacks import StochasticWeightAveraging
+from trainkit.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from trainkit.checkpoint import open_checkpoint
 from trainkit.errors import ConfigurationError
 
 
@@ -154,7 +155,8 @@ class SaveAt(Callback):
 
 def fit(*callbacks: Callback, epochs: int = 5, **options: Any) -> tuple[Any, ...]:
     average, module = StochasticWeightAveraging(0.005, 3, 2), Normed()
-    trainer = make_trainer(average, *callbacks, max_epochs=epochs)
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    trainer = make_trainer(average, *callbacks, max_epochs=epochs, enable_checkpointing=saves)
     trainer.fit(module, tiny_loader(shuffle=True), tiny_loader(4), **options)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert average._trained is not None
@@ -174,6 +176,26 @@ def test_resume(run_dir: Path) -> None:
     assert equal(fit(epochs=7, ckpt_path="end"), fit(epochs=7))
     assert same(Normed.load_from_checkpoint("end").state_dict(), reference[0])  # the average
     assert not same(Normed.load_from_checkpoint("end-4").state_dict(), reference[0])  # the trained weights
+
+
+def test_the_newest_checkpoint_has_the_average(run_dir: Path) -> None:
+    """It is not ranked, since the metric is of the trained weights; a resume continues with these, and saves it once."""
+
+    def run(epochs: int = 5, ckpt_path: str | None = None, keep_last: int = 2) -> tuple[Any, tuple[Any, ...]]:
+        saves = ModelCheckpoint("mine", "{val_loss:.2f}", "val_loss", keep_last=keep_last)
+        return saves, fit(saves, epochs=epochs, ckpt_path=ckpt_path)
+
+    saves, reference = run()
+    assert same(Normed.load_from_checkpoint(saves.last_model_path).state_dict(), reference[0])
+    assert not same(Normed.load_from_checkpoint(saves.best_model_path).state_dict(), reference[0])
+    assert (saves.current_score, Path(saves.last_model_path).name) == (None, "step-00000020")
+    assert "val_loss" not in open_checkpoint(saves.last_model_path).manifest.metrics
+    again, ours = run(ckpt_path="last")
+    assert equal(ours, reference)
+    assert again.last_model_path == saves.last_model_path
+    assert equal(run(7, "last")[1], fit(epochs=7))
+    saves, _ = run(keep_last=0)
+    assert saves.last_model_path == saves.best_model_path
 
 
 def test_weights_alone_start_another_run(run_dir: Path) -> None:

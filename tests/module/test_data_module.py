@@ -120,6 +120,20 @@ def test_load_from_checkpoint(checkpoint: str) -> None:
         Named.load_from_checkpoint(checkpoint, hparams_file="hparams.yaml")
 
 
+def test_hyper_parameters_in_one_argument() -> None:
+    class Configured(DataModule):
+        def __init__(self, config: dict[str, Any]) -> None:
+            self.save_hyperparameters(config)
+
+        def train_dataloader(self) -> DataLoader:
+            return tiny_loader(self.hparams.samples)
+
+    trainer = make_trainer(enable_checkpointing=True, max_steps=1)
+    trainer.fit(TinyModule(), datamodule=Configured({"samples": 8, "scale": 3.0}))
+    again = Configured.load_from_checkpoint(trainer.checkpoint_callback.last_model_path, scale=2.0)
+    assert again.hparams == {"samples": 8, "scale": 2.0}
+
+
 def test_a_checkpoint_without_a_data_module() -> None:
     trainer = make_trainer(enable_checkpointing=True, max_steps=1)
     trainer.fit(TinyModule(), tiny_loader())

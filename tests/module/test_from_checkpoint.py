@@ -14,9 +14,16 @@ from helpers.runs.trainers import Memory, make_trainer, parameters_of, same
 from torch import nn
 
 from trainkit import Trainer
+from trainkit.callbacks import ModelCheckpoint
 from trainkit.checkpoint import open_checkpoint
 from trainkit.cli.main import main
-from trainkit.errors import CheckpointError, StateMismatchError, UnknownNameError
+from trainkit.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    StateMismatchError,
+    UnknownNameError,
+    UnsupportedArgumentError,
+)
 from trainkit.loggers import CSVLogger
 
 
@@ -50,6 +57,36 @@ def test_load_from_checkpoint() -> None:
         Sized.load_from_checkpoint(path, width=3)
 
 
+@pytest.mark.parametrize("name", ["best.ckpt", "last", "last.ckpt"])
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_the_paths_that_fit_accepts(name: str, save_last: Any) -> None:
+    """Lightning's `.ckpt` may follow, and `last` is what `save_last` writes."""
+    trainer = make_trainer(ModelCheckpoint("mine", "best", save_last=save_last), enable_checkpointing=True)
+    trainer.fit(Sized(learning_rate=0.02), tiny_loader())
+    module = Sized.load_from_checkpoint(f"mine/{name}")
+    assert module.hparams.learning_rate == 0.02
+    assert same(parameters_of(module), parameters_of(trainer.model))
+    with pytest.raises(CheckpointNotFoundError, match="other.ckpt"):
+        Sized.load_from_checkpoint("mine/other.ckpt")
+
+
+@pytest.mark.parametrize(
+    "map_location, device",
+    [
+        ("meta", "meta"),
+        (torch.device("meta"), "meta"),
+        ({"cpu": "meta"}, "meta"),
+        ({"cuda:1": "meta"}, "cpu"),
+        (lambda storage, location: storage, "cpu"),
+        (lambda storage, location: torch.UntypedStorage(0, device="meta") if location == "cpu" else None, "meta"),
+        (lambda storage, location: None, "cpu"),
+    ],
+)
+def test_map_location_is_that_of_torch_load(map_location: Any, device: str) -> None:
+    path = saved(Sized()).checkpoint_callback.last_model_path
+    assert Sized.load_from_checkpoint(path, map_location).layer.weight.device.type == device
+
+
 def test_arguments_that_were_not_saved() -> None:
     class Needs(TinyModule):
         def __init__(self, backbone: nn.Module, rate: float) -> None:
@@ -61,6 +98,19 @@ def test_arguments_that_were_not_saved() -> None:
     with pytest.raises(CheckpointError, match=r"does not contain the arguments backbone, rate of Needs\. Pass them"):
         Needs.load_from_checkpoint(path)
     assert same(parameters_of(Needs.load_from_checkpoint(path, backbone=nn.Identity(), rate=1.0)), parameters_of(trainer.model))
+
+
+def test_arguments_of_lightning_do_not_reach_an_init_that_takes_all() -> None:
+    class Open(TinyModule):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    path = saved(Open(rate=0.5)).checkpoint_callback.last_model_path
+    again = Open.load_from_checkpoint(path, extra=1, weights_only=True, hparams_file=None)
+    assert again.hparams == {"rate": 0.5, "extra": 1}
+    with pytest.raises(UnsupportedArgumentError, match=r"load_from_checkpoint\(hparams_file=...\): pass the arguments"):
+        Open.load_from_checkpoint(path, hparams_file="hparams.yaml")
 
 
 @pytest.mark.parametrize("kind", [dict, lambda **values: Namespace(**values)])

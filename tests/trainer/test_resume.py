@@ -16,7 +16,7 @@ from helpers.runs.trainers import Recorder, Watching, make_trainer, parameters_o
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainkit import Callback, DataModule
+from trainkit import Callback, DataModule, Trainer
 from trainkit.callbacks import EarlyStopping, ModelCheckpoint
 from trainkit.checkpoint import open_checkpoint, register
 from trainkit.errors import (
@@ -73,10 +73,10 @@ def test_a_path_that_is_not_there_names_what_is_near() -> None:
 
 
 def test_best() -> None:
-    trainer = saved(ModelCheckpoint(monitor="val_loss", mode="max"), max_epochs=3)
+    trainer = saved(ModelCheckpoint("mine", monitor="val_loss", mode="max"), max_epochs=3)
     best = Path(trainer.checkpoint_callback.best_model_path)
     assert best.name == "step-00000004", "the loss falls, so the first epoch has the largest"
-    for again in (trainer, saving(ModelCheckpoint(monitor="val_loss", mode="max"))):
+    for again in (trainer, saving(ModelCheckpoint("mine", monitor="val_loss", mode="max"))):
         module = Adam()
         again.validate(module, tiny_loader(8), verbose=False, ckpt_path="best")
         assert same(parameters_of(module), open_checkpoint(best).read({"model", "state"}).tensors["model"])
@@ -86,16 +86,48 @@ def test_best() -> None:
 
 def test_best_is_of_the_callback_with_a_monitor() -> None:
     """This holds even if a callback without a monitor is first, or if a new process saves at other steps."""
-    best = ModelCheckpoint(monitor="val_loss", mode="max")
+    best = ModelCheckpoint("mine", monitor="val_loss", mode="max")
     trainer = saved(ModelCheckpoint(every_n_train_steps=3), best, max_epochs=3)
     expected = open_checkpoint(best.best_model_path).read({"model", "state"}).tensors["model"]
-    other = saving(ModelCheckpoint(every_n_train_steps=2, monitor="val_loss", mode="max"))
+    other = saving(ModelCheckpoint("mine", every_n_train_steps=2, monitor="val_loss", mode="max"))
     for again in (trainer, other):
         module = Adam()
         again.validate(module, tiny_loader(8), verbose=False, ckpt_path="best")
         assert same(parameters_of(module), expected)
     with pytest.raises(CheckpointNotFoundError, match="no checkpoint that was ranked by monitor='val_loss', mode='min' is in"):
         saving(ModelCheckpoint(monitor="val_loss")).validate(Adam(), tiny_loader(8), ckpt_path="best")
+
+
+def test_best_is_never_of_another_run() -> None:
+    """In a folder that several runs share, `"best"` without a fit is an error that names the newest run's best."""
+    best = saved(ModelCheckpoint(monitor="val_loss"), max_epochs=2).checkpoint_callback.best_model_path
+
+    def refused(trainer: Trainer, match: str, stage: str = "validate") -> None:
+        before = Adam()
+        with pytest.raises(CheckpointNotFoundError, match=match):
+            getattr(trainer, stage)(before, tiny_loader(8), ckpt_path="best")
+        assert same(parameters_of(before), parameters_of(Adam()))
+
+    for stage in ("validate", "test", "fit"):
+        refused(saving(ModelCheckpoint(monitor="val_loss")), f"which one is meant. .* is {re.escape(best)}. Fix: pass", stage)
+    trial = saving(ModelCheckpoint("named", monitor="val_loss"), fast_dev_run=True)
+    refused(trial, "fast_dev_run saves no checkpoint")
+    trial.fit(Adam(), tiny_loader(), tiny_loader(8))
+    refused(trial, "fast_dev_run saves no checkpoint")
+    unranked = saving(ModelCheckpoint(monitor="val_loss"), max_steps=2)  # ends before its validation
+    unranked.fit(Adam(), tiny_loader(), tiny_loader(8))
+    refused(unranked, "monitor='val_loss', mode='min' is in the fit of this Trainer")
+
+
+def test_best_of_a_run_whose_logger_was_given_a_name() -> None:
+    def trainer() -> Trainer:
+        return saving(ModelCheckpoint(monitor="val_loss"), logger=JSONLLogger("runs", name="mine"))
+
+    first = trainer()
+    first.fit(Adam(), tiny_loader(), tiny_loader(8))
+    again = trainer()
+    again.validate(Adam(), tiny_loader(8), verbose=False, ckpt_path="best")
+    assert again.ckpt_path == first.checkpoint_callback.best_model_path  # type: ignore[attr-defined]
 
 
 def test_a_damaged_one_is_passed_over_and_named() -> None:

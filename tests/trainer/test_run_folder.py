@@ -265,18 +265,22 @@ def test_a_run_that_saves_to_two_folders_continues_in_both() -> None:
 
 
 def test_the_best_is_that_of_the_newest_run_of_the_module() -> None:
-    def best(module: Any, **more: Any) -> Trainer:
-        trainer = saving(ModelCheckpoint(monitor="val_loss", keep_last=1), max_epochs=2, **more)
+    def experiment(max_epochs: int) -> Trainer:
+        logger = CSVLogger("runs", name="mine")
+        return saving(ModelCheckpoint(monitor="val_loss", keep_last=1), max_epochs=max_epochs, logger=logger)
+
+    def best(module: Any) -> Trainer:
+        trainer = experiment(2)
         trainer.fit(module, tiny_loader(), tiny_loader(8))
         return trainer
 
     best(TinyModule())
     expected = best(TinyModule()).checkpoint_callback
     best(Another())
-    trainer = saving(ModelCheckpoint(monitor="val_loss", keep_last=1), max_epochs=3)
+    trainer = experiment(3)
     trainer.fit(TinyModule(), tiny_loader(), tiny_loader(8), ckpt_path="best")
     assert str(trainer._save_policy.resumed_from) == expected.best_model_path  # type: ignore[union-attr]
-    assert folder(trainer) == "runs/version_1/checkpoints"
+    assert folder(trainer) == "runs/mine/version_1/checkpoints"
 
 
 def test_damage_in_an_older_run_is_not_reported() -> None:

@@ -110,7 +110,9 @@ def test_what_arguments_attach() -> None:
     assert names == ["TQDMProgressBar", "ModelSummary", "Timer", "GradientClipping", "ModelCheckpoint"]
     assert type(trainer.progress_bar_callback).__name__ == "TQDMProgressBar"
     assert trainer.early_stopping_callback is None
-    stopping, bar = EarlyStopping("x"), TQDMProgressBar()
+    saves, stopping, bar = ModelCheckpoint(), EarlyStopping("x"), TQDMProgressBar()
+    trainer = Trainer(logger=False, accelerator="cpu", callbacks=[saves, stopping, bar], enable_model_summary=False)
+    assert trainer.callbacks == [stopping, bar, saves], "it saves the state of the others"
     trainer = Trainer(
         logger=False, accelerator="cpu", callbacks=[stopping, bar], enable_model_summary=False, enable_checkpointing=False
     )

@@ -33,6 +33,7 @@ __all__ = [
     "is_abandoned",
     "list_checkpoints",
     "next_counter",
+    "pointed_to",
     "read_pointer",
     "remove",
     "remove_leftovers",
@@ -260,6 +261,21 @@ def read_pointer(folder: Path) -> str | None:
             f"{path}: expected the name of a checkpoint and a newline, got {data[:80]!r}. Fix: remove this file."
         )
     return name
+
+
+def pointed_to(path: Path) -> Path:
+    """The checkpoint that a path means: `last` is the one that the pointer names, and `x.ckpt` is `x` if only `x` exists.
+
+    Raises:
+        CorruptCheckpointError: The file `last` does not contain a plain name.
+    """
+    if path.name == POINTER and path.is_symlink():  # the checkpoint is named in messages, not the link
+        return path.parent / os.readlink(path)
+    if path.name == POINTER and path.is_file():
+        return path.parent / (read_pointer(path.parent) or POINTER)
+    if path.suffix == ".ckpt" and not path.exists() and os.path.lexists(path.with_suffix("")):
+        return pointed_to(path.with_suffix(""))  # the name that Lightning would have given it
+    return path
 
 
 def _is_plain(name: str) -> bool:

@@ -11,11 +11,14 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from trainkit.checkpoint.reader import open_checkpoint
+from trainkit.checkpoint.folder import pointed_to
+from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
+from trainkit.checkpoint.remote_folder import fetch
 from trainkit.console import notice
 from trainkit.errors import CheckpointError, UnknownNameError, nearest
 from trainkit.module.data_module import DataModule
 from trainkit.module.hparams import HyperParameters
+from trainkit.paths import local_path
 from trainkit.precision import Precision
 from trainkit.registry import load
 from trainkit.state.parts import Parts, model_stems, restore, shown
@@ -33,7 +36,7 @@ _FROM_CONFIG = "trainkit.cli.for_scripts.module_from_config:module_from_config"
 def build_from_checkpoint(
     cls: type[T],
     path: str | os.PathLike[str],
-    device: torch.device | str | None,
+    map_location: Any,
     strict: bool | None,
     overrides: Mapping[str, Any],
 ) -> T:
@@ -44,7 +47,7 @@ def build_from_checkpoint(
         StateMismatchError: The weights do not fit the module that `__init__` built.
         UnknownNameError: `__init__` does not accept an override.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = _opened(path)
     loaded = checkpoint.read(model_stems(checkpoint.manifest.files) | {"state"})
     state = loaded.state
     if "hyper_parameters" not in state:
@@ -68,6 +71,7 @@ def build_from_checkpoint(
         what=str(Path(path)),
         strict=getattr(module, "strict_loading", True) if strict is None else strict,
     )
+    device = _device_of(map_location)
     return module if device is None else module.to(device)
 
 
@@ -79,15 +83,35 @@ def build_data_module(cls: type[D], path: str | os.PathLike[str], overrides: Map
             saved nor given.
         UnknownNameError: `__init__` does not accept an override.
     """
-    state = open_checkpoint(path).read({"state"}).state
+    state = _opened(path).read({"state"}).state
     if "datamodule_hyper_parameters" not in state:
         raise CheckpointError(
             f"{path} contains no DataModule: the run was not given one, or only its weights were saved. Create it yourself: "
             f"{cls.__name__}(...)"
         )
-    module = cls(**_arguments(cls, state["datamodule_hyper_parameters"], None, overrides, str(path)))
+    name = state.get("datamodule_hyper_parameters_name")
+    module = cls(**_arguments(cls, state["datamodule_hyper_parameters"], name, overrides, str(path)))
     module.load_state_dict(state["datamodule"])
     return module
+
+
+def _opened(path: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint at a path, which may be that of `save_last`, or end with Lightning's `.ckpt`."""
+    folder = local_path(path, "checkpoint_path")
+    fetch(folder)
+    return open_checkpoint(pointed_to(folder))
+
+
+def _device_of(map_location: Any) -> Any:
+    """The device that a `map_location` of `torch.load` moves a tensor to that is on the CPU, as all in a checkpoint are.
+
+    `None`: it is not moved.
+    """
+    if isinstance(map_location, Mapping):
+        return map_location.get("cpu")
+    if callable(map_location):
+        return getattr(map_location(torch.UntypedStorage(0), "cpu"), "device", None)
+    return map_location
 
 
 def _built(cls: type[T], state: Mapping[str, Any], overrides: Mapping[str, Any], path: str) -> T:
@@ -125,7 +149,7 @@ def _arguments(
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     accepted = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     saved = dict(hparams)
-    overrides = overrides if takes_all else _accepted(overrides, cls, {**accepted, **saved})
+    overrides = _accepted(overrides, cls, {**accepted, **saved}, takes_all)
     if config_name in accepted:  # save_hyperparameters(config): one argument contains all hyper-parameters
         config = {**saved, **{name: value for name, value in overrides.items() if name not in accepted}}
         given = {name: value for name, value in overrides.items() if takes_all or name in accepted}
@@ -135,15 +159,15 @@ def _arguments(
     return arguments
 
 
-def _accepted(overrides: Mapping[str, Any], cls: type, known: Mapping[Any, Any]) -> dict[str, Any]:
+def _accepted(overrides: Mapping[str, Any], cls: type, known: Mapping[Any, Any], takes_all: bool) -> dict[str, Any]:
     """The overrides without Lightning's arguments of `load_from_checkpoint`, which are refused unless they are the default."""
     unknown = {name: value for name, value in overrides.items() if name not in known}
-    for name in unknown:
-        if advice("load_from_checkpoint", name) is None:
-            near = nearest(name, [one for one in known if isinstance(one, str)])
-            raise UnknownNameError(f"load_from_checkpoint: {cls.__name__} has no argument {name!r}.{near}")
-    refuse_unknown("load_from_checkpoint", unknown, ())
-    return {name: value for name, value in overrides.items() if name not in unknown}
+    foreign = {name: value for name, value in unknown.items() if advice("load_from_checkpoint", name) is not None}
+    for name in () if takes_all else [name for name in unknown if name not in foreign]:
+        near = nearest(name, [one for one in known if isinstance(one, str)])
+        raise UnknownNameError(f"load_from_checkpoint: {cls.__name__} has no argument {name!r}.{near}")
+    refuse_unknown("load_from_checkpoint", foreign, ())
+    return {name: value for name, value in overrides.items() if name not in foreign}
 
 
 def _usable(arguments: Mapping[Any, Any], cls: type, accepted: Container[Any], takes_all: bool) -> dict[str, Any]:

@@ -329,15 +329,16 @@ class TrainModule(HyperparametersMixin, ModuleHooks, AttachedModule, ExportableM
     def load_from_checkpoint(
         cls: type[M],
         checkpoint_path: str | PathLike[str],
-        map_location: torch.device | str | None = None,
+        map_location: torch.device | str | int | Mapping[str, str] | Callable[..., Any] | None = None,
         strict: bool | None = None,
         **overrides: Any,
     ) -> M:
         """Build a module with the hyper-parameters and weights of a checkpoint.
 
         Args:
-            checkpoint_path: The folder of the checkpoint.
-            map_location: The device to move the module to. Default: it stays where `__init__` put it.
+            checkpoint_path: The folder of the checkpoint; the suffix `.ckpt` of Lightning may follow.
+            map_location: The device to move the module to, or a dict or function as for `torch.load`, for which all tensors
+                are on the CPU. Default: the module stays where `__init__` put it.
             strict: A missing or unexpected name is an error. Different shapes are always one. Default: `strict_loading`.
             **overrides: Arguments of `__init__` that differ from the saved ones, or were not saved.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainkit.checkpoint.all_ranks import run_on_all_ranks
-from trainkit.checkpoint.folder import POINTER, ListedCheckpoint, candidates, read_pointer
+from trainkit.checkpoint.folder import ListedCheckpoint, candidates, pointed_to
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import Loaded
 from trainkit.checkpoint.remote_folder import fetch
@@ -80,11 +80,15 @@ class Searcher(NamedTuple):
         strategy: of the run.
         module: the name of the class that it trains; checkpoints of another class are skipped.
         callbacks: its callbacks; a `ModelCheckpoint` knows the best checkpoint.
+        fast_dev_run: it is a trial run, which saves nothing.
+        fitted: it is an evaluation, and this trainer has run a fit.
     """
 
     strategy: Strategy
     module: str
     callbacks: Sequence[Callback]
+    fast_dev_run: bool
+    fitted: bool
 
 
 def find_checkpoint(
@@ -136,12 +140,7 @@ def _named(searcher: Searcher, ckpt_path: str | os.PathLike[str], places: Places
         return _best(searcher, places)
     path = local_path(ckpt_path, "ckpt_path")
     fetch(path)
-    if path.name == POINTER and path.is_symlink():  # of save_last="link"; the run names the checkpoint, not the link
-        path = path.parent / os.readlink(path)
-    if path.name == POINTER and path.is_file():  # of save_last
-        path = path.parent / (read_pointer(path.parent) or POINTER)
-    if path.suffix == ".ckpt" and not path.exists() and os.path.lexists(path.with_suffix("")):
-        return _named(searcher, path.with_suffix(""), places)  # the name that Lightning would have given it
+    path = pointed_to(path)
     if not path.exists() and path.name == str(ckpt_path) and (hint := nearest(path.name, WORDS)):
         raise CheckpointNotFoundError(
             f"there is no checkpoint {str(ckpt_path)!r}. ckpt_path is a path or one of {', '.join(map(repr, WORDS))}.{hint}"
@@ -320,17 +319,42 @@ def _is_another(module: str | None, kind: str) -> bool:
 
 
 def _best(searcher: Searcher, places: Places) -> Path:
+    """The best checkpoint of this trainer's fit, or of a run that the user has named: no other run is meant by "best"."""
     kind = load_callback("model_checkpoint")
     own = [callback for callback in searcher.callbacks if isinstance(callback, kind)]
+    ranking = [callback for callback in own if callback.monitor is not None] or own
+    for callback in ranking:
+        if callback.best_model_path:
+            return Path(callback.best_model_path)
+    if searcher.fast_dev_run:
+        raise CheckpointNotFoundError(
+            "ckpt_path='best': fast_dev_run saves no checkpoint, so none is the best. Fix: pass the path of a checkpoint, or "
+            "remove fast_dev_run from Trainer(...)"
+        )
     if not own:
         raise CheckpointNotFoundError(
             "ckpt_path='best' needs a ModelCheckpoint callback: Trainer(callbacks=[ModelCheckpoint(monitor='val_loss')])"
         )
-    ranking = [callback for callback in own if callback.monitor is not None]
-    for callback in ranking or own:
-        if path := callback.best_model_path or callback.best_in(_candidates_of(searcher, places)):
-            return Path(path)
-    raise CheckpointNotFoundError(_none_ranked([(callback.monitor, callback.mode) for callback in ranking], places))
+    if searcher.fitted:
+        raise CheckpointNotFoundError(_none_ranked(ranking, "the fit of this Trainer"))
+    return _best_of_named(ranking, _candidates_of(searcher, places), places)
+
+
+def _best_of_named(ranking: Sequence[Any], found: list[ListedCheckpoint], places: Places) -> Path:
+    """The best of the checkpoints in folders that the user has named, as the callbacks in `ranking` rank them."""
+
+    def best(among: list[ListedCheckpoint]) -> str:
+        return next(filter(None, (callback.best_in(among) for callback in ranking)), "")
+
+    if path := best([one for one in found if places.named or one.path.parent in places.given]):
+        return Path(path)
+    if path := best(found):
+        raise CheckpointNotFoundError(
+            "ckpt_path='best': this Trainer has not run fit, and the folder may contain several runs, so it is not known which "
+            f"one is meant. The best of the newest run is {path}. Fix: pass this path as ckpt_path, or name the folder: "
+            f"ModelCheckpoint(dirpath={os.path.dirname(path)!r})"
+        )
+    raise CheckpointNotFoundError(_none_ranked(ranking, str(places)))
 
 
 def _candidates_of(searcher: Searcher, places: Places) -> list[ListedCheckpoint]:
@@ -345,16 +369,16 @@ def _candidates_of(searcher: Searcher, places: Places) -> list[ListedCheckpoint]
     ]
 
 
-def _none_ranked(rankings: Sequence[tuple[str, str]], places: Places) -> str:
-    """The message if `"best"` finds nothing; `rankings`: monitor and mode of each callback that has a monitor."""
-    if not rankings:
+def _none_ranked(ranking: Sequence[Any], where: str) -> str:
+    """The message if `"best"` finds nothing `where`; `ranking`: the callbacks that may have a monitor."""
+    wanted = " or ".join(f"monitor={one.monitor!r}, mode={one.mode!r}" for one in ranking if one.monitor is not None)
+    if not wanted:
         return (
             "ckpt_path='best': no checkpoint has been ranked yet. A ModelCheckpoint ranks by its monitor: "
             "ModelCheckpoint(monitor='val_loss')"
         )
-    wanted = " or ".join(f"monitor={monitor!r}, mode={mode!r}" for monitor, mode in rankings)
     return (
-        f"ckpt_path='best': no checkpoint that was ranked by {wanted} is in {places}. Pass the path of a checkpoint "
+        f"ckpt_path='best': no checkpoint that was ranked by {wanted} is in {where}. Pass the path of a checkpoint "
         "(trainkit checkpoint ls FOLDER lists them with their metrics), or give ModelCheckpoint the monitor and mode of the "
         "run that saved them."
     )

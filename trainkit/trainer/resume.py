@@ -330,7 +330,9 @@ def load_weights(run: Run, ckpt_path: str | os.PathLike[str], strict: bool = Tru
 
 
 def _searcher(run: Run) -> Searcher:
-    return Searcher(run.strategy, type(run.module).__name__, run.callbacks)
+    evaluates = run.progress.stage != "fit"
+    trial = bool(run.arguments.fast_dev_run)
+    return Searcher(run.strategy, type(run.module).__name__, run.callbacks, trial, evaluates and run.fitted is not None)
 
 
 def _override(parts: Parts, overrides: Mapping[str, Any]) -> None:

@@ -30,13 +30,15 @@ class Places(NamedTuple):
 
     Attributes:
         given: the folders that callbacks were given (`dirpath`).
-        runs: the checkpoint folders of all runs that `"auto"`, `"last"` and `"best"` may mean.
+        runs: the checkpoint folders of all runs that `"auto"` and `"last"` may mean.
         below: what `runs` were looked for in, for messages.
+        named: the user has named the experiment, so that `runs` are only its own.
     """
 
     given: list[Path]
     runs: list[Path]
     below: list[Path]
+    named: bool = False
 
     @property
     def folders(self) -> list[Path]:
@@ -86,21 +88,22 @@ def checkpoint_places(run: Run) -> Places:
     root = Path(os.path.abspath(run.root_dir))
     _pull_folders(run, root)
     below, runs = [root], [*folders_below(root)]
-    logger = _logger_with_folder(run)
+    logger, named = _logger_with_folder(run), False
     if logger is not None:
-        named, versioned = _is_named(logger)
+        with_name, versioned = _is_named(logger)
+        named = with_name or versioned
         place = Path(os.path.abspath(logger.root_dir))
         _pull_folders(run, place)
         if versioned:
             place = Path(os.path.abspath(logger._run_folder().path or place))
         own = folders_below(place, deep=False)
-        if not named and not versioned:
+        if not named:
             runs += own
             below = below if place.is_relative_to(root) else [*below, place]
         else:
             below = [place]
             runs = own if any(map(_has_files, own)) else [root / CHECKPOINTS]
-    return Places(list(dict.fromkeys(given)), list(dict.fromkeys(runs)), below)
+    return Places(list(dict.fromkeys(given)), list(dict.fromkeys(runs)), below, named)
 
 
 def _pull_folders(run: Run, root: Path) -> None:

@@ -50,6 +50,7 @@ def capture_run(run: Run, loader: PreparedLoader | None) -> dict[str, Any]:
     if datamodule is not None:
         state["datamodule"] = datamodule.state_dict()
         state["datamodule_hyper_parameters"] = stored(datamodule)
+        state["datamodule_hyper_parameters_name"] = datamodule._hparams_name
     return state
 
 

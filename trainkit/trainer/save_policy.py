@@ -61,6 +61,7 @@ class SavePolicy:
         self._failures = 0
         self._last_good: Path | None = None
         self._fingerprint: tuple[list[str], str] | None = None
+        self._replaced = False  # by weights that no metric was computed with
 
     def continue_in(self, run: Run) -> None:
         """An evaluation begins after the fit; saves from now on are of its module."""
@@ -284,9 +285,15 @@ class SavePolicy:
         known = {name: found for process in reversed(self._world.exchange(own)) for name, found in process.items()}
         return {name: (value, current) for name, (value, current) in sorted(known.items())}
 
+    def weights_replaced(self) -> None:
+        """A callback has given the module other weights at the end of training: they are worth a checkpoint of their own."""
+        self._replaced = self._run.progress.global_step > self._run.progress.first_step  # a resumed one may have them already
+
     def _is_current(self, name: str) -> bool:
-        """Whether a metric was computed in the current step."""
+        """Whether a metric was computed in the current step, and with the weights of the module."""
         run = self._run
+        if self._replaced:
+            return False
         step = run.progress.global_step
         if any(run.progress.computed.get(key) == step for key in (name, f"{name}_epoch")):
             return True
@@ -304,8 +311,8 @@ class SavePolicy:
     @property
     def position(self) -> tuple[Any, ...]:
         """Where the run is; while it is the same, nothing has changed."""
-        run = self._run
-        return run.progress.global_step, run.progress.current_epoch, run.progress.batches_consumed, run.progress.phase
+        at = self._run.progress
+        return at.global_step, at.current_epoch, at.batches_consumed, at.phase, self._replaced
 
     def why_not_savable(self, exception: BaseException) -> str | None:
         """After an error, why a checkpoint of this moment would be useless or impossible; `None` if it is neither."""

@@ -282,8 +282,8 @@ class Trainer:
             datamodule: A `DataModule`, instead of loaders.
             ckpt_path: Resume from this checkpoint. `"auto"`: the newest valid checkpoint of the runs of this module below
                 `default_root_dir`, or a new run if there is none. `"last"`: the same, but an error if there is none.
-                `"best"`: the best one of `ModelCheckpoint`. Or a path. With a word, a damaged checkpoint is named and the
-                next older one used; with a path, it is an error.
+                `"best"`: the best one of `ModelCheckpoint`, of this trainer's fit or in the `dirpath` that it was given. Or a
+                path. `"auto"` and `"last"` name a damaged checkpoint and use the next older one; otherwise it is an error.
             restore: Restore only these parts: `"model"`, `"optimizer"`, `"scheduler"`, `"scaler"`, `"loop"` (counters,
                 position in the data, metrics), `"callbacks"`, `"loggers"`. Default: all.
             overrides: Optimizer options that replace the restored ones, such as `{"lr": 1e-4}`. With a schedule, `lr` is
