@@ -81,7 +81,7 @@ def attach_callbacks(
         raise ConfigurationError(
             "enable_checkpointing=False and a ModelCheckpoint in callbacks contradict each other. Remove one of them."
         )
-    attach("model_checkpoint", checkpoints and not trainer.fast_dev_run, "enable_checkpointing")
+    attach("model_checkpoint", checkpoints, "enable_checkpointing")
     return callbacks
 
 
@@ -133,15 +133,19 @@ def _listed(given: Any) -> list[Any]:
 
 
 def attach_loggers(trainer: Trainer, given: bool | str | Logger | Sequence[str | Logger] | None) -> list[Logger]:
-    """The user's loggers, or the default one; none in a `fast_dev_run`.
+    """The user's loggers, or the default one; in a `fast_dev_run` one that does nothing for each.
 
     Raises:
         ConfigurationError: an object that is not a logger.
         UnknownNameError: a name that no logger has.
         MissingPackageError: a logger whose package is not installed.
     """
-    if given is False or trainer.fast_dev_run:
+    if given is False:
         return []
+    if trainer.fast_dev_run:
+        from trainkit.loggers.dummy_logger import DummyLogger
+
+        return [DummyLogger() for _ in _listed(given)]
     from trainkit.loggers.attach import attach, default_logger
     from trainkit.loggers.base import Logger
     from trainkit.loggers.known_loggers import make_logger

@@ -18,7 +18,7 @@ import torch
 from trainkit.console import TrainkitWarning
 from trainkit.data.combined import CombinedLoader
 from trainkit.errors import DataError, ModuleError
-from trainkit.loggers.base import Logger, NullExperiment
+from trainkit.loggers.dummy_logger import DummyLogger
 from trainkit.registry import load_callback
 from trainkit.strategy import Strategy
 from trainkit.trainer import train_loop as loop
@@ -37,24 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["run_trial"]
 
 _EVALUATIONS = {"validate": "validation", "test": "test", "predict": "predict"}
-
-
-class TrialLogger(Logger):
-    """Drops what it receives, so that `self.logger.experiment...` in a module works in a trial too."""
-
-    @property
-    def experiment(self) -> Any:
-        return NullExperiment()
-
-    @property
-    def log_dir(self) -> str | None:
-        return None
-
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        pass
-
-    def finalize(self, status: str = "success") -> None:
-        pass
 
 
 def run_trial(
@@ -94,7 +76,7 @@ def run_trial(
     data = None if datamodule is None else _copied_datamodule(datamodule, is_set_up=trainer.stage is not None)
     with running(trial, stage, own, data, dataloaders) as run:
         set_up(trial, run)
-        run.loggers = [TrialLogger() for _ in trainer.loggers]
+        run.loggers = [DummyLogger() for _ in trainer.loggers]
         (_fit if stage == "fit" else _evaluate)(trial, run, dataloaders)
     return trial
 
