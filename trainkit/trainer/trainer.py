@@ -124,10 +124,11 @@ class Trainer:
         reload_dataloaders_every_n_epochs: Call `train_dataloader` and `val_dataloader` again every n epochs; 0: never.
 
     Args: Validation
-        val_check_interval: Training batches between validations (int), or a fraction of an epoch (float). Default: 1.0.
+        val_check_interval: Training batches between validations (int), a fraction of an epoch (float), or a time, in the forms
+            of `max_time`. Default: 1.0.
         val_every_n_steps: Optimizer steps between validations.
-        check_val_every_n_epoch: Validate in every n-th epoch only. `None`: an integer `val_check_interval` counts across
-            epochs.
+        check_val_every_n_epoch: Validate in every n-th epoch only. `None`: `val_check_interval`, an integer or a time, counts
+            across epochs.
         num_sanity_val_steps: Number of validation batches before training, to find errors early; -1: all. Default: 2. Their
             metrics are discarded.
         inference_mode: Evaluate under `torch.inference_mode`; `False`: under `torch.no_grad`.
@@ -181,7 +182,7 @@ class Trainer:
         overfit_batches: int | float = 0.0,
         fast_dev_run: int | bool = False,
         num_sanity_val_steps: int | None = None,
-        val_check_interval: int | float | None = None,
+        val_check_interval: int | float | str | timedelta | Mapping[str, float] | None = None,
         val_every_n_steps: int | None = None,
         check_val_every_n_epoch: int | None = 1,
         accumulate_grad_batches: int | Mapping[int, int] | None = None,
@@ -243,8 +244,8 @@ class Trainer:
     """The same for each loader of `predict`."""
     overfit_batches: ArgumentView[int | float] = ArgumentView()
     """Number or fraction of the batches that are overfitted; 0.0: all are used as usual."""
-    val_check_interval: ArgumentView[int | float] = ArgumentView()
-    """Training batches between validations (int), or a fraction of an epoch (float)."""
+    val_check_interval: ArgumentView[int | float | timedelta] = ArgumentView()
+    """Training batches between validations (int), a fraction of an epoch (float), or a time."""
     check_val_every_n_epoch: ArgumentView[int | None] = ArgumentView()
     """Number of epochs between two validations."""
     num_sanity_val_steps: ArgumentView[int] = ArgumentView()
