@@ -59,8 +59,11 @@ def refuse_incomplete(module: TrainModule, stage: str, has_optimizer: bool) -> N
         "without an optimizer)",
         "validation_step": "(self, batch, batch_idx): ...",
         "test_step": "(self, batch, batch_idx): ...",
+        "predict_step": "(self, batch, batch_idx): ...   (or forward, which it calls by default)",
     }
     needed = {"fit": ("training_step", "configure_optimizers"), "validate": ("validation_step",), "test": ("test_step",)}
+    if module.predict_step is None or not is_overridden(module, "forward", TrainModule):
+        needed["predict"] = ("predict_step",)
     for name in needed.get(stage, ()):
         if not is_overridden(module, name, TrainModule) and not (has_optimizer and name == "configure_optimizers"):
             raise MissingMethodError(f"{type(module).__name__} has no {name}. Define: def {name}{steps[name]}")
