@@ -185,8 +185,8 @@ class ModelCheckpoint(CheckpointHistory):
                 f"two callbacks are {self.state_key} and save to {self.given_dirpath or 'the folder of the run'}: each would "
                 "delete checkpoints of the other. Fix: give one of them another dirpath, monitor or every_n_train_steps"
             )
-        if self._default_dirpath:
-            self.dirpath = None
+        if self._default_dirpath:  # in a fast_dev_run nothing is saved, but a script may build a path from dirpath
+            self.dirpath = os.path.join(trainer.default_root_dir, "checkpoints") if trainer.fast_dev_run else None
         if trainer.fast_dev_run:
             return
         if self.dirpath is None:

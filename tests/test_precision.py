@@ -99,6 +99,15 @@ def test_what_a_module_becomes(name: str) -> None:
     assert module.num_batches_tracked.dtype is torch.int64
 
 
+@pytest.mark.parametrize("name", list(PRECISIONS))
+def test_complex_tensors_of_a_module_stay_as_they_are(name: str) -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("phases", torch.tensor([1.0 + 2.0j]))
+    precision(name).convert_module(module)
+    assert module.phases.dtype is torch.complex64
+    assert module.phases.item() == 1.0 + 2.0j
+
+
 class Pair(NamedTuple):
     inputs: Tensor
     label: int

@@ -111,6 +111,9 @@ for _spec in (
 
 _NULL = nullcontext()
 
+# Methods of a module; its `to` would make complex tensors real.
+_CONVERSIONS = {torch.float64: "double", torch.float16: "half", torch.bfloat16: "bfloat16"}
+
 
 class Precision:
     """The dtypes of a run: of the parameters, the inputs and the forward; and the loss scale of `16-mixed`.
@@ -200,8 +203,11 @@ class Precision:
             self.scaler = (self.spec.scaler or torch.amp.GradScaler)(self.device_type, **self._scaling)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert floating-point parameters and buffers to the parameter dtype, in place."""
-        if self.parameter_dtype is not torch.float32:
+        """Convert floating-point parameters and buffers to the parameter dtype, in place; complex ones stay as they are."""
+        convert = _CONVERSIONS.get(self.parameter_dtype)
+        if convert is not None:
+            getattr(module, convert)()
+        elif self.parameter_dtype is not torch.float32:
             module.to(self.parameter_dtype)
         return module
 

@@ -176,7 +176,7 @@ class ProgressBar(Callback):
             module: The module.
 
         Returns:
-            Name → a number or a text: here `trainer.progress_bar_metrics`, as floats.
+            Name → a number or a text: here `trainer.progress_bar_metrics`.
 
         Example:
             ```python
@@ -185,7 +185,7 @@ class ProgressBar(Callback):
                     return {**super().get_metrics(trainer, module), "lr": trainer.optimizers[0].param_groups[0]["lr"]}
             ```
         """
-        return {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+        return dict(trainer.progress_bar_metrics)
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._trainer = trainer

@@ -63,6 +63,12 @@ def validated(step: Step, sizes: list[int]) -> dict[str, float]:
 # Reductions
 
 
+@pytest.mark.parametrize("name, value", [("avg", 1.5), ("SUM", 6.0), ("Max", 3.0)])
+def test_names_of_reductions_as_lightning_accepts_them(name: str, value: float) -> None:
+    trainer, _ = trained(lambda m, i: m.log("x", float(i), on_step=False, on_epoch=True, reduce_fx=name))
+    assert trainer.callback_metrics["x"].item() == value
+
+
 @pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 128, 150])
 def test_an_epochs_reductions_are_exact(count: int) -> None:
     generator = np.random.default_rng(count)
@@ -248,12 +254,10 @@ def test_an_invalid_name(name: Any) -> None:
         trained(lambda m, i: m.log(name, 1.0))
 
 
-@pytest.mark.parametrize("name", ["step", "epoch"])
-def test_reserved_names(name: str) -> None:
-    with pytest.raises(MetricError, match=f"the name is reserved, because loggers write a '{name}' column"):
-        trained(lambda m, i: m.log(name, 1.0))
-    trainer, _ = trained(lambda m, i: m.log(name, 1.0, logger=False))
-    assert trainer.callback_metrics[name].item() == 1.0
+def test_a_module_may_log_the_epoch_and_the_step_of_a_row() -> None:
+    trainer, logger = trained(lambda m, i: m.log_dict({"epoch": 7.0, "step": 30.0 + i, "x": 1.0}))
+    assert logger.rows == [(30 + i, {"epoch": 7.0, "x": 1.0}) for i in range(len(logger.rows))] != []
+    assert trainer.callback_metrics["epoch"].item() == trainer.logged_metrics["epoch"].item() == 7.0
 
 
 def test_the_tensor_may_be_changed_in_place_afterwards() -> None:

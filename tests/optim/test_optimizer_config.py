@@ -212,6 +212,35 @@ def test_wrong_forms(configure: Callable[[Any], Any], words: list[str]) -> None:
         assert word in str(caught.value)
 
 
+def test_a_scheduler_without_step_under_manual_optimization() -> None:
+    """Only the module's own code advances it; a checkpoint has its state."""
+
+    class Own:
+        state = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"state": self.state}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.state = state["state"]
+
+    class Steps(Returning):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.optimizers().step()
+
+    own = Own()
+    configure = with_scheduler(lambda o, s: ([o], [own]))
+    trainer = make_trainer()
+    trainer.fit(Steps(configure, automatic=False), tiny_loader(8))
+    own.state = 7
+    trainer.save_checkpoint("saved")
+    own.state = 0
+    make_trainer(max_epochs=2).fit(Steps(configure, automatic=False), tiny_loader(8), ckpt_path="saved")
+    assert own.state == 7
+    with pytest.raises(OptimizerError, match=r"expected an object with step\(\)"):
+        make_trainer().fit(Returning(configure), tiny_loader(8))
+
+
 def test_missing_configure_optimizers() -> None:
     # fit needs configure_optimizers
     class Without(TrainModule):

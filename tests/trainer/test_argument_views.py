@@ -86,3 +86,12 @@ def test_an_assignment_that_would_have_no_effect() -> None:
     for given, value in (({}, {0: 2, 1: 8}), ({"accumulate_grad_batches": {0: 4}}, 1)):
         with pytest.raises(ConfigurationError, match=r"accumulate_grad_batches cannot be assigned where.* changes by epoch"):
             make_trainer(**given).accumulate_grad_batches = value
+
+
+def test_a_number_of_micro_batches_that_changes_in_a_run() -> None:
+    class Later(TinyModule):
+        def on_train_epoch_start(self) -> None:
+            self.trainer.accumulate_grad_batches = 2
+
+    with pytest.raises(ConfigurationError, match=r"cannot change during a run.*GradientAccumulationScheduler\(\{0: 1"):
+        make_trainer().fit(Later(), tiny_loader())

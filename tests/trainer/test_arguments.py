@@ -320,9 +320,18 @@ def test_one_batch_of_each_stage(value: int, kept: int) -> None:
     assert make_trainer(fast_dev_run=value).fast_dev_run is kept
 
 
-@pytest.mark.parametrize("value", [0, 0.0, 1.5, -1, True, "1", math.nan])
+@pytest.mark.parametrize("value", [0, 0.0, 1.5, -1, True, "1", math.nan, timedelta(0), {"weks": 1}, "00:00:00:00"])
 def test_val_check_interval(value: Any) -> None:
-    assert "To validate every N optimizer steps: val_every_n_steps=N" in refused(val_check_interval=value)
+    message = refused(val_check_interval=value)
+    assert "To validate every N optimizer steps: val_every_n_steps=N" in message
+    assert f"not {value!r}" in message
+
+
+@pytest.mark.parametrize("value", ["00:00:30:00", {"minutes": 30}, timedelta(minutes=30)])
+@pytest.mark.parametrize("every", [1, 2, None])
+def test_a_time_between_validations(value: Any, every: int | None) -> None:
+    trainer = make_trainer(val_check_interval=value, check_val_every_n_epoch=every)
+    assert trainer.val_check_interval == timedelta(minutes=30)
 
 
 @pytest.mark.parametrize(

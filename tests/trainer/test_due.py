@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -111,6 +112,21 @@ def test_across_epochs() -> None:
     assert validated(dates, 4, range(6)) == [3]
     progress.begin_next_epoch(6, across_epochs=True)
     assert validated(dates, 4, range(6)) == [1, 5]
+
+
+def test_after_a_time() -> None:
+    progress = RunProgress()
+    dates = due(progress, check_val_every_n_epoch=2, val_check_interval=timedelta(hours=1))
+    progress.request_validation()
+    assert validated(dates, None, range(4)) == [], "epoch 0 has no validation: the request waits"
+    assert not dates.validates_at_end(None)
+    progress.current_epoch = 1
+    assert validated(dates, None, range(4)) == [0], "once for a request"
+    assert not dates.validates_at_end(None), "the end of an epoch is nothing special"
+    across = due(progress, check_val_every_n_epoch=None, val_check_interval=timedelta(hours=1))
+    progress.current_epoch = 2
+    progress.request_validation()
+    assert validated(across, None, range(4)) == [0]
 
 
 def test_every_n_optimizer_steps() -> None:

@@ -68,6 +68,7 @@ def test_explain(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ({"val_every_n_steps": 100}, "every 100 optimizer steps"),
         ({"val_check_interval": 10}, "every 10 training batches"),
         ({"val_check_interval": 0.25}, "every 0.25 of an epoch"),
+        ({"val_check_interval": {"hours": 2}}, "every 2:00:00"),
         ({}, "at the end of every epoch"),
         ({"log_every_n_steps": 0}, "log            at the end of an epoch"),
         ({"accumulate_grad_batches": 4}, "micro-batches per optimizer step  4"),

@@ -48,17 +48,26 @@ def plan(run: Run, loader: Any = None) -> FitPlan:
 
 
 @pytest.mark.parametrize(
-    "stage, missing", [("fit", "training_step"), ("validate", "validation_step"), ("test", "test_step"), ("predict", None)]
+    "stage, missing",
+    [("fit", "training_step"), ("validate", "validation_step"), ("test", "test_step"), ("predict", "predict_step")],
 )
-def test_a_module_without_the_methods_of_a_stage(stage: str, missing: str | None) -> None:
+def test_a_module_without_the_methods_of_a_stage(stage: str, missing: str) -> None:
     class Bare(TrainModule):
         pass
 
-    if missing is None:
-        refuse_incomplete(Bare(), stage, has_optimizer=False)
-        return
     with pytest.raises(MissingMethodError, match=rf"Bare has no {missing}. Define: def {missing}\(self"):
         refuse_incomplete(Bare(), stage, has_optimizer=False)
+
+
+def test_a_module_predicts_with_forward_or_predict_step() -> None:
+    class Steps(TrainModule):
+        def predict_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    for module in (Steps(), TinyModule()):
+        refuse_incomplete(module, "predict", has_optimizer=False)
+        module.predict_step = None  # type: ignore[method-assign, assignment]
+        with pytest.raises(MissingMethodError, match="has no predict_step"):
+            refuse_incomplete(module, "predict", has_optimizer=False)
 
 
 def test_a_strategy_may_bring_the_optimizer() -> None:

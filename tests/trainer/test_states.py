@@ -22,6 +22,27 @@ def facts(trainer: Any) -> tuple[Any, ...]:
     return state.status, state.fn, state.stage, {name for name in FLAGS if getattr(trainer, name)}
 
 
+class Stages(Callback):
+    """Records the stage that its hooks receive."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        self.seen.append(stage)
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        self.seen.append(stage)
+
+
+@pytest.mark.parametrize("fn", list(TrainerFn))
+def test_the_stage_of_setup_and_teardown_is_a_text_and_a_trainer_fn(fn: TrainerFn) -> None:
+    stages = Stages()
+    getattr(make_trainer(stages), fn.value)(TinyModule(), tiny_loader())
+    assert stages.seen == [fn, fn] == [fn.value] * 2
+    assert all(stage is fn and f"{stage}_{stage.value}" == f"{fn.value}_{fn.value}" for stage in stages.seen)
+
+
 class Watch(Callback):
     """Records the state in some hooks."""
 

@@ -234,6 +234,35 @@ def test_an_interval_that_ends_inside_a_window_waits_for_its_update() -> None:
     assert recorder.validations == [1, 2, 3]
 
 
+def test_a_time_between_validations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timer that fires in step 2 and in step 7 of 8 lets the next step validate; then it starts again."""
+    timers: list[tuple[float, Any]] = []
+
+    class FakeTimer:
+        daemon = False
+
+        def __init__(self, seconds: float, act: Any, arguments: list[int]) -> None:
+            timers.append((seconds, lambda: act(*arguments)))
+
+        def start(self) -> None:
+            pass
+
+        cancel = start
+
+    class Fires(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step in (2, 7):
+                timers[-1][1]()
+
+    monkeypatch.setattr("trainkit.trainer.safe_points.threading.Timer", FakeTimer)
+    _, recorder = run(4, 2, Fires(), val_check_interval="00:01:00:00", max_epochs=2, enable_checkpointing=False)
+    assert recorder.validations == [3, 8]
+    assert [seconds for seconds, _ in timers] == [3600.0] * 3
+    timers.clear()
+    run(4, None, val_check_interval="00:01:00:00", enable_checkpointing=False)
+    assert timers == [], "nothing to validate"
+
+
 def test_check_val_every_n_epoch() -> None:
     assert run(4, check_val_every_n_epoch=2, max_epochs=5)[1].validations == [8, 16]
     assert run(4, check_val_every_n_epoch=2, val_check_interval=2, max_epochs=3)[1].validations == [6, 8]

@@ -15,7 +15,6 @@ from trainkit.metrics.values import one_element, reduction_of, stacked
 
 __all__ = ["MetricInfo", "Record", "Scope", "cadence"]
 
-_RESERVED = ("epoch", "step")  # columns that the loggers fill
 _CHUNK = 64  # number of values of an epoch that are kept before they are added up: one kernel instead of 64, bounded memory
 
 
@@ -42,9 +41,9 @@ def cadence(name: str, signature: tuple[Any, ...]) -> tuple[bool, bool]:
         signature: See `Record`.
 
     Raises:
-        MetricError: The options contradict the scope or each other, or the name is reserved.
+        MetricError: The options contradict the scope or each other.
     """
-    _, logger, on_step, on_epoch, _, scope, *_ = signature
+    _, _, on_step, on_epoch, _, scope, *_ = signature
     if scope is Scope.NOWHERE:
         raise MetricError(
             f"log({name!r}) cannot be called here: no step or epoch is running. Call it in a step, in a hook between "
@@ -56,10 +55,6 @@ def cadence(name: str, signature: tuple[Any, ...]) -> tuple[bool, bool]:
         raise MetricError(f"log({name!r}, on_step=True): an epoch hook has no batch. Use on_step=False, on_epoch=True.")
     if not on_step and not on_epoch:
         raise MetricError(f"log({name!r}): with on_step=False and on_epoch=False nothing is logged. Set one of them to True.")
-    if name in _RESERVED and logger is not False:
-        raise MetricError(
-            f"log({name!r}): the name is reserved, because loggers write a {name!r} column. Use another name, or logger=False."
-        )
     return on_step, on_epoch
 
 

@@ -49,8 +49,11 @@ def reduction_of(name: str, reduce_fx: Any) -> Any:
         UnknownNameError: an unknown name.
         MetricError: neither a name nor a function.
     """
+    word = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
+    if word == "avg":
+        return "mean"
     for known, others in _REDUCTIONS.items():
-        if any(reduce_fx is other for other in others) or reduce_fx == known:
+        if any(word is other for other in others) or word == known:
             return known
     if isinstance(reduce_fx, str):
         raise UnknownNameError(

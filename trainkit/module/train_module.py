@@ -109,14 +109,15 @@ class TrainModule(HyperparametersMixin, ModuleHooks, AttachedModule, ExportableM
         """Log a metric: to the loggers, the progress bar and `trainer.callback_metrics`.
 
         Args:
-            name: Name of the metric; with both `on_step` and `on_epoch`, `name_step` and `name_epoch` are logged.
+            name: Name of the metric; with both `on_step` and `on_epoch`, `name_step` and `name_epoch` are logged. In the
+                loggers, `"epoch"` replaces the epoch of a row, and `"step"` its step.
             value: A number, a tensor of one element, or a torchmetrics `Metric`. Tensors stay on the device.
             prog_bar: Show it in the progress bar.
             logger: Pass it to the loggers. Default: `True`.
             on_step: Log the value of the step, every `log_every_n_steps` optimizer steps. Default: in training batches.
             on_epoch: Log the value reduced over the epoch. Default: everywhere except in training batches.
-            reduce_fx: `"mean"` (weighted by samples, in float64), `"sum"`, `"min"`, `"max"`, torch's functions of these
-                names, or another function of the tensor of all values of the epoch.
+            reduce_fx: `"mean"` or `"avg"` (weighted by samples, in float64), `"sum"`, `"min"`, `"max"`, torch's functions of
+                these names, or another function of the tensor of all values of the epoch.
             enable_graph: Keep the autograd graph of the value.
             sync_dist: No effect: values are always reduced over all ranks.
             sync_dist_group: Only `None` or `torch.distributed.group.WORLD`.

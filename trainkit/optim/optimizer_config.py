@@ -215,7 +215,10 @@ def _scheduler_config(scheduler: Any, optimizers: list[Optimizer], automatic: bo
 
 def _check_scheduler(config: SchedulerConfig, automatic: bool) -> None:
     name = type(config.scheduler).__name__
-    if isinstance(config.scheduler, type) or not callable(getattr(config.scheduler, "step", None)):
+    wanted = "step" if automatic else "state_dict"  # under manual optimization only the user's code advances it
+    if isinstance(config.scheduler, type) or not any(
+        callable(getattr(config.scheduler, one, None)) for one in ("step", wanted)
+    ):
         raise OptimizerError(f"lr_scheduler: expected an object with step(), got {config.scheduler!r}.")
     if config.interval not in ("step", "epoch"):
         raise OptimizerError(f"lr_scheduler: interval must be 'step' or 'epoch', not {config.interval!r}.")

@@ -53,8 +53,10 @@ def assign_argument(trainer: Trainer, name: str, value: Any) -> None:
         ConfigurationError: A run is in progress, or the value is wrong or contradicts another argument.
     """
     if trainer.stage is not None:
+        by_epoch = name == "accumulate_grad_batches"
         raise ConfigurationError(
             f"trainer.{name} cannot change during a run, whose plan is fixed. Assign it before: trainer.{name} = {value!r}"
+            + (", or let it change by epoch: callbacks=[GradientAccumulationScheduler({0: 1, 4: 2})]" if by_epoch else "")
         )
     if name == "accumulate_grad_batches" and (isinstance(value, Mapping) or trainer._run.accumulation_schedule is not None):
         raise ConfigurationError(

@@ -53,7 +53,7 @@ class TrainerArguments:
     overfit_batches: int | float
     fast_dev_run: int | bool
     num_sanity_val_steps: int | None
-    val_check_interval: int | float | None
+    val_check_interval: int | float | str | timedelta | Mapping[str, float] | None
     val_every_n_steps: int | None
     check_val_every_n_epoch: int | None
     accumulate_grad_batches: int
@@ -122,13 +122,21 @@ class TrainerArguments:
                     f"{name} must be a number of batches (an integer ≥ 0) or a fraction (a float from 0.0 to 1.0), not "
                     f"{value!r}. For example: {name}=100 or {name}=0.25"
                 )
+        self._check_val_interval()
+
+    def _check_val_interval(self) -> None:
         value = self.val_check_interval
-        if value is None:
-            return
-        if not ((is_whole(value) and value >= 1) or (isinstance(value, float) and 0.0 < value <= 1.0)):
+        if isinstance(value, str | timedelta | Mapping):
+            self.val_check_interval = time = _as_time(value)
+            valid = bool(time)  # not 0 either
+        else:
+            fraction = isinstance(value, float) and 0.0 < value <= 1.0
+            valid = value is None or fraction or (is_whole(value) and value >= 1)
+        if not valid:
             raise ConfigurationError(
-                "val_check_interval must be a number of training batches (an integer ≥ 1) or a fraction of the epoch (a float "
-                f"above 0.0 up to 1.0), not {value!r}. To validate every N optimizer steps: val_every_n_steps=N"
+                "val_check_interval must be a number of training batches (an integer ≥ 1), a fraction of the epoch (a float "
+                f"above 0.0 up to 1.0) or a time such as '00:00:30:00', not {value!r}. To validate every N optimizer steps: "
+                "val_every_n_steps=N"
             )
 
     def _check_choices(self) -> None:
@@ -182,10 +190,10 @@ class TrainerArguments:
                 f"check_val_every_n_epoch={self.check_val_every_n_epoch} cannot be used with it. Give one of them."
             )
         across_epochs = self.check_val_every_n_epoch is None and self.val_every_n_steps is None
-        if across_epochs and not isinstance(self.val_check_interval, int):
+        if across_epochs and not isinstance(self.val_check_interval, int | timedelta):
             raise ConfigurationError(
-                "check_val_every_n_epoch=None counts training batches across epochs, which needs an integer. For example: "
-                "val_check_interval=1000"
+                "check_val_every_n_epoch=None counts training batches across epochs, which needs an integer, or a time. For "
+                "example: val_check_interval=1000"
             )
 
     def _unify(self) -> None:
@@ -219,6 +227,14 @@ class TrainerArguments:
             self.val_check_interval = 1.0
         if self.log_every_n_steps is None:
             self.log_every_n_steps = 50
+
+
+def _as_time(value: Any) -> timedelta | None:
+    """A time in one of the forms of `max_time`; `None` if it is none of them."""
+    try:
+        return timedelta(seconds=load_callback("timer")(value).duration)
+    except ConfigurationError:
+        return None
 
 
 def limited(length: int | None, limit: int | float, argument: str) -> int | None:

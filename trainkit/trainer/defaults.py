@@ -80,7 +80,7 @@ def attach_callbacks(
         raise ConfigurationError(
             "enable_checkpointing=False and a ModelCheckpoint in callbacks contradict each other. Remove one of them."
         )
-    attach("model_checkpoint", checkpoints and not trainer.fast_dev_run, "enable_checkpointing")
+    attach("model_checkpoint", checkpoints, "enable_checkpointing")
     return _checkpoints_last(callbacks)
 
 
@@ -146,7 +146,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 def attach_loggers(trainer: Trainer, given: bool | str | Logger | Sequence[str | Logger] | None) -> list[Logger]:
-    """The user's loggers, or the default one; one that stores nothing in a `fast_dev_run`.
+    """The user's loggers, or the default one; in a `fast_dev_run` one that stores nothing for each.
 
     Raises:
         ConfigurationError: an object that is not a logger.
@@ -155,13 +155,14 @@ def attach_loggers(trainer: Trainer, given: bool | str | Logger | Sequence[str |
     """
     if given is False:
         return []
+    if trainer.fast_dev_run:
+        from trainkit.loggers.dummy_logger import DummyLogger
+
+        return [DummyLogger() for _ in _listed(given)]
     from trainkit.loggers.attach import attach, default_logger
     from trainkit.loggers.base import Logger
-    from trainkit.loggers.dummy import DummyLogger
     from trainkit.loggers.known_loggers import make_logger
 
-    if trainer.fast_dev_run:
-        return [DummyLogger()] if given is None or given is True or _listed(given) else []
     if given is None or given is True:
         loggers = [default_logger()]
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,13 +55,15 @@ class DueDates:
         Args:
             batch_idx: the last micro-batch of the window.
             updated: the window ended in an optimizer step.
-            every: micro-batches between validations; `None`: they are not counted.
+            every: micro-batches between validations; `None`: they are not counted, but a timer may have fired.
         """
         arguments, progress = self._arguments, self._progress
         if arguments.val_every_n_steps is not None:
             return updated and progress.global_step % arguments.val_every_n_steps == 0
         if every is None:
-            return False
+            due = progress.validation_due and (arguments.check_val_every_n_epoch is None or self._epoch_validates())
+            progress.validation_due = progress.validation_due and not due
+            return due
         done = batch_idx + 1 - progress.extra_batches
         if arguments.check_val_every_n_epoch is None:
             done += progress.earlier_batches
@@ -74,7 +77,9 @@ class DueDates:
 
     def validates_at_end(self, every: int | None) -> bool:
         """Whether to validate at the end of an epoch whose length was unknown; `every` as in `validates`."""
-        return self._arguments.val_every_n_steps is None and every is None and self._epoch_validates()
+        arguments = self._arguments
+        by_time = isinstance(arguments.val_check_interval, timedelta)
+        return arguments.val_every_n_steps is None and every is None and not by_time and self._epoch_validates()
 
     def _epoch_validates(self) -> bool:
         every = self._arguments.check_val_every_n_epoch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from trainkit.console import counted
@@ -60,6 +61,8 @@ def _cadence(trainer: Trainer) -> list[str]:
         validation = _every(arguments.val_every_n_steps, "optimizer step")
     elif isinstance(arguments.val_check_interval, int):
         validation = _every(arguments.val_check_interval, "training batch")
+    elif isinstance(arguments.val_check_interval, timedelta):
+        validation = f"every {arguments.val_check_interval}"
     elif arguments.val_check_interval == 1.0:
         validation = f"at the end of {_every(arguments.check_val_every_n_epoch or 1, 'epoch')}"
     else:

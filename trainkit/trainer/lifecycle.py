@@ -40,6 +40,7 @@ from trainkit.trainer.run import Run
 from trainkit.trainer.save_policy import SavePolicy
 from trainkit.trainer.setup import refuse_incomplete
 from trainkit.trainer.signals import Signals, requeue
+from trainkit.trainer.states import TrainerFn
 from trainkit.trainer.torch_flags import torch_flags
 
 if TYPE_CHECKING:
@@ -268,8 +269,8 @@ def set_up(trainer: Trainer, run: Run) -> None:
     seed_generators(mix(run.seed, Stage.TRAIN, Purpose.INIT), strategy.generators())
     _prepare_data(run)
     if run.datamodule is not None and is_overridden(run.datamodule, "setup", DataModule):
-        run.datamodule.setup(stage)
-    run.hooks.run("setup", stage)
+        run.datamodule.setup(TrainerFn(stage))
+    run.hooks.run("setup", TrainerFn(stage))
     built = module.__dict__.pop("_built", False)  # by load_from_checkpoint
     if not built and is_overridden(module, "configure_model", TrainModule):
         with strategy.building(), strategy.precision.init_context():
@@ -378,9 +379,9 @@ def _show_profile(trainer: Trainer, profiler: Profiler) -> None:
 def _parts_to_release(trainer: Trainer, run: Run, stage: str, status: str) -> Iterator[Callable[[], Any]]:
     """The parts of the tear-down, in order."""
     for hook in run.hooks.teardown:
-        yield partial(hook, stage)
+        yield partial(hook, TrainerFn(stage))
     if run.datamodule is not None and is_overridden(run.datamodule, "teardown", DataModule):
-        yield partial(run.datamodule.teardown, stage)
+        yield partial(run.datamodule.teardown, TrainerFn(stage))
     if stage == "fit" and run.save_policy is not None:
         yield run.save_policy.close
     for logger in run.loggers:
@@ -388,7 +389,6 @@ def _parts_to_release(trainer: Trainer, run: Run, stage: str, status: str) -> It
     yield run.accelerator.free_memory
     yield run.strategy.teardown
     yield partial(run.strategy.connect, run.module)
-    profiler = run.profiler
-    if profiler is not None:
-        yield partial(profiler.teardown, stage)
-        yield partial(_show_profile, trainer, profiler)
+    if run.profiler is not None:
+        yield partial(run.profiler.teardown, stage)
+        yield partial(_show_profile, trainer, run.profiler)

@@ -86,6 +86,7 @@ class RunProgress:
         stop: how far a stop request has come.
         safe_point_due: a save or a signal waits for the next safe point.
         next_save_step: as `safe_point_due`, from this `global_step` on.
+        validation_due: the time between validations is over: validate after the next step.
         validations: how many times the validation interval has been reached, in this epoch or since `earlier_batches` was 0.
         earlier_batches: micro-batches of earlier epochs, where the validation interval counts across epochs.
         extra_batches: number of micro-batches that this epoch has more than others, because it was resumed on a different
@@ -116,6 +117,7 @@ class RunProgress:
     stop: Stop = Stop.RUNNING
     safe_point_due: bool = False
     next_save_step: float = math.inf
+    validation_due: bool = False
     validations: int = 0
     earlier_batches: int = 0
     extra_batches: int = 0
@@ -161,6 +163,10 @@ class RunProgress:
     def batches_consumed(self) -> int:
         """Micro-batches of the epoch whose accumulation windows have ended: where a checkpoint of this moment resumes."""
         return self.batches_done if self.phase in (Phase.STEP, Phase.EPOCH_END) else self.batch_idx + 1
+
+    def request_validation(self) -> None:
+        """The time between validations is over, on all ranks after the same step."""
+        self.validation_due = True
 
     # ------------------------------------------------------------------------------------------------------- stopping
 

@@ -285,9 +285,10 @@ class Run:
             return
         if step is None:
             step = evaluating.count if evaluating is not None and for_step else progress.global_step
+        row = {"epoch": progress.current_epoch, **metrics}  # a module may log its own "epoch"
         for logger in self.loggers:
             try:
-                logger.log_metrics({**metrics, "epoch": progress.current_epoch}, step)
+                logger.log_metrics(row, step)
             except OSError as error:  # a full disk must not end a run that can continue without its log
                 name = type(logger).__name__
                 warn(f"{name} could not write the metrics of step {step}: {error}. Training continues without them.")

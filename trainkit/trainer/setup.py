@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +60,11 @@ def refuse_incomplete(module: TrainModule, stage: str, has_optimizer: bool) -> N
         "without an optimizer)",
         "validation_step": "(self, batch, batch_idx): ...",
         "test_step": "(self, batch, batch_idx): ...",
+        "predict_step": "(self, batch, batch_idx): ...   (or forward, which it calls by default)",
     }
     needed = {"fit": ("training_step", "configure_optimizers"), "validate": ("validation_step",), "test": ("test_step",)}
+    if module.predict_step is None or not is_overridden(module, "forward", TrainModule):
+        needed["predict"] = ("predict_step",)
     for name in needed.get(stage, ()):
         if not is_overridden(module, name, TrainModule) and not (has_optimizer and name == "configure_optimizers"):
             raise MissingMethodError(f"{type(module).__name__} has no {name}. Define: def {name}{steps[name]}")
@@ -184,11 +188,12 @@ def _refuse_under_manual(run: Run) -> None:
 def validate_every(run: Run, loader: PreparedLoader) -> int | None:
     """Micro-batches between validations.
 
-    `None` if there is no validation, if it comes at the end of the epoch, or if its interval counts optimizer steps.
+    `None` if there is no validation, if it comes at the end of the epoch, or if its interval is a time or counts optimizer
+    steps.
     """
     arguments, length, exact = run.arguments, loader.length, loader.exact
     interval = arguments.val_check_interval
-    if run.validation_plan is None or arguments.val_every_n_steps is not None:
+    if run.validation_plan is None or arguments.val_every_n_steps is not None or isinstance(interval, timedelta):
         return None
     if isinstance(interval, int):
         if arguments.check_val_every_n_epoch is not None and length is not None and interval > length:
@@ -197,7 +202,7 @@ def validate_every(run: Run, loader: PreparedLoader) -> int | None:
                 "never run. Use a smaller number, or check_val_every_n_epoch=None to count across epochs."
             )
         return interval
-    assert interval is not None
+    assert isinstance(interval, float)  # checked and filled in by the arguments
     if interval == 1.0:
         return length if exact else None
     if length is None:

@@ -25,7 +25,12 @@ class TrainerStatus(str, Enum):
 
 
 class TrainerFn(str, Enum):
-    """The method of the Trainer that runs, or has run last."""
+    """The method of the Trainer that runs, or has run last; also the `stage` that `setup` and `teardown` receive.
+
+    Each value equals and prints as its text: `stage == "fit"`.
+    """
+
+    __str__ = str.__str__
 
     FITTING = "fit"
     VALIDATING = "validate"

@@ -12,6 +12,7 @@ finish_epoch:           on_train_epoch_end; save
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -67,6 +68,9 @@ def begin_training(run: Run, plan: FitPlan) -> None:
     run.metrics.scope = Scope.TRAIN_EPOCH
     run.hooks.run("on_train_start")
     plan.safe_points.agree_now()  # on a stop that one rank has requested in an earlier hook
+    interval = run.arguments.val_check_interval
+    if isinstance(interval, timedelta) and run.validation_plan is not None:
+        plan.safe_points.every(interval, run.progress.request_validation)
     run.signals.working = True
     if not run.progress.epoch_start:
         run.metrics.stamp = -1

@@ -26,6 +26,7 @@ from trainkit.launch.resolve import joined_strategy, read_wanted
 from trainkit.loggers.starts_file import utc_now
 from trainkit.memory.report import PROCESSES, MemoryPlan
 from trainkit.metrics.results import as_tensors
+from trainkit.metrics.values import read
 from trainkit.module.data_module import DataModule
 from trainkit.module.train_module import TrainModule
 from trainkit.nested import batch_size
@@ -102,8 +103,8 @@ class Trainer:
         max_steps: Maximum number of optimizer steps; -1: no limit.
         min_steps: Minimum number of optimizer steps, even if a callback requests a stop.
         max_time: Maximum duration: `"DD:HH:MM:SS"`, a `timedelta`, or its arguments as a dict such as `{"hours": 12}`.
-        fast_dev_run: Run one batch of each stage, or this number of batches, without loggers and checkpoints, to find
-            errors.
+        fast_dev_run: Run one batch of each stage, or this number of batches, to find errors. Nothing is logged or saved;
+            `trainer.logger` accepts every call.
 
     Args: Batches and optimizer steps
         accumulate_grad_batches: Number of micro-batches per optimizer step, or a dict of them: `{0: 8, 4: 4}` is 8 from
@@ -123,10 +124,11 @@ class Trainer:
         reload_dataloaders_every_n_epochs: Call `train_dataloader` and `val_dataloader` again every n epochs; 0: never.
 
     Args: Validation
-        val_check_interval: Training batches between validations (int), or a fraction of an epoch (float). Default: 1.0.
+        val_check_interval: Training batches between validations (int), a fraction of an epoch (float), or a time, in the forms
+            of `max_time`. Default: 1.0.
         val_every_n_steps: Optimizer steps between validations.
-        check_val_every_n_epoch: Validate in every n-th epoch only. `None`: an integer `val_check_interval` counts across
-            epochs.
+        check_val_every_n_epoch: Validate in every n-th epoch only. `None`: `val_check_interval`, an integer or a time, counts
+            across epochs.
         num_sanity_val_steps: Number of validation batches before training, to find errors early; -1: all. Default: 2. Their
             metrics are discarded.
         inference_mode: Evaluate under `torch.inference_mode`; `False`: under `torch.no_grad`.
@@ -180,7 +182,7 @@ class Trainer:
         overfit_batches: int | float = 0.0,
         fast_dev_run: int | bool = False,
         num_sanity_val_steps: int | None = None,
-        val_check_interval: int | float | None = None,
+        val_check_interval: int | float | str | timedelta | Mapping[str, float] | None = None,
         val_every_n_steps: int | None = None,
         check_val_every_n_epoch: int | None = 1,
         accumulate_grad_batches: int | Mapping[int, int] | None = None,
@@ -242,8 +244,8 @@ class Trainer:
     """The same for each loader of `predict`."""
     overfit_batches: ArgumentView[int | float] = ArgumentView()
     """Number or fraction of the batches that are overfitted; 0.0: all are used as usual."""
-    val_check_interval: ArgumentView[int | float] = ArgumentView()
-    """Training batches between validations (int), or a fraction of an epoch (float)."""
+    val_check_interval: ArgumentView[int | float | timedelta] = ArgumentView()
+    """Training batches between validations (int), a fraction of an epoch (float), or a time."""
     check_val_every_n_epoch: ArgumentView[int | None] = ArgumentView()
     """Number of epochs between two validations."""
     num_sanity_val_steps: ArgumentView[int] = ArgumentView()
@@ -870,8 +872,8 @@ class Trainer:
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of the first logger; without a logger, `default_root_dir`."""
-        return self.loggers[0].log_dir if self.loggers else str(self._arguments.default_root_dir)
+        """The folder of the first logger; without a logger or in a `fast_dev_run`, `default_root_dir`."""
+        return self.loggers[0].log_dir if self.loggers and not self.fast_dev_run else self.default_root_dir
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
@@ -889,11 +891,12 @@ class Trainer:
         return as_tensors(self._run.results.logged)
 
     @property
-    def progress_bar_metrics(self) -> dict[str, Tensor]:
-        """The latest value of each metric logged with `prog_bar=True`, as tensors: in training those of this process."""
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The latest value of each metric logged with `prog_bar=True`, as floats: in training those of this process."""
         run = self._run
         waiting = {} if run.strategy.lazy_tensors else run.train_metrics.in_bar()  # reading one would run a part of a step
-        return as_tensors({**run.results.progress_bar, **waiting})
+        values = {**run.results.progress_bar, **waiting}
+        return dict(zip(values, read(list(values.values())), strict=True))
 
     @property
     def num_val_batches(self) -> list[int | float]:

@@ -27,7 +27,10 @@ SAME: dict[str, dict[str, str]] = {
             ReduceLROnPlateau SaveConfigCallback instantiate_class"""
     },
     "core": {"trainkit": "LightningDataModule LightningModule", "trainkit.utilities": "HyperparametersMixin"},
-    "loggers": {"trainkit.loggers": "CSVLogger CometLogger Logger MLFlowLogger TensorBoardLogger WandbLogger"},
+    "loggers": {
+        "trainkit.loggers": "CSVLogger CometLogger Logger MLFlowLogger TensorBoardLogger WandbLogger",
+        "trainkit.loggers.dummy_logger": "DummyLogger",
+    },
     "plugins": {"trainkit": "Precision"},
     "profilers": {"trainkit.profilers": "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler SimpleProfiler"},
     "strategies": {"trainkit.strategies": "DDPStrategy Strategy XLAStrategy"},
@@ -135,7 +138,6 @@ _ABSENT: dict[str, dict[str, str]] = {
     },
     "loggers": {
         "Trainer(logger='csv'), or a logger of your own: docs/how-to/custom-logger.md": "LitLogger NeptuneLogger",
-        "Trainer(logger=False)": "DummyLogger",
         "{**first, **second}": "merge_dicts",
         "rank_zero_only of trainkit.utilities": "rank_zero_experiment",
         "CometLogger.experiment": "FRAMEWORK_NAME comet_experiment",

@@ -30,6 +30,11 @@ class DummyLogger(Logger):
     def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
         """Do nothing; some loggers accept more arguments."""
 
+    def log_image(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing, with the arguments of any logger."""
+
+    log_text = log_histogram = log_image
+
     def _require(self, what: str, default: Any, bound: Any) -> None:
         pass  # it stands for a logger that can store images
 
