@@ -133,3 +133,14 @@ def test_subclasses_that_search_elsewhere() -> None:
     assert set(module.sizes) == {16}
     with pytest.raises(ConfigurationError, match="FindInEpochs: .* the batch size of a run is fixed.*remove on_fit_start"):
         make_trainer(FindInEpochs()).fit(module)
+
+
+def test_a_module_that_skips_all_batches() -> None:
+    class Skipping(Sized):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.sizes.append(len(batch[0]))
+
+    module = Skipping()
+    with pytest.warns(TrainkitWarning, match="None"):
+        make_trainer(BatchSizeFinder(max_trials=2), limit_train_batches=1).fit(module)
+    assert module.batch_size == 4

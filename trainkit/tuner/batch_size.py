@@ -209,7 +209,7 @@ class Trials:
 
     def _try(self) -> str:
         """Run a trial: "fits", "memory", or with several processes the text of an error."""
-        probe = MemoryProbe(reserve=self._world.size > 1)
+        probe = MemoryProbe(self._world.size > 1, 4 * self._options.steps_per_trial)
         try:
             trial = self._trainer._run_trial(
                 self._stage,
@@ -270,16 +270,22 @@ class MemoryProbe(Callback):
 
     Args:
         reserve: there are several processes.
+        batches: the trial ends after this number of micro-batches, also if `training_step` skips all of them.
     """
 
-    def __init__(self, reserve: bool) -> None:
-        self._reserve = reserve
+    def __init__(self, reserve: bool, batches: int) -> None:
+        self._reserve, self._left = reserve, batches
         self._reserved: torch.Tensor | None = None
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self._reserve and trainer.device.type != "cpu":
             size = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
             self._reserved = torch.empty(size, dtype=torch.uint8, device=trainer.device)
+
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
+        self._left -= 1
+        if self._left < 0:
+            trainer.should_stop = True
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._reserved = None
