@@ -81,10 +81,10 @@ def test_a_checkpoint_at_a_url_is_the_same_and_is_read_from_there(bucket: Memory
 
 
 def test_a_url_without_a_checkpoint_is_named(bucket: MemoryFileSystem) -> None:
-    with pytest.raises(CheckpointNotFoundError, match="^memory://bucket/run/good: expected .* beside it: none.$"):
+    with pytest.raises(CheckpointNotFoundError, match="^memory://bucket/run/good: expected .* next to it: none.$"):
         open_checkpoint(f"{FOLDER}/good")
     put(two()[0], "best")
-    with pytest.raises(CheckpointNotFoundError, match="^memory://bucket/run/good: expected .* beside it: 'best'.$"):
+    with pytest.raises(CheckpointNotFoundError, match="^memory://bucket/run/good: expected .* next to it: 'best'.$"):
         open_checkpoint(f"{FOLDER}/good")
     with pytest.raises(CheckpointNotFoundError, match="run is a folder of checkpoints.* Fix: 'memory://bucket/run/best'.$"):
         open_checkpoint(FOLDER)

@@ -47,8 +47,8 @@ def why_not_at_the_url(path: Path) -> str | None:
     if inside := sorted(remote.checkpoints()):
         fix = f"Fix: {remote.url + '/' + inside[-1]!r}."
         return f"{remote.url} is a folder of checkpoints, expected one of them: {listed(inside)}. {fix}"
-    beside = sorted(around.checkpoints()) if around is not None else []
-    return f"{remote.url}: expected a checkpoint, but there is none. Checkpoints beside it: {listed(beside) or 'none'}."
+    siblings = sorted(around.checkpoints()) if around is not None else []
+    return f"{remote.url}: expected a checkpoint, but there is none. Checkpoints next to it: {listed(siblings) or 'none'}."
 
 
 class RemoteFolder:
