@@ -121,7 +121,8 @@ class TQDMProgressBar(StagedProgressBar):
         super().__init__(leave)
         refresh_rate = whole_number(refresh_rate, "TQDMProgressBar(refresh_rate=)", 0)
         process_position = whole_number(process_position, "TQDMProgressBar(process_position=)", 0)
-        self.refresh_rate = max(refresh_rate, int(os.environ.get("TQDM_MINITERS", 0)))
+        least = os.environ.get("TQDM_MINITERS", "")  # tqdm's own variable, which tqdm checks
+        self.refresh_rate = max(refresh_rate, int(least)) if least.isdecimal() else refresh_rate
         self.process_position = process_position
         self._kind: type[tqdm[Any]] | None = None
 

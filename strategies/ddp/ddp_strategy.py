@@ -349,8 +349,8 @@ class DDPStrategy(Strategy):
                 "after n micro-batches, where n is the number that every rank has: Trainer(limit_train_batches=n)"
             )
 
-    def meet(self, verb: str) -> None:
-        """See `trainkit.Strategy.meet`.
+    def barrier_for(self, verb: str) -> None:
+        """See `trainkit.Strategy.barrier_for`.
 
         Raises:
             CollectiveError: Another rank is in a different verb, or has exited; the message names the lines of code.

@@ -378,8 +378,8 @@ class ZeROStrategy(Strategy):
         """
         return data if self.world.size == 1 else gathered(data, self.world, self.device, sync_grads, alike)
 
-    def meet(self, verb: str) -> None:
-        """See `trainkit.Strategy.meet`.
+    def barrier_for(self, verb: str) -> None:
+        """See `trainkit.Strategy.barrier_for`.
 
         Raises:
             CollectiveError: Another rank is in a different verb, or has exited; the message names the lines of code.

@@ -100,9 +100,9 @@ class Ranks:
         Args:
             name: What to call this barrier in an error message, if another process waits in another call.
         """
-        self.meet("strategy.barrier" if name is None else f"strategy.barrier({name!r})")
+        self.barrier_for("strategy.barrier" if name is None else f"strategy.barrier({name!r})")
 
-    def meet(self, verb: str) -> None:
+    def barrier_for(self, verb: str) -> None:
         """Wait until all processes have called this verb of the strategy. For authors of strategies.
 
         Args:
@@ -130,7 +130,7 @@ class Ranks:
             raise ConfigurationError(f"broadcast: src must be a rank from 0 to {self.world.size - 1}, not {src!r}. Use src=0")
         if self.world.size == 1:
             return obj
-        self.meet("strategy.broadcast")
+        self.barrier_for("strategy.broadcast")
         value = map_tensors(obj, lambda tensor: tensor.detach().cpu()) if self.world.rank == src else None
         return self.world.broadcast_user_object(value, src)
 

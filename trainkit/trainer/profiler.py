@@ -30,7 +30,7 @@ class Profiler:
     """Base class: subclass it and define `start` and `stop`, or `profile` instead of both; and `summary`.
 
     Args:
-        dirpath: Folder of the files that it writes. Default: the log folder of the run, from the begin of the run on.
+        dirpath: Folder of the files that it writes. Default: the log folder of the run, from the start of the run on.
         filename: Write the summary to this file, `{stage}-{filename}.txt`, with the local rank added if there are several
             processes. Default: the main process prints it.
 

@@ -137,8 +137,8 @@ class Trainer:
         logger: `True` (the default): TensorBoard if it is installed, otherwise CSV. `False`: none. Or a logger, its name
             such as `"mlflow"`, or a list.
         callbacks: A callback or a list of them.
-        default_root_dir: Folder for logs and checkpoints; each run has its own folder in it. Default: `./trainkit_runs`. A
-            URL such as `s3://…` is an error.
+        default_root_dir: Folder for logs and checkpoints, or a URL such as `s3://bucket/runs`; each run has its own folder
+            in it. Default: `./trainkit_runs`.
         log_every_n_steps: Optimizer steps between two log boundaries. Default: 50; 0: log epochs only.
         enable_progress_bar: Add `TQDMProgressBar`.
         enable_model_summary: Add `ModelSummary`.
