@@ -106,7 +106,6 @@ def test_strategies_that_are_not_there_yet(name: str) -> None:
         ("ddp_notebook", r"start it from the notebook with: notebook_launcher\(function, num_processes=2\)"),
         ("fsdp", r"Use strategy='zero3'; on TPUs use strategy=XLAStrategy\(fsdp=True\)"),
         ("deepspeed_stage_3_offload_nvme", "nvme_path="),
-        ("single_device", "write strategy='auto'"),
     ],
 )
 def test_strategies_that_are_called_otherwise(name: str, fix: str) -> None:
@@ -121,9 +120,14 @@ def test_what_is_no_name(name: Any) -> None:
         load_strategy(name)
 
 
-def test_the_case_of_a_name_counts() -> None:
-    with pytest.raises(UnknownNameError, match="unknown strategy 'DDP'; .*Did you mean 'ddp'"):
-        load_strategy("DDP")
+@pytest.mark.parametrize("name, used", [("DDP", "ddp"), ("Single_Device", "single"), ("AUTO", "single"), ("ddp", "ddp")])
+def test_the_case_of_a_name_does_not_count(name: str, used: str) -> None:
+    assert Trainer(strategy=name, accelerator="cpu", devices=1, logger=False).strategy.name == used
+
+
+def test_a_refused_name_in_upper_case() -> None:
+    with pytest.raises(UnsupportedArgumentError, match="strategy='ddp_spawn': .*Write strategy='ddp'"):
+        Trainer(strategy="DDP_SPAWN", accelerator="cpu", devices=1)
 
 
 def test_names_that_stand_for_options() -> None:
@@ -224,7 +228,7 @@ def test_the_whole_shape_of_a_sharded_parameter() -> None:
     assert whole_shape(scalar) == ()
 
 
-@pytest.mark.parametrize("name", ["ddp", "deepspeed", "auto", "single"])
+@pytest.mark.parametrize("name", ["ddp", "DDP", "deepspeed", "auto", "single"])
 def test_a_name_that_is_taken(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"the name '{name}' is taken, .*Choose another: StrategyInfo"):
         register_strategy(StrategyInfo("x:X", names={name: {}}))

@@ -25,6 +25,7 @@ __all__ = [
     "automatic_strategy",
     "find_info",
     "find_info_by_type",
+    "known_spelling",
     "load",
     "load_callback",
     "load_footprints",
@@ -98,8 +99,7 @@ class StrategyInfo:
 SINGLE = StrategyInfo(
     path="trainkit.strategy:Strategy",
     names={"single": {}},
-    aliases={"auto": ("single", {})},
-    refused={"single_device": "write strategy='auto' and choose the device with accelerator='cpu', 'gpu' or 'mps'"},
+    aliases={"auto": ("single", {}), "single_device": ("single", {})},
     one_device=True,
     process_group=False,
     file_types={"NO": "single"},
@@ -144,8 +144,8 @@ def register_strategy(info: StrategyInfo) -> None:
         trainer = Trainer(strategy="mine")
         ```
     """
-    taken = {name for one in strategy_infos() for name in (*one.names, *one.aliases)}
-    twice = sorted(taken.intersection((*info.names, *info.aliases)))
+    taken = {name.lower() for one in strategy_infos() for name in (*one.names, *one.aliases)}
+    twice = sorted(name for name in (*info.names, *info.aliases) if name.lower() in taken)
     if twice:
         raise ConfigurationError(
             f"register_strategy: the name {twice[0]!r} is taken, and names of strategies must be unique. Choose another: "
@@ -168,6 +168,12 @@ def _built_in() -> tuple[StrategyInfo, ...]:
 def strategies() -> dict[str, str]:
     """Return the short names of all strategies → paths of their classes, sorted."""
     return dict(sorted((name, info.path) for info in strategy_infos() for name in info.names))
+
+
+def known_spelling(name: str) -> str:
+    """A name of a strategy as its declaration spells it: the case does not count. An unknown name is in lower case."""
+    known = (one for info in strategy_infos() for one in (*info.names, *info.aliases))
+    return next((one for one in known if one.lower() == name.lower()), name.lower())
 
 
 def find_info(name: str) -> StrategyInfo | None:

@@ -188,6 +188,12 @@ def test_alone_a_weight_says_only_whether_a_micro_batch_counts() -> None:
     assert [micro.share for micro in windows(iter([0.0, 0.5, 9.0]), 1, weigh=float)] == [0.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("weigh", [None, float])
+def test_a_batch_that_is_none_has_no_weight(weigh: Any) -> None:
+    assert [micro.share for micro in windows(iter([1.0, None, None, None]), 2, weigh=weigh)] == [1.0, 0.0, 0.0, 0.0]
+    assert [micro.share for micro in windows(iter([None, 1.0]), 1, weigh=float)] == [0.0, 1.0]
+
+
 @pytest.mark.parametrize("weight", [3, 3.0, torch.tensor(3), torch.tensor([3.0]), True])
 def test_what_may_be_a_weight(weight: Any) -> None:
     micros = list(windows(iter([weight, weight]), 2, weigh=lambda batch: batch))
@@ -200,7 +206,7 @@ def test_what_may_be_a_weight(weight: Any) -> None:
 )
 def test_what_may_not_be_a_weight(weight: Any, size: int) -> None:
     with pytest.raises(DataError, match=r"a finite number ≥ 0.*return float\("):
-        list(windows(iter([weight]), size, weigh=lambda batch: batch))
+        list(windows(iter(["batch"]), size, weigh=lambda batch: weight))
 
 
 def test_an_error_in_batch_weight_is_the_users() -> None:

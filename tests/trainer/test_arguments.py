@@ -308,6 +308,13 @@ def test_limits(name: str) -> None:
         assert f"{name} must be a number of batches (an integer ≥ 0) or a fraction" in refused(**{name: value})
 
 
+@pytest.mark.parametrize("name", ["limit_train_batches", "limit_test_batches", "overfit_batches", "val_check_interval"])
+def test_a_whole_float_is_a_number_of_batches(name: str) -> None:
+    trainer = make_trainer(**{name: 10.0})
+    assert (getattr(trainer, name), type(getattr(trainer, name))) == (10, int)
+    assert getattr(make_trainer(**{name: 1.0}), name) == 1.0
+
+
 @pytest.mark.parametrize("value", [0, 0.0, None])
 def test_gradients_are_not_clipped_to_zero(value: float | None) -> None:
     """As in Lightning, 0 turns clipping off."""

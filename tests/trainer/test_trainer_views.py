@@ -41,6 +41,34 @@ def test_all_names_of_lightning() -> None:
     assert [name for name in NOT_THERE.split() if hasattr(trainer, name)] == []
 
 
+class AtLastBatch(Recorder):
+    """Records `is_last_batch`; skips the rest of an epoch at a batch."""
+
+    def __init__(self, skip_at: int) -> None:
+        super().__init__()
+        self.skip_at, self.last = skip_at, list[bool]()
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> int | None:
+        self.last.append(trainer.is_last_batch)
+        return -1 if batch_idx == self.skip_at else None
+
+
+@pytest.mark.parametrize(
+    "limits, skip_at, during, after",
+    [
+        ({"max_epochs": 2}, -1, [False, False, False, True] * 2, True),
+        ({"max_epochs": 2}, 1, [False, False] * 2, True),
+        ({"max_steps": 6}, -1, [False, False, False, True, False, False], False),
+    ],
+)
+def test_the_last_batch(limits: dict[str, int], skip_at: int, during: list[bool], after: bool) -> None:
+    callback = AtLastBatch(skip_at)
+    trainer = make_trainer(callback, **{"max_epochs": -1, **limits})
+    assert not trainer.is_last_batch
+    trainer.fit(TinyModule(), tiny_loader())
+    assert (callback.last, trainer.is_last_batch) == (during, after)
+
+
 def test_a_name_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ADVICE, "trainer", {"fit_loop": "trainer.max_epochs"})
     with pytest.raises(AttributeError, match=r"a Trainer has no 'fit_loop'. Use trainer.max_epochs."):

@@ -192,7 +192,7 @@ def collected(
         if per_rank is not None and index >= per_rank:
             return
         window = list(islice(batches, wanted))
-        weights = [float(count(batch)) if weigh is None else weight_of(weigh, batch) for batch in window]
+        weights = [weight_of(batch, count, weigh) for batch in window]
         shared = SharedWindow(sum(weights), len(window), False, agreed=False)
         if taken is not None:
             shared.weights = weights + [0.0] * (wanted - len(weights))

@@ -56,7 +56,7 @@ def _micro_batch(
 
 def _windows_of_one(batches: Iterator[Any], start: int, weigh: Callable[[Any], float] | None) -> Iterator[MicroBatch]:
     for index, batch in enumerate(batches, start):
-        weight = None if weigh is None else weight_of(weigh, batch)
+        weight = None if weigh is None else weight_of(batch, batch_size, weigh)
         share = 0.0 if weight == 0.0 else 1.0
         yield _micro_batch(batch, index, index, True, share, 1.0, share == 0.0, weight)
 
@@ -85,7 +85,7 @@ def _collected(
 ) -> Iterator[MicroBatch]:
     begin, wanted = start, max(1, size - taken)
     while window := list(islice(batches, wanted)):
-        weights = [float(count(batch)) if weigh is None else weight_of(weigh, batch) for batch in window]
+        weights = [weight_of(batch, count, weigh) for batch in window]
         total = sum(weights)
         for place, (batch, weight) in enumerate(zip(window, weights, strict=True)):
             share = weight / total if total > 0.0 else 0.0
@@ -95,12 +95,16 @@ def _collected(
         begin, wanted = begin + len(window), size
 
 
-def weight_of(weigh: Callable[[Any], float], batch: Any) -> float:
-    """What the user's `batch_weight` returns for a batch.
+def weight_of(batch: Any, count: Callable[[Any], int], weigh: Callable[[Any], float] | None) -> float:
+    """What the user's `batch_weight` returns for a batch, or without it the number of samples; 0 if the batch is `None`.
 
     Raises:
-        DataError: it did not return a finite number ≥ 0.
+        DataError: `batch_weight` did not return a finite number ≥ 0.
     """
+    if batch is None:
+        return 0.0
+    if weigh is None:
+        return float(count(batch))
     return checked_weight(weigh(batch), "batch_weight must return", "return ")
 
 

@@ -12,7 +12,7 @@ from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 from trainkit.launch.joining import note_single_process, processes, single_world
 from trainkit.launch.tpu import DEVICE, tpu_is_chosen
-from trainkit.registry import automatic_strategy, find_info, make_strategy
+from trainkit.registry import automatic_strategy, find_info, known_spelling, make_strategy
 
 if TYPE_CHECKING:
     from trainkit.optim.step_arguments import StepArguments
@@ -86,12 +86,13 @@ def chosen_strategy(name: str, wanted: RequestedDevices) -> str:
     """The name of the strategy to use; `"auto"` is replaced unless the run has one device that is not a TPU.
 
     Args:
-        name: as the user gave it.
+        name: as the user gave it, in upper or lower case.
         wanted: the requested devices.
 
     Raises:
         ConfigurationError: the strategy does not support the device, or the variables of a launcher contradict each other.
     """
+    name = known_spelling(name)
     info = find_info(name)
     if name == "auto":
         on_tpu = wanted.accelerator == DEVICE or (wanted.accelerator == "auto" and tpu_is_chosen())

@@ -61,7 +61,8 @@ class TrainModule(HyperparametersMixin, ModuleHooks, AttachedModule, ExportableM
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
         """Return the **mean** loss over the batch, a scalar; or a dict with it under `"loss"`.
 
-        `None` skips this micro-batch: its gradient is zero. Under manual optimization the result may be any object.
+        `None` skips this micro-batch: its gradient is zero. Under manual optimization the result may be any object. A batch
+        that is `None` is skipped without calling this method.
         """
         raise NotImplementedError
 

@@ -114,9 +114,8 @@ class TrainerArguments:
     def _check_fractions(self) -> None:
         for name in (*(f.name for f in fields(self) if f.name.startswith("limit_")), "overfit_batches"):
             value = getattr(self, name)
-            if value is None:
-                setattr(self, name, 1.0)
-                continue
+            value = 1.0 if value is None else _as_count(value)
+            setattr(self, name, value)
             if not ((is_whole(value) and value >= 0) or (isinstance(value, float) and 0.0 <= value <= 1.0)):
                 raise ConfigurationError(
                     f"{name} must be a number of batches (an integer ≥ 0) or a fraction (a float from 0.0 to 1.0), not "
@@ -130,6 +129,7 @@ class TrainerArguments:
             self.val_check_interval = time = _as_time(value)
             valid = bool(time)  # not 0 either
         else:
+            self.val_check_interval = value = _as_count(value)
             fraction = isinstance(value, float) and 0.0 < value <= 1.0
             valid = value is None or fraction or (is_whole(value) and value >= 1)
         if not valid:
@@ -227,6 +227,11 @@ class TrainerArguments:
             self.val_check_interval = 1.0
         if self.log_every_n_steps is None:
             self.log_every_n_steps = 50
+
+
+def _as_count(value: Any) -> Any:
+    """A whole float above 1, such as `10.0`, is a number of batches and no fraction."""
+    return int(value) if isinstance(value, float) and value > 1.0 and value.is_integer() else value
 
 
 def _as_time(value: Any) -> timedelta | None:

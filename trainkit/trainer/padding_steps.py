@@ -1,4 +1,4 @@
-"""Padding micro-batches: a rank without data takes part in the collectives of the other ranks."""
+"""Micro-batches without data: a rank that has none takes part in the collectives of the other ranks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainkit.console import notice
+from trainkit.errors import DataError
 from trainkit.metrics.store import MetricResults, MetricStore
+from trainkit.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind
 
 if TYPE_CHECKING:
     from trainkit.trainer.plans import EvaluationPlan, FitPlan
     from trainkit.trainer.run import Run
 
-__all__ = ["pad_evaluation", "pad_manual_step", "pad_training_step", "pad_without_forward", "without_effects"]
+__all__ = [
+    "pad_alone",
+    "pad_evaluation",
+    "pad_manual_step",
+    "pad_training_step",
+    "pad_without_forward",
+    "without_data",
+    "without_effects",
+]
 
 
 @contextmanager
@@ -31,6 +42,26 @@ def without_effects(run: Run, batch: Any) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in before:
                 buffer.copy_(value)
+
+
+def without_data(plan: FitPlan, micro: MicroBatch) -> MicroBatch:
+    """The micro-batch where the training loader yielded `None`: this rank has no data in it.
+
+    Raises:
+        DataError: the other ranks wait in the training step.
+    """
+    if plan.several and plan.loader.pads:
+        raise DataError(
+            "the training loader yielded None instead of a batch. With several processes, manual optimization and strategies "
+            "that shard parameters need a batch in every step. Return a usable one from the collate_fn, for example: "
+            "return default_collate(kept or [fallback_sample])"
+        )
+    notice("the training loader yielded None instead of a batch. Such batches are skipped.", everywhere=True)
+    return micro._replace(batch=NO_BATCH, kind=MicroBatchKind.NONE, share=0.0)
+
+
+def pad_alone(run: Run, plan: FitPlan, batch: Any, batch_idx: int) -> None:
+    """Do nothing: there are no other ranks."""
 
 
 def pad_without_forward(run: Run, plan: FitPlan, batch: Any, batch_idx: int) -> None:

@@ -21,7 +21,7 @@ from trainkit.optim.prepared_optimizer import clear_gradients
 from trainkit.trainer.batch_iterator import BatchIterator
 from trainkit.trainer.loaders import evaluation_loaders, train_loader
 from trainkit.trainer.module_step import ModuleStep
-from trainkit.trainer.padding_steps import pad_manual_step, pad_training_step, pad_without_forward
+from trainkit.trainer.padding_steps import pad_alone, pad_manual_step, pad_training_step, pad_without_forward
 from trainkit.trainer.plans import EvaluationPlan, FitPlan
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ def fit_plan(run: Run, loader: PreparedLoader, safe_points: SafePoints) -> FitPl
         optimizer = run.optimizers[0].optimizer if run.optimizers else None
         if optimizer is not None:
             zero_grad = _zero_grad(run, optimizer)
+    if not several:
+        pad = pad_alone
     backward: Callable[..., Any] = engine.backward
     if is_overridden(module, "backward", TrainModule):
         if automatic and run.strategy.owns_backward:

@@ -25,6 +25,7 @@ from trainkit.micro_batch import MicroBatch, MicroBatchKind
 from trainkit.module.monitors import not_logged
 from trainkit.state.plug_ins import logger_states
 from trainkit.trainer.eval_loop import evaluate
+from trainkit.trainer.padding_steps import without_data
 from trainkit.trainer.progress import Phase, Stop, ValidationStart
 from trainkit.trainer.setup import refresh_validation
 from trainkit.trainer.step_outputs import check_loss, detached, loss_in
@@ -100,6 +101,8 @@ def train_epoch(run: Run, plan: FitPlan) -> None:
         return
     window, complete, exhausted = OpenWindow(), False, False
     for micro in plan.micro_batches(progress.current_epoch, progress.epoch_start):
+        if micro.batch is None:
+            micro = without_data(plan, micro)
         outputs = run_micro_batch(run, plan, micro, window)
         if outputs is _SKIP_EPOCH:
             complete = True  # the user skips the rest of this epoch

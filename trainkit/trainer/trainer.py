@@ -865,10 +865,15 @@ class Trainer:
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the current micro-batch is the last of its epoch; `False` if the loader has no length."""
-        loader, batch_idx = self._run.train_loader, self.batch_idx
+        """Whether the current micro-batch is the last of its epoch; `False` if the loader has no length.
+
+        Between epochs and after training: whether the epoch before is complete.
+        """
+        progress, loader = self._run.progress, self._run.train_loader
+        if progress.batch_idx < 0:
+            return progress.current_epoch > 0 and progress.epoch_start == 0
         length = None if loader is None else loader.length
-        return self.stage == "fit" and length is not None and batch_idx >= 0 and batch_idx + 1 >= length
+        return length is not None and progress.batch_idx + 1 >= length
 
     @property
     def log_dir(self) -> str | None:
