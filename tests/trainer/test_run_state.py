@@ -105,7 +105,8 @@ def test_callbacks_and_results_are_restored_if_they_are_wanted() -> None:
 def test_without_a_loader_only_what_builds_the_module_again() -> None:
     """Without a loader, the state contains only what is needed to create the module again."""
     run, _ = fitting()
-    assert set(capture_run(run, None)) == {"hyper_parameters", "hyper_parameters_name", "module"}
+    names = {"hyper_parameters", "hyper_parameters_name", "hyper_parameters_omegaconf", "module"}
+    assert set(capture_run(run, None)) == names
 
 
 def test_the_parts_are_the_users_own_objects() -> None:

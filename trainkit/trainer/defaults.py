@@ -15,6 +15,7 @@ from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.registry import load_callback
 from trainkit.state.hyper import logged
+from trainkit.tagged_json.omegaconf import without_omegaconf
 from trainkit.trainer.run_folder import opens_files
 
 if TYPE_CHECKING:
@@ -209,8 +210,9 @@ def start_loggers(run: Run) -> None:
         ConfigurationError: the data module and the module contradict each other, or a folder cannot be written.
     """
     owners = [o for o in (run.datamodule, run.module) if o is not None and o._log_hyperparams]
-    values = {name: value for owner in owners for name, value in owner.hparams.items()}
-    differing = [str(n) for owner in owners for n, value in owner.hparams.items() if repr(value) != repr(values[n])]
+    given = [entry for owner in owners for entry in without_omegaconf(owner.hparams).items()]
+    values = dict(given)
+    differing = [str(name) for name, value in given if repr(value) != repr(values[name])]
     if differing:
         raise ConfigurationError(
             f"the data module and the module have different hyper-parameters of the same name: {', '.join(differing)}. "

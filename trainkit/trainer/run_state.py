@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainkit.metrics.merge import gather_states, merge_states
-from trainkit.state.hyper import stored
+from trainkit.state.hyper import stored, stored_omegaconf
 from trainkit.state.parts import Parts
 from trainkit.state.plug_ins import keyed, logger_states, restore_callbacks, restore_loggers
 from trainkit.trainer.progress import Phase, Stop
@@ -34,6 +34,7 @@ def capture_run(run: Run, loader: PreparedLoader | None) -> dict[str, Any]:
     state: dict[str, Any] = {
         "hyper_parameters": stored(module),
         "hyper_parameters_name": getattr(module, "_hparams_name", None),
+        "hyper_parameters_omegaconf": stored_omegaconf(module),
         "module": f"{type(module).__module__}.{type(module).__qualname__}",
     }
     if (configured := getattr(module, "_hparams_class", None)) is not None:
@@ -51,6 +52,7 @@ def capture_run(run: Run, loader: PreparedLoader | None) -> dict[str, Any]:
         state["datamodule"] = datamodule.state_dict()
         state["datamodule_hyper_parameters"] = stored(datamodule)
         state["datamodule_hyper_parameters_name"] = datamodule._hparams_name
+        state["datamodule_hyper_parameters_omegaconf"] = stored_omegaconf(datamodule)
     return state
 
 
