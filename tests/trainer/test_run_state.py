@@ -22,7 +22,7 @@ from trainkit.trainer.setup import evaluation_plan, fit_plan
 def fitting(**arguments: Any) -> tuple[Run, FitPlan]:
     run = make_run(**arguments)
     run.validation_plan = evaluation_plan(run, "validation", tiny_loader(8))
-    return run, fit_plan(run, train_loader(run, tiny_loader()), SafePoints(run, lambda wait: None))
+    return run, fit_plan(run, train_loader(run, tiny_loader()), SafePoints(run, lambda wait: None, lambda: None))
 
 
 def loop(run: Run) -> dict[str, Any]:
