@@ -247,16 +247,17 @@ class CheckpointHistory(Checkpoint):
             self.last_model_path, self.current_score = save.before
         return True
 
-    def _clean_up(self, save: Save, run_id: str, main: bool) -> None:
+    def _complete(self, save: Save, checkpointing: Any, main: bool) -> None:
         """Called in the writer's thread when a checkpoint is complete; the main process removes outdated ones."""
         save.committed = True
         if not main:
             return
+        checkpointing.tell_loggers(self)
         path = Path(save.path)
         try:
             if self.save_last:
                 write_pointer(path.parent, path.name, link=self.save_last == "link")
-            for old in self._outdated(save, run_id):
+            for old in self._outdated(save, checkpointing.run_id):
                 remove(old)
         except (CheckpointError, OSError) as error:  # the checkpoint is saved; the next save tries again
             notice(f"ModelCheckpoint: {path} is saved, but: {error}")

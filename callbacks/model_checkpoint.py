@@ -320,7 +320,7 @@ class ModelCheckpoint(CheckpointHistory):
                 replace=replace,
                 blocking=why in _ENDINGS,
                 before_capture=partial(self._added, save),
-                committed=partial(self._clean_up, save, checkpointing.run_id, trainer.is_global_zero),
+                committed=partial(self._complete, save, checkpointing, trainer.is_global_zero),
                 failed=partial(self._failed, save),
             )
         except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import Memory
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit import Callback, Trainer
@@ -103,6 +105,26 @@ def test_a_trainer_saves_without_being_asked(caplog) -> None:
     about = open_checkpoint(own[0].last_model_path).manifest
     assert (about.step, about.epoch, about.saved_by) == (16, 4, own[0].state_key)
     assert about.metrics.keys() >= {"val_loss"}
+
+
+class Told(Memory):
+    """Records how many checkpoints were complete at each call of `after_save_checkpoint`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[int] = []
+
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        assert self.status is None, "before the end of the run"
+        self.told.append(len(steps(Path(checkpoint_callback.last_model_path).parent)))
+
+
+def test_loggers_are_told_of_complete_checkpoints() -> None:
+    logger = Told()
+    fit(ModelCheckpoint(every_n_train_steps=3, save_top_k=-1), logger=[Memory(), logger], loaders=[tiny_loader(28)])
+    assert steps("trainkit_runs/version_0/checkpoints") == [3, 6, 7]
+    assert logger.told == [1, 2, 3]
 
 
 def test_a_callback_of_the_users_takes_the_place_of_the_default_one() -> None:

@@ -97,25 +97,35 @@ class Shares(Worsens):
         self.log("both", float(self.current_epoch + self.global_rank), on_step=True, on_epoch=True)
 
 
+class Told(Memory):
+    """Counts the calls of `after_save_checkpoint`."""
+
+    told = 0
+
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        self.told += 1
+
+
 def ranked(folder: str) -> Any:
     best = {
         name: ModelCheckpoint(f"{folder}/{name}", monitor=name, save_top_k=-1, save_last="link") for name in ("own", "both")
     }
-    trainer = make_trainer(*best.values(), max_epochs=2, strategy="ddp", enable_checkpointing=True)
+    logger = Told()
+    trainer = make_trainer(*best.values(), max_epochs=2, strategy="ddp", enable_checkpointing=True, logger=logger)
     trainer.fit(Shares(), tiny_loader(16), tiny_loader(8))
     scores = {name: sorted(score.item() for score in callback.best_k_models.values()) for name, callback in best.items()}
-    return scores, sorted(trainer.callback_metrics), trainer.callback_metrics["both"].item()
+    return scores, sorted(trainer.callback_metrics), trainer.callback_metrics["both"].item(), logger.told
 
 
 def test_checkpoints_are_ranked_by_what_all_processes_have_logged(tmp_path: Any) -> None:
     """Checkpoints are ranked by values that are reduced over all ranks.
 
     A training metric is ranked at the end of its epoch. A name that training and validation log is ranked by validation's
-    value; its values of validation steps are not in `callback_metrics`.
+    value; its values of validation steps are not in `callback_metrics`. The main process's loggers are told of each.
     """
     names = ["both", "both_epoch", "both_step", "own"]  # both_step is of a training step
     expected = {"own": [1.5, 1.5], "both": [0.5, 1.5]}, names, 1.5
-    assert run_world(2, ranked, str(tmp_path)) == [expected] * 2
+    assert run_world(2, ranked, str(tmp_path)) == [(*expected, 4), (*expected, 0)]
     assert [os.readlink(tmp_path / name / "last") for name in ("own", "both")] == ["step-00000004"] * 2
 
 

@@ -116,6 +116,8 @@ def test_load_from_checkpoint(checkpoint: str) -> None:
     assert again.hparams == {"samples": 8, "scale": 3.0}
     with pytest.raises(UnknownNameError, match="Named has no argument 'sampels'.*'samples'"):
         Named.load_from_checkpoint(checkpoint, sampels=8)
+    with pytest.raises(CheckpointError, match=r"only a checkpoint of TrainkitCLI names.*MyData\.load_from_checkpoint"):
+        DataModule.load_from_checkpoint(checkpoint)
     with pytest.raises(UnsupportedArgumentError, match=r"load_from_checkpoint\(hparams_file=...\): pass the arguments"):
         Named.load_from_checkpoint(checkpoint, hparams_file="hparams.yaml")
 

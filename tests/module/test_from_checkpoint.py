@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from argparse import Namespace
 from functools import partial
@@ -13,7 +14,7 @@ from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import Memory, make_trainer, parameters_of, same
 from torch import nn
 
-from trainkit import Trainer
+from trainkit import DataModule, Trainer
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.checkpoint import open_checkpoint
 from trainkit.cli.main import main
@@ -25,6 +26,7 @@ from trainkit.errors import (
     UnsupportedArgumentError,
 )
 from trainkit.loggers import CSVLogger
+from trainkit.module.hparams import HyperParameters
 
 
 class Sized(TinyModule):
@@ -236,7 +238,7 @@ def test_omegaconf() -> None:
     class Hydra(TinyModule):
         def __init__(self, config: Any, extra: Any = None) -> None:
             super().__init__()
-            config = create(config)  # a plain dict, if it comes from a checkpoint
+            assert all(map(omegaconf.OmegaConf.is_config, (config, extra)))
             self.save_hyperparameters()
             self.layer = nn.Linear(4, config.net.width)
             self.learning_rate = config.lr
@@ -254,6 +256,39 @@ def test_omegaconf() -> None:
     again = Hydra.load_from_checkpoint(path)
     assert again.learning_rate == 0.125
     assert same(parameters_of(again), parameters_of(trainer.model))
+
+
+def test_an_omegaconf_of_all_hyper_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+
+    class Hydra(TinyModule):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters(config)
+            self.optim = config.optim
+
+    class Data(DataModule):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters(config)
+
+        def train_dataloader(self) -> Any:
+            return tiny_loader()
+
+    config = omegaconf.OmegaConf.create({"optim": {"lr": 0.5}, "sizes": [1, {"a": 2}], "later": "???"})
+    memory = Memory()
+    trainer = make_trainer(enable_checkpointing=True, logger=memory)
+    trainer.fit(Hydra(config), datamodule=Data(config))
+    path = trainer.checkpoint_callback.last_model_path
+    held = open_checkpoint(path).read().state
+    assert held["hyper_parameters"] == held["datamodule_hyper_parameters"] == memory.hyperparameters
+    assert type(held["hyper_parameters"]["sizes"][1]) is dict
+    module = Hydra.load_from_checkpoint(path, later=3)
+    assert isinstance(module.hparams, omegaconf.DictConfig)
+    assert (module.optim.lr, module.hparams.sizes[1].a, module.hparams.later) == (0.5, 2, 3)
+    assert Data.load_from_checkpoint(path).hparams == config
+    monkeypatch.setitem(sys.modules, "omegaconf", None)  # as if it was not installed
+    assert type(Data.load_from_checkpoint(path).hparams) is HyperParameters
 
 
 def test_a_model_built_late() -> None:

@@ -205,10 +205,30 @@ def test_omegaconf() -> None:
     module = Given(config)
     assert module.hparams.optim.lr == module.hparams.lr == 0.5
     assert omegaconf.OmegaConf.is_config(module.hparams.optim)
+    assert omegaconf.OmegaConf.to_container(module.hparams, resolve=True)["lr"] == 0.5
     config.optim.lr = 1.0
     assert module.hparams_initial.optim.lr == 0.5
     missing = omegaconf.OmegaConf.create({"lr": "???", "wrong": "${nowhere}"})
-    assert Given(missing).hparams == {"lr": "???", "wrong": "${nowhere}"}
+    assert Given(missing).hparams == Given(missing).hparams_initial == {"lr": "???", "wrong": "${nowhere}"}
+
+
+def test_omegaconf_and_more_hyper_parameters() -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+
+    class Twice(TrainModule):
+        def __init__(self, config: Any, width: int, ignore: Any = None) -> None:
+            super().__init__()
+            self.save_hyperparameters(config)
+            self.save_hyperparameters(config, ignore=ignore)
+            if not ignore:
+                assert self.hparams is config
+                self.save_hyperparameters("width")
+
+    config = omegaconf.OmegaConf.create({"lr": 0.5, "depth": 2})
+    omegaconf.OmegaConf.set_struct(config, True)  # as Hydra's are
+    assert Twice(config, 3).hparams == {"lr": 0.5, "depth": 2, "width": 3}
+    assert Twice(config, 3, ignore="depth").hparams == {"lr": 0.5}
+    assert config == {"lr": 0.5, "depth": 2}
 
 
 # Errors

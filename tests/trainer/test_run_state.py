@@ -22,7 +22,7 @@ from trainkit.trainer.setup import evaluation_plan, fit_plan
 def fitting(**arguments: Any) -> tuple[Run, FitPlan]:
     run = make_run(**arguments)
     run.validation_plan = evaluation_plan(run, "validation", tiny_loader(8))
-    return run, fit_plan(run, train_loader(run, tiny_loader()), SafePoints(run, lambda wait: None))
+    return run, fit_plan(run, train_loader(run, tiny_loader()), SafePoints(run, lambda wait: None, lambda: None))
 
 
 def loop(run: Run) -> dict[str, Any]:
@@ -105,7 +105,8 @@ def test_callbacks_and_results_are_restored_if_they_are_wanted() -> None:
 def test_without_a_loader_only_what_builds_the_module_again() -> None:
     """Without a loader, the state contains only what is needed to create the module again."""
     run, _ = fitting()
-    assert set(capture_run(run, None)) == {"hyper_parameters", "hyper_parameters_name", "module"}
+    names = {"hyper_parameters", "hyper_parameters_name", "hyper_parameters_omegaconf", "module"}
+    assert set(capture_run(run, None)) == names
 
 
 def test_the_parts_are_the_users_own_objects() -> None:

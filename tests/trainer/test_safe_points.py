@@ -22,7 +22,7 @@ from trainkit.trainer.safe_points import SafePoints
 def safe_points(run: Run) -> tuple[SafePoints, list[bool]]:
     """A `SafePoints`, and the list of its reports of failed saves."""
     reports: list[bool] = []
-    return SafePoints(run, reports.append), reports
+    return SafePoints(run, reports.append, lambda: None), reports
 
 
 def steps(points: SafePoints, run: Run, number: int) -> None:
@@ -113,6 +113,14 @@ def test_failed_saves_are_reported_at_the_next_safe_point() -> None:
     assert (run.progress.safe_point_due, reports) == (True, [])
     steps(points, run, 2)
     assert reports == [False], "polled; nothing needs to be waited for"
+
+
+def test_complete_saves_are_reported_at_the_next_safe_point() -> None:
+    run, reports = make_run(), []
+    points = SafePoints(run, lambda wait: None, lambda: reports.append(run.progress.global_step))
+    points.saved()
+    steps(points, run, 2)
+    assert reports == [1]
 
 
 # ---------------------------------------------------------------------------------------------------------------- signals

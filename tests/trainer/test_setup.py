@@ -41,7 +41,7 @@ class WithoutOptimizer(TinyModule):
 
 
 def plan(run: Run, loader: Any = None) -> FitPlan:
-    return fit_plan(run, train_loader(run, loader or tiny_loader()), SafePoints(run, lambda wait: None))
+    return fit_plan(run, train_loader(run, loader or tiny_loader()), SafePoints(run, lambda wait: None, lambda: None))
 
 
 # ----------------------------------------------------------------------------------------------------- methods of a module
@@ -242,7 +242,7 @@ def test_loaders_are_asked_for_again_every_n_epochs() -> None:
             return tiny_loader()
 
     run = make_run(Own(), reload_dataloaders_every_n_epochs=2)
-    made = fit_plan(run, train_loader(run, None), SafePoints(run, lambda wait: None))
+    made = fit_plan(run, train_loader(run, None), SafePoints(run, lambda wait: None, lambda: None))
     run.validation_plan = evaluation_plan(run, "validation", None)
     for epoch, expected in ((0, []), (1, []), (2, ["train", "val"])):
         asked.clear()

@@ -10,7 +10,7 @@ from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import make_trainer, parameters_of
 
 from trainkit import Callback, Strategy, Trainer
-from trainkit.callbacks import EarlyStopping, GradientClipping, ModelCheckpoint, TQDMProgressBar
+from trainkit.callbacks import EarlyStopping, GradientClipping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from trainkit.errors import (
     ConfigurationError,
     HookError,
@@ -138,6 +138,10 @@ def test_callbacks_that_say_the_same_twice() -> None:
         make_trainer(callback, callback)
     with pytest.raises(ConfigurationError, match="gradient_clip_val and a GradientClipping in callbacks set the same"):
         make_trainer(GradientClipping(1.0), gradient_clip_val=1.0)
+    with pytest.raises(ConfigurationError, match="2 progress bars: TQDMProgressBar, RichProgressBar"):
+        make_trainer(TQDMProgressBar(), RichProgressBar())
+    with pytest.raises(ConfigurationError, match="enable_progress_bar=False and a TQDMProgressBar in callbacks contradict"):
+        make_trainer(TQDMProgressBar(), enable_progress_bar=False)
 
 
 # ------------------------------------------------------------------------------------------------------ wrong arguments

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError, MetricError, MissingMethodError
@@ -16,9 +16,10 @@ from trainkit.keywords import KnownKeywords
 from trainkit.loggers.files import replace_file
 from trainkit.loggers.log_folder import LogFolder, check_name, check_save_dir, check_version, claimed
 from trainkit.loggers.logged_values import as_array, as_images, as_step, number, plain
+from trainkit.loggers.null_experiment import NullExperiment
 from trainkit.loggers.resumed_logs import folder_state, resume_log
 
-__all__ = ["Logger", "NullExperiment", "is_installed"]
+__all__ = ["Logger", "is_installed"]
 
 _CAN_STORE = {
     "images": "TensorBoardLogger, WandbLogger, MLFlowLogger, CometLogger",
@@ -31,42 +32,6 @@ def is_installed(package: str) -> bool:
     """Whether a package can be imported; a folder of logs that happens to have its name does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
-
-
-class NullExperiment:
-    """Placeholder for `logger.experiment` on other processes than the main process: all attributes and calls do nothing.
-
-    So `logger.experiment.add_figure(...)` needs no `if`.
-    """
-
-    def __getattr__(self, name: str) -> NullExperiment:
-        if name.startswith("__"):  # pickle, copy and inspect must not find these
-            raise AttributeError(name)
-        return self
-
-    def __setattr__(self, name: str, value: object) -> None:
-        pass
-
-    def __call__(self, *args: object, **kwargs: object) -> NullExperiment:
-        return self
-
-    def __getitem__(self, key: object) -> NullExperiment:
-        return self
-
-    def __setitem__(self, key: object, value: object) -> None:
-        pass
-
-    def __iter__(self) -> NullExperiment:
-        return self
-
-    def __next__(self) -> NoReturn:
-        raise StopIteration
-
-    def __enter__(self) -> NullExperiment:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
 
 class Logger(KnownKeywords):
@@ -285,6 +250,13 @@ class Logger(KnownKeywords):
 
     def save(self) -> None:
         """Flush what was logged so far; also called before each checkpoint."""
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """A `ModelCheckpoint` has saved a checkpoint, which is complete. Called on the main process, between two steps.
+
+        Args:
+            checkpoint_callback: The callback; its `last_model_path` is the checkpoint, or a newer one that is being written.
+        """
 
     def finalize(self, status: str = "success") -> None:
         """Close the experiment at the end of a run; the next use opens it again.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainkit.loggers.base import Logger, NullExperiment
+from trainkit.loggers.base import Logger
+from trainkit.loggers.null_experiment import NullExperiment
 
 __all__ = ["DummyLogger"]
 

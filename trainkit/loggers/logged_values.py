@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import ConfigurationError, MetricError
-from trainkit.tagged_json.omegaconf import is_omegaconf, plain_container
+from trainkit.tagged_json.omegaconf import without_omegaconf
 
 if TYPE_CHECKING:
     import numpy as np
@@ -114,7 +114,7 @@ def plain(params: Any) -> tuple[dict[str, Any], list[str]]:
     Accepts a mapping, an `argparse.Namespace` or a dataclass instance. Tuples and sets become lists; paths, enums, dtypes,
     devices, functions and classes their names; OmegaConf's containers dicts and lists.
     """
-    fields = _as_mapping(plain_container(params) if is_omegaconf(params) else params)
+    fields = _as_mapping(without_omegaconf(params))
     if fields is None:
         raise ConfigurationError(
             f"log_hyperparams: expected a dict, an argparse.Namespace or a dataclass, got {type(params).__name__}. "
@@ -140,7 +140,7 @@ def _plain(value: Any, path: str, as_text: list[str], depth: int = 0) -> Any:
     if depth > 32:  # a structure that contains itself
         as_text.append(path)
         return f"<{type(value).__name__}>"
-    value = plain_container(value) if is_omegaconf(value) else value
+    value = without_omegaconf(value)
     if (fields := _as_mapping(value)) is not None:
         return {str(key): _plain(one, f"{path}.{key}", as_text, depth + 1) for key, one in fields.items()}
     if isinstance(value, list | tuple):

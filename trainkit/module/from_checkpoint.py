@@ -26,6 +26,7 @@ from trainkit.unsupported import advice, refuse_unknown
 
 __all__ = ["build_data_module", "build_from_checkpoint"]
 
+B = TypeVar("B")
 D = TypeVar("D", bound=DataModule)
 T = TypeVar("T", bound=torch.nn.Module)
 
@@ -55,7 +56,7 @@ def build_from_checkpoint(
             f"{path} was saved by a training loop of your own, not by a Trainer. Build the module yourself and load the "
             "weights: Accelerator().load_state(path)"
         )
-    module = _built(cls, state, overrides, str(path))
+    module = _built(cls, state, "hyper_parameters", overrides, str(path))
     if (configure := getattr(module, "configure_model", None)) is not None:
         configure()
         module.__dict__["_built"] = True  # a Trainer must not build it again
@@ -89,8 +90,12 @@ def build_data_module(cls: type[D], path: str | os.PathLike[str], overrides: Map
             f"{path} contains no DataModule: the run was not given one, or only its weights were saved. Create it yourself: "
             f"{cls.__name__}(...)"
         )
-    name = state.get("datamodule_hyper_parameters_name")
-    module = cls(**_arguments(cls, state["datamodule_hyper_parameters"], name, overrides, str(path)))
+    if cls is DataModule and "datamodule_hyper_parameters_class" not in state:
+        raise CheckpointError(
+            f"DataModule.load_from_checkpoint({str(path)!r}): DataModule has no loaders, and only a checkpoint of TrainkitCLI "
+            "names the class. Expected the class of the data module. Fix: MyData.load_from_checkpoint(path)"
+        )
+    module = _built(cls, state, "datamodule_hyper_parameters", overrides, str(path))
     module.load_state_dict(state["datamodule"])
     return module
 
@@ -114,17 +119,17 @@ def _device_of(map_location: Any) -> Any:
     return map_location
 
 
-def _built(cls: type[T], state: Mapping[str, Any], overrides: Mapping[str, Any], path: str) -> T:
-    """The module with its saved arguments. If these are values of a configuration, objects among them are created."""
-    class_path = state.get("hyper_parameters_class")
+def _built(cls: type[B], state: Mapping[str, Any], key: str, overrides: Mapping[str, Any], path: str) -> B:
+    """A module or data module with the arguments in `state[key]`; creates the objects if they are of a configuration."""
+    class_path = state.get(f"{key}_class")
     if class_path is None:
-        return cls(**_module_arguments(cls, state, overrides, path))
+        return cls(**_arguments(cls, state, key, overrides, path))
     kind = _saved_class(cls, class_path, path)
-    return cast(T, load(_FROM_CONFIG)(kind, class_path, _module_arguments(kind, state, overrides, path), path))
+    return cast(B, load(_FROM_CONFIG)(kind, class_path, _arguments(kind, state, key, overrides, path), path))
 
 
-def _saved_class(cls: type[T], class_path: str, path: str) -> type[T]:
-    """The class of the module that was saved: `cls` or a subclass. Nothing is imported, since a checkpoint is no code."""
+def _saved_class(cls: type[B], class_path: str, path: str) -> type[B]:
+    """The class that was saved: `cls` or a subclass. Nothing is imported, since a checkpoint is no code."""
     module, _, name = class_path.rpartition(".")
     saved = getattr(sys.modules.get(module), name, None)
     if isinstance(saved, type) and issubclass(saved, cls):
@@ -137,26 +142,30 @@ def _saved_class(cls: type[T], class_path: str, path: str) -> type[T]:
     )
 
 
-def _module_arguments(cls: type, state: Mapping[str, Any], overrides: Mapping[str, Any], path: str) -> dict[str, Any]:
-    return _arguments(cls, state["hyper_parameters"], state.get("hyper_parameters_name"), overrides, path)
-
-
-def _arguments(
-    cls: type, hparams: Mapping[str, Any], config_name: str | None, overrides: Mapping[str, Any], path: str
-) -> dict[str, Any]:
-    """The arguments for `__init__`: the saved hyper-parameters that it accepts, and the overrides."""
+def _arguments(cls: type, state: Mapping[str, Any], key: str, overrides: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The arguments for `__init__`: the hyper-parameters in `state[key]` that it accepts, and the overrides."""
+    config_name: str | None = state.get(f"{key}_name")
+    containers = state.get(f"{key}_omegaconf", ())  # an older checkpoint has none
     parameters = inspect.signature(cls).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     accepted = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    saved = dict(hparams)
+    saved = {name: _container(value) if name in containers else value for name, value in state[key].items()}
     overrides = _accepted(overrides, cls, {**accepted, **saved}, takes_all)
     if config_name in accepted:  # save_hyperparameters(config): one argument contains all hyper-parameters
         config = {**saved, **{name: value for name, value in overrides.items() if name not in accepted}}
         given = {name: value for name, value in overrides.items() if takes_all or name in accepted}
-        return {config_name: HyperParameters(config), **given}
+        return {config_name: _container(config) if config_name in containers else HyperParameters(config), **given}
     arguments = _usable({**saved, **overrides}, cls, accepted, takes_all)
     _check_complete(arguments, accepted, cls, path)
     return arguments
+
+
+def _container(value: Any) -> Any:
+    """Dicts and lists as the OmegaConf container that was saved, or as they are if omegaconf is not installed."""
+    try:
+        return load("omegaconf:OmegaConf").create(value, flags={"allow_objects": True})
+    except ModuleNotFoundError:
+        return HyperParameters(value) if isinstance(value, dict) else value
 
 
 def _accepted(overrides: Mapping[str, Any], cls: type, known: Mapping[Any, Any], takes_all: bool) -> dict[str, Any]:

@@ -80,16 +80,16 @@ class HyperparametersMixin:
 
     @property
     def hparams(self) -> HyperParameters:
-        """The hyper-parameters; empty before `save_hyperparameters`."""
+        """The hyper-parameters; empty before `save_hyperparameters`. A `DictConfig` that holds all of them stays one."""
         if self._hparams is None:
             object.__setattr__(self, "_hparams", HyperParameters())
         assert self._hparams is not None
         return self._hparams
 
     @property
-    def hparams_initial(self) -> HyperParameters:
+    def hparams_initial(self) -> Any:
         """The hyper-parameters at the time of `save_hyperparameters`; modules and functions are not copied."""
-        return HyperParameters(_copied(self._hparams_initial or {}))
+        return _copied(HyperParameters() if self._hparams_initial is None else self._hparams_initial)
 
     def save_hyperparameters(
         self,
@@ -128,11 +128,19 @@ class HyperparametersMixin:
                 collected = _arguments(self, caller)
             collected = {name: _named(name, collected) for name in args} if args else collected
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
+        if len(args) == 1 and is_omegaconf(args[0]) and not ignored and (not self.hparams or self.hparams is args[0]):
+            object.__setattr__(self, "_hparams", args[0])  # functions of OmegaConf accept no copy in a dict
+        else:
+            self._add_hparams(collected, ignored)
+        object.__setattr__(self, "_hparams_initial", _copied(self.hparams))
+        object.__setattr__(self, "_log_hyperparams", logger)
+
+    def _add_hparams(self, collected: Mapping[str, Any], ignored: Iterable[str]) -> None:
+        if is_omegaconf(self.hparams):
+            object.__setattr__(self, "_hparams", HyperParameters(_as_mapping(self.hparams)))
         self.hparams.update(collected)
         for name in ignored:
             self.hparams.pop(name, None)
-        object.__setattr__(self, "_hparams_initial", HyperParameters(_copied(self.hparams)))
-        object.__setattr__(self, "_log_hyperparams", logger)
 
 
 def _arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:

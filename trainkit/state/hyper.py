@@ -10,11 +10,11 @@ from typing import Any
 
 from trainkit.console import warn
 from trainkit.tagged_json.encode import unsavable
-from trainkit.tagged_json.omegaconf import is_omegaconf
+from trainkit.tagged_json.omegaconf import is_omegaconf, without_omegaconf
 from trainkit.tagged_json.registered import registration_of
 from trainkit.tagged_json.strict_json import MAX_DEPTH
 
-__all__ = ["logged", "stored"]
+__all__ = ["logged", "stored", "stored_omegaconf"]
 
 _OMITTED = object()
 
@@ -29,6 +29,16 @@ def logged(owner: Any) -> dict[Any, Any]:
     return _Kept(owner, code=True).values
 
 
+def stored_omegaconf(owner: Any) -> list[Any]:
+    """The names of the hyper-parameters that are OmegaConf containers, which checkpoints store as dicts and lists.
+
+    If one container holds all hyper-parameters: the name of the argument that it was.
+    """
+    if is_omegaconf(owner.hparams):
+        return [owner._hparams_name]
+    return [name for name, value in owner.hparams.items() if is_omegaconf(value)]
+
+
 class _Kept:
     """The hyper-parameters of `owner` without those that cannot be stored.
 
@@ -40,7 +50,7 @@ class _Kept:
         self._code = code
         self._omitted: dict[str, Any] = {}  # the path to it → the key of the hyper-parameter that it is in
         kept = {}
-        for key, value in owner.hparams.items():
+        for key, value in without_omegaconf(owner.hparams).items():
             self._key = key
             kept[key] = self._storable(value, str(key), 0)
         self.values = {key: value for key, value in kept.items() if value is not _OMITTED}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = ["is_omegaconf", "plain_container"]
+__all__ = ["is_omegaconf", "plain_container", "without_omegaconf"]
 
 
 def is_omegaconf(value: Any) -> bool:
@@ -25,3 +25,8 @@ def plain_container(value: Any) -> Any:
         return convert(value, resolve=True, enum_to_str=True)
     except omegaconf.errors.OmegaConfBaseException:
         return convert(value, resolve=False, enum_to_str=True)
+
+
+def without_omegaconf(value: Any) -> Any:
+    """The value itself, or dicts and lists if it is a container."""
+    return plain_container(value) if is_omegaconf(value) else value

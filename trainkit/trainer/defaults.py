@@ -15,6 +15,7 @@ from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.registry import load_callback
 from trainkit.state.hyper import logged
+from trainkit.tagged_json.omegaconf import without_omegaconf
 from trainkit.trainer.run_folder import opens_files
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ def attach_callbacks(
             return
         callbacks.append(kind(*values))
 
-    progress_bar = progress_bar and not any(getattr(callback, "is_progress_bar", False) for callback in callbacks)
-    attach("progress_bar", progress_bar, "enable_progress_bar")  # on all processes; only the main process shows it
+    has_bar = _has_bar(callbacks, progress_bar)
+    attach("progress_bar", progress_bar and not has_bar, "enable_progress_bar")  # on all processes; the main one shows it
     attach(_summary_to_add(callbacks), summary, "enable_model_summary")
     attach("timer", arguments.max_time is not None, "max_time", arguments.max_time)
     schedule = arguments.accumulation_schedule
@@ -82,6 +83,25 @@ def attach_callbacks(
         )
     attach("model_checkpoint", checkpoints, "enable_checkpointing")
     return _checkpoints_last(callbacks)
+
+
+def _has_bar(callbacks: Iterable[Callback], wanted: bool) -> bool:
+    """Whether the callbacks contain a progress bar.
+
+    Raises:
+        ConfigurationError: they contain two, or one that is not wanted.
+    """
+    bars = [type(callback).__name__ for callback in callbacks if getattr(callback, "is_progress_bar", False)]
+    if len(bars) > 1:
+        raise ConfigurationError(
+            f"callbacks contains {len(bars)} progress bars: {', '.join(bars)}. Expected one, since they draw over each other. "
+            f"Remove all but one: callbacks=[{bars[0]}()]"
+        )
+    if bars and not wanted:
+        raise ConfigurationError(
+            f"enable_progress_bar=False and {with_article(bars[0])} in callbacks contradict each other. Remove one of them."
+        )
+    return bool(bars)
 
 
 def _checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
@@ -209,8 +229,9 @@ def start_loggers(run: Run) -> None:
         ConfigurationError: the data module and the module contradict each other, or a folder cannot be written.
     """
     owners = [o for o in (run.datamodule, run.module) if o is not None and o._log_hyperparams]
-    values = {name: value for owner in owners for name, value in owner.hparams.items()}
-    differing = [str(n) for owner in owners for n, value in owner.hparams.items() if repr(value) != repr(values[n])]
+    given = [entry for owner in owners for entry in without_omegaconf(owner.hparams).items()]
+    values = dict(given)
+    differing = [str(name) for name, value in given if repr(value) != repr(values[name])]
     if differing:
         raise ConfigurationError(
             f"the data module and the module have different hyper-parameters of the same name: {', '.join(differing)}. "

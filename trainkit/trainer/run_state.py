@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainkit.metrics.merge import gather_states, merge_states
-from trainkit.state.hyper import stored
+from trainkit.state.hyper import stored, stored_omegaconf
 from trainkit.state.parts import Parts
 from trainkit.state.plug_ins import keyed, logger_states, restore_callbacks, restore_loggers
 from trainkit.trainer.progress import Phase, Stop
@@ -32,12 +32,9 @@ def capture_run(run: Run, loader: PreparedLoader | None) -> dict[str, Any]:
     """
     module, datamodule, world = run.module, run.datamodule, run.strategy.data_world
     state: dict[str, Any] = {
-        "hyper_parameters": stored(module),
-        "hyper_parameters_name": getattr(module, "_hparams_name", None),
+        **_hyper_parameters(module, "hyper_parameters"),
         "module": f"{type(module).__module__}.{type(module).__qualname__}",
     }
-    if (configured := getattr(module, "_hparams_class", None)) is not None:
-        state["hyper_parameters_class"] = configured
     if loader is None:
         return state
     start = run.progress.validation_start
@@ -49,9 +46,14 @@ def capture_run(run: Run, loader: PreparedLoader | None) -> dict[str, Any]:
     state["loggers"] = logger_states(run.loggers) if start is None else start.loggers
     if datamodule is not None:
         state["datamodule"] = datamodule.state_dict()
-        state["datamodule_hyper_parameters"] = stored(datamodule)
-        state["datamodule_hyper_parameters_name"] = datamodule._hparams_name
+        state.update(_hyper_parameters(datamodule, "datamodule_hyper_parameters"))
     return state
+
+
+def _hyper_parameters(owner: Any, key: str) -> dict[str, Any]:
+    """What `load_from_checkpoint` needs to create the module or the data module."""
+    state = {key: stored(owner), f"{key}_name": owner._hparams_name, f"{key}_omegaconf": stored_omegaconf(owner)}
+    return state if owner._hparams_class is None else {**state, f"{key}_class": owner._hparams_class}
 
 
 def _capture_loop(run: Run, loader: PreparedLoader) -> dict[str, Any]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["SafePoints"]
 
 _NO_SCHEMA = -(1 << 63)
-_SAVE_FAILED = 0  # bit of the step flags; bit n: timer n is due
+_SAVE_FAILED, _SAVED = 0, 62  # bits of the step flags; bit n between them: timer n is due
 
 
 class SafePoints:
@@ -42,10 +42,11 @@ class SafePoints:
         run: the fit.
         report_failures: called at a safe point; raises or warns about saves that failed in the writer's thread. With `True` it
             waits for the save in flight first, because that has failed on another rank.
+        report_saved: called at each safe point; tells the loggers of the checkpoints that are complete.
     """
 
-    def __init__(self, run: Run, report_failures: Callable[[bool], None]) -> None:
-        self._run, self._report_failures = run, report_failures
+    def __init__(self, run: Run, report_failures: Callable[[bool], None], report_saved: Callable[[], None]) -> None:
+        self._run, self._report_failures, self._report_saved = run, report_failures, report_saved
         self._world, self._several = run.strategy.world, run.several
         self._requests: deque[Callable[[], None]] = deque()
         self._by_steps: list[tuple[int, Callable[[], None]]] = []
@@ -76,6 +77,10 @@ class SafePoints:
     def save_failed(self) -> None:
         """A save has failed in the writer's thread, which calls this."""
         self._alert(_SAVE_FAILED)
+
+    def saved(self) -> None:
+        """A checkpoint is complete that the loggers want to know of; called in the writer's thread of the main process."""
+        self._alert(_SAVED)
 
     def _start_timer(self, number: int) -> None:
         if self._world.is_main:
@@ -181,6 +186,7 @@ class SafePoints:
         else:
             bits = self._take_alerts()
             self._report_failures(False)
+        self._report_saved()
         due = [self._requests.popleft() for _ in range(len(self._requests))]
         if self._by_steps and step >= run.progress.next_save_step:
             if step > run.progress.first_step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ from trainkit.checkpoint.save_folders import SaveFolders
 from trainkit.checkpoint.saver import Saver
 from trainkit.console import notice, warn
 from trainkit.errors import CheckpointWriteError, Preempted, UnsavableError
+from trainkit.loggers.base import Logger
+from trainkit.module.overridable_hooks import is_overridden
 from trainkit.state.model import frozen_fingerprint, has_adapters
 from trainkit.state.parts import SaveMode, about, capture, shown
 from trainkit.state.plug_ins import drafted
@@ -56,8 +59,9 @@ class SavePolicy:
         self.resumed_saved_at: str | None = None
         self.places = SaveFolders(self._world, self.run_id)
         self._counter = 0
-        self.safe_points = SafePoints(run, self._report_failures)
+        self.safe_points = SafePoints(run, self._report_failures, self._report_saved)
         self._saver = Saver(self.safe_points.save_failed, self._world.thread_exchange(f"saves/{self.run_id}"))
+        self._complete: deque[Any] = deque()  # callbacks that have saved; the writer's thread appends
         self._failures = 0
         self._last_good: Path | None = None
         self._fingerprint: tuple[list[str], str] | None = None
@@ -198,7 +202,7 @@ class SavePolicy:
             CheckpointWriteError: this was the third failure in a row.
             CheckpointLockedError: another run has taken over the folder, because this one did not respond for too long.
         """
-        self._saver.wait()
+        self.wait()
         path = self.places.place(folder, name, replace)
         if before_capture is not None:
             before_capture(path)
@@ -221,11 +225,29 @@ class SavePolicy:
             self._saver.save(draft, path, blocking=blocking, replace=replace, committed=done, failed=later)
         except (CheckpointWriteError, UnsavableError) as error:
             not_done(error)
+        if blocking:
+            self._report_saved()
         return path
 
     def wait(self) -> None:
-        """Wait until no save is in flight, and report failures."""
+        """Wait until no save is in flight, and report failures and complete checkpoints."""
         self._saver.wait()
+        self._report_saved()
+
+    def tell_loggers(self, callback: Any) -> None:
+        """A checkpoint of a callback is complete; called on the main process, in any thread.
+
+        Loggers that define `after_save_checkpoint` are told in the main thread, which may be logging now.
+        """
+        if any(is_overridden(logger, "after_save_checkpoint", Logger) for logger in self._run.loggers):
+            self._complete.append(callback)
+            self.safe_points.saved()
+
+    def _report_saved(self) -> None:
+        while self._complete:
+            callback = self._complete.popleft()
+            for logger in self._run.loggers:
+                logger.after_save_checkpoint(callback)
 
     def _report_failures(self, wait: bool) -> None:
         """Report saves that have failed in the writer's thread; with `wait` also the one in flight."""

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.runs.command_lines import Configured, Wider, command_line
+from helpers.runs.command_lines import Configured, Numbers, Wider, command_line
 from helpers.runs.tiny import TinyModule
 from helpers.runs.trainers import parameters_of, same
 from torch import nn
 
-from trainkit import TrainModule
+from trainkit import DataModule, TrainModule
 from trainkit.checkpoint import open_checkpoint
 from trainkit.cli import TrainkitCLI
 from trainkit.cli.for_scripts.module_from_config import module_from_config
@@ -55,6 +55,20 @@ def test_subclass_mode() -> None:
     assert "class_path" not in cli.model.hparams, "the hyper-parameters are the same as without subclass mode"
     with pytest.raises(CheckpointError, match=r"of the class helpers.runs.command_lines.Wider.*is not a TinyOther"):
         TinyOther.load_from_checkpoint(path)
+
+
+class Saved(Numbers):
+    def __init__(self, batch_size: int = 4, samples: int = 16) -> None:
+        super().__init__(batch_size, samples)
+        self.save_hyperparameters()
+
+
+def test_a_data_module() -> None:
+    _, path = fit("--data.samples=8", datamodule_class=Saved)
+    for kind in (DataModule, Saved):
+        data = kind.load_from_checkpoint(path, batch_size=2)
+        assert type(data) is Saved
+        assert (data.batch_size, data.samples) == (2, 8)
 
 
 class TinyOther(TinyModule):

@@ -90,12 +90,12 @@ class Seen(TinyModule):
 
 
 def make_trainer(*callbacks: Callback, **arguments: Any) -> Trainer:
-    """A Trainer on the CPU without output, logging, checkpoints and sanity check."""
+    """A Trainer on the CPU without output (but with a given progress bar), logging, checkpoints and sanity check."""
     defaults = {
         "accelerator": "cpu",
         "logger": False,
         "enable_checkpointing": False,
-        "enable_progress_bar": False,
+        "enable_progress_bar": any(getattr(callback, "is_progress_bar", False) for callback in callbacks),
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
         "max_epochs": 1,
