@@ -14,7 +14,7 @@ from torch import Tensor
 from trainkit import TrainModule
 from trainkit.errors import ConfigurationError, HookError, MissingMethodError
 from trainkit.trainer.loaders import train_loader
-from trainkit.trainer.padding_steps import pad_manual_step, pad_without_forward
+from trainkit.trainer.padding_steps import pad_alone
 from trainkit.trainer.plans import FitPlan
 from trainkit.trainer.run import Run
 from trainkit.trainer.safe_points import SafePoints
@@ -87,7 +87,7 @@ def test_a_strategy_may_bring_the_optimizer() -> None:
 def test_automatic_optimization() -> None:
     run = make_run()
     made = plan(run)
-    assert (made.automatic, made.without_optimizer, made.several, made.pad) == (True, False, False, pad_without_forward)
+    assert (made.automatic, made.without_optimizer, made.several, made.pad) == (True, False, False, pad_alone)
     assert made.optimizer is run.torch_optimizers[0]
     parameter = run.module.layer.weight  # type: ignore[union-attr]
     parameter.grad = torch.ones_like(parameter)
@@ -98,7 +98,7 @@ def test_automatic_optimization() -> None:
 def test_manual_optimization() -> None:
     run = make_run(Manual())
     made = plan(run)
-    assert (made.automatic, made.without_optimizer, made.optimizer, made.pad) == (False, False, None, pad_manual_step)
+    assert (made.automatic, made.without_optimizer, made.optimizer, made.pad) == (False, False, None, pad_alone)
     assert (len(run.optimizers), list(made.schedulers)) == (1, [])
     assert run.accelerator.before_step is not None
     run.accelerator.before_step(run.torch_optimizers[0])

@@ -78,7 +78,7 @@ def fit_plan(run: Run, loader: PreparedLoader, safe_points: SafePoints) -> FitPl
     # before the optimizers: an engine is built around the training step
     step = run.strategy.step_function(run.wrapped_module, module, "training_step", run.compiler)
     step = _with_arguments(step, module, "training_step", ("batch", "batch_idx"))
-    optimizer, pad, zero_grad = None, pad_manual_step, _no_zero_grad
+    optimizer, pad, zero_grad = None, _pad(run, several), _no_zero_grad
     run.optimizers, run.schedulers = _optimizers(run)
     if not automatic:
         _refuse_under_manual(run)
@@ -90,12 +90,9 @@ def fit_plan(run: Run, loader: PreparedLoader, safe_points: SafePoints) -> FitPl
         engine.before_step = partial(_before_manual_step, run)
         engine.averages_in_step = several
     else:
-        pad = pad_training_step if run.strategy.shards_parameters else pad_without_forward
         optimizer = run.optimizers[0].optimizer if run.optimizers else None
         if optimizer is not None:
             zero_grad = _zero_grad(run, optimizer)
-    if not several:
-        pad = pad_alone
     backward: Callable[..., Any] = engine.backward
     if is_overridden(module, "backward", TrainModule):
         if automatic and run.strategy.owns_backward:
@@ -142,6 +139,15 @@ def _optimizers(run: Run) -> tuple[list[PreparedOptimizer], list[SchedulerConfig
         )
     prepared = run.accelerator.prepare(*optimizers) if optimizers else ()
     return list(prepared) if isinstance(prepared, tuple) else [prepared], schedulers
+
+
+def _pad(run: Run, several: bool) -> Callable[..., None]:
+    """What replaces the training step for a micro-batch without data on this rank."""
+    if not several:
+        return pad_alone
+    if not run.module.automatic_optimization:
+        return pad_manual_step
+    return pad_training_step if run.strategy.shards_parameters else pad_without_forward
 
 
 def _no_zero_grad() -> None:
