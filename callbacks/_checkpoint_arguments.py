@@ -178,9 +178,9 @@ def check_interval(interval: Any) -> timedelta | None:
     """Check `train_time_interval`; 0 is None."""
     if interval is None or (type(interval) is int and interval == 0):
         return None
-    if not isinstance(interval, timedelta) or interval <= timedelta(0):
+    if not isinstance(interval, timedelta) or interval < timedelta(0):
         raise ConfigurationError(
-            f"ModelCheckpoint(train_time_interval=...) expected a timedelta longer than 0, or None, got {interval!r}. Fix: "
-            "ModelCheckpoint(train_time_interval=timedelta(hours=1)); after each optimizer step: every_n_train_steps=1"
+            f"ModelCheckpoint(train_time_interval=...) expected a timedelta that is not negative, or None, got {interval!r}. "
+            "Fix: ModelCheckpoint(train_time_interval=timedelta(hours=1))"
         )
     return interval

@@ -72,7 +72,7 @@ class ModelCheckpoint(CheckpointHistory):
         mode: `"min"` if smaller is better, `"max"` if larger is better.
         auto_insert_metric_name: Insert names before values: `epoch=02-val_loss=0.31`.
         every_n_train_steps: Number of optimizer steps between two saves.
-        train_time_interval: Time between two saves.
+        train_time_interval: Time between two saves; `timedelta(0)`: save after every optimizer step.
         every_n_epochs: Number of epochs between two saves.
         save_on_train_epoch_end: When to save by epochs. True: at the end of the training epoch, False: after each validation
             in it. None: after each validation if `monitor` is a metric logged by then, else at the end of the epoch.

@@ -182,6 +182,11 @@ def test_an_epoch_whose_length_is_not_known() -> None:
     assert len(callback.best_k_models) == 1
 
 
+def test_no_time_between_two_saves() -> None:
+    fit(ModelCheckpoint(train_time_interval=timedelta(0), keep_last=-1))
+    assert steps() == [1, 2, 3, 4]
+
+
 def test_by_time() -> None:
     class Waiting(Callback):
         """Waits until the time interval has passed, so that the test does not depend on the speed of the machine."""

@@ -57,6 +57,8 @@ def test_the_whole_run_and_the_table() -> None:
         widths.append(len(profiler.summary().splitlines()[0]))
     assert widths[0] < widths[1]
     assert sum(event.name == "training_step" for event in profiler.function_events) == 4
+    make_trainer(profiler=(profiler := PyTorchProfiler(schedule=None, record_shapes=True))).fit(TinyModule(), tiny_loader())
+    assert any(event.input_shapes for event in profiler.function_events)
     grouped = PyTorchProfiler(group_by_input_shapes=True, export_to_chrome=False)
     make_trainer(profiler=grouped).fit(TinyModule(), tiny_loader())
     assert "Input Shapes" in grouped.summary()

@@ -35,6 +35,7 @@ class TensorBoardLogger(Logger):
         sub_dir: Subfolder of the run for the event files.
         max_queue: Number of events that may wait for the writer's thread.
         flush_secs: Maximum number of seconds between two flushes (120 in `SummaryWriter`).
+        comment: No effect, as in Lightning: `SummaryWriter` uses it only for a folder that it chooses itself.
         filename_suffix: Appended to the names of event files.
         purge_step: TensorBoard hides earlier events of this step and later ones.
         log_graph: Not supported; the error names the call to use.
@@ -61,6 +62,7 @@ class TensorBoardLogger(Logger):
         *,
         max_queue: int = 10,
         flush_secs: float = 1,
+        comment: str = "",
         filename_suffix: str = "",
         purge_step: int | None = None,
     ) -> None:

@@ -70,7 +70,10 @@ class SafePoints:
         self._run.progress.next_save_step = 0  # computed at the first safe point
 
     def every(self, interval: timedelta, act: Callable[[], None]) -> None:
-        """Call `act` at the first safe point after each interval."""
+        """Call `act` at the first safe point after each interval; if that is 0, after every optimizer step."""
+        if not interval:
+            self.every_n_steps(1, act)
+            return
         self._by_time.append((interval, act))
         self._start_timer(len(self._by_time))
 

@@ -39,6 +39,7 @@ class PyTorchProfiler(Profiler):
         wait: Micro-batches skipped at the start.
         warmup: Micro-batches profiled but not kept.
         active: Micro-batches kept.
+        record_shapes: Record the shapes of inputs; always with `group_by_input_shapes`.
         **profiler_kwargs: Arguments of `torch.profiler.profile`, such as `profile_memory=True` or a `schedule`;
             `schedule=None` keeps the whole run.
 
@@ -64,6 +65,7 @@ class PyTorchProfiler(Profiler):
         wait: int = 1,
         warmup: int = 1,
         active: int = 5,
+        record_shapes: bool = False,
         **profiler_kwargs: Any,
     ) -> None:
         super().__init__(dirpath, filename)
@@ -77,7 +79,7 @@ class PyTorchProfiler(Profiler):
         _check("table_kwargs=", self.table_kwargs, EventList.table)
         _check("**profiler_kwargs", profiler_kwargs, torch.profiler.profile.__init__)
         schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
-        self._options = {"schedule": schedule, "record_shapes": group_by_input_shapes, **profiler_kwargs}
+        self._options = {"schedule": schedule, "record_shapes": record_shapes or group_by_input_shapes, **profiler_kwargs}
         self._inner: torch.profiler.profile | None = None
         self._open: dict[str, record_function] = {}  # the actions that `start` began
         self._table = "no micro-batch was profiled: the run was shorter than wait + warmup + active"

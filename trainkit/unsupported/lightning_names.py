@@ -160,6 +160,10 @@ _ABSENT: dict[str, dict[str, str]] = {
         "Trainer(profiler='pytorch')": "RegisterRecordFunction ScheduleWrapper",
         "torch_xla.debug.profiler": "XLAProfiler",
     },
+    "serve": {
+        "TrainModule.load_from_checkpoint(path).eval() in a server of your own": "ServableModule",
+        "a request to that server, sent by a test": "ServableModuleValidator",
+    },
     "strategies": {
         "nothing: ZeROStrategy owns its hooks": "remove_module_hooks",
         "typing.TypeVar": "TBroadcast TReduce",
@@ -239,8 +243,9 @@ _MODULES = """
     plugins.io.xla_plugin plugins.layer_sync plugins.precision plugins.precision.amp plugins.precision.bitsandbytes
     plugins.precision.deepspeed plugins.precision.double plugins.precision.fsdp plugins.precision.half
     plugins.precision.precision plugins.precision.transformer_engine plugins.precision.xla profilers profilers.advanced
-    profilers.base profilers.profiler profilers.pytorch profilers.simple profilers.xla strategies.deepspeed strategies.fsdp
-    strategies.model_parallel strategies.parallel strategies.single_device strategies.single_xla strategies.strategy
+    profilers.base profilers.profiler profilers.pytorch profilers.simple profilers.xla serve serve.servable_module
+    serve.servable_module_validator strategies.deepspeed strategies.fsdp strategies.model_parallel strategies.parallel
+    strategies.single_device strategies.single_xla strategies.strategy
     trainer.states tuner tuner.tuning utilities.combined_loader utilities.compile utilities.data utilities.deepspeed
     utilities.enums utilities.memory utilities.model_helpers utilities.model_registry utilities.model_summary
     utilities.model_summary.model_summary utilities.model_summary.model_summary_deepspeed utilities.parameter_tying

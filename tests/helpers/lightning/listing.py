@@ -25,7 +25,7 @@ NAMES = Path(__file__).with_name("names_2.6.6.txt")
 
 # What Lightning keeps for itself: no script imports from there.
 _INTERNAL = re.compile(
-    r"\._|\.(loops|migration|testing|serve|overrides|connectors|launchers|mnist_datamodule)\b|_validator|\.call$"
+    r"\._|\.(loops|migration|testing|overrides|connectors|launchers|mnist_datamodule)\b|configuration_validator|\.call$"
 )
 _LINE = 128
 
