@@ -127,7 +127,7 @@ class RecordingLogger(Logger):
 
 @pytest.fixture
 def make_trainer() -> Callable[..., Trainer]:
-    """Creates a `Trainer` on the CPU that prints nothing but a given progress bar, and logs every step into a `RecordingLogger`."""
+    """Creates a `Trainer` on the CPU that shows only a given progress bar, and logs every step into a `RecordingLogger`."""
 
     def make(*callbacks: Callback, **arguments: Any) -> Trainer:
         defaults = {
