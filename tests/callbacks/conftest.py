@@ -127,13 +127,13 @@ class RecordingLogger(Logger):
 
 @pytest.fixture
 def make_trainer() -> Callable[..., Trainer]:
-    """Creates a `Trainer` on the CPU that prints nothing and logs every step into a `RecordingLogger`."""
+    """Creates a `Trainer` on the CPU that shows only a given progress bar, and logs every step into a `RecordingLogger`."""
 
     def make(*callbacks: Callback, **arguments: Any) -> Trainer:
         defaults = {
             "accelerator": "cpu",
             "logger": RecordingLogger(),
-            "enable_progress_bar": False,
+            "enable_progress_bar": any(getattr(callback, "is_progress_bar", False) for callback in callbacks),
             "enable_model_summary": False,
             "num_sanity_val_steps": 0,
             "log_every_n_steps": 1,
