@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.callback import Callback
 from trainkit.checks import whole_number
 from trainkit.console import notice
-from trainkit.errors import UnknownNameError
+from trainkit.errors import UnknownNameError, nearest
 from trainkit.utilities.summary import Summary, columns_as_text
 
 if TYPE_CHECKING:
@@ -41,9 +41,10 @@ class ModelSummary(Callback):
     def __init__(self, max_depth: int = 1, **summarize_kwargs: Any) -> None:
         super().__init__()
         if summarize_kwargs and type(self).summarize is ModelSummary.summarize:
+            name = next(iter(summarize_kwargs))
             raise UnknownNameError(
-                f"ModelSummary has no argument {next(iter(summarize_kwargs))!r}. Known: max_depth. Arguments of your own need "
-                "a subclass: def summarize(summary_data, *counts, **options)"
+                f"ModelSummary has no argument {name!r}.{nearest(name, ('max_depth',))} Known: max_depth. Arguments of your "
+                "own need a subclass: def summarize(summary_data, *counts, **options)"
             )
         self.max_depth = whole_number(max_depth, "ModelSummary(max_depth=)", -1)
         self.summarize_kwargs = summarize_kwargs

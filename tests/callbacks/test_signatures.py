@@ -34,7 +34,7 @@ SIGNATURES = {
         "device=None, use_buffers=True, decay=0.999, update_every_n_steps=1, update_starting_at_step=None, "
         "update_starting_at_epoch=None, warmup=False"
     ),
-    "GradientClipping": "gradient_clip_val, gradient_clip_algorithm='norm', norm_type=2.0, log_norm=True",
+    "GradientClipping": "gradient_clip_val, gradient_clip_algorithm=None, norm_type=2.0, log_norm=True",
     "LambdaCallback": "**hooks",
     "LearningRateFinder": (
         "min_lr=1e-08, max_lr=1, num_training_steps=100, mode='exponential', early_stop_threshold=4.0, update_attr=True, "
@@ -54,7 +54,7 @@ SIGNATURES = {
         "apply_pruning=True, make_pruning_permanent=True, use_lottery_ticket_hypothesis=True, resample_parameters=False, "
         "pruning_dim=None, pruning_norm=None, verbose=0, prune_on_train_epoch_end=True"
     ),
-    "ModelSummary": "max_depth=1",
+    "ModelSummary": "max_depth=1, **summarize_kwargs",
     "NonFiniteGuard": "action='raise', check=('loss', 'grad'), warn_after=3, max_consecutive=50",
     "OnExceptionCheckpoint": "dirpath, filename='on_exception'",
     "PredictionWriter": "write_interval=None, output_dir=None, once=False",

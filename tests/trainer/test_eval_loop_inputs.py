@@ -110,7 +110,7 @@ def test_prediction_calls_forward_by_default() -> None:
 
 
 def test_prediction_without_forward() -> None:
-    with pytest.raises(MissingMethodError, match="has no forward"):
+    with pytest.raises(MissingMethodError, match="has no predict_step. Define: .*or forward"):
         make_trainer().predict(TrainModule(), [torch.ones(2)])
 
 

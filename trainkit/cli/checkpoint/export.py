@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     for where, folder in folders.items():
         size = sum(tensor.nbytes for tensor in folder.tensors.values())
         about = f"{kind}, {counted(len(folder.tensors), 'tensor')}, {bytes_text(size)}"
-        print_lines(f"Wrote {os.path.join(args.out, where)}: {about}")
+        print_lines(f"Wrote {os.path.join(args.out, where) if where else args.out}: {about}")
         print_lines(*(f"  {note}" for note in folder.notes))
     return 0
 
