@@ -16,8 +16,9 @@ from torch import Tensor
 
 from trainkit.callbacks._checkpoint_arguments import DEFAULT_TEMPLATE, EQUALS, fill
 from trainkit.callbacks.checkpoint import Checkpoint
-from trainkit.checkpoint.folder import POINTER, ListedCheckpoint, list_checkpoints, remove, write_pointer
+from trainkit.checkpoint.folder import POINTER, ListedCheckpoint, list_checkpoints, write_pointer
 from trainkit.checkpoint.manifest import DIGEST
+from trainkit.checkpoint.removal import remove
 from trainkit.console import notice, prints_here
 from trainkit.errors import CheckpointError
 

@@ -19,6 +19,7 @@ from trainkit.console import with_article
 from trainkit.errors import ConfigurationError
 from trainkit.lazy import lazily
 from trainkit.loggers.jsonl import JSONLWriter
+from trainkit.paths import disk_path
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
@@ -84,7 +85,8 @@ class PredictionWriter(BasePredictionWriter):
                 "PredictionWriter(write_interval='batch', once=True): each process writes its own batches. Fix, to write one "
                 "file: PredictionWriter(output_dir='predictions', once=True)"
             )
-        self.output_dir = None if output_dir is None else Path(output_dir)
+        fix = "PredictionWriter(output_dir='predictions'), and copy the files afterwards"
+        self.output_dir = None if output_dir is None else disk_path(output_dir, "PredictionWriter(output_dir=)", fix)
         self.once = once
         self._lines: dict[Path, JSONLWriter] = {}
 

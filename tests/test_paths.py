@@ -11,13 +11,14 @@ from helpers.resume.saving import saved, saving
 from helpers.runs.tiny import TinyModule, tiny_loader
 
 from trainkit import Accelerator, ProjectConfiguration, Trainer, paths
-from trainkit.callbacks import ModelCheckpoint
+from trainkit.callbacks import ModelCheckpoint, PredictionWriter
 from trainkit.checkpoint import list_checkpoints, open_checkpoint
 from trainkit.cli.main import main
 from trainkit.errors import ConfigurationError
 from trainkit.loggers import CSVLogger, JSONLLogger, TensorBoardLogger
 from trainkit.loggers.metrics_reader import read_metrics
 from trainkit.paths import local_path, url_of
+from trainkit.profilers import SimpleProfiler
 
 
 @pytest.fixture
@@ -42,8 +43,6 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "ckpt_path": lambda url: fit(url),
     "ckpt_path of an evaluation": lambda url: saving().validate(TinyModule(), tiny_loader(), ckpt_path=url),
     "filepath": lambda url: fit().save_checkpoint(url),
-    "project_dir": lambda url: Accelerator(project_dir=url),
-    "logging_dir": lambda url: ProjectConfiguration(project_dir="runs", logging_dir=url),
     "output_dir": lambda url: Accelerator().save_state(url),
     "input_dir": lambda url: Accelerator().load_state(url),
     "save_directory": lambda url: Accelerator().save_model(TinyModule(), url),
@@ -60,6 +59,23 @@ def test_an_unknown_scheme_is_refused_and_no_folder_is_made_of_it(argument: str,
     for part in (f"{argument.split()[0]}: expected a folder, or a URL that fsspec can open", "nothing:/", "register_impl"):
         assert part in str(caught.value)
     assert not [path.name for path in run_dir.iterdir() if ":" in path.name]
+
+
+ON_DISK: dict[str, Callable[[Any], Any]] = {
+    "project_dir": lambda url: Accelerator(project_dir=url),
+    "logging_dir": lambda url: ProjectConfiguration(project_dir="runs", logging_dir=url),
+    "PredictionWriter(output_dir=)": lambda url: PredictionWriter(output_dir=url),
+    "SimpleProfiler(dirpath=)": lambda url: SimpleProfiler(dirpath=url),
+}
+
+
+@pytest.mark.parametrize("url", ["memory://bucket/run", Path("memory://bucket/run")], ids=["text", "path"])
+@pytest.mark.parametrize("argument", list(ON_DISK))
+def test_a_folder_that_must_be_on_a_disk(argument: str, url: Any, run_dir: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"expected a folder on a disk, got the URL 'memory:/.*\. Fix: ") as caught:
+        ON_DISK[argument](url)
+    assert str(caught.value).startswith(argument)
+    assert list(run_dir.iterdir()) == []
 
 
 def test_a_url_is_a_staging_folder(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Paths that users pass: `~` is expanded, and a URL such as `s3://bucket/run` becomes a local staging folder.
 
-Everything is written to the staging folder, as to any other folder, and `trainkit.checkpoint.uploads` copies it to the URL.
+Everything is written to the staging folder, as to any other folder, and `trainkit.checkpoint.staging` copies it to the URL.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainkit.errors import ConfigurationError
 
-__all__ = ["local_path", "url_of"]
+__all__ = ["disk_path", "local_path", "url_of"]
 
 _URL = re.compile(
     r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)"
@@ -49,6 +49,23 @@ def local_path(path: str | os.PathLike[str], argument: str) -> Path:
         folder = Path(os.path.abspath(os.environ.get("TRAINKIT_STAGING") or _STAGING), scheme)
         _schemes[folder] = scheme
     return folder / rest.rstrip("/")
+
+
+def disk_path(path: str | os.PathLike[str], argument: str, fix: str) -> Path:
+    """A path with `~` expanded.
+
+    Args:
+        path: The path of the user.
+        argument: The name of the argument, for the message.
+        fix: What to use instead of a URL.
+
+    Raises:
+        ConfigurationError: It is a URL.
+    """
+    text = os.fsdecode(path)
+    if _URL.fullmatch(text):
+        raise ConfigurationError(f"{argument}: expected a folder on a disk, got the URL {text!r}. Fix: {fix}")
+    return Path(os.path.expanduser(text))
 
 
 def url_of(path: str | os.PathLike[str]) -> str | None:

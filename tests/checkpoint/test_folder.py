@@ -23,11 +23,10 @@ from trainkit.checkpoint.folder import (
     list_checkpoints,
     next_counter,
     read_pointer,
-    remove,
-    remove_leftovers,
     write_pointer,
 )
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest
+from trainkit.checkpoint.removal import remove, remove_leftovers
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 
 
@@ -231,7 +230,7 @@ def test_of_a_link_the_link_is_removed(run_dir: Path) -> None:
 REMOVER = """
 import os, signal, sys
 from pathlib import Path
-from trainkit.checkpoint.folder import remove
+from trainkit.checkpoint.removal import remove
 
 for number, path in enumerate(sys.argv[1:]):
     child = os.fork()
@@ -346,7 +345,8 @@ def test_a_folder_that_cannot_be_written(run_dir: Path) -> None:
 AS_NOBODY = """
 import os, sys
 from pathlib import Path
-from trainkit.checkpoint.folder import check_writable, remove, write_pointer
+from trainkit.checkpoint.folder import check_writable, write_pointer
+from trainkit.checkpoint.removal import remove
 from trainkit.checkpoint.lock import FolderLock
 from trainkit.errors import CheckpointWriteError
 

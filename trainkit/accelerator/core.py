@@ -23,6 +23,7 @@ from trainkit.accelerator.reading import Reading
 from trainkit.accelerator.stepping import StepVerbs
 from trainkit.accelerator.tracker_verbs import ByTracker, Trackers
 from trainkit.accelerator.weighing import Weighing
+from trainkit.checkpoint.staging import staging
 from trainkit.data.assembling import BatchPadding
 from trainkit.data.loader import PreparedLoader
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
@@ -277,11 +278,15 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         return self._trackers.get(name, unwrap)
 
     def end_training(self) -> None:
-        """End the runs of all trackers. It may be called again.
+        """End the runs of all trackers, and wait for the uploads of what was saved to URLs. It may be called again.
 
         An error of one tracker is raised after the others have ended.
         """
-        self._trackers.end()
+        try:
+            self._trackers.end()
+        finally:
+            if self.is_main_process:
+                staging.finish()
 
     def clear(self, *objects: Any) -> Any:
         """Another name of `free_memory`."""

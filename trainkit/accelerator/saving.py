@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.accelerator.in_precision import without_wrappers
 from trainkit.checkpoint.all_ranks import run_on_all_ranks
-from trainkit.checkpoint.uploads import uploads
+from trainkit.checkpoint.staging import staging
 from trainkit.checkpoint.weights import shard_size, write_weights
 from trainkit.console import notice
 from trainkit.distributed.world import World
@@ -118,8 +118,8 @@ class Saving:
         # written before waiting for the other processes, so that the files are there even if those never come
         run_on_all_ranks(group, write, CheckpointWriteError)
         if world.is_main:
-            uploads.with_files(folder)
-            uploads.finish()
+            staging.add_log_folder(folder)
+            staging.finish()
 
     def _refuse_without_values(self, state: Mapping[Any, Any]) -> None:
         """Refuse the `state_dict()` of a sharded model: its tensors have no elements.

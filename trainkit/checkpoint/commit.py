@@ -20,8 +20,8 @@ from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.identify import hidden_path
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
 from trainkit.checkpoint.regular_file import read_small_file
+from trainkit.checkpoint.staging import staging
 from trainkit.checkpoint.tensor_file import write_file
-from trainkit.checkpoint.uploads import uploads
 from trainkit.distributed.world import ThreadExchange
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 from trainkit.tagged_json.strict_json import MAX_JSON_BYTES
@@ -156,7 +156,7 @@ class _Commit:
         if self._old is not None:
             _remove(self.partial)
         if self._main:
-            uploads.changed(self._target)
+            staging.changed(self._target)
 
     @contextlib.contextmanager
     def _explained_errors(self) -> Iterator[None]:

@@ -20,7 +20,8 @@ from torch import Tensor
 from trainkit.checkpoint.identify import MAX_LISTED, checkpoint_identity, is_checkpoint, listed, why_not_a_checkpoint
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
 from trainkit.checkpoint.regular_file import not_regular, read_file, read_small_file
-from trainkit.checkpoint.remote_folder import fetch, why_not_at_the_url
+from trainkit.checkpoint.remote_folder import why_not_at_the_url
+from trainkit.checkpoint.staging import staging
 from trainkit.checkpoint.tensor_file import tensors_in
 from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 from trainkit.paths import local_path
@@ -57,10 +58,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         ```
     """
     path = Path(os.path.abspath(local_path(path, "path")))
-    fetch(path)
+    staging.fetch(path)
     if not is_checkpoint(path):
         raise CheckpointNotFoundError(why_not_at_the_url(path) or why_not_a_checkpoint(path))
     manifest, problem, which = _inspect(path)
+    if problem is not None and staging.fetch(path, again=True):
+        manifest, problem, which = _inspect(path)
     if problem is not None:
         raise problem
     assert manifest is not None

@@ -6,19 +6,21 @@ a folder without it is not a checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoint.identify import has_checkpoint_files, hidden_path, is_checkpoint, listed
+from trainkit.checkpoint.identify import checkpoint_identity, has_checkpoint_files, hidden_path, listed
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
 from trainkit.errors import CheckpointError, CorruptCheckpointError
 from trainkit.paths import url_of
 
-__all__ = ["RemoteFolder", "fetch", "remote_at", "why_not_at_the_url"]
+__all__ = ["RemoteCheckpoint", "RemoteFolder", "remote_at", "why_not_at_the_url"]
 
 
 def remote_at(path: Path) -> RemoteFolder | None:
@@ -27,16 +29,19 @@ def remote_at(path: Path) -> RemoteFolder | None:
     return None if url is None else RemoteFolder(path, url)
 
 
-def fetch(path: Path) -> None:
-    """Download the checkpoint that a path in a staging folder stands for, unless it is there; else the file.
+@dataclass(frozen=True)
+class RemoteCheckpoint:
+    """A complete checkpoint at a URL.
 
-    Raises:
-        CorruptCheckpointError: it is damaged at the URL.
-        CheckpointError: the URL cannot be read.
+    Attributes:
+        digest: the content of its `manifest.sha256`.
+        manifest: its manifest; `None` if that cannot be trusted.
+        problem: what is wrong with it; `None` if nothing was found.
     """
-    remote = remote_at(path)
-    if remote is not None and not is_checkpoint(path):
-        remote.download()
+
+    digest: bytes
+    manifest: Manifest | None
+    problem: str | None
 
 
 def why_not_at_the_url(path: Path) -> str | None:
@@ -48,7 +53,10 @@ def why_not_at_the_url(path: Path) -> str | None:
         fix = f"Fix: {remote.url + '/' + inside[-1]!r}."
         return f"{remote.url} is a folder of checkpoints, expected one of them: {listed(inside)}. {fix}"
     siblings = sorted(around.checkpoints()) if around is not None else []
-    return f"{remote.url}: expected a checkpoint, but there is none. Checkpoints next to it: {listed(siblings) or 'none'}."
+    return (
+        f"{remote.url}: expected a checkpoint, but there is none. Checkpoints next to it: {listed(siblings) or 'none'}. "
+        "Fix: pass the URL of one of them, or of another folder"
+    )
 
 
 class RemoteFolder:
@@ -79,17 +87,44 @@ class RemoteFolder:
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
 
-    def checkpoints(self) -> dict[str, bytes]:
-        """The complete checkpoints in this folder: name → the content of `manifest.sha256`."""
+    def checkpoints(self) -> dict[str, RemoteCheckpoint]:
+        """The complete checkpoints in this folder, by name."""
         try:
             self._fs.invalidate_cache()
-            found = self._fs.glob(f"{self._root}/*/{DIGEST}")
-            listed = {path.rsplit("/", 2)[1]: self._fs.cat_file(path) for path in found}
+            found = [path.rsplit("/", 2)[1] for path in self._fs.glob(f"{self._root}/*/{DIGEST}")]
         except FileNotFoundError:
             return {}
         except Exception as error:
             raise self._unreadable(error) from error
-        return {name: digest for name, digest in listed.items() if not name.startswith(".")}
+        inside = {name: self._checkpoint(name) for name in found if not name.startswith(".")}
+        return {name: one for name, one in inside.items() if one is not None}
+
+    def checkpoint(self) -> RemoteCheckpoint | None:
+        """The checkpoint at this URL; `None` if there is no complete one."""
+        self._fs.invalidate_cache()
+        return self._checkpoint("")
+
+    def _checkpoint(self, name: str) -> RemoteCheckpoint | None:
+        folder = f"{self._root}/{name}".rstrip("/")
+        what = f"{self.url}/{name}".rstrip("/")
+        try:
+            digest: bytes = self._fs.cat_file(f"{folder}/{DIGEST}")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except Exception as error:
+            raise self._unreadable(error) from error
+        try:
+            data = self._fs.cat_file(f"{folder}/{MANIFEST}")
+            if digest_line(data) != digest:
+                problem = f"{what}/{MANIFEST} is not the one that was saved: its SHA-256 differs from {DIGEST}."
+                return RemoteCheckpoint(digest, None, problem)
+            return RemoteCheckpoint(digest, Manifest.from_bytes(data, what), None)
+        except CorruptCheckpointError as error:
+            return RemoteCheckpoint(digest, None, str(error))
+        except FileNotFoundError:
+            return RemoteCheckpoint(digest, None, f"{what}/{MANIFEST} is missing.")
+        except Exception as error:
+            raise self._unreadable(error) from error
 
     def names(self) -> set[str]:
         """The names of all entries of this folder."""
@@ -101,99 +136,119 @@ class RemoteFolder:
         except Exception as error:
             raise self._unreadable(error) from error
 
-    def manifest(self, name: str, digest: bytes) -> tuple[Manifest | None, str | None]:
-        """The manifest of a checkpoint in this folder, or `None` and what is wrong with it."""
-        what = f"{self.url}/{name}"
-        try:
-            data = self._fs.cat_file(f"{self._root}/{name}/{MANIFEST}")
-            if digest_line(data) != digest:
-                return None, f"{what}/{MANIFEST} is not the one that was saved: its SHA-256 differs from {DIGEST}."
-            return Manifest.from_bytes(data, what), None
-        except CorruptCheckpointError as error:
-            return None, str(error)
-        except FileNotFoundError:
-            return None, f"{what}/{MANIFEST} is missing."
-        except Exception as error:
-            raise self._unreadable(error) from error
-
-    def holds(self, digest: bytes) -> bool:
-        """Whether the checkpoint at the URL is complete, and has this content of `manifest.sha256`."""
-        self._fs.invalidate_cache()
-        try:
-            return bool(self._fs.cat_file(f"{self._root}/{DIGEST}") == digest)
-        except FileNotFoundError:
-            return False
-
     def upload(self) -> None:
-        """Upload the checkpoint. Files at the URL that it does not have are removed."""
-        digest = (self.local / DIGEST).read_bytes()
-        if self.holds(digest):
+        """Upload the checkpoint. Files at the URL that it does not have are removed.
+
+        If it is replaced or removed meanwhile, the upload is not completed: that change is uploaded next.
+
+        Raises:
+            Exception: an error of the file system.
+        """
+        digest = checkpoint_identity(self.local)
+        there = self.checkpoint()
+        if not digest or (there is not None and there.digest == digest):
             return
         self._remove_file(DIGEST)
+        try:
+            self._upload_files()
+        except FileNotFoundError:
+            if checkpoint_identity(self.local) == digest:
+                raise
+        if checkpoint_identity(self.local) == digest:  # otherwise the files may be of two checkpoints
+            self._fs.pipe_file(f"{self._root}/{DIGEST}", digest)
+
+    def _upload_files(self) -> None:
+        """Upload all files but the digest, compare their sizes, and remove other files from the URL."""
         names = sorted(entry.name for entry in os.scandir(self.local) if entry.is_file() and entry.name != DIGEST)
         for name in names:
             self._fs.put_file(str(self.local / name), f"{self._root}/{name}")
         self._fs.invalidate_cache()
-        there = {info["name"].rsplit("/", 1)[1]: info.get("size") for info in self._fs.ls(self._root, detail=True)}
+        found = {info["name"].rsplit("/", 1)[1]: info.get("size") for info in self._fs.ls(self._root, detail=True)}
         for name in names:
             size = (self.local / name).stat().st_size
-            if there.get(name) != size:
-                raise OSError(f"{self.url}/{name} has {there.get(name)} bytes after the upload, expected {size}")
-        for name in there.keys() - set(names):
+            if found.get(name) != size:
+                raise OSError(f"{self.url}/{name} has {found.get(name)} bytes after the upload, expected {size}")
+        for name in found.keys() - set(names):
             self._remove_file(name)
-        self._fs.pipe_file(f"{self._root}/{DIGEST}", digest)
 
     def remove(self) -> None:
-        """Remove the checkpoint from the URL."""
-        self._remove_file(DIGEST)
-        try:
-            self._fs.rm(self._root, recursive=True)
-        except FileNotFoundError:
-            return
+        """Remove the checkpoint, complete or not, or the file from the URL; nothing if there is neither."""
+        self._fs.invalidate_cache()
+        if self._fs.isfile(self._root):
+            self._fs.rm_file(self._root)
+        elif any(self._fs.exists(f"{self._root}/{name}") for name in (DIGEST, MANIFEST)):
+            self._remove_file(DIGEST)
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm(self._root, recursive=True)
 
     def _remove_file(self, name: str) -> None:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(f"{self._root}/{name}")
-        except FileNotFoundError:
-            return
 
-    def download(self) -> None:
-        """Download the checkpoint, verified; of a path that is a file at the URL, the file. Nothing if it is neither."""
-        try:
-            self._fs.invalidate_cache()
-            if self._fs.exists(f"{self._root}/{DIGEST}"):
-                self._download_checkpoint()
-            elif self._fs.isfile(self._root):
-                self.local.parent.mkdir(parents=True, exist_ok=True)
-                self._fs.get_file(self._root, str(self.local))
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise self._unreadable(error) from error
+    def download(self, there: RemoteCheckpoint) -> None:
+        """Download the checkpoint, verified, in place of the local one, if there is one.
 
-    def _download_checkpoint(self) -> None:
-        digest = self._fs.cat_file(f"{self._root}/{DIGEST}")
-        parent = RemoteFolder(self.local.parent, self.url.rsplit("/", 1)[0])
-        manifest, problem = parent.manifest(self.local.name, digest)
-        if manifest is None:
-            raise CorruptCheckpointError(str(problem))
+        Raises:
+            CorruptCheckpointError: it is damaged.
+            CheckpointError: it cannot be read.
+        """
+        if there.manifest is None:
+            raise CorruptCheckpointError(str(there.problem))
         partial = hidden_path(self.local, f".tmp-{secrets.token_hex(8)}")
         partial.mkdir(parents=True)
         try:
-            for name, entry in manifest.files.items():
-                self._fs.get_file(f"{self._root}/{name}", str(partial / name))
+            for name, entry in there.manifest.files.items():
+                self._get(name, partial / name)
                 if _sha256(partial / name) != entry.sha256:
                     raise CorruptCheckpointError(
                         f"{self.url}/{name} is damaged: its SHA-256 differs from the one in {MANIFEST}. An older checkpoint of "
                         "the run may be good: ckpt_path='auto' uses the newest good one"
                     )
-            self._fs.get_file(f"{self._root}/{MANIFEST}", str(partial / MANIFEST))
-            (partial / DIGEST).write_bytes(digest)
-            if self.local.is_dir() and not has_checkpoint_files(self.local):
-                self.local.rmdir()  # an empty folder, of `pull_folders`
-            os.rename(partial, self.local)
+            self._get(MANIFEST, partial / MANIFEST)
+            (partial / DIGEST).write_bytes(there.digest)
+            self._put_in_place(partial, there.digest)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+    def _put_in_place(self, partial: Path, digest: bytes) -> None:
+        old = hidden_path(self.local, f".del-{secrets.token_hex(8)}")
+        try:
+            if has_checkpoint_files(self.local):
+                os.rename(self.local, old)
+            elif self.local.is_dir():
+                self.local.rmdir()  # an empty folder, of `pull_folders`
+            os.rename(partial, self.local)
+        except OSError:
+            if checkpoint_identity(self.local) != digest:  # otherwise another process has downloaded it
+                raise
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def download_file(self) -> None:
+        """Download the file at the URL; nothing if there is none.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        try:
+            self._fs.invalidate_cache()
+            there = self._fs.isfile(self._root)
+        except Exception as error:
+            raise self._unreadable(error) from error
+        if there:
+            self._get("", self.local)
+
+    def _get(self, name: str, target: Path) -> None:
+        """Download a file, complete or not at all."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = hidden_path(target, f".tmp-{secrets.token_hex(8)}")
+        try:
+            self._fs.get_file(f"{self._root}/{name}".rstrip("/"), str(partial))
+            os.replace(partial, target)
+        except Exception as error:
+            raise self._unreadable(error) from error
+        finally:
+            partial.unlink(missing_ok=True)
 
     # ------------------------------------------------------------------------------------------------ folders and files
 
@@ -206,13 +261,8 @@ class RemoteFolder:
     def pull_files(self) -> None:
         """Download the files below the URL that are not there and not part of a checkpoint, such as logs."""
         for path in self._files()[0]:
-            target = self.local / path
-            if not target.exists():
-                target.parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    self._fs.get_file(f"{self._root}/{path}", str(target))
-                except Exception as error:
-                    raise self._unreadable(error) from error
+            if not (self.local / path).exists():
+                self._get(path, self.local / path)
 
     def push_file(self, path: str) -> None:
         """Upload a file of the staging folder.
@@ -221,6 +271,10 @@ class RemoteFolder:
             path: relative to the folder.
         """
         self._fs.put_file(str(self.local / path), f"{self._root}/{path}")
+
+    def write_file(self, data: bytes) -> None:
+        """Write a file at the URL."""
+        self._fs.pipe_file(self._root, data)
 
     def _files(self) -> tuple[list[str], set[str]]:
         """The files below the URL that are not in a checkpoint, and the checkpoints; relative to the URL."""

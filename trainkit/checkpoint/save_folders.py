@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from trainkit.checkpoint.all_ranks import SHARED_FOLDER_ADVICE, run_on_all_ranks, wait_for_path
-from trainkit.checkpoint.folder import CHECKPOINTS, check_writable, free_name, is_abandoned, next_counter, remove_leftovers
+from trainkit.checkpoint.folder import CHECKPOINTS, check_writable, checkpoints_here, free_name, next_counter
 from trainkit.checkpoint.lock import FolderLock
 from trainkit.checkpoint.remote_folder import remote_at
-from trainkit.checkpoint.uploads import uploads
+from trainkit.checkpoint.removal import is_abandoned, remove_leftovers
+from trainkit.checkpoint.staging import staging
 from trainkit.distributed.world import World
 from trainkit.errors import CheckpointError, CheckpointWriteError
 
@@ -83,6 +84,7 @@ class SaveFolders:
             self._entered.discard(before)
             if before in self._locks:
                 self._locks.pop(before).release()
+                staging.leave(before)
         self._removable = folder not in self.folders
         self.use(folder, self._name)
         self.of_run = folder
@@ -136,8 +138,9 @@ class SaveFolders:
 
     def release(self) -> None:
         """Unlock the folders."""
-        for lock in self._locks.values():
+        for folder, lock in self._locks.items():
             lock.release()
+            staging.leave(folder)
         self._locks, self._entered = {}, set()
 
     def _enter(self, folder: Path, run_id: str) -> None:
@@ -148,10 +151,10 @@ class SaveFolders:
                 lock.acquire()
                 self._locks[folder] = lock
                 remove_leftovers(folder)
-                uploads.missing(folder)
+                staging.enter(folder, [one.path for one in checkpoints_here(folder) if one.problem is None])
                 if folder.name == CHECKPOINTS and (remote := remote_at(folder.parent)) is not None:
                     remote.pull_files()  # the logs, which the run continues
-                    uploads.with_files(folder.parent)
+                    staging.add_log_folder(folder.parent)
 
         run_on_all_ranks(self._exchange, take, CheckpointWriteError)
         self._entered.add(folder)

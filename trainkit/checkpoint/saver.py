@@ -17,7 +17,7 @@ from trainkit.checkpoint.commit import commit
 from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.host_copy import HostBuffers
 from trainkit.checkpoint.manifest import Manifest
-from trainkit.checkpoint.uploads import uploads
+from trainkit.checkpoint.staging import staging
 from trainkit.distributed.world import ThreadExchange
 from trainkit.errors import CheckpointWriteError
 
@@ -88,7 +88,8 @@ class Saver:
             manifest = commit(draft, target, replace=replace, group=self.group)
             if committed is not None:
                 committed(manifest)
-            uploads.wait()
+            staging.wait()
+            staging.report()
             return
         run_on_all_ranks(self.group, lambda: draft.detach(self._buffers), CheckpointWriteError)
         job = (draft, target, replace, committed, failed)

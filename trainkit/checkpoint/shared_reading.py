@@ -12,7 +12,7 @@ from trainkit.checkpoint.identify import checkpoint_identity
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.rank_assignment import assign_to_ranks
 from trainkit.checkpoint.reader import Checkpoint, Loaded, open_checkpoint
-from trainkit.checkpoint.remote_folder import fetch as fetch_remote
+from trainkit.checkpoint.staging import staging
 from trainkit.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["read_on_all_ranks"]
@@ -46,7 +46,7 @@ def read_on_all_ranks(
     def fetched() -> str:
         found = os.path.abspath(path)
         if group.rank == 0:  # the folder is shared
-            fetch_remote(Path(found))
+            staging.fetch(Path(found))
         return found
 
     path = run_on_all_ranks(group, fetched)[0]

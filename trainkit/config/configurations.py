@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trainkit.checks import whole_number
 from trainkit.errors import UnsupportedArgumentError
-from trainkit.paths import local_path
+from trainkit.paths import disk_path
 
 __all__ = ["DataLoaderConfiguration", "GradientAccumulationPlugin", "ProjectConfiguration"]
 
@@ -142,8 +142,8 @@ class DataLoaderConfiguration:
 
 
 def _local(folder: str | os.PathLike[str] | None, argument: str) -> str | os.PathLike[str] | None:
-    """The folder with `~` expanded; a URL is refused."""
+    """The folder with `~` expanded."""
     if folder is None:
         return None
-    path = local_path(folder, argument)
+    path = disk_path(folder, argument, "project_dir='runs', and accelerator.save_state('s3://bucket/step-100') with a path")
     return path if os.fspath(folder).startswith("~") else folder

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from trainkit.checkpoint.remote_folder import remote_at
-from trainkit.checkpoint.uploads import uploads
+from trainkit.checkpoint.staging import staging
 from trainkit.checks import is_whole
 from trainkit.errors import ConfigurationError
 from trainkit.loggers.files import replace_file
@@ -62,7 +62,7 @@ class LogFolder:
             self.version = candidate
         path = self.path
         assert path is not None
-        uploads.with_files(path)
+        staging.add_log_folder(path)
         return path
 
 

@@ -13,7 +13,7 @@ import torch
 
 from trainkit.checkpoint.folder import pointed_to
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
-from trainkit.checkpoint.remote_folder import fetch
+from trainkit.checkpoint.staging import staging
 from trainkit.console import notice
 from trainkit.errors import CheckpointError, UnknownNameError, nearest
 from trainkit.module.data_module import DataModule
@@ -103,7 +103,7 @@ def build_data_module(cls: type[D], path: str | os.PathLike[str], overrides: Map
 def _opened(path: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint at a path, which may be that of `save_last`, or end with Lightning's `.ckpt`."""
     folder = local_path(path, "checkpoint_path")
-    fetch(folder)
+    staging.fetch(folder)
     return open_checkpoint(pointed_to(folder))
 
 

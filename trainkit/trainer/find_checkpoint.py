@@ -11,8 +11,8 @@ from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.folder import ListedCheckpoint, candidates, pointed_to
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import Loaded
-from trainkit.checkpoint.remote_folder import fetch
 from trainkit.checkpoint.shared_reading import read_on_all_ranks
+from trainkit.checkpoint.staging import staging
 from trainkit.console import counted, notice, warn
 from trainkit.distributed.world import World
 from trainkit.errors import (
@@ -139,7 +139,7 @@ def _named(searcher: Searcher, ckpt_path: str | os.PathLike[str], places: Places
     if ckpt_path == "best":
         return _best(searcher, places)
     path = local_path(ckpt_path, "ckpt_path")
-    fetch(path)
+    staging.fetch(path)
     path = pointed_to(path)
     if not path.exists() and path.name == str(ckpt_path) and (hint := nearest(path.name, WORDS)):
         raise CheckpointNotFoundError(

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from trainkit.accelerator import Accelerator
-from trainkit.checkpoint.uploads import uploads
+from trainkit.checkpoint.staging import staging
 from trainkit.console import counted, each_once, notice, user_frames
 from trainkit.distributed.failure_report import report_failure
 from trainkit.errors import (
@@ -167,13 +167,12 @@ def running(
         finally:
             if run is not None:
                 run.progress.end()
-                if strategy.world.is_main:
-                    uploads.finish()
             if outer is not None and outer.stage is not None:
                 module.trainer = outer  # whose run continues
             random_state.restore()
             if watchdog is not None:
                 watchdog.left()
+            staging.finish()  # last, as Ctrl-C may end it
 
 
 def agree_on_signals(run: Run) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import ConfigurationError, MissingMethodError, UnknownNameError, nearest
+from trainkit.paths import disk_path
 
 __all__ = [
     "PASS_THROUGH",
@@ -70,6 +71,8 @@ class Profiler:
 
     @dirpath.setter
     def dirpath(self, folder: str | Path | None) -> None:
+        if folder is not None:
+            disk_path(folder, f"{type(self).__name__}(dirpath=)", "leave it out: the folder of the run is uploaded")
         self._dirpath = folder
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:

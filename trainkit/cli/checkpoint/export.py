@@ -15,7 +15,7 @@ from pathlib import Path
 from trainkit._version import __version__
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST
 from trainkit.checkpoint.reader import open_checkpoint
-from trainkit.checkpoint.uploads import uploads
+from trainkit.checkpoint.staging import staging
 from trainkit.checkpoint.weights import shard_size, write_weights
 from trainkit.cli.checkpoint.exported_module import read_module
 from trainkit.cli.checkpoint.formats import ExportFolder, export_folders
@@ -100,8 +100,8 @@ def export(
         "trainkit_version": __version__,
     }
     _write(target, folders, (json.dumps(about, indent=2) + "\n").encode(), size)
-    uploads.with_files(target)
-    uploads.finish()
+    staging.add_log_folder(target)
+    staging.finish()
     return chosen, folders
 
 

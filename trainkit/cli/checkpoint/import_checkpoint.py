@@ -11,7 +11,7 @@ from typing import Any
 
 from trainkit.checkpoint.commit import check_target, commit
 from trainkit.checkpoint.draft import Content, Draft
-from trainkit.checkpoint.uploads import uploads
+from trainkit.checkpoint.staging import staging
 from trainkit.cli.checkpoint.foreign.named_state import converted
 from trainkit.cli.checkpoint.foreign.read_foreign import Foreign, read_foreign
 from trainkit.cli.checkpoint.text import bytes_text, print_lines
@@ -80,7 +80,7 @@ def import_checkpoint(
         order = None if names is None else [name if name in known else _renamed(name, prefix) for name in names]
         taken = converted(foreign, order, optimizer, scheduler)
         commit(Draft(_content(foreign, taken)), target)
-    uploads.finish()
+    staging.finish()
     return foreign, taken
 
 

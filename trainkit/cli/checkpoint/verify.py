@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from trainkit.checkpoint.reader import open_checkpoint
-from trainkit.checkpoint.remote_folder import fetch
+from trainkit.checkpoint.staging import staging
 from trainkit.cli.checkpoint.headers import tensor_headers
 from trainkit.cli.checkpoint.listing import checkpoints_at
 from trainkit.cli.checkpoint.text import bytes_text, on_one_line, print_lines
@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     """Print one line for each checkpoint; 1 if one of them is damaged."""
     paths: list[Path] = []
     for given in (local_path(path, "PATH") for path in args.paths):
-        fetch(given)
+        staging.fetch(given)
         found = [one.path for one in checkpoints_at(given)]
         if not found:
             raise CheckpointNotFoundError(

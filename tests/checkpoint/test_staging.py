@@ -1,0 +1,445 @@
+"""Checkpoints in staging folders are copied to their URLs: complete or not there, in order, and tried again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from helpers.resume.saving import Adam, saved
+from helpers.runs.tiny import TinyModule
+
+from trainkit import paths
+from trainkit.checkpoint import list_checkpoints, open_checkpoint
+from trainkit.checkpoint import staging as module
+from trainkit.checkpoint.folder import checkpoints_here, free_name, write_pointer
+from trainkit.checkpoint.remote_folder import RemoteFolder, remote_at
+from trainkit.checkpoint.removal import remove
+from trainkit.checkpoint.staging import Staging, staging
+from trainkit.console import TrainkitWarning
+from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from trainkit.paths import local_path
+
+FOLDER = "memory://bucket/run"
+
+
+@pytest.fixture(autouse=True)
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryFileSystem]:
+    """An empty bucket, staged in the test's folder; failed uploads are tried again at once."""
+    monkeypatch.setattr(paths, "_schemes", {})
+    monkeypatch.setattr(module, "_PAUSES", (0.0, 0.0))
+    bucket = MemoryFileSystem()
+    bucket.store.clear()
+    bucket.pseudo_dirs[:] = [""]
+    yield bucket
+    staging.wait()
+    staging._forget()
+    bucket.store.clear()
+
+
+def staged(*names: str) -> Path:
+    return local_path(FOLDER, "folder").joinpath(*names)
+
+
+def keys(bucket: MemoryFileSystem, name: str = "") -> list[str]:
+    return sorted(path.removeprefix("/bucket/run/") for path in bucket.find(f"/bucket/run/{name}"))
+
+
+def two() -> list[Path]:
+    """Two checkpoints of a run, the older one first."""
+    saved(default_root_dir="local", max_epochs=2)
+    found = sorted(Path("local").rglob("step-*"))
+    assert len(found) == 2
+    return found
+
+
+def enter() -> None:
+    """As a run does that saves to the folder."""
+    staging.enter(staged(), [one.path for one in checkpoints_here(staged()) if one.problem is None])
+
+
+def flip(path: Path) -> None:
+    """Change one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def put(source: Path, name: str) -> Path:
+    """Copy a checkpoint to the staging folder, as a save does, and upload it."""
+    path = staged(name)
+    shutil.copytree(source, path)
+    staging.changed(path)
+    staging.wait()
+    return path
+
+
+def test_a_checkpoint_at_a_url_is_the_same_and_is_read_from_there(bucket: MemoryFileSystem) -> None:
+    source = two()[-1]
+    path = put(source, "good")
+    assert keys(bucket) == sorted(f"good/{file.name}" for file in source.iterdir())
+    shutil.rmtree(path)
+    checkpoint = open_checkpoint(f"{FOLDER}/good")
+    assert checkpoint.path == path
+    assert checkpoint.manifest == open_checkpoint(source).manifest
+    assert torch.equal(
+        checkpoint.read().tensors["model"]["layer.weight"], open_checkpoint(source).read().tensors["model"]["layer.weight"]
+    )
+    shutil.rmtree(path)
+    assert isinstance(Adam.load_from_checkpoint(f"{FOLDER}/good"), TinyModule)
+
+
+def test_a_url_without_a_checkpoint_is_named(bucket: MemoryFileSystem) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="^memory://bucket/run/good: expected .* next to it: none. Fix: "):
+        open_checkpoint(f"{FOLDER}/good")
+    put(two()[0], "best")
+    with pytest.raises(CheckpointNotFoundError, match="^memory://bucket/run/good: expected .* next to it: 'best'. Fix: "):
+        open_checkpoint(f"{FOLDER}/good")
+    with pytest.raises(CheckpointNotFoundError, match="run is a folder of checkpoints.* Fix: 'memory://bucket/run/best'.$"):
+        open_checkpoint(FOLDER)
+
+
+def test_the_order_of_an_upload(bucket: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest is uploaded last; of a checkpoint that is replaced it is removed first, and files that are left go."""
+    older, newer = two()
+    put(older, "best")
+    bucket.pipe_file("/bucket/run/best/model-00002-of-00002.safetensors", b"of a larger model")
+    path = staged("best")
+    shutil.rmtree(path)
+    shutil.copytree(newer, path)
+    digests: list[bool] = []
+    put_file = MemoryFileSystem.put_file
+
+    def watched(self: Any, source: str, target: str, **options: Any) -> None:
+        digests.append(self.exists("/bucket/run/best/manifest.sha256"))
+        put_file(self, source, target, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", watched)
+    staging.changed(path)
+    staging.wait()
+    assert digests == [False] * (len(list(newer.iterdir())) - 1)
+    assert keys(bucket) == sorted(f"best/{file.name}" for file in newer.iterdir())
+    assert bucket.cat_file("/bucket/run/best/manifest.sha256") == (newer / "manifest.sha256").read_bytes()
+
+
+class Failing:
+    """Makes uploads fail: the first `times`, after `after` files."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int, after: int = 0) -> None:
+        self.times, self.after, self.done = times, after, 0
+        self.put_file = MemoryFileSystem.put_file
+        monkeypatch.setattr(MemoryFileSystem, "put_file", lambda fs, *given, **options: self(fs, *given, **options))
+
+    def __call__(self, fs: Any, *given: Any, **options: Any) -> None:
+        if self.times and self.done >= self.after:
+            self.times, self.done = self.times - 1, 0
+            raise ConnectionError("no route")
+        self.done += 1
+        self.put_file(fs, *given, **options)
+
+
+def test_an_upload_is_tried_again(bucket: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = two()[-1]
+    Failing(monkeypatch, times=2, after=3)
+    put(source, "good")
+    assert keys(bucket) == sorted(f"good/{file.name}" for file in source.iterdir())
+    staging.finish()
+
+
+def test_an_upload_that_fails_loses_nothing(
+    bucket: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    older, newer = two()
+    put(older, "older")
+    failing = Failing(monkeypatch, times=-1, after=2)
+    path = put(newer, "newer")
+    assert "memory://bucket/run/newer could not be written: ConnectionError: no route." in caplog.text
+    assert not bucket.exists("/bucket/run/newer/manifest.sha256")
+    open_checkpoint(path).verify()
+    with pytest.warns(TrainkitWarning, match=rf"run/newer could not be written: .*Not uploaded, but complete here: {path}\."):
+        staging.finish()
+    shutil.rmtree(staged("older"))
+    assert [one.path.name for one in list_checkpoints(FOLDER)] == ["newer", "older"]
+    failing.times = 0
+    staging._forget()  # another process
+    enter()  # as the next run does
+    staging.wait()
+    assert keys(bucket, "newer") == sorted(f"newer/{file.name}" for file in newer.iterdir())
+
+
+def test_what_a_killed_upload_leaves_is_no_checkpoint(bucket: MemoryFileSystem) -> None:
+    older, newer = two()
+    put(older, "older")
+    put(newer, "newer")
+    bucket.rm_file("/bucket/run/newer/manifest.sha256")
+    shutil.rmtree(staged())
+    assert [one.path.name for one in list_checkpoints(FOLDER)] == ["older"]
+
+
+def test_a_removed_checkpoint_is_removed_from_the_url(bucket: MemoryFileSystem) -> None:
+    older, newer = two()
+    put(older, "older")
+    put(newer, "newer")
+    remove(staged("older"))
+    staging.wait()
+    assert {key.split("/")[0] for key in keys(bucket)} == {"newer"}
+    shutil.rmtree(staged("newer"))
+    remove(staged("newer"))  # it is at the URL only
+    staging.wait()
+    assert keys(bucket) == []
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "manifest.json", "state.json"])
+def test_what_is_damaged_at_the_url(bucket: MemoryFileSystem, file: str) -> None:
+    path = put(two()[-1], "good")
+    shutil.rmtree(path)
+    content = bytearray(bucket.cat_file(f"/bucket/run/good/{file}"))
+    content[-3] ^= 1
+    bucket.pipe_file(f"/bucket/run/good/{file}", bytes(content))
+    with pytest.raises(CorruptCheckpointError, match=rf"memory://bucket/run/good/{file}.*SHA-256"):
+        staging.fetch(path)
+    assert not path.exists()
+    assert not list(path.parent.glob(".*"))
+
+
+def test_a_name_at_the_url_is_taken(bucket: MemoryFileSystem) -> None:
+    put(two()[-1], "good")
+    shutil.rmtree(staged())
+    assert free_name(staged(), "good") == "good-v1"
+    assert free_name(Path("good"), "good") == "good"
+
+
+def test_logs_are_uploaded_and_locks_are_not(bucket: MemoryFileSystem) -> None:
+    run = staged("version_0")
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "metrics.csv").write_text("step\n")
+    (run / "checkpoints" / ".lock").write_text("held")
+    (run / "checkpoints" / "last").write_text("good\n")
+    own = Staging()
+    own.add_log_folder(run)
+    own.finish()
+    assert keys(bucket) == ["version_0/checkpoints/last", "version_0/metrics.csv"]
+    shutil.rmtree(run)
+    remote = remote_at(staged())
+    assert isinstance(remote, RemoteFolder)
+    remote.pull_folders()
+    assert (run / "checkpoints").is_dir()
+    assert not (run / "metrics.csv").exists()
+    remote.pull_files()
+    assert (run / "metrics.csv").read_text() == "step\n"
+
+
+def test_local_folders_have_no_url() -> None:
+    assert remote_at(Path("runs")) is None
+    own = Staging()
+    own.changed(Path("runs"))
+    own.add_log_folder(Path("runs"))
+    own.enter(Path("runs"), [])
+    own.finish()
+    assert own._thread is None
+
+
+# ----------------------------------------------------------------------------------------------------- what may go wrong
+
+
+def test_the_network_is_not_needed_during_a_run(bucket: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+    older, newer = two()
+    put(older, "older")
+    enter()
+
+    def refuse(*given: Any, **options: Any) -> Any:
+        raise ConnectionError("no route")
+
+    with monkeypatch.context() as patched:
+        for name in ("ls", "glob", "find", "cat_file", "put_file", "pipe_file", "rm_file", "rm", "exists", "isfile"):
+            patched.setattr(MemoryFileSystem, name, refuse)
+        assert free_name(staged(), "older") == "older-v1"
+        path = put(newer, "newer")
+        assert [one.path.name for one in list_checkpoints(FOLDER)] == ["newer", "older"]
+        open_checkpoint(path).verify()
+        remove(staged("older"))
+        assert [one.path.name for one in list_checkpoints(FOLDER)] == ["newer"]
+        staging.wait()
+    staging.changed(path)
+    staging.wait()
+    assert {key.split("/")[0] for key in keys(bucket)} == {"newer"}
+    staging.leave(staged())
+
+
+def test_nothing_is_removed_before_what_was_saved_earlier_is_there(
+    bucket: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older, newer = two()
+    put(older, "older")
+    failing = Failing(monkeypatch, times=-1)
+    put(newer, "newer")
+    remove(staged("older"))
+    staging.wait()
+    assert {key.split("/")[0] for key in keys(bucket)} == {"older"}
+    assert (bucket.cat_file("/bucket/run/older/manifest.sha256")) == (older / "manifest.sha256").read_bytes()
+    with pytest.warns(TrainkitWarning, match=r"complete here: .*newer\..* 1 old checkpoint not removed: memory:.*older\."):
+        staging.finish()
+    failing.times = 0
+    staging.finish()
+    assert {key.split("/")[0] for key in keys(bucket)} == {"newer"}
+
+
+def test_a_checkpoint_that_is_replaced_during_its_upload(bucket: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the URL there is never a mix of both."""
+    older, newer = two()
+    path = staged("best")
+    put_file = MemoryFileSystem.put_file
+    complete: list[bool] = []
+    replacements: list[str] = []
+
+    def replaced(self: Any, source: str, target: str, **options: Any) -> None:
+        if source.endswith("model.safetensors") and "model" not in replacements:
+            replacements.append("model")
+            shutil.rmtree(path)
+            shutil.copytree(newer, path)
+            staging.changed(path)
+        complete.append(self.exists("/bucket/run/best/manifest.sha256"))
+        put_file(self, source, target, **options)
+
+    digests: list[bytes] = []
+    pipe_file = MemoryFileSystem.pipe_file
+
+    def noted(self: Any, target: str, data: bytes, **options: Any) -> None:
+        digests.append(data)
+        pipe_file(self, target, data, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", replaced)
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", noted)
+    put(older, "best")
+    assert not any(complete)
+    assert digests == [(newer / "manifest.sha256").read_bytes()]
+    for file in newer.iterdir():
+        assert bucket.cat_file(f"/bucket/run/best/{file.name}") == file.read_bytes()
+
+
+def test_a_damaged_local_checkpoint_never_replaces_the_one_at_the_url(bucket: MemoryFileSystem) -> None:
+    source = two()[-1]
+    path = put(source, "good")
+    flip(path / "manifest.json")
+    enter()
+    staging.wait()
+    staging.leave(staged())
+    assert bucket.cat_file("/bucket/run/good/manifest.json") == (source / "manifest.json").read_bytes()
+    assert [(one.path.name, one.problem) for one in list_checkpoints(FOLDER)] == [("good", None)]
+    open_checkpoint(path).verify()
+
+
+def test_of_two_with_one_name_the_later_is_used(bucket: MemoryFileSystem) -> None:
+    older, newer = two()
+    path = put(newer, "model")
+    shutil.rmtree(path)
+    shutil.copytree(older, path)  # another machine has continued
+    assert open_checkpoint(f"{FOLDER}/model").manifest == open_checkpoint(newer).manifest
+    shutil.rmtree(path)
+    shutil.copytree(older, path)
+    enter()
+    staging.wait()
+    assert bucket.cat_file("/bucket/run/model/manifest.sha256") == (newer / "manifest.sha256").read_bytes()
+    staging.leave(staged())
+    shutil.rmtree(path)
+    put(older, "model")
+    shutil.rmtree(path)
+    shutil.copytree(newer, path)  # whose upload failed
+    assert open_checkpoint(f"{FOLDER}/model").manifest == open_checkpoint(newer).manifest
+
+
+def test_without_the_network_the_local_one_is_read_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = put(two()[-1], "good")
+
+    def refuse(*given: Any, **options: Any) -> Any:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", refuse)
+    open_checkpoint(path).verify()
+    assert "memory://bucket/run/good cannot be read: ConnectionError: no route." in caplog.text
+    shutil.rmtree(path)
+    with pytest.raises(CheckpointError, match="cannot be read: ConnectionError: no route"):
+        open_checkpoint(f"{FOLDER}/good")
+
+
+def test_a_download_is_complete_or_not_there(bucket: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket.pipe_file("/bucket/run/metrics.csv", b"step,loss\n1,2\n")
+
+    def cut(self: Any, source: str, target: str, **options: Any) -> None:
+        Path(target).write_bytes(b"step")
+        raise ConnectionError("no route")
+
+    remote = remote_at(staged())
+    assert remote is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryFileSystem, "get_file", cut)
+        with pytest.raises(CheckpointError, match="no route"):
+            remote.pull_files()
+    remote.pull_files()
+    assert [file.name for file in staged().iterdir()] == ["metrics.csv"]
+    assert staged("metrics.csv").read_bytes() == b"step,loss\n1,2\n"
+
+
+def test_two_downloads_of_one_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = put(two()[-1], "good")
+    shutil.rmtree(path)
+    remote = remote_at(path)
+    assert remote is not None
+    there = remote.checkpoint()
+    assert there is not None
+    put_in_place = RemoteFolder._put_in_place
+
+    def late(self: RemoteFolder, partial: Path, digest: bytes) -> None:
+        monkeypatch.setattr(RemoteFolder, "_put_in_place", put_in_place)
+        remote.download(there)  # of another process
+        monkeypatch.setattr("trainkit.checkpoint.remote_folder.has_checkpoint_files", lambda folder: False)
+        put_in_place(self, partial, digest)
+
+    monkeypatch.setattr(RemoteFolder, "_put_in_place", late)
+    remote.download(there)
+    open_checkpoint(path).verify()
+    assert [one.name for one in path.parent.iterdir()] == ["good"]
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_the_pointer_is_at_the_url(bucket: MemoryFileSystem, link: bool) -> None:
+    path = put(two()[-1], "good")
+    write_pointer(staged(), "good", link=link)
+    staging.wait()
+    assert bucket.cat_file("/bucket/run/last") == b"good\n"
+    shutil.rmtree(path.parent)
+    assert isinstance(Adam.load_from_checkpoint(f"{FOLDER}/last"), TinyModule)
+
+
+def test_what_is_no_checkpoint_is_not_removed(bucket: MemoryFileSystem) -> None:
+    bucket.pipe_file("/bucket/run/data/precious.bin", b"1")
+    remove(staged("data"))
+    staging.wait()
+    assert keys(bucket) == ["data/precious.bin"]
+
+
+def test_logs_are_uploaded_again_after_another_run_has_finished(bucket: MemoryFileSystem) -> None:
+    run = staged("version_0")
+    run.mkdir(parents=True)
+    staging.add_log_folder(run)
+    for text in ("1\n", "1\n2\n"):
+        (run / "metrics.csv").write_text(text)
+        staging.finish()
+        assert bucket.cat_file("/bucket/run/version_0/metrics.csv") == text.encode()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_uploads_nothing_of_its_parent() -> None:
+    own = Staging()
+    own._waiting.append(staged("good"))
+    child = os.fork()
+    if child == 0:
+        os._exit(len(own._waiting))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
