@@ -291,8 +291,10 @@ def test_nothing_is_removed_before_what_was_saved_earlier_is_there(
 
 def test_a_checkpoint_that_is_replaced_during_its_upload(bucket: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the URL there is never a mix of both."""
-    older, newer = two()
-    path = staged("best")
+    older, path = two()[0], staged("best")
+    newer = Path(shutil.copytree(older, "newer"))  # of the same sizes
+    for name in ("model.safetensors", "manifest.sha256"):
+        flip(newer / name)
     put_file = MemoryFileSystem.put_file
     complete: list[bool] = []
     replacements: list[str] = []
