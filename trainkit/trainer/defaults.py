@@ -68,7 +68,7 @@ def attach_callbacks(
         callbacks.append(kind(*values))
 
     has_bar = _has_bar(callbacks, progress_bar)
-    attach("progress_bar", progress_bar and not has_bar, "enable_progress_bar")  # on all processes; the main one shows it
+    attach("progress_bar", progress_bar and not has_bar, "enable_progress_bar")  # on all processes; the main process shows it
     attach(_summary_to_add(callbacks), summary, "enable_model_summary")
     attach("timer", arguments.max_time is not None, "max_time", arguments.max_time)
     schedule = arguments.accumulation_schedule

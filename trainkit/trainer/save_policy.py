@@ -237,7 +237,7 @@ class SavePolicy:
     def tell_loggers(self, callback: Any) -> None:
         """A checkpoint of a callback is complete; called on the main process, in any thread.
 
-        Loggers that define `after_save_checkpoint` are told in the main thread, which may be logging now.
+        Loggers that define `after_save_checkpoint` are called in the main thread, which may be logging now.
         """
         if any(is_overridden(logger, "after_save_checkpoint", Logger) for logger in self._run.loggers):
             self._complete.append(callback)
