@@ -121,7 +121,7 @@ def test_checkpoints_are_ranked_by_what_all_processes_have_logged(tmp_path: Any)
     """Checkpoints are ranked by values that are reduced over all ranks.
 
     A training metric is ranked at the end of its epoch. A name that training and validation log is ranked by validation's
-    value; its values of validation steps are not in `callback_metrics`. The main process's loggers are told of each.
+    value; its values of validation steps are not in `callback_metrics`. The main process's loggers get each of them.
     """
     names = ["both", "both_epoch", "both_step", "own"]  # both_step is of a training step
     expected = {"own": [1.5, 1.5], "both": [0.5, 1.5]}, names, 1.5

@@ -6,7 +6,10 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer
 
+from trainkit import Callback
 from trainkit.trainer.arguments import TrainerArguments
 from trainkit.trainer.due import DueDates
 from trainkit.trainer.progress import RunProgress
@@ -127,6 +130,30 @@ def test_after_a_time() -> None:
     progress.current_epoch = 2
     progress.request_validation()
     assert validated(across, None, range(4)) == [0]
+
+
+class Validated(Callback):
+    """Notes the step of each validation, and compares those of all ranks."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.steps: list[int] = []
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.steps.append(trainer.global_step)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.by_rank = trainer.strategy.world.exchange(self.steps)
+
+
+@pytest.mark.world_size(2)
+def test_all_ranks_validate_after_the_same_step_when_a_time_is_over() -> None:
+    """The clock of the main process decides."""
+    validated = Validated()
+    trainer = make_trainer(validated, strategy="ddp", devices=2, max_epochs=50, val_check_interval=timedelta(microseconds=1))
+    trainer.fit(TinyModule(), tiny_loader(), tiny_loader(8))
+    first, second = validated.by_rank
+    assert first == second != []
 
 
 def test_every_n_optimizer_steps() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import ManualModule, TinyModule, tiny_loader
 from helpers.runs.trainers import Memory, Recorder, make_trainer, parameters_of, same
 from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
@@ -16,19 +16,9 @@ from trainkit.callbacks import GradientClipping
 from trainkit.errors import ConfigurationError, MetricError
 
 
-class Manual(TinyModule):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-
-
 def test_manual_is_automatic() -> None:
     """Manual optimization with the usual calls gives the same parameters as automatic optimization."""
-    manual, automatic = Manual(), TinyModule()
+    manual, automatic = ManualModule(), TinyModule()
     manual.load_state_dict(automatic.state_dict())
     for module in (manual, automatic):
         make_trainer(max_epochs=2).fit(module, tiny_loader(14, shuffle=True))
@@ -38,7 +28,7 @@ def test_manual_is_automatic() -> None:
 def test_lbfgs_with_a_closure() -> None:
     """LBFGS fits a line exactly, and gives the same parameters as a loop in plain torch."""
 
-    class Fitting(Manual):
+    class Fitting(ManualModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             optimizer = self.optimizers()
 
@@ -76,7 +66,7 @@ def test_lbfgs_with_a_closure() -> None:
 
 
 def test_a_closure_cannot_work_with_a_loss_scaler() -> None:
-    class Closing(Manual):
+    class Closing(ManualModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.optimizers().step(lambda: self.loss(batch))
 
@@ -85,7 +75,7 @@ def test_a_closure_cannot_work_with_a_loss_scaler() -> None:
 
 
 def test_global_step_counts_training_steps_in_which_any_optimizer_stepped() -> None:
-    class Every(Manual):
+    class Every(ManualModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             optimizer = self.optimizers()
             self.manual_backward(self.loss(batch) / 2)
@@ -106,7 +96,7 @@ def test_global_step_counts_training_steps_in_which_any_optimizer_stepped() -> N
 def test_one_optimizer_and_one_scheduler_are_no_list() -> None:
     """`optimizers()` and `lr_schedulers()` return a single object itself and not a list."""
 
-    class One(Manual):
+    class One(ManualModule):
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()
             return [optimizer], [StepLR(optimizer, 1)]
@@ -116,13 +106,13 @@ def test_one_optimizer_and_one_scheduler_are_no_list() -> None:
             assert isinstance(self.lr_schedulers(), StepLR)
 
     make_trainer().fit(One(), tiny_loader(4))
-    assert Manual().automatic_optimization is False
+    assert ManualModule().automatic_optimization is False
 
 
 def test_trainer_never_steps_schedulers_in_manual_optimization() -> None:
     """With manual optimization, the Trainer never steps the schedulers."""
 
-    class Scheduled(Manual):
+    class Scheduled(ManualModule):
         def configure_optimizers(self) -> Any:
             self.inner = super().configure_optimizers()
             return [self.inner], [{"scheduler": StepLR(self.inner, 1, 0.5), "interval": "step"}, StepLR(self.inner, 1, 0.5)]
@@ -152,18 +142,18 @@ def test_trainer_never_steps_schedulers_in_manual_optimization() -> None:
 )
 def test_arguments_without_effect_are_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        make_trainer(**arguments).fit(Manual(), tiny_loader())
+        make_trainer(**arguments).fit(ManualModule(), tiny_loader())
 
 
 def test_overrides_that_are_never_called() -> None:
-    class Weighing(Manual):
+    class Weighing(ManualModule):
         def batch_weight(self, batch: Any) -> float:
             return 1.0
 
     with pytest.raises(ConfigurationError, match="batch_weight needs automatic optimization"):
         make_trainer().fit(Weighing(), tiny_loader())
     with pytest.raises(ConfigurationError, match="need automatic optimization"):
-        make_trainer(GradientClipping(1.0)).fit(Manual(), tiny_loader())
+        make_trainer(GradientClipping(1.0)).fit(ManualModule(), tiny_loader())
 
 
 @pytest.mark.filterwarnings("ignore:no optimizer step was made")
@@ -171,7 +161,7 @@ def test_trainer_never_calls_clipping_in_manual_optimization() -> None:
     """With manual optimization, the Trainer never calls configure_gradient_clipping: the module does."""
     calls = []
 
-    class Clipping(Manual):
+    class Clipping(ManualModule):
         def configure_gradient_clipping(self, optimizer: Any, value: Any = None, algorithm: Any = None) -> None:
             calls.append(value)
 
@@ -197,7 +187,7 @@ def test_an_update_can_be_skipped_by_a_hook() -> None:
             if trainer.batch_idx == 1:
                 trainer.accelerator.skip_update()
 
-    class Asking(Manual):
+    class Asking(ManualModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 3:
                 self.trainer.accelerator.skip_update()  # no optimizer step follows that could be skipped
@@ -217,7 +207,7 @@ def test_what_training_step_returns_goes_to_the_hooks() -> None:
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             seen.append(outputs)
 
-    class Returning(Manual):
+    class Returning(ManualModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return ["anything", batch_idx]
 
@@ -226,7 +216,7 @@ def test_what_training_step_returns_goes_to_the_hooks() -> None:
 
 
 def test_logging_in_a_hook_of_fit_is_refused() -> None:
-    class Early(Manual):
+    class Early(ManualModule):
         def on_fit_start(self) -> None:
             self.log("x", 1.0)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import ManualModule, TinyModule, tiny_loader
 from helpers.runs.trainers import Recorder, make_trainer, parameters_of, same
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
@@ -54,18 +54,6 @@ class Lossless(TinyModule):
         return None if batch[0].isnan().any() else self.loss(batch)
 
 
-class Manual(TinyModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-
-
 class LastBatch(Callback):
     def __init__(self) -> None:
         self.ended: list[tuple[int, int]] = []
@@ -76,7 +64,7 @@ class LastBatch(Callback):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("kind, window", [(TinyModule, 1), (TinyModule, 2), (TinyModule, 3), (Manual, 1)])
+@pytest.mark.parametrize("kind, window", [(TinyModule, 1), (TinyModule, 2), (TinyModule, 3), (ManualModule, 1)])
 def test_they_are_skipped(kind: type[TinyModule], window: int, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     recorder, last, module = Recorder(), LastBatch(), kind()
     trainer = make_trainer(recorder, last, max_epochs=2, accumulate_grad_batches=window)
@@ -131,4 +119,4 @@ def test_on_one_of_two_processes(window: int, stream: bool) -> None:
 def test_where_each_process_needs_a_batch() -> None:
     trainer = make_trainer(strategy="ddp", devices=2)
     with pytest.raises(DataError, match="yielded None .* manual optimization .* Return a usable one from the collate_fn"):
-        trainer.fit(Manual(), loader(nothing))
+        trainer.fit(ManualModule(), loader(nothing))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.launch.members import GRACE, as_script, end_of, now
-from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import ManualModule, TinyModule, tiny_loader
 from helpers.runs.trainers import make_trainer
 from helpers.worlds.worlds import run_world
 from torch import Tensor
@@ -297,18 +297,6 @@ class Lossless(TinyModule):
         return None if batch_idx == 1 and self.global_rank == 1 else loss
 
 
-class Manual(TinyModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-
-
 class Ending(Callback):
     """Ends the second epoch early on all ranks, and saves a checkpoint at the end of training."""
 
@@ -322,7 +310,7 @@ class Ending(Callback):
 def counted(kinds: list[str], strategy: str) -> list[int]:
     begun = []
     for kind in kinds:
-        module: TinyModule = {"manual": Manual, "no loss": Lossless}.get(kind, TinyModule)()
+        module: TinyModule = {"manual": ManualModule, "no loss": Lossless}.get(kind, TinyModule)()
         arguments: dict[str, Any] = {"accumulate_grad_batches": 3} if kind == "windows" else {}
         trainer = make_trainer(Ending(), max_epochs=2, strategy=strategy, devices=2, log_every_n_steps=2, **arguments)
         loader = DataLoader(Rows(26), batch_size=4)

@@ -23,6 +23,7 @@ __all__ = [
     "PassThroughProfiler",
     "Profiler",
     "SimpleProfiler",
+    "begun_already",
     "make_profiler",
 ]
 
@@ -198,9 +199,7 @@ class SimpleProfiler(Profiler):
             ConfigurationError: It has begun already.
         """
         if action_name in self.current_actions:
-            raise ConfigurationError(
-                f"profiler.start({action_name!r}): the action has begun already. Call stop({action_name!r}) first."
-            )
+            raise begun_already(action_name)
         self.current_actions[action_name] = time.perf_counter()
 
     def stop(self, action_name: str) -> None:
@@ -241,6 +240,13 @@ class SimpleProfiler(Profiler):
             calls, share = (f"{count:>10}", f"{total / whole:>9.1%}") if self.extended else ("", "")
             lines.append(f"{name:<52}{calls}{total / count * 1e3:>12.3f}{total:>12.3f}{share}")
         return "\n".join(lines)
+
+
+def begun_already(action_name: str) -> ConfigurationError:
+    """The error for a second `start` of an action without a `stop`."""
+    return ConfigurationError(
+        f"profiler.start({action_name!r}): the action has begun already. Call stop({action_name!r}) first."
+    )
 
 
 def _no_durations() -> array[float]:

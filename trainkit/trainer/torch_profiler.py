@@ -13,7 +13,7 @@ from torch.autograd.profiler_util import EventList
 from torch.profiler import record_function
 
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
-from trainkit.trainer.profiler import Profiler
+from trainkit.trainer.profiler import Profiler, begun_already
 
 __all__ = ["PyTorchProfiler"]
 
@@ -127,9 +127,7 @@ class PyTorchProfiler(Profiler):
             ConfigurationError: It has begun already.
         """
         if action_name in self._open:
-            raise ConfigurationError(
-                f"profiler.start({action_name!r}): the action has begun already. Call stop({action_name!r}) first."
-            )
+            raise begun_already(action_name)
         self._begin_outside_a_run()
         self._open[action_name] = record_function(action_name)
         self._open[action_name].__enter__()

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit import TrainModule
 
-__all__ = ["TinyModule", "tiny_loader"]
+__all__ = ["ManualModule", "TinyModule", "tiny_loader"]
 
 
 class TinyModule(TrainModule):
@@ -42,6 +42,20 @@ class TinyModule(TrainModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
+
+
+class ManualModule(TinyModule):
+    """The same with manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
 
 
 def tiny_loader(samples: int = 16, batch_size: int = 4, **options: object) -> DataLoader:
