@@ -18,7 +18,7 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-docs test-slow test-zero test-xla test-lightning check docs docs-serve dist format clean
+.PHONY: help demo test test-docs test-slow test-fsdp test-zero test-xla test-lightning check docs docs-serve dist format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -34,6 +34,9 @@ test-docs: $(VENV)/.test ## run the code of the documentation's pages
 
 test-slow: $(VENV)/.test ## the tests marked slow, and those of how soon things happen, one after the other
 	$(PYTEST) -m "(slow or prompt) and not xla and not docs" $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
+
+test-fsdp: $(VENV)/.test ## the full grids of FSDPStrategy
+	$(PYTEST) -n $(JOBS) --maxprocesses 4 -m fsdp $(ARGS)
 
 test-zero: $(VENV)/.test ## the full grids of ZeRO; compiles a part of DeepSpeed the first time
 	$(RUN) tests/helpers/zero/compile_extensions.py

@@ -66,7 +66,10 @@ class AttachedModule(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the module's floating-point parameters."""
+        """The dtype of the module's floating-point parameters in the forward; between forwards they may be master weights."""
+        trainer = self._trainer
+        if trainer is not None and trainer.stage is not None and trainer.strategy.owns_masters:
+            return trainer.strategy.precision.parameter_dtype
         return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
     @property

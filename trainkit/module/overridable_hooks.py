@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 from trainkit.nested import move
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from trainkit.callback import Callback
 
 __all__ = ["DataHooks", "ModuleHooks", "find_source", "is_overridden"]
@@ -90,6 +92,21 @@ class ModuleHooks(DataHooks):
 
     def configure_model(self) -> None:
         """Build large layers here: directly on the device, in the dtype of the run, and sharded if the strategy shards."""
+
+    def parallelize(self, mesh: DeviceMesh) -> None:
+        """Shard the layers over the ranks of a tensor-parallel group, under `FSDPStrategy(tensor_parallel=...)`.
+
+        Called after `configure_model`, with the values of rank 0, and before parameters are sharded over the other ranks.
+
+        Args:
+            mesh: The device mesh, with the dimensions `"data"` and `"tensor"`.
+
+        Example:
+            ```python
+            def parallelize(self, mesh):
+                parallelize_module(self.mlp, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            ```
+        """
 
     def configure_callbacks(self) -> Callback | list[Callback]:
         """Return the callbacks of this module; one of a class that the trainer also has replaces the trainer's."""

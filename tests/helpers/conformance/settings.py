@@ -43,6 +43,8 @@ class Setting:
         devices: Number of devices of each process.
         options: Arguments of the strategy's class.
         marks: Names of the pytest marks of its tests.
+        needs_loss: A training step without a loss is an error.
+        label: Name of the setting, if a strategy has several.
     """
 
     name: str
@@ -50,6 +52,8 @@ class Setting:
     devices: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
     marks: tuple[str, ...] = ()
+    needs_loss: bool = False
+    label: str = ""
 
     @property
     def info(self) -> StrategyInfo:
@@ -95,7 +99,15 @@ _SETTINGS = (
     ONE_DEVICE,
     *(Setting(name, marks=("zero",)) for name in ("zero1", "zero2")),
     # with the default threshold, no parameter of a model as small as that of the suite is sharded
-    *(Setting(name, options={"param_persistence_threshold": 0}, marks=("zero",)) for name in ("zero3", "zero3_offload")),
+    *(
+        Setting(name, options={"param_persistence_threshold": 0}, marks=("zero",), needs_loss=True)
+        for name in ("zero3", "zero3_offload")
+    ),
+    Setting("fsdp", options={"wrap": "Linear"}),
+    *(Setting("fsdp", size, options={"wrap": "Linear"}, marks=("fsdp",), label=f"fsdp-{size}") for size in (1, 3, 4)),
+    Setting("fsdp", 4, options={"wrap": "Linear", "replicas": 2}, marks=("fsdp",), label="fsdp-replicas"),
+    Setting("fsdp", options={"accumulate": "reshard"}, marks=("fsdp",), label="fsdp-reshard"),
+    Setting("fsdp", options={"offload_params": "cpu"}, marks=("fsdp",), label="fsdp-offload"),
     *(Setting(name, processes=1, devices=4, marks=("xla",)) for name in ("xla", "xla_fsdp")),
 )
 
@@ -119,9 +131,9 @@ def settings() -> list[Any]:
     """
     _import_named()
     names = [name for info in (*strategy_infos(), toy.INFO) for name in info.names]
-    known = {setting.name: setting for setting in _SETTINGS}
-    chosen = [known.get(name, Setting(name)) for name in names] + [s for s in _SETTINGS if s.name not in names]
-    return [pytest.param(setting, id=setting.name, marks=_marks(setting)) for setting in chosen]
+    known = {setting.label or setting.name: setting for setting in _SETTINGS}
+    chosen = [known.pop(name, Setting(name)) for name in names] + list(known.values())
+    return [pytest.param(setting, id=setting.label or setting.name, marks=_marks(setting)) for setting in chosen]
 
 
 def _marks(setting: Setting) -> list[Any]:

@@ -38,7 +38,7 @@ class Journal(Callback):
         step = trainer.global_step - (trainer.accelerator.sync_gradients)
         line = {
             "step": step,
-            "m": trainer.current_epoch * 10**6 + batch_idx * trainer.world_size + trainer.global_rank,
+            "m": trainer.current_epoch * 10**6 + batch_idx * trainer.world_size + trainer.strategy.data_world.rank,
             "loss": float(outputs["loss"]).hex(),
             "ids": batch["id"].tolist(),
             "seen": [value.hex() for value in batch["x"].sum(1).tolist()],

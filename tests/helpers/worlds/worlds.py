@@ -39,6 +39,7 @@ _PRELOAD = [
     "trainkit",
     "trainkit.trainer.trainer",
     "trainkit.strategies.ddp.ddp_strategy",
+    "trainkit.strategies.fsdp.fsdp_strategy",
     "trainkit.strategies.zero.zero_strategy",
     "deepspeed",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # its import takes over a second

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from helpers.fsdp.fsdp_cases import FSDP
 from helpers.runs.parity import RegressionModule
 from torch import Tensor, nn
 
-from trainkit.strategies import DDPStrategy, ZeROStrategy
+from trainkit.strategies import DDPStrategy, FSDPStrategy, ZeROStrategy
 
 __all__ = ["NVME", "STAGES", "Calm", "NoLosses", "Plain", "Sometimes", "Weighted", "Wide", "strategy"]
 
@@ -33,9 +34,11 @@ NVME: dict[str, tuple[int, str | None, str | None]] = {
 
 
 def strategy(kind: str, **options: Any) -> Any:
-    """Create the strategy for a name of `STAGES` or `NVME`, `"ddp"` or `"auto"`."""
+    """Create the strategy for a name of `STAGES`, `NVME` or `FSDP`, `"ddp"` or `"auto"`."""
     if kind == "auto":
         return kind
+    if kind in FSDP:
+        return FSDPStrategy(**{"wrap": "Linear", **FSDP[kind], **options})
     if kind == "ddp":
         return DDPStrategy(**options)
     stage, optimizer, params = (STAGES | NVME)[kind]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.fsdp.fsdp_cases import FSDP
 from helpers.runs.parity import Case, Record, RegressionModule, trained
 from helpers.zero.zero_cases import strategy
 
@@ -54,10 +55,14 @@ def assert_parity(
         make: Class of the module.
         **options: Arguments of the strategy.
     """
-    record, other = run(kind, size, window, clip, precision, make, **options), expected(size, window, clip, precision, make)
-    assert_same(record, other, LIMITS[precision])
+    readers = size // FSDP.get(kind, {}).get("tensor_parallel", 1)  # ranks that read different data
+    record = run(kind, size, window, clip, precision, make, **options)
+    other = expected(readers, window * size // readers, clip, precision, make)
+    # with tensor parallelism, each rank rounds its part of a sum
+    limit = LIMITS[precision] * (1 if readers == size or precision == "32-true" else 8)
+    assert_same(record, other, limit)
     assert ("grad_norm" in other.metrics) == (clip is not None)
-    assert record.metrics == pytest.approx(other.metrics, rel=LIMITS[precision])
+    assert record.metrics == pytest.approx(other.metrics, rel=limit)
     if precision == "32-true":
         for mine, theirs in zip(record.parameters[-1], other.parameters[-1], strict=True):
             assert torch.allclose(mine, theirs, rtol=5e-6, atol=1e-6)

@@ -66,14 +66,14 @@ def test_a_short_last_window(setting: Setting) -> None:
 @each
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_no_loss_on_one_rank(setting: Setting, accumulate: int) -> None:
-    """Its gradient counts as zero; if the backward pass is collective, all ranks raise an error.
+    """Its gradient counts as zero; a strategy that needs a loss in each step raises an error on all ranks.
 
     The last rank has no loss at the end of the second accumulation window, and rank 0 none at the beginning of the third.
     """
     way = replace(ACCUMULATION, accumulate=accumulate)
     window = way.window(setting)
     way = replace(way, without_loss=(2 * window - 1, 2 * window))
-    if setting.shards_parameters:
+    if setting.needs_loss:
         with pytest.raises(WorldError, match="LossError: training_step returned no loss"):
             setting.launch(by_trainer, way)
         return
@@ -86,7 +86,7 @@ def test_no_loss_on_any_rank(setting: Setting) -> None:
     """There is no optimizer step after an accumulation window without a loss."""
     window = ACCUMULATION.window(setting)
     way = replace(ACCUMULATION, without_loss=tuple(range(window, 2 * window)))
-    if setting.shards_parameters:
+    if setting.needs_loss:
         with pytest.raises(WorldError, match="LossError: training_step returned no loss"):
             setting.launch(by_trainer, way)
     else:

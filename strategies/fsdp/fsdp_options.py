@@ -1,0 +1,78 @@
+"""The options of `FSDPStrategy`: checked, and as the arguments of torch's `fully_shard`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from trainkit.errors import ConfigurationError
+from trainkit.module.blocks import Choice
+from trainkit.precision import Precision, is_short
+from trainkit.strategies.fsdp.units import Wrap
+
+__all__ = ["FSDPOptions"]
+
+
+@dataclass(frozen=True)
+class FSDPOptions:
+    """The arguments of `FSDPStrategy`, which explains them.
+
+    Raises:
+        ConfigurationError: One is wrong.
+    """
+
+    wrap: Wrap = None
+    reshard_after_forward: bool | int | None = None
+    mixed_precision: MixedPrecisionPolicy | None = None
+    offload_params: Literal["cpu"] | None = None
+    replicas: int = 1
+    tensor_parallel: int = 1
+    ignored_modules: Choice | Sequence[Choice] | None = None
+    accumulate: Literal["once", "reshard"] = "once"
+
+    def __post_init__(self) -> None:
+        for name, known in (("offload_params", (None, "cpu")), ("accumulate", ("once", "reshard"))):
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigurationError(
+                    f"{name}={value!r}: expected {' or '.join(map(repr, known))}. For example: "
+                    f"FSDPStrategy({name}={known[-1]!r})"
+                )
+        for name in ("replicas", "tensor_parallel"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigurationError(f"{name}={value!r}: expected a whole number ≥ 1. For example: FSDPStrategy({name}=2)")
+        if self.mixed_precision is not None and not isinstance(self.mixed_precision, MixedPrecisionPolicy):
+            raise ConfigurationError(
+                f"mixed_precision={self.mixed_precision!r}: expected torch.distributed.fsdp.MixedPrecisionPolicy. To compute "
+                "in bfloat16: Trainer(precision='bf16-mixed' or 'bf16-true'), without mixed_precision"
+            )
+
+    def changed(self) -> dict[str, Any]:
+        """The options that do not have their default."""
+        return {name: value for name, value in vars(self).items() if value != getattr(type(self), name)}
+
+    def needed_alone(self, precision: Precision) -> bool:
+        """Whether a single process needs `fully_shard` too: for master weights, or to offload parameters."""
+        return self.offload_params is not None or self.mixed_precision is not None or is_short(precision)
+
+    def has_masters(self, precision: Precision) -> bool:
+        """Whether parameters are kept in float32 and computed with in 16 bits."""
+        return is_short(precision) and self.mixed_precision is None
+
+    def arguments(self, precision: Precision, device: torch.device) -> dict[str, Any]:
+        """Arguments of `fully_shard` for each unit."""
+        policy = self.mixed_precision
+        if policy is None and is_short(precision):  # the precision converts the inputs
+            policy = MixedPrecisionPolicy(precision.parameter_dtype, torch.float32, cast_forward_inputs=False)
+        return {
+            "mp_policy": policy or MixedPrecisionPolicy(),
+            "offload_policy": OffloadPolicy()
+            if self.offload_params is None
+            else CPUOffloadPolicy(pin_memory=device.type == "cuda"),
+            "reshard_after_forward": self.reshard_after_forward,
+        }

@@ -1,0 +1,393 @@
+"""`FSDPStrategy`: shards parameters, gradients and optimizer state with torch's `fully_shard`, with tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from trainkit.accelerator.collective_checks import CollectiveChecks
+from trainkit.distributed.placement import refuse_sharded
+from trainkit.distributed.requested_devices import RequestedDevices
+from trainkit.distributed.world import World
+from trainkit.errors import ConfigurationError
+from trainkit.footprint import Contents, Footprint
+from trainkit.launch.process_group import alone
+from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
+from trainkit.module.blocks import Choice
+from trainkit.optim.stored_optimizer import StoredOptimizer
+from trainkit.precision import Precision
+from trainkit.strategies._copies import Buffers, check_modules_match
+from trainkit.strategies._gather import gathered
+from trainkit.strategies._membership import Membership
+from trainkit.strategies._reduction import average_gradients, mean
+from trainkit.strategies.fsdp import gradients, sharded_optimizer
+from trainkit.strategies.fsdp.fsdp_memory import footprint
+from trainkit.strategies.fsdp.fsdp_model import FSDPModel
+from trainkit.strategies.fsdp.fsdp_options import FSDPOptions
+from trainkit.strategies.fsdp.gradient_window import GradientWindow
+from trainkit.strategies.fsdp.info import INFO
+from trainkit.strategies.fsdp.meshes import Meshes
+from trainkit.strategies.fsdp.sharded_model import ShardedModel
+from trainkit.strategies.fsdp.tensor_parallel import Replaced, parallelize
+from trainkit.strategies.fsdp.units import Wrap, callable_parts, choose_units, ignored_parameters, refuse_unshardable
+from trainkit.strategy import Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["FSDPStrategy"]
+
+_BUCKET_MB = 25.0  # of gradients of parameters that are not sharded
+
+
+class FSDPStrategy(Strategy):
+    """PyTorch's fully sharded data parallelism (FSDP2): each rank keeps a shard of the model. What `strategy="fsdp"` makes.
+
+    Parameters, gradients and optimizer state are sharded over the ranks (Zhao et al., "PyTorch FSDP", VLDB 2023). The
+    parameters of a unit, such as one block of a transformer, are gathered before its forward and its backward, and freed
+    after. Losses, the order of samples and checkpoints are those of DDP. A parameter that a step does not use has the
+    gradient zero: weight decay and momentum still apply.
+
+    With automatic optimization, `training_step` and the other steps run while the parameters that belong to no unit are
+    whole. Under manual optimization, each submodule of the module is sharded by itself: call it, and not its layers.
+
+    Args:
+        wrap: The units: classes of modules, names or patterns of names, a function `(name, module) -> bool`, or a list of
+            them; an int: the smallest modules with at least this number of parameters; `False`: the whole model is one unit.
+            Default: the repeated blocks of the model. What is in no unit belongs to the root, which stays gathered from its
+            forward to its backward.
+        reshard_after_forward: Free the parameters of a unit after its forward, and gather them again for its backward. An
+            int: keep them sharded over groups of this number of ranks. Default: `True`, except for the root.
+        mixed_precision: torch's `MixedPrecisionPolicy`. Default: from the precision. `bf16-true` and `16-true` keep float32
+            shards as master weights, gather parameters in 16 bits and reduce gradients in float32.
+        offload_params: `"cpu"`: keep the shards of parameters, gradients and optimizer state in host memory, where the
+            optimizer steps.
+        replicas: Number of copies of the sharded model (HSDP): parameters are sharded over world size ÷ `replicas` ranks.
+        tensor_parallel: Number of ranks that share the computation of each layer, as `TrainModule.parallelize` says. They
+            read the same data.
+        ignored_modules: Modules that are not sharded, in the form of `wrap`. Their gradients are averaged as in DDP.
+        accumulate: `"once"`: reduce gradients in the last micro-batch of an accumulation window; until then each rank holds
+            whole gradients. `"reshard"`: reduce them in each micro-batch, which needs less memory and more communication.
+        process_group_backend: As in `DDPStrategy`.
+        timeout: As in `DDPStrategy`.
+        device: As in `DDPStrategy`.
+        precision: As in `Strategy`.
+
+    Raises:
+        ConfigurationError: An argument is wrong.
+
+    Example:
+        ```python
+        trainer = Trainer(strategy=FSDPStrategy(wrap="TransformerBlock"), precision="bf16-true", devices=8)
+        ```
+    """
+
+    name: ClassVar[str] = "fsdp"
+    info = INFO
+    owns_masters = reads_checkpoint_parts = shards_optimizer_state = shards_parameters = True
+
+    def __init__(
+        self,
+        *,
+        wrap: Wrap = None,
+        reshard_after_forward: bool | int | None = None,
+        mixed_precision: MixedPrecisionPolicy | None = None,
+        offload_params: Literal["cpu"] | None = None,
+        replicas: int = 1,
+        tensor_parallel: int = 1,
+        ignored_modules: Choice | Sequence[Choice] | None = None,
+        accumulate: Literal["once", "reshard"] = "once",
+        process_group_backend: str | None = None,
+        timeout: timedelta | float = timedelta(minutes=30),
+        device: str | torch.device = "auto",
+        precision: Precision | str | int | None = None,
+    ) -> None:
+        super().__init__(device, precision)
+        self.options = FSDPOptions(
+            wrap, reshard_after_forward, mixed_precision, offload_params, replicas, tensor_parallel, ignored_modules, accumulate
+        )
+        self._membership = Membership("FSDPStrategy", device, process_group_backend, timeout)
+        self.process_group_backend, self.timeout = process_group_backend, self._membership.timeout
+        self._meshes: Meshes | None = None
+        self._group = ExitStack()  # the process group of a single process
+        self._reset()
+
+    def __repr__(self) -> str:
+        options = {**self.options.changed(), "device": str(self.device), "precision": self.precision.name}
+        return f"FSDPStrategy({', '.join(f'{name}={value!r}' for name, value in options.items())})"
+
+    def _reset(self) -> None:
+        self._models: list[ShardedModel] = []
+        self._replaced: list[Replaced] = []
+        self._undo: list[Callable[[], None]] = []  # of tensor parallelism
+        self._optimizers: set[int] = set()
+        self._buffers = Buffers()
+        self._steps: ShardedModel | None = None  # of the module whose steps run in its forward
+        self._window: GradientWindow | None = None
+
+    def use_precision(self, precision: Precision | str | int, *, given: bool = True) -> None:
+        """See `trainkit.Strategy.use_precision`. `16-true` scales the loss: master weights hold what float16 cannot."""
+        super().use_precision(precision, given=given)
+        if self.precision.name == "16-true":
+            self.precision.use_scaler()
+
+    def join(self, wanted: RequestedDevices) -> None:
+        """See `trainkit.Strategy.join`."""
+        (self.world, self.device), self.joined = self._membership.join(wanted, self.device), True
+        replicas, tensor_parallel = self.options.replicas, self.options.tensor_parallel
+        if self.world.size > 1:
+            self._meshes = Meshes(self.world, self.device, replicas, tensor_parallel, self.timeout)
+        elif replicas * tensor_parallel > 1:
+            raise ConfigurationError(
+                f"{self!r} needs several processes, but this run has one. Use Trainer(devices={replicas * tensor_parallel}), "
+                "or remove replicas and tensor_parallel."
+            )
+
+    @property
+    def data_world(self) -> World:
+        """See `trainkit.Strategy.data_world`. The ranks of a tensor-parallel group read the same data."""
+        return self.world if self._meshes is None else self._meshes.data_world
+
+    @property
+    def mesh(self) -> Any:
+        """The device mesh, with the dimensions `"replicas"`, `"data"` and `"tensor"`; those of size 1 but `"data"` are left
+        out. `None` with a single process, and before `join`."""
+        return None if self._meshes is None else self._meshes.whole
+
+    @property
+    def _alone(self) -> bool:
+        """Whether this is a single process that needs no sharding."""
+        return self.world.size == 1 and not self.options.needed_alone(self.precision)
+
+    def prepare_module(self, module: nn.Module) -> nn.Module:
+        """Shard the parameters, with rank 0's values; buffers are broadcast from rank 0.
+
+        Raises:
+            ModuleError: The ranks have different modules, or a part cannot be sharded.
+        """
+        if self._alone:
+            return super().prepare_module(module)
+        refuse_sharded(module)
+        check_modules_match(module, self.world, "FSDP")
+        self._convert(module)
+        self._replaced.append(Replaced(module))
+        meshes = self._joined_meshes()
+        if self.options.tensor_parallel > 1:
+            self._undo.append(parallelize(module, meshes.whole, self.device))
+        manual = not getattr(module, "automatic_optimization", True)
+        made = [self._sharded(part, meshes, manual) for part in (callable_parts(module) if manual else [module])]
+        self._models += made
+        self._steps = None if manual else made[0]
+        known = {id(p) for model in made for p in (*model.sharded, *model.whole)}
+        for tensor in (*module.parameters(), *module.buffers()):
+            if id(tensor) not in known:
+                tensor.data = tensor.data.to(self.device)
+        if self.world.size > 1:
+            self._buffers.add(module, self.world)
+            self.sync_buffers()
+        self._window = GradientWindow(self._models, self.world, self.options.accumulate == "reshard", self.reduce_gradients)
+        return module
+
+    def _joined_meshes(self) -> Meshes:
+        if self._meshes is None:  # a single process
+            if not torch.distributed.is_initialized():
+                backend = self.process_group_backend or ("nccl" if self.device.type == "cuda" else "gloo")
+                self._group.enter_context(alone(backend))
+            self._meshes = Meshes(self.world, self.device, 1, 1, self.timeout)
+        return self._meshes
+
+    def _convert(self, module: nn.Module) -> None:
+        """Convert to the dtypes of the precision; shards of 16-bit parameters are float32 master weights."""
+        if not self.options.has_masters(self.precision):
+            self.precision.convert_module(module)
+            self.precision.note_other_dtypes(module)
+            return
+        for tensors, dtype in ((module.parameters(), torch.float32), (module.buffers(), self.precision.parameter_dtype)):
+            for tensor in tensors:
+                if tensor.is_floating_point():
+                    tensor.data = tensor.data.to(dtype)
+
+    def _sharded(self, module: nn.Module, meshes: Meshes, called_directly: bool) -> ShardedModel:
+        units = choose_units(module, self.options.wrap)
+        ignored = ignored_parameters(module, self.options.ignored_modules)
+        refuse_unshardable({**units, "": module}, ignored)
+        arguments = {**self.options.arguments(self.precision, self.device), "mesh": meshes.shards}
+        return ShardedModel(module, units, ignored, self.device, self.world, arguments, called_directly)
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """See `trainkit.Strategy.wrap`."""
+        return module if self._alone else FSDPModel(self._models[-1])
+
+    def unwrap(self, module: nn.Module) -> nn.Module:
+        """See `trainkit.Strategy.unwrap`."""
+        return module.module if isinstance(module, FSDPModel) else super().unwrap(module)
+
+    def step_function(
+        self, wrapped: nn.Module, module: nn.Module, name: str, compiler: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
+        """See `trainkit.Strategy.step_function`."""
+        run = super().step_function(wrapped, module, name, compiler)
+        if self._steps is not None:
+            return partial(self._steps.call, run)
+        return run if self._alone else partial(self._manual_step, run)
+
+    def _manual_step(self, run: Callable[..., Any], *args: Any) -> Any:
+        results = run(*args)
+        if not torch.is_grad_enabled():
+            self._reshard()
+        return results
+
+    def _reshard(self) -> None:
+        for model in self._models:
+            model.reshard()
+
+    def prepare_optimizer(self, optimizer: Optimizer, module: nn.Module | None) -> Optimizer:
+        """Let the optimizer step the sharded parameters. Existing state is kept.
+
+        Raises:
+            OptimizerError: It does not work on sharded parameters.
+        """
+        if self._alone:
+            return super().prepare_optimizer(optimizer, module)
+        self._reshard()
+        sharded_optimizer.use_sharded_parameters(optimizer, self._replaced, self._models)
+        sharded_optimizer.check_optimizer(optimizer, self.precision.scaler is not None)
+        self._optimizers.add(id(optimizer))
+        return super().prepare_optimizer(optimizer, module)
+
+    def begin_micro_batch(self, micro: MicroBatch) -> None:
+        """See `trainkit.Strategy.begin_micro_batch`."""
+        super().begin_micro_batch(micro)
+        for model in self._models:
+            model.outputs.clear()
+
+    def backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW, **kwargs: Any) -> None:
+        """See `trainkit.Strategy.backward`. Reduces the gradients in the last micro-batch of a window."""
+        if loss is None:
+            self.skip_backward(None, micro)
+        elif self._window is None:
+            super().backward(loss, micro, **kwargs)
+        else:
+            with self._window.backward(micro, had_loss=True):
+                super().backward(loss, micro, **kwargs)
+
+    def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
+        """See `trainkit.Strategy.skip_backward`. Takes part in the collectives of the backward with zero gradients."""
+        self.precision.scale(torch.zeros((), device=self.device))  # keeps the loss scale the same on all ranks
+        if self._window is not None:
+            self._window.skip(loss, micro)
+
+    def any_loss(self, had_loss: bool) -> bool:
+        """See `trainkit.Strategy.any_loss`."""
+        return had_loss if self._window is None else self._window.any_loss(had_loss)
+
+    def reduce_gradients(self, parameters: Iterable[Tensor], micro: MicroBatch = WHOLE_WINDOW) -> None:
+        """See `trainkit.Strategy.reduce_gradients`. Only parameters that are not sharded need it."""
+        whole = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+        if whole and self.world.size > 1:
+            with self.world.collectives:
+                average_gradients(whole, _BUCKET_MB)
+
+    def mean(self, value: Tensor) -> Tensor:
+        """See `trainkit.Strategy.mean`."""
+        return value if self.world.size == 1 else mean(value)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Update the parameters, and broadcast the buffers from rank 0."""
+        self._reshard()
+        updated = super().optimizer_step(optimizer, closure)
+        self.sync_buffers()
+        return updated
+
+    def sync_buffers(self) -> None:
+        """See `trainkit.Strategy.sync_buffers`."""
+        self._buffers.sync()
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """See `trainkit.Strategy.clip_grad_norm_`. Collective."""
+        if self._alone:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        listed = list(parameters)
+        norm = gradients.global_norm(listed, norm_type, self.device)
+        gradients.clip_norm(listed, max_norm, norm)
+        return norm
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """See `trainkit.Strategy.clip_grad_value_`."""
+        gradients.clip_values(parameters, clip_value)
+
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor | None:
+        """See `trainkit.Strategy.gradient_norm`."""
+        if self._alone:
+            return None
+        return gradients.global_norm([p for group in optimizer.param_groups for p in group["params"]], 2.0, self.device)
+
+    def gathered_parameters(self, module: nn.Module, modified: bool = False) -> AbstractContextManager[Any]:
+        """See `trainkit.Strategy.gathered_parameters`. Changes reach the master weights."""
+        contexts = ExitStack()
+        inside = set(module.modules())
+        for model in self._models:
+            if model.module in inside or module in set(model.module.modules()):
+                contexts.enter_context(model.gathered(module, modified))
+        return contexts if self._models else nullcontext()
+
+    def stored_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
+        """See `trainkit.Strategy.stored_weights`."""
+        self._reshard()
+        own = {id(parameter) for parameter in module.parameters()}
+        return {id(p): m.shards.sharded_tensor(p, p) for m in self._models for p in m.sharded if id(p) in own}
+
+    def load_weights(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """See `trainkit.Strategy.load_weights`."""
+        for model in self._models:
+            for parameter in model.sharded:
+                if parameter in values:
+                    model.shards.load(parameter, parameter, values[parameter])
+
+    def stored_optimizer(self, optimizer: Optimizer) -> StoredOptimizer | None:
+        """See `trainkit.Strategy.stored_optimizer`."""
+        if self._alone:
+            return None
+        if id(optimizer) not in self._optimizers:
+            raise ConfigurationError(
+                "the run is over, so the optimizer's sharded state cannot be gathered any more. Save during fit, in a "
+                "callback: trainer.save_checkpoint(path); or only the weights: trainer.save_checkpoint(path, weights_only=True)"
+            )
+        return sharded_optimizer.stored_optimizer(optimizer, self._models)
+
+    def load_optimizer(self, optimizer: Optimizer, stored: StoredOptimizer) -> None:
+        """See `trainkit.Strategy.load_optimizer`."""
+        sharded_optimizer.load_optimizer(optimizer, stored, self._models)
+
+    def footprint(self, contents: Contents, processes: int) -> Footprint:
+        """See `trainkit.Strategy.footprint`."""
+        return footprint(contents, max(1, processes // self.options.replicas), self.name)
+
+    def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:
+        """See `trainkit.Strategy.all_gather`."""
+        return data if self.world.size == 1 else gathered(data, self.world, self.device, sync_grads, alike)
+
+    def barrier_for(self, verb: str) -> None:
+        """See `trainkit.Strategy.barrier_for`."""
+        CollectiveChecks.of(self.world).wait(verb)
+
+    def teardown(self) -> None:
+        """Restore the modules: their parameters are whole again. Process groups stay open."""
+        with ExitStack() as rest:  # runs all callbacks, even if one fails
+            if self.world.size == 1:
+                self._meshes = None  # its process group ends too
+            rest.callback(self._group.close)
+            rest.callback(self._reset)
+            for remove_hooks in self._undo:
+                rest.callback(remove_hooks)
+            for model in self._models:
+                rest.callback(model.restore, collective=not self.broken)

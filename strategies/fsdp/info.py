@@ -1,0 +1,18 @@
+"""What the registry knows about `FSDPStrategy` without importing it."""
+
+from __future__ import annotations
+
+from trainkit.registry import StrategyInfo
+
+__all__ = ["INFO"]
+
+_PATH = "trainkit.strategies.fsdp.fsdp_strategy:FSDPStrategy"
+
+INFO = StrategyInfo(
+    path=_PATH,
+    names={"fsdp": {}},
+    aliases={"fsdp2": ("fsdp", {}), "fsdp_cpu_offload": ("fsdp", {"offload_params": "cpu"})},
+    devices=("cpu", "cuda"),
+    file_types={"FSDP": "fsdp"},
+    footprints=((_PATH, {"device": "cpu"}),),
+)

@@ -1,0 +1,291 @@
+"""A module whose parameters `fully_shard` has sharded: it runs the module's methods, and can restore the whole module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from trainkit.distributed.world import World
+from trainkit.errors import ModuleError
+from trainkit.nested import leaves
+from trainkit.strategies._reduction import broadcast
+from trainkit.strategies.fsdp.shards import Shards
+from trainkit.strategies.fsdp.torch_internals import allocate, remove_fully_shard, without_forward_hooks
+from trainkit.strategies.fsdp.units import Slot, slots
+
+__all__ = ["Root", "ShardedModel"]
+
+
+class _ZeroGradient(torch.autograd.Function):
+    """A zero whose backward pass gives a parameter a zero gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        ctx.save_for_backward(parameter)
+        return torch.zeros((), device=parameter.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (parameter,) = ctx.saved_tensors
+        return torch.zeros_like(parameter)
+
+
+class Root(nn.Module):
+    """The outermost module that `fully_shard` is called with. Its forward calls a function, such as a step of the module.
+
+    So any method of the user's module can run while the parameters that belong to no unit are whole.
+
+    Args:
+        module: the user's module.
+        slots: the places of these parameters.
+
+    Attributes:
+        outputs: outputs of the last forward that a backward pass can begin at, if its result is not used.
+    """
+
+    def __init__(self, module: nn.Module, slots: list[Slot]) -> None:
+        super().__init__()
+        self.module = module
+        self._slots = slots
+        self._inside = False
+        self.outputs: list[Tensor] = []
+
+    def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Returns the result of `run`, and a tensor that depends on a parameter of the root, or `None`."""
+        self._inside = torch.is_grad_enabled()
+        try:
+            results = run(*args, **kwargs)
+        finally:
+            inside, self._inside = self._inside, False
+        return results, self._anchor() if inside else None
+
+    def _anchor(self) -> Tensor | None:
+        """With it, a backward pass that does not reach the results still reaches torch's hooks of the root."""
+        trained = (owner._parameters[name] for owner, name in self._slots)
+        first = next((p for p in trained if p is not None and p.requires_grad), None)
+        if first is None:
+            return None
+        anchor: Tensor = _ZeroGradient.apply(first)  # type: ignore[no-untyped-call]
+        return anchor
+
+    def keep_outputs(self, unit: nn.Module, args: Any, outputs: Any) -> None:
+        """Keep the outputs of a unit in the current forward. A forward hook of the unit."""
+        if self._inside:  # not where activation checkpointing runs the forward again
+            self.outputs += [leaf for leaf in leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+class ShardedModel:
+    """Shards a module with torch's `fully_shard`.
+
+    The steps: move a unit to the device with rank 0's values, shard it, then the next one. So at most one whole unit is on
+    the device. Buffers and ignored parameters stay whole.
+
+    Args:
+        module: the user's module; parameters may be sharded over a tensor-parallel group already.
+        units: the modules inside it to shard by themselves, by name.
+        ignored: parameters that are not sharded.
+        device: the device of this process.
+        world: the processes.
+        options: arguments of `fully_shard`.
+        called_directly: the user's code calls the module itself, and not `call`.
+
+    Attributes:
+        module: the user's module.
+        units: the modules inside it that are sharded by themselves, by name.
+        all_units: these, and the root.
+        sharded: the sharded parameters.
+        whole: the parameters that are whole on each rank.
+        shards: where the parts of the sharded parameters lie.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: dict[str, nn.Module],
+        ignored: set[nn.Parameter],
+        device: torch.device,
+        world: World,
+        options: dict[str, Any],
+        called_directly: bool = False,
+    ) -> None:
+        self.module, self.units, self._device, self._world = module, units, device, world
+        self._inner = set(units.values())
+        self._slots = list(slots(module))
+        self._former = [owner._parameters[name].device for owner, name in self._slots]  # type: ignore[union-attr]
+        self._root = module if called_directly else Root(module, self._slots_of(module))
+        self.all_units = (*units.values(), self._root)
+        self._whole_in_forward: list[Tensor] = []  # the whole parameters that torch's forward uses; always the same objects
+        self._open = False  # inside an accumulation window
+        self._syncs = True
+        for unit in reversed(self.all_units[:-1]):  # blocks inside of blocks first
+            self._shard(unit, ignored, options)
+        self._shard(self._root, ignored, options)
+        allocate(self._root, torch.device("cpu") if _offloads(options) else device)
+        distinct = list({id(p): p for owner, name in self._slots if (p := owner._parameters[name]) is not None}.values())
+        self.sharded = [p for p in distinct if isinstance(p, DTensor)]
+        self.whole = [p for p in distinct if not isinstance(p, DTensor)]
+        self.shards = Shards(self.sharded, world)
+        self._handles: list[Any] = []
+        self._hook_units()
+
+    def _slots_of(self, unit: nn.Module) -> list[Slot]:
+        """The places of the parameters of a unit that belong to no unit inside it."""
+        return list(slots(unit, self._inner.__contains__))
+
+    def _shard(self, unit: nn.Module, ignored: set[nn.Parameter], options: dict[str, Any]) -> None:
+        """Move the own parameters of a unit to the device, with rank 0's values, and shard them."""
+        found: dict[int, nn.Parameter] = {}
+        for owner, name in self._slots_of(unit):
+            parameter = owner._parameters[name]
+            if parameter is not None and not parameter.is_meta and not isinstance(parameter, DTensor):
+                found[id(parameter)] = parameter
+        for parameter in found.values():
+            parameter.data = parameter.data.to(self._device).contiguous()
+        if self._world.size > 1:
+            broadcast([parameter.data for parameter in found.values()])
+        fully_shard(unit, ignored_params=ignored, **options)
+
+    def _hook_units(self) -> None:
+        set_unused = getattr(self._root, "set_reduce_scatter_unused_params", None)  # torch ≥ 2.13
+        if set_unused is not None:
+            set_unused(True)
+        for unit in self.all_units:
+            handles: list[Any] = []
+
+            def collect(unit: nn.Module, *_: Any, handles: list[Any] = handles) -> None:
+                self._whole_in_forward += [p for o, n in self._slots_of(unit) if (p := o._parameters[n]) is not None]
+                handles.pop().remove()
+
+            handles.append(unit.register_forward_pre_hook(collect))  # after torch's own, which makes them whole
+            self._handles += handles
+            if isinstance(self._root, Root) and unit is not self._root:
+                self._handles.append(unit.register_forward_hook(self._root.keep_outputs))
+
+    # ------------------------------------------------------------------------------------------------------- running
+
+    def call(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function while the parameters that belong to no unit are whole. Collective."""
+        if not isinstance(self._root, Root):
+            results = run(*args, **kwargs)
+        else:
+            with self._world.collectives:
+                results, anchor = self._root(run, *args, **kwargs)
+            if anchor is not None:
+                self._root.outputs.append(anchor)
+        if not torch.is_grad_enabled():
+            self.reshard()
+        return results
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """Outputs at which a backward pass can begin if the results are not used; cleared for each micro-batch."""
+        return self._root.outputs if isinstance(self._root, Root) else []
+
+    def reshard(self) -> None:
+        """Free the whole parameters that no backward pass has freed: a later forward would not see new values."""
+        for unit in self.all_units:
+            unit.reshard()  # type: ignore[operator]
+
+    def begin_backward(self, first: bool, last: bool, syncs: bool) -> None:
+        """Before each backward pass of an accumulation window.
+
+        Args:
+            first: it is the first of its window.
+            last: it is the last of its window.
+            syncs: it reduces the gradients over the ranks.
+        """
+        if first and self._open:  # the window before had no last micro-batch: its gradients are dropped
+            for parameter in self._whole_in_forward:
+                parameter.grad = None
+        self._open = not last
+        if syncs != self._syncs:
+            self._root.set_requires_gradient_sync(syncs)  # type: ignore[operator]
+            self._syncs = syncs
+
+    @contextmanager
+    def masked(self) -> Iterator[None]:
+        """Within it a backward pass computes zero gradients. A zero gradient of the loss would not do: 0 × NaN is NaN."""
+        with ExitStack() as masks:
+            for parameter in {id(p): p for p in (*self._whole_in_forward, *self.whole)}.values():
+                if parameter.requires_grad:
+                    masks.enter_context(parameter.register_hook(torch.zeros_like))
+            yield
+
+    def check_gradients(self) -> None:
+        """Check that the backward pass has reduced the gradients of all trained parameters.
+
+        Raises:
+            ModuleError: a parameter has no gradient.
+        """
+        if all(parameter.grad is not None or not parameter.requires_grad for parameter in self.sharded):
+            return
+        missing = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
+        shown = ", ".join(missing[:5]) + (", …" if missing[5:] else "")
+        raise ModuleError(
+            f"the backward pass has reduced no gradient for {shown}. Expected a loss that depends on each trained parameter, "
+            "and units and steps that return tensors, or lists, tuples, dicts or dataclasses of tensors. Freeze what is not "
+            "used: parameter.requires_grad_(False)"
+        )
+
+    # ----------------------------------------------------------------------------------------------------- whole again
+
+    @contextmanager
+    def gathered(self, module: nn.Module, modified: bool) -> Iterator[None]:
+        """Within it a part of the module has whole parameters on all ranks. Collective.
+
+        Args:
+            module: the part.
+            modified: keep rank 0's changes.
+        """
+        self.reshard()
+        inside = [(owner, name) for owner, name in slots(module) if isinstance(owner._parameters[name], DTensor)]
+        shards: list[Any] = [owner._parameters[name] for owner, name in inside]
+        whole = {id(parameter): parameter for parameter in shards}
+        for key, parameter in whole.items():
+            with self._world.collectives:
+                whole[key] = nn.Parameter(self.shards.whole(parameter, parameter), requires_grad=parameter.requires_grad)
+        for (owner, name), parameter in zip(inside, shards, strict=True):
+            owner._parameters[name] = whole[id(parameter)]
+        parts = set(module.modules())
+        try:
+            with without_forward_hooks([unit for unit in self.all_units if unit in parts or unit is self._root]):
+                yield
+        finally:
+            for (owner, name), parameter in zip(inside, shards, strict=True):
+                owner._parameters[name] = parameter
+        if modified:
+            broadcast([parameter.data for parameter in whole.values()])
+            for parameter in {id(p): p for p in shards}.values():
+                self.shards.load(parameter, parameter, whole[id(parameter)])
+
+    def restore(self, collective: bool) -> None:
+        """Remove torch's hooks. All parameters are whole again, on the devices that they were on before.
+
+        Args:
+            collective: all ranks call it; if not, parameters stay sharded.
+        """
+        if collective:
+            self.reshard()
+        for handle in self._handles:
+            handle.remove()
+        remove_fully_shard(self.all_units)
+        made: dict[int, nn.Parameter] = {}
+        for (owner, name), device in zip(self._slots, self._former, strict=True):
+            parameter = owner._parameters[name]
+            if not collective or not isinstance(parameter, DTensor):
+                continue
+            if id(parameter) not in made:
+                with self._world.collectives:
+                    values = self.shards.whole(parameter, parameter)
+                made[id(parameter)] = nn.Parameter(values.to(device), requires_grad=parameter.requires_grad)
+            owner._parameters[name] = made[id(parameter)]
+
+
+def _offloads(options: dict[str, Any]) -> bool:
+    return isinstance(options["offload_policy"], CPUOffloadPolicy)

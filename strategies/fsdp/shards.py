@@ -1,0 +1,138 @@
+"""The parts of sharded tensors: where each rank's part lies in the whole tensor, how to gather it, and how to fill it.
+
+A checkpoint stores whole tensors. Saving sends the parts to the rank that writes the tensor. Loading copies each rank's part
+out of the whole tensor, without communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from trainkit.distributed.world import World
+from trainkit.tagged_json.tensors import ShardedTensor
+
+__all__ = ["Shards"]
+
+Range = tuple[tuple[int, int], ...]
+"""Start and end of a part in each dimension."""
+
+
+def own_range(tensor: DTensor) -> Range:
+    """Where this rank's part of a tensor lies in the whole one.
+
+    torch places an index of each dimension like the tensor itself; its local part is what this rank has of the dimension.
+    """
+    ranges = []
+    for dimension, size in enumerate(tensor.shape):
+        placements = [_along_first(placement, dimension) for placement in tensor.placements]
+        if all(isinstance(placement, Replicate) for placement in placements):
+            ranges.append((0, size))
+            continue
+        index = torch.arange(size, device=tensor.device_mesh.device_type)
+        part = distribute_tensor(index, tensor.device_mesh, placements, src_data_rank=None).to_local()
+        start = int(part[0]) if part.numel() else 0
+        ranges.append((start, start + part.numel()))
+    return tuple(ranges)
+
+
+def _along_first(placement: Any, dimension: int) -> Any:
+    """A placement over `dimension` of a tensor, for a tensor that has only that dimension."""
+    if getattr(placement, "dim", None) != dimension:
+        return Replicate()
+    if isinstance(placement, Shard):
+        return Shard(0)
+    return type(placement)(0, split_factor=placement.split_factor)  # tensor parallel and sharded over the same dimension
+
+
+def _is_empty(place: Range) -> bool:
+    return any(start == end for start, end in place)
+
+
+def _at(place: Range) -> tuple[slice, ...]:
+    return tuple(slice(start, end) for start, end in place)
+
+
+class Shards:
+    """Where the parts of sharded parameters lie, of all ranks. Making one is a collective.
+
+    Args:
+        parameters: the sharded parameters, the same ones on all ranks.
+        world: the processes.
+    """
+
+    def __init__(self, parameters: Iterable[DTensor], world: World) -> None:
+        listed = list(parameters)
+        self._world = world
+        by_rank = world.exchange([own_range(parameter) for parameter in listed])
+        self._places: dict[int, list[Range]] = {
+            id(parameter): [tuple((start, end) for start, end in one) for one in each]
+            for parameter, each in zip(listed, zip(*by_rank, strict=True), strict=True)
+        }
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._places
+
+    def sharded_tensor(self, tensor: DTensor, parameter: Tensor) -> ShardedTensor:
+        """A parameter, or optimizer state that is sharded like it, in the form in which checkpoints save it."""
+        return ShardedTensor(tensor.shape, tensor.dtype, partial(self._collect, tensor, parameter))
+
+    @torch.no_grad()
+    def _collect(self, tensor: DTensor, parameter: Tensor, owner: int | None) -> Tensor | None:
+        """The whole tensor on rank `owner`, or on all ranks if `owner` is `None`. Collective."""
+        if owner is None:
+            return self.whole(tensor, parameter)
+        rank, part = self._world.rank, tensor.to_local().detach()
+        places = self._places[id(parameter)]
+        senders = _senders(places, owner)
+        device = torch.device(tensor.device_mesh.device_type)  # of communication: an offloaded part is on the host
+        if rank != owner:
+            if rank in senders:
+                dist.send(part.to(device).contiguous(), owner)
+            return None
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        for sender in senders:
+            target = whole[_at(places[sender])]
+            if sender == rank:
+                target.copy_(part)
+            elif target.is_contiguous():
+                dist.recv(target, sender)
+            else:
+                received = torch.empty_like(target, memory_format=torch.contiguous_format)
+                dist.recv(received, sender)
+                target.copy_(received)
+        return whole
+
+    @torch.no_grad()
+    def whole(self, tensor: DTensor, parameter: Tensor) -> Tensor:
+        """The values of a parameter, or of optimizer state that is sharded like it, on all ranks. Collective."""
+        if sum(not isinstance(placement, Replicate) for placement in tensor.placements) == 1:
+            gathered: Tensor = tensor.full_tensor()
+            return gathered.detach()
+        made = self._collect(tensor, parameter, 0)  # sharded over two dimensions of the mesh: torch would gather twice
+        if made is None:
+            made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device_mesh.device_type)
+        dist.broadcast(made, 0)
+        return made
+
+    @torch.no_grad()
+    def load(self, tensor: DTensor, parameter: Tensor, whole: Tensor) -> None:
+        """Copy this rank's part of a whole tensor into its shard."""
+        place = self._places[id(parameter)][self._world.rank]
+        if not _is_empty(place):
+            tensor.to_local().copy_(whole[_at(place)])
+
+
+def _senders(places: list[Range], owner: int) -> list[int]:
+    """The ranks whose parts make up the whole tensor: of equal parts one, the owner's if it has it."""
+    first: dict[Range, int] = {}
+    for rank in (owner, *range(len(places))):
+        if not _is_empty(places[rank]):
+            first.setdefault(places[rank], rank)
+    return sorted(first.values())

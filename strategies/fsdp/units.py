@@ -1,0 +1,135 @@
+"""Which modules of a model `fully_shard` shards each by itself: the units, whose parameters are gathered together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainkit.errors import ConfigurationError, ModuleError
+from trainkit.module.blocks import Choice, chosen_modules, repeated_blocks
+
+__all__ = ["Slot", "Wrap", "callable_parts", "choose_units", "ignored_parameters", "refuse_unshardable", "slots"]
+
+Wrap = Choice | Sequence[Choice] | int | bool | None
+"""The type of the argument `wrap`."""
+
+Slot = tuple[nn.Module, str]
+"""Where a parameter is: its module, and its name in that module."""
+
+
+def choose_units(module: nn.Module, wrap: Wrap) -> dict[str, nn.Module]:
+    """The units inside a module: dotted name → module. The rest of the module is a unit of its own.
+
+    A module that shares a parameter with the rest of the model is no unit, because a parameter belongs to one unit.
+
+    Args:
+        module: the user's.
+        wrap: see `FSDPStrategy`.
+
+    Raises:
+        ConfigurationError: `wrap` is wrong, or matches no module.
+    """
+    if wrap is False:
+        return {}
+    if wrap is None or wrap is True:
+        chosen = repeated_blocks(module)
+    elif isinstance(wrap, int):
+        chosen = _of_size(module, wrap)
+    else:
+        chosen = chosen_modules(module, wrap, "wrap")
+    return {name: unit for name, unit in chosen.items() if _has_forward(unit) and not _shares_parameters(module, unit)}
+
+
+def _of_size(module: nn.Module, minimum: int) -> dict[str, nn.Module]:
+    """The smallest modules with at least so many parameters that are in none of them yet."""
+    if minimum < 1:
+        raise ConfigurationError(f"wrap={minimum}: expected a number of parameters > 0. For example: wrap=10_000_000")
+    found: dict[str, nn.Module] = {}
+    taken: set[int] = set()
+    for name, part in reversed(list(module.named_modules())):  # submodules before the modules that contain them
+        own = {id(p): p.numel() for p in part.parameters() if id(p) not in taken}
+        if part is not module and sum(own.values()) >= minimum and _has_forward(part):
+            found[name] = part
+            taken |= own.keys()
+    return dict(reversed(found.items()))
+
+
+def callable_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost submodules that have a forward and parameters."""
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:
+            yield from callable_parts(child)
+        elif next(child.parameters(), None) is not None:
+            yield child
+
+
+def _has_forward(part: nn.Module) -> bool:
+    return type(part).forward is not nn.Module.forward and next(part.parameters(), None) is not None
+
+
+def _shares_parameters(module: nn.Module, unit: nn.Module) -> bool:
+    """Whether a parameter of the unit is also used elsewhere in the module."""
+    inside = {id(part) for part in unit.modules()}
+    own = {id(p) for p in unit.parameters()}
+    return any(id(owner._parameters[name]) in own for owner, name in slots(module) if id(owner) not in inside)
+
+
+def slots(module: nn.Module, stop: Callable[[nn.Module], bool] = lambda part: False) -> Iterator[Slot]:
+    """The places of all parameters of a module, of a tied one each.
+
+    Args:
+        module: the module.
+        stop: returns whether a submodule and what it contains are passed over.
+    """
+    seen: set[int] = set()
+    pending = [module]
+    while pending:
+        part = pending.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield from ((part, name) for name, p in part._parameters.items() if p is not None)
+        pending += [child for child in reversed(list(part.children())) if not stop(child)]
+
+
+def ignored_parameters(module: nn.Module, ignored_modules: Any) -> set[nn.Parameter]:
+    """The parameters that stay whole on each rank: those of the modules that the user names, and scalars.
+
+    Raises:
+        ConfigurationError: a name matches no module.
+    """
+    chosen = {} if ignored_modules is None else chosen_modules(module, ignored_modules, "ignored_modules")
+    ignored = {p for part in chosen.values() for p in part.parameters()}
+    return ignored | {p for p in module.parameters() if p.ndim == 0}
+
+
+def refuse_unshardable(named_units: dict[str, nn.Module], ignored: set[nn.Parameter]) -> None:
+    """Refuse modules that `fully_shard` cannot shard.
+
+    Args:
+        named_units: the units and the root, by name.
+        ignored: parameters that are not sharded.
+
+    Raises:
+        ModuleError: a unit has trained parameters of several dtypes, or an embedding has sparse gradients.
+    """
+    units = set(named_units.values())
+    for name, unit in named_units.items():
+        own = [owner._parameters[key] for owner, key in slots(unit, units.__contains__)]
+        dtypes = Counter(p.dtype for p in own if isinstance(p, Tensor) and p.requires_grad and p not in ignored)
+        if len(dtypes) > 1:
+            shown = ", ".join(f"{count} of {str(dtype).removeprefix('torch.')}" for dtype, count in dtypes.most_common())
+            raise ModuleError(
+                f"{name or 'the model'} has trained parameters of several dtypes ({shown}), but torch's fully_shard gathers "
+                "the parameters of a unit in one dtype. Convert them: module.float(); or shard the part with the other dtype "
+                "by itself: FSDPStrategy(wrap=[…])"
+            )
+        for path, part in unit.named_modules():
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight not in ignored:
+                raise ModuleError(
+                    f"{f'{name}.{path}'.strip('.')} is an embedding with sparse gradients, which torch's fully_shard cannot "
+                    "reduce. Use sparse=False, or strategy='ddp'."
+                )

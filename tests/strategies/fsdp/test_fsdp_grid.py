@@ -1,0 +1,59 @@
+"""The full grids of `FSDPStrategy`; `test_fsdp_strategy.py` tests a part of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.resume.elastic import killed, parameters, resumed, undisturbed
+from helpers.runs.parity import Case
+from helpers.runs.replicas import together
+from helpers.zero.zero_cases import Calm, RegressionModule, strategy
+from helpers.zero.zero_parity import assert_parity
+from helpers.zero.zero_resume import ADAMW, assert_portable, case, save
+
+pytestmark = pytest.mark.fsdp
+
+KINDS = [("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("fsdp-reshard", 2), ("fsdp-cpu", 2), ("fsdp-root", 2)]
+KINDS += [("fsdp-replicas", 4), ("fsdp-tensor", 2), ("fsdp-tensor", 4)]
+FSDP_ENDS = [("fsdp", 2), ("fsdp", 4), ("fsdp-cpu", 2), ("fsdp-replicas", 4), ("fsdp-tensor", 4)]
+OTHER_ENDS = [("auto", 1), ("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("zero3-both-cpu", 2)]
+
+
+@pytest.mark.parametrize("kind, size", KINDS)
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_parity(kind: str, size: int, window: int, clip: float | None, precision: str) -> None:
+    assert_parity(kind, size, window, clip, precision)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("kind, size", [*FSDP_ENDS, *OTHER_ENDS])
+def test_portability(kind: str, size: int, precision: str, run_dir: Path) -> None:
+    """Saved under one configuration, resumed under all; from other strategies, under those of FSDP."""
+    make = Calm if precision == "bf16-true" else RegressionModule
+    source = run_dir / "source"
+    together(size, {"save": (save, case(precision, make), kind, source)})
+    masters = kind.startswith(("fsdp", "zero"))
+    for other, count in FSDP_ENDS if (kind, size) in OTHER_ENDS else [*FSDP_ENDS, *OTHER_ENDS]:
+        if precision != "bf16-true":
+            assert_portable(source, other, count, precision, make)
+        elif masters:  # other strategies have no master weights
+            assert_portable(source, other, count, precision, make, exact=other.startswith(("fsdp", "zero")))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("kind, size", [*FSDP_ENDS, ("fsdp-reshard", 2), ("fsdp", 3)])
+def test_exact_resume(kind: str, size: int, precision: str, run_dir: Path) -> None:
+    """A run killed by SIGKILL and resumed equals an uninterrupted one bit for bit."""
+    whole, broken = run_dir / "whole", run_dir / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    arguments = {"precision": precision, "gradient_clip_val": 1.0}
+    small = Case(samples=35, options=ADAMW, arguments=arguments)
+    expected = undisturbed(small, whole, size, strategy=strategy(kind))
+    killed(small, broken, size, 0, (1, 2), strategy=strategy(kind))
+    assert resumed(small, broken, size, 1, strategy=strategy(kind)) == expected
+    assert all(torch.equal(a, b) for a, b in zip(parameters(broken), parameters(whole), strict=True))
