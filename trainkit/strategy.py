@@ -228,10 +228,7 @@ class Strategy(Ranks):
         Raises:
             ConfigurationError: The module must be on one device, or cannot be trained where its layers are.
         """
-        why_one = None if self.keeps_placement else f"{type(self).__name__} needs a module on one device"
-        if self.world.size > 1:
-            why_one = f"there are {self.world.size} processes, and each has one device"
-        return check_placement(module, self.device, why_one)
+        return check_placement(module, self)
 
     def connect(self, module: nn.Module, model: nn.Module | None = None) -> None:
         """Called by the `Trainer`: this is its module, and what `prepare_module` returned for it; `None` after the run."""

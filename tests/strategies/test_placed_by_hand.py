@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ import trainkit.metrics.record
 import trainkit.strategy
 from trainkit import Accelerator, Precision, Strategy, TrainModule
 from trainkit.callbacks import NonFiniteGuard
+from trainkit.distributed.device import other_generators
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.strategies import DDPStrategy, ZeROStrategy
@@ -249,6 +251,14 @@ def test_the_generators_of_all_devices_are_seeded(there: Any) -> None:
     there(_seeded)
 
 
+def test_the_generators_of_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run seeds them before configure_model, and restores them."""
+    gpus = [SimpleNamespace(device=torch.device("cuda", index)) for index in range(3)]
+    monkeypatch.setattr(torch.cuda, "default_generators", gpus)
+    assert other_generators(torch.device("cuda", 1)) == (gpus[0], gpus[2])
+    assert other_generators(torch.device("cpu")) == ()
+
+
 # -------------------------------------------------------------------------------------------------- your own training loop
 
 
@@ -326,6 +336,10 @@ def _said() -> str:
         assert places(whole)["bias"] == FIRST
         strategy.teardown()
         assert strategy.where == FIRST
+    ddp = DDPStrategy(device="cpu")
+    ddp.placed_on = tuple(map(torch.device, BOTH))
+    ddp.teardown()
+    assert (ddp.where, ddp.placed_on) == ("cpu", ())
     return said.getvalue()
 
 
@@ -342,9 +356,9 @@ def _refused() -> None:
     ):
         several.prepare_module(module)
     for stage in (1, 3):
-        zero = ZeROStrategy(stage, device="cpu")
+        zero = make_trainer(strategy=ZeROStrategy(stage))
         with pytest.raises(ConfigurationError, match=r"but ZeROStrategy needs a module on one device.*no strategy"):
-            zero.placement(module)
+            zero.fit(module, tiny_loader(8))
     elsewhere = r"moved to host:1, the device of this process.*parameter, host:0.*devices=\[0\].*Strategy\('host:0'\)"
     with pytest.raises(ConfigurationError, match=elsewhere):
         OnHost(SECOND).prepare_module(module)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.console import notice
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.registry import strategy_infos
 
@@ -69,13 +71,20 @@ def placed_on(module: nn.Module) -> tuple[torch.device, ...]:
     return tuple(devices) if len(devices) > 1 else ()
 
 
-def check_placement(module: nn.Module, device: torch.device, why_one: str | None) -> tuple[torch.device, ...]:
-    """Return what `placed_on` returns for a module that can be trained where it is.
+class Placing(Protocol):
+    """What `check_placement` must know about a strategy."""
+
+    keeps_placement: ClassVar[bool]
+    world: World
+    device: torch.device
+
+
+def check_placement(module: nn.Module, strategy: Placing) -> tuple[torch.device, ...]:
+    """Return what `placed_on` returns for a module that the strategy can train where it is.
 
     Args:
         module: The user's.
-        device: The device of this process, to which batches are moved.
-        why_one: Why the module must be on one device; `None`: it need not be.
+        strategy: It moves batches to its `device`.
 
     Raises:
         ConfigurationError: It cannot be trained like this.
@@ -86,16 +95,18 @@ def check_placement(module: nn.Module, device: torch.device, why_one: str | None
     if not devices:
         return ()
     there = " and ".join(map(str, devices))
-    if why_one is not None:
+    if strategy.world.size > 1 or not strategy.keeps_placement:
+        several = f"there are {strategy.world.size} processes, and each has one device"
+        why_one = several if strategy.world.size > 1 else f"{type(strategy).__name__} needs a module on one device"
         raise ConfigurationError(
             f"{name} has layers on {there}, but {why_one}. Expected: one process and no strategy, Trainer(devices=1) or "
             "Accelerator(). To train on several processes, create the module without .to(device) and device_map, and shard "
             "it: strategy='zero3'"
         )
-    if device != devices[0]:
+    if strategy.device != devices[0]:
         raise ConfigurationError(
-            f"{name} has layers on {there}, but batches are moved to {device}, the device of this process. Expected: the "
-            f"device of the first parameter, {devices[0]}. Use Trainer(accelerator='gpu', devices=[{devices[0].index}]) or "
+            f"{name} has layers on {there}, but batches are moved to {strategy.device}, the device of this process. Expected: "
+            f"the device of the first parameter, {devices[0]}. Use Trainer(accelerator='gpu', devices=[{devices[0].index}]) or "
             f"Accelerator(strategy=Strategy({str(devices[0])!r}))"
         )
     return devices
