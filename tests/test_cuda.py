@@ -199,3 +199,41 @@ def test_weights_and_objects_of_a_device() -> None:
         assert source == "meta" or all(p is before for p, before in zip(other.parameters(), kept, strict=True))
     load_checkpoint_in_model(other, "state.safetensors", device_map={"0": "cuda", "1": "cpu", "2": "cpu", "3": "cpu"})
     assert [p.device.type for p in other.parameters()] == ["cuda", "cuda", "cpu", "cpu"]
+
+
+class Split(Net):
+    """The layers of `Net` on two devices."""
+
+    def __init__(self, devices: tuple[str, str]) -> None:
+        super().__init__(dropout=0.2)
+        self.first, self.second = self.net[:2].to(devices[0]), self.net[2:].to(devices[1])
+        del self.net
+        self.devices = devices
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(self.first(inputs).to(self.devices[1]))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step([batch[0], batch[1].to(self.devices[1])], batch_idx)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_layers_on_two_devices() -> None:
+    """They stay there, train as on one device with the same dropout, and resume exactly."""
+
+    def fitted(second: str, epochs: int, path: str | None = None) -> Split:
+        module = Split(("cuda:0", second))
+        before = [torch.cuda.get_rng_state(device) for device in module.devices]
+        trainer = make_trainer(accelerator="gpu", devices=1, seed=7, max_epochs=epochs, gradient_clip_val=0.1)
+        trainer.fit(module, loader(), ckpt_path=path)
+        trainer.save_checkpoint(f"{second[-1]}-{epochs}-{path}")
+        assert {p.device for p in module.second.parameters()} == {torch.device(second)}
+        after = [torch.cuda.get_rng_state(device) for device in module.devices]
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+        return module
+
+    whole, split, begun = fitted("cuda:0", 2), fitted("cuda:1", 2), fitted("cuda:1", 1)
+    torch.testing.assert_close(losses(split), losses(whole), rtol=1e-5, atol=0)
+    resumed = fitted("cuda:1", 2, "1-1-None")
+    assert torch.equal(torch.cat([losses(begun), losses(resumed)]), losses(split))
+    assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), split.parameters(), strict=True))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.distributed.device import find_device, generators_of
-from trainkit.distributed.placement import move_module, move_state, refuse_sharded
+from trainkit.distributed.placement import check_placement, move_module, move_rest, move_state, refuse_sharded
 from trainkit.distributed.ranks import Ranks
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError
@@ -43,6 +43,7 @@ class Strategy(Ranks):
         averages_in_step: No backward pass averages gradients over the processes; each optimizer step does.
         can_sync_batchnorm: The strategy has an option `sync_batchnorm`.
         compiles: It works with modules from `torch.compile`.
+        keeps_placement: In one process, a module whose layers are on several devices stays as it is.
         lazy_tensors: Operations are recorded, and values exist only after a sync.
         owns_masters: With 16-bit parameters the backend keeps float32 copies of them, which the optimizer updates.
         reads_checkpoint_parts: Each process reads only its part of a checkpoint's tensors, whose files are therefore
@@ -57,6 +58,7 @@ class Strategy(Ranks):
         lightning_module: The module of the run; `None` before the first one.
         model: The module as the strategy has wrapped it; outside a run the module itself.
         pad_last_batch: Short batches are padded in training.
+        placed_on: The devices on which the user has placed the layers of prepared modules; `()` if they were moved.
         joined: `join` has been called.
         micro_batch: The current one, of `begin_micro_batch`.
         broken: A run has failed on several processes, so the others do not call a collective at its end.
@@ -71,6 +73,7 @@ class Strategy(Ranks):
     averages_in_step: ClassVar[bool] = False
     can_sync_batchnorm: ClassVar[bool] = False
     compiles: ClassVar[bool] = True
+    keeps_placement: ClassVar[bool] = True
     lazy_tensors: ClassVar[bool] = False
     owns_masters: ClassVar[bool] = False
     reads_checkpoint_parts: ClassVar[bool] = False
@@ -83,6 +86,7 @@ class Strategy(Ranks):
     owns_backward: bool = False
 
     pad_last_batch: bool = False
+    placed_on: tuple[torch.device, ...] = ()
     joined: bool = False
     micro_batch: MicroBatch = WHOLE_WINDOW
     broken: bool = False
@@ -106,7 +110,7 @@ class Strategy(Ranks):
     @property
     def where(self) -> str:
         """The devices of this process, as text for messages."""
-        return str(self.device)
+        return f"{', '.join(map(str, self.placed_on))} (placed by hand)" if self.placed_on else str(self.device)
 
     def join(self, wanted: RequestedDevices) -> None:
         """Join the processes of the run: from here on `world` and `device` are known.
@@ -194,8 +198,8 @@ class Strategy(Ranks):
         self._precision_was_given = self._precision_was_given or given
 
     def generators(self) -> tuple[torch.Generator, ...]:
-        """The random generators of the device, which are seeded together with the CPU's."""
-        return generators_of(self.device)
+        """The random generators of the devices, which are seeded together with the CPU's."""
+        return tuple(one for device in self.placed_on or (self.device,) for one in generators_of(device))
 
     def building(self, pretrained: bool = False) -> AbstractContextManager[Any]:
         """A context in which layers may be sharded as they are built; with `pretrained` only models of `transformers`."""
@@ -205,13 +209,26 @@ class Strategy(Ranks):
         """Move the module to the device, convert it to the precision's dtype, and wrap it if the strategy does.
 
         Raises:
-            ConfigurationError: Parameters are already sharded over processes, as DeepSpeed leaves them.
+            ConfigurationError: Parameters are already sharded over processes, as DeepSpeed leaves them, or see `placement`.
         """
         refuse_sharded(module)
+        placed = self.placement(module)
         self.precision.convert_module(module)
         self.precision.note_other_dtypes(module)
-        move_module(module, self.device)
+        if placed:
+            self.placed_on = tuple(dict.fromkeys((*self.placed_on, *placed)))
+            move_rest(module, self.device)
+        else:
+            move_module(module, self.device)
         return module
+
+    def placement(self, module: nn.Module) -> tuple[torch.device, ...]:
+        """Return the devices on which the user has placed the layers of a module; `()`: the strategy moves it.
+
+        Raises:
+            ConfigurationError: The module must be on one device, or cannot be trained where its layers are.
+        """
+        return check_placement(module, self)
 
     def connect(self, module: nn.Module, model: nn.Module | None = None) -> None:
         """Called by the `Trainer`: this is its module, and what `prepare_module` returned for it; `None` after the run."""
@@ -372,3 +389,4 @@ class Strategy(Ranks):
 
     def teardown(self) -> None:
         """Release what `__init__` and the preparations allocated."""
+        self.placed_on = ()

@@ -363,3 +363,4 @@ class DDPStrategy(Strategy):
             replica.close()
         self._norms.restore()
         self._reset()
+        super().teardown()

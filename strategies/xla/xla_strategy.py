@@ -84,6 +84,7 @@ class XLAStrategy(Strategy):
     averages_in_step: ClassVar[bool] = True
     can_sync_batchnorm: ClassVar[bool] = True  # with SPMD, BatchNorm uses the batches of all devices anyway
     compiles: ClassVar[bool] = False
+    keeps_placement: ClassVar[bool] = False
     lazy_tensors: ClassVar[bool] = True
     supported_precisions: ClassVar[tuple[str, ...]] = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 

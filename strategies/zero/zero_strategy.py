@@ -77,7 +77,7 @@ class ZeROStrategy(Strategy):
 
     info = INFO
     accumulates_in_engine = owns_masters = reads_checkpoint_parts = shards_optimizer_state = True
-    compiles = False
+    compiles = keeps_placement = False
     supported_precisions: ClassVar[tuple[str, ...]] = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
     footprint = zero_memory.footprint
 
@@ -165,6 +165,7 @@ class ZeROStrategy(Strategy):
         if self.stage < 3:
             module = super().prepare_module(module)
         else:  # parameters are moved to the device when they are sharded
+            self.placement(module)
             self.precision.convert_module(module)
             for part in module.modules():
                 part._buffers.update({name: b if b is None else b.to(self.device) for name, b in part._buffers.items()})

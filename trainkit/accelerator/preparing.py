@@ -246,8 +246,9 @@ class PrepareVerbs:
         if self.options.compile is not None:
             model = cast("nn.Module", torch.compile(model, **self.options.compile))
         wrapped = self.strategy.prepare_module(model)
-        if not evaluation:
-            wrapped = self.strategy.wrap(wrapped)
+        for loader in self._loaders:
+            loader.generators = self.strategy.generators()  # of all devices of the model
+        wrapped = wrapped if evaluation else self.strategy.wrap(wrapped)
         self._models.append(wrapped)
         self._bare.append(self.unwrap_model(wrapped))
         precision, handler = self.strategy.precision, self.options.autocast
@@ -256,10 +257,10 @@ class PrepareVerbs:
         return given
 
     def _check_place(self, model: nn.Module) -> None:
-        elsewhere = next((p.device for p in model.parameters() if p.device != self.strategy.device), None)
-        if elsewhere is not None:
+        elsewhere = {p.device for p in model.parameters()} - {self.strategy.device}
+        if elsewhere and not self.strategy.placement(model):
             raise ConfigurationError(
-                f"device_placement=False, but the model has parameters on {elsewhere}, and the device of this process is "
+                f"device_placement=False, but the model has parameters on {elsewhere.pop()}, and the device of this process is "
                 f"{self.strategy.device}. Move the model: model.to(accelerator.device); or remove device_placement."
             )
 

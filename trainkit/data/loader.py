@@ -95,7 +95,7 @@ class PreparedLoader(Positions):
         self.source = source
         self._world, self.pads, self._reader = world, pads, reader
         self._seed, self._stage = seed, stage.of_loader(index)
-        self._device, self._generators = device, generators
+        self._device, self.generators = device, generators
         self.window = window
         self._weigh = weigh
         self._non_blocking = device.type == "cuda"
@@ -249,7 +249,7 @@ class PreparedLoader(Positions):
         self, raw: Iterator[Any], keys: Callable[[int], int], start: int, transfer: Callable[[Any, int], Any]
     ) -> Iterator[MicroBatch]:
         """Each micro-batch is one window."""
-        device, generators, finish, moves = self._device, self._generators, self._finish, self._moves
+        device, generators, finish, moves = self._device, self.generators, self._finish, self._moves
         if self._ahead is not None:
             raw, moves, transfer = self._ahead(raw, self._loads(transfer), start=start), False, _unchanged_batch
         for m, batch in enumerate(raw, start):
@@ -273,7 +273,7 @@ class PreparedLoader(Positions):
         for m, micro in enumerate(items, start):
             batch = micro.batch if ahead else transfer(micro.batch, m)
             self._note(micro.last, m if micro.first else self._window_start, m + 1)
-            seed_generators(keys(m), self._generators)
+            seed_generators(keys(m), self.generators)
             yield micro._replace(batch=batch if finish is None else finish(batch))
 
     def _note(self, last: bool, begin: int, given: int) -> None:
@@ -292,7 +292,7 @@ class PreparedLoader(Positions):
 
     def _evaluated(self, raw: Iterator[Any], keys: KeyStream, first: int, start: int) -> Iterator[MicroBatch]:
         """The micro-batches of this process, in an evaluation."""
-        generators, finish, transfer, step = self._generators, self._finish, self._transfer, self._world.size
+        generators, finish, transfer, step = self.generators, self._finish, self._transfer, self._world.size
         if self._ahead is not None:
             raw = self._ahead(raw, self._loads(lambda batch, place: self._transfer(batch, first + place * step)), start=0)
             transfer = _unchanged_batch
@@ -333,14 +333,14 @@ class PreparedLoader(Positions):
             for index in later if self.pads or self._reader is not None else range(0):
                 place, final = (begun, index), index == end - 1
                 self._note(final, begun, index + 1)
-                seed_generators(keys(begin + (index - start) * world.size + world.rank), self._generators)
+                seed_generators(keys(begin + (index - start) * world.size + world.rank), self.generators)
                 batch = self._batch_without_data()
                 yield shared.micro_batch(batch, without_data, place, 0.0, final, world.size)
 
     def _batch_of(self, piece: Piece, keys: KeyStream) -> Any:
         """The batch of a piece on the device, with the generators seeded for its forward."""
         batch = piece.batch if self._ahead is not None else self._transferred(piece).batch
-        seed_generators(keys(piece.m), self._generators)
+        seed_generators(keys(piece.m), self.generators)
         if piece.absent:
             batch = self._batch_without_data()
         elif self._finish is not None:
@@ -378,7 +378,7 @@ class PreparedLoader(Positions):
                 "Give every process some of the data."
             )
         batch = self._transfer(batch, 0)
-        seed_generators(KeyStream(self._seed, self._stage, Purpose.FORWARD, self._epoch)(0), self._generators)
+        seed_generators(KeyStream(self._seed, self._stage, Purpose.FORWARD, self._epoch)(0), self.generators)
         return batch if self._finish is None else self._finish(batch)
 
     def close(self) -> None:

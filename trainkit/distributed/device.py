@@ -6,7 +6,7 @@ import torch
 
 from trainkit.errors import ConfigurationError
 
-__all__ = ["find_device", "generators_of"]
+__all__ = ["find_device", "generators_of", "other_generators"]
 
 
 def find_device(device: str | torch.device) -> torch.device:
@@ -50,3 +50,10 @@ def generators_of(device: torch.device) -> tuple[torch.Generator, ...]:
     if device.type == "mps":
         return (torch.mps._get_default_mps_generator(),)
     return ()
+
+
+def other_generators(device: torch.device) -> tuple[torch.Generator, ...]:
+    """The random generators of the other GPUs that this process sees: a module may have layers there."""
+    if device.type != "cuda":
+        return ()
+    return tuple(one for one in torch.cuda.default_generators if one.device != device)

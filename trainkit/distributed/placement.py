@@ -1,18 +1,24 @@
-"""Prepare the parameters of a module for a strategy: refuse sharded parameters, and move them to a device."""
+"""The devices of a module's parameters: move them, or leave a module as it is whose layers the user has placed on several."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.console import notice
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.registry import strategy_infos
 
-__all__ = ["move_module", "move_state", "refuse_sharded", "whole_shape"]
+__all__ = ["check_placement", "move_module", "move_rest", "move_state", "placed_on", "refuse_sharded", "whole_shape"]
+
+_OFFLOADED = ("cpu", "disk")  # where Accelerate keeps the weights of layers that no GPU has room for
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:
@@ -51,6 +57,86 @@ def move_module(module: nn.Module, device: torch.device) -> None:
             module.to(device)
     else:
         module.to(device)
+
+
+def placed_on(module: nn.Module) -> tuple[torch.device, ...]:
+    """The devices on which the user has placed the layers of a module, that of the first parameter first.
+
+    Returns:
+        At least two devices; or `()` for a module that may be moved as a whole. The CPU does not count: modules are created
+        there.
+    """
+    tensors = chain(module.parameters(), module.buffers())
+    devices = dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta"))
+    return tuple(devices) if len(devices) > 1 else ()
+
+
+class Placing(Protocol):
+    """What `check_placement` must know about a strategy."""
+
+    keeps_placement: ClassVar[bool]
+    world: World
+    device: torch.device
+
+
+def check_placement(module: nn.Module, strategy: Placing) -> tuple[torch.device, ...]:
+    """Return what `placed_on` returns for a module that the strategy can train where it is.
+
+    Args:
+        module: The user's.
+        strategy: It moves batches to its `device`.
+
+    Raises:
+        ConfigurationError: It cannot be trained like this.
+    """
+    name = type(module).__name__
+    _refuse_offloaded(module)
+    devices = placed_on(module)
+    if not devices:
+        return ()
+    there = " and ".join(map(str, devices))
+    if strategy.world.size > 1 or not strategy.keeps_placement:
+        several = f"there are {strategy.world.size} processes, and each has one device"
+        why_one = several if strategy.world.size > 1 else f"{type(strategy).__name__} needs a module on one device"
+        raise ConfigurationError(
+            f"{name} has layers on {there}, but {why_one}. Expected: one process and no strategy, Trainer(devices=1) or "
+            "Accelerator(). To train on several processes, create the module without .to(device) and device_map, and shard "
+            "it: strategy='zero3'"
+        )
+    if strategy.device != devices[0]:
+        raise ConfigurationError(
+            f"{name} has layers on {there}, but batches are moved to {strategy.device}, the device of this process. Expected: "
+            f"the device of the first parameter, {devices[0]}. Use Trainer(accelerator='gpu', devices=[{devices[0].index}]) or "
+            f"Accelerator(strategy=Strategy({str(devices[0])!r}))"
+        )
+    return devices
+
+
+def _refuse_offloaded(module: nn.Module) -> None:
+    """Refuse a model of which `device_map` has offloaded layers: Accelerate drops their weights after each forward.
+
+    Raises:
+        ConfigurationError: It has.
+    """
+    for part in module.modules():
+        device_map = vars(part).get("hf_device_map")  # set by Accelerate and transformers
+        found: dict[str, str] = {k: str(v) for k, v in device_map.items()} if isinstance(device_map, Mapping) else {}
+        offloaded = [f"{key or 'all'} ({where})" for key, where in found.items() if where in _OFFLOADED]
+        if offloaded and ("disk" in found.values() or len(set(found.values())) > 1):
+            raise ConfigurationError(
+                f"device_map has offloaded {len(offloaded)} parts of {type(part).__name__}: {', '.join(offloaded[:3])}. Their "
+                "weights are loaded for each forward and dropped after it, so they cannot be trained. Expected: every layer on "
+                "a GPU. Load it without device_map, and offload with Trainer(strategy='zero3_offload')"
+            )
+
+
+def move_rest(module: nn.Module, device: torch.device) -> None:
+    """Move what is on the CPU, metrics too, in a module that the user has placed on several devices. The rest stays."""
+    moved = [name for name, parameter in module.named_parameters() if parameter.device.type == "cpu"]
+    module._apply(lambda tensor: tensor.to(device) if tensor.device.type == "cpu" else tensor)
+    if moved:
+        more = f" and {len(moved) - 3} more" if len(moved) > 3 else ""
+        notice(f"{type(module).__name__} has layers on several devices, and {', '.join(moved[:3])}{more} moved to {device}.")
 
 
 def move_state(optimizer: Optimizer) -> None:

@@ -171,6 +171,8 @@ class Record(MetricInfo):
             part, self.weight = weighted.sum(), self.weight + sum(self.weights)
         else:
             part = values.sum() if self.reduce_fx == "sum" else values.amin() if self.reduce_fx == "min" else values.amax()
+        if self.total is not None:
+            part = part.to(self.total.device)  # a module on several devices may log values of each
         if self.total is None:
             self.total = part
         elif self.reduce_fx in ("min", "max"):

@@ -14,13 +14,13 @@ _ROW = 4096  # number of elements that torch sums on a CPU in float32 with an er
 
 
 def total_norm(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of the vector of all elements of `gradients`, a scalar on their device.
+    """The norm of the vector of all elements of `gradients`, a scalar on the device of the first one.
 
     On a CPU torch sums the squares of a tensor sequentially: in float32 the norm of 5 million elements has an error of 3e-4, of
     50 million elements 4e-3. So large tensors are split into rows; the norm of the norms of the rows is the norm of the tensor.
 
     Args:
-        gradients: tensors of any shapes, on one device.
+        gradients: tensors of any shapes, on any devices.
         norm_type: the p of the p-norm.
     """
     pieces = gradients if not 1 <= norm_type < math.inf else [p for g in gradients for p in _pieces(g, norm_type)]

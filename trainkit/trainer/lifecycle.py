@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.accelerator import Accelerator
 from trainkit.checkpoint.staging import staging
 from trainkit.console import counted, each_once, notice, user_frames
+from trainkit.distributed.device import other_generators
 from trainkit.distributed.failure_report import report_failure
 from trainkit.errors import (
     CheckpointWriteError,
@@ -131,7 +132,7 @@ def running(
             f"Trainer(...).{stage}(module, ...)"
         )
     strategy, checks = trainer.strategy, trainer.accelerator.collective_checks
-    random_state = RandomState(strategy.generators())
+    random_state = RandomState([*strategy.generators(), *other_generators(strategy.device)])
     outer: Trainer | None = None
     run, status, ending = None, "failed", None
     watchdog = strategy.world.watchdog
@@ -265,7 +266,8 @@ def set_up(trainer: Trainer, run: Run) -> None:
     share_log_folders(run, _saved_loggers(run))
     if run.profiler is not None:
         run.profiler.setup(stage, strategy.local_rank if run.several else None, trainer.log_dir)
-    seed_generators(mix(run.seed, Stage.TRAIN, Purpose.INIT), strategy.generators())
+    generators = [*strategy.generators(), *other_generators(strategy.device)]  # configure_model may create layers anywhere
+    seed_generators(mix(run.seed, Stage.TRAIN, Purpose.INIT), generators)
     _prepare_data(run)
     if run.datamodule is not None and is_overridden(run.datamodule, "setup", DataModule):
         run.datamodule.setup(TrainerFn(stage))

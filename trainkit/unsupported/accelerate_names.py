@@ -82,7 +82,7 @@ ACCELERATOR_ATTRIBUTES = {
     "trigger_sync_in_backward": "accelerator.accumulate(model), which synchronizes gradients once per accumulation window",
     "use_seedable_sampler": "nothing: the order is always a function of the seed and the epoch",
     "use_stateful_dataloader": "load_state(folder, resume_loaders=True), which resumes each prepared loader at its position",
-    "verify_device_map": "nothing: a model is on one device in each process, or sharded by ZeRO-3",
+    "verify_device_map": "nothing: prepare leaves a model as it is whose layers are on several devices",
 }
 
 # Accelerate's trackers, and arguments of their log.
