@@ -111,7 +111,7 @@ UTILS = listed("""
 def test_every_argument_is_taken_or_refused_with_the_replacement() -> None:
     ours = inspect.signature(Accelerator).parameters
     absent = [name for name in ARGUMENTS if name not in ours]
-    assert absent == ["torch_tp_plugin", "dynamo_plugin", "deepspeed_plugins", "parallelism_config"]
+    assert absent == ["torch_tp_plugin", "dynamo_plugin", "deepspeed_plugins"]
     for name in absent:
         with pytest.raises(UnsupportedArgumentError, match=rf"Accelerator\({name}=...\): .*=") as error:
             Accelerator(cpu=True, **{name: None})

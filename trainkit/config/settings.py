@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -38,10 +38,13 @@ class Plugin(Protocol):
         """Whether models of `transformers` are sharded while they are built."""
 
     def claimed(self, name: str) -> Any:
-        """The value of an option for accumulation or clipping; `None`: not set."""
+        """The value of an option for accumulation, clipping or activation checkpointing; `None`: not set."""
 
-    def config_for(self, short: bool) -> dict[str, Any]:
-        """The strategy's argument `config`, for 16-bit or float32 parameters."""
+    def options_for(self, short: bool, processes: int, nodes: int | None, without: Collection[str]) -> dict[str, Any]:
+        """The options of the strategy, for 16-bit or float32 parameters and a number of processes and of nodes.
+
+        `without`: options of the loop that its arguments set.
+        """
 
     def described(self) -> dict[str, Any]:
         """The options to show to the user, by name."""

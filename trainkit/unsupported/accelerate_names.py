@@ -25,7 +25,6 @@ ACCELERATOR: dict[str, str] = {
     "dynamo_plugin": "write dynamo_backend='inductor', or compile the model yourself: torch.compile(model, mode=...)",
     "fp16": "write mixed_precision='fp16'",
     "logging_dir": "write project_config=ProjectConfiguration(project_dir=..., logging_dir=...)",
-    "parallelism_config": "is not supported. ZeRO shards parameters: strategy='zero3'",
     "torch_tp_plugin": "is not supported. ZeRO shards parameters: strategy='zero3'",
 }
 
@@ -52,13 +51,11 @@ ACCELERATOR_ATTRIBUTES = {
     "fp8_backend": _USE_BF16,
     "fp8_enabled": _USE_BF16,
     "fp8_recipe_handler": _USE_BF16,
-    "fsdp_plugin": "ZeRO-3: Accelerator(strategy='zero3')",
     "gradient_state": "accelerator.sync_gradients",
     "has_fp8_handler": _USE_BF16,
     "has_lomo_optimizer": "an optimizer of torch's",
     "init_handler": _YOUR_HANDLER,
     "is_composable_parallelism_enabled": "accelerator.distributed_type",
-    "is_fsdp2": "accelerator.distributed_type, which is never FSDP",
     "log_with": "accelerator.trackers",
     "lomo_backward": "accelerator.backward(loss) and an optimizer of torch's",
     "maybe_context_parallel": _SHARDED_BY_ZERO,
@@ -115,7 +112,7 @@ _COMPILE = "Accelerator(dynamo_backend='inductor'), or torch.compile(model) befo
 
 _FAMILIES = {
     _ZERO: """
-        FullyShardedDataParallelPlugin MegatronLMPlugin ParallelismConfig TorchTensorParallelPlugin TorchTensorParallelConfig
+        MegatronLMPlugin TorchTensorParallelPlugin TorchTensorParallelConfig
         TorchContextParallelConfig DeepSpeedSequenceParallelConfig AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep
         MegatronEngine MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper
         add_model_config_to_megatron_parser avg_losses_across_data_parallel_group gather_across_data_parallel_groups
