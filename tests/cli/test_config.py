@@ -66,7 +66,7 @@ def test_an_existing_file_is_replaced_with_a_message(
 @pytest.mark.parametrize("flags, words", [
     (["--num_processes", "3", "--num_machines", "2"], "the command line: num_processes: 3 is the total of all machines"),
     (["--zero_stage", "9"], "--zero_stage must be a whole number from 1 to 3, not '9'."),
-    (["--zero_stage", "2"], "zero_stage is for DeepSpeed, but distributed_type is not set."),
+    (["--zero_stage", "2"], "zero_stage belongs to deepspeed_config, but distributed_type is not set."),
     (["--mixed", "bf16"], "unrecognized arguments: --mixed"),
     (["--zero_stege", "2"], "unrecognized arguments: --zero_stege 2. Did you mean '--zero_stage'?\n"),
     ([], "Questions need a terminal, and this command does not run in one. Pass flags: trainkit config --num_processes 2"),
