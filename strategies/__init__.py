@@ -18,15 +18,22 @@ from trainkit.lazy import lazily
 
 if TYPE_CHECKING:
     from trainkit.strategies.ddp.ddp_strategy import DDPStrategy
+    from trainkit.strategies.fsdp.fsdp_strategy import FSDPStrategy
     from trainkit.strategies.xla.xla_strategy import XLAStrategy
     from trainkit.strategies.zero.zero_strategy import ZeROStrategy
     from trainkit.strategy import Strategy
 
-__all__ = ["DDPStrategy", "Strategy", "XLAStrategy", "ZeROStrategy"]
+__all__ = ["DDPStrategy", "FSDPStrategy", "Strategy", "XLAStrategy", "ZeROStrategy"]
 
 # The packages, fastest strategy first. The module "info" of each describes its strategy to the registry.
-PACKAGES = ("ddp", "zero", "xla")
+PACKAGES = ("ddp", "fsdp", "zero", "xla")
 
-_FILES = {"DDPStrategy": "ddp", "Strategy": ".strategy", "XLAStrategy": "xla", "ZeROStrategy": "zero"}
+_FILES = {
+    "DDPStrategy": "ddp",
+    "FSDPStrategy": "fsdp",
+    "Strategy": ".strategy",
+    "XLAStrategy": "xla",
+    "ZeROStrategy": "zero",
+}
 
 __getattr__, __dir__ = lazily(globals(), _FILES)

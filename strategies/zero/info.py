@@ -28,7 +28,6 @@ INFO = StrategyInfo(
     refused={
         "deepspeed_stage_3_offload_nvme": "set the folder on the NVMe disk: ZeROStrategy(stage=3, "
         "offload_optimizer='nvme', offload_params='nvme', nvme_path='/local_nvme')",
-        "fsdp": "ZeRO shards parameters. Use strategy='zero3'; on TPUs use strategy=XLAStrategy(fsdp=True)",
     },
     command_line={"deepspeed": "trainkit.strategies.zero.command_line:options"},
     distributed_type="DEEPSPEED",

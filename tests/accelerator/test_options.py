@@ -80,8 +80,8 @@ def test_where_it_runs() -> None:
     assert "strategy= and deepspeed_plugin= were given" in refused(
         ConfigurationError, strategy="ddp", deepspeed_plugin=_plugin(zero_stage=2)
     )
-    assert "strategy='zero3'" in refused(UnsupportedArgumentError, megatron_lm_plugin=object())
-    assert "strategy='zero3'" in refused(UnsupportedArgumentError, torch_tp_plugin=None)
+    assert "strategy='fsdp'" in refused(UnsupportedArgumentError, megatron_lm_plugin=object())
+    assert "ParallelismConfig(tp_size=" in refused(UnsupportedArgumentError, torch_tp_plugin=None)
     assert "must be a DeepSpeedPlugin, not 3" in refused(ConfigurationError, deepspeed_plugin=3)
 
 
@@ -398,7 +398,7 @@ EFFECTS: dict[str, tuple[Any, Callable[[Accelerator], Any] | str]] = {
     "dataloader_config": (DataLoaderConfiguration(split_batches=True), lambda a: a.split_batches),
     "deepspeed_plugin": (3, "must be a DeepSpeedPlugin"),
     "fsdp_plugin": (3, "must be a FullyShardedDataParallelPlugin, not 3: from trainkit.utils import"),
-    "megatron_lm_plugin": (object(), "strategy='zero3'"),
+    "megatron_lm_plugin": (object(), "strategy='fsdp'"),
     "rng_types": (["dice"], "must be some of torch, cuda, xla, generator, not 'dice'"),
     "log_with": ("no_tracker", "no_tracker"),
     "project_dir": ("there", lambda a: a.project_dir),

@@ -35,7 +35,7 @@ from trainkit.unsupported import refuse_unknown
 __all__ = ["Options", "check_steps", "mixed_name", "resolve"]
 
 _GENERATORS = ("torch", "cuda", DEVICE, "generator")
-_ZERO = "To shard parameters, use ZeRO: Accelerator(strategy='zero3')"
+_SHARD = "To shard parameters, use FSDP or ZeRO: Accelerator(strategy='fsdp') or 'zero3'"
 
 
 @dataclass
@@ -118,7 +118,7 @@ def resolve(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
 
 def _refuse_unsupported(given: Mapping[str, Any]) -> None:
     if given["megatron_lm_plugin"] is not None:
-        raise UnsupportedArgumentError(f"Accelerator(megatron_lm_plugin=...) is not supported. {_ZERO}.")
+        raise UnsupportedArgumentError(f"Accelerator(megatron_lm_plugin=...) is not supported. {_SHARD}.")
     check_plugins(given)
     for name in _listed(given["rng_types"]):
         if str(getattr(name, "value", name)) not in _GENERATORS:

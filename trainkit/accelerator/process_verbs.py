@@ -99,7 +99,7 @@ class ProcessVerbs:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the run is distributed: `DEEPSPEED` is ZeRO, `MULTI_CPU` and `MULTI_GPU` are DDP, `NO` is one process."""
+        """How the run is distributed: `MULTI_CPU` and `MULTI_GPU` are DDP, `DEEPSPEED` is ZeRO, `NO` is one process."""
         return distributed_type(self.strategy)
 
     @property

@@ -18,7 +18,7 @@ from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArg
 __all__ = ["default_file", "read_settings"]
 
 _OLD = {"fp16": "mixed_precision: fp16"}
-_PREFIXES = {"dynamo_config": "dynamo_"}
+_PREFIXES = {"dynamo_config": "dynamo_", "fsdp_config": "fsdp_"}
 _NONE = ("", "none", "null")
 
 

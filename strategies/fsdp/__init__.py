@@ -1,0 +1,14 @@
+"""`FSDPStrategy`: parameters, gradients and optimizer state sharded by PyTorch's `fully_shard`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainkit.lazy import lazily
+
+if TYPE_CHECKING:
+    from trainkit.strategies.fsdp.fsdp_strategy import FSDPStrategy
+
+__all__ = ["FSDPStrategy"]
+
+__getattr__, __dir__ = lazily(globals(), {"FSDPStrategy": "fsdp_strategy"})
