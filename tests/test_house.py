@@ -15,6 +15,7 @@ from helpers import house
 from helpers.support import run_python
 
 from trainkit import Strategy
+from trainkit.config.keys import FSDP
 from trainkit.registry import StrategyInfo, strategy_infos
 
 # The public names. A new name is a decision: add it here and to the changelog.
@@ -30,11 +31,13 @@ PUBLIC = {
         "DeepSpeedPlugin",
         "DistributedDataParallelKwargs",
         "DistributedType",
+        "FullyShardedDataParallelPlugin",
         "GradScalerKwargs",
         "GradientAccumulationPlugin",
         "InitProcessGroupKwargs",
         "LightningDataModule",
         "LightningModule",
+        "ParallelismConfig",
         "Precision",
         "ProfileKwargs",
         "ProjectConfiguration",
@@ -143,7 +146,7 @@ PUBLIC = {
     ],
     "trainkit.logging": ["MultiProcessAdapter", "get_logger"],
     "trainkit.optim": ["make_schedule"],
-    "trainkit.strategies": ["DDPStrategy", "Strategy", "XLAStrategy", "ZeROStrategy"],
+    "trainkit.strategies": ["DDPStrategy", "FSDPStrategy", "Strategy", "XLAStrategy", "ZeROStrategy"],
     "trainkit.tracking": ["GeneralTracker", "on_main_process"],
     "trainkit.utilities": [
         "AttributeDict",
@@ -210,10 +213,12 @@ PUBLIC = {
         "DistributedDataParallelKwargs",
         "DistributedType",
         "DynamoBackend",
+        "FullyShardedDataParallelPlugin",
         "GradScalerKwargs",
         "GradientAccumulationPlugin",
         "InitProcessGroupKwargs",
         "LoggerType",
+        "ParallelismConfig",
         "PrecisionType",
         "ProfileKwargs",
         "ProjectConfiguration",
@@ -572,20 +577,30 @@ def test_other_questions_pass(text: str) -> None:
 
 
 # Files of the core that may contain names of strategies, and why. Other code uses StrategyInfo or a capability.
-_PLUGIN = {"DeepSpeedPlugin", "trainkit.config.deepspeed_plugin"}
+_PLUGIN = {"DeepSpeedPlugin", "trainkit.config.deepspeed_plugin", "trainkit.config.fsdp_plugin"}
+_PLUGIN_ARGUMENTS = {*_PLUGIN, "deepspeed_plugin", "fsdp_plugin"}
 NAMED: dict[str, tuple[set[str], str]] = {
     "trainkit/__init__.py": ({*_PLUGIN, "DDPCommunicationHookType"}, "public names of Accelerate's"),
-    "trainkit/accelerator/core.py": ({"deepspeed_plugin"}, "an argument of Accelerate's Accelerator"),
-    "trainkit/accelerator/facts.py": ({*_PLUGIN, "deepspeed_plugin"}, "an attribute of Accelerate's Accelerator"),
-    "trainkit/accelerator/options.py": ({*_PLUGIN, "deepspeed_plugin"}, "checks that argument"),
-    "trainkit/accelerator/process_verbs.py": ({*_PLUGIN, "deepspeed_plugin"}, "an attribute of Accelerate's Accelerator"),
+    "trainkit/accelerator/core.py": ({"deepspeed_plugin", "fsdp_plugin"}, "arguments of Accelerate's Accelerator"),
+    "trainkit/accelerator/facts.py": (_PLUGIN_ARGUMENTS, "attributes of Accelerate's Accelerator"),
+    "trainkit/accelerator/plugins.py": (_PLUGIN_ARGUMENTS, "checks arguments of Accelerate's Accelerator"),
+    "trainkit/accelerator/process_verbs.py": (
+        {*_PLUGIN_ARGUMENTS, "FSDP", "is_fsdp2"},
+        "attributes of Accelerate's Accelerator",
+    ),
     "trainkit/cli/config.py": (
-        {"DEEPSPEED", "zero_stage", "zero3_init_flag", "zero3_save_16bit_model"},
-        "asks for the keys of Accelerate's section for DeepSpeed, each in its own words",
+        {
+            *("DEEPSPEED", "zero_stage", "zero3_init_flag", "zero3_save_16bit_model"),
+            *("FSDP", "fsdp", "fsdp_activation_checkpointing", "fsdp_offload_params"),
+        },
+        "asks for keys of Accelerate's sections for DeepSpeed and FSDP, each in its own words",
     ),
     "trainkit/cli/checkpoint/foreign/read_foreign.py": ({"DeepSpeed"}, "a program whose checkpoints are imported"),
-    "trainkit/cli/settings_flags.py": ({"DEEPSPEED", "XLA", "use_deepspeed"}, "flags of accelerate launch"),
-    "trainkit/config/inherited.py": ({"ACCELERATE_USE_DEEPSPEED"}, "a variable of Accelerate's"),
+    "trainkit/cli/settings_flags.py": (
+        {"DEEPSPEED", "FSDP", "XLA", "_FSDP", "use_deepspeed", "use_fsdp"},
+        "flags of accelerate launch",
+    ),
+    "trainkit/config/inherited.py": ({"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"}, "variables of Accelerate's"),
     "trainkit/config/deepspeed_plugin.py": (
         {
             *("DeepSpeedPlugin", "deepspeed_config", "deepspeed_config_file", "hf_ds_config", "zero3_init_flag"),
@@ -593,21 +608,32 @@ NAMED: dict[str, tuple[set[str], str]] = {
         },
         "a public class of Accelerate's, with its arguments",
     ),
-    "trainkit/config/distributed_type.py": ({"DEEPSPEED", "XLA"}, "members of a public enum of Accelerate's"),
+    "trainkit/config/distributed_type.py": ({"DEEPSPEED", "FSDP", "XLA"}, "members of a public enum of Accelerate's"),
     "trainkit/config/foreign.py": (
         {
             *("aot_torchxla_trace_once", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter"),
             *("deepspeed_moe_layer_cls_names", "deepspeed_multinode_launcher", "torchxla_trace_once", "zero_stage"),
+            *("fsdp_activation_checkpointing_offload", "fsdp_reshard_after_forward", "fsdp_sharding_strategy"),
         },
         "keys and values of Accelerate's files that are refused",
+    ),
+    "trainkit/config/fsdp_plugin.py": (
+        {
+            *("HYBRID_SHARD_ZERO2", "fsdp", "fsdp_", "fsdp_offload_params", "fsdp_plugin_of_keys", "fsdp_version"),
+            *("fsdp_transformer_layer_cls_to_wrap", "torch.distributed.fsdp"),
+        },
+        "a public class of Accelerate's, with its arguments, and torch's classes for them",
     ),
     "trainkit/config/keys.py": (
         {
             *("deepspeed_config", "deepspeed_config_file", "deepspeed_hostfile", "deepspeed_multinode_launcher"),
             *("zero3_init_flag", "zero3_save_16bit_model", "zero_stage"),
+            *("FSDP", "HYBRID_SHARD_ZERO2", "fsdp_config", *FSDP),
         },
         "keys of Accelerate's files",
     ),
+    "trainkit/config/read.py": ({"fsdp_", "fsdp_config"}, "a section of Accelerate's files, and the beginning of its keys"),
+    "trainkit/config/wrap_policies.py": ({"torch.distributed.fsdp"}, "policies of torch's"),
     "trainkit/config/kwargs_handlers.py": ({"DDPCommunicationHookType"}, "a public name of Accelerate's"),
     "trainkit/launch/devices.py": ({"deepspeed"}, "a launcher, whatever the strategy"),
     "trainkit/launch/environment.py": ({"_DEEPSPEED", "deepspeed"}, "a launcher, whatever the strategy"),
@@ -617,6 +643,7 @@ NAMED: dict[str, tuple[set[str], str]] = {
     ),
     "trainkit/launch/notebook_child.py": ({"xla"}, "XLA's runtime starts processes itself"),
     "trainkit/launch/tpu.py": ({"TRAINKIT_XLA_REPLICA", "torch_xla", "xla"}, "the device: torch's type, and its runtime"),
+    "trainkit/unsupported/__init__.py": ({"FSDPStrategy"}, "a class whose arguments have other names elsewhere"),
     "trainkit/unsupported/accelerate_names.py": (
         {
             *("HfDeepSpeedConfig", "accelerator.deepspeed_plugin", "ddp_handler", "deepspeed_plugins"),
@@ -624,7 +651,10 @@ NAMED: dict[str, tuple[set[str], str]] = {
         },
         "names of Accelerate's that are refused",
     ),
-    "trainkit/unsupported/lightning_arguments.py": ({"replace_sampler_ddp"}, "a name of Lightning's that is refused"),
+    "trainkit/unsupported/lightning_arguments.py": (
+        {"fsdp_version", "replace_sampler_ddp"},
+        "names of Lightning's and Accelerate's that are refused",
+    ),
     "trainkit/unsupported/lightning_names.py": (
         {"DeepSpeedStrategy", "SingleDeviceXLAStrategy", "XLAProfiler", "torch_xla.debug.profiler"},
         "names of Lightning's that are refused",

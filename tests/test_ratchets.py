@@ -226,6 +226,7 @@ ACCELERATOR = [  # in the order of Accelerate, then trainkit's own
     "step_scheduler_with_optimizer",
     "kwargs_handlers",
     "dynamo_backend",
+    "parallelism_config",
     "strategy",
     "precision",
 ]

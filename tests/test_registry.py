@@ -67,6 +67,14 @@ def test_lightnings_names_of_zero(name: str, stage: int, optimizer: str | None, 
     assert (made.stage, made.config.offload_optimizer, made.config.offload_params) == (stage, optimizer, params)
 
 
+@pytest.mark.parametrize("name, options", [("fsdp", {}), ("fsdp2", {}), ("fsdp_cpu_offload", {"offload_params": "cpu"})])
+def test_names_of_fsdp(name: str, options: dict[str, Any]) -> None:
+    info = find_info(name)
+    assert info is not None
+    assert info.aliases.get(name, ("fsdp", {})) == ("fsdp", options)
+    assert make_strategy(name, device="cpu").name == "fsdp"
+
+
 def test_the_configuration_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """`strategy="deepspeed"` reads the file in `deepspeed script.py --deepspeed_config FILE`; other names of ZeRO do not."""
     Path("ds.json").write_text('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}')
@@ -104,7 +112,6 @@ def test_strategies_that_are_not_there_yet(name: str) -> None:
         ("ddp_spawn_find_unused_parameters_false", "Write strategy='ddp'"),
         ("ddp_fork", "Write strategy='ddp'"),
         ("ddp_notebook", r"start it from the notebook with: notebook_launcher\(function, num_processes=2\)"),
-        ("fsdp", r"Use strategy='zero3'; on TPUs use strategy=XLAStrategy\(fsdp=True\)"),
         ("deepspeed_stage_3_offload_nvme", "nvme_path="),
     ],
 )
@@ -232,7 +239,7 @@ def test_the_whole_shape_of_a_sharded_parameter() -> None:
 def test_a_name_that_is_taken(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"the name '{name}' is taken, .*Choose another: StrategyInfo"):
         register_strategy(StrategyInfo("x:X", names={name: {}}))
-    assert len(strategy_infos()) == 4
+    assert len(strategy_infos()) == 5
 
 
 def test_every_strategy_declares_itself() -> None:
@@ -274,8 +281,8 @@ def test_declarations_import_no_backend() -> None:
         "print(sorted(n for n in sys.modules if n.startswith('trainkit.strategies.') and n.count('.') == 3))\n"
     )
     done = run_python(program)
-    infos = [f"trainkit.strategies.{package}.info" for package in ("ddp", "xla", "zero")]
-    assert done.stdout.splitlines() == ["4 [] False", str(infos)], done.stderr
+    infos = [f"trainkit.strategies.{package}.info" for package in ("ddp", "fsdp", "xla", "zero")]
+    assert done.stdout.splitlines() == ["5 [] False", str(infos)], done.stderr
 
 
 class WithoutDevice(Strategy):

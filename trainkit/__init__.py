@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trainkit.config.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
     from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
     from trainkit.config.distributed_type import DistributedType
+    from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
     from trainkit.config.kwargs_handlers import (
         AutocastKwargs,
         DDPCommunicationHookType,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         InitProcessGroupKwargs,
         ProfileKwargs,
     )
+    from trainkit.config.parallelism_config import ParallelismConfig
     from trainkit.data.combined import CombinedLoader
     from trainkit.launch.notebook import notebook_launcher
     from trainkit.module.data_module import DataModule, LightningDataModule
@@ -54,11 +56,13 @@ __all__ = [
     "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "LightningDataModule",
     "LightningModule",
+    "ParallelismConfig",
     "Precision",
     "ProfileKwargs",
     "ProjectConfiguration",
@@ -87,11 +91,13 @@ _PLACES = {
     "DeepSpeedPlugin": "trainkit.config.deepspeed_plugin",
     "DistributedDataParallelKwargs": "trainkit.config.kwargs_handlers",
     "DistributedType": "trainkit.config.distributed_type",
+    "FullyShardedDataParallelPlugin": "trainkit.config.fsdp_plugin",
     "GradScalerKwargs": "trainkit.config.kwargs_handlers",
     "GradientAccumulationPlugin": "trainkit.config.configurations",
     "InitProcessGroupKwargs": "trainkit.config.kwargs_handlers",
     "LightningDataModule": "trainkit.module.data_module",
     "LightningModule": "trainkit.module.train_module",
+    "ParallelismConfig": "trainkit.config.parallelism_config",
     "Precision": "trainkit.precision",
     "ProfileKwargs": "trainkit.config.kwargs_handlers",
     "ProjectConfiguration": "trainkit.config.configurations",

@@ -24,6 +24,7 @@ __all__ = [
     "automatic_info",
     "automatic_strategy",
     "find_info",
+    "find_info_by_section",
     "find_info_by_type",
     "known_spelling",
     "load",
@@ -57,8 +58,9 @@ class StrategyInfo:
         distributed_type: Accelerate's `DistributedType`; `None`: by device and number of processes.
         file_types: Value of `distributed_type` in Accelerate's configuration files → short name.
         file_aliases: Other spellings of these values, in lower case → the value.
-        plugin: Path of a function that converts its section of these files, as `(file, **options)`, to a
-            `trainkit.config.settings.Plugin`; `None`: there is no section.
+        sections: Its sections in these files, such as `"deepspeed_config"`.
+        plugin: Path of a function that converts the keys of its sections to a `trainkit.config.settings.Plugin`. It is
+            called as `plugin(**keys)`, or `plugin(file, **keys)` with a configuration file of the backend's own.
         footprints: What `Trainer.plan` compares, the fastest first: (path, options) of callables. Their results have
             `footprint` and `supported_precisions`.
         packages: Packages of the backend: `trainkit env` shows their versions, and tracebacks skip their frames.
@@ -85,6 +87,7 @@ class StrategyInfo:
     distributed_type: str | None = None
     file_types: Mapping[str, str] = field(default_factory=dict)
     file_aliases: Mapping[str, str] = field(default_factory=dict)
+    sections: tuple[str, ...] = ()
     plugin: str | None = None
     footprints: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     packages: tuple[str, ...] = ()
@@ -184,6 +187,11 @@ def find_info(name: str) -> StrategyInfo | None:
 def find_info_by_type(distributed_type: str | None) -> StrategyInfo | None:
     """The declaration of the strategy of a `distributed_type` in a configuration file, if there is one."""
     return next((info for info in strategy_infos() if distributed_type in info.file_types), None)
+
+
+def find_info_by_section(section: str) -> StrategyInfo:
+    """The declaration of the strategy with this section in configuration files."""
+    return next(info for info in strategy_infos() if section in info.sections)
 
 
 def automatic_info(device: str) -> StrategyInfo:

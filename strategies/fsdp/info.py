@@ -13,6 +13,9 @@ INFO = StrategyInfo(
     names={"fsdp": {}},
     aliases={"fsdp2": ("fsdp", {}), "fsdp_cpu_offload": ("fsdp", {"offload_params": "cpu"})},
     devices=("cpu", "cuda"),
+    distributed_type="FSDP",
     file_types={"FSDP": "fsdp"},
+    sections=("fsdp_config", "parallelism_config"),
+    plugin="trainkit.config.fsdp_plugin:fsdp_plugin_of_keys",
     footprints=((_PATH, {"device": "cpu"}),),
 )

@@ -32,6 +32,7 @@ INFO = StrategyInfo(
     command_line={"deepspeed": "trainkit.strategies.zero.command_line:options"},
     distributed_type="DEEPSPEED",
     file_types={"DEEPSPEED": "zero2"},
+    sections=("deepspeed_config",),
     plugin="trainkit.config.deepspeed_plugin:DeepSpeedPlugin",
     footprints=(
         *((_MEMORY, {"stage": stage}) for stage in (1, 2, 3)),

@@ -7,6 +7,7 @@ import torch
 
 from trainkit import Accelerator, Strategy
 from trainkit.accelerator.facts import no_attribute, plugin_of, state_of
+from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.config.distributed_type import DistributedType
 from trainkit.strategies import ZeROStrategy
 
@@ -29,6 +30,8 @@ def test_what_accelerate_has_and_we_have_not_is_named_with_what_to_use() -> None
         _ = accelerator.gather_for_metric
     assert not hasattr(accelerator, "register_save_state_pre_hook")
     assert accelerator.deepspeed_plugin is None
+    assert accelerator.fsdp_plugin is None
+    assert not accelerator.is_fsdp2
     assert accelerator.even_batches
     accelerator.gradient_accumulation_steps = 3
     assert accelerator.gradient_accumulation_steps == 3
@@ -64,12 +67,13 @@ def test_zero_by_a_strategy_has_a_plugin_too() -> None:
     assert state.distributed_type == DistributedType.DEEPSPEED
     assert state.deepspeed_plugin is not None
     assert state.deepspeed_plugin.zero_stage == 3
+    assert state.fsdp_plugin is None
 
 
 def test_without_an_accelerator() -> None:
     """The functions behind the attributes need only a strategy."""
     strategy = Strategy("cpu")
     assert state_of(strategy, None) == Accelerator(strategy=strategy).state
-    assert plugin_of(strategy, None) is None
+    assert plugin_of(strategy, None, DeepSpeedPlugin) is None
     assert str(no_attribute(Accelerator, "scaler")).startswith("an Accelerator has no 'scaler'. Use ")
     assert str(no_attribute(str, "uper")).endswith("Did you mean 'upper'?")

@@ -25,6 +25,7 @@ from trainkit.config.kwargs_handlers import (
 from trainkit.errors import ConfigurationError, TrainkitError, UnknownNameError, UnsupportedArgumentError
 from trainkit.registry import StrategyInfo
 from trainkit.strategies import DDPStrategy
+from trainkit.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 
 
 def refused(error: type[Exception], **arguments: Any) -> str:
@@ -79,10 +80,8 @@ def test_where_it_runs() -> None:
     assert "strategy= and deepspeed_plugin= were given" in refused(
         ConfigurationError, strategy="ddp", deepspeed_plugin=_plugin(zero_stage=2)
     )
-    for name in ("fsdp_plugin", "megatron_lm_plugin"):
-        assert "strategy='zero3'" in refused(UnsupportedArgumentError, **{name: object()})
-    for name in ("torch_tp_plugin", "parallelism_config"):
-        assert "strategy='zero3'" in refused(UnsupportedArgumentError, **{name: None})
+    assert "strategy='fsdp'" in refused(UnsupportedArgumentError, megatron_lm_plugin=object())
+    assert "ParallelismConfig(tp_size=" in refused(UnsupportedArgumentError, torch_tp_plugin=None)
     assert "must be a DeepSpeedPlugin, not 3" in refused(ConfigurationError, deepspeed_plugin=3)
 
 
@@ -90,6 +89,64 @@ def _plugin(**options: Any) -> Any:
     from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 
     return DeepSpeedPlugin(**options)
+
+
+class Recorded(Strategy):
+    """Keeps its options, in the place of the strategy that a plugin names."""
+
+    owns_masters = True
+
+    def __init__(self, device: Any = "auto", **options: Any) -> None:
+        super().__init__(device)
+        self.options = options
+
+
+def made_by(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> tuple[str, dict[str, Any], Accelerator]:
+    """The name and the options of the strategy that an `Accelerator` makes of a plugin."""
+    names: list[str] = []
+    monkeypatch.setattr("trainkit.accelerator.options.load_strategy", lambda name: names.append(name) or Recorded)
+    accelerator = Accelerator(cpu=True, **arguments)
+    return names[0], accelerator.strategy.options, accelerator  # type: ignore[attr-defined]
+
+
+def test_options_of_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = InitProcessGroupKwargs(timeout=timedelta(seconds=77), backend="gloo")
+    plugin = FullyShardedDataParallelPlugin(cpu_offload=True, reshard_after_forward=False, activation_checkpointing=True)
+    name, options, accelerator = made_by(monkeypatch, fsdp_plugin=plugin, kwargs_handlers=[group], mixed_precision="bf16")
+    assert name == "fsdp"
+    assert options == {
+        "reshard_after_forward": False,
+        "offload_params": "cpu",
+        "process_group_backend": "gloo",
+        "timeout": timedelta(seconds=77),
+    }
+    assert accelerator.fsdp_plugin is accelerator.state.fsdp_plugin is plugin
+    assert accelerator.deepspeed_plugin is None
+    assert accelerator.options.activation_checkpointing is True
+    assert accelerator.strategy.precision.name == "bf16-true", "the strategy has float32 masters"
+
+
+@pytest.mark.world_size(2)
+def test_sizes_of_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Block"])
+    sizes = ParallelismConfig(tp_size=2, dp_shard_size=1)
+    name, options, accelerator = made_by(monkeypatch, fsdp_plugin=plugin, parallelism_config=sizes)
+    assert (name, options) == ("fsdp", {"wrap": ["Block"], "tensor_parallel": 2})
+    assert accelerator.fsdp_plugin is not plugin, "which another Accelerator may use without these sizes"
+    assert made_by(monkeypatch, parallelism_config=ParallelismConfig(dp_shard_size=2))[:2] == ("fsdp", {})
+    with pytest.raises(ConfigurationError, match="dp_shard_size=4 × tp_size=1 does not fit the number of processes, 2"):
+        made_by(monkeypatch, parallelism_config=ParallelismConfig(dp_shard_size=4))
+    assert Accelerator(parallelism_config=ParallelismConfig()).strategy.name == "ddp", "no size, no FSDP"
+
+
+def test_one_argument_chooses_the_strategy() -> None:
+    plugins = {"strategy": "ddp", "deepspeed_plugin": _plugin(zero_stage=2), "fsdp_plugin": FullyShardedDataParallelPlugin()}
+    for first, second in (("strategy", "fsdp_plugin"), ("deepspeed_plugin", "fsdp_plugin"), ("strategy", "deepspeed_plugin")):
+        text = refused(ConfigurationError, **{name: plugins[name] for name in (first, second)})
+        assert f"{first}= and {second}= were given. Give one of them." in text
+    for name in ("strategy", "deepspeed_plugin"):
+        text = refused(ConfigurationError, parallelism_config=ParallelismConfig(tp_size=2), **{name: plugins[name]})
+        assert f"{name}= and parallelism_config= were given" in text
 
 
 @pytest.mark.world_size(2)
@@ -340,8 +397,8 @@ EFFECTS: dict[str, tuple[Any, Callable[[Accelerator], Any] | str]] = {
     "cpu": (True, lambda a: a.device.type),
     "dataloader_config": (DataLoaderConfiguration(split_batches=True), lambda a: a.split_batches),
     "deepspeed_plugin": (3, "must be a DeepSpeedPlugin"),
-    "fsdp_plugin": (object(), "strategy='zero3'"),
-    "megatron_lm_plugin": (object(), "strategy='zero3'"),
+    "fsdp_plugin": (3, "must be a FullyShardedDataParallelPlugin, not 3: from trainkit.utils import"),
+    "megatron_lm_plugin": (object(), "strategy='fsdp'"),
     "rng_types": (["dice"], "must be some of torch, cuda, xla, generator, not 'dice'"),
     "log_with": ("no_tracker", "no_tracker"),
     "project_dir": ("there", lambda a: a.project_dir),
@@ -353,6 +410,7 @@ EFFECTS: dict[str, tuple[Any, Callable[[Accelerator], Any] | str]] = {
     "step_scheduler_with_optimizer": (False, lambda a: a.steps_of_scheduler),
     "kwargs_handlers": ([AutocastKwargs(cache_enabled=False)], lambda a: a.options.autocast),
     "dynamo_backend": ("eager", lambda a: a.options.compile),
+    "parallelism_config": (3, "must be a ParallelismConfig, not 3: from trainkit.utils import ParallelismConfig"),
     "strategy": ("no_strategy", "unknown strategy 'no_strategy'"),
     "precision": ("64-true", lambda a: a.strategy.precision.name),
 }

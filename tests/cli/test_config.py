@@ -66,7 +66,7 @@ def test_an_existing_file_is_replaced_with_a_message(
 @pytest.mark.parametrize("flags, words", [
     (["--num_processes", "3", "--num_machines", "2"], "the command line: num_processes: 3 is the total of all machines"),
     (["--zero_stage", "9"], "--zero_stage must be a whole number from 1 to 3, not '9'."),
-    (["--zero_stage", "2"], "zero_stage is for DeepSpeed, but distributed_type is not set."),
+    (["--zero_stage", "2"], "zero_stage belongs to deepspeed_config, but distributed_type is not set."),
     (["--mixed", "bf16"], "unrecognized arguments: --mixed"),
     (["--zero_stege", "2"], "unrecognized arguments: --zero_stege 2. Did you mean '--zero_stage'?\n"),
     ([], "Questions need a terminal, and this command does not run in one. Pass flags: trainkit config --num_processes 2"),
@@ -115,7 +115,7 @@ def test_default_answers(say: Said) -> None:
         "Run on cpu, gpu or tpu [cpu]: ",
         "Number of nodes [1]: ",
         "Processes on all nodes together [1]: ",
-        "Shard with DeepSpeed's ZeRO: no, stage 1, 2 or 3, or the path of a DeepSpeed configuration [no]: ",
+        "Shard the model: no, fsdp, stage 1, 2 or 3 of DeepSpeed's ZeRO, or the path of a DeepSpeed configuration [no]: ",
         "Precision: no (float32), fp16 or bf16 [no]: ",
         "Compile the model: no, or a backend of torch.compile such as inductor [no]: ",
     ]
@@ -161,7 +161,7 @@ def test_wrong_answers_are_asked_again(say: Said, capsys: pytest.CaptureFixture[
         "  main_process_port cannot be 0: all nodes need the port.\n",
         "  num_processes cannot be 3: it must be divisible by the number of nodes, 2.\n",
         "  the stage must be a whole number from 1 to 3, not '5'.\n",
-        "  expected no, 1, 2, 3 or the path of a file, but there is no file 'nowhere.json'.\n",
+        "  expected no, fsdp, 1, 2, 3 or the path of a file, but there is no file 'nowhere.json'.\n",
         "  expected none or cpu, not 'nvme'.\n",
         "  gradient_accumulation_steps must be a whole number ≥ 1, or auto, not '0'.\n",
         "  gradient_clipping must be a number ≥ 0, or auto, not 'x'.\n",
@@ -193,6 +193,36 @@ def test_zero(say: Said) -> None:
         "num_machines": 1,
         "num_processes": 2,
         "use_cpu": True,
+    }
+    assert read_settings("conf.yaml").plugin() is not None
+
+
+def test_fsdp(say: Said) -> None:
+    asked = say("", "", "2", "FSDP", "yes", "", "bf16", "inductor")
+    assert asked[5:7] == [
+        "Keep parameters and optimizer state in host memory (yes or no) [no]: ",
+        "Recompute activations in the backward (yes or no) [no]: ",
+    ]
+    assert content() == {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP",
+        "dynamo_config": {"dynamo_backend": "inductor"},
+        "fsdp_config": {"fsdp_activation_checkpointing": False, "fsdp_offload_params": True},
+        "mixed_precision": "bf16",
+        "num_machines": 1,
+        "num_processes": 2,
+        "use_cpu": True,
+    }
+
+
+def test_fsdp_by_flags() -> None:
+    flags = ["--use_fsdp", "--fsdp-offload-params", "true", "--fsdp_version=2", "--parallelism_config_tp_size", "2"]
+    assert main(["config", "--config_file", "conf.yaml", *flags]) == 0
+    assert content() == {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP",
+        "fsdp_config": {"fsdp_offload_params": True, "fsdp_version": 2},
+        "parallelism_config": {"parallelism_config_tp_size": 2},
     }
     assert read_settings("conf.yaml").plugin() is not None
 

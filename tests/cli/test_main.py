@@ -78,7 +78,12 @@ def test_options_are_frozen() -> None:
     settings = [
         "--config_file", "--cpu", "--debug", "--deepspeed_config_file", "--deepspeed_hostfile",
         "--deepspeed_multinode_launcher", "--distributed_type", "--dynamo_backend", "--dynamo_mode", "--dynamo_use_dynamic",
-        "--dynamo_use_fullgraph", "--gpu_ids", "--gradient_accumulation_steps", "--gradient_clipping", "--machine_rank",
+        "--dynamo_use_fullgraph", "--fsdp_activation_checkpointing", "--fsdp_auto_wrap_policy", "--fsdp_backward_prefetch",
+        "--fsdp_cpu_ram_efficient_loading", "--fsdp_forward_prefetch", "--fsdp_ignored_modules", "--fsdp_min_num_params",
+        "--fsdp_offload_params", "--fsdp_reshard_after_forward", "--fsdp_sharding_strategy", "--fsdp_state_dict_type",
+        "--fsdp_sync_module_states", "--fsdp_transformer_layer_cls_to_wrap", "--fsdp_use_orig_params", "--fsdp_version",
+        "--parallelism_config_dp_replicate_size", "--parallelism_config_dp_shard_size", "--parallelism_config_tp_size",
+        "--use_fsdp", "--gpu_ids", "--gradient_accumulation_steps", "--gradient_clipping", "--machine_rank",
         "--main_process_ip", "--main_process_port", "--mixed_precision", "--multi_gpu", "--no-debug",
         "--no-dynamo_use_dynamic", "--no-dynamo_use_fullgraph", "--no-use_cpu", "--num_machines", "--num_processes",
         "--offload_optimizer_device", "--offload_optimizer_nvme_path", "--offload_param_device", "--offload_param_nvme_path",

@@ -33,8 +33,7 @@ def test_files_of_accelerate_and_for_it(tmp_path: Path) -> None:
     for name, text in FILES.items():
         path = tmp_path / f"{name}.yaml"
         path.write_text(text)
-        if name != "fsdp":
-            ours.append(write_settings(read_settings(path), tmp_path / f"our_{name}.yaml"))
+        ours.append(write_settings(read_settings(path), tmp_path / f"our_{name}.yaml"))
     done = run_python("-c", PROGRAM, cwd=tmp_path, env={"ACCELERATE_USE_CPU": "1"})
     assert done.returncode == 0, done.stderr
     for name, text in FILES.items():

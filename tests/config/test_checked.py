@@ -50,9 +50,15 @@ DEEPSPEED = {"distributed_type": "DEEPSPEED"}
     ({"distributed_type": "NO", "num_processes": 2}, {}, "c: distributed_type: NO means one process, but num_processes: 2."),
     ({"distributed_type": "NO", "num_machines": 2}, {}, "c: distributed_type: NO means one process, but num_machines: 2."),
     ({"distributed_type": "MULTI_CPU", "use_cpu": False}, {}, "c: distributed_type: MULTI_CPU and use_cpu: false contradict"),
-    ({}, {"zero_stage": 2}, "c: zero_stage is for DeepSpeed, but distributed_type is not set. Write distributed_type: DEEP"),
-    ({"distributed_type": "MULTI_GPU"}, {"zero_stage": 2, "gradient_clipping": 1.0}, "c: zero_stage, gradient_clipping are for "
-     "DeepSpeed, but distributed_type is MULTI_GPU."),
+    ({}, {"zero_stage": 2}, "c: zero_stage belongs to deepspeed_config, but distributed_type is not set. Write distributed"),
+    ({"distributed_type": "MULTI_GPU"}, {"zero_stage": 2, "gradient_clipping": 1.0}, "c: zero_stage, gradient_clipping belong "
+     "to deepspeed_config, but distributed_type is MULTI_GPU."),
+    (DEEPSPEED, {"fsdp_version": 2}, "c: fsdp_version belongs to fsdp_config, but distributed_type is DEEPSPEED. Write "
+     "distributed_type: FSDP (--use_fsdp), or remove fsdp_version."),
+    ({}, {"parallelism_config_tp_size": 2}, "c: parallelism_config_tp_size belongs to parallelism_config, but"),
+    ({"distributed_type": "FSDP"}, {"zero_stage": 2}, "c: zero_stage belongs to deepspeed_config, but distributed_type is F"),
+    ({"distributed_type": "FSDP"}, {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_reshard_after_forward": False},
+     "c (distributed_type: FSDP, fsdp_sharding_strategy: FULL_SHARD, fsdp_reshard_after_forward: false): "),
     (DEEPSPEED, {"deepspeed_config_file": "ds.json", "zero_stage": 2}, "c: deepspeed_config_file and zero_stage both set "
      "the same options. Write them into ds.json, or remove deepspeed_config_file."),
     (DEEPSPEED, {"deepspeed_config_file": "ds.json"}, "c: deepspeed_config_file: the file 'ds.json' does not e"),

@@ -74,6 +74,9 @@ def test_the_precedence_of_debug_mode() -> None:
 def test_accelerates_launcher_is_a_warning() -> None:
     quiet = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_DEEPSPEED": "false"}
     assert inherited_settings(quiet) == Settings()
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        with pytest.warns(TrainkitWarning, match=f"{name}, which trainkit ignores"):
+            assert inherited_settings({name: "true"}) == Settings()
     with pytest.warns(
         TrainkitWarning, match="ACCELERATE_MIXED_PRECISION, which trainkit ignores. Start the script with: trainkit l"
     ):

@@ -10,9 +10,11 @@ import pytest
 from helpers.launch.configurations import (
     DEFAULT,
     FSDP,
+    FSDP1,
     MULTI_CPU,
     MULTI_GPU,
     ONE_CPU,
+    SIZES,
     TPU,
     TWO_MACHINES,
     ZERO2,
@@ -49,6 +51,17 @@ def read(text: str, name: str = "conf.yaml") -> Settings:
              "gradient_accumulation_steps": 1},
      {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "cpu", "gradient_clipping": 1.0,
       "zero3_init_flag": True, "zero3_save_16bit_model": False}, {}),
+    (FSDP, {"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "bf16", "use_cpu": False},
+     {"fsdp_activation_checkpointing": False, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+      "fsdp_cpu_ram_efficient_loading": True, "fsdp_offload_params": True, "fsdp_reshard_after_forward": True,
+      "fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_transformer_layer_cls_to_wrap": "Block", "fsdp_version": 2}, {}),
+    (FSDP1, {"distributed_type": "FSDP", "num_processes": 8, "mixed_precision": "no", "use_cpu": False},
+     {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_forward_prefetch": False,
+      "fsdp_min_num_params": 1000, "fsdp_reshard_after_forward": "SHARD_GRAD_OP", "fsdp_sync_module_states": True,
+      "fsdp_use_orig_params": True, "fsdp_version": 1}, {}),
+    (SIZES, {"distributed_type": "FSDP", "num_processes": 8, "mixed_precision": "no", "use_cpu": False},
+     {"fsdp_version": 2, "parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2,
+      "parallelism_config_tp_size": 2}, {}),
     (TPU, {"distributed_type": "XLA", "num_processes": 8, "mixed_precision": "no", "use_cpu": False}, {}, {}),
 ])  # fmt: skip
 def test_files_of_accelerate(text: str, values: dict[str, Any], deepspeed: dict[str, Any], dynamo: dict[str, Any]) -> None:
@@ -57,6 +70,7 @@ def test_files_of_accelerate(text: str, values: dict[str, Any], deepspeed: dict[
 
 @pytest.mark.parametrize("text, expected", [
     ("distributed_type: NO\nmixed_precision: no\ndynamo_backend: no", {"distributed_type": "NO", "mixed_precision": "no"}),
+    ("distributed_type: fsdp", {"distributed_type": "FSDP"}),
     ("distributed_type: tpu", {"distributed_type": "XLA"}),
     ("distributed_type: multi_cpu\nmixed_precision: BF16", {"distributed_type": "MULTI_CPU", "mixed_precision": "bf16"}),
     ("num_processes: '3'\nuse_cpu: 'yes'\ngpu_ids: 0, 2", {"num_processes": 3, "use_cpu": True, "gpu_ids": "0,2"}),
@@ -81,11 +95,26 @@ def test_the_compiler_at_the_top_and_in_a_section() -> None:
     assert read(section).dynamo == {"dynamo_backend": "eager", "dynamo_mode": "default", "dynamo_use_fullgraph": True}
 
 
+@pytest.mark.parametrize("text, expected", [
+    ("{version: 2, sharding_strategy: 2}", {"fsdp_version": 2, "fsdp_sharding_strategy": "SHARD_GRAD_OP"}),
+    ("{fsdp_sharding_strategy: hybrid_shard}", {"fsdp_sharding_strategy": "HYBRID_SHARD"}),
+    ("{fsdp_reshard_after_forward: 'false'}", {"fsdp_reshard_after_forward": False}),
+    ("{fsdp_reshard_after_forward: full_shard}", {"fsdp_reshard_after_forward": "FULL_SHARD"}),
+    ("{fsdp_transformer_layer_cls_to_wrap: [Block, Head]}", {"fsdp_transformer_layer_cls_to_wrap": "Block,Head"}),
+    ("{fsdp_ignored_modules: '.*adapter'}", {"fsdp_ignored_modules": ".*adapter"}),
+    ("{fsdp_activation_checkpointing_offload: false}", {}),
+])  # fmt: skip
+def test_spellings_of_fsdp(text: str, expected: dict[str, Any]) -> None:
+    """Keys without `fsdp_`, values in lower case and numbers of sharding strategies mean what they mean in Accelerate."""
+    assert read(f"fsdp_config: {text}").backend == expected
+
+
 @pytest.mark.parametrize("text, words", [
     ("num_procesess: 2", "conf.yaml: unknown key 'num_procesess'. Did you mean 'num_processes'?"),
     ("zero_stage: 2", "conf.yaml: unknown key 'zero_stage'."),
     ("deepspeed_config: {zero_stag: 2}", "conf.yaml: deepspeed_config: unknown key 'zero_stag'. Did you mean 'zero_stage'?"),
     ("deepspeed_config: {same_network: true}", "conf.yaml: deepspeed_config: unknown key 'same_network'."),
+    ("fsdp_config: {offload_param: true}", "conf.yaml: fsdp_config: unknown key 'fsdp_offload_param'. Did you mean 'fsdp_"),
     ("dynamo_config: {dynamo_made: x}", "conf.yaml: dynamo_config: unknown key 'dynamo_made'. Did you mean 'dynamo_mode'?"),
 ])  # fmt: skip
 def test_unknown_keys(text: str, words: str) -> None:
@@ -100,7 +129,7 @@ def test_unknown_keys(text: str, words: str) -> None:
     ("num_processes: true", "num_processes must be a whole number ≥ 1, not True."),
     ("main_process_port: 70000", "main_process_port must be a whole number from 0 to 65535, not 70000."),
     ("mixed_precision: bf61", "mixed_precision must be one of no, fp16, bf16, not 'bf61'. Did you mean 'bf16'?"),
-    ("distributed_type: 3", "distributed_type must be one of NO, MULTI_CPU, MULTI_GPU, DEEPSPEED, XLA, not 3."),
+    ("distributed_type: 3", "distributed_type must be one of NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED, XLA, not 3."),
     ("use_cpu: perhaps", "use_cpu must be true or false, not 'perhaps'."),
     ("gpu_ids: 0,0", "gpu_ids must be all, or different GPU numbers such as 0,1, not '0,0'."),
     ("gradient_accumulation_steps: 0", "gradient_accumulation_steps must be a whole number ≥ 1, or auto, not 0."),
@@ -109,6 +138,8 @@ def test_unknown_keys(text: str, words: str) -> None:
     ("deepspeed_config: {gradient_clipping: -1}", "gradient_clipping must be a number ≥ 0, or auto, not -1."),
     ("deepspeed_config: {gradient_clipping: .inf}", "gradient_clipping must be a number ≥ 0, or auto, not inf."),
     ("deepspeed_config: {offload_param_device: disk}", "offload_param_device must be one of none, cpu, nvme, not 'disk'."),
+    ("fsdp_config: {fsdp_version: 3}", "conf.yaml: fsdp_config: fsdp_version must be a whole number from 1 to 2, not 3."),
+    ("fsdp_config: {fsdp_reshard_after_forward: 8}", "fsdp_reshard_after_forward must be one of FULL_SHARD, SHARD_GRAD_OP, "),
     ("deepspeed_config: 3", "conf.yaml: deepspeed_config must contain keys and values, not 3."),
     ("[1, 2]", "conf.yaml must contain keys and values, such as num_processes: 2, not '[1, 2]'."),
     ("a: b: c", "conf.yaml is not valid YAML: mapping values are not allowed here"),
@@ -123,7 +154,11 @@ def test_wrong_values(text: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("text, words", [
-    (FSDP, "conf.yaml: distributed_type: FSDP is not supported; ZeRO shards parameters: write distributed_type: DEEP"),
+    (accelerates(distributed_type="MEGATRON_LM"), "MEGATRON_LM is not supported; to shard parameters write distributed_type"),
+    (accelerates(tp_config={"tp_size": 2}), "write parallelism_config: {parallelism_config_tp_size: 2}"),
+    (accelerates(fsdp_config={"fsdp_sharding_strategy": 3}), "fsdp_sharding_strategy: 3 is not supported; for DDP, write dis"),
+    (accelerates(fsdp_config={"fsdp_activation_checkpointing_offload": True}), "in the forward of the model: with torch.autog"),
+    (accelerates(parallelism_config={"parallelism_config_cp_size": 2}), "parallelism_config_cp_size: 2 is not supported; con"),
     (accelerates(distributed_type="MULTI_XPU"), "distributed_type: MULTI_XPU is not supported; there is no strategy for these"),
     (accelerates(mixed_precision="fp8"), "mixed_precision: fp8 is not supported; write bf16, or fp16."),
     (accelerates(deepspeed_config={"zero_stage": 0}), "deepspeed_config: zero_stage: 0 is not supported; for DDP, write dis"),

@@ -100,6 +100,35 @@ def test_only_the_given_options_of_zero() -> None:
     assert plugin.deepspeed_config == {"zero_optimization": {"stage": 2}}
 
 
+FSDP = Settings(
+    {"distributed_type": "FSDP", "gradient_accumulation_steps": 4},
+    {"fsdp_reshard_after_forward": False, "fsdp_offload_params": True, "parallelism_config_dp_replicate_size": 2},
+    {},
+    "conf.yaml",
+)
+
+
+def test_all_sections_of_fsdp() -> None:
+    plugin = FSDP.plugin()
+    assert plugin is not None
+    assert plugin.strategy == "fsdp"
+    expected = {"reshard_after_forward": False, "offload_params": "cpu", "replicas": 2}
+    assert plugin.options_for(False, 4, 1, ()) == expected
+    assert plugin.claimed("gradient_accumulation_steps") is None, "it is not of its section"
+    assert plugin.described() == {
+        "strategy": "fsdp",
+        "reshard_after_forward": False,
+        "cpu_offload": True,
+        "dp_replicate_size": 2,
+    }
+
+
+def test_another_distributed_type_removes_the_keys_of_other_sections() -> None:
+    assert Settings({"distributed_type": "FSDP"}).over(FILE).backend == {}
+    assert Settings({"distributed_type": "DEEPSPEED"}, {"zero_stage": 1}).over(FSDP).backend == {"zero_stage": 1}
+    assert Settings({"distributed_type": "FSDP"}, {"fsdp_version": 2}).over(FSDP).backend == {**FSDP.backend, "fsdp_version": 2}
+
+
 def test_a_key_in_two_places() -> None:
     one = Settings.out_of({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 2}, {}, "conf.yaml")
     assert (one.values, one.backend) == ({"gradient_accumulation_steps": 2}, {})

@@ -155,7 +155,6 @@ def test_callbacks_that_say_the_same_twice() -> None:
         ({"strategy": "dp"}, UnsupportedArgumentError, "Use strategy='ddp', with the same devices"),
         ({"strategy": Strategy("cpu"), "devices": 2}, ConfigurationError, "runs on one device.*strategy='ddp'"),
         ({"strategy": "single", "devices": 2}, ConfigurationError, "runs on one device.*strategy='ddp'"),
-        ({"strategy": "fsdp"}, UnsupportedArgumentError, "zero3"),
         ({"strategy": Strategy}, ConfigurationError, "a name or a Strategy object"),
         ({"accelerator": "cpus"}, UnknownNameError, "unknown accelerator 'cpus'.*Did you mean 'cpu'"),
         ({"accelerator": "hpu"}, UnsupportedArgumentError, "'hpu' is not supported"),

@@ -138,8 +138,8 @@ def test_what_projects_import_from_fabric() -> None:
         ("trainkit", "EarlyStopping", "from trainkit.callbacks import EarlyStopping"),
         (
             "trainkit.callbacks",
-            "FSDPStrategy",
-            "from trainkit.strategies import ZeROStrategy; ZeROStrategy(stage=3) shards parameters",
+            "ModelParallelStrategy",
+            "from trainkit.strategies import FSDPStrategy; FSDPStrategy(tensor_parallel=2)",
         ),
         ("trainkit.utilities", "ModelSummary", "from trainkit.utilities.summary import ModelSummary"),
         ("trainkit.utils", "gather", None),

@@ -50,8 +50,8 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         cpu: Run on the CPU even if there is a GPU.
         dataloader_config: A `DataLoaderConfiguration`.
         deepspeed_plugin: A `DeepSpeedPlugin`: ZeRO.
-        fsdp_plugin: Unsupported; use `strategy="zero3"`.
-        megatron_lm_plugin: Unsupported; use `strategy="zero3"`.
+        fsdp_plugin: A `FullyShardedDataParallelPlugin`: FSDP.
+        megatron_lm_plugin: Unsupported; use `strategy="fsdp"` or `"zero3"`.
         rng_types: No effect: all generators are seeded for each micro-batch, on all processes.
         log_with: Trackers for `init_trackers`: a name such as `"wandb"`, `"all"`, a `Logger`, a `GeneralTracker`, or a
             list.
@@ -66,8 +66,9 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
             all with `split_batches`). `False`: it advances by one with each call.
         kwargs_handlers: Options such as `GradScalerKwargs`, in a list.
         dynamo_backend: Compile models with `torch.compile` and this backend.
-        strategy: `"auto"` (DDP if a launcher has started several processes, otherwise one device), `"ddp"`, `"zero1"` to
-            `"zero3"`, `"xla"`, or a `Strategy`.
+        parallelism_config: A `ParallelismConfig`: replicas, shards and tensor parallelism of FSDP.
+        strategy: `"auto"` (DDP if a launcher has started several processes, otherwise one device), `"ddp"`, `"fsdp"`,
+            `"zero1"` to `"zero3"`, `"xla"`, or a `Strategy`.
         precision: A name of `Precision` or an object, instead of `mixed_precision`.
 
     Raises:
@@ -117,6 +118,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Any = None,
         dynamo_backend: Any = None,
+        parallelism_config: Any = None,
         strategy: str | Strategy | None = None,
         precision: Any = None,
         **unknown: Any,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 from trainkit.accelerator.options import mixed_name
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.config.distributed_type import DistributedType, distributed_type
+from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from trainkit.config.settings import Plugin
 from trainkit.console import notice
 from trainkit.errors import nearest
@@ -17,6 +18,8 @@ from trainkit.strategy import Strategy
 from trainkit.unsupported import advice
 
 __all__ = ["AcceleratorState", "no_attribute", "plugin_of", "refuse_precision", "state_of"]
+
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class AcceleratorState:
         device: The device of this process.
         mixed_precision: `"no"`, `"fp16"` or `"bf16"`.
         deepspeed_plugin: The options of ZeRO, with `zero_stage` and `deepspeed_config`; `None` without ZeRO.
+        fsdp_plugin: The options of FSDP; `None` without FSDP.
     """
 
     distributed_type: DistributedType
@@ -40,6 +44,7 @@ class AcceleratorState:
     device: torch.device
     mixed_precision: str
     deepspeed_plugin: DeepSpeedPlugin | None = None
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = None
 
     @property
     def is_main_process(self) -> bool:
@@ -71,14 +76,15 @@ def state_of(strategy: Strategy, plugin: Plugin | None) -> AcceleratorState:
         strategy.local_rank,
         strategy.device,
         mixed_name(strategy.precision),
-        plugin_of(strategy, plugin),
+        plugin_of(strategy, plugin, DeepSpeedPlugin),
+        plugin_of(strategy, plugin, FullyShardedDataParallelPlugin),
     )
 
 
-def plugin_of(strategy: Strategy, plugin: Plugin | None) -> DeepSpeedPlugin | None:
-    """The plugin that was given, else the one that the strategy describes itself by; `None` without ZeRO."""
-    found: Any = strategy.plugin if plugin is None else plugin
-    return found  # type: ignore[no-any-return]
+def plugin_of(strategy: Strategy, plugin: Plugin | None, kind: type[_Kind]) -> _Kind | None:
+    """The plugin that was given, else the one that the strategy describes itself by; `None` if it is of another kind."""
+    found = strategy.plugin if plugin is None else plugin
+    return found if isinstance(found, kind) else None
 
 
 def refuse_precision(strategy: Strategy, native: bool) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainkit.accelerator.plugins import check_plugins, given_plugin
 from trainkit.accelerator.tracker_verbs import check_trackers
 from trainkit.checks import whole_number
 from trainkit.config.compiling import known_backend, refuse_compiled
 from trainkit.config.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
-from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.config.inherited import Settings, debugging, inherited_settings
 from trainkit.config.kwargs_handlers import (
     AutocastKwargs,
@@ -24,6 +24,7 @@ from trainkit.config.settings import Plugin
 from trainkit.distributed.device import find_device
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.launch.joining import nodes, processes
 from trainkit.launch.resolve import chosen_strategy
 from trainkit.launch.tpu import DEVICE
 from trainkit.precision import MIXED, OVER_MASTERS, Precision, is_short
@@ -34,7 +35,7 @@ from trainkit.unsupported import refuse_unknown
 __all__ = ["Options", "check_steps", "mixed_name", "resolve"]
 
 _GENERATORS = ("torch", "cuda", DEVICE, "generator")
-_ZERO = "To shard parameters, use ZeRO: Accelerator(strategy='zero3')"
+_SHARD = "To shard parameters, use FSDP or ZeRO: Accelerator(strategy='fsdp') or 'zero3'"
 
 
 @dataclass
@@ -54,7 +55,8 @@ class Options:
         autocast: of `trainkit.Accelerator.autocast`.
         profile: of `trainkit.Accelerator.profile`.
         compile: arguments of `torch.compile` for models; `None`: they are not compiled.
-        plugin: the options of the strategy, as `deepspeed_plugin=` or the configuration gives them.
+        activation_checkpointing: of the argument, else of the plugin; `None`: not set.
+        plugin: the options of the strategy, as the argument for a plugin or the configuration gives them.
         debug: the calls of all processes are compared.
         watched: the process ends when another one fails.
     """
@@ -71,6 +73,7 @@ class Options:
     autocast: AutocastKwargs | None = None
     profile: ProfileKwargs | None = None
     compile: Mapping[str, Any] | None = None
+    activation_checkpointing: Any = None
     plugin: Plugin | None = None
     debug: bool = False
     watched: bool = True
@@ -85,6 +88,7 @@ def resolve(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
     refuse_unknown("Accelerator", unknown, given)
     _refuse_unsupported(given)
     settings = inherited_settings()
+    given = {**given, "plugin": given_plugin(given, settings)}
     handlers = sorted_handlers(given["kwargs_handlers"])
     loaders, project = _loaders(given), _project(given)
     strategy, plugin, watched = _strategy(given, settings, handlers)
@@ -105,6 +109,7 @@ def resolve(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
         autocast=handlers.get(AutocastKwargs),
         profile=handlers.get(ProfileKwargs),
         compile=compiled,
+        activation_checkpointing=_activation_checkpointing(given, plugin),
         plugin=plugin,
         debug=debugging(),
         watched=watched,
@@ -112,14 +117,9 @@ def resolve(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
 
 
 def _refuse_unsupported(given: Mapping[str, Any]) -> None:
-    for name in ("fsdp_plugin", "megatron_lm_plugin"):
-        if given[name] is not None:
-            raise UnsupportedArgumentError(f"Accelerator({name}=...) is not supported. {_ZERO}.")
-    plugin = given["deepspeed_plugin"]
-    if plugin is not None and not isinstance(plugin, DeepSpeedPlugin):
-        raise ConfigurationError(
-            f"deepspeed_plugin must be a DeepSpeedPlugin, not {plugin!r}: from trainkit.utils import DeepSpeedPlugin"
-        )
+    if given["megatron_lm_plugin"] is not None:
+        raise UnsupportedArgumentError(f"Accelerator(megatron_lm_plugin=...) is not supported. {_SHARD}.")
+    check_plugins(given)
     for name in _listed(given["rng_types"]):
         if str(getattr(name, "value", name)) not in _GENERATORS:
             raise ConfigurationError(f"rng_types must be some of {', '.join(_GENERATORS)}, not {name!r}.")
@@ -153,7 +153,7 @@ def _loaders(given: Mapping[str, Any]) -> DataLoaderConfiguration:
 
 
 def _steps(given: Mapping[str, Any], settings: Settings, plugin: Plugin | None) -> int:
-    """Micro-batches in an optimizer step: from the argument, its plugin, DeepSpeed's plugin, or the configuration."""
+    """Micro-batches in an optimizer step: from the argument, its plugin, the strategy's plugin, or the configuration."""
     steps, accumulation = given["gradient_accumulation_steps"], given["gradient_accumulation_plugin"]
     if accumulation is not None:
         if not isinstance(accumulation, GradientAccumulationPlugin):
@@ -168,7 +168,7 @@ def _steps(given: Mapping[str, Any], settings: Settings, plugin: Plugin | None) 
     if steps is None:
         claimed = None if plugin is None else plugin.claimed("gradient_accumulation_steps")
         candidates = [claimed, settings.get("gradient_accumulation_steps")]
-        if given["deepspeed_plugin"] is None:  # it is from the settings, where an option takes precedence over the file
+        if given["plugin"] is None:  # it is from the settings, where an option takes precedence over the file
             candidates.reverse()
         return next((int(one) for one in candidates if one not in (None, "auto")), 1)
     return check_steps(steps)
@@ -207,6 +207,12 @@ def _compile(given: Mapping[str, Any], settings: Settings) -> Mapping[str, Any] 
     return {**settings.compiling, "backend": known_backend(backend)}
 
 
+def _activation_checkpointing(given: Mapping[str, Any], plugin: Plugin | None) -> Any:
+    """The argument, else the option of the plugin; `None`: not set."""
+    chosen = given.get("activation_checkpointing")
+    return plugin.claimed("activation_checkpointing") if chosen is None and plugin is not None else chosen
+
+
 def _listed(value: Any) -> list[Any]:
     if value is None:
         return []
@@ -220,9 +226,7 @@ def _strategy(
     given: Mapping[str, Any], settings: Settings, handlers: Mapping[Any, Any]
 ) -> tuple[Strategy, Plugin | None, bool]:
     """The strategy as one of the processes, the plugin that it was created from, and whether a watchdog watches it."""
-    strategy, plugin = given["strategy"], given["deepspeed_plugin"]
-    if strategy is not None and plugin is not None:
-        raise ConfigurationError("strategy= and deepspeed_plugin= were given. Give one of them.")
+    strategy = given["strategy"]
     wanted = RequestedDevices(_kind(given, settings), as_started=True)
     place, dtype = _from_settings(given, settings)
     _precision(given, settings, handlers, masters=False)  # raises for wrong arguments
@@ -245,7 +249,7 @@ def _strategy(
 
 def _from_settings(given: Mapping[str, Any], settings: Settings) -> tuple[Sequence[str], Sequence[str]]:
     """The settings that the arguments do not override: where to run, and in which precision. Errors name them."""
-    place = settings.of_place if given["strategy"] is None and given["deepspeed_plugin"] is None else ()
+    place = settings.of_place if given["strategy"] is None and given["plugin"] is None else ()
     dtype = ("mixed_precision",) if given["precision"] is None and given["mixed_precision"] is None else ()
     return place, dtype
 
@@ -254,18 +258,17 @@ def _create(
     given: Mapping[str, Any], settings: Settings, handlers: Mapping[Any, Any], wanted: RequestedDevices
 ) -> tuple[Strategy, Plugin | None]:
     """The strategy, and the plugin that it was created from."""
-    strategy, plugin = given["strategy"], given["deepspeed_plugin"]
+    strategy, plugin = given["strategy"], given["plugin"]
     if strategy is None and plugin is None:
         plugin = settings.plugin()
     if plugin is not None:
         precision = _precision(given, settings, handlers, masters=True)
-        config = plugin.config_for(short=precision is not None and is_short(precision))
-        source = type(plugin).__name__
-        if given["deepspeed_plugin"] is None:
-            config.pop("gradient_accumulation_steps", None)  # arguments take precedence over it
-            source = settings.source
-        created = load_strategy(plugin.strategy)(config=config, device=wanted.accelerator, **_common(handlers))
-        created.configured_by(plugin.source or source)
+        short = precision is not None and is_short(precision)
+        passed = given["plugin"] is not None
+        without = () if passed else ("gradient_accumulation_steps",)  # arguments take precedence over a file
+        options = plugin.options_for(short, processes(wanted), nodes(wanted), without)
+        created = load_strategy(plugin.strategy)(device=wanted.accelerator, **options, **_common(handlers))
+        created.configured_by(plugin.source or (type(plugin).__name__ if passed else settings.source))
     elif strategy is None or isinstance(strategy, str):
         name = chosen_strategy(strategy or settings.strategy or "auto", wanted)
         created = make_strategy(name, **_named(name, wanted, handlers))

@@ -17,6 +17,7 @@ from trainkit.accelerator.options import mixed_name
 from trainkit.accelerator.processes import Processes, only_where
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.config.distributed_type import DistributedType, distributed_type
+from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from trainkit.config.settings import Plugin
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
@@ -35,7 +36,7 @@ class ProcessVerbs:
     Args:
         strategy: The strategy of the run.
         batch: The batch that the loop has read last. Default: none.
-        plugin: The DeepSpeed plugin that was given.
+        plugin: The plugin that was given.
 
     Attributes:
         strategy: The strategy of the run.
@@ -98,7 +99,7 @@ class ProcessVerbs:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the run is distributed: `DEEPSPEED` is ZeRO, `MULTI_CPU` and `MULTI_GPU` are DDP, `NO` is one process."""
+        """How the run is distributed: `MULTI_CPU` and `MULTI_GPU` are DDP, `DEEPSPEED` is ZeRO, `NO` is one process."""
         return distributed_type(self.strategy)
 
     @property
@@ -109,7 +110,17 @@ class ProcessVerbs:
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The options of ZeRO; `None` without ZeRO."""
-        return plugin_of(self.strategy, self._plugin)
+        return plugin_of(self.strategy, self._plugin, DeepSpeedPlugin)
+
+    @property
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        """The options of FSDP; `None` without FSDP."""
+        return plugin_of(self.strategy, self._plugin, FullyShardedDataParallelPlugin)
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether the strategy is FSDP, which is always FSDP2."""
+        return self.distributed_type == DistributedType.FSDP
 
     @property
     def mixed_precision(self) -> str:

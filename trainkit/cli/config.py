@@ -11,7 +11,7 @@ from typing import Any
 
 from trainkit.cli.settings_flags import add_config_file, add_flags, allow_both_spellings, settings_from_flags, with_nearest
 from trainkit.config.checked import checked_settings
-from trainkit.config.keys import BACKEND, CONFIG_FILE, DYNAMO, KEYS, Key, checked
+from trainkit.config.keys import BACKEND, CONFIG_FILE, DYNAMO, FSDP, KEYS, Key, checked
 from trainkit.config.settings import Settings
 from trainkit.errors import ConfigurationError
 from trainkit.launch.tpu import DEVICE
@@ -86,15 +86,15 @@ class _Questions:
             processes = self._processes(machines, gpus if kind == "gpu" else 0)
             if kind == "gpu" and machines == 1:
                 self._ask_key("gpu_ids", "GPUs to use, such as 0,1, or all", "all", fits=_at_least(processes))
-            self._zero()
+            self._sharding()
         several = (
             automatic_info(DEVICE).distributed_type if kind == "tpu" else f"MULTI_{kind.upper()}" if processes > 1 else "NO"
         )
-        self._values["distributed_type"] = "DEEPSPEED" if self._backend else several
+        self._values.setdefault("distributed_type", several)
         self._values["use_cpu"] = kind == "cpu"
         if CONFIG_FILE not in self._backend:  # it has the precision
             self._ask_key("mixed_precision", "Precision: no (float32), fp16 or bf16", "no")
-        if kind != "tpu" and not self._backend:
+        if kind != "tpu" and self._values["distributed_type"] != "DEEPSPEED":
             question = "Compile the model: no, or a backend of torch.compile such as inductor"
             backend = self._ask(question, "no", lambda text: checked("dynamo_backend", text, DYNAMO, "dynamo_backend"))
             if backend != "no":
@@ -125,11 +125,18 @@ class _Questions:
 
         return int(self._ask_key("num_processes", "Processes on all nodes together", machines * max(1, gpus), fits=divisible))
 
-    def _zero(self) -> None:
-        question = "Shard with DeepSpeed's ZeRO: no, stage 1, 2 or 3, or the path of a DeepSpeed configuration"
-        stage = self._ask(question, "no", _stage)
-        if stage == "no":
-            return
+    def _sharding(self) -> None:
+        question = "Shard the model: no, fsdp, stage 1, 2 or 3 of DeepSpeed's ZeRO, or the path of a DeepSpeed configuration"
+        answer = self._ask(question, "no", _sharding)
+        if answer == "fsdp":
+            self._values["distributed_type"] = "FSDP"
+            self._ask_key("fsdp_offload_params", "Keep parameters and optimizer state in host memory (yes or no)", False, FSDP)
+            self._ask_key("fsdp_activation_checkpointing", "Recompute activations in the backward (yes or no)", False, FSDP)
+        elif answer != "no":
+            self._values["distributed_type"] = "DEEPSPEED"
+            self._zero(answer)
+
+    def _zero(self, stage: int | str) -> None:
         if not isinstance(stage, int):
             self._backend[CONFIG_FILE] = stage
             return
@@ -167,7 +174,7 @@ class _Questions:
 
         answer = self._ask(question, default, read)
         if answer != "auto":
-            (self._backend if table is BACKEND else self._values)[name] = answer
+            (self._values if table is KEYS else self._backend)[name] = answer
         return answer
 
     def _choose(self, question: str, words: tuple[str, ...], default: str) -> str:
@@ -191,13 +198,13 @@ class _Questions:
                 print(f"  {error}")
 
 
-def _stage(text: str) -> int | str:
-    if text.lower() == "no":
-        return "no"
+def _sharding(text: str) -> int | str:
+    if text.lower() in ("no", "fsdp"):
+        return text.lower()
     if not text.isdigit():
         if os.path.isfile(text):
             return text
-        raise ConfigurationError(f"expected no, 1, 2, 3 or the path of a file, but there is no file {text!r}.")
+        raise ConfigurationError(f"expected no, fsdp, 1, 2, 3 or the path of a file, but there is no file {text!r}.")
     return int(checked("zero_stage", text, BACKEND, "the stage"))
 
 

@@ -9,19 +9,21 @@ from typing import Any, NoReturn
 
 from trainkit.config.foreign import FLAGS
 from trainkit.config.inherited import VARIABLE, inherited_settings
-from trainkit.config.keys import BACKEND, DYNAMO, KEYS, checked
+from trainkit.config.keys import BACKEND, DYNAMO, FSDP, KEYS, PARALLELISM, checked
 from trainkit.config.settings import Settings
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, nearest
 
 __all__ = ["add_config_file", "add_flags", "allow_both_spellings", "settings_from_file", "settings_from_flags", "with_nearest"]
 
-_ALL = {**BACKEND, **DYNAMO, **KEYS}
+_FSDP = {**FSDP, **PARALLELISM}
+_ALL = {**BACKEND, **_FSDP, **DYNAMO, **KEYS}
 _SHORT = {  # Accelerate's short flags
     "cpu": ("use_cpu", True),
     "multi_gpu": ("distributed_type", "MULTI_GPU"),
     "tpu": ("distributed_type", "XLA"),
     "use_deepspeed": ("distributed_type", "DEEPSPEED"),
+    "use_fsdp": ("distributed_type", "FSDP"),
 }
 
 
@@ -33,8 +35,9 @@ def add_config_file(parser: argparse.ArgumentParser, help: str) -> None:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each key, and Accelerate's short flags."""
     seen = set()
-    for title, table in {"settings": KEYS, "settings for DeepSpeed": BACKEND, "settings for torch.compile": DYNAMO}.items():
-        group = parser.add_argument_group(title)
+    tables = {"": KEYS, " for DeepSpeed": BACKEND, " for FSDP": _FSDP, " for torch.compile": DYNAMO}
+    for title, table in tables.items():
+        group = parser.add_argument_group(f"settings{title}")
         for name, key in table.items():
             if name in seen:
                 continue

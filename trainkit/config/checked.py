@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainkit.config.keys import CONFIG_FILE, HOSTFILE, NOT_IN_FILE
+from trainkit.config.keys import CONFIG_FILE, HOSTFILE, NOT_IN_FILE, SECTIONS
 from trainkit.config.settings import Settings
 from trainkit.errors import ConfigurationError
+from trainkit.registry import find_info_by_section
 
 __all__ = ["checked_settings"]
 
@@ -21,7 +22,12 @@ def checked_settings(settings: Settings) -> Settings:
     """
     if not settings:
         return settings
-    for problem in (*_contradictions(settings), *_backend_problems(settings), *_dynamo_problems(settings)):
+    for problem in (
+        *_contradictions(settings),
+        *_section_problems(settings),
+        *_backend_problems(settings),
+        *_dynamo_problems(settings),
+    ):
         raise ConfigurationError(f"{settings.source}: {problem}")
     values = {name: value for name, value in settings.values.items() if value != "auto"}
     backend = {name: value for name, value in settings.backend.items() if value != "auto"}
@@ -61,14 +67,21 @@ def _contradictions(settings: Settings) -> Iterator[str]:
         )
 
 
+def _section_problems(settings: Settings) -> Iterator[str]:
+    kind = settings.get("distributed_type") or "not set"
+    for section, keys in SECTIONS.items():
+        strange = [name for name in settings.backend if name in keys and name not in settings.own_keys]
+        if strange:
+            names, belong = ", ".join(strange), "belongs" if len(strange) == 1 else "belong"
+            owner = find_info_by_section(section).distributed_type
+            yield (
+                f"{names} {belong} to {section}, but distributed_type is {kind}. Write distributed_type: {owner} "
+                f"(--use_{str(owner).lower()}), or remove {names}."
+            )
+
+
 def _backend_problems(settings: Settings) -> Iterator[str]:
-    given, kind = settings.backend, settings.get("distributed_type")
-    if given and not settings.takes_section:
-        yield (
-            f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} for DeepSpeed, but distributed_type is "
-            f"{kind or 'not set'}. Write distributed_type: DEEPSPEED (--use_deepspeed), or remove "
-            f"{', '.join(given)}."
-        )
+    given = settings.backend
     file = given.get(CONFIG_FILE)
     twice = [name for name, value in given.items() if name not in NOT_IN_FILE and value != "auto"]
     if file is not None and twice:

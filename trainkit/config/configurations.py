@@ -99,7 +99,8 @@ class GradientAccumulationPlugin:
         if self.sync_each_batch:
             raise UnsupportedArgumentError(
                 "GradientAccumulationPlugin(sync_each_batch=True) is not supported: gradients are synchronized once per "
-                "accumulation window. Remove it; to keep fewer gradients in memory use strategy='zero2' or 'zero3'."
+                "accumulation window. Remove it; to keep fewer gradients in memory use strategy='zero2', or "
+                "FSDPStrategy(accumulate='reshard')."
             )
 
 

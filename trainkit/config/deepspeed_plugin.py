@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,11 +162,19 @@ class DeepSpeedPlugin:
         options |= {name: getattr(self, name) for name in ("offload_optimizer_device", "offload_param_device")}
         return {name: value for name, value in options.items() if value not in _NOTHING}
 
-    def config_for(self, short: bool) -> dict[str, Any]:
-        """Return `deepspeed_config` for 16-bit parameters; or for float32, without the option to save 16-bit parameters."""
+    def options_for(self, short: bool, processes: int, nodes: int | None, without: Collection[str]) -> dict[str, Any]:
+        """Return the options of `ZeROStrategy` for a run.
+
+        Args:
+            short: Whether parameters have 16 bits; with float32, the option to save 16-bit parameters is left out.
+            processes: No effect: the number of processes of the run.
+            nodes: No effect: the number of nodes of the run.
+            without: Top-level keys of `deepspeed_config` to leave to the arguments of the loop.
+        """
         zero = self.deepspeed_config["zero_optimization"]
         kept = {name: value for name, value in zero.items() if short or name != _KEYS["zero3_save_16bit_model"][-1]}
-        return {**self.deepspeed_config, "zero_optimization": kept}
+        rest = {name: value for name, value in self.deepspeed_config.items() if name not in without}
+        return {"config": {**rest, "zero_optimization": kept}}
 
     def _put(self, config: dict[str, Any], name: str, keys: tuple[str, ...]) -> None:
         """Write an argument into the configuration, which must not have a different value for it."""

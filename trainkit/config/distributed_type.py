@@ -14,18 +14,18 @@ __all__ = ["DistributedType", "distributed_type"]
 class DistributedType(str, enum.Enum):
     """How a run is distributed: `accelerator.distributed_type == DistributedType.MULTI_GPU`. Members are also strings.
 
-    `NO` is one process, `MULTI_CPU` and `MULTI_GPU` are DDP, `DEEPSPEED` is ZeRO, and `TPU` is another name for
-    `XLA`. No run has one of the others, which exist so that scripts can compare with them.
+    `NO` is one process, `MULTI_CPU` and `MULTI_GPU` are DDP, `DEEPSPEED` is ZeRO, `FSDP` is PyTorch's FSDP2, and
+    `TPU` is another name for `XLA`. No run has one of the others, which exist so that scripts can compare with them.
     """
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
     MULTI_GPU = "MULTI_GPU"
     DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
     XLA = "XLA"
     TPU = "XLA"  # noqa: PIE796 - an alias
 
-    FSDP = "FSDP"
     MEGATRON_LM = "MEGATRON_LM"
     MULTI_HPU = "MULTI_HPU"
     MULTI_MLU = "MULTI_MLU"

@@ -16,7 +16,10 @@ __all__ = ["VARIABLE", "Settings", "carry", "debugging", "inherited_settings", "
 VARIABLE = "TRAINKIT_SETTINGS"
 _DEBUG = ("TRAINKIT_DEBUG_MODE", "ACCELERATE_DEBUG_MODE")
 _YES = ("1", "true", "yes", "on", "y", "t")
-_OF_ACCELERATE = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND")
+_OF_ACCELERATE = (
+    *("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"),
+    *("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"),
+)
 
 # Keys for the launcher only.
 _OF_LAUNCHER = ("machine_rank", "main_process_ip", "main_process_port", "gpu_ids", "debug", HOSTFILE, MULTINODE_LAUNCHER)

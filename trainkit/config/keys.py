@@ -16,10 +16,12 @@ __all__ = [
     "BACKEND",
     "CONFIG_FILE",
     "DYNAMO",
+    "FSDP",
     "HOSTFILE",
     "KEYS",
     "MULTINODE_LAUNCHER",
     "NOT_IN_FILE",
+    "PARALLELISM",
     "SECTIONS",
     "Key",
     "checked",
@@ -140,13 +142,26 @@ def _or_auto(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return read_either
 
 
+def _reshard(value: Any) -> bool | str:
+    """A truth value, or a sharding strategy of FSDP1."""
+    truth = value if isinstance(value, bool) else {"true": True, "false": False}.get(str(value).strip().lower())
+    return _sharding(value) if truth is None else truth
+
+
+def _names(value: Any) -> str:
+    """Names separated by commas, or in a list."""
+    return _text(",".join(map(str, value)) if isinstance(value, list) else value)
+
+
+_SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_sharding = _one_of(*_SHARDING, also=dict(zip("1245", _SHARDING, strict=True)))  # 3 is DDP
 _PLACES = _one_of("none", "cpu", "nvme")
 _STEPS = Key(_or_auto(_whole(1)), "micro-batches per optimizer step; auto: as in the script")
 _BACKEND = Key(_backend, "backend of torch.compile, such as inductor; or no", "NAME")
 
 KEYS: dict[str, Key] = {
     "distributed_type": Key(
-        _distributed_type, "NO: one process; MULTI_CPU, MULTI_GPU: DDP; DEEPSPEED: ZeRO; XLA: TPUs", "TYPE"
+        _distributed_type, "NO: one process; MULTI_CPU, MULTI_GPU: DDP; DEEPSPEED: ZeRO; FSDP; XLA: TPUs", "TYPE"
     ),
     "mixed_precision": Key(_mixed_precision, "precision of the computation: no (float32), fp16 or bf16", "NAME"),
     "num_processes": Key(_whole(1), "total number of processes on all machines"),
@@ -180,7 +195,49 @@ BACKEND: dict[str, Key] = {
         "NAME",
     ),
 }
-"""The keys of `deepspeed_config`, the section for a strategy with its own backend."""
+"""The keys of `deepspeed_config`."""
+
+FSDP: dict[str, Key] = {
+    "fsdp_version": Key(_whole(1, 2), "no effect: 1 and 2 are both FSDP2", "1|2"),
+    "fsdp_reshard_after_forward": Key(
+        _reshard, "free parameters after the forward of their block: true, false, or as fsdp_sharding_strategy", "BOOL"
+    ),
+    "fsdp_sharding_strategy": Key(
+        _sharding,
+        "FULL_SHARD, SHARD_GRAD_OP (keep parameters until the backward), or HYBRID_SHARD (a replica on each node)",
+        "NAME",
+    ),
+    "fsdp_offload_params": Key(_truth, "keep parameters and optimizer state in host memory: true or false", "BOOL"),
+    "fsdp_auto_wrap_policy": Key(
+        _one_of("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
+        "what is sharded one by one; default: the repeated blocks",
+        "NAME",
+    ),
+    "fsdp_transformer_layer_cls_to_wrap": Key(_names, "classes for TRANSFORMER_BASED_WRAP, separated by commas", "NAMES"),
+    "fsdp_min_num_params": Key(_whole(0), "number of parameters for SIZE_BASED_WRAP"),
+    "fsdp_ignored_modules": Key(_text, "a regular expression for names of modules that are not sharded", "REGEX"),
+    "fsdp_activation_checkpointing": Key(_truth, "recompute activations in the backward: true or false", "BOOL"),
+    "fsdp_state_dict_type": Key(
+        _one_of("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"),
+        "no effect: a checkpoint is the same for every strategy",
+        "NAME",
+    ),
+    "fsdp_backward_prefetch": Key(
+        _one_of("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"), "no effect: FSDP2 always does it", "NAME"
+    ),
+    "fsdp_forward_prefetch": Key(_truth, "no effect: FSDP2 always does it", "BOOL"),
+    "fsdp_use_orig_params": Key(_truth, "no effect: FSDP2 always does it", "BOOL"),
+    "fsdp_sync_module_states": Key(_truth, "no effect: rank 0 always sends its values", "BOOL"),
+    "fsdp_cpu_ram_efficient_loading": Key(_truth, "no effect: each process loads the model", "BOOL"),
+}
+"""The keys of `fsdp_config`."""
+
+PARALLELISM: dict[str, Key] = {
+    "parallelism_config_dp_replicate_size": Key(_whole(1), "number of replicas of FSDP"),
+    "parallelism_config_dp_shard_size": Key(_whole(1), "number of processes over which a replica is sharded"),
+    "parallelism_config_tp_size": Key(_whole(1), "number of processes of tensor parallelism"),
+}
+"""The keys of `parallelism_config`, the sizes of FSDP."""
 
 DYNAMO: dict[str, Key] = {
     "dynamo_backend": _BACKEND,
@@ -194,7 +251,12 @@ DYNAMO: dict[str, Key] = {
 }
 """The keys of `dynamo_config`."""
 
-SECTIONS: dict[str, dict[str, Key]] = {"deepspeed_config": BACKEND, "dynamo_config": DYNAMO}
+SECTIONS: dict[str, dict[str, Key]] = {
+    "deepspeed_config": BACKEND,
+    "fsdp_config": FSDP,
+    "parallelism_config": PARALLELISM,
+    "dynamo_config": DYNAMO,
+}
 """The sections of the file."""
 
 

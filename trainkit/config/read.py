@@ -11,13 +11,14 @@ from typing import Any
 import yaml
 
 from trainkit.config.foreign import EMPTY, UNUSED, UNUSED_IN_SECTIONS
-from trainkit.config.keys import DYNAMO, KEYS, SECTIONS, Key, checked
+from trainkit.config.keys import KEYS, SECTIONS, Key, checked
 from trainkit.config.settings import Settings
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 
 __all__ = ["default_file", "read_settings"]
 
 _OLD = {"fp16": "mixed_precision: fp16"}
+_PREFIXES = {"dynamo_config": "dynamo_", "fsdp_config": "fsdp_"}
 _NONE = ("", "none", "null")
 
 
@@ -48,7 +49,8 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
         if name in content:
             raise UnsupportedArgumentError(f"{source}: {name} is a key of an old version of Accelerate; write {_OLD[name]}.")
     values = _values(content, KEYS, UNUSED, source)
-    backend, dynamo = sections.values()
+    dynamo = sections.pop("dynamo_config")
+    backend = {key: value for section in sections.values() for key, value in section.items()}
     return Settings.out_of(values, backend, dynamo, source)
 
 
@@ -80,8 +82,8 @@ def _section(section: Any, table: Mapping[str, Key], name: str, source: str) -> 
     if not isinstance(section, Mapping):
         raise ConfigurationError(f"{source}: {name} must contain keys and values, not {section!r}.")
     keys = {str(key): value for key, value in section.items()}
-    if table is DYNAMO:  # Accelerate allows them without the prefix
-        keys = {key if key.startswith("dynamo_") else f"dynamo_{key}": value for key, value in keys.items()}
+    prefix = _PREFIXES.get(name, "")  # Accelerate allows keys without it
+    keys = {key if key.startswith(prefix) else f"{prefix}{key}": value for key, value in keys.items()}
     return _values(keys, table, UNUSED_IN_SECTIONS, source, f"{name}: ")
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from trainkit.config.keys import CONFIG_FILE, HOSTFILE, MULTINODE_LAUNCHER
+from trainkit.config.keys import CONFIG_FILE, HOSTFILE, MULTINODE_LAUNCHER, SECTIONS
 from trainkit.errors import ConfigurationError
 from trainkit.registry import StrategyInfo, find_info_by_type, load
 
@@ -38,10 +38,13 @@ class Plugin(Protocol):
         """Whether models of `transformers` are sharded while they are built."""
 
     def claimed(self, name: str) -> Any:
-        """The value of an option for accumulation or clipping; `None`: not set."""
+        """The value of an option for accumulation, clipping or activation checkpointing; `None`: not set."""
 
-    def config_for(self, short: bool) -> dict[str, Any]:
-        """The strategy's argument `config`, for 16-bit or float32 parameters."""
+    def options_for(self, short: bool, processes: int, nodes: int | None, without: Collection[str]) -> dict[str, Any]:
+        """The options of the strategy, for 16-bit or float32 parameters and a number of processes and of nodes.
+
+        `without`: options of the loop that its arguments set.
+        """
 
     def described(self) -> dict[str, Any]:
         """The options to show to the user, by name."""
@@ -53,7 +56,7 @@ class Settings:
 
     Attributes:
         values: Keys of `KEYS`, except `dynamo_backend`.
-        backend: Keys of `BACKEND`, except `gradient_accumulation_steps`.
+        backend: Keys of the sections of strategies, except `gradient_accumulation_steps`.
         dynamo: Keys of `DYNAMO`.
         source: The origin of the values, for messages.
     """
@@ -85,12 +88,14 @@ class Settings:
 
         Keys of `below` for another backend are not used, nor is its `machine_rank` if these settings are for one machine.
         """
-        theirs = below.backend if self.takes_section or "distributed_type" not in self.values else {}
+        theirs = dict(below.backend)
+        if "distributed_type" in self.values:
+            theirs = {name: value for name, value in theirs.items() if name in self.own_keys}
         if self.values.get("num_machines") == 1:
             below = below.without("machine_rank")
         return Settings(
             {**below.values, **self.values},
-            {**theirs, **self.backend},
+            theirs | dict(self.backend),
             {**below.dynamo, **self.dynamo},
             " and ".join(settings.source for settings in (self, below) if settings),
         )
@@ -124,15 +129,15 @@ class Settings:
         return find_info_by_type(self.values.get("distributed_type"))
 
     @property
-    def takes_section(self) -> bool:
-        """Whether the strategy has its own section in the file."""
-        return self.info is not None and self.info.plugin is not None
+    def own_keys(self) -> Collection[str]:
+        """The keys of the strategy's own sections in the file."""
+        return () if self.info is None else {key for section in self.info.sections for key in SECTIONS[section]}
 
     @property
     def strategy(self) -> str | None:
         """The strategy that "auto" means; `None` if it is not set, or if `plugin` defines it."""
         info = self.info
-        return None if info is None or self.takes_section else info.file_types[self.values["distributed_type"]]
+        return None if info is None or info.plugin is not None else info.file_types[self.values["distributed_type"]]
 
     @property
     def devices(self) -> int | None:
@@ -147,7 +152,7 @@ class Settings:
         return {name: self.get(key) for name, key in _COMPILER.items() if self.get(key) not in (None, "default")}
 
     def plugin(self) -> Plugin | None:
-        """The options of the strategy's section, or `None` without one.
+        """The options of the strategy's sections, or `None` without one.
 
         Raises:
             ConfigurationError: Contradictory keys, or a file of the backend that cannot be read.
@@ -156,9 +161,9 @@ class Settings:
             return None
         options = {name: value for name, value in self.backend.items() if name not in _NOT_OF_PLUGIN and value != "auto"}
         file, steps = self.backend.get(CONFIG_FILE), self.values.get("gradient_accumulation_steps")
-        if file is None and steps != "auto":
+        if file is None and steps != "auto" and "gradient_accumulation_steps" in self.own_keys:
             options["gradient_accumulation_steps"] = steps
-        plugin: Plugin = load(self.info.plugin)(file, **options)
+        plugin: Plugin = load(self.info.plugin)(*(() if file is None else (file,)), **options)
         return plugin
 
 

@@ -42,9 +42,11 @@ def write_settings(settings: Settings, path: str | os.PathLike[str]) -> Path:
 
 def _content(settings: Settings) -> dict[str, Any]:
     """The content, which Accelerate reads except for `gradient_accumulation_steps` without DeepSpeed."""
-    values, backend = dict(settings.values), dict(settings.backend)
-    if settings.takes_section and "gradient_accumulation_steps" in values:
-        backend["gradient_accumulation_steps"] = values.pop("gradient_accumulation_steps")
-    sections = dict(zip(SECTIONS, (backend, dict(settings.dynamo)), strict=True))
+    values, of_sections = dict(settings.values), {**settings.backend, **settings.dynamo}
+    if "gradient_accumulation_steps" in values and "gradient_accumulation_steps" in settings.own_keys:
+        of_sections["gradient_accumulation_steps"] = values.pop("gradient_accumulation_steps")
+    sections = {
+        section: {name: value for name, value in of_sections.items() if name in keys} for section, keys in SECTIONS.items()
+    }
     content = {"compute_environment": "LOCAL_MACHINE", **values, **{name: part for name, part in sections.items() if part}}
     return dict(sorted(content.items()))

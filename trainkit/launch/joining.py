@@ -30,7 +30,7 @@ from trainkit.launch.process_group import default_group, make_default_group
 from trainkit.launch.script_options import placed
 from trainkit.launch.self_start import become_agent, start_command
 
-__all__ = ["device_of", "join", "joined", "note_single_process", "processes", "single_world"]
+__all__ = ["device_of", "join", "joined", "nodes", "note_single_process", "processes", "single_world"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,18 @@ def processes(wanted: RequestedDevices) -> int:
         return dist.get_world_size()
     place = _place()
     return processes_per_node(wanted) * (wanted.nodes or 1) if place is None else place.size
+
+
+def nodes(wanted: RequestedDevices) -> int | None:
+    """The number of nodes of a run on these devices; `None`: unknown.
+
+    Raises:
+        ConfigurationError: As `processes`.
+    """
+    place = _place()
+    if place is None:
+        return wanted.nodes or (1 if default_group() is None else None)
+    return place.nodes or (place.size // place.local_size if place.local_size else wanted.nodes)
 
 
 def note_single_process(devices: int | None) -> None:

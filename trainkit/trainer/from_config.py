@@ -10,6 +10,7 @@ import torch
 
 from trainkit.config.compiling import known_backend, refuse_compiled
 from trainkit.config.inherited import Settings, inherited_settings
+from trainkit.launch.joining import nodes, processes
 from trainkit.launch.resolve import read_wanted
 from trainkit.launch.tpu import DEVICE
 from trainkit.module.train_module import TrainModule
@@ -40,15 +41,14 @@ def with_settings(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
     settings = inherited_settings()
     plugin, mixed = settings.plugin(), settings.get("mixed_precision")
     taken = _place(settings, given) | _optimizer_step(settings, plugin, given)
-    by_plugin = plugin is not None and given["strategy"] == "auto" and not _elsewhere(settings, given)
     created: dict[str, Any] = {}
-    if plugin is not None and by_plugin:
-        short = is_short(given["precision"] or OVER_MASTERS[mixed or "no"])
-        with settings.attribute_errors(*settings.of_place):
-            created["strategy"] = _create_strategy(plugin, {**given, **taken}, short)
-        taken |= plugin.described()
+    masters = False
+    if plugin is not None and given["strategy"] == "auto" and not _elsewhere(settings, given):
+        created, chosen = _by_plugin(settings, plugin, {**given, **taken})
+        taken |= chosen
+        masters = created["strategy"].owns_masters
     if given["precision"] is None and mixed is not None:
-        taken |= _precision(given["strategy"], (OVER_MASTERS if by_plugin else MIXED)[mixed])
+        taken |= _precision(given["strategy"], (OVER_MASTERS if masters else MIXED)[mixed])
     notes = [f"{name}={value!r}" for name, value in taken.items()] + _compilation(settings, created)
     complete = given | {name: taken[name] for name in taken.keys() & given.keys()} | created
     if complete["accumulate_grad_batches"] is None:
@@ -137,11 +137,20 @@ def _clips(callbacks: Any) -> bool:
     return any(isinstance(callback, kind) for callback in (callbacks if isinstance(callbacks, list | tuple) else [callbacks]))
 
 
-def _create_strategy(plugin: Plugin, arguments: dict[str, Any], short: bool) -> Any:
-    """The plugin's strategy without its accumulation and clipping, which are arguments of the Trainer."""
-    device = read_wanted(arguments["accelerator"], arguments["devices"], arguments["num_nodes"]).accelerator
-    config = {name: value for name, value in plugin.config_for(short).items() if name not in _CLAIMS}
-    return load_strategy(plugin.strategy)(config=config, device=device)
+def _by_plugin(settings: Settings, plugin: Plugin, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The plugin's strategy as an argument, and what else it sets.
+
+    The strategy does not get accumulation, clipping and activation checkpointing, which are arguments of the Trainer.
+    """
+    short = is_short(arguments["precision"] or OVER_MASTERS[settings.get("mixed_precision") or "no"])
+    with settings.attribute_errors(*settings.of_place):
+        wanted = read_wanted(arguments["accelerator"], arguments["devices"], arguments["num_nodes"])
+        options = plugin.options_for(short, processes(wanted), nodes(wanted), _CLAIMS)
+        strategy = load_strategy(plugin.strategy)(device=wanted.accelerator, **options)
+    chosen = plugin.described()
+    if arguments.get("activation_checkpointing") is None and plugin.claimed("activation_checkpointing"):
+        chosen["activation_checkpointing"] = True
+    return {"strategy": strategy}, chosen
 
 
 def compiled(module: Any) -> Any:

@@ -14,7 +14,7 @@ from trainkit.unsupported.accelerate_names import (
     LOG_KWARGS,
     TRACKERS,
 )
-from trainkit.unsupported.lightning_arguments import CARRIED, DEFAULTS, LOAD_FROM_CHECKPOINT, TRAINER, TRAINER_VERBS
+from trainkit.unsupported.lightning_arguments import CARRIED, DEFAULTS, LOAD_FROM_CHECKPOINT, SHARDING, TRAINER, TRAINER_VERBS
 from trainkit.unsupported.lightning_names import ABSENT, FABRIC, MEMBERS, OTHER, SAME
 
 __all__ = ["ADVICE", "advice", "home_of", "refuse_unknown", "use_instead"]
@@ -23,6 +23,7 @@ ADVICE: dict[str, dict[str, str]] = {
     "Accelerator": ACCELERATOR,
     "Accelerator.load_state": ACCELERATOR_STATE,
     "Accelerator.save_state": ACCELERATOR_STATE,
+    "FSDPStrategy": SHARDING,
     "Trainer": TRAINER,
     **dict.fromkeys(("Trainer.fit", "Trainer.predict", "Trainer.test", "Trainer.validate"), TRAINER_VERBS),
     "accelerator": ACCELERATOR_ATTRIBUTES,
@@ -48,7 +49,7 @@ def refuse_unknown(where: str, given: Mapping[str, Any], known: Iterable[str]) -
     no effect.
 
     Args:
-        where: "Trainer", "Accelerator", one of their methods ("Trainer.fit"), or "load_from_checkpoint".
+        where: "Trainer", "Accelerator", one of their methods ("Trainer.fit"), "FSDPStrategy", or "load_from_checkpoint".
         given: The unknown arguments.
         known: The names of the known arguments.
 

@@ -25,12 +25,11 @@ ACCELERATOR: dict[str, str] = {
     "dynamo_plugin": "write dynamo_backend='inductor', or compile the model yourself: torch.compile(model, mode=...)",
     "fp16": "write mixed_precision='fp16'",
     "logging_dir": "write project_config=ProjectConfiguration(project_dir=..., logging_dir=...)",
-    "parallelism_config": "is not supported. ZeRO shards parameters: strategy='zero3'",
-    "torch_tp_plugin": "is not supported. ZeRO shards parameters: strategy='zero3'",
+    "torch_tp_plugin": "write parallelism_config=ParallelismConfig(tp_size=...)",
 }
 
 _SEEDED = "nothing: all generators are seeded for each micro-batch, by a key that is equal on all ranks"
-_SHARDED_BY_ZERO = "ZeRO-3: Accelerator(strategy='zero3'), which shards parameters; sequences are not sharded"
+_SIZES = "accelerator.strategy, an FSDPStrategy, which has the sizes; sequences are not sharded"
 _USE_BF16 = "mixed_precision='bf16': FP8 is not supported"
 _ITS_OPTIONS = "accelerator.options, the arguments of the accelerator"
 _YOUR_HANDLER = "the object that you passed in kwargs_handlers"
@@ -39,12 +38,12 @@ _YOUR_HANDLER = "the object that you passed in kwargs_handlers"
 ACCELERATOR_ATTRIBUTES = {
     "ao_recipe_handler": _USE_BF16,
     "autocast_handler": _YOUR_HANDLER,
-    "context_parallel_rank": _SHARDED_BY_ZERO,
+    "context_parallel_rank": _SIZES,
     "data_parallel_rank": "accelerator.process_index",
     "data_parallel_shard_rank": "accelerator.process_index",
     "dataloader_config": "accelerator.even_batches, accelerator.split_batches, or the object that you passed",
     "ddp_handler": _YOUR_HANDLER,
-    "deepspeed_ulysses_dl_adapter": _SHARDED_BY_ZERO,
+    "deepspeed_ulysses_dl_adapter": _SIZES,
     "delayed_fp8_autocast": _USE_BF16,
     "device_placement": _ITS_OPTIONS,
     "dispatch_batches": "nothing: each process reads its own batches, as with dispatch_batches=False",
@@ -52,21 +51,19 @@ ACCELERATOR_ATTRIBUTES = {
     "fp8_backend": _USE_BF16,
     "fp8_enabled": _USE_BF16,
     "fp8_recipe_handler": _USE_BF16,
-    "fsdp_plugin": "ZeRO-3: Accelerator(strategy='zero3')",
     "gradient_state": "accelerator.sync_gradients",
     "has_fp8_handler": _USE_BF16,
     "has_lomo_optimizer": "an optimizer of torch's",
     "init_handler": _YOUR_HANDLER,
     "is_composable_parallelism_enabled": "accelerator.distributed_type",
-    "is_fsdp2": "accelerator.distributed_type, which is never FSDP",
     "log_with": "accelerator.trackers",
     "lomo_backward": "accelerator.backward(loss) and an optimizer of torch's",
-    "maybe_context_parallel": _SHARDED_BY_ZERO,
+    "maybe_context_parallel": _SIZES,
     "msamp_recipe_handler": _USE_BF16,
     "multi_device": "accelerator.num_processes > 1",
     "non_blocking": "nothing: copies from pinned memory never block",
-    "parallelism_config": _SHARDED_BY_ZERO,
-    "pipeline_parallel_rank": _SHARDED_BY_ZERO,
+    "parallelism_config": _SIZES,
+    "pipeline_parallel_rank": _SIZES,
     "profile_handler": _YOUR_HANDLER,
     "register_load_state_pre_hook": "accelerator.register_for_checkpointing(object), or load_state(folder, restore={'model'})",
     "register_save_state_pre_hook": "accelerator.register_for_checkpointing(object), or save_model(model, folder)",
@@ -76,9 +73,9 @@ ACCELERATOR_ATTRIBUTES = {
     "should_save_model": "nothing: save_state always writes the model",
     "step_scheduler_with_optimizer": _ITS_OPTIONS,
     "te_recipe_handler": _USE_BF16,
-    "tensor_parallel_rank": _SHARDED_BY_ZERO,
-    "torch_device_mesh": _SHARDED_BY_ZERO,
-    "torch_tp_plugin": "ZeRO-3: Accelerator(strategy='zero3')",
+    "tensor_parallel_rank": _SIZES,
+    "torch_device_mesh": _SIZES,
+    "torch_tp_plugin": _SIZES,
     "trigger_sync_in_backward": "accelerator.accumulate(model), which synchronizes gradients once per accumulation window",
     "use_seedable_sampler": "nothing: the order is always a function of the seed and the epoch",
     "use_stateful_dataloader": "load_state(folder, resume_loaders=True), which resumes each prepared loader at its position",
@@ -94,10 +91,10 @@ TRACKERS = dict.fromkeys(
 LOG_KWARGS = {"commit": "log all values of a step in one call, which is a row: accelerator.log({...}, step=step)"}
 
 # Names that scripts import from Accelerate.
-_ZERO = "ZeRO shards parameters: Accelerator(strategy='zero3')"
+_SHARD = "to shard parameters, Accelerator(strategy='fsdp') or 'zero3'"
 _FP8 = "FP8 is not supported: Accelerator(mixed_precision='bf16')"
 _STATE = "an Accelerator has num_processes, process_index, device, is_main_process, wait_for_everyone, print"
-_DIVIDE = "ZeRO shards a model that is larger than one device: Accelerator(strategy='zero3')"
+_DIVIDE = "a strategy that shards a model larger than one device: Accelerator(strategy='fsdp') or 'zero3'"
 _OFFLOAD = "ZeROStrategy(stage=3, offload_params='cpu')"
 _COPY = "load_checkpoint_in_model(model, folder, device_map={'': 'cuda:0'})"
 _TREE = "map the tensors of the batch yourself: {name: f(tensor) for name, tensor in batch.items()}"
@@ -114,8 +111,8 @@ _QUANTIZED = "quantize with transformers, from_pretrained(..., quantization_conf
 _COMPILE = "Accelerator(dynamo_backend='inductor'), or torch.compile(model) before prepare"
 
 _FAMILIES = {
-    _ZERO: """
-        FullyShardedDataParallelPlugin MegatronLMPlugin ParallelismConfig TorchTensorParallelPlugin TorchTensorParallelConfig
+    _SHARD: """
+        MegatronLMPlugin TorchTensorParallelPlugin TorchTensorParallelConfig
         TorchContextParallelConfig DeepSpeedSequenceParallelConfig AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep
         MegatronEngine MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper
         add_model_config_to_megatron_parser avg_losses_across_data_parallel_group gather_across_data_parallel_groups

@@ -1,10 +1,10 @@
-"""Arguments of Lightning's Trainer that trainkit does not have, and what to use instead."""
+"""Arguments of Lightning's Trainer and strategies that trainkit does not have, and what to use instead."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["CARRIED", "DEFAULTS", "LOAD_FROM_CHECKPOINT", "TRAINER", "TRAINER_VERBS"]
+__all__ = ["CARRIED", "DEFAULTS", "LOAD_FROM_CHECKPOINT", "SHARDING", "TRAINER", "TRAINER_VERBS"]
 
 # Arguments of Lightning's Trainer, in this and earlier versions.
 TRAINER: dict[str, str] = {
@@ -58,6 +58,7 @@ CARRIED: dict[str, tuple[type, ...]] = {
     "flush_logs_every_n_steps": (int,),
     "gpus": (int, str, list),
     "max_shard_size": (int, str),
+    "min_num_params": (int,),
     "multiple_trainloader_mode": (str,),
     "num_processes": (int,),
     "overfit_pct": (float,),
@@ -66,6 +67,7 @@ CARRIED: dict[str, tuple[type, ...]] = {
     "progress_bar_refresh_rate": (int,),
     "resume_from_checkpoint": (str,),
     "row_log_interval": (int,),
+    "tensor_parallel_size": (int,),
     "test_percent_check": (float,),
     "tpu_cores": (int,),
     "train_percent_check": (float,),
@@ -107,4 +109,52 @@ TRAINER_VERBS: dict[str, str] = {
 LOAD_FROM_CHECKPOINT: dict[str, str] = {
     "hparams_file": "pass the arguments themselves: Net.load_from_checkpoint(path, **yaml.safe_load(open(file)))",
     "weights_only": "remove it: a checkpoint contains no code",
+}
+
+_BLOCKS = "use wrap=...: a class, its name, a number of parameters, or a function (name, module) -> bool"
+_CHECKPOINTING = "pass it to the Trainer: activation_checkpointing=..."
+_IGNORED = "use ignored_modules=..."
+_ONE_CHECKPOINT = "remove it: a checkpoint is the same for every strategy, and each rank writes a part of it"
+_PREFETCHED = "remove it: FSDP2 gathers the next parameters while it computes"
+
+# Arguments of Lightning's strategies FSDP and ModelParallel, of torch's FSDP, and of Accelerate's plugin for FSDP.
+SHARDING: dict[str, str] = {
+    "accelerator": "pass it to the Trainer: accelerator=...",
+    "activation_checkpointing": _CHECKPOINTING,
+    "activation_checkpointing_policy": _CHECKPOINTING,
+    "auto_wrap_policy": _BLOCKS,
+    "backward_prefetch": _PREFETCHED,
+    "checkpoint_io": "remove it: ModelCheckpoint writes folders of safetensors",
+    "cluster_environment": "remove it: the launcher is recognized",
+    "cpu_offload": "use offload_params='cpu'",
+    "cpu_ram_efficient_loading": "remove it: each process loads the model that the script creates",
+    "data_parallel_size": "remove it: all processes that replicas= and tensor_parallel= leave hold shards",
+    "device_id": "use device=...",
+    "device_mesh": "use replicas=..., the first of its two sizes",
+    "dp_mesh_dims": "use replicas=... and tensor_parallel=...",
+    "forward_prefetch": _PREFETCHED,
+    "fsdp_version": "remove it: it is always FSDP2",
+    "ignored_parameters": _IGNORED,
+    "ignored_params": _IGNORED,
+    "ignored_states": _IGNORED,
+    "limit_all_gathers": "remove it: FSDP2 always limits them",
+    "mesh": "use replicas=... and tensor_parallel=...",
+    "min_num_params": "use wrap=...",
+    "mixed_precision_policy": "use mixed_precision=...",
+    "mp_policy": "use mixed_precision=...",
+    "offload_policy": "use offload_params='cpu'",
+    "parallel_devices": "pass them to the Trainer: devices=...",
+    "parallelize_fn": "use tensor_parallel=...",
+    "param_init_fn": "remove it, and initialize the module where it is created: each rank would initialize its own shard",
+    "precision_plugin": "use precision=...",
+    "process_group": "use replicas=...: the groups are made from it",
+    "save_distributed_checkpoint": _ONE_CHECKPOINT,
+    "shard_placement_fn": "remove it: parameters are sharded in their first dimension",
+    "sharding_strategy": "use reshard_after_forward=False for 'SHARD_GRAD_OP', and replicas=..., the number of nodes, for "
+    "'HYBRID_SHARD'; remove it for 'FULL_SHARD'; instead of 'NO_SHARD' use strategy='ddp'",
+    "state_dict_type": _ONE_CHECKPOINT,
+    "sync_module_states": "remove it: the values of rank 0 are always sent to all ranks",
+    "tensor_parallel_size": "use tensor_parallel=...",
+    "transformer_cls_names_to_wrap": _BLOCKS,
+    "use_orig_params": "remove it: FSDP2 always keeps the parameters of the module",
 }

@@ -33,7 +33,7 @@ SAME: dict[str, dict[str, str]] = {
     },
     "plugins": {"trainkit": "Precision"},
     "profilers": {"trainkit.profilers": "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler SimpleProfiler"},
-    "strategies": {"trainkit.strategies": "DDPStrategy Strategy XLAStrategy"},
+    "strategies": {"trainkit.strategies": "DDPStrategy FSDPStrategy Strategy XLAStrategy"},
     "trainer": {
         "trainkit": "Trainer seed_everything",
         "trainkit.trainer.states": "RunningStage TrainerFn TrainerState TrainerStatus",
@@ -72,8 +72,7 @@ OTHER: dict[str, dict[str, str]] = {
     "loggers": {"ExperimentWriter": "from trainkit.loggers import CSVLogger"},
     "strategies": {
         "DeepSpeedStrategy": "from trainkit.strategies import ZeROStrategy",
-        "FSDPStrategy": "from trainkit.strategies import ZeROStrategy; ZeROStrategy(stage=3) shards parameters",
-        "ModelParallelStrategy": "from trainkit.strategies import ZeROStrategy; ZeROStrategy(stage=3) shards parameters",
+        "ModelParallelStrategy": "from trainkit.strategies import FSDPStrategy; FSDPStrategy(tensor_parallel=2)",
         "SingleDeviceStrategy": "from trainkit import Strategy; Strategy('cuda:0') is one device",
         "SingleDeviceXLAStrategy": "from trainkit.strategies import XLAStrategy",
         "ParallelStrategy": "from trainkit import Strategy",
@@ -244,7 +243,7 @@ _MODULES = """
     plugins.precision.deepspeed plugins.precision.double plugins.precision.fsdp plugins.precision.half
     plugins.precision.precision plugins.precision.transformer_engine plugins.precision.xla profilers profilers.advanced
     profilers.base profilers.profiler profilers.pytorch profilers.simple profilers.xla serve serve.servable_module
-    serve.servable_module_validator strategies.deepspeed strategies.fsdp strategies.model_parallel strategies.parallel
+    serve.servable_module_validator strategies.deepspeed strategies.model_parallel strategies.parallel
     strategies.single_device strategies.single_xla strategies.strategy
     trainer.states tuner tuner.tuning utilities.combined_loader utilities.compile utilities.data utilities.deepspeed
     utilities.enums utilities.memory utilities.model_helpers utilities.model_registry utilities.model_summary

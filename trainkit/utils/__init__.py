@@ -10,6 +10,7 @@ from typing import Any
 from trainkit.config.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.config.distributed_type import DistributedType
+from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from trainkit.config.kwargs_handlers import (
     AutocastKwargs,
     DDPCommunicationHookType,
@@ -18,6 +19,7 @@ from trainkit.config.kwargs_handlers import (
     InitProcessGroupKwargs,
     ProfileKwargs,
 )
+from trainkit.config.parallelism_config import ParallelismConfig
 from trainkit.launch.notebook import notebook_launcher
 from trainkit.lazy import absent
 from trainkit.state.single_file import load
@@ -56,10 +58,12 @@ __all__ = [
     "DistributedDataParallelKwargs",
     "DistributedType",
     "DynamoBackend",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "LoggerType",
+    "ParallelismConfig",
     "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",

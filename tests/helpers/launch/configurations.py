@@ -13,9 +13,11 @@ __all__ = [
     "DEFAULT",
     "FILES",
     "FSDP",
+    "FSDP1",
     "MULTI_CPU",
     "MULTI_GPU",
     "ONE_CPU",
+    "SIZES",
     "TPU",
     "TWO_MACHINES",
     "ZERO2",
@@ -89,8 +91,43 @@ ZERO3 = accelerates(
 TPU = accelerates(distributed_type="XLA", num_processes=8)
 FSDP = accelerates(
     distributed_type="FSDP",
-    fsdp_config={"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_version": 2},
+    fsdp_config={
+        "fsdp_activation_checkpointing": False,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_offload_params": True,
+        "fsdp_reshard_after_forward": True,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_transformer_layer_cls_to_wrap": "Block",
+        "fsdp_version": 2,
+    },
+    mixed_precision="bf16",
     num_processes=2,
+)
+FSDP1 = accelerates(
+    distributed_type="FSDP",
+    fsdp_config={
+        "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+        "fsdp_backward_prefetch": "BACKWARD_PRE",
+        "fsdp_forward_prefetch": False,
+        "fsdp_min_num_params": 1000,
+        "fsdp_reshard_after_forward": "SHARD_GRAD_OP",
+        "fsdp_sync_module_states": True,
+        "fsdp_use_orig_params": True,
+        "fsdp_version": 1,
+    },
+    num_processes=8,
+)
+SIZES = accelerates(
+    distributed_type="FSDP",
+    fsdp_config={"fsdp_version": 2},
+    num_processes=8,
+    parallelism_config={
+        "parallelism_config_cp_size": 1,
+        "parallelism_config_dp_replicate_size": 2,
+        "parallelism_config_dp_shard_size": 2,
+        "parallelism_config_tp_size": 2,
+    },
 )
 FILES = {
     "one_cpu": ONE_CPU,
@@ -101,6 +138,8 @@ FILES = {
     "zero3": ZERO3,
     "tpu": TPU,
     "fsdp": FSDP,
+    "fsdp1": FSDP1,
+    "sizes": SIZES,
 }
 
 # The file of accelerate.utils.write_basic_config, which writes JSON to a .yaml file.
