@@ -5,26 +5,28 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from trainkit.callback import Callback
 from trainkit.callbacks._peak_flops import peak_flops
 from trainkit.checks import function, real_number, whole_number
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError
-from trainkit.nested import batch_size
+from trainkit.memory.inventory import built_placeholder
+from trainkit.memory.traced_step import NoLossError, StepTraceError, step_flops
+from trainkit.nested import batch_size, leaves
 
 if TYPE_CHECKING:
-    from torch.utils.flop_counter import FlopCounterMode
-
     from trainkit.distributed.world import World
     from trainkit.module.train_module import TrainModule
     from trainkit.trainer.trainer import Trainer
 
 __all__ = ["ThroughputMonitor"]
+
+_MOST_SHAPES = 32
 
 
 class _Mark(NamedTuple):
@@ -58,9 +60,11 @@ class ThroughputMonitor(Callback):
         flops_per_batch: FLOPs of the forward and backward of one batch, a number or a function of the batch. Default: the
             module's attribute or property `flops_per_batch`, if it has one, read for each batch.
         available_flops: Peak FLOP/s of one device; default: from a table of known GPUs, by the precision.
-        measure_flops: Count the FLOPs of the first batch's forward and backward with `torch.utils.flop_counter` (matrix
-            products, convolutions and attention), and scale them by the number of samples. It also counts what activation
-            checkpointing recomputes, and may not count compiled code: then pass `flops_per_batch`.
+        measure_flops: Count the FLOPs of a forward and backward (matrix products, convolutions and attention, with
+            `torch.utils.flop_counter`) when a batch of a new shape comes, for up to 32 shapes. `training_step` and its backward
+            run for it on a copy of the module, with tensors that have a shape but no values (`FakeTensor`), so nothing is
+            computed. What activation checkpointing computes again does not count, as is usual for model FLOPs. If the step
+            reads values of tensors or uses a kernel that torch has no formula for, a notice says so: pass `flops_per_batch`.
 
     Raises:
         ConfigurationError: An argument out of its range; `flops_per_batch` together with `measure_flops`.
@@ -100,8 +104,10 @@ class ThroughputMonitor(Callback):
         self.flops_per_sample: float | None = None  # measured
         self._flops_per_batch = flops_per_batch  # or that of the module
         self._marks: deque[_Mark] = deque(maxlen=window_size + 1)
-        self._counter: FlopCounterMode | None = None
-        self._counting = ExitStack()
+        self._counts = measure_flops  # until it fails
+        self._estimates = False
+        self._by_shapes: dict[tuple[torch.Size, ...], int] = {}  # shapes of a batch's tensors → FLOPs
+        self._unsharded: TrainModule | None = None  # a copy without values, of a module that the strategy shards
         self._peak: float | None = None
         self._sync: Callable[[], None] | None = None
         self._restart()
@@ -113,7 +119,13 @@ class ThroughputMonitor(Callback):
         self._flops = self._waited = self._paused = 0.0
         self._batch_ended: float | None = None
         self._pause_began: float | None = None
-        self._saw_backward = False
+        self._counts, self._estimates, self.flops_per_sample = self.measure_flops, False, None
+        self._by_shapes.clear()
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._unsharded = None
+        if stage == "fit" and self.measure_flops and trainer.strategy.shards_parameters:
+            self._unsharded = built_placeholder(module, trainer.precision_plugin, trainer)
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._restart()
@@ -145,20 +157,10 @@ class ThroughputMonitor(Callback):
         flops = self._flops_per_batch
         if flops is not None:
             self._flops += flops(batch) if callable(flops) else flops
-        elif self.flops_per_sample is not None:
-            self._flops += self.flops_per_sample * samples
-        elif self.measure_flops and samples > 0:
-            self._begin_counting()
-
-    def on_after_backward(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._counter is not None:
-            self._saw_backward = True
-            if module.automatic_optimization:
-                self._end_counting()
+        elif self._counts and samples > 0:
+            self._flops += self._counted(trainer, module, batch, batch_idx)
 
     def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._counter is not None:
-            self._end_counting()
         if trainer.accelerator.sync_gradients:
             self._end_window(trainer)
         self._batch_ended = time.monotonic()
@@ -188,14 +190,6 @@ class ThroughputMonitor(Callback):
         if self._batch_ended is not None:
             self._batch_ended += pause
 
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._counter is not None:  # another hook returned -1 and ended the epoch before the training step
-            self._end_counting()
-
-    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        if self._counter is not None:
-            self._end_counting()
-
     def _rates(self, first: _Mark, last: _Mark, world: World) -> dict[str, float]:
         seconds = last.time - first.time
         # The logged value is the mean over processes, so multiply it by their number. For a process of several devices, a batch
@@ -217,26 +211,45 @@ class ThroughputMonitor(Callback):
             rates["throughput/mfu"] = flops / self._peak
         return rates
 
-    def _begin_counting(self) -> None:
-        from torch.utils.flop_counter import FlopCounterMode  # slow to import
-
-        self._saw_backward = False
-        self._counter = FlopCounterMode(display=False)
-        self._counting.enter_context(self._counter)  # until on_after_backward
-
-    def _end_counting(self) -> None:
-        counter, self._counter = self._counter, None
-        assert counter is not None
-        self._counting.close()
-        if not self._saw_backward:
-            return  # training_step returned None: count the next batch
-        self.flops_per_sample = counter.get_total_flops() / self._batch_samples
-        self._flops += self.flops_per_sample * self._batch_samples
-        if self.flops_per_sample == 0:
+    def _counted(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> float:
+        """The FLOPs of a batch; 0 if they are unknown."""
+        shapes = tuple(leaf.shape for leaf in leaves(batch) if isinstance(leaf, Tensor))
+        known = self._by_shapes.get(shapes)
+        if known is not None:
+            return known
+        if len(self._by_shapes) == _MOST_SHAPES:
+            return self._estimated(shapes)
+        model = module if self._unsharded is None else self._unsharded
+        try:
+            flops = step_flops(model, batch, batch_idx, trainer.precision_plugin, trainer.strategy.device, trainer)
+        except NoLossError:
+            return 0.0
+        except StepTraceError as error:
+            self._counts = False
             notice(
-                "ThroughputMonitor counted no FLOPs in the first batch, perhaps because the code is compiled. Fix: "
-                "ThroughputMonitor(flops_per_batch=...)"
+                f"ThroughputMonitor: the FLOPs of training_step cannot be counted: {error}. So throughput/tflops_per_device "
+                "and throughput/mfu are not logged. Fix: ThroughputMonitor(flops_per_batch=...)",
+                everywhere=True,
             )
+            return 0.0
+        self._by_shapes[shapes] = flops
+        if self.flops_per_sample is None:
+            self.flops_per_sample = flops / self._batch_samples
+        return flops
+
+    def _estimated(self, shapes: tuple[torch.Size, ...]) -> float:
+        """The FLOPs of a batch of one more shape, from the mean per element of the shapes that were counted."""
+        if not self._estimates:
+            self._estimates = True
+            notice(
+                f"ThroughputMonitor: the batches have more than {_MOST_SHAPES} different shapes. The FLOPs of further shapes "
+                "are estimated by their number of elements. Fix: ThroughputMonitor(flops_per_batch=lambda batch: ...)"
+            )
+        return sum(self._by_shapes.values()) / sum(map(_elements, self._by_shapes)) * _elements(shapes)
+
+
+def _elements(shapes: tuple[torch.Size, ...]) -> int:
+    return sum(shape.numel() for shape in shapes)
 
 
 def _check_positive(name: str, value: Any) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from torch.optim import Optimizer
 
-__all__ = ["Contents", "Footprint", "Held", "Moment", "Weight", "unsharded"]
+__all__ = ["Contents", "Footprint", "Held", "Moment", "Weight", "in_backward", "unsharded"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Contents:
         optimizers: Optimizers of parameters without values.
         window: Micro-batches per optimizer step.
         stored_frozen: Whether a checkpoint contains frozen parameters, as it does for a model without PEFT adapters.
+        profile: What the forward and backward of a micro-batch add: pairs (bytes of activations, bytes of gradients so far),
+            for the moments that can be the peak. Empty: unknown.
     """
 
     weights: tuple[Weight, ...]
@@ -53,6 +55,7 @@ class Contents:
     optimizers: tuple[Optimizer, ...] = ()
     window: int = 1
     stored_frozen: bool = True
+    profile: tuple[tuple[int, int], ...] = ()
 
     @property
     def stored_bare(self) -> int:
@@ -76,6 +79,7 @@ class Held:
         optimizer: Optimizer state.
         masters: Float32 master weights.
         buffers: Communication buffers for gradients and parameters.
+        activations: Tensors that a forward and backward create, and the batch.
     """
 
     parameters: int = 0
@@ -83,6 +87,7 @@ class Held:
     optimizer: int = 0
     masters: int = 0
     buffers: int = 0
+    activations: int = 0
 
     @property
     def total(self) -> int:
@@ -114,7 +119,8 @@ class Footprint:
 
     Attributes:
         name: The strategy, and what it offloads where.
-        moments: The moments of an optimizer step that can be the peak, by name; `"update"` is the step itself.
+        moments: The moments of an optimizer step that can be the peak, by name; `"update"` is the step itself, and
+            `"backward"` the peak of a forward and backward (`in_backward`).
         checkpoint: Bytes of tensors in a checkpoint, which all processes write together.
         disk: Bytes on NVMe.
         shards_layers: Whether layers are sharded while `configure_model` builds them.
@@ -143,13 +149,40 @@ class Footprint:
         return max(sums, key=lambda held: held.total)
 
 
+def in_backward(
+    contents: Contents, held: Held, host: Held | None = None, *, shards: int = 1, waiting: int = 0, kept: bool = False
+) -> dict[str, Moment]:
+    """The moment `"backward"` of a footprint: the peak of the forward and backward of a micro-batch.
+
+    Args:
+        contents: The contents of the run.
+        held: What is in device memory during all of it: parameters, optimizer state, buffers, but no gradients.
+        host: What is in host memory.
+        shards: The number of processes that gradients are sharded over during the backward.
+        waiting: With several shards: the most bytes of gradients that are not sharded yet.
+        kept: The memory of all gradients is allocated before. It is in an accumulation window of several micro-batches too.
+
+    Returns:
+        Nothing if the activations are unknown.
+    """
+    if not contents.profile:
+        return {}
+    whole = sum(weight.nbytes for weight in contents.trained)
+    before = kept or contents.window > 1
+    moments = []
+    for activations, so_far in contents.profile:
+        sharded = -(-(whole if before else so_far) // shards)
+        moments.append((activations, sharded + min(so_far - so_far // shards, waiting)))
+    activations, gradients = max(moments, key=sum)
+    device = held + Held(gradients=gradients, activations=activations)
+    return {"backward": Moment(device, host or Held())}
+
+
 def unsharded(name: str, contents: Contents) -> Footprint:
     """The memory of a process that has everything on its device: `contents` under the strategy `name`."""
     state = sum(weight.state for weight in contents.weights)
-    held = Held(
-        parameters=sum(weight.nbytes for weight in contents.weights) + contents.buffers,
-        gradients=sum(weight.nbytes for weight in contents.trained),
-        optimizer=state,
-    )
-    stored = held.gradients + state + contents.stored_bare  # gradients are as large as the trained parameters
-    return Footprint(name, {"update": Moment(held)}, checkpoint=stored)
+    held = Held(parameters=sum(weight.nbytes for weight in contents.weights) + contents.buffers, optimizer=state)
+    gradients = sum(weight.nbytes for weight in contents.trained)
+    stored = gradients + state + contents.stored_bare  # gradients are as large as the trained parameters
+    moments = {"update": Moment(replace(held, gradients=gradients)), **in_backward(contents, held)}
+    return Footprint(name, moments, checkpoint=stored)

@@ -376,10 +376,12 @@ class Strategy(Ranks):
         return {}
 
     def footprint(self, contents: Contents, processes: int) -> Footprint:
-        """Return the memory of one process in bytes, without activations, for `Trainer.plan`.
+        """Return the memory of one process in bytes, for `Trainer.plan`.
+
+        Activations are the moment `"backward"` of the result: `trainkit.footprint.in_backward`.
 
         Args:
-            contents: The parameters without their values, and what the optimizer keeps for them.
+            contents: The parameters without their values, what the optimizer keeps for them, and activations if known.
             processes: A number of processes, not that of this run.
 
         Raises:

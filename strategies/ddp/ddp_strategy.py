@@ -16,7 +16,7 @@ from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.checks import real_number
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, ModuleError
-from trainkit.footprint import Contents, Footprint, Moment
+from trainkit.footprint import Contents, Footprint, Moment, in_backward
 from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch, MicroBatchKind
 from trainkit.nested import leaves
 from trainkit.precision import Precision
@@ -325,10 +325,13 @@ class DDPStrategy(Strategy):
     def footprint(self, contents: Contents, processes: int) -> Footprint:
         """See `trainkit.Strategy.footprint`. Adds the buckets, unless gradients are views of them."""
         alone = super().footprint(contents, processes)
-        if processes == 1 or self.gradient_as_bucket_view:
+        if processes == 1:
             return alone
-        held = alone.moments["update"].device
-        return replace(alone, moments={"update": Moment(replace(held, buffers=held.gradients))})
+        update = alone.moments["update"].device
+        views = self.gradient_as_bucket_view
+        held = replace(update, gradients=0, buffers=0 if views else update.gradients)
+        moments = {"update": Moment(replace(held, gradients=update.gradients)), **in_backward(contents, held, kept=views)}
+        return replace(alone, moments=moments)
 
     def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:
         """See `trainkit.Strategy.all_gather`.

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainkit.accelerator.wrapped import Wrapped
 from trainkit.errors import ConfigurationError
-from trainkit.footprint import Contents, Footprint, Held, Moment
+from trainkit.footprint import Contents, Footprint, Held, Moment, in_backward
 from trainkit.nested import leaves
 
 __all__ = ["SPMDModel", "batch_axes", "make_mesh", "shard_state", "sharded_footprint"]
@@ -149,7 +149,8 @@ def sharded_footprint(whole: Footprint, contents: Contents, devices: int) -> Foo
         gradients=-(-held.gradients // devices),
         optimizer=-(-held.optimizer // devices),
     )
-    return replace(whole, name=f"{whole.name}, fsdp", moments={"update": Moment(each)})
+    step = in_backward(contents, replace(each, gradients=0), shards=devices)
+    return replace(whole, name=f"{whole.name}, fsdp", moments={"update": Moment(each), **step})
 
 
 class _Called(nn.Module):

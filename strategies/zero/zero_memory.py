@@ -15,10 +15,10 @@ In addition to master weights, optimizer state, gradients and parameters, DeepSp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from trainkit.footprint import Contents, Footprint, Held, Moment, Weight
+from trainkit.footprint import Contents, Footprint, Held, Moment, Weight, in_backward
 from trainkit.strategies.zero.deepspeed_config import ZeROConfig
 from trainkit.strategies.zero.optimizer_adapter import refuse_optimizer
 
@@ -59,6 +59,7 @@ class ZeROMemory:
             refuse_optimizer(optimizer)
         sizes = _Sizes.of(self.config, contents, processes)
         moments = self._stage_3(sizes) if self.config.stage == 3 else self._stages_1_and_2(sizes)
+        moments |= self._backward(contents, sizes, moments)
         slots = contents.flat_slots
         trained = sum(weight.numel for weight in contents.trained)
         return Footprint(
@@ -128,6 +129,23 @@ class ZeROMemory:
             "flatten": Moment(Held(parameters, update + flat, buffers=bucket, **kept), there),
             "update": Moment(Held(parameters, update, buffers=bucket, **kept), there),
         }
+
+    def _backward(self, contents: Contents, s: _Sizes, moments: dict[str, Moment]) -> dict[str, Moment]:
+        """The peaks of the forward and backward, with activations."""
+        config = self.config
+        reduce = moments["reduce" if "reduce" in moments else "fill"]
+        # stage 1 shards no gradients; an optimizer on the host takes them from the device as soon as they are reduced
+        shards = 1 if config.stage == 1 else s.processes if config.offload_optimizer is None else max(s.trained, 1)
+        if config.stage == 3:
+            held = replace(reduce.device, gradients=0, buffers=s.bucket_itemsize * self._bucket(s))
+            return in_backward(contents, held, reduce.host, shards=shards)
+        bucket = s.buckets(self._bucket(s)) * (2 if config.overlap_comm else 1)
+        held = replace(reduce.device, gradients=0, buffers=0)
+        found = in_backward(contents, held, reduce.host, shards=shards, waiting=bucket)
+        # a backward begins with an empty bucket, in which the gradients wait
+        for moment in in_backward(contents, replace(held, buffers=bucket), reduce.host, shards=shards).values():
+            found["bucket"] = replace(moment, reserved=True)
+        return found
 
     def _stage_3_host(self, s: _Sizes) -> Held:
         """Returns the host memory with the optimizer on the host or on NVMe."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -191,60 +193,126 @@ def test_without_a_known_peak_there_is_one_notice_and_no_utilization(trainer, mo
     assert len(caplog.messages) == 1
 
 
-def measured_step(callback: ThroughputMonitor, trainer: Any, module: Any, samples: int) -> None:
-    """The forward and backward of a linear layer, between the hooks of a batch."""
-    inputs = torch.ones(samples, 2, requires_grad=True)
-    callback.on_train_batch_start(trainer, module, inputs, 0)
-    loss = torch.nn.functional.linear(inputs, module.weight).sum()
-    loss.backward()
-    callback.on_after_backward(trainer, module)
-    callback.on_train_batch_end(trainer, module, None, inputs, 0)
+class Measured(TinyModule):
+    """A linear layer whose FLOPs are known: forward and the weight's gradient, 2·4 each for a sample."""
+
+    def __init__(self, step: Callable[[Measured, Any, int], Any] | None = None) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+        self.step = step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) if self.step is None else self.step(self, batch, batch_idx)
 
 
-@pytest.mark.parametrize("automatic", [True, False])
-def test_flops_are_counted_once(trainer, module, clock, start, automatic: bool) -> None:
-    module.automatic_optimization = automatic
-    callback = start(measure_flops=True, available_flops=1000.0)
-    measured_step(callback, trainer, module, 8)
-    # Forward 2·8·2·1, and as much again for each of the two gradients.
-    assert callback.flops_per_sample == 3 * 2 * 2
-    clock.now += 1.0
-    measured_step(callback, trainer, module, 4)
-    assert module.logged["throughput/mfu"] == 4 * 12 / 1000
-    assert callback.flops_per_sample == 12
+def measure(make_trainer: Any, module: TinyModule, loader: Any = None, **options: Any) -> ThroughputMonitor:
+    monitor = ThroughputMonitor(measure_flops=True, available_flops=1e3)
+    make_trainer(monitor, **options).fit(module, tiny_loader() if loader is None else loader)
+    return monitor
 
 
-def test_a_batch_without_backward_is_not_what_is_counted(trainer, module, start) -> None:
-    callback = start(measure_flops=True)
-    callback.on_train_batch_start(trainer, module, batch_of(8), 0)
-    torch.ones(2, 2) @ torch.ones(2, 2)
-    callback.on_train_batch_end(trainer, module, None, batch_of(8), 0)
-    assert callback.flops_per_sample is None
-    measured_step(callback, trainer, module, 8)
-    assert callback.flops_per_sample == 12
+def batches(*sizes: int) -> list[Any]:
+    return [(torch.ones(size, 4), torch.ones(size, 1)) for size in sizes]
 
 
-def test_a_batch_without_samples_is_not_what_is_counted(trainer, module, start) -> None:
-    callback = start(measure_flops=True, available_flops=1.0, batch_size_fn=lambda batch: len(batch) - 8)
-    measured_step(callback, trainer, module, 8)
-    assert callback.flops_per_sample is None
-    measured_step(callback, trainer, module, 9)
-    assert callback.flops_per_sample == 9 * 12
+def test_flops_of_manual_optimization(make_trainer) -> None:
+    def manual(module: Measured, batch: Any, batch_idx: int) -> None:
+        optimizer = module.optimizers()
+        optimizer.zero_grad()
+        module.manual_backward(module.loss(batch))
+        optimizer.step()
+
+    module = Measured(manual)
+    module.automatic_optimization = False
+    assert measure(make_trainer, module).flops_per_sample == 16
 
 
-def test_counting_ends_with_an_exception(trainer, module, start) -> None:
-    callback = start(measure_flops=True)
-    callback.on_train_batch_start(trainer, module, batch_of(8), 0)
-    callback.on_exception(trainer, module, RuntimeError())
-    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+def test_each_shape_is_counted_once(make_trainer, monkeypatch) -> None:
+    counted = []
+    original = throughput_monitor.step_flops
+    monkeypatch.setattr(throughput_monitor, "step_flops", lambda *args: counted.append(args[2]) or original(*args))
+    monitor = measure(make_trainer, Measured(), batches(2, 2, 3, 2, 3))
+    assert counted == [0, 2]
+    assert monitor._flops == (2 + 2 + 3 + 2 + 3) * 16
 
 
-def test_no_flops_found_is_said(trainer, module, start, caplog) -> None:
+def test_many_shapes_are_estimated(make_trainer, caplog) -> None:
     caplog.set_level("INFO", "trainkit")
-    callback = start(measure_flops=True, available_flops=1.0)
-    callback.on_train_batch_start(trainer, module, batch_of(8), 0)
-    callback.on_after_backward(trainer, module)
-    assert "ThroughputMonitor(flops_per_batch=...)" in caplog.text
+    monitor = measure(make_trainer, Measured(), batches(*range(1, 36)))
+    assert monitor._flops == 16 * sum(range(1, 36))  # here the FLOPs are proportional to the elements
+    assert len(monitor._by_shapes) == 32
+    assert sum("estimated by their number of elements" in message for message in caplog.messages) == 1
+
+
+def test_a_batch_without_loss_is_not_what_is_counted(make_trainer) -> None:
+    monitor = measure(make_trainer, Measured(lambda module, batch, index: module.loss(batch) if index else None), batches(2, 2))
+    assert monitor._flops == 2 * 16
+
+
+def test_a_batch_without_samples_is_not_what_is_counted(make_trainer) -> None:
+    monitor = ThroughputMonitor(measure_flops=True, available_flops=1.0, batch_size_fn=lambda batch: len(batch[0]) - 2)
+    make_trainer(monitor).fit(Measured(), batches(2, 3))
+    assert monitor._flops == 3 * 16
+
+
+def test_counting_leaves_the_module_and_the_random_numbers_alone(make_trainer) -> None:
+    """What the counted step stores in the module, in its lists and in the metrics is not there for the run."""
+
+    def storing(module: Measured, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = module.loss(batch) * torch.rand(()) * random.random()
+        module.seen.append(loss.detach())
+        module.log("loss", loss, on_epoch=True)
+        return loss
+
+    def run(*callbacks: Any) -> tuple[list[torch.Tensor], Any]:
+        module = Measured(storing)
+        trainer = make_trainer(*callbacks)
+        trainer.fit(module, tiny_loader())
+        return module.seen, trainer.callback_metrics["loss_epoch"]
+
+    torch.manual_seed(0)
+    plain, plain_mean = run()
+    torch.manual_seed(0)
+    seen, mean = run(ThroughputMonitor(measure_flops=True, available_flops=1.0))
+    assert len(seen) == len(plain)
+    assert torch.equal(torch.stack(seen), torch.stack(plain))
+    assert mean == plain_mean
+
+
+@torch.library.custom_op("trainkit_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    """An operation that torch has no formula for."""
+    return 2 * x
+
+
+twice.register_fake(torch.empty_like)
+
+
+@pytest.mark.parametrize(
+    "step, reason",
+    [
+        (
+            lambda module, batch, batch_idx: module.loss(batch) / module.loss(batch).item(),
+            "in test_throughput_monitor.py, line",
+        ),
+        (
+            lambda module, batch, batch_idx: module.loss(batch) + twice(batch[0]).sum(),
+            "no formula for the FLOPs of trainkit_tests",
+        ),
+    ],
+)
+def test_what_cannot_be_counted(make_trainer, clock, caplog, step: Any, reason: str) -> None:
+    caplog.set_level("INFO", "trainkit")
+    tick = LambdaCallback(on_train_batch_start=lambda *args: setattr(clock, "now", clock.now + 1))
+    trainer = make_trainer(tick, monitor := ThroughputMonitor(measure_flops=True, available_flops=1.0))
+    trainer.fit(Measured(step), tiny_loader())
+    (said,) = [message for message in caplog.messages if "cannot be counted" in message]
+    assert reason in said
+    assert "ThroughputMonitor(flops_per_batch=...)" in said
+    assert monitor.flops_per_sample is None
+    names = {name for _, metrics in trainer.logger.rows for name in metrics}
+    assert "throughput/samples_per_sec" in names
+    assert not names & {"throughput/mfu", "throughput/tflops_per_device"}
 
 
 @pytest.mark.parametrize(
@@ -350,21 +418,3 @@ def test_counting_flops_does_not_change_training(make_trainer) -> None:
         make_trainer(*callbacks, accumulate_grad_batches=2).fit(module, tiny_loader())
         weights.append(module.layer.weight.detach())
     assert torch.equal(*weights)
-
-
-def test_an_epoch_that_a_hook_skips_leaves_no_mode_behind(make_trainer) -> None:
-    skip = LambdaCallback(on_train_batch_start=lambda trainer, module, batch, batch_idx: -1)
-    monitor = ThroughputMonitor(measure_flops=True, available_flops=1.0)
-    make_trainer(monitor, skip).fit(TinyModule(), tiny_loader())
-    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-    assert monitor.flops_per_sample is None
-
-
-def test_a_fit_that_fails_while_flops_are_counted_leaves_no_mode_behind(make_trainer) -> None:
-    class Failing(TinyModule):
-        def training_step(self, batch, batch_idx):
-            raise RuntimeError("as meant")
-
-    with pytest.raises(RuntimeError, match="as meant"):
-        make_trainer(ThroughputMonitor(measure_flops=True, available_flops=1.0)).fit(Failing(), tiny_loader())
-    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None

@@ -99,6 +99,14 @@ def test_a_script_with_a_trainer(run: Run) -> None:
     assert nn.Linear(2, 2).weight.device.type == "cpu"
 
 
+def test_activations_of_the_scripts_loader(run: Run) -> None:
+    _, out, _ = run(TRAINER)
+    assert "Activations are not included: AssertionError: nothing is trained, in train.py, line " in out
+    steps = TRAINER.replace('raise AssertionError("nothing is trained")', "return self.layers[0](batch * self.scale).sum()")
+    _, out, _ = run(steps.replace("fit(module, [1])", "fit(module, [torch.ones(5, arguments.width)])"))
+    assert "activations" in out.splitlines()[2].split()
+
+
 def test_a_script_for_gpus(run: Run) -> None:
     """It can be planned without GPUs, and no process is started."""
     code, out, _ = run(TRAINER, "--device-memory", "80G", "--host-memory", "512GiB", after=("--gpu",))

@@ -24,6 +24,8 @@ from trainkit.trainer.trainer import Trainer
 
 __all__ = ["add_arguments", "run"]
 
+_OWN_LOOP = "the step of your own training loop is unknown here. MemoryMonitor measures them in a run."
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trainkit plan`."""
@@ -32,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Runs the script unchanged until its first fit (or validate, test, predict, Accelerator.prepare) and prints the table "
         "instead of training. Parameters are created without values, so that a model of any size takes seconds; --real "
         "creates them with values. The table includes parameters, gradients, optimizer state, master weights and buffers, "
-        "but not activations."
+        "and the activations of a training step with the first batch of the loader, if it does not read values of tensors."
     )
     numbers = "numbers of processes to plan for (default: 1,2,4,8)"
     parser.add_argument("--processes", metavar="N,…", type=_numbers, default=PROCESSES, help=numbers)
@@ -142,9 +144,12 @@ class _PlannedRun:
 
         @functools.wraps(verb)
         def plan(trainer: Trainer, *args: Any, **given: Any) -> NoReturn:
-            module = signature.bind(trainer, *args, **given).arguments.get("model")
+            arguments = signature.bind(trainer, *args, **given).arguments
+            module = arguments.get("model")
             module = trainer.lightning_module if module is None else module
-            raise _Planned(make_plan(trainer, module, **self._hardware(trainer.strategy.device)))
+            data = arguments.get("train_dataloaders")  # of fit only
+            data = arguments.get("datamodule") if data is None else data
+            raise _Planned(make_plan(trainer, module, data, **self._hardware(trainer.strategy.device)))
 
         return plan
 
@@ -160,7 +165,8 @@ class _PlannedRun:
             for module in modules:
                 strategy.precision.convert_module(module)
             contents = contents_of(modules, optimizers, accelerator.gradient_accumulation_steps)
-            raise _Planned(plan_contents(strategy, contents, start, **self._hardware(strategy.device)))
+            plan = plan_contents(strategy, contents, start, **self._hardware(strategy.device), untraced=_OWN_LOOP)
+            raise _Planned(plan)
 
         return plan
 

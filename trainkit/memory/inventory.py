@@ -3,41 +3,63 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.distributed.placement import whole_shape
 from trainkit.errors import ConfigurationError, OptimizerError
 from trainkit.footprint import Contents, Weight
+from trainkit.module.overridable_hooks import is_overridden
+from trainkit.module.train_module import TrainModule
+from trainkit.nested import rebuild
+from trainkit.precision import Precision
 from trainkit.state.configs import has_adapters
 from trainkit.state.slots import count_slots, state_bytes
 
-__all__ = ["contents_of", "parse_bytes", "placeholder_of"]
+__all__ = ["built_placeholder", "contents_of", "parse_bytes", "placeholder_of"]
 
 
-def placeholder_of(module: nn.Module) -> nn.Module:
+def placeholder_of(module: nn.Module, device: torch.device | str = "meta") -> nn.Module:
     """A copy of a module with parameters and buffers on the meta device: shapes without values.
 
-    Submodules are copied, so that changes to them do not affect the module; other attributes are shared.
+    Submodules are copied, and attributes that are tensors or containers, so that changes to them do not affect the module;
+    other attributes are shared.
+
+    Args:
+        module: The module.
+        device: Another device, under a `FakeTensorMode`.
     """
     made: dict[int, Any] = {}
 
     def tensor(given: Any) -> Any:
         if given is None or id(given) in made:
             return made.get(id(given))
-        empty = torch.empty(whole_shape(given), dtype=given.dtype, device="meta")
+        empty = torch.empty(whole_shape(given), dtype=given.dtype, device=device)
         made[id(given)] = nn.Parameter(empty, given.requires_grad) if isinstance(given, nn.Parameter) else empty
         return made[id(given)]
+
+    def attribute(given: Any) -> Any:
+        if isinstance(given, Tensor):
+            return tensor(given)
+        if isinstance(given, nn.Module):
+            return part(given)
+        if type(given) in (set, deque):
+            return given.copy()
+        return rebuild(given, attribute) if type(given) in (list, tuple, dict, OrderedDict, defaultdict) else given
 
     def part(given: nn.Module | None) -> Any:
         if given is None or id(given) in made:
             return made.get(id(given))
+        if "_orig_mod" in given._modules:  # of torch.compile(given), whose forward is bound to the original
+            return part(given._modules["_orig_mod"])
         copy = made[id(given)] = object.__new__(type(given))
-        vars(copy).update(vars(given))
+        vars(copy).update((name, attribute(value)) for name, value in vars(given).items())
+        vars(copy).pop("_compiled_call_impl", None)  # of given.compile(), bound to the original
         vars(copy)["_parameters"] = {name: tensor(value) for name, value in given._parameters.items()}
         vars(copy)["_buffers"] = {name: tensor(value) for name, value in given._buffers.items()}
         vars(copy)["_modules"] = {name: part(child) for name, child in given._modules.items()}
@@ -46,6 +68,22 @@ def placeholder_of(module: nn.Module) -> nn.Module:
     copy: nn.Module = part(module)
     vars(copy)["_placeholders"] = made  # id of the original → placeholder
     return copy
+
+
+def built_placeholder(module: TrainModule, precision: Precision, trainer: Any) -> TrainModule:
+    """`placeholder_of` a module, on which `configure_model` has run if it has not on the module.
+
+    Args:
+        module: The module.
+        precision: The precision of the run.
+        trainer: What the placeholder sees as its trainer.
+    """
+    placeholder: Any = placeholder_of(module)
+    placeholder._trainer = trainer
+    if is_overridden(module, "configure_model", TrainModule) and not vars(module).get("_built", False):
+        with torch.device("meta"), precision.init_context():
+            placeholder.configure_model()
+    return placeholder  # type: ignore[no-any-return]
 
 
 def contents_of(modules: Iterable[nn.Module], optimizers: Sequence[Optimizer], window: int) -> Contents:

@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["PROCESSES", "MemoryPlan", "Row", "plan_contents"]
 
 PROCESSES = (1, 2, 4, 8)
-_HEADS = [part.name for part in fields(Held)]
 _NOT_IN_IT = (
-    "Not included: activations and the batch, temporary memory of kernels and of the optimizer step (fused=True needs none), "
-    "the memory of Python, torch and the libraries of the device (about 0.5 GiB per process), fragmentation, loader workers."
+    "temporary memory of kernels and of the optimizer step (fused=True needs none), the memory of Python, torch and the "
+    "libraries of the device (about 0.5 GiB per process), fragmentation, loader workers."
 )
 
 
@@ -71,6 +70,7 @@ class MemoryPlan:
         start: Bytes that each process allocates in host memory to build the module; none under ZeRO-3 if `late`.
         late: The layers are built in `configure_model`.
         notes: The strategies that cannot be used, and why.
+        untraced: Why activations are not included; empty if they are.
     """
 
     rows: tuple[Row, ...]
@@ -83,6 +83,7 @@ class MemoryPlan:
     start: int
     late: bool
     notes: tuple[str, ...]
+    untraced: str
 
     @property
     def smallest(self) -> Row | None:
@@ -106,6 +107,7 @@ def plan_contents(
     per_host: int | None = None,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
+    untraced: str = "",
 ) -> MemoryPlan:
     """The memory plan of a run; for the other arguments see `trainkit.Trainer.plan`.
 
@@ -114,6 +116,7 @@ def plan_contents(
         contents: The parameters, and the state that the optimizer has for them.
         start: Bytes that each process allocates in host memory to build the module.
         late: The layers are built in `configure_model`.
+        untraced: Why the contents have no activations.
 
     Raises:
         ConfigurationError: A number of processes is not a whole number ≥ 1.
@@ -141,6 +144,7 @@ def plan_contents(
         start=start,
         late=late,
         notes=tuple(_merged(notes)),
+        untraced=untraced,
     )
 
 
@@ -167,6 +171,8 @@ def _footprints(
             except TrainkitError as error:
                 notes.append(f"{_name_of(one)}: {error}")
                 break
+            if contents.profile and "backward" not in held.moments:
+                notes.append(f"{held.name}: activations are not included, because its footprint does not count them.")
             if not _pointless(held.name, number) or (own and number == strategy.world_size):
                 yield held, number, own
 
@@ -238,24 +244,29 @@ def _lines(plan: MemoryPlan) -> Iterator[str]:
     )
     disk = any(row.footprint.disk for row in plan.rows)
     here = ["a process"] if plan.on_cpu else ["a device", "+ host"]
-    heads = [*_HEADS, *here, "a node", *(["NVMe"] if disk else []), "checkpoint"]
+    heads = [*_parts(plan), *here, "a node", *(["NVMe"] if disk else []), "checkpoint"]
     width = max([len(row.strategy) for row in plan.rows], default=0) + 2
     last = "  fits" if any(row.fits is not None for row in plan.rows) else ""
-    yield f"  {'strategy':<{width}}{'processes':>9}" + "".join(f"{head:>11}" for head in heads) + last
+    yield f"  {'strategy':<{width}}{'processes':>9}" + "".join(f"{head:>12}" for head in heads) + last
     for row in plan.rows:
-        cells = "".join(f"{value / scale:>11.2f}" for value in _values(row, plan.on_cpu, disk))
+        cells = "".join(f"{value / scale:>12.2f}" for value in _values(plan, row, disk))
         mark = "*" if row.own else " "
         verdict = "" if row.fits is None else "  yes" if row.fits else "  no"
         yield f"{mark} {row.strategy:<{width}}{row.processes:>9}{cells}{verdict}"
     yield from _below(plan, scale, unit)
 
 
-def _values(row: Row, on_cpu: bool, disk: bool) -> list[int]:
+def _parts(plan: MemoryPlan) -> list[str]:
+    """The columns of device memory by purpose."""
+    return [part.name for part in fields(Held) if part.name != "activations" or not plan.untraced]
+
+
+def _values(plan: MemoryPlan, row: Row, disk: bool) -> list[int]:
     """The bytes in a row of the table, in the order of its columns."""
     footprint = row.footprint
-    held = footprint.together if on_cpu else footprint.device
-    sums = [held.total] if on_cpu else [held.total, footprint.host.total]
-    parts = [getattr(held, head) for head in _HEADS]
+    held = footprint.together if plan.on_cpu else footprint.device
+    sums = [held.total] if plan.on_cpu else [held.total, footprint.host.total]
+    parts = [getattr(held, part) for part in _parts(plan)]
     return [*parts, *sums, row.host, *([footprint.disk] if disk else []), footprint.checkpoint]
 
 
@@ -270,7 +281,15 @@ def _below(plan: MemoryPlan, scale: int, unit: str) -> Iterator[str]:
     advice = "" if plan.late else " Stage 3 does not need this if configure_model builds the layers."
     yield f"{first} starts with the whole module in host memory, {_size(plan.start)}, which must fit too.{advice}"
     yield "While a checkpoint is written in the background, each process keeps a copy of its part in host memory."
-    yield _NOT_IN_IT
+    if plan.untraced:
+        yield f"Activations are not included: {plan.untraced}"
+        yield f"Not included: activations and the batch, {_NOT_IN_IT}"
+    else:
+        yield (
+            "Activations are those of a forward and backward with the shapes of the first batch. A row shows its peak: if that "
+            "is the optimizer step, there are none."
+        )
+        yield f"Not included: {_NOT_IN_IT}"
     yield from plan.notes
     limits = f"{_size(plan.host_memory)} a node"
     if plan.on_cpu or plan.device_memory is not None:

@@ -488,6 +488,7 @@ class Trainer:
     def plan(
         self,
         module: TrainModule,
+        train_dataloaders: Any = None,
         *,
         processes: Sequence[int] = PROCESSES,
         per_host: int | None = None,
@@ -498,10 +499,13 @@ class Trainer:
 
         Nothing is trained, and nothing of the module's size is allocated. The module may be built under
         `torch.device("meta")`; `configure_model` runs there, on a copy. The text below the table says what is counted and
-        what is not.
+        what is not. To count activations, `training_step` and its backward run once on a copy of the module and of a batch,
+        with tensors that have a shape but no values (`FakeTensor`).
 
         Args:
             module: The module that would be trained. It is not changed.
+            train_dataloaders: What `fit` accepts; its first batch is read. Default: what `train_dataloader` of the module
+                returns. Without any, or if the step reads values of tensors, the plan has no activations and says why.
             processes: Numbers of processes to plan for.
             per_host: Maximum number of these processes on one node. Default: all of them.
             device_memory: Memory of a device: a number of bytes, or `"80G"` (GiB). Default: that of this trainer's GPU.
@@ -515,7 +519,7 @@ class Trainer:
             OptimizerError: Its optimizer cannot be planned.
             ConfigurationError: A number is out of range.
         """
-        plan = make_plan(self, module, processes, per_host, device_memory, host_memory)
+        plan = make_plan(self, module, train_dataloaders, processes, per_host, device_memory, host_memory)
         self.print(plan)
         return plan
 
