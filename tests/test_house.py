@@ -30,6 +30,7 @@ PUBLIC = {
         "DeepSpeedPlugin",
         "DistributedDataParallelKwargs",
         "DistributedType",
+        "Float8Precision",
         "GradScalerKwargs",
         "GradientAccumulationPlugin",
         "InitProcessGroupKwargs",

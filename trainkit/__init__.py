@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         ProfileKwargs,
     )
     from trainkit.data.combined import CombinedLoader
+    from trainkit.float8_precision import Float8Precision
     from trainkit.launch.notebook import notebook_launcher
     from trainkit.module.data_module import DataModule, LightningDataModule
     from trainkit.module.train_module import LightningModule, TrainModule
@@ -54,6 +55,7 @@ __all__ = [
     "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "Float8Precision",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
@@ -92,6 +94,7 @@ _PLACES = {
     "InitProcessGroupKwargs": "trainkit.config.kwargs_handlers",
     "LightningDataModule": "trainkit.module.data_module",
     "LightningModule": "trainkit.module.train_module",
+    "Float8Precision": "trainkit.float8_precision",
     "Precision": "trainkit.precision",
     "ProfileKwargs": "trainkit.config.kwargs_handlers",
     "ProjectConfiguration": "trainkit.config.configurations",

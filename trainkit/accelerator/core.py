@@ -317,6 +317,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         if self._own:  # a Trainer does this when it begins
             self.strategy.precision.reset()
         self.strategy.teardown()
+        self.strategy.precision.restore_layers()
         if self._watchdog is not None and self._watches:
             self._watchdog.left()
             self._watches = False
