@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainkit import Accelerator, Float8Precision, Precision, Strategy, Trainer, TrainModule
+from trainkit import Accelerator, DeepSpeedPlugin, Float8Precision, Precision, Strategy, Trainer, TrainModule
 from trainkit.console import TrainkitWarning
-from trainkit.errors import ConfigurationError, MissingPackageError, UnknownNameError
+from trainkit.errors import ConfigurationError, MissingPackageError, UnknownNameError, UnsupportedArgumentError
 from trainkit.strategies import DDPStrategy, XLAStrategy, ZeROStrategy
+from trainkit.utils import AORecipeKwargs
 
 CPU = torch.device("cpu")
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -469,3 +470,53 @@ def test_nothing_keeps_a_module_after_its_run() -> None:
     del module
     gc.collect()
     assert gone() is None
+
+
+# Names of Accelerate and Lightning
+
+
+def test_accelerates_names() -> None:
+    from torchao.float8 import Float8LinearConfig
+
+    seen: list[str] = []
+
+    def chosen(layer: nn.Module, name: str) -> bool:
+        seen.append(name)
+        return isinstance(layer, nn.Linear) and name == "0"
+
+    handler = AORecipeKwargs(config=Float8LinearConfig(emulate=True), module_filter_func=chosen)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[handler])
+    assert (accelerator.mixed_precision, accelerator.native_amp) == ("fp8", True)
+    net = Classifier().net
+    accelerator.prepare(net)
+    assert seen == ["0", "2", "4"]
+    assert [type(layer).__name__ for layer in net] == ["Float8Linear", "ReLU", "Linear", "ReLU", "Linear"]
+    accelerator.free_memory()
+    assert Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[handler]).mixed_precision == "bf16"
+
+
+def test_accelerates_gather_in_float8_is_the_default_where_parameters_are_sharded() -> None:
+    from torchao.float8 import Float8LinearConfig
+
+    def gathers(sharded: bool = True, **options: Any) -> bool:
+        return bool(AORecipeKwargs(**options).precision(sharded).all_gather)
+
+    assert gathers()
+    assert not gathers(sharded=False)
+    assert not gathers(enable_fsdp_float8_all_gather=False)
+    assert not gathers(config=Float8LinearConfig())
+    assert gathers(config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+    assert gathers(config=Float8LinearConfig(), enable_fsdp_float8_all_gather=True)
+    assert gathers(pad_inner_dim=False)
+    assert not gathers(sharded=False, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+
+
+@pytest.mark.parametrize("name", ["transformer-engine", "transformer-engine-float16"])
+def test_lightnings_names(name: str) -> None:
+    with pytest.raises(UnsupportedArgumentError, match=f"precision='{name}': use precision='fp8-mixed', which .* with torchao"):
+        Trainer(precision=name, accelerator="cpu")
+
+
+def test_a_backend_with_its_own_masters_refuses_accelerates_name() -> None:
+    with pytest.raises(ConfigurationError, match="precision='fp8-mixed' does not work with ZeROStrategy"):
+        Accelerator(cpu=True, mixed_precision="fp8", deepspeed_plugin=DeepSpeedPlugin(zero_stage=1))

@@ -204,6 +204,7 @@ PUBLIC = {
     "trainkit.profilers": ["AdvancedProfiler", "PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler"],
     "trainkit.trainer.states": ["RunningStage", "TrainerFn", "TrainerState", "TrainerStatus"],
     "trainkit.utils": [
+        "AORecipeKwargs",
         "AutocastKwargs",
         "DDPCommunicationHookType",
         "DataLoaderConfiguration",

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.console import notice
-from trainkit.errors import ConfigurationError, UnknownNameError, nearest
+from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 from trainkit.nested import map_tensors
 from trainkit.registry import load
+from trainkit.unsupported import advice
 
 __all__ = ["MIXED", "OVER_MASTERS", "PRECISIONS", "Precision", "PrecisionSpec", "is_short", "register_precision"]
 
@@ -142,6 +143,7 @@ class Precision:
 
     Raises:
         UnknownNameError: The name is unknown.
+        UnsupportedArgumentError: It is a precision of Lightning that is not supported.
 
     Example:
         ```python
@@ -166,6 +168,8 @@ class Precision:
         enabled: bool = True,
     ) -> None:
         resolved = _ALIASES.get(str(name), str(name))
+        if (fix := advice("precision", resolved)) is not None:
+            raise UnsupportedArgumentError(f"precision={resolved!r}: {fix}.")
         if resolved not in PRECISIONS:
             raise UnknownNameError(
                 f"unknown precision {name!r}; known: {', '.join(PRECISIONS)}.{nearest(str(name), PRECISIONS)}"

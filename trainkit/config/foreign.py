@@ -23,7 +23,6 @@ UNUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "compute_environment": (("LOCAL_MACHINE", *EMPTY), "start the script with trainkit launch on the machine itself"),
     "downcast_bf16": (_OFF, "write mixed_precision: bf16"),
     "enable_cpu_affinity": (_OFF, "start the script with numactl"),
-    "fp8_config": (EMPTY, "write mixed_precision: bf16"),
     **dict.fromkeys(("fsdp_config", "megatron_lm_config", "parallelism_config", "tp_config"), (EMPTY, _FSDP)),
     "ipex_config": (EMPTY, "remove it"),
     "main_training_function": ((), ""),
@@ -64,7 +63,6 @@ INSTEAD: dict[str, dict[str, str]] = {
         },
     },
     "dynamo_backend": dict.fromkeys(_BACKENDS, "write inductor, or another of torch._dynamo.list_backends()"),
-    "mixed_precision": {"fp8": "write bf16, or fp16"},
     "zero_stage": {"0": "for DDP, write distributed_type: MULTI_GPU (or MULTI_CPU) and no deepspeed_config"},
 }
 """Key → a value of Accelerate that is not supported → what to write."""
@@ -74,7 +72,7 @@ FLAGS: dict[str, str] = {
     **dict.fromkeys(("use_parallelism_config", "parallelism_config"), "write --use_deepspeed --zero_stage 3"),
     "num_cpu_threads_per_process": "set it in the environment: OMP_NUM_THREADS=4 trainkit launch ...",
     "enable_cpu_affinity": "start it with numactl",
-    "fp8": "write --mixed_precision bf16",
+    "fp8": "write --mixed_precision fp8, which uses torchao; its options are those of trainkit.Float8Precision in the script",
     "mpirun_hostfile": _MPIRUN,
     "tpu_": _SLICE,
     "main_training_function": "remove it: the whole script is run",

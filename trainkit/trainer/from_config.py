@@ -48,7 +48,7 @@ def with_settings(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
             created["strategy"] = _create_strategy(plugin, {**given, **taken}, short)
         taken |= plugin.described()
     if given["precision"] is None and mixed is not None:
-        taken |= _precision(given["strategy"], (OVER_MASTERS if by_plugin else MIXED)[mixed])
+        taken |= _precision(given["strategy"], OVER_MASTERS.get(mixed, MIXED[mixed]) if by_plugin else MIXED[mixed])
     notes = [f"{name}={value!r}" for name, value in taken.items()] + _compilation(settings, created)
     complete = given | {name: taken[name] for name in taken.keys() & given.keys()} | created
     if complete["accumulate_grad_batches"] is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["CARRIED", "DEFAULTS", "LOAD_FROM_CHECKPOINT", "TRAINER", "TRAINER_VERBS"]
+__all__ = ["CARRIED", "DEFAULTS", "LOAD_FROM_CHECKPOINT", "PRECISION", "TRAINER", "TRAINER_VERBS"]
 
 # Arguments of Lightning's Trainer, in this and earlier versions.
 TRAINER: dict[str, str] = {
@@ -108,3 +108,9 @@ LOAD_FROM_CHECKPOINT: dict[str, str] = {
     "hparams_file": "pass the arguments themselves: Net.load_from_checkpoint(path, **yaml.safe_load(open(file)))",
     "weights_only": "remove it: a checkpoint contains no code",
 }
+
+# Names of Lightning's precisions.
+PRECISION: dict[str, str] = dict.fromkeys(
+    ("transformer-engine", "transformer-engine-float16"),
+    "use precision='fp8-mixed', which computes large linear layers in float8 with torchao; or 'bf16-mixed'",
+)

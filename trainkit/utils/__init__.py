@@ -11,6 +11,7 @@ from trainkit.config.configurations import DataLoaderConfiguration, GradientAccu
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.config.distributed_type import DistributedType
 from trainkit.config.kwargs_handlers import (
+    AORecipeKwargs,
     AutocastKwargs,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
@@ -49,6 +50,7 @@ from trainkit.utils.operations import broadcast, gather, pad_across_processes, r
 from trainkit.utils.seeding import set_seed
 
 __all__ = [
+    "AORecipeKwargs",
     "AutocastKwargs",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
