@@ -48,13 +48,9 @@ class StoredSlots:
         quantized: dict[str, Any] = {}
         for slot, value in slots.items():
             plain = isinstance(slot, str) and "/" not in slot  # otherwise it cannot be part of a key
-            if plain and isinstance(value, Tensor) and (apart := taken_apart(value)) is not None:
-                inner, quantized[slot] = apart
-                self._add_irregular({f"{slot}.{part}": tensor for part, tensor in inner.items()})
-            elif plain and isinstance(value, Tensor) and slot not in self.tensors:
-                self.tensors[slot] = value.detach()
-                if value.ndim and value.shape != parameter.shape:
-                    self.irregular.append(slot)
+            if plain and isinstance(value, Tensor) and slot not in self.tensors:
+                if (about := self._add_tensor(slot, value, parameter)) is not None:
+                    quantized[slot] = about
             elif plain and type(value) in (list, tuple) and not any(str(other).startswith(f"{slot}.") for other in slots):
                 lists[slot] = self._add_list(slot, value)
             else:
@@ -62,6 +58,18 @@ class StoredSlots:
         parts = {"values": values, "lists": lists, "quantized": quantized, "irregular": self.irregular}
         self.described = {key: part for key, part in parts.items() if part}
         return self
+
+    def _add_tensor(self, slot: str, tensor: Tensor, parameter: Tensor) -> dict[str, Any] | None:
+        """Store a tensor, or the inner tensors of a quantized one; returns the description of a quantized one."""
+        apart = taken_apart(tensor)
+        if apart is not None:
+            inner, about = apart
+            self._add_irregular({f"{slot}.{part}": one for part, one in inner.items()})
+            return about
+        self.tensors[slot] = tensor.detach()
+        if tensor.ndim and tensor.shape != parameter.shape:
+            self.irregular.append(slot)
+        return None
 
     def _add_list(self, slot: str, items: list[Any] | tuple[Any, ...]) -> dict[str, Any]:
         """Store the tensors of a list, each under its position; returns the description of the list."""
