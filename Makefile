@@ -102,5 +102,5 @@ $(VENV)/.demo: $(INPUTS) | $(RUN)
 	@touch $@
 
 $(VENV)/.test: $(INPUTS) | $(RUN)
-	$(INSTALL) -e '.[dev,docs,deepspeed,tensorboard,wandb,mlflow,comet,plot,report,cli,rich]'
+	$(INSTALL) -e '.[dev,docs,deepspeed,tensorboard,wandb,mlflow,comet,plot,report,cli,fp8,rich]'
 	@touch $@ $(VENV)/.demo

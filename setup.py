@@ -21,6 +21,7 @@ REPORT = ["bokeh>=3.8"]  # charts that read the variables of a style sheet, for 
 MLFLOW = ["mlflow-skinny", "sqlalchemy", "alembic", "pillow"]  # what a run in a database needs; `mlflow ui` needs all of mlflow
 COMET = ["comet_ml", "pillow"]
 CLI = ["jsonargparse[signatures]>=4.53"]  # TrainkitCLI
+FP8 = ["torchao>=0.18"]  # precision="fp8-mixed"
 RICH = ["rich>=13"]  # RichProgressBar, RichModelSummary
 
 # A placeholder until the project has a public home. To change it, search the tree for OWNER: a test holds that mkdocs.yml,
@@ -103,8 +104,9 @@ setup(
         "plot": PLOT,
         "report": REPORT,
         "cli": CLI,
+        "fp8": FP8,
         "rich": RICH,
-        "all": [*TENSORBOARD, *WANDB, *MLFLOW, *COMET, *DEEPSPEED, *PLOT, *REPORT, *CLI, *RICH],
+        "all": [*TENSORBOARD, *WANDB, *MLFLOW, *COMET, *DEEPSPEED, *PLOT, *REPORT, *CLI, *FP8, *RICH],
         "docs": ["mkdocs-htmlproofer-plugin", "mkdocs-material", "mkdocstrings[python]"],
         "dev": [
             "build",

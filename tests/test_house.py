@@ -31,6 +31,7 @@ PUBLIC = {
         "DeepSpeedPlugin",
         "DistributedDataParallelKwargs",
         "DistributedType",
+        "Float8Precision",
         "FullyShardedDataParallelPlugin",
         "GradScalerKwargs",
         "GradientAccumulationPlugin",
@@ -206,6 +207,7 @@ PUBLIC = {
     "trainkit.profilers": ["AdvancedProfiler", "PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler"],
     "trainkit.trainer.states": ["RunningStage", "TrainerFn", "TrainerState", "TrainerStatus"],
     "trainkit.utils": [
+        "AORecipeKwargs",
         "AutocastKwargs",
         "DDPCommunicationHookType",
         "DataLoaderConfiguration",

@@ -171,6 +171,7 @@ def test_the_metadata_says_what_it_is(source: Path, from_checkout: Path) -> None
         "plot",
         "report",
         "cli",
+        "fp8",
         "rich",
         "all",
         "docs",

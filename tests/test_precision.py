@@ -20,6 +20,7 @@ from trainkit.strategy import Strategy
 CPU = torch.device("cpu")
 TRUE = {"32-true": torch.float32, "64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+NAMES = [*TRUE, *MIXED]  # fp8-mixed is in test_float8_precision.py
 
 
 def precision(name: Any, **options: Any) -> Precision:
@@ -32,7 +33,7 @@ def precision(name: Any, **options: Any) -> Precision:
 
 
 def test_the_names_are_lightnings() -> None:
-    assert set(PRECISIONS) == {*TRUE, *MIXED}
+    assert set(PRECISIONS) == {*NAMES, "fp8-mixed"}
     for name, dtype in TRUE.items():
         assert (Precision(name).parameter_dtype, Precision(name).autocast_dtype) == (dtype, None)
     for name, dtype in MIXED.items():
@@ -71,7 +72,7 @@ def test_short_names(short: Any, name: str) -> None:
 def test_an_unknown_name(name: Any, nearest: str | None) -> None:
     with pytest.raises(UnknownNameError) as caught:
         Precision(name)
-    assert f"unknown precision {name!r}; known: 32-true, 64-true, bf16-mixed, 16-mixed, bf16-true, 16-true." in str(
+    assert f"unknown precision {name!r}; known: 32-true, 64-true, bf16-mixed, 16-mixed, bf16-true, 16-true, fp8-mixed." in str(
         caught.value
     )
     assert nearest is None or f"Did you mean {nearest}?" in str(caught.value)
@@ -89,7 +90,7 @@ def test_mps_has_no_float64() -> None:
 # Dtypes and contexts
 
 
-@pytest.mark.parametrize("name", list(PRECISIONS))
+@pytest.mark.parametrize("name", NAMES)
 def test_what_a_module_becomes(name: str) -> None:
     module = nn.BatchNorm1d(3)
     weight = module.weight
@@ -99,7 +100,7 @@ def test_what_a_module_becomes(name: str) -> None:
     assert module.num_batches_tracked.dtype is torch.int64
 
 
-@pytest.mark.parametrize("name", list(PRECISIONS))
+@pytest.mark.parametrize("name", NAMES)
 def test_complex_tensors_of_a_module_stay_as_they_are(name: str) -> None:
     module = nn.Linear(2, 2)
     module.register_buffer("phases", torch.tensor([1.0 + 2.0j]))
@@ -113,7 +114,7 @@ class Pair(NamedTuple):
     label: int
 
 
-@pytest.mark.parametrize("name", list(PRECISIONS))
+@pytest.mark.parametrize("name", NAMES)
 def test_what_a_batch_becomes(name: str) -> None:
     batch = {
         "floats": [torch.zeros(2), torch.zeros(2, dtype=torch.float64)],
@@ -134,7 +135,7 @@ def test_what_a_batch_becomes(name: str) -> None:
         assert converted is batch
 
 
-@pytest.mark.parametrize("name", list(PRECISIONS))
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("fails", [False, True])
 def test_contexts_and_what_is_left_after_them(name: str, fails: bool) -> None:
     made = precision(name)
@@ -201,7 +202,7 @@ def scaled(count: int = 1, init_scale: float = 8.0, growth_interval: int = 100, 
 
 
 def test_only_16_mixed_has_a_loss_scale() -> None:
-    assert [name for name in PRECISIONS if precision(name).scaler is not None] == ["16-mixed"]
+    assert [name for name in NAMES if precision(name).scaler is not None] == ["16-mixed"]
     loss = torch.tensor(1.0)
     assert precision("bf16-mixed").scale(loss) is loss
     assert precision("16-mixed").scale(loss).item() == 2.0**16
@@ -389,7 +390,7 @@ def test_a_registered_precision_is_like_the_others(halves: PrecisionSpec) -> Non
 
 
 def test_accelerates_names_stand_from_fine_to_coarse(halves: PrecisionSpec) -> None:
-    assert list(OF_ACCELERATE) == ["no", "fp16", "halves", "bf16"]
+    assert list(OF_ACCELERATE) == ["no", "fp16", "halves", "bf16", "fp8"]
     assert OVER_MASTERS == {"no": "32-true", "fp16": "16-true", "bf16": "bf16-true"}
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from trainkit.config.parallelism_config import ParallelismConfig
     from trainkit.data.combined import CombinedLoader
+    from trainkit.float8_precision import Float8Precision
     from trainkit.launch.notebook import notebook_launcher
     from trainkit.module.data_module import DataModule, LightningDataModule
     from trainkit.module.train_module import LightningModule, TrainModule
@@ -56,6 +57,7 @@ __all__ = [
     "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "Float8Precision",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
@@ -97,6 +99,7 @@ _PLACES = {
     "InitProcessGroupKwargs": "trainkit.config.kwargs_handlers",
     "LightningDataModule": "trainkit.module.data_module",
     "LightningModule": "trainkit.module.train_module",
+    "Float8Precision": "trainkit.float8_precision",
     "ParallelismConfig": "trainkit.config.parallelism_config",
     "Precision": "trainkit.precision",
     "ProfileKwargs": "trainkit.config.kwargs_handlers",

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.console import notice
-from trainkit.errors import ConfigurationError, UnknownNameError, nearest
+from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 from trainkit.nested import map_tensors
+from trainkit.registry import load
+from trainkit.unsupported import advice
 
 __all__ = ["MIXED", "OVER_MASTERS", "PRECISIONS", "Precision", "PrecisionSpec", "is_short", "register_precision"]
 
@@ -37,6 +39,7 @@ class PrecisionSpec:
         mixed_precision: Accelerate's name in `mixed_precision=`; `None`: it has none.
         over_masters: Accelerate's name where the backend keeps float32 copies of 16-bit parameters, as DeepSpeed does.
         refused: Types of devices that cannot compute in it, each with the reason.
+        path: Path of a subclass of `Precision`, `"module:attribute"`, that `Precision(name)` makes; `None`: `Precision`.
     """
 
     name: str
@@ -47,6 +50,7 @@ class PrecisionSpec:
     mixed_precision: str | None = None
     over_masters: str | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
+    path: str | None = None
 
 
 PRECISIONS: dict[str, PrecisionSpec] = {}
@@ -106,6 +110,14 @@ for _spec in (
     PrecisionSpec("16-mixed", torch.float32, torch.float16, torch.amp.GradScaler, aliases=("16",), mixed_precision="fp16"),
     PrecisionSpec("bf16-true", torch.bfloat16, over_masters="bf16"),
     PrecisionSpec("16-true", torch.float16, over_masters="fp16"),
+    PrecisionSpec(
+        "fp8-mixed",
+        torch.float32,
+        torch.bfloat16,
+        mixed_precision="fp8",
+        refused={"mps": "which has no float8"},
+        path="trainkit.float8_precision:Float8Precision",
+    ),
 ):
     register_precision(_spec)
 
@@ -121,8 +133,8 @@ class Precision:
     Pass a name to the `Trainer`; make an object to change the options of the loss scale.
 
     Args:
-        name: `"32-true"`, `"64-true"`, `"bf16-mixed"`, `"16-mixed"`, `"bf16-true"` or `"16-true"`; the short
-            forms `32`, `64`, `16` (16-mixed) and `"bf16"` (bf16-mixed) work too.
+        name: `"32-true"`, `"64-true"`, `"bf16-mixed"`, `"16-mixed"`, `"bf16-true"`, `"16-true"` or `"fp8-mixed"`; the
+            short forms `32`, `64`, `16` (16-mixed) and `"bf16"` (bf16-mixed) work too.
         init_scale: Initial loss scale of `16-mixed`, a power of two.
         growth_interval: Number of optimizer steps without an overflow before the scale grows.
         growth_factor: Factor by which the scale grows.
@@ -131,12 +143,19 @@ class Precision:
 
     Raises:
         UnknownNameError: The name is unknown.
+        UnsupportedArgumentError: It is a precision of Lightning that is not supported.
 
     Example:
         ```python
         trainer = Trainer(precision=Precision("16-mixed", init_scale=2.0**12))
         ```
     """
+
+    def __new__(cls, name: str | int = "32-true", **_: Any) -> Precision:
+        spec = PRECISIONS.get(_ALIASES.get(str(name), str(name)))
+        path = None if spec is None or cls is not Precision else spec.path
+        made: Precision = object.__new__(cls if path is None else load(path))
+        return made
 
     def __init__(
         self,
@@ -149,6 +168,8 @@ class Precision:
         enabled: bool = True,
     ) -> None:
         resolved = _ALIASES.get(str(name), str(name))
+        if (fix := advice("precision", resolved)) is not None:
+            raise UnsupportedArgumentError(f"precision={resolved!r}: {fix}.")
         if resolved not in PRECISIONS:
             raise UnknownNameError(
                 f"unknown precision {name!r}; known: {', '.join(PRECISIONS)}.{nearest(str(name), PRECISIONS)}"
@@ -211,6 +232,19 @@ class Precision:
             module.to(self.parameter_dtype)
         return module
 
+    def convert_layers(self, module: nn.Module) -> None:
+        """Change how layers compute, in place; parameters and their names stay. A strategy calls it before it wraps a module.
+
+        If the weights are gathered in the precision (`needs_sharded_parameters`), these parameters are replaced by others that
+        are views of them.
+        """
+
+    def restore_layers(self) -> None:
+        """Undo `convert_layers`, at the end of a run, when the strategy has released the modules."""
+
+    def weights_changed(self, module: nn.Module) -> None:
+        """Called by a strategy that shards parameters after each optimizer step and each load of weights. Collective."""
+
     def note_other_dtypes(self, module: nn.Module) -> None:
         """Print a notice that names parameters with other dtypes, which this precision leaves unchanged."""
         odd = {str(p.dtype) for p in module.parameters() if p.is_floating_point() and p.dtype != self.parameter_dtype}
@@ -251,6 +285,11 @@ class Precision:
                 return step(self.convert_input(batch), *rest)
 
         return converted
+
+    @property
+    def needs_sharded_parameters(self) -> bool:
+        """Whether it works only with strategies that shard parameters."""
+        return False
 
     @property
     def plain(self) -> bool:

@@ -177,6 +177,11 @@ class Strategy(Ranks):
                 f"precision={chosen.name!r} does not work with {type(self).__name__}, which supports "
                 f"{', '.join(self.supported_precisions)}."
             )
+        if chosen.needs_sharded_parameters and not self.shards_parameters:
+            raise ConfigurationError(
+                f"{chosen!r} works only with strategies that shard parameters, and {type(self).__name__} does not. Remove "
+                "all_gather=True, or use another strategy."
+            )
         return chosen
 
     def use_precision(self, precision: Precision | str | int, *, given: bool = True) -> None:
@@ -220,6 +225,7 @@ class Strategy(Ranks):
             move_rest(module, self.device)
         else:
             move_module(module, self.device)
+        self.precision.convert_layers(module)
         return module
 
     def placement(self, module: nn.Module) -> tuple[torch.device, ...]:

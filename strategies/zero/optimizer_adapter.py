@@ -32,6 +32,11 @@ _FULL = {
 }
 
 
+def _quantizes(kind: type[Any]) -> bool:
+    """Whether an optimizer quantizes blocks of its state, by its package."""
+    return kind.__module__.startswith("torchao.") or (kind.__module__.startswith("bitsandbytes.") and "8bit" in kind.__name__)
+
+
 def refuse_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer that would give different results on flat shards of parameters.
 
@@ -39,10 +44,13 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
         OptimizerError: it would.
     """
     for kind in type(optimizer).__mro__:
-        if kind.__name__ in _FULL:
+        reason = _FULL.get(kind.__name__)
+        if _quantizes(kind):
+            reason = "it quantizes blocks of its state, which would be other blocks than in a checkpoint"
+        if reason is not None:
             raise OptimizerError(
                 f"{type(optimizer).__name__} does not work under ZeRO, where each process has a flat shard of the parameters: "
-                f"{_FULL[kind.__name__]}. Use an elementwise optimizer, such as torch.optim.AdamW, or strategy='ddp'."
+                f"{reason}. Use an elementwise optimizer, such as torch.optim.AdamW, or strategy='ddp'."
             )
 
 

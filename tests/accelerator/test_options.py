@@ -52,8 +52,8 @@ def test_mixed_precision(mixed: str, name: str) -> None:
 
 def test_precisions_that_are_none_here() -> None:
     """Unsupported, unknown and duplicate precisions are errors."""
-    assert "mixed_precision='fp8' is not supported. Use 'bf16'" in refused(UnsupportedArgumentError, mixed_precision="fp8")
-    assert "must be one of 'no', 'fp16', 'bf16', not 'half'" in refused(ConfigurationError, mixed_precision="half")
+    assert "Use precision='bf16-mixed'; or, to try it" in refused(ConfigurationError, mixed_precision="fp8")
+    assert "must be one of 'no', 'fp16', 'bf16', 'fp8', not 'half'" in refused(ConfigurationError, mixed_precision="half")
     text = refused(ConfigurationError, mixed_precision="bf16", precision="bf16-mixed")
     assert "precision= and mixed_precision= were given. Give one of them" in text
 

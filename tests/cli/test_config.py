@@ -116,7 +116,7 @@ def test_default_answers(say: Said) -> None:
         "Number of nodes [1]: ",
         "Processes on all nodes together [1]: ",
         "Shard the model: no, fsdp, stage 1, 2 or 3 of DeepSpeed's ZeRO, or the path of a DeepSpeed configuration [no]: ",
-        "Precision: no (float32), fp16 or bf16 [no]: ",
+        "Precision: no (float32), fp16, bf16 or fp8 [no]: ",
         "Compile the model: no, or a backend of torch.compile such as inductor [no]: ",
     ]
     assert content() == {
@@ -150,7 +150,7 @@ def test_wrong_answers_are_asked_again(say: Said, capsys: pytest.CaptureFixture[
     machines = ["x", "2", "2", "1", "", "node1", "0", "29501"]
     zero = ["3", "4"]
     offload = ["nvme", "cpu"]
-    last = ["0", "4", "x", "", "fp8", "fp16"]
+    last = ["0", "4", "x", "", "fp9", "fp16"]
     say(*wrong_place, *machines, *zero, "5", "nowhere.json", "2", *offload, *last, gpus=2)
     told = capsys.readouterr().out
     for words in (
@@ -165,7 +165,7 @@ def test_wrong_answers_are_asked_again(say: Said, capsys: pytest.CaptureFixture[
         "  expected none or cpu, not 'nvme'.\n",
         "  gradient_accumulation_steps must be a whole number ≥ 1, or auto, not '0'.\n",
         "  gradient_clipping must be a number ≥ 0, or auto, not 'x'.\n",
-        "  mixed_precision: fp8 is not supported; write bf16, or fp16.\n",
+        "  mixed_precision must be one of no, fp16, bf16, fp8, not 'fp9'.",
     ):
         assert words in told
 

@@ -128,7 +128,7 @@ def test_unknown_keys(text: str, words: str) -> None:
     ("num_processes: -1", "conf.yaml: num_processes must be a whole number ≥ 1, not -1."),
     ("num_processes: true", "num_processes must be a whole number ≥ 1, not True."),
     ("main_process_port: 70000", "main_process_port must be a whole number from 0 to 65535, not 70000."),
-    ("mixed_precision: bf61", "mixed_precision must be one of no, fp16, bf16, not 'bf61'. Did you mean 'bf16'?"),
+    ("mixed_precision: bf61", "mixed_precision must be one of no, fp16, bf16, fp8, not 'bf61'. Did you mean 'bf16'?"),
     ("distributed_type: 3", "distributed_type must be one of NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED, XLA, not 3."),
     ("use_cpu: perhaps", "use_cpu must be true or false, not 'perhaps'."),
     ("gpu_ids: 0,0", "gpu_ids must be all, or different GPU numbers such as 0,1, not '0,0'."),
@@ -160,7 +160,7 @@ def test_wrong_values(text: str, words: str) -> None:
     (accelerates(fsdp_config={"fsdp_activation_checkpointing_offload": True}), "in the forward of the model: with torch.autog"),
     (accelerates(parallelism_config={"parallelism_config_cp_size": 2}), "parallelism_config_cp_size: 2 is not supported; con"),
     (accelerates(distributed_type="MULTI_XPU"), "distributed_type: MULTI_XPU is not supported; there is no strategy for these"),
-    (accelerates(mixed_precision="fp8"), "mixed_precision: fp8 is not supported; write bf16, or fp16."),
+    (accelerates(fp8_config={"backend": "TE"}), "fp8_config: backend: TE is not supported; write AO, which is torchao, or"),
     (accelerates(deepspeed_config={"zero_stage": 0}), "deepspeed_config: zero_stage: 0 is not supported; for DDP, write dis"),
     (accelerates(deepspeed_config={"deepspeed_multinode_launcher": "openmpi"}), "start the script with mpirun, which trainkit"),
     (accelerates(deepspeed_config={"deepspeed_moe_layer_cls_names": "A"}), "call DeepSpeed yourself, before the model is prep"),
@@ -177,6 +177,16 @@ def test_unsupported_values_of_accelerate(text: str, words: str) -> None:
     with pytest.raises(UnsupportedArgumentError) as caught:
         read(text)
     assert words in str(caught.value)
+
+
+def test_the_float8_section_of_accelerate(caplog: pytest.LogCaptureFixture) -> None:
+    own = {"backend": "AO", "enable_fsdp_float8_all_gather": False, "pad_inner_dim": True}
+    assert read(accelerates(mixed_precision="fp8", fp8_config=own)).get("mixed_precision") == "fp8"
+    assert not caplog.messages
+    read(accelerates(mixed_precision="fp8", fp8_config={**own, "fp8_enable_fsdp_float8_all_gather": True}))
+    assert "enable_fsdp_float8_all_gather has no effect in a file. In the script: precision=Float8P" in caplog.text
+    with pytest.raises(ConfigurationError, match="fp8_config must contain keys and values, not 3. Write: backend: AO"):
+        read("fp8_config: 3")
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:

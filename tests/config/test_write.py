@@ -97,10 +97,10 @@ def test_one_that_is_there_is_left(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 
 def test_a_precision_that_is_none() -> None:
     """An unknown or unsupported precision is an error, and no file is written."""
-    with pytest.raises(ConfigurationError, match="mixed_precision must be one of no, fp16, bf16, not 'half'"):
+    with pytest.raises(ConfigurationError, match="mixed_precision must be one of no, fp16, bf16, fp8, not 'half'"):
         write_basic_config("half", "conf.yaml")
-    with pytest.raises(ConfigurationError, match="fp8 is not supported; write bf16"):
-        write_basic_config("fp8", "conf.yaml")
+    with pytest.raises(ConfigurationError, match="must be one of no, fp16, bf16, fp8, not 'fp9'"):
+        write_basic_config("fp9", "conf.yaml")
     assert not Path("conf.yaml").exists()
 
 

@@ -27,7 +27,7 @@ REQUIRED = {"cloudpickle", "fsspec", "numpy", "safetensors", "torch", "tqdm", "y
 # Optional packages may be imported only here, and only inside of functions.
 OPTIONAL_ROOMS = (
     *("trainkit.callbacks", "trainkit.cli", "trainkit.launch", "trainkit.loggers", "trainkit.strategies"),
-    "trainkit.tuner",
+    *("trainkit.float8_precision", "trainkit.tuner"),
 )
 # Package of trainkit, loaded on first use → the optional packages that its modules may import at the top.
 NEEDS = {"trainkit.cli.for_scripts": ("docstring_parser", "jsonargparse")}
@@ -43,7 +43,7 @@ LAYERS = (
     ("tagged_json",),
     ("distributed",),
     ("precision",),
-    ("optim",),
+    ("float8_precision", "optim"),
     ("callback", "strategy"),
     ("config",),
     ("launch",),

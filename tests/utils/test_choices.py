@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainkit import Accelerator
-from trainkit.errors import UnsupportedArgumentError
+from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.utils import DynamoBackend, LoggerType, PrecisionType
 
 
@@ -31,5 +31,5 @@ def test_as_arguments(tmp_path: Path) -> None:
     assert accelerator.options.compile["backend"] == "eager"
     with pytest.raises(UnsupportedArgumentError, match="log_with='clearml'"):
         Accelerator(cpu=True, log_with=LoggerType.CLEARML)
-    with pytest.raises(UnsupportedArgumentError, match="fp8"):
+    with pytest.raises(ConfigurationError, match="fp8"):  # on a CPU
         Accelerator(cpu=True, mixed_precision=PrecisionType.FP8)

@@ -45,7 +45,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         device_placement: Move models, optimizers and batches to the device.
         split_batches: The `batch_size` of a loader is the total of all processes. Default: it is that of each process.
         mixed_precision: `"no"`, `"fp16"` or `"bf16"`: float32 parameters, and a forward under autocast. Under ZeRO, as in
-            Accelerate, 16-bit parameters with float32 master weights.
+            Accelerate, 16-bit parameters with float32 master weights. `"fp8"`: see `Float8Precision`.
         gradient_accumulation_steps: Number of micro-batches per optimizer step. Default: 1.
         cpu: Run on the CPU even if there is a GPU.
         dataloader_config: A `DataLoaderConfiguration`.
@@ -319,6 +319,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         if self._own:  # a Trainer does this when it begins
             self.strategy.precision.reset()
         self.strategy.teardown()
+        self.strategy.precision.restore_layers()
         if self._watchdog is not None and self._watches:
             self._watchdog.left()
             self._watches = False

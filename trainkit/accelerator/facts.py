@@ -32,7 +32,7 @@ class AcceleratorState:
         process_index: The rank of this process.
         local_process_index: The rank of this process on its node.
         device: The device of this process.
-        mixed_precision: `"no"`, `"fp16"` or `"bf16"`.
+        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
         deepspeed_plugin: The options of ZeRO, with `zero_stage` and `deepspeed_config`; `None` without ZeRO.
         fsdp_plugin: The options of FSDP; `None` without FSDP.
     """

@@ -13,6 +13,7 @@ from trainkit.config.compiling import known_backend, refuse_compiled
 from trainkit.config.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from trainkit.config.inherited import Settings, debugging, inherited_settings
 from trainkit.config.kwargs_handlers import (
+    AORecipeKwargs,
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
@@ -232,7 +233,7 @@ def _strategy(
     _precision(given, settings, handlers, masters=False)  # raises for wrong arguments
     with settings.attribute_errors(*place):
         created, plugin = _create(given, settings, handlers, wanted)
-    precision = _precision(given, settings, handlers, masters=created.owns_masters)
+    precision = _precision(given, settings, handlers, masters=created.owns_masters, sharded=created.shards_parameters)
     watched = isinstance(strategy, str | None) or not created.joined
     with settings.attribute_errors(*dtype, *place):
         if place and wanted.accelerator == "cuda":
@@ -341,7 +342,7 @@ def refuse_handlers(handlers: Mapping[Any, Any]) -> None:
 
 
 def _precision(
-    given: Mapping[str, Any], settings: Settings, handlers: Mapping[Any, Any], masters: bool
+    given: Mapping[str, Any], settings: Settings, handlers: Mapping[Any, Any], masters: bool, sharded: bool = False
 ) -> Precision | str | int | None:
     """The precision; `None`: the strategy's."""
     precision, mixed = given["precision"], given["mixed_precision"]
@@ -356,8 +357,11 @@ def _precision(
                 return None
             name = "no"
         # under DeepSpeed, Accelerate's names mean what they mean there: parameters in 16 bits with float32 masters
-        precision = (OVER_MASTERS if masters else MIXED)[str(name)]
+        precision = OVER_MASTERS.get(str(name), MIXED[str(name)]) if masters else MIXED[str(name)]
     chosen: Precision | str | int = precision
+    if AORecipeKwargs in handlers and chosen == MIXED["fp8"]:
+        recipe: AORecipeKwargs = handlers[AORecipeKwargs]
+        return recipe.precision(sharded)
     if scaler is None:
         return chosen
     if isinstance(chosen, Precision):
@@ -366,13 +370,11 @@ def _precision(
 
 
 def _mixed(name: Any) -> str:
-    if name == "fp8":
-        raise UnsupportedArgumentError("mixed_precision='fp8' is not supported. Use 'bf16', or 'fp16', or 'no'.")
     if name not in MIXED:
         raise ConfigurationError(f"mixed_precision must be one of {', '.join(map(repr, MIXED))}, not {name!r}.")
     return str(name)
 
 
 def mixed_name(precision: Precision) -> str:
-    """Accelerate's name of a precision: `"no"`, `"fp16"` or `"bf16"`."""
+    """Accelerate's name of a precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`."""
     return next((name for table in (MIXED, OVER_MASTERS) for name in table if table[name] == precision.name), "no")

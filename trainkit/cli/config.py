@@ -93,7 +93,7 @@ class _Questions:
         self._values.setdefault("distributed_type", several)
         self._values["use_cpu"] = kind == "cpu"
         if CONFIG_FILE not in self._backend:  # it has the precision
-            self._ask_key("mixed_precision", "Precision: no (float32), fp16 or bf16", "no")
+            self._ask_key("mixed_precision", "Precision: no (float32), fp16, bf16 or fp8", "no")
         if kind != "tpu" and self._values["distributed_type"] != "DEEPSPEED":
             question = "Compile the model: no, or a backend of torch.compile such as inductor"
             backend = self._ask(question, "no", lambda text: checked("dynamo_backend", text, DYNAMO, "dynamo_backend"))

@@ -138,7 +138,7 @@ class DeepSpeedPlugin:
             )
         if self.enable_msamp:
             raise UnsupportedArgumentError(
-                "DeepSpeedPlugin(enable_msamp=True): FP8 is not supported. Use mixed_precision='bf16'."
+                "DeepSpeedPlugin(enable_msamp=True): FP8 under ZeRO is not supported. Use mixed_precision='bf16'."
             )
 
     @property

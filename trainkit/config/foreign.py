@@ -30,7 +30,6 @@ UNUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "compute_environment": (("LOCAL_MACHINE", *EMPTY), "start the script with trainkit launch on the machine itself"),
     "downcast_bf16": (_OFF, "write mixed_precision: bf16"),
     "enable_cpu_affinity": (_OFF, "start the script with numactl"),
-    "fp8_config": (EMPTY, "write mixed_precision: bf16"),
     "megatron_lm_config": (EMPTY, _SHARDED),
     "ipex_config": (EMPTY, "remove it"),
     "main_training_function": ((), ""),
@@ -82,7 +81,6 @@ INSTEAD: dict[str, dict[str, str]] = {
     "dynamo_backend": dict.fromkeys(_BACKENDS, "write inductor, or another of torch._dynamo.list_backends()"),
     "fsdp_reshard_after_forward": _UNSHARDED,
     "fsdp_sharding_strategy": _UNSHARDED,
-    "mixed_precision": {"fp8": "write bf16, or fp16"},
     "zero_stage": {"0": f"{_WHOLE} and no deepspeed_config"},
 }
 """Key → a value of Accelerate that is not supported → what to write."""
@@ -92,7 +90,7 @@ FLAGS: dict[str, str] = {
     "use_parallelism_config": "remove it: --parallelism_config_tp_size and the other sizes are used without it",
     "num_cpu_threads_per_process": "set it in the environment: OMP_NUM_THREADS=4 trainkit launch ...",
     "enable_cpu_affinity": "start it with numactl",
-    "fp8": "write --mixed_precision bf16",
+    "fp8": "write --mixed_precision fp8, which uses torchao; its options are those of trainkit.Float8Precision in the script",
     "mpirun_hostfile": _MPIRUN,
     "tpu_": _SLICE,
     "main_training_function": "remove it: the whole script is run",

@@ -163,7 +163,7 @@ KEYS: dict[str, Key] = {
     "distributed_type": Key(
         _distributed_type, "NO: one process; MULTI_CPU, MULTI_GPU: DDP; DEEPSPEED: ZeRO; FSDP; XLA: TPUs", "TYPE"
     ),
-    "mixed_precision": Key(_mixed_precision, "precision of the computation: no (float32), fp16 or bf16", "NAME"),
+    "mixed_precision": Key(_mixed_precision, "precision of the computation: no (float32), fp16, bf16 or fp8", "NAME"),
     "num_processes": Key(_whole(1), "total number of processes on all machines"),
     "num_machines": Key(_whole(1), "number of machines"),
     "machine_rank": Key(_whole(0), "rank of this machine, from 0", "R"),

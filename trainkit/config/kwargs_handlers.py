@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError, nearest
+from trainkit.float8_precision import Float8Precision
 
 __all__ = [
+    "AORecipeKwargs",
     "AutocastKwargs",
     "DDPCommunicationHookType",
     "DistributedDataParallelKwargs",
@@ -36,6 +38,44 @@ class KwargsHandler:
         default = type(self)()
         own: Any = vars(self)
         return {name: value for name, value in own.items() if value != getattr(default, name)}
+
+
+@dataclass
+class AORecipeKwargs(KwargsHandler):
+    """Options of `mixed_precision="fp8"` in Accelerate's form; see `Float8Precision`. No effect in other precisions.
+
+    Args:
+        config: A `Float8LinearConfig` of torchao. Default: one scale for each tensor.
+        module_filter_func: A function `(module, name) -> bool` that chooses the layers. Default: that of `Float8Precision`,
+            which also excludes small layers, but not the first one.
+        pad_inner_dim: No effect: the batch is always padded where the GPU requires it.
+        enable_fsdp_float8_all_gather: Gather weights in float8, if the strategy shards parameters. Default: `True`, or as in
+            `config`.
+
+    Example:
+        ```python
+        accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs(module_filter_func=chosen)])
+        ```
+    """
+
+    config: Any = None
+    module_filter_func: Callable[[Any, str], bool] | None = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+
+    def precision(self, sharded: bool) -> Float8Precision:
+        """The precision, for a strategy that shards parameters or does not."""
+        choose, gather = self.module_filter_func, self.enable_fsdp_float8_all_gather
+        if gather is None:
+            gather = self.config is None or self.config.enable_fsdp_float8_all_gather
+        config = self.config
+        if config is not None:
+            config = replace(config, enable_fsdp_float8_all_gather=False)  # an option of the precision
+        return Float8Precision(
+            recipe="tensorwise" if config is None else config,
+            filter=None if choose is None else lambda name, layer: choose(layer, name),
+            all_gather=gather and sharded,
+        )
 
 
 @dataclass

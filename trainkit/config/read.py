@@ -13,6 +13,7 @@ import yaml
 from trainkit.config.foreign import EMPTY, UNUSED, UNUSED_IN_SECTIONS
 from trainkit.config.keys import KEYS, SECTIONS, Key, checked
 from trainkit.config.settings import Settings
+from trainkit.console import notice
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 
 __all__ = ["default_file", "read_settings"]
@@ -48,6 +49,7 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
     for name in _OLD:
         if name in content:
             raise UnsupportedArgumentError(f"{source}: {name} is a key of an old version of Accelerate; write {_OLD[name]}.")
+    _check_float8(content.pop("fp8_config", None), source)
     values = _values(content, KEYS, UNUSED, source)
     dynamo = sections.pop("dynamo_config")
     backend = {key: value for section in sections.values() for key, value in section.items()}
@@ -85,6 +87,24 @@ def _section(section: Any, table: Mapping[str, Key], name: str, source: str) -> 
     prefix = _PREFIXES.get(name, "")  # Accelerate allows keys without it
     keys = {key if key.startswith(prefix) else f"{prefix}{key}": value for key, value in keys.items()}
     return _values(keys, table, UNUSED_IN_SECTIONS, source, f"{name}: ")
+
+
+def _check_float8(section: Any, source: str) -> None:
+    """Refuse other backends than torchao in `fp8_config`; most of its keys are for these backends."""
+    if section in EMPTY:
+        return
+    if not isinstance(section, Mapping):
+        raise ConfigurationError(f"{source}: fp8_config must contain keys and values, not {section!r}. Write: backend: AO")
+    keys = {str(key).removeprefix("fp8_"): value for key, value in section.items()}
+    if str(backend := keys.get("backend", "AO")).upper() != "AO":
+        raise UnsupportedArgumentError(
+            f"{source}: fp8_config: backend: {backend} is not supported; write AO, which is torchao, or mixed_precision: bf16."
+        )
+    if keys.get("enable_fsdp_float8_all_gather"):
+        notice(
+            f"{source}: fp8_config: enable_fsdp_float8_all_gather has no effect in a file. In the script: "
+            "precision=Float8Precision(all_gather=True), or AORecipeKwargs in kwargs_handlers."
+        )
 
 
 def _values(

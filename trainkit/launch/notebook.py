@@ -64,7 +64,7 @@ def notebook_launcher(
         function: The function that each process runs. Create the `Accelerator` or `Trainer` inside it.
         args: Its arguments, the same on all processes. Tensors on a GPU arrive on the CPU.
         num_processes: Number of processes of this node. Default: one for each GPU or TPU core, at least one.
-        mixed_precision: `"no"`, `"fp16"` or `"bf16"`, for an `Accelerator` or `Trainer` that does not set it.
+        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`, for an `Accelerator` or `Trainer` that does not set it.
         use_port: With several nodes, a free port of the first one. With one node any free port is used unless you set this.
         master_addr: With several nodes, the address of the first one, as the others reach it.
         node_rank: Rank of this node.

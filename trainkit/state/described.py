@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainkit.errors import CorruptCheckpointError
 from trainkit.optim.parameter_names import without_checkpoint_wrapper
+from trainkit.state.wrapped_tensors import KINDS, put_together, taken_apart
 
 __all__ = ["SavedOptimizer", "StoredSlots", "copied"]
 
@@ -22,10 +24,13 @@ class StoredSlots:
     """The slots that an optimizer keeps for one parameter.
 
     Attributes:
-        tensors: slot → tensor; item n of a list has the slot `<slot>.<n>`.
-        irregular: slots of tensors that are neither scalar nor of the parameter's shape, and of items of lists.
+        tensors: slot → tensor; item n of a list has the slot `<slot>.<n>`, and an inner tensor of a quantized one
+            `<slot>.<name>`.
+        irregular: slots of tensors that are neither scalar nor of the parameter's shape, of items of lists, and of inner
+            tensors.
         described: `{"values": {slot: value}, "lists": {slot: {"tuple": bool, "length": n, "values": {position: value}}},
-            "irregular": [slot]}`, each omitted if empty; `{"whole": value}` if the value has no slots.
+            "quantized": {slot: {"class": name, "attributes": [value], "shape": shape}}, "irregular": [slot]}`, each omitted
+            if empty; `{"whole": value}` if the value has no slots.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -40,34 +45,60 @@ class StoredSlots:
         self = cls()
         values: dict[Any, Any] = {}
         lists: dict[str, Any] = {}
+        quantized: dict[str, Any] = {}
         for slot, value in slots.items():
             plain = isinstance(slot, str) and "/" not in slot  # otherwise it cannot be part of a key
             if plain and isinstance(value, Tensor) and slot not in self.tensors:
-                self.tensors[slot] = value.detach()
-                if value.ndim and value.shape != parameter.shape:
-                    self.irregular.append(slot)
+                if (about := self._add_tensor(slot, value, parameter)) is not None:
+                    quantized[slot] = about
             elif plain and type(value) in (list, tuple) and not any(str(other).startswith(f"{slot}.") for other in slots):
                 lists[slot] = self._add_list(slot, value)
             else:
                 values[slot] = value
-        parts = {"values": values, "lists": lists, "irregular": self.irregular}
+        parts = {"values": values, "lists": lists, "quantized": quantized, "irregular": self.irregular}
         self.described = {key: part for key, part in parts.items() if part}
         return self
 
+    def _add_tensor(self, slot: str, tensor: Tensor, parameter: Tensor) -> dict[str, Any] | None:
+        """Store a tensor, or the inner tensors of a quantized one; returns the description of a quantized one."""
+        apart = taken_apart(tensor)
+        if apart is not None:
+            inner, about = apart
+            self._add_irregular({f"{slot}.{part}": one for part, one in inner.items()})
+            return about
+        self.tensors[slot] = tensor.detach()
+        if tensor.ndim and tensor.shape != parameter.shape:
+            self.irregular.append(slot)
+        return None
+
     def _add_list(self, slot: str, items: list[Any] | tuple[Any, ...]) -> dict[str, Any]:
         """Store the tensors of a list, each under its position; returns the description of the list."""
-        found = {f"{slot}.{n}": item.detach() for n, item in enumerate(items) if isinstance(item, Tensor)}
+        found = {f"{slot}.{n}": item for n, item in enumerate(items) if isinstance(item, Tensor)}
         rest = {str(n): item for n, item in enumerate(items) if not isinstance(item, Tensor)}
-        self.tensors.update(found)
-        self.irregular += found
+        self._add_irregular(found)
         return {"tuple": isinstance(items, tuple), "length": len(items), "values": rest}
 
-    def rebuilt(self, name: str, convert: Callable[[str, str, Tensor], Tensor]) -> Any:
-        """The inverse of `of`; each tensor is the result of `convert(name, slot, tensor)`."""
+    def _add_irregular(self, found: dict[str, Tensor]) -> None:
+        self.tensors.update({slot: tensor.detach() for slot, tensor in found.items()})
+        self.irregular += found
+
+    @property
+    def shapes(self) -> Iterator[tuple[str, torch.Size]]:
+        """The slots that must have the shape of the parameter, each with its shape."""
+        for slot, tensor in self.tensors.items():
+            if tensor.ndim and slot not in self.irregular:
+                yield slot, tensor.shape
+        for slot, about in self.described.get("quantized", {}).items():
+            yield slot, torch.Size(about["shape"])
+
+    def rebuilt(self, name: str, convert: Callable[[str, str, Tensor], Tensor], device: torch.device) -> Any:
+        """The inverse of `of`; each tensor is the result of `convert(name, slot, tensor)`, quantized ones are on the device."""
         if "whole" in self.described:
             return copied(self.described["whole"])
         lists = self.described.get("lists", {})
+        quantized = self.described.get("quantized", {})
         parts = {f"{slot}.{n}" for slot, about in lists.items() for n in range(about["length"])}
+        parts |= {f"{slot}.{part}" for slot, about in quantized.items() for part in KINDS[about["class"]][1]}
         slots: dict[Any, Any] = {
             slot: convert(name, slot, tensor) for slot, tensor in self.tensors.items() if slot not in parts
         }
@@ -79,6 +110,9 @@ class StoredSlots:
                 for n in range(about["length"])
             ]
             slots[slot] = tuple(items) if about["tuple"] else items
+        for slot, about in quantized.items():
+            inner = {part: self.tensors[f"{slot}.{part}"].to(device, copy=True) for part in KINDS[about["class"]][1]}
+            slots[slot] = put_together(about, inner)
         return {**slots, **copied(self.described.get("values", {}))}
 
 
@@ -146,6 +180,9 @@ class SavedOptimizer:
         for name, stored in self.state.items():
             for slot, about in stored.described.get("lists", {}).items():
                 need(_is_complete(slot, about, stored.tensors), f"the list {slot!r} of {name!r} is incomplete")
+            for slot, about in stored.described.get("quantized", {}).items():
+                complete = all(f"{slot}.{part}" in stored.tensors for part in KINDS[about["class"]][1])
+                need(complete, f"the quantized tensor {slot!r} of {name!r} is incomplete")
 
 
 def _read_groups(listed: list[Any], need: _Need) -> list[tuple[list[str], dict[str, Any]]]:
@@ -176,7 +213,20 @@ def _is_valid(about: Any) -> bool:
         length = item.get("length")
         if type(length) is not int or length < 0:
             return False
+    quantized = about.get("quantized", {})
+    if not isinstance(quantized, dict) or not all(_is_valid_quantized(item) for item in quantized.values()):
+        return False
     return all(isinstance(slot, str) for slot in irregular)
+
+
+def _is_valid_quantized(item: Any) -> bool:
+    return (
+        isinstance(item, dict)
+        and item.get("class") in KINDS
+        and isinstance(item.get("attributes"), list)
+        and isinstance(item.get("shape"), tuple)
+        and all(type(size) is int for size in item["shape"])
+    )
 
 
 def _is_complete(slot: str, about: dict[str, Any], tensors: Mapping[str, Tensor]) -> bool:

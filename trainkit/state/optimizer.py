@@ -252,11 +252,12 @@ def _difference(theirs: list[str], ours: list[str]) -> str:
 def _compare_slots(parameters: Mapping[str, Tensor], saved: SavedOptimizer, dtypes: Mapping[str, torch.dtype]) -> Iterator[str]:
     for name, stored in saved.state.items():
         parameter = parameters[name]
+        if is_lazy(parameter):
+            continue
+        for slot, shape in stored.shapes:
+            if shape != parameter.shape:
+                yield f"{name}: {slot} has shape {tuple(shape)}, but the parameter has shape {tuple(parameter.shape)}"
         for slot, tensor in stored.tensors.items():
-            if is_lazy(parameter):
-                continue
-            if tensor.ndim and slot not in stored.irregular and tensor.shape != parameter.shape:
-                yield f"{name}: {slot} has shape {tuple(tensor.shape)}, but the parameter has shape {tuple(parameter.shape)}"
             wanted = _wanted_dtype(slot, tensor, parameter, dtypes.get(name))
             if not castable(tensor, wanted):
                 yield f"{name}: {slot} is {tensor.dtype} in the checkpoint and cannot be cast to {wanted}"
@@ -305,7 +306,9 @@ def _load(
                 optimizer.load_state_dict(copied(saved.opaque))
                 return notices
             numbers = {name: n for n, name in enumerate(chain.from_iterable(own for own, _ in saved.groups))}
-            state: dict[Any, Any] = {numbers[name]: s.rebuilt(name, convert) for name, s in saved.state.items()}
+            state: dict[Any, Any] = {
+                numbers[name]: s.rebuilt(name, convert, parameters[name].device) for name, s in saved.state.items()
+            }
             state.update(copied(saved.entries))
             groups, kept = _groups(optimizer, saved, numbers)
             optimizer.load_state_dict({**copied(saved.more), "state": state, "param_groups": groups})

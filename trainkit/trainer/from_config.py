@@ -48,7 +48,7 @@ def with_settings(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
         taken |= chosen
         masters = created["strategy"].owns_masters
     if given["precision"] is None and mixed is not None:
-        taken |= _precision(given["strategy"], (OVER_MASTERS if masters else MIXED)[mixed])
+        taken |= _precision(given["strategy"], OVER_MASTERS.get(mixed, MIXED[mixed]) if masters else MIXED[mixed])
     notes = [f"{name}={value!r}" for name, value in taken.items()] + _compilation(settings, created)
     complete = given | {name: taken[name] for name in taken.keys() & given.keys()} | created
     if complete["accumulate_grad_batches"] is None:

@@ -389,6 +389,7 @@ def _parts_to_release(trainer: Trainer, run: Run, stage: str, status: str) -> It
         yield partial(logger.finalize, status)
     yield run.accelerator.free_memory
     yield run.strategy.teardown
+    yield run.strategy.precision.restore_layers
     yield partial(run.strategy.connect, run.module)
     if run.profiler is not None:
         yield partial(run.profiler.teardown, stage)

@@ -14,7 +14,15 @@ from trainkit.unsupported.accelerate_names import (
     LOG_KWARGS,
     TRACKERS,
 )
-from trainkit.unsupported.lightning_arguments import CARRIED, DEFAULTS, LOAD_FROM_CHECKPOINT, SHARDING, TRAINER, TRAINER_VERBS
+from trainkit.unsupported.lightning_arguments import (
+    CARRIED,
+    DEFAULTS,
+    LOAD_FROM_CHECKPOINT,
+    PRECISION,
+    SHARDING,
+    TRAINER,
+    TRAINER_VERBS,
+)
 from trainkit.unsupported.lightning_names import ABSENT, FABRIC, MEMBERS, OTHER, SAME
 
 __all__ = ["ADVICE", "advice", "home_of", "refuse_unknown", "use_instead"]
@@ -30,11 +38,13 @@ ADVICE: dict[str, dict[str, str]] = {
     "load_from_checkpoint": LOAD_FROM_CHECKPOINT,
     "log_kwargs": LOG_KWARGS,
     "log_with": TRACKERS,
+    "precision": PRECISION,
     "trainer": MEMBERS["Trainer"],
     "trainkit": IMPORTS,
 }
 """Place → name → what to use. A class or function means its arguments, "accelerator" and "trainer" the attributes of an
-object, "log_with" names of trackers, "log_kwargs" arguments of their `log`, "trainkit" imports of Accelerate's names."""
+object, "precision" and "log_with" names of precisions and trackers, "log_kwargs" arguments of a tracker's `log`, "trainkit"
+imports of Accelerate's names."""
 
 
 def advice(where: str, name: str) -> str | None:

@@ -30,13 +30,13 @@ ACCELERATOR: dict[str, str] = {
 
 _SEEDED = "nothing: all generators are seeded for each micro-batch, by a key that is equal on all ranks"
 _SIZES = "accelerator.strategy, an FSDPStrategy, which has the sizes; sequences are not sharded"
-_USE_BF16 = "mixed_precision='bf16': FP8 is not supported"
+_TORCHAO = "AORecipeKwargs in kwargs_handlers: torchao is the only backend for mixed_precision='fp8'"
 _ITS_OPTIONS = "accelerator.options, the arguments of the accelerator"
 _YOUR_HANDLER = "the object that you passed in kwargs_handlers"
 
 # Attributes of Accelerate's Accelerator.
 ACCELERATOR_ATTRIBUTES = {
-    "ao_recipe_handler": _USE_BF16,
+    "ao_recipe_handler": _YOUR_HANDLER,
     "autocast_handler": _YOUR_HANDLER,
     "context_parallel_rank": _SIZES,
     "data_parallel_rank": "accelerator.process_index",
@@ -44,22 +44,22 @@ ACCELERATOR_ATTRIBUTES = {
     "dataloader_config": "accelerator.even_batches, accelerator.split_batches, or the object that you passed",
     "ddp_handler": _YOUR_HANDLER,
     "deepspeed_ulysses_dl_adapter": _SIZES,
-    "delayed_fp8_autocast": _USE_BF16,
+    "delayed_fp8_autocast": "nothing: float8 layers compute each scale from the values of the tensor",
     "device_placement": _ITS_OPTIONS,
     "dispatch_batches": "nothing: each process reads its own batches, as with dispatch_batches=False",
     "flag_tensor": "accelerator.check_trigger()",
-    "fp8_backend": _USE_BF16,
-    "fp8_enabled": _USE_BF16,
-    "fp8_recipe_handler": _USE_BF16,
+    "fp8_backend": _TORCHAO,
+    "fp8_enabled": "accelerator.mixed_precision == 'fp8'",
+    "fp8_recipe_handler": _YOUR_HANDLER,
     "gradient_state": "accelerator.sync_gradients",
-    "has_fp8_handler": _USE_BF16,
+    "has_fp8_handler": _YOUR_HANDLER,
     "has_lomo_optimizer": "an optimizer of torch's",
     "init_handler": _YOUR_HANDLER,
     "is_composable_parallelism_enabled": "accelerator.distributed_type",
     "log_with": "accelerator.trackers",
     "lomo_backward": "accelerator.backward(loss) and an optimizer of torch's",
     "maybe_context_parallel": _SIZES,
-    "msamp_recipe_handler": _USE_BF16,
+    "msamp_recipe_handler": _TORCHAO,
     "multi_device": "accelerator.num_processes > 1",
     "non_blocking": "nothing: copies from pinned memory never block",
     "parallelism_config": _SIZES,
@@ -72,7 +72,7 @@ ACCELERATOR_ATTRIBUTES = {
     "scaler_handler": _YOUR_HANDLER,
     "should_save_model": "nothing: save_state always writes the model",
     "step_scheduler_with_optimizer": _ITS_OPTIONS,
-    "te_recipe_handler": _USE_BF16,
+    "te_recipe_handler": _TORCHAO,
     "tensor_parallel_rank": _SIZES,
     "torch_device_mesh": _SIZES,
     "torch_tp_plugin": _SIZES,
@@ -92,7 +92,7 @@ LOG_KWARGS = {"commit": "log all values of a step in one call, which is a row: a
 
 # Names that scripts import from Accelerate.
 _SHARD = "to shard parameters, Accelerator(strategy='fsdp') or 'zero3'"
-_FP8 = "FP8 is not supported: Accelerator(mixed_precision='bf16')"
+_FP8 = "Accelerator(mixed_precision='fp8'), which converts layers with torchao in prepare"
 _STATE = "an Accelerator has num_processes, process_index, device, is_main_process, wait_for_everyone, print"
 _DIVIDE = "a strategy that shards a model larger than one device: Accelerator(strategy='fsdp') or 'zero3'"
 _OFFLOAD = "ZeROStrategy(stage=3, offload_params='cpu')"
@@ -121,10 +121,9 @@ _FAMILIES = {
         get_fsdp2_grad_scaler get_model_tp_size is_megatron_lm_available is_pippy_available load_fsdp_model load_fsdp_optimizer
         merge_fsdp_weights model_has_dtensor prepare_pippy save_fsdp_model save_fsdp_optimizer""",
     _FP8: """
-        AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs apply_fp8_autowrap check_cuda_fp8_capability
-        contextual_fp8_autocast convert_model convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers
-        has_transformer_engine_layers is_fp8_available is_msamp_available is_torchao_available is_transformer_engine_available
-        is_transformer_engine_mxfp8_available torchao_required""",
+        apply_fp8_autowrap contextual_fp8_autocast convert_model convert_model_to_fp8_ao filter_first_and_last_linear_layers
+        has_ao_layers has_transformer_engine_layers""",
+    _TORCHAO: "FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
     _STATE: """
         AcceleratorState PartialState get_cpu_distributed_information TORCH_DISTRIBUTED_OPERATION_TYPES""",
     _DIVIDE: """
@@ -146,7 +145,8 @@ _FAMILIES = {
         are_libraries_initialized is_boto3_available is_import_timer_available is_lomo_available is_matplotlib_available
         is_pandas_available is_pynvml_available is_pytest_available is_rich_available is_sagemaker_available
         is_schedulefree_available is_timm_available is_torchdata_available is_torchdata_stateful_dataloader_available
-        is_torchvision_available is_triton_available deepspeed_required""",
+        is_torchvision_available is_triton_available deepspeed_required is_fp8_available is_msamp_available
+        is_torchao_available is_transformer_engine_available is_transformer_engine_mxfp8_available torchao_required""",
     _NO_TRACKER: """
         is_aim_available is_clearml_available is_dvclive_available is_swanlab_available is_trackio_available""",
     _FILES: """
@@ -181,6 +181,7 @@ IMPORTS = {name: use for use, names in _FAMILIES.items() for name in names.split
     "PROFILE_PATTERN_NAME": "profile_{rank}.json in ProfileKwargs(output_trace_dir=...)",
     "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION": _DEVICE,
     "check_tied_parameters_in_config": "nothing: tied weights stay tied",
+    "check_cuda_fp8_capability": "torch.cuda.get_device_capability() >= (8, 9)",
     "clean_state_dict_for_safetensors": "accelerator.save(state_dict, file), which stores tied weights once",
     "compare_versions": "packaging.version.parse(torch.__version__) >= packaging.version.parse('2.4')",
     "concatenate": "torch.cat(tensors)",

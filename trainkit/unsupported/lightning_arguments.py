@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["CARRIED", "DEFAULTS", "LOAD_FROM_CHECKPOINT", "SHARDING", "TRAINER", "TRAINER_VERBS"]
+__all__ = ["CARRIED", "DEFAULTS", "LOAD_FROM_CHECKPOINT", "PRECISION", "SHARDING", "TRAINER", "TRAINER_VERBS"]
 
 # Arguments of Lightning's Trainer, in this and earlier versions.
 TRAINER: dict[str, str] = {
@@ -158,3 +158,9 @@ SHARDING: dict[str, str] = {
     "transformer_cls_names_to_wrap": _BLOCKS,
     "use_orig_params": "remove it: FSDP2 always keeps the parameters of the module",
 }
+
+# Names of Lightning's precisions.
+PRECISION: dict[str, str] = dict.fromkeys(
+    ("transformer-engine", "transformer-engine-float16"),
+    "use precision='fp8-mixed', which computes large linear layers in float8 with torchao; or 'bf16-mixed'",
+)

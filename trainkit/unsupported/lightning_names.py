@@ -148,7 +148,7 @@ _ABSENT: dict[str, dict[str, str]] = {
             DeepSpeedPrecision DoublePrecision FSDPPrecision HalfPrecision LightningDoublePrecisionModule MixedPrecision
             XLAPrecision""",
         "transformers: from_pretrained(..., quantization_config=...), and docs/how-to/lora.md": "BitsandbytesPrecision",
-        "Trainer(precision='bf16-mixed'): FP8 is not supported": "TransformerEnginePrecision",
+        "the argument: Trainer(precision='fp8-mixed'), which uses torchao": "TransformerEnginePrecision",
         "the argument: Trainer(sync_batchnorm=True)": "LayerSync TorchSyncBatchNorm",
         _ENVIRONMENT: """
             ClusterEnvironment KubeflowEnvironment LSFEnvironment LightningEnvironment MPIEnvironment TorchElasticEnvironment

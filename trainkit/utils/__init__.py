@@ -12,6 +12,7 @@ from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.config.distributed_type import DistributedType
 from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from trainkit.config.kwargs_handlers import (
+    AORecipeKwargs,
     AutocastKwargs,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
@@ -51,6 +52,7 @@ from trainkit.utils.operations import broadcast, gather, pad_across_processes, r
 from trainkit.utils.seeding import set_seed
 
 __all__ = [
+    "AORecipeKwargs",
     "AutocastKwargs",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",

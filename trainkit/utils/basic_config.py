@@ -23,7 +23,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | os.Path
     """Write a configuration file of `trainkit launch` for the devices of this node. An existing file is not changed.
 
     Args:
-        mixed_precision: `"no"`, `"fp16"` or `"bf16"`.
+        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
         save_location: The file: YAML, or JSON if its name ends with `.json`. Default: the default file of `trainkit
             launch` in the user's cache folder.
 

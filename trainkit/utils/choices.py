@@ -54,10 +54,9 @@ class LoggerType(_Choice):
 
 
 class PrecisionType(_Choice):
-    """Names for `Accelerator(mixed_precision=)`: `NO`, `FP16`, `BF16`. `FP8` is not supported."""
+    """Names for `Accelerator(mixed_precision=)`: `NO`, `FP16`, `BF16`, `FP8`."""
 
     NO = "no"
     FP16 = "fp16"
     BF16 = "bf16"
-
     FP8 = "fp8"

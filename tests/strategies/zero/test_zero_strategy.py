@@ -195,6 +195,18 @@ def test_unsupported_optimizers(kind: str) -> None:
         refuse_optimizer(optimizer)
 
 
+def test_optimizers_that_quantize_their_state() -> None:
+    from torchao.optim import AdamW8bit
+
+    class Adam8bit(torch.optim.Adam):  # bitsandbytes is not installed
+        __module__ = "bitsandbytes.optim.adam"
+
+    for kind in (AdamW8bit, Adam8bit):
+        message = f"{kind.__name__} does not work under ZeRO.*quantizes blocks of its state.*Use an elementwise optimizer"
+        with pytest.raises(OptimizerError, match=message):
+            refuse_optimizer(kind([nn.Parameter(torch.ones(4, 4))]))
+
+
 def test_an_unsupported_optimizer_in_a_run() -> None:
     module = RegressionModule(bias=False)
     module.configure_optimizers = lambda: torch.optim.Adafactor(module.parameters())  # type: ignore[method-assign]
