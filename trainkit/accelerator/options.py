@@ -26,6 +26,12 @@ from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.launch.resolve import chosen_strategy
 from trainkit.launch.tpu import DEVICE
+from trainkit.module.activation_checkpointing import (
+    CheckpointingChoice,
+    checkpointing_choice,
+    refuse_checkpointing,
+    refuse_eager_backend,
+)
 from trainkit.precision import MIXED, OVER_MASTERS, Precision, is_short
 from trainkit.registry import accepts_keyword, find_info, load, load_strategy, make_strategy
 from trainkit.strategy import Strategy
@@ -55,6 +61,7 @@ class Options:
         profile: of `trainkit.Accelerator.profile`.
         compile: arguments of `torch.compile` for models; `None`: they are not compiled.
         plugin: the options of the strategy, as `deepspeed_plugin=` or the configuration gives them.
+        activation_checkpointing: whose activations are recomputed; `None`: nothing's.
         debug: the calls of all processes are compared.
         watched: the process ends when another one fails.
     """
@@ -72,6 +79,7 @@ class Options:
     profile: ProfileKwargs | None = None
     compile: Mapping[str, Any] | None = None
     plugin: Plugin | None = None
+    activation_checkpointing: CheckpointingChoice | None = None
     debug: bool = False
     watched: bool = True
 
@@ -92,6 +100,8 @@ def resolve(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
         compiled = _compile(given, settings)
         if compiled is not None:
             refuse_compiled(compiled["backend"], strategy)
+            refuse_eager_backend(given["activation_checkpointing"], compiled["backend"])
+    refuse_checkpointing(given["activation_checkpointing"], strategy)
     return Options(
         strategy=strategy,
         steps=_steps(given, settings, plugin),
@@ -106,6 +116,7 @@ def resolve(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
         profile=handlers.get(ProfileKwargs),
         compile=compiled,
         plugin=plugin,
+        activation_checkpointing=checkpointing_choice(given["activation_checkpointing"]),
         debug=debugging(),
         watched=watched,
     )

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from trainkit.console import counted
+from trainkit.module.activation_checkpointing import checkpointing_choice
 from trainkit.trainer.run_folder import opens_files, shown_folders
 
 if TYPE_CHECKING:
@@ -26,17 +27,27 @@ def explain(trainer: Trainer, module: TrainModule | None) -> str:
 
 def _where(trainer: Trainer) -> list[str]:
     world = trainer.strategy.data_world
+    recomputed = _recomputed(trainer)
     folders = [type(one).__name__ + (f" in {one.root_dir}" if one.root_dir else "") for one in trainer.loggers]
     return [
         "Where",
         f"  strategy       {trainer.strategy!r}",
         f"  processes      {world.size}" + (f", each with {world.devices} devices" if world.devices > 1 else ""),
         f"  precision      {trainer.precision}",
+        *([f"  recomputed     {recomputed}"] if recomputed else []),
         f"  seed           {trainer.seed}",
         f"  folder         {trainer._arguments.default_root_dir}",
         f"  loggers        {', '.join(folders) or 'none'}",
         f"  checkpoints    {', '.join(shown_folders(trainer._run)) or 'none'}",
     ]
+
+
+def _recomputed(trainer: Trainer) -> str:
+    """Whose activations are recomputed in the backward pass."""
+    chosen, done = checkpointing_choice(trainer._arguments.activation_checkpointing), trainer._run.recomputed
+    if chosen is None:
+        return ""
+    return f"activations of {chosen if done is None else f'{done}{chosen.kept}'}"
 
 
 def _arithmetic(trainer: Trainer) -> list[str]:
