@@ -128,8 +128,8 @@ def refuse_checkpointing(value: Any, strategy: Strategy) -> None:
     """Raise an `UnsupportedArgumentError` if activations are to be recomputed, and the strategy does not support that."""
     if strategy.lazy_tensors and checkpointing_choice(value) is not None:
         raise UnsupportedArgumentError(
-            f"{_ARGUMENT} does not work with {type(strategy).__name__}: torch.utils.checkpoint does not keep XLA's random "
-            f"generator. Remove {_ARGUMENT}, and call torch_xla.utils.checkpoint.checkpoint in your module."
+            f"{_ARGUMENT} does not work with {type(strategy).__name__}: torch.utils.checkpoint does not support XLA "
+            f"devices. Remove {_ARGUMENT}, and call torch_xla.utils.checkpoint.checkpoint in your module."
         )
 
 
