@@ -201,7 +201,9 @@ def test_a_trial_of_the_tuner_measures_with_it() -> None:
 
     class Begun(Callback):
         def on_fit_start(self, trainer: Any, module: Any) -> None:
-            trial = run_trial(trainer, "fit", module, Watching(), dataloaders=tiny_loader(), max_steps=1, alone=True, begun=True)
+            trial = run_trial(
+                trainer, "fit", module, Watching(), dataloaders=tiny_loader(), max_steps=1, alone=True, begun=True
+            )
             seen.append(int(trial._run.recomputed is not None))
 
     fit(module, Begun(), activation_checkpointing=True)
@@ -229,7 +231,9 @@ def test_a_strategy_with_lazy_tensors_is_refused() -> None:
 
 
 def case(choice: Any, **arguments: Any) -> Case:
-    return Case(samples=22, window=4, make=DeepRegression, arguments={"activation_checkpointing": choice, "max_epochs": 1, **arguments})
+    return Case(
+        samples=22, window=4, make=DeepRegression, arguments={"activation_checkpointing": choice, "max_epochs": 1, **arguments}
+    )
 
 
 def under_ddp() -> list[list[Tensor]]:

@@ -16,7 +16,12 @@ from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.hooks.table import HookTable
 from trainkit.metrics.results import MetricResults, as_tensors
 from trainkit.metrics.store import MetricStore
-from trainkit.module.activation_checkpointing import CheckpointedModules, checkpoint_activations, checkpointing_choice
+from trainkit.module.activation_checkpointing import (
+    CheckpointedModules,
+    checkpoint_activations,
+    checkpointing_choice,
+    refuse_checkpointing,
+)
 from trainkit.module.overridable_hooks import ModuleHooks, is_overridden
 from trainkit.registry import load_callback
 from trainkit.rng import resolve_seed, seed_was_given
@@ -159,6 +164,7 @@ class Run:
     @classmethod
     def before_the_first(cls, arguments: TrainerArguments, strategy: Strategy, seed: int | None) -> Run:
         """What a Trainer has before its first run; all processes use the main process's seed."""
+        refuse_checkpointing(arguments.activation_checkpointing, strategy)
         chosen = int(strategy.world.from_main(resolve_seed(seed)))
         accelerator = Accelerator.of_trainer(strategy)
         accumulation = arguments.accumulate_grad_batches

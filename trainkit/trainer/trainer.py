@@ -27,7 +27,6 @@ from trainkit.loggers.starts_file import utc_now
 from trainkit.memory.report import PROCESSES, MemoryPlan
 from trainkit.metrics.results import as_tensors
 from trainkit.metrics.values import read
-from trainkit.module.activation_checkpointing import refuse_checkpointing
 from trainkit.module.data_module import DataModule
 from trainkit.module.train_module import TrainModule
 from trainkit.nested import batch_size
@@ -218,10 +217,8 @@ class Trainer:
         wanted, kind = read_wanted(given["accelerator"], given["devices"], num_nodes), given["strategy"]
         with attribute_errors(asked):
             self.strategy = joined_strategy(kind, wanted, sync_batchnorm, given["precision"], arguments, notes)
-        refuse_checkpointing(activation_checkpointing, self.strategy)
-        self._flags = deterministic, benchmark, detect_anomaly
         self._run = Run.before_the_first(arguments, self.strategy, seed)
-        self._gpus, self._assigned_ckpt_path = wanted.indices, None
+        self._gpus, self._assigned_ckpt_path, self._flags = wanted.indices, None, (deterministic, benchmark, detect_anomaly)
         self._run.inference_mode, self._run.profiler = inference_mode, make_profiler(profiler)
         self._run.loggers = attach_loggers(self, logger)
         self._run.callbacks = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)
