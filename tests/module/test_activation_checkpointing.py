@@ -229,6 +229,31 @@ def test_two_forwards_before_a_backward_and_a_graph_that_is_kept() -> None:
     assert same(*results)
 
 
+class Normalized(nn.Module):
+    def __init__(self, momentum: float | None) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=momentum)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.inner(x)).tanh()
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("value", [True, "selective"])
+def test_batchnorm_counts_each_batch_once(value: Any, momentum: float | None) -> None:
+    """Statistics that are updated twice would change evaluations, without an error."""
+    results = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Normalized(momentum) for _ in range(3)))
+        if recomputed:
+            on(model, value)
+        results.append(gradients(model) + gradients(model) + list(model.buffers()))
+        assert {block.norm.momentum for block in model} == {momentum}
+    assert same(*results)
+    assert int(results[1][-1]) == 4
+
+
 def test_blocks_without_trained_parameters() -> None:
     model = make()
     model.layers[:2].requires_grad_(False)

@@ -108,11 +108,13 @@ def test_a_model_beside_blocks_of_the_user() -> None:
     both = Both()
     result = on(both, ["BertLayer", "extra.0"])
     assert list(result.classes) == ["text.encoder.layer.0", "text.encoder.layer.1", "extra.0"]
-    assert "forward" in vars(both.extra[0]) and both.text.is_activation_checkpointing
+    assert "forward" in vars(both.extra[0])
+    assert both.text.is_activation_checkpointing
     assert "forward" not in vars(both.text.encoder.layer[0])
     both(torch.zeros(1, 3, dtype=torch.long)).sum().backward()
     result.restore()
-    assert "forward" not in vars(both.extra[0]) and not both.text.is_activation_checkpointing
+    assert "forward" not in vars(both.extra[0])
+    assert not both.text.is_activation_checkpointing
 
 
 def test_a_model_that_recomputes_already() -> None:

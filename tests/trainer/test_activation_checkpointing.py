@@ -230,10 +230,8 @@ def test_a_strategy_with_lazy_tensors_is_refused() -> None:
 # ------------------------------------------------------------------------------------------------------ several processes
 
 
-def case(choice: Any, **arguments: Any) -> Case:
-    return Case(
-        samples=22, window=4, make=DeepRegression, arguments={"activation_checkpointing": choice, "max_epochs": 1, **arguments}
-    )
+def case(choice: Any) -> Case:
+    return Case(samples=22, window=4, make=DeepRegression, arguments={"activation_checkpointing": choice, "max_epochs": 1})
 
 
 def under_ddp() -> list[list[Tensor]]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainkit.checks import choice, whole_number
@@ -205,7 +206,7 @@ def checkpoint_activations(model: nn.Module, chosen: CheckpointingChoice) -> Che
 def _recompute(module: nn.Module, policy: _Policy | None) -> Callable[[], Any]:
     """Replace the `forward` of a module; returns what restores it."""
     before = vars(module).get("forward")  # another library may have replaced it
-    module.forward = _RecomputedForward(module.forward, policy)
+    module.forward = _RecomputedForward(module, policy)
     return partial(delattr, module, "forward") if before is None else partial(setattr, module, "forward", before)
 
 
@@ -215,9 +216,9 @@ class _RecomputedForward:
     An object with a bound method, and not a closure, so that the `forward` of a copy of the module belongs to the copy.
     """
 
-    def __init__(self, forward: Callable[..., Any], policy: _Policy | None) -> None:
-        update_wrapper(self, forward)  # with the signature
-        self._forward, self._policy = forward, policy
+    def __init__(self, module: nn.Module, policy: _Policy | None) -> None:
+        update_wrapper(self, module.forward)  # with the signature
+        self._forward, self._policy, self._normalized = module.forward, policy, _normalized(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._forward
@@ -229,34 +230,51 @@ class _RecomputedForward:
 
         # The keywords are an argument of `run` because torch looks in its arguments only for devices with generators.
         plain = self._policy is None and torch.compiler.is_compiling()
-        contexts: dict[str, Any] = {} if plain else {"context_fn": partial(_contexts, self._policy)}
+        contexts: dict[str, Any] = {} if plain else {"context_fn": partial(_contexts, self._policy, self._normalized)}
         return checkpoint(run, kwargs, *args, use_reentrant=False, **contexts)
 
 
-def _contexts(
-    policy: _Policy | None,
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _contexts(policy: _Policy | None, normalized: nn.Module | None) -> tuple[_Context, _Context]:
     """The contexts of a forward and of its recomputation."""
     compiling = torch.compiler.is_compiling()
     if policy is None and not compiling:
-        return _NULL, _HostGenerators()
+        return _NULL, _Recomputation(normalized)
     forward, recomputation = create_selective_checkpoint_contexts(policy or _keep_nothing)
-    return forward, recomputation if compiling else _HostGenerators(recomputation)  # the compiler accepts only torch's own
+    if not compiling:  # the compiler accepts only torch's own contexts, and its graphs keep the generators
+        recomputation = _Recomputation(normalized, recomputation)
+    return forward, recomputation
 
 
-class _HostGenerators:
-    """A context in which numpy and `random` draw what they drew after this object was created. torch keeps its own."""
+def _normalized(module: nn.Module) -> nn.Module | None:
+    """The module if BatchNorm layers are in it, which must not count a batch twice."""
+    return module if any(isinstance(part, _BatchNorm) for part in module.modules()) else None
 
-    def __init__(self, inner: _Context = _NULL) -> None:
-        self._states, self._inner = _host_states(), inner
+
+class _Recomputation:
+    """The context of a recomputation: as in the forward, numpy and `random` draw the same numbers. torch keeps its own.
+
+    BatchNorm layers normalize with the batch as before, and leave their running statistics alone.
+
+    Args:
+        normalized: The module in which they are; `None`: there are none.
+        inner: A context around the recomputation.
+    """
+
+    def __init__(self, normalized: nn.Module | None, inner: _Context = _NULL) -> None:
+        self._states, self._normalized, self._inner = _host_states(), normalized, inner
 
     def __enter__(self) -> None:
-        self._before = _host_states()
+        self._before, parts = _host_states(), () if self._normalized is None else self._normalized.modules()
         _set_host_states(self._states)
+        self._layers = [(part, part.momentum, part.num_batches_tracked) for part in parts if isinstance(part, _BatchNorm)]
+        for layer, *_ in self._layers:  # a momentum of 0 keeps the statistics; without them torch saves fewer tensors, an error
+            layer.momentum, layer.num_batches_tracked = 0.0, None
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._inner.__exit__(*error)
+        for layer, momentum, tracked in self._layers:
+            layer.momentum, layer.num_batches_tracked = momentum, tracked
         _set_host_states(self._before)
 
 
@@ -329,7 +347,7 @@ def _enable_in(model: Any, layers: set[nn.Module], policy: _Policy | None) -> No
             f"argument, or the model's gradient_checkpointing_enable()"
         )
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False, "context_fn": partial(_contexts, policy)})
+    enable({"use_reentrant": False, "context_fn": partial(_contexts, policy, _normalized(model))})
     model.disable_input_require_grads()  # enabled for reentrant checkpoints; here it would only cost a backward
     for part in model.modules():
         if _is_transformers_layer(part):
