@@ -182,6 +182,7 @@ TRAINER = [
     "seed",
     "slurm_requeue",
     "log_grad_norm",
+    "activation_checkpointing",
 ]
 
 # Arguments of the Trainer of Lightning 2.6, from its reference.
@@ -229,6 +230,7 @@ ACCELERATOR = [  # in the order of Accelerate, then trainkit's own
     "parallelism_config",
     "strategy",
     "precision",
+    "activation_checkpointing",
 ]
 
 

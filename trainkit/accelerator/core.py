@@ -26,6 +26,7 @@ from trainkit.accelerator.weighing import Weighing
 from trainkit.checkpoint.staging import staging
 from trainkit.data.assembling import BatchPadding
 from trainkit.data.loader import PreparedLoader
+from trainkit.module.activation_checkpointing import CheckpointedModules
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.optim.prepared_scheduler import PreparedScheduler
 from trainkit.strategy import Strategy
@@ -70,6 +71,8 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         strategy: `"auto"` (DDP if a launcher has started several processes, otherwise one device), `"ddp"`, `"fsdp"`,
             `"zero1"` to `"zero3"`, `"xla"`, or a `Strategy`.
         precision: A name of `Precision` or an object, instead of `mixed_precision`.
+        activation_checkpointing: Recompute activations of the models passed to `prepare` in their backward pass, to save
+            memory. The values are those of `Trainer`, such as `True` and `"selective"`; each model needs such modules.
 
     Raises:
         ConfigurationError: An argument is wrong or contradicts another.
@@ -121,6 +124,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         parallelism_config: Any = None,
         strategy: str | Strategy | None = None,
         precision: Any = None,
+        activation_checkpointing: Any = None,
         **unknown: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
@@ -156,6 +160,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         self._averaged: set[int] = set()  # ids of optimizers whose gradients are averaged already
         self._models: list[nn.Module] = []
         self._bare: list[nn.Module] = []  # the user's own, without wrappers
+        self._recomputed: list[CheckpointedModules] = []
         self._given: dict[int, nn.Module] = {}  # the models that prepare has returned, by id
         self._optimizers: list[PreparedOptimizer] = []
         self._schedulers: list[PreparedScheduler] = []
@@ -320,6 +325,8 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
             self.strategy.precision.reset()
         self.strategy.teardown()
         self.strategy.precision.restore_layers()
+        while self._recomputed:
+            self._recomputed.pop().restore()
         if self._watchdog is not None and self._watches:
             self._watchdog.left()
             self._watches = False

@@ -28,6 +28,12 @@ from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.launch.joining import nodes, processes
 from trainkit.launch.resolve import chosen_strategy
 from trainkit.launch.tpu import DEVICE
+from trainkit.module.activation_checkpointing import (
+    CheckpointingChoice,
+    checkpointing_choice,
+    refuse_checkpointing,
+    refuse_eager_backend,
+)
 from trainkit.precision import MIXED, OVER_MASTERS, Precision, is_short
 from trainkit.registry import accepts_keyword, find_info, load, load_strategy, make_strategy
 from trainkit.strategy import Strategy
@@ -56,7 +62,7 @@ class Options:
         autocast: of `trainkit.Accelerator.autocast`.
         profile: of `trainkit.Accelerator.profile`.
         compile: arguments of `torch.compile` for models; `None`: they are not compiled.
-        activation_checkpointing: of the argument, else of the plugin; `None`: not set.
+        activation_checkpointing: whose activations are recomputed; `None`: nothing's.
         plugin: the options of the strategy, as the argument for a plugin or the configuration gives them.
         debug: the calls of all processes are compared.
         watched: the process ends when another one fails.
@@ -74,7 +80,7 @@ class Options:
     autocast: AutocastKwargs | None = None
     profile: ProfileKwargs | None = None
     compile: Mapping[str, Any] | None = None
-    activation_checkpointing: Any = None
+    activation_checkpointing: CheckpointingChoice | None = None
     plugin: Plugin | None = None
     debug: bool = False
     watched: bool = True
@@ -97,6 +103,8 @@ def resolve(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
         compiled = _compile(given, settings)
         if compiled is not None:
             refuse_compiled(compiled["backend"], strategy)
+            refuse_eager_backend(given["activation_checkpointing"], compiled["backend"])
+    refuse_checkpointing(given["activation_checkpointing"], strategy)
     return Options(
         strategy=strategy,
         steps=_steps(given, settings, plugin),
@@ -110,7 +118,7 @@ def resolve(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
         autocast=handlers.get(AutocastKwargs),
         profile=handlers.get(ProfileKwargs),
         compile=compiled,
-        activation_checkpointing=_activation_checkpointing(given, plugin),
+        activation_checkpointing=checkpointing_choice(_activation_checkpointing(given, plugin)),
         plugin=plugin,
         debug=debugging(),
         watched=watched,

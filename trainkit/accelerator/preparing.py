@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from trainkit.accelerator.accumulation import AccumulationState
 from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.accelerator.in_precision import InPrecision, without_wrappers
 from trainkit.accelerator.options import Options
-from trainkit.accelerator.reading import Reading
+from trainkit.accelerator.reading import Reading, is_loader
 from trainkit.accelerator.skipping import SkippedLoader, skip_first_batches
 from trainkit.console import counted, with_article
 from trainkit.data.assembling import BatchPadding
-from trainkit.data.combined import CombinedLoader
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.sources import batch_size_of
 from trainkit.data.splitting import split_batches
 from trainkit.distributed.watchdog import Watchdog
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.module.activation_checkpointing import CheckpointedModules, checkpoint_activations
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.optim.prepared_scheduler import PreparedScheduler
 from trainkit.rng import Stage, resolve_seed
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
     from trainkit.accelerator import Accelerator
 
 __all__ = ["PrepareVerbs"]
-
-_CHECKED = 16  # number of items of a list to check: it may be a long list of batches, or a list of objects to prepare
 
 
 class PrepareVerbs:
@@ -51,6 +47,7 @@ class PrepareVerbs:
     _seed: int | None
     _models: list[nn.Module]
     _bare: list[nn.Module]
+    _recomputed: list[CheckpointedModules]
     _given: dict[int, nn.Module]
     _optimizers: list[PreparedOptimizer]
     _schedulers: list[PreparedScheduler]
@@ -122,7 +119,7 @@ class PrepareVerbs:
     ) -> Any:
         placed = self._placements(objects, device_placement)
         self._check_objects(objects, placed)
-        loaders = {place: self._loader_to_read(item) for place, item in enumerate(objects) if _is_loader(item, place)}
+        loaders = {place: self._loader_to_read(item) for place, item in enumerate(objects) if is_loader(item, place)}
         if batch_weight is not None and not loaders:
             raise ConfigurationError("prepare(batch_weight=) needs a loader: prepare(model, loader, batch_weight=...)")
         self.collective_checks.wait("prepare")  # errors in the arguments have been raised, and nothing has been changed
@@ -243,6 +240,9 @@ class PrepareVerbs:
         return without_wrappers(model, self.strategy, keep_torch_compile)
 
     def _prepare_model(self, model: nn.Module, evaluation: bool = False) -> nn.Module:
+        recomputed = self.options.activation_checkpointing
+        if recomputed is not None and not evaluation:  # before the model is compiled, wrapped or sharded
+            self._recomputed.append(checkpoint_activations(self.unwrap_model(model), recomputed))
         if self.options.compile is not None:
             model = cast("nn.Module", torch.compile(model, **self.options.compile))
         wrapped = self.strategy.prepare_module(model)
@@ -375,26 +375,3 @@ class PrepareVerbs:
                 f"{verb}: {type(model).__name__} has not been prepared. Pass what prepare returned: model = "
                 "accelerator.prepare(model)"
             )
-
-
-def _is_loader(item: Any, place: int) -> bool:
-    """Whether it is a loader, and not a model, an optimizer, a scheduler or `None`.
-
-    Raises:
-        ConfigurationError: It is none of these.
-    """
-    if item is None or isinstance(item, nn.Module | Optimizer) or (hasattr(item, "step") and hasattr(item, "state_dict")):
-        return False
-    first = islice(item, _CHECKED) if isinstance(item, list | tuple) else ()
-    several = any(isinstance(one, nn.Module | Optimizer | DataLoader) for one in first)
-    if several or isinstance(item, str | bytes | Mapping):
-        raise ConfigurationError(
-            f"prepare: argument {place} is {with_article(type(item).__name__)}. Pass the objects one by one: prepare(model, "
-            "optimizer, loader). To read several loaders together, pass a CombinedLoader."
-        )
-    if isinstance(item, CombinedLoader | Iterable | SkippedLoader):
-        return True
-    raise ConfigurationError(
-        f"prepare: argument {place} is {with_article(type(item).__name__)}; expected a model, an optimizer, a loader "
-        "or a scheduler."
-    )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from trainkit.accelerator.accumulation import AccumulationState, Snapshot
+from trainkit.accelerator.skipping import SkippedLoader
+from trainkit.console import with_article
+from trainkit.data.combined import CombinedLoader
 from trainkit.data.sources import batch_size_of
 from trainkit.errors import ConfigurationError
 from trainkit.micro_batch import MicroBatch, MicroBatchKind, WindowEntry
@@ -18,7 +23,9 @@ from trainkit.nested import batch_size, copied
 if TYPE_CHECKING:
     from trainkit.data.loader import PreparedLoader
 
-__all__ = ["Reading"]
+__all__ = ["Reading", "is_loader"]
+
+_CHECKED = 16  # number of items of a list to check: it may be a long list of batches, or a list of objects to prepare
 
 
 class _OpenLoader:
@@ -187,3 +194,26 @@ class Reading:
         here, full = batch_size(place.batch), place.full
         samples = here if place.loader.samples is None else place.loader.samples
         return tensor[:samples] if samples < len(tensor) and len(tensor) in (here, full) else tensor
+
+
+def is_loader(item: Any, place: int) -> bool:
+    """Whether it is a loader, and not a model, an optimizer, a scheduler or `None`.
+
+    Raises:
+        ConfigurationError: It is none of these.
+    """
+    if item is None or isinstance(item, nn.Module | Optimizer) or (hasattr(item, "step") and hasattr(item, "state_dict")):
+        return False
+    first = islice(item, _CHECKED) if isinstance(item, list | tuple) else ()
+    several = any(isinstance(one, nn.Module | Optimizer | DataLoader) for one in first)
+    if several or isinstance(item, str | bytes | Mapping):
+        raise ConfigurationError(
+            f"prepare: argument {place} is {with_article(type(item).__name__)}. Pass the objects one by one: prepare(model, "
+            "optimizer, loader). To read several loaders together, pass a CombinedLoader."
+        )
+    if isinstance(item, CombinedLoader | Iterable | SkippedLoader):
+        return True
+    raise ConfigurationError(
+        f"prepare: argument {place} is {with_article(type(item).__name__)}; expected a model, an optimizer, a loader "
+        "or a scheduler."
+    )

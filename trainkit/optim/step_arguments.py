@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 __all__ = ["StepArguments"]
 
@@ -14,3 +14,4 @@ class StepArguments(Protocol):
     global_batch_size: int | None
     gradient_clip_val: float | None
     gradient_clip_algorithm: str | None
+    activation_checkpointing: Any

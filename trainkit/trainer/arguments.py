@@ -12,6 +12,7 @@ from typing import Any
 from trainkit.checks import is_whole, real_number, whole_number
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
+from trainkit.module.activation_checkpointing import checkpointing_choice
 from trainkit.paths import local_path
 from trainkit.registry import load_callback
 
@@ -66,6 +67,7 @@ class TrainerArguments:
     deterministic: bool | str | None
     default_root_dir: str | Path | None
     slurm_requeue: bool
+    activation_checkpointing: Any
 
     def __post_init__(self) -> None:
         self._given = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -140,6 +142,7 @@ class TrainerArguments:
             )
 
     def _check_choices(self) -> None:
+        checkpointing_choice(self.activation_checkpointing)
         if self.gradient_clip_algorithm not in (None, "norm", "value"):
             raise UnknownNameError(
                 f"unknown gradient_clip_algorithm {self.gradient_clip_algorithm!r}; known: 'norm', 'value'."

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.console import counted
 from trainkit.distributed.placement import placed_on
+from trainkit.module.activation_checkpointing import checkpointing_choice
 from trainkit.trainer.run_folder import opens_files, shown_folders
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def explain(trainer: Trainer, module: TrainModule | None) -> str:
 
 def _where(trainer: Trainer, module: TrainModule | None) -> list[str]:
     world, placed = trainer.strategy.data_world, () if module is None else placed_on(module)
+    recomputed = _recomputed(trainer)
     folders = [type(one).__name__ + (f" in {one.root_dir}" if one.root_dir else "") for one in trainer.loggers]
     return [
         "Where",
@@ -34,11 +36,20 @@ def _where(trainer: Trainer, module: TrainModule | None) -> list[str]:
         f"  processes      {world.size}" + (f", each with {world.devices} devices" if world.devices > 1 else ""),
         *([f"  devices        {', '.join(map(str, placed))} (placed by hand)"] if placed else []),
         f"  precision      {trainer.precision}",
+        *([f"  recomputed     {recomputed}"] if recomputed else []),
         f"  seed           {trainer.seed}",
         f"  folder         {trainer._arguments.default_root_dir}",
         f"  loggers        {', '.join(folders) or 'none'}",
         f"  checkpoints    {', '.join(shown_folders(trainer._run)) or 'none'}",
     ]
+
+
+def _recomputed(trainer: Trainer) -> str:
+    """Whose activations are recomputed in the backward pass."""
+    chosen, done = checkpointing_choice(trainer._arguments.activation_checkpointing), trainer._run.recomputed
+    if chosen is None:
+        return ""
+    return f"activations of {chosen if done is None else f'{done}{chosen.kept}'}"
 
 
 def _arithmetic(trainer: Trainer) -> list[str]:

@@ -276,6 +276,8 @@ def set_up(trainer: Trainer, run: Run) -> None:
     if not built and is_overridden(module, "configure_model", TrainModule):
         with strategy.building(), strategy.precision.init_context():
             module.configure_model()
+    if stage == "fit":
+        run.recompute_activations()
     run.wrapped_module = strategy.prepare_module(module)
     strategy.connect(module, run.wrapped_module)
 
@@ -391,6 +393,8 @@ def _parts_to_release(trainer: Trainer, run: Run, stage: str, status: str) -> It
     yield run.strategy.teardown
     yield run.strategy.precision.restore_layers
     yield partial(run.strategy.connect, run.module)
+    if run.recomputed is not None:
+        yield run.recomputed.restore
     if run.profiler is not None:
         yield partial(run.profiler.teardown, stage)
         yield partial(_show_profile, trainer, run.profiler)

@@ -16,6 +16,12 @@ from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.hooks.table import HookTable
 from trainkit.metrics.results import MetricResults, as_tensors
 from trainkit.metrics.store import MetricStore
+from trainkit.module.activation_checkpointing import (
+    CheckpointedModules,
+    checkpoint_activations,
+    checkpointing_choice,
+    refuse_checkpointing,
+)
 from trainkit.module.overridable_hooks import ModuleHooks, is_overridden
 from trainkit.registry import load_callback
 from trainkit.rng import resolve_seed, seed_was_given
@@ -104,6 +110,7 @@ class Run:
         save_policy: saves the checkpoints of the fit.
         start_record: records in the run's folder how the fit starts and ends.
         found: the checkpoint to resume from, until it is restored.
+        recomputed: the modules of the fit whose activations are recomputed; `None`: of none.
         wrapped_module: the module as the strategy has wrapped it.
         due: when the run logs, validates and ends.
         train_metrics: where `self.log` goes in training.
@@ -144,6 +151,7 @@ class Run:
     start_record: StartRecord | None = None
     found: FoundCheckpoint | None = None
     ckpt_path: str | Path | None = None
+    recomputed: CheckpointedModules | None = None
     wrapped_module: nn.Module = field(init=False)
     due: DueDates = field(init=False)
     train_metrics: MetricStore = field(init=False)
@@ -156,6 +164,7 @@ class Run:
     @classmethod
     def before_the_first(cls, arguments: TrainerArguments, strategy: Strategy, seed: int | None) -> Run:
         """What a Trainer has before its first run; all processes use the main process's seed."""
+        refuse_checkpointing(arguments.activation_checkpointing, strategy)
         chosen = int(strategy.world.from_main(resolve_seed(seed)))
         accelerator = Accelerator.of_trainer(strategy)
         accumulation = arguments.accumulate_grad_batches
@@ -181,6 +190,11 @@ class Run:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(accelerator=Accelerator.of_trainer(state["strategy"]), **state)  # type: ignore[misc]
+
+    def recompute_activations(self) -> None:
+        """Let the backward pass recompute the activations that the user has chosen. The strategy wraps or shards the result."""
+        chosen = checkpointing_choice(self.arguments.activation_checkpointing)
+        self.recomputed = None if chosen is None else checkpoint_activations(self.module, chosen)
 
     def metric_store(self, results: MetricResults) -> MetricStore:
         """A store of metrics whose latest values go to `results`."""

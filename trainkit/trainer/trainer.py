@@ -89,6 +89,10 @@ class Trainer:
         strategy: `"ddp"`, `"zero1"` to `"zero3"`, `"zero3_offload"`, `"xla"`, or a `Strategy`. `"auto"`: XLA on a TPU, DDP
             with several processes, otherwise one device.
         sync_batchnorm: Compute BatchNorm statistics over all processes (not on the CPU).
+        activation_checkpointing: Recompute activations in the backward pass of `fit`, to save memory. `True`: those of the
+            repeated blocks. `"selective"`: of these, keep matrix products, convolutions and attention. Or modules: a
+            class, a name such as `"layers.*"`, a function `(name, module) -> bool`, or a list. Or a dict with keys of
+            `modules`, `policy` (`"full"` or `"selective"`) and `every`: `{"every": 2}` is every second block.
         precision: `"32-true"` (the default), `"64-true"`, `"bf16-mixed"`, `"16-mixed"`, `"bf16-true"`, `"16-true"`, or a
             `Precision`.
         seed: Seed of the order of the data, of augmentation and of dropout. Default: the seed given to `seed_everything`,
@@ -203,6 +207,7 @@ class Trainer:
         profiler: Profiler | str | None = None,
         seed: int | None = None,
         sync_batchnorm: bool = False,
+        activation_checkpointing: Any = None,
         **unknown: Any,
     ) -> None:
         given = dict(locals())
@@ -212,9 +217,8 @@ class Trainer:
         wanted, kind = read_wanted(given["accelerator"], given["devices"], num_nodes), given["strategy"]
         with attribute_errors(asked):
             self.strategy = joined_strategy(kind, wanted, sync_batchnorm, given["precision"], arguments, notes)
-        self._flags = deterministic, benchmark, detect_anomaly
         self._run = Run.before_the_first(arguments, self.strategy, seed)
-        self._gpus, self._assigned_ckpt_path = wanted.indices, None
+        self._gpus, self._assigned_ckpt_path, self._flags = wanted.indices, None, (deterministic, benchmark, detect_anomaly)
         self._run.inference_mode, self._run.profiler = inference_mode, make_profiler(profiler)
         self._run.loggers = attach_loggers(self, logger)
         self._run.callbacks = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)

@@ -73,6 +73,8 @@ def run_trial(
         ModuleError: the module cannot be copied.
         DataError: a loader is an iterator, which the trial would use up.
     """
+    if begun:
+        arguments["activation_checkpointing"] = None  # the copy has it already
     trial = _trial_trainer(trainer, callback, alone, arguments)
     own = _copied_module(module, trainer, datamodule, dataloaders)
     if begun:

@@ -171,6 +171,7 @@ _FAMILIES = {
 }
 
 IMPORTS = {name: use for use, names in _FAMILIES.items() for name in names.split()} | {
+    "fsdp2_apply_ac": "the argument: Accelerator(activation_checkpointing=True)",
     "DummyOptim": "create the optimizer; Trainer(strategy=ZeROStrategy(config=...)) creates that of a configuration",
     "DummyScheduler": "create the scheduler; Trainer(strategy=ZeROStrategy(config=...)) creates that of a configuration",
     "GatheredParameters": "accelerator.get_state_dict(model), which is whole under ZeRO too",
