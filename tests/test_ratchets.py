@@ -182,6 +182,7 @@ TRAINER = [
     "seed",
     "slurm_requeue",
     "log_grad_norm",
+    "compile",
 ]
 
 # Arguments of the Trainer of Lightning 2.6, from its reference.
@@ -226,6 +227,7 @@ ACCELERATOR = [  # in the order of Accelerate, then trainkit's own
     "step_scheduler_with_optimizer",
     "kwargs_handlers",
     "dynamo_backend",
+    "dynamo_plugin",
     "strategy",
     "precision",
 ]

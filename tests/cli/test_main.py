@@ -78,7 +78,8 @@ def test_options_are_frozen() -> None:
     settings = [
         "--config_file", "--cpu", "--debug", "--deepspeed_config_file", "--deepspeed_hostfile",
         "--deepspeed_multinode_launcher", "--distributed_type", "--dynamo_backend", "--dynamo_mode", "--dynamo_use_dynamic",
-        "--dynamo_use_fullgraph", "--gpu_ids", "--gradient_accumulation_steps", "--gradient_clipping", "--machine_rank",
+        "--dynamo_use_fullgraph", "--dynamo_use_regional_compilation", "--gpu_ids", "--gradient_accumulation_steps",
+        "--gradient_clipping", "--machine_rank", "--no-dynamo_use_regional_compilation",
         "--main_process_ip", "--main_process_port", "--mixed_precision", "--multi_gpu", "--no-debug",
         "--no-dynamo_use_dynamic", "--no-dynamo_use_fullgraph", "--no-use_cpu", "--num_machines", "--num_processes",
         "--offload_optimizer_device", "--offload_optimizer_nvme_path", "--offload_param_device", "--offload_param_nvme_path",

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from trainkit.accelerator.accumulation import AccumulationState
 from trainkit.accelerator.collective_checks import CollectiveChecks
+from trainkit.accelerator.compiled import CompiledModules
 from trainkit.accelerator.in_precision import InPrecision, without_wrappers
 from trainkit.accelerator.options import Options
 from trainkit.accelerator.reading import Reading
@@ -49,6 +49,7 @@ class PrepareVerbs:
     collective_checks: CollectiveChecks
     reading: Reading
     _seed: int | None
+    _compiled: CompiledModules
     _models: list[nn.Module]
     _bare: list[nn.Module]
     _given: dict[int, nn.Module]
@@ -244,7 +245,7 @@ class PrepareVerbs:
 
     def _prepare_model(self, model: nn.Module, evaluation: bool = False) -> nn.Module:
         if self.options.compile is not None:
-            model = cast("nn.Module", torch.compile(model, **self.options.compile))
+            self._compiled.add(model, self.options.compile, self.strategy)
         wrapped = self.strategy.prepare_module(model)
         if not evaluation:
             wrapped = self.strategy.wrap(wrapped)

@@ -43,9 +43,8 @@ UNUSED_IN_SECTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
         "call DeepSpeed yourself, before the model is prepared: "
         "deepspeed.utils.set_z3_leaf_modules(model, [MixtralSparseMoeBlock])",
     ),
-    "dynamo_use_regional_compilation": (_OFF, "compile the parts that repeat in the script: block.compile()"),
 }
-"""The same for `deepspeed_config` and `dynamo_config`."""
+"""The same for `deepspeed_config`."""
 
 INSTEAD: dict[str, dict[str, str]] = {
     "deepspeed_multinode_launcher": {

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from trainkit.console import counted
+from trainkit.trainer.compiled_steps import described_compilation
 from trainkit.trainer.run_folder import opens_files, shown_folders
 
 if TYPE_CHECKING:
@@ -20,18 +21,20 @@ __all__ = ["end_line", "end_reason", "explain", "folders_line", "results_table"]
 
 def explain(trainer: Trainer, module: TrainModule | None) -> str:
     """Who handles which hook, what runs every how many steps, and how the arguments were resolved."""
-    lines = [*_where(trainer), *_arithmetic(trainer), *_cadence(trainer), *_hooks(trainer, module)]
+    lines = [*_where(trainer, module), *_arithmetic(trainer), *_cadence(trainer), *_hooks(trainer, module)]
     return "\n".join(lines)
 
 
-def _where(trainer: Trainer) -> list[str]:
-    world = trainer.strategy.data_world
+def _where(trainer: Trainer, module: TrainModule | None) -> list[str]:
+    world, compilation = trainer.strategy.data_world, trainer._run.compilation
+    compiled = [] if compilation is None else [described_compilation(compilation, module, trainer.strategy)]
     folders = [type(one).__name__ + (f" in {one.root_dir}" if one.root_dir else "") for one in trainer.loggers]
     return [
         "Where",
         f"  strategy       {trainer.strategy!r}",
         f"  processes      {world.size}" + (f", each with {world.devices} devices" if world.devices > 1 else ""),
         f"  precision      {trainer.precision}",
+        *(f"  compile        {what}" for what in compiled),
         f"  seed           {trainer.seed}",
         f"  folder         {trainer._arguments.default_root_dir}",
         f"  loggers        {', '.join(folders) or 'none'}",
