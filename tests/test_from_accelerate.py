@@ -111,11 +111,11 @@ UTILS = listed("""
 def test_every_argument_is_taken_or_refused_with_the_replacement() -> None:
     ours = inspect.signature(Accelerator).parameters
     absent = [name for name in ARGUMENTS if name not in ours]
-    assert absent == ["torch_tp_plugin", "dynamo_plugin", "deepspeed_plugins"]
+    assert absent == ["torch_tp_plugin", "deepspeed_plugins"]
     for name in absent:
         with pytest.raises(UnsupportedArgumentError, match=rf"Accelerator\({name}=...\): .*=") as error:
             Accelerator(cpu=True, **{name: None})
-        assert any(use in str(error.value) for use in ("ParallelismConfig(tp_size=", "deepspeed_plugin=", "dynamo_backend="))
+        assert any(use in str(error.value) for use in ("ParallelismConfig(tp_size=", "deepspeed_plugin="))
     by_place = [name for name, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert by_place == ARGUMENTS[: len(by_place)], "by position an argument means what it means there"
 

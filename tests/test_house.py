@@ -224,6 +224,7 @@ PUBLIC = {
         "PrecisionType",
         "ProfileKwargs",
         "ProjectConfiguration",
+        "TorchDynamoPlugin",
         "broadcast",
         "broadcast_object_list",
         "extract_model_from_parallel",

@@ -183,6 +183,7 @@ TRAINER = [
     "slurm_requeue",
     "log_grad_norm",
     "activation_checkpointing",
+    "compile",
 ]
 
 # Arguments of the Trainer of Lightning 2.6, from its reference.
@@ -227,6 +228,7 @@ ACCELERATOR = [  # in the order of Accelerate, then trainkit's own
     "step_scheduler_with_optimizer",
     "kwargs_handlers",
     "dynamo_backend",
+    "dynamo_plugin",
     "parallelism_config",
     "strategy",
     "precision",

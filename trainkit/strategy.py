@@ -42,7 +42,8 @@ class Strategy(Ranks):
             them.
         averages_in_step: No backward pass averages gradients over the processes; each optimizer step does.
         can_sync_batchnorm: The strategy has an option `sync_batchnorm`.
-        compiles: It works with modules from `torch.compile`.
+        compiles: It works with modules from `torch.compile`, and with compiled models, steps and blocks.
+        compiles_blocks: It works with compiled blocks, even if not with compiled models and steps.
         keeps_placement: In one process, a module whose layers are on several devices stays as it is.
         lazy_tensors: Operations are recorded, and values exist only after a sync.
         owns_masters: With 16-bit parameters the backend keeps float32 copies of them, which the optimizer updates.
@@ -73,6 +74,7 @@ class Strategy(Ranks):
     averages_in_step: ClassVar[bool] = False
     can_sync_batchnorm: ClassVar[bool] = False
     compiles: ClassVar[bool] = True
+    compiles_blocks: bool = False
     keeps_placement: ClassVar[bool] = True
     lazy_tensors: ClassVar[bool] = False
     owns_masters: ClassVar[bool] = False

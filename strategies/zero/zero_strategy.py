@@ -99,6 +99,7 @@ class ZeROStrategy(Strategy):
         self.name = f"zero{self.stage}"  # type: ignore[misc]
         self.plugin = DeepSpeedPlugin(zero_stage=self.stage)
         self.shards_parameters = self.stage == 3  # type: ignore[misc]  # set on this object, not on the class
+        self.compiles_blocks = self.stage < 3  # the hooks of stage 3, in each layer, break every graph
         super().__init__(device, None if deepspeed_config is None else deepspeed_config.precision)
         if precision is not None:
             self.use_precision(precision)

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from trainkit import Accelerator, Precision, Strategy, Trainer
+from trainkit.config.compiling import Compilation
 from trainkit.config.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+from trainkit.config.dynamo_plugin import TorchDynamoPlugin
 from trainkit.config.inherited import Settings, carry
 from trainkit.config.kwargs_handlers import (
     AutocastKwargs,
@@ -301,7 +303,7 @@ def test_a_bare_one_is_as_the_configuration_says(monkeypatch: pytest.MonkeyPatch
     accelerator = Accelerator()
     assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 3)
     assert accelerator.device.type == "cpu"
-    assert accelerator.options.compile == {"backend": "eager"}
+    assert accelerator.options.compile == Compilation({"backend": "eager"}, source="dynamo_backend='eager'")
 
 
 def test_arguments_beat_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,7 +353,10 @@ SAYS_ZERO = "distributed_type: DEEPSPEED, use_cpu: true"
             {"values": ZERO, "backend": {"zero_stage": 2, "offload_param_device": "cpu"}},
             [f"({SAYS_ZERO}, zero_stage: 2, offload_param_device: cpu): offload_params='cpu' needs stage 3"],
         ),
-        ({"values": ZERO, "dynamo": {"dynamo_backend": "eager"}}, [SAYS_ZERO, "dynamo_backend: eager", "does not work with"]),
+        (
+            {"values": ZERO, "dynamo": {"dynamo_backend": "eager", "dynamo_use_regional_compilation": False}},
+            [SAYS_ZERO, "dynamo_backend: eager", "does not work with"],
+        ),
         (
             {"values": {"use_cpu": True}, "dynamo": {"dynamo_backend": "egaer"}},
             ["dynamo_backend: egaer", "Did you mean 'eager'"],
@@ -410,6 +415,7 @@ EFFECTS: dict[str, tuple[Any, Callable[[Accelerator], Any] | str]] = {
     "step_scheduler_with_optimizer": (False, lambda a: a.steps_of_scheduler),
     "kwargs_handlers": ([AutocastKwargs(cache_enabled=False)], lambda a: a.options.autocast),
     "dynamo_backend": ("eager", lambda a: a.options.compile),
+    "dynamo_plugin": (TorchDynamoPlugin(backend="eager"), lambda a: a.options.compile),
     "parallelism_config": (3, "must be a ParallelismConfig, not 3: from trainkit.utils import ParallelismConfig"),
     "strategy": ("no_strategy", "unknown strategy 'no_strategy'"),
     "precision": ("64-true", lambda a: a.strategy.precision.name),

@@ -78,7 +78,8 @@ def test_options_are_frozen() -> None:
     settings = [
         "--config_file", "--cpu", "--debug", "--deepspeed_config_file", "--deepspeed_hostfile",
         "--deepspeed_multinode_launcher", "--distributed_type", "--dynamo_backend", "--dynamo_mode", "--dynamo_use_dynamic",
-        "--dynamo_use_fullgraph", "--fsdp_activation_checkpointing", "--fsdp_auto_wrap_policy", "--fsdp_backward_prefetch",
+        "--dynamo_use_fullgraph", "--dynamo_use_regional_compilation", "--no-dynamo_use_regional_compilation",
+        "--fsdp_activation_checkpointing", "--fsdp_auto_wrap_policy", "--fsdp_backward_prefetch",
         "--fsdp_cpu_ram_efficient_loading", "--fsdp_forward_prefetch", "--fsdp_ignored_modules", "--fsdp_min_num_params",
         "--fsdp_offload_params", "--fsdp_reshard_after_forward", "--fsdp_sharding_strategy", "--fsdp_state_dict_type",
         "--fsdp_sync_module_states", "--fsdp_transformer_layer_cls_to_wrap", "--fsdp_use_orig_params", "--fsdp_version",

@@ -92,7 +92,12 @@ def test_the_compiler_at_the_top_and_in_a_section() -> None:
     section = (
         "dynamo_config: {backend: eager, dynamo_mode: default, use_fullgraph: true, dynamo_use_regional_compilation: false}"
     )
-    assert read(section).dynamo == {"dynamo_backend": "eager", "dynamo_mode": "default", "dynamo_use_fullgraph": True}
+    assert read(section).dynamo == {
+        "dynamo_backend": "eager",
+        "dynamo_mode": "default",
+        "dynamo_use_fullgraph": True,
+        "dynamo_use_regional_compilation": False,
+    }
 
 
 @pytest.mark.parametrize("text, expected", [
@@ -165,7 +170,6 @@ def test_wrong_values(text: str, words: str) -> None:
     (accelerates(deepspeed_config={"deepspeed_multinode_launcher": "openmpi"}), "start the script with mpirun, which trainkit"),
     (accelerates(deepspeed_config={"deepspeed_moe_layer_cls_names": "A"}), "call DeepSpeed yourself, before the model is prep"),
     (accelerates(dynamo_config={"dynamo_backend": "OFI"}), "dynamo_config: dynamo_backend: OFI is not supported; write induct"),
-    (accelerates(dynamo_config={"dynamo_use_regional_compilation": True}), "compile the parts that repeat in the script"),
     (accelerates(enable_cpu_affinity=True), "enable_cpu_affinity: True is not supported; start the script with numactl."),
     (accelerates(tpu_use_cluster=True), "start each machine of a TPU slice with gcloud"),
     (accelerates(mpirun_config={"mpirun_hostfile": "x"}), "start the script with mpirun, which trainkit detects"),

@@ -28,7 +28,7 @@ def test_as_arguments(tmp_path: Path) -> None:
     assert accelerator.mixed_precision == "bf16"
     assert accelerator.options.log_with == ["tensorboard"]
     assert accelerator.options.compile is not None
-    assert accelerator.options.compile["backend"] == "eager"
+    assert accelerator.options.compile.options == {"backend": "eager"}
     with pytest.raises(UnsupportedArgumentError, match="log_with='clearml'"):
         Accelerator(cpu=True, log_with=LoggerType.CLEARML)
     with pytest.raises(ConfigurationError, match="fp8"):  # on a CPU

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from trainkit.accelerator.accumulation import AccumulationState
 from trainkit.accelerator.checkpoint_verbs import CheckpointVerbs
 from trainkit.accelerator.checkpointing import Prepared
+from trainkit.accelerator.compiled import CompiledModules
 from trainkit.accelerator.contexts import ContextVerbs
 from trainkit.accelerator.current import remember
 from trainkit.accelerator.facts import no_attribute
@@ -66,7 +67,9 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         step_scheduler_with_optimizer: A prepared scheduler advances with optimizer steps, once for each process (once in
             all with `split_batches`). `False`: it advances by one with each call.
         kwargs_handlers: Options such as `GradScalerKwargs`, in a list.
-        dynamo_backend: Compile models with `torch.compile` and this backend.
+        dynamo_backend: Compile models with `torch.compile` and this backend: each repeated block, or the whole model if it
+            has none. Names in checkpoints do not change, and `free_memory` ends it.
+        dynamo_plugin: A `TorchDynamoPlugin`, instead of `dynamo_backend`.
         parallelism_config: A `ParallelismConfig`: replicas, shards and tensor parallelism of FSDP.
         strategy: `"auto"` (DDP if a launcher has started several processes, otherwise one device), `"ddp"`, `"fsdp"`,
             `"zero1"` to `"zero3"`, `"xla"`, or a `Strategy`.
@@ -121,6 +124,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Any = None,
         dynamo_backend: Any = None,
+        dynamo_plugin: Any = None,
         parallelism_config: Any = None,
         strategy: str | Strategy | None = None,
         precision: Any = None,
@@ -158,6 +162,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         self.averages_in_step = self.strategy.averages_in_step and self.world.size > 1
         self.before_step: Callable[[Optimizer], None] | None = None
         self._averaged: set[int] = set()  # ids of optimizers whose gradients are averaged already
+        self._compiled = CompiledModules()
         self._models: list[nn.Module] = []
         self._bare: list[nn.Module] = []  # the user's own, without wrappers
         self._recomputed: list[CheckpointedModules] = []
@@ -311,6 +316,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
             `None` for each object.
         """
         self._checkpointing.close()
+        self._compiled.undo()
         for loader in self._loaders:
             loader.close()
         held: list[Any] = [self._models, self._bare, self._optimizers, self._schedulers, self._loaders, self._given]

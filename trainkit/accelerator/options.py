@@ -9,8 +9,9 @@ from typing import Any
 from trainkit.accelerator.plugins import check_plugins, given_plugin
 from trainkit.accelerator.tracker_verbs import check_trackers
 from trainkit.checks import whole_number
-from trainkit.config.compiling import known_backend, refuse_compiled
+from trainkit.config.compiling import Compilation, refuse_compiled
 from trainkit.config.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+from trainkit.config.dynamo_plugin import compilation_of
 from trainkit.config.inherited import Settings, debugging, inherited_settings
 from trainkit.config.kwargs_handlers import (
     AORecipeKwargs,
@@ -61,7 +62,7 @@ class Options:
         log_with: trackers, as they were given.
         autocast: of `trainkit.Accelerator.autocast`.
         profile: of `trainkit.Accelerator.profile`.
-        compile: arguments of `torch.compile` for models; `None`: they are not compiled.
+        compile: how models are compiled; `None`: they are not compiled.
         activation_checkpointing: whose activations are recomputed; `None`: nothing's.
         plugin: the options of the strategy, as the argument for a plugin or the configuration gives them.
         debug: the calls of all processes are compared.
@@ -79,7 +80,7 @@ class Options:
     log_with: Sequence[Any] = ()
     autocast: AutocastKwargs | None = None
     profile: ProfileKwargs | None = None
-    compile: Mapping[str, Any] | None = None
+    compile: Compilation | None = None
     activation_checkpointing: CheckpointingChoice | None = None
     plugin: Plugin | None = None
     debug: bool = False
@@ -99,11 +100,12 @@ def resolve(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
     handlers = sorted_handlers(given["kwargs_handlers"])
     loaders, project = _loaders(given), _project(given)
     strategy, plugin, watched = _strategy(given, settings, handlers)
-    with settings.attribute_errors(*(("dynamo_backend", *settings.of_place) if given["dynamo_backend"] is None else ())):
-        compiled = _compile(given, settings)
+    backend, dynamo = given["dynamo_backend"], given["dynamo_plugin"]
+    with settings.attribute_errors(*(("dynamo_backend", *settings.of_place) if backend is None and dynamo is None else ())):
+        compiled = compilation_of(backend, dynamo, settings)
         if compiled is not None:
-            refuse_compiled(compiled["backend"], strategy)
-            refuse_eager_backend(given["activation_checkpointing"], compiled["backend"])
+            refuse_compiled(compiled, strategy)
+            refuse_eager_backend(given["activation_checkpointing"], compiled.options.get("backend"))
     refuse_checkpointing(given["activation_checkpointing"], strategy)
     return Options(
         strategy=strategy,
@@ -205,15 +207,6 @@ def _project(given: Mapping[str, Any]) -> ProjectConfiguration:
             )
         configuration.set_directories(folder)
     return configuration
-
-
-def _compile(given: Mapping[str, Any], settings: Settings) -> Mapping[str, Any] | None:
-    """Arguments of `torch.compile`."""
-    backend = given["dynamo_backend"]
-    backend = settings.get("dynamo_backend") if backend is None else getattr(backend, "value", backend)
-    if backend is None or str(backend).lower() == "no":
-        return None
-    return {**settings.compiling, "backend": known_backend(backend)}
 
 
 def _activation_checkpointing(given: Mapping[str, Any], plugin: Plugin | None) -> Any:

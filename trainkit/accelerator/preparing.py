@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from trainkit.accelerator.accumulation import AccumulationState
 from trainkit.accelerator.collective_checks import CollectiveChecks
+from trainkit.accelerator.compiled import CompiledModules
 from trainkit.accelerator.in_precision import InPrecision, without_wrappers
 from trainkit.accelerator.options import Options
 from trainkit.accelerator.reading import Reading, is_loader
@@ -45,6 +45,7 @@ class PrepareVerbs:
     collective_checks: CollectiveChecks
     reading: Reading
     _seed: int | None
+    _compiled: CompiledModules
     _models: list[nn.Module]
     _bare: list[nn.Module]
     _recomputed: list[CheckpointedModules]
@@ -244,7 +245,7 @@ class PrepareVerbs:
         if recomputed is not None and not evaluation:  # before the model is compiled, wrapped or sharded
             self._recomputed.append(checkpoint_activations(self.unwrap_model(model), recomputed))
         if self.options.compile is not None:
-            model = cast("nn.Module", torch.compile(model, **self.options.compile))
+            self._compiled.add(model, self.options.compile, self.strategy)
         wrapped = self.strategy.prepare_module(model)
         for loader in self._loaders:
             loader.generators = self.strategy.generators()  # of all devices of the model

@@ -50,7 +50,6 @@ UNUSED_IN_SECTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
         "call DeepSpeed yourself, before the model is prepared: "
         "deepspeed.utils.set_z3_leaf_modules(model, [MixtralSparseMoeBlock])",
     ),
-    "dynamo_use_regional_compilation": (_OFF, "compile the parts that repeat in the script: block.compile()"),
     "fsdp_activation_checkpointing_offload": (
         _OFF,
         "remove it, or offload in the forward of the model: with torch.autograd.graph.save_on_cpu(pin_memory=True): ...",

@@ -248,6 +248,7 @@ DYNAMO: dict[str, Key] = {
     ),
     "dynamo_use_fullgraph": Key(_truth, "raise an error instead of compiling in parts", switch=True),
     "dynamo_use_dynamic": Key(_truth, "compile for dynamic shapes", switch=True),
+    "dynamo_use_regional_compilation": Key(_truth, "compile each repeated block instead of the whole model", switch=True),
 }
 """The keys of `dynamo_config`."""
 

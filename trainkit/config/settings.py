@@ -18,6 +18,7 @@ _COMPILER = {
     "mode": "dynamo_mode",
     "fullgraph": "dynamo_use_fullgraph",
     "dynamic": "dynamo_use_dynamic",
+    "use_regional_compilation": "dynamo_use_regional_compilation",
 }
 _NOT_OF_PLUGIN = (CONFIG_FILE, HOSTFILE, MULTINODE_LAUNCHER)
 
@@ -148,7 +149,7 @@ class Settings:
 
     @property
     def compiling(self) -> dict[str, Any]:
-        """The arguments of `torch.compile`; empty if not set."""
+        """The arguments of `trainkit.utils.TorchDynamoPlugin`; empty if not set."""
         return {name: self.get(key) for name, key in _COMPILER.items() if self.get(key) not in (None, "default")}
 
     def plugin(self) -> Plugin | None:

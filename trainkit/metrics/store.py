@@ -42,7 +42,8 @@ class MetricStore:
         emit: `emit(metrics, for_step)` passes metrics, as numbers, to the loggers: those of a step or those of an epoch. A
             third argument is the number of that step.
         results: receives the results.
-        compiled: steps are compiled, so that logging must stay out of the graph.
+        compiled: steps are compiled. In compiled code `log` only keeps the call, which is recorded after the step: this needs
+            no graph break.
         world: the ranks over which values are reduced.
 
     Attributes:
@@ -68,7 +69,8 @@ class MetricStore:
         compiled: bool = False,
         world: World = _ONE_PROCESS,
     ) -> None:
-        self.log: Callable[..., None] = torch.compiler.disable(self._log) if compiled else self._log
+        self.log: Callable[..., None] = self._log_or_defer if compiled else self._log
+        self._deferred: list[tuple[Any, ...]] = []  # calls of `log` in compiled code
         self._emit = emit
         self.results = results
         self._world = world
@@ -84,6 +86,21 @@ class MetricStore:
         self.suffix, self.stamp, self.schema = "", -1, 0
         self.count: Callable[[Any], float] = size_of
         self.previewed = False
+
+    def _log_or_defer(self, name: str, value: Any, *options: Any) -> None:
+        if torch.compiler.is_compiling():  # torch.compile runs this append after its graph
+            if isinstance(value, Tensor):
+                value = value.clone()  # the step may change its tensor in place
+            self._deferred.append((name, value, *options))
+            return
+        self.record_deferred()
+        self._log(name, value, *options)
+
+    def record_deferred(self) -> None:
+        """Record what compiled code has logged, in the order of the calls."""
+        deferred, self._deferred = self._deferred, []
+        for given in deferred:
+            self._log(*given)
 
     def _log(
         self,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.console import counted
 from trainkit.distributed.placement import placed_on
 from trainkit.module.activation_checkpointing import checkpointing_choice
+from trainkit.trainer.compiled_steps import described_compilation
 from trainkit.trainer.run_folder import opens_files, shown_folders
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ def explain(trainer: Trainer, module: TrainModule | None) -> str:
 def _where(trainer: Trainer, module: TrainModule | None) -> list[str]:
     world, placed = trainer.strategy.data_world, () if module is None else placed_on(module)
     recomputed = _recomputed(trainer)
+    compilation = trainer._run.compilation
+    compiled = [] if compilation is None else [described_compilation(compilation, module, trainer.strategy)]
     folders = [type(one).__name__ + (f" in {one.root_dir}" if one.root_dir else "") for one in trainer.loggers]
     return [
         "Where",
@@ -37,6 +40,7 @@ def _where(trainer: Trainer, module: TrainModule | None) -> list[str]:
         *([f"  devices        {', '.join(map(str, placed))} (placed by hand)"] if placed else []),
         f"  precision      {trainer.precision}",
         *([f"  recomputed     {recomputed}"] if recomputed else []),
+        *(f"  compile        {what}" for what in compiled),
         f"  seed           {trainer.seed}",
         f"  folder         {trainer._arguments.default_root_dir}",
         f"  loggers        {', '.join(folders) or 'none'}",

@@ -6,22 +6,18 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from trainkit.config.compiling import known_backend, refuse_compiled
 from trainkit.config.inherited import Settings, inherited_settings
 from trainkit.launch.joining import nodes, processes
 from trainkit.launch.resolve import read_wanted
 from trainkit.launch.tpu import DEVICE
 from trainkit.module.activation_checkpointing import refuse_eager_backend
-from trainkit.module.train_module import TrainModule
 from trainkit.precision import MIXED, OVER_MASTERS, is_short
 from trainkit.registry import load_callback, load_strategy
 
 if TYPE_CHECKING:
     from trainkit.config.settings import Plugin
 
-__all__ = ["attribute_errors", "compiled", "with_settings"]
+__all__ = ["attribute_errors", "with_settings"]
 
 _CLAIMS = ("gradient_accumulation_steps", "gradient_clipping")
 
@@ -50,7 +46,7 @@ def with_settings(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
         masters = created["strategy"].owns_masters
     if given["precision"] is None and mixed is not None:
         taken |= _precision(given["strategy"], OVER_MASTERS.get(mixed, MIXED[mixed]) if masters else MIXED[mixed])
-    notes = [f"{name}={value!r}" for name, value in taken.items()] + _compilation(settings, created)
+    notes = [f"{name}={value!r}" for name, value in taken.items()] + _compilation(settings, given)
     refuse_eager_backend(given["activation_checkpointing"], settings.get("dynamo_backend"))
     complete = given | {name: taken[name] for name in taken.keys() & given.keys()} | created
     if complete["accumulate_grad_batches"] is None:
@@ -67,20 +63,10 @@ def _precision(strategy: Any, precision: str) -> dict[str, Any]:
     return {}
 
 
-def _compilation(settings: Settings, created: dict[str, Any]) -> list[str]:
-    """What the settings say about `torch.compile`, in words.
-
-    Raises:
-        ConfigurationError: the backend is unknown, or does not work with the strategy of the settings.
-    """
+def _compilation(settings: Settings, given: dict[str, Any]) -> list[str]:
+    """What the settings compile, in words; `compiled_steps.requested_compilation` reads them."""
     backend = settings.get("dynamo_backend")
-    if backend is None:
-        return []
-    with settings.attribute_errors("dynamo_backend", *settings.of_place):
-        known_backend(backend)
-        if "strategy" in created:
-            refuse_compiled(backend, created["strategy"])
-    return [f"steps compiled by {backend!r}"]
+    return [] if backend is None or given["compile"] is not None else [f"compiled by {backend!r}"]
 
 
 def attribute_errors(given: Mapping[str, Any]) -> AbstractContextManager[None]:
@@ -153,11 +139,3 @@ def _by_plugin(settings: Settings, plugin: Plugin, arguments: dict[str, Any]) ->
     if arguments.get("activation_checkpointing") is None and plugin.claimed("activation_checkpointing"):
         chosen["activation_checkpointing"] = True
     return {"strategy": strategy}, chosen
-
-
-def compiled(module: Any) -> Any:
-    """The module compiled by `torch.compile`, if the settings ask for that and the user has not done it."""
-    settings = inherited_settings()
-    if settings.get("dynamo_backend") is None or not isinstance(module, TrainModule):
-        return module
-    return torch.compile(module, **settings.compiling)

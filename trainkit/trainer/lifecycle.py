@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from trainkit.accelerator import Accelerator
+from trainkit.accelerator.compiled import CompiledModules
 from trainkit.checkpoint.staging import staging
 from trainkit.console import counted, each_once, notice, user_frames
 from trainkit.distributed.device import other_generators
@@ -33,8 +34,8 @@ from trainkit.module.data_module import DataModule
 from trainkit.module.overridable_hooks import DataHooks, is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators
+from trainkit.trainer.compiled_steps import begin_compiling, uncompiled
 from trainkit.trainer.defaults import merge_module_callbacks, renew_loggers, share_log_folders
-from trainkit.trainer.from_config import compiled
 from trainkit.trainer.profiler import Profiler
 from trainkit.trainer.progress import RunProgress
 from trainkit.trainer.run import Run
@@ -141,7 +142,7 @@ def running(
         checks.enter_run(stage, watchdog.entered)
     try:
         checks.begin_run(stage)
-        module, compiler = _uncompiled(compiled(module))
+        module, compiler = uncompiled(module, trainer._run.compilation)
         _check_inputs(module, datamodule, given)
         refuse_incomplete(module, stage, strategy.has_optimizer)
         outer = module._trainer
@@ -188,12 +189,6 @@ def _saved_loggers(run: Run) -> Any:
     return found.loaded.state["loggers"] if found is not None and "loggers" in found.wanted else ()
 
 
-def _uncompiled(module: Any) -> tuple[Any, Callable[..., Any] | None]:
-    """The module inside `torch.compile(module)`, and what compiles its steps in the same way."""
-    inner = getattr(module, "_orig_mod", None)
-    return (module, None) if inner is None else (inner, module.dynamo_ctx)
-
-
 def _check_inputs(module: object, datamodule: object, given: tuple[Any, ...]) -> None:
     if not isinstance(module, TrainModule):
         hint = f" Did you forget to make an instance: {module.__name__}()?" if isinstance(module, type) else ""
@@ -233,6 +228,7 @@ def _new_run(
         given_module=module,
         datamodule=datamodule,
         compiler=compiler,
+        compiled=CompiledModules(),
         validation_plan=None,
         evaluation_plan=None,
         plans={},
@@ -278,6 +274,7 @@ def set_up(trainer: Trainer, run: Run) -> None:
             module.configure_model()
     if stage == "fit":
         run.recompute_activations()
+    begin_compiling(run)
     run.wrapped_module = strategy.prepare_module(module)
     strategy.connect(module, run.wrapped_module)
 
@@ -389,6 +386,7 @@ def _parts_to_release(trainer: Trainer, run: Run, stage: str, status: str) -> It
         yield run.save_policy.close
     for logger in run.loggers:
         yield partial(logger.finalize, status)
+    yield run.compiled.undo
     yield run.accelerator.free_memory
     yield run.strategy.teardown
     yield run.strategy.precision.restore_layers

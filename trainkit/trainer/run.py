@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from trainkit.accelerator import Accelerator
+from trainkit.accelerator.compiled import CompiledModules
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.hooks.table import HookTable
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from trainkit.callback import Callback
+    from trainkit.config.compiling import Compilation
     from trainkit.data.loader import PreparedLoader
     from trainkit.loggers import Logger
     from trainkit.module.data_module import DataModule
@@ -56,6 +58,7 @@ _COPIED = (
     "seed",
     "seed_given",
     "inference_mode",
+    "compilation",
     "callbacks",
     "loggers",
     "profiler",
@@ -94,7 +97,9 @@ class Run:
         given_module: the user's module; `None` before the first run. See `module`.
         fitted: the module of the last fit.
         datamodule: the data module, if there is one.
-        compiler: compiles the steps, if the user passed a module from `torch.compile`.
+        compilation: how modules are compiled, as the user or the settings ask for; `None`: they are not.
+        compiler: compiles the steps, if `compilation` asks for that or the user passed a module from `torch.compile`.
+        compiled: the blocks that are compiled in this run.
         given_loaders: what `fit` was passed for training and validation; an evaluation has only the second one.
         train_source: the training loader as the user passed or defined it.
         evaluation_sources: the loaders of each evaluation, by name, as the user passed or defined them.
@@ -135,7 +140,9 @@ class Run:
     given_module: TrainModule | None = None
     fitted: TrainModule | None = None
     datamodule: DataModule | None = None
+    compilation: Compilation | None = None
     compiler: Callable[..., Any] | None = None
+    compiled: CompiledModules = field(default_factory=CompiledModules)
     given_loaders: tuple[Any, Any] = (None, None)
     train_source: Any = None
     evaluation_sources: dict[str, list[Any]] = field(default_factory=dict)
@@ -162,13 +169,23 @@ class Run:
         self.train_metrics = self.metrics = self.metric_store(self.results)
 
     @classmethod
-    def before_the_first(cls, arguments: TrainerArguments, strategy: Strategy, seed: int | None) -> Run:
+    def before_the_first(
+        cls, arguments: TrainerArguments, strategy: Strategy, seed: int | None, compilation: Compilation | None = None
+    ) -> Run:
         """What a Trainer has before its first run; all processes use the main process's seed."""
         refuse_checkpointing(arguments.activation_checkpointing, strategy)
         chosen = int(strategy.world.from_main(resolve_seed(seed)))
         accelerator = Accelerator.of_trainer(strategy)
         accumulation = arguments.accumulate_grad_batches
-        return cls(arguments, strategy, accelerator, chosen, seed_was_given(seed), accumulation=accumulation)
+        return cls(
+            arguments,
+            strategy,
+            accelerator,
+            chosen,
+            seed_was_given(seed),
+            accumulation=accumulation,
+            compilation=compilation,
+        )
 
     def use_arguments(self, arguments: TrainerArguments) -> None:
         """Use other arguments in the next run."""
@@ -198,7 +215,12 @@ class Run:
 
     def metric_store(self, results: MetricResults) -> MetricStore:
         """A store of metrics whose latest values go to `results`."""
-        return MetricStore(self.emit, results, compiled=self.compiler is not None, world=self.strategy.data_world)
+        return MetricStore(self.emit, results, compiled=self.compiles, world=self.strategy.data_world)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether a step or its blocks are compiled."""
+        return self.compiler is not None or self.compilation is not None
 
     @property
     def module(self) -> TrainModule:

@@ -19,6 +19,7 @@ from trainkit.module.train_module import TrainModule
 from trainkit.optim.optimizer_config import read_optimizers
 from trainkit.optim.prepared_optimizer import clear_gradients
 from trainkit.trainer.batch_iterator import BatchIterator
+from trainkit.trainer.compiled_steps import step_function
 from trainkit.trainer.loaders import evaluation_loaders, train_loader
 from trainkit.trainer.module_step import ModuleStep
 from trainkit.trainer.padding_steps import pad_alone, pad_manual_step, pad_training_step, pad_without_forward
@@ -76,8 +77,7 @@ def fit_plan(run: Run, loader: PreparedLoader, safe_points: SafePoints) -> FitPl
     interval = validate_every(run, loader)  # first: it may raise, before the user's code is called
     automatic, several = module.automatic_optimization, run.strategy.data_world.size > 1
     # before the optimizers: an engine is built around the training step
-    step = run.strategy.step_function(run.wrapped_module, module, "training_step", run.compiler)
-    step = _with_arguments(step, module, "training_step", ("batch", "batch_idx"))
+    step = _with_arguments(step_function(run, "training_step"), module, "training_step", ("batch", "batch_idx"))
     optimizer, pad, zero_grad = None, _pad(run, several), _no_zero_grad
     run.optimizers, run.schedulers = _optimizers(run)
     if not automatic:
@@ -268,7 +268,7 @@ def evaluation_plan(run: Run, name: str, given: Any, *, sanity: bool = False, ke
     if all(loader.limit == 0 for loader in loaders):
         return None
     module, step_name = run.module, f"{name}_step"
-    step = run.strategy.step_function(run.wrapped_module, module, step_name, run.compiler)
+    step = step_function(run, step_name)
     step = _with_arguments(step, module, step_name, ("batch", "batch_idx", "dataloader_idx"), several=len(loaders) > 1)
     if run.profiler is not None:
         step = run.profiler.wrapped(step_name, step)

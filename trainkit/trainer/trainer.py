@@ -38,6 +38,7 @@ from trainkit.strategy import Strategy
 from trainkit.trainer import train_loop as loop
 from trainkit.trainer.argument_views import ArgumentView, assign_argument
 from trainkit.trainer.arguments import TrainerArguments, check_switches
+from trainkit.trainer.compiled_steps import requested_compilation
 from trainkit.trainer.defaults import attach_callbacks, attach_loggers, start_loggers
 from trainkit.trainer.empty_init import uninitialized
 from trainkit.trainer.eval_loop import check_sanity, evaluate, gather_predictions
@@ -99,6 +100,10 @@ class Trainer:
             otherwise torch's own.
         deterministic: `True`: torch raises on nondeterministic kernels; `"warn"`: it warns. The setting from before is
             restored after the run.
+        compile: Compile with `torch.compile`. `True`: each repeated block of the model, or the steps if it has none;
+            `"regional"`: the blocks; `"whole"`: the steps. Or a dict of arguments of `torch.compile`, with `"regional"`
+            (`True` or `False`) and `"modules"`: the classes, the names or a function of the modules to compile instead of the
+            blocks. In place: names in checkpoints do not change, and the module is not compiled after the run.
         benchmark: Let cuDNN choose kernels by timing them. The setting from before is restored after the run.
 
     Args: How long
@@ -201,6 +206,7 @@ class Trainer:
         slurm_requeue: bool = False,
         deterministic: bool | str | None = None,
         benchmark: bool | None = None,
+        compile: bool | str | Mapping[str, Any] | None = None,
         inference_mode: bool = True,
         detect_anomaly: bool = False,
         reload_dataloaders_every_n_epochs: int = 0,
@@ -217,14 +223,14 @@ class Trainer:
         wanted, kind = read_wanted(given["accelerator"], given["devices"], num_nodes), given["strategy"]
         with attribute_errors(asked):
             self.strategy = joined_strategy(kind, wanted, sync_batchnorm, given["precision"], arguments, notes)
-        self._run = Run.before_the_first(arguments, self.strategy, seed)
+        self._run = Run.before_the_first(arguments, self.strategy, seed, requested_compilation(compile, self.strategy))
         self._gpus, self._assigned_ckpt_path, self._flags = wanted.indices, None, (deterministic, benchmark, detect_anomaly)
         self._run.inference_mode, self._run.profiler = inference_mode, make_profiler(profiler)
         self._run.loggers = attach_loggers(self, logger)
         self._run.callbacks = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)
         self._module_callbacks, self._replaced_callbacks = [], []  # of configure_callbacks, and those that they replaced
 
-    _assigned_ckpt_path: str | Path | None
+    _assigned_ckpt_path: str | Path | None = None
     _module_callbacks: list[Callback]
     _replaced_callbacks: list[Callback]
 

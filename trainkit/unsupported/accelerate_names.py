@@ -22,7 +22,6 @@ ACCELERATOR_STATE: dict[str, str] = {
 ACCELERATOR: dict[str, str] = {
     "deepspeed_plugins": "is not supported. An accelerator has one set of options: deepspeed_plugin=DeepSpeedPlugin(...)",
     "bf16": "write mixed_precision='bf16'",
-    "dynamo_plugin": "write dynamo_backend='inductor', or compile the model yourself: torch.compile(model, mode=...)",
     "fp16": "write mixed_precision='fp16'",
     "logging_dir": "write project_config=ProjectConfiguration(project_dir=..., logging_dir=...)",
     "torch_tp_plugin": "write parallelism_config=ParallelismConfig(tp_size=...)",
@@ -108,7 +107,7 @@ _ENVIRONMENT = "os.environ"
 _LAUNCH = "trainkit launch, which reads Accelerate's configuration files; in Python trainkit.notebook_launcher"
 _ENGINE = "the objects that Accelerator.prepare returns, also under ZeRO"
 _QUANTIZED = "quantize with transformers, from_pretrained(..., quantization_config=...), and train adapters (peft)"
-_COMPILE = "Accelerator(dynamo_backend='inductor'), or torch.compile(model) before prepare"
+_COMPILE = "Accelerator(dynamo_plugin=TorchDynamoPlugin(backend='inductor', use_regional_compilation=True))"
 
 _FAMILIES = {
     _SHARD: """
@@ -166,7 +165,7 @@ _FAMILIES = {
         BnbQuantizationConfig CustomDtype has_4bit_bnb_layers is_4bit_bnb_available is_8bit_bnb_available
         is_bitsandbytes_multi_backend_available is_bnb_available load_and_quantize_model""",
     _COMPILE: """
-        TorchDynamoPlugin compile_regions compile_regions_deepspeed compile_regions_fsdp2 get_module_children_bottom_up
+        compile_regions compile_regions_deepspeed compile_regions_fsdp2 get_module_children_bottom_up
         has_compiled_regions""",
 }
 

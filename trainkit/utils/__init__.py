@@ -10,6 +10,7 @@ from typing import Any
 from trainkit.config.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.config.distributed_type import DistributedType
+from trainkit.config.dynamo_plugin import TorchDynamoPlugin
 from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from trainkit.config.kwargs_handlers import (
     AORecipeKwargs,
@@ -69,6 +70,7 @@ __all__ = [
     "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",
+    "TorchDynamoPlugin",
     "broadcast",
     "broadcast_object_list",
     "extract_model_from_parallel",
