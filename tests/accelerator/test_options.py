@@ -355,6 +355,7 @@ EFFECTS: dict[str, tuple[Any, Callable[[Accelerator], Any] | str]] = {
     "dynamo_backend": ("eager", lambda a: a.options.compile),
     "strategy": ("no_strategy", "unknown strategy 'no_strategy'"),
     "precision": ("64-true", lambda a: a.strategy.precision.name),
+    "activation_checkpointing": (True, lambda a: a.options.activation_checkpointing),
 }
 
 
