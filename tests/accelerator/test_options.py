@@ -419,6 +419,7 @@ EFFECTS: dict[str, tuple[Any, Callable[[Accelerator], Any] | str]] = {
     "parallelism_config": (3, "must be a ParallelismConfig, not 3: from trainkit.utils import ParallelismConfig"),
     "strategy": ("no_strategy", "unknown strategy 'no_strategy'"),
     "precision": ("64-true", lambda a: a.strategy.precision.name),
+    "activation_checkpointing": (True, lambda a: a.options.activation_checkpointing),
 }
 
 

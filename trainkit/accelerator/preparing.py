@@ -14,7 +14,7 @@ from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.accelerator.compiled import CompiledModules
 from trainkit.accelerator.in_precision import InPrecision, without_wrappers
 from trainkit.accelerator.options import Options
-from trainkit.accelerator.reading import Reading, is_loader
+from trainkit.accelerator.reading import Reading, prepared_as_loader
 from trainkit.accelerator.skipping import SkippedLoader, skip_first_batches
 from trainkit.console import counted, with_article
 from trainkit.data.assembling import BatchPadding
@@ -120,7 +120,7 @@ class PrepareVerbs:
     ) -> Any:
         placed = self._placements(objects, device_placement)
         self._check_objects(objects, placed)
-        loaders = {place: self._loader_to_read(item) for place, item in enumerate(objects) if is_loader(item, place)}
+        loaders = {place: self._loader_to_read(item) for place, item in enumerate(objects) if prepared_as_loader(item, place)}
         if batch_weight is not None and not loaders:
             raise ConfigurationError("prepare(batch_weight=) needs a loader: prepare(model, loader, batch_weight=...)")
         self.collective_checks.wait("prepare")  # errors in the arguments have been raised, and nothing has been changed

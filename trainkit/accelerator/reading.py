@@ -23,7 +23,7 @@ from trainkit.nested import batch_size, copied
 if TYPE_CHECKING:
     from trainkit.data.loader import PreparedLoader
 
-__all__ = ["Reading", "is_loader"]
+__all__ = ["Reading", "prepared_as_loader"]
 
 _CHECKED = 16  # number of items of a list to check: it may be a long list of batches, or a list of objects to prepare
 
@@ -196,7 +196,7 @@ class Reading:
         return tensor[:samples] if samples < len(tensor) and len(tensor) in (here, full) else tensor
 
 
-def is_loader(item: Any, place: int) -> bool:
+def prepared_as_loader(item: Any, place: int) -> bool:
     """Whether it is a loader, and not a model, an optimizer, a scheduler or `None`.
 
     Raises:

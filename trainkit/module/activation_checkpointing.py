@@ -236,13 +236,19 @@ class _RecomputedForward:
 
 def _contexts(policy: _Policy | None, normalized: nn.Module | None) -> tuple[_Context, _Context]:
     """The contexts of a forward and of its recomputation."""
-    compiling = torch.compiler.is_compiling()
+    compiling = _is_traced()
     if policy is None and not compiling:
         return _NULL, _Recomputation(normalized)
     forward, recomputation = create_selective_checkpoint_contexts(policy or _keep_nothing)
     if not compiling:  # the compiler accepts only torch's own contexts, and its graphs keep the generators
         recomputation = _Recomputation(normalized, recomputation)
     return forward, recomputation
+
+
+def _is_traced() -> bool:
+    """Whether the compiler traces this call. In torch 2.9 `is_compiling` misses passes in which operations are recorded."""
+    recording = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)  # there is no public function
+    return torch.compiler.is_compiling() or recording is not None
 
 
 def _normalized(module: nn.Module) -> nn.Module | None:
