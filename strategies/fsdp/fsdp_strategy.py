@@ -30,7 +30,7 @@ from trainkit.precision import Precision
 from trainkit.strategies._copies import Buffers, check_modules_match
 from trainkit.strategies._gather import gathered
 from trainkit.strategies._membership import Membership
-from trainkit.strategies._reduction import average_gradients, mean
+from trainkit.strategies._reduction import average_gradients, broadcast, mean
 from trainkit.strategies.fsdp import sharded_gradients, sharded_optimizer
 from trainkit.strategies.fsdp.fsdp_memory import footprint
 from trainkit.strategies.fsdp.fsdp_model import FSDPModel
@@ -200,10 +200,11 @@ class FSDPStrategy(Strategy):
         self._models += made
         self._steps = None if manual else made[0]
         known = {id(p) for model in made for p in (*model.sharded, *model.whole)}
-        for tensor in (*module.parameters(), *module.buffers()):
-            if id(tensor) not in known:
-                tensor.data = tensor.data.to(self.device)
+        rest = [p for p in module.parameters() if id(p) not in known]  # of no submodule, under manual optimization
+        for tensor in (*rest, *module.buffers()):
+            tensor.data = tensor.data.to(self.device)
         if self.world.size > 1:
+            broadcast([p.data for p in rest])
             self._buffers.add(module, self.world)
             self.sync_buffers()
         self._window = GradientWindow(self._models, self.world, self.options.accumulate == "reshard", self.reduce_gradients)

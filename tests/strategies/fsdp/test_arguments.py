@@ -113,5 +113,9 @@ def test_a_precision_that_is_given() -> None:
 def test_an_argument_of_another_framework() -> None:
     with pytest.raises(UnsupportedArgumentError, match=r"auto_wrap_policy.*wrap="):
         made(auto_wrap_policy={nn.Linear})
+    with pytest.raises(UnsupportedArgumentError, match=r"context_parallel.*attention kernels of the CPU.*activation_check"):
+        made(context_parallel=2)
+    with pytest.raises(UnsupportedArgumentError, match=r"pipeline.*forward and the backward of a whole accumulation window"):
+        made(pipeline=2)
     with pytest.raises(UnknownNameError, match="Did you mean 'replicas'"):
         made(replica=2)
