@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from trainkit.errors import OptimizerError
 from trainkit.optim.stored_optimizer import StoredOptimizer, placeholder_parameter
+from trainkit.strategies._quantized import quantizes
 from trainkit.strategies.fsdp.sharded_model import ShardedModel
 from trainkit.strategies.fsdp.tensor_parallel import Replaced
 
@@ -36,6 +37,11 @@ def check_optimizer(optimizer: Optimizer, scaled: bool) -> None:
         raise OptimizerError(
             f"{type(optimizer).__name__} does not work on sharded parameters: torch cannot compute a step of {name} on parts "
             "of a parameter. Use torch.optim.AdamW, or strategy='ddp'."
+        )
+    if any(map(quantizes, type(optimizer).__mro__)):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} does not work under FSDP: it quantizes blocks of its state, which would be other "
+            "blocks than those of whole parameters. Use torch.optim.AdamW, or strategy='ddp'."
         )
     kinds = {isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]}
     if scaled and len(kinds) > 1:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError, OptimizerError
 from trainkit.state.slots import bare_copy
+from trainkit.strategies._quantized import quantizes
 
 if TYPE_CHECKING:
     from trainkit.strategies.zero.engine import Engine
@@ -32,11 +33,6 @@ _FULL = {
 }
 
 
-def _quantizes(kind: type[Any]) -> bool:
-    """Whether an optimizer quantizes blocks of its state, by its package."""
-    return kind.__module__.startswith("torchao.") or (kind.__module__.startswith("bitsandbytes.") and "8bit" in kind.__name__)
-
-
 def refuse_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer that would give different results on flat shards of parameters.
 
@@ -45,7 +41,7 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
     """
     for kind in type(optimizer).__mro__:
         reason = _FULL.get(kind.__name__)
-        if _quantizes(kind):
+        if quantizes(kind):
             reason = "it quantizes blocks of its state, which would be other blocks than in a checkpoint"
         if reason is not None:
             raise OptimizerError(
