@@ -115,8 +115,9 @@ def test_tied_parameters_stay_tied() -> None:
     """A layer that shares a parameter with the rest of the model is no unit: torch would refuse it, and 2.9 trains wrongly."""
     strategy = joined_fsdp()
     model = strategy.prepare_module(Tied().double())
-    assert [name for name in strategy._models[0].units] == ["middle"]
-    assert model.first.weight is model.last.weight and isinstance(model.first.weight, DTensor)
+    assert list(strategy._models[0].units) == ["middle"]
+    assert model.first.weight is model.last.weight
+    assert isinstance(model.first.weight, DTensor)
     strategy.teardown()
     assert model.first.weight is model.last.weight
     trained = assert_like_one_process(Tied)
