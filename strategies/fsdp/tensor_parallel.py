@@ -31,7 +31,7 @@ def tied_slots(module: nn.Module) -> list[list[Slot]]:
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> Callable[[], None]:
-    """Call `module.parallelize(mesh)` with rank 0's values; returns a function that removes the hooks and marks of torch's plans.
+    """Call `module.parallelize(mesh)` with rank 0's values; returns a function that removes what torch's plans add to modules.
 
     Args:
         module: the user's; tied parameters are tied afterwards too.
