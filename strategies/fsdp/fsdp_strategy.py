@@ -58,7 +58,7 @@ class FSDPStrategy(Strategy):
     Parameters, gradients and optimizer state are sharded over the ranks (Zhao et al., "PyTorch FSDP", VLDB 2023). The
     parameters of a unit, such as one block of a transformer, are gathered before its forward and its backward, and freed
     after. Losses, the order of samples and checkpoints are those of DDP. A parameter that a step does not use has the
-    gradient zero: weight decay and momentum still apply.
+    gradient zero, so weight decay and momentum still apply. If a step does not call a unit, its backward is an error.
 
     With automatic optimization, `training_step` and the other steps run while the parameters that belong to no unit are
     whole. Under manual optimization, each submodule of the module is sharded by itself: call it, and not its layers.

@@ -122,6 +122,7 @@ class ShardedModel:
         self.all_units = (*units.values(), self._root)
         self._whole_in_forward: list[Tensor] = []  # the whole parameters that torch's forward uses; always the same objects
         self._open = False  # inside an accumulation window
+        self._gathered = False  # inside `gathered`, where the parameters are other ones
         self._syncs = True
         for unit in reversed(self.all_units[:-1]):  # blocks inside of blocks first
             self._shard(unit, ignored, options)
@@ -159,6 +160,8 @@ class ShardedModel:
             handles: list[Any] = []
 
             def collect(unit: nn.Module, *_: Any, handles: list[Any] = handles) -> None:
+                if self._gathered:
+                    return
                 self._whole_in_forward += [p for o, n in self._slots_of(unit) if (p := o._parameters[n]) is not None]
                 handles.pop().remove()
 
@@ -248,10 +251,12 @@ class ShardedModel:
         whole = {id(parameter): self._whole(parameter) for parameter in {id(p): p for p in inside.values()}.values()}
         parts = set(module.modules())
         _set(inside, lambda parameter: whole[id(parameter)])
+        before, self._gathered = self._gathered, True
         try:
             with without_forward_hooks([unit for unit in self.all_units if unit in parts or unit is self._root]):
                 yield
         finally:
+            self._gathered = before
             _set(inside, lambda parameter: parameter)
         if modified:
             broadcast([parameter.data for parameter in whole.values()])

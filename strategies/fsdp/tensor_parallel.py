@@ -19,6 +19,7 @@ from trainkit.strategies.fsdp.units import Slot, slots
 __all__ = ["Replaced", "parallelize", "tied_slots"]
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_MARK = "_distribute_module_applied"  # with it, torch refuses to apply a plan again
 
 
 def tied_slots(module: nn.Module) -> list[list[Slot]]:
@@ -30,7 +31,7 @@ def tied_slots(module: nn.Module) -> list[list[Slot]]:
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> Callable[[], None]:
-    """Call `module.parallelize(mesh)` with rank 0's values; returns a function that removes the hooks of torch's plans.
+    """Call `module.parallelize(mesh)` with rank 0's values; returns a function that removes what torch's plans add to modules.
 
     Args:
         module: the user's; tied parameters are tied afterwards too.
@@ -64,6 +65,8 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> Ca
             table = getattr(part, name)
             for key in [key for key in table if key not in known]:
                 del table[key]
+        for part in module.modules():
+            vars(part).pop(_MARK, None)
 
     return remove_hooks
 

@@ -48,6 +48,8 @@ def remove_fully_shard(units: Iterable[nn.Module]) -> None:
             handles = (group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle)
             for handle in [handle for table in handles for handle in table.values()]:
                 handle.remove()
+            for parameter in group.fsdp_params:
+                parameter._post_load_hook_handle.remove()
         kind = type(unit)
         if issubclass(kind, FSDPModule):
             unit.__class__ = kind.__mro__[2]  # [the sharded class, FSDPModule, the user's class, …]

@@ -72,9 +72,8 @@ def _has_forward(part: nn.Module) -> bool:
 
 def _shares_parameters(module: nn.Module, unit: nn.Module) -> bool:
     """Whether a parameter of the unit is also used elsewhere in the module."""
-    inside = {id(part) for part in unit.modules()}
     own = {id(p) for p in unit.parameters()}
-    return any(id(owner._parameters[name]) in own for owner, name in slots(module) if id(owner) not in inside)
+    return any(id(owner._parameters[name]) in own for owner, name in slots(module, lambda part: part is unit))
 
 
 def slots(module: nn.Module, stop: Callable[[nn.Module], bool] = lambda part: False) -> Iterator[Slot]:

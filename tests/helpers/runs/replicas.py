@@ -137,7 +137,7 @@ def over_strategy(
     compiler: Any = None,
 ) -> nn.Module:
     """Train like the `Trainer`: the strategy calls `training_step`."""
-    rank, size = strategy.rank, strategy.world_size
+    rank, size = strategy.data_world.rank, strategy.data_world.size
     step = strategy.step_function(strategy.prepare_module(module), module, "training_step", compiler)
     optimizer = make(module)
     for number, items in enumerate(plan):
