@@ -184,7 +184,9 @@ class FSDPStrategy(Strategy):
         if self.options.tensor_parallel > 1:
             self._undo.append(parallelize(module, meshes.whole, self.device))
         manual = not getattr(module, "automatic_optimization", True)
-        made = [self._sharded(part, meshes, manual) for part in (callable_parts(module) if manual else [module])]
+        units, ignored = choose_units(module, self.options.wrap), ignored_parameters(module, self.options.ignored_modules)
+        parts = list(callable_parts(module)) if manual else [module]
+        made = [self._sharded(part, units, ignored, meshes, manual) for part in parts]
         self._models += made
         self._steps = None if manual else made[0]
         known = {id(p) for model in made for p in (*model.sharded, *model.whole)}
@@ -216,9 +218,16 @@ class FSDPStrategy(Strategy):
                 if tensor.is_floating_point():
                     tensor.data = tensor.data.to(dtype)
 
-    def _sharded(self, module: nn.Module, meshes: Meshes, called_directly: bool) -> ShardedModel:
-        units = choose_units(module, self.options.wrap)
-        ignored = ignored_parameters(module, self.options.ignored_modules)
+    def _sharded(
+        self,
+        module: nn.Module,
+        units: Mapping[str, nn.Module],
+        ignored: set[nn.Parameter],
+        meshes: Meshes,
+        called_directly: bool,
+    ) -> ShardedModel:
+        inside = set(module.modules()) - {module}
+        units = {name: unit for name, unit in units.items() if unit in inside}
         refuse_unshardable({**units, "": module}, ignored)
         arguments = {**self.options.arguments(self.precision, self.device), "mesh": meshes.shards}
         return ShardedModel(module, units, ignored, self.device, self.world, arguments, called_directly)
