@@ -38,7 +38,14 @@ from trainkit.strategies.fsdp.info import INFO
 from trainkit.strategies.fsdp.meshes import Meshes
 from trainkit.strategies.fsdp.sharded_model import ShardedModel
 from trainkit.strategies.fsdp.tensor_parallel import Replaced, parallelize
-from trainkit.strategies.fsdp.units import Wrap, callable_parts, choose_units, ignored_parameters, refuse_unshardable
+from trainkit.strategies.fsdp.units import (
+    Wrap,
+    callable_parts,
+    choose_units,
+    described_units,
+    ignored_parameters,
+    refuse_unshardable,
+)
 from trainkit.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -119,6 +126,7 @@ class FSDPStrategy(Strategy):
         self.process_group_backend, self.timeout = process_group_backend, self._membership.timeout
         self._meshes: Meshes | None = None
         self._group = ExitStack()  # the process group of a single process
+        self._described: list[str] = []  # what was sharded, of each module
         self._reset()
 
     def __repr__(self) -> str:
@@ -174,7 +182,10 @@ class FSDPStrategy(Strategy):
         Raises:
             ModuleError: The ranks have different modules, or a part cannot be sharded.
         """
+        if not self._models:
+            self._described.clear()  # of the run before
         if self._alone:
+            self._described[:] = ["nothing: there is one process"]
             return super().prepare_module(module)
         refuse_sharded(module)
         check_modules_match(module, self.world, "FSDP")
@@ -186,6 +197,7 @@ class FSDPStrategy(Strategy):
         manual = not getattr(module, "automatic_optimization", True)
         units, ignored = choose_units(module, self.options.wrap), ignored_parameters(module, self.options.ignored_modules)
         parts = list(callable_parts(module)) if manual else [module]
+        self._described.append(described_units(module, units, parts))
         made = [self._sharded(part, units, ignored, meshes, manual) for part in parts]
         self._models += made
         self._steps = None if manual else made[0]
@@ -376,6 +388,10 @@ class FSDPStrategy(Strategy):
     def load_optimizer(self, optimizer: Optimizer, stored: StoredOptimizer) -> None:
         """See `trainkit.Strategy.load_optimizer`."""
         sharded_optimizer.load_optimizer(optimizer, stored, self._models)
+
+    def description(self) -> Mapping[str, str]:
+        """See `trainkit.Strategy.description`. The units of the last run."""
+        return {"sharded": "; ".join(self._described)} if self._described else {}
 
     def footprint(self, contents: Contents, processes: int) -> Footprint:
         """See `trainkit.Strategy.footprint`."""
