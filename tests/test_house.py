@@ -635,9 +635,19 @@ NAMED: dict[str, tuple[set[str], str]] = {
         },
         "keys of Accelerate's files",
     ),
-    "trainkit/config/read.py": ({"fsdp_", "fsdp_config"}, "a section of Accelerate's files, and the beginning of its keys"),
+    "trainkit/config/read.py": (
+        {"fsdp_", "fsdp_config", "enable_fsdp_float8_all_gather"},
+        "a section of Accelerate's files, the beginning of its keys, and an option of torchao's",
+    ),
     "trainkit/config/wrap_policies.py": ({"torch.distributed.fsdp"}, "policies of torch's"),
-    "trainkit/config/kwargs_handlers.py": ({"DDPCommunicationHookType"}, "a public name of Accelerate's"),
+    "trainkit/config/kwargs_handlers.py": (
+        {"DDPCommunicationHookType", "enable_fsdp_float8_all_gather"},
+        "a public name of Accelerate's, and an option of torchao's",
+    ),
+    "trainkit/float8_precision.py": (
+        {"enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"},
+        "an option and a function of torchao's",
+    ),
     "trainkit/launch/devices.py": ({"deepspeed"}, "a launcher, whatever the strategy"),
     "trainkit/launch/environment.py": ({"_DEEPSPEED", "deepspeed"}, "a launcher, whatever the strategy"),
     "trainkit/launch/notebook.py": (
@@ -650,7 +660,7 @@ NAMED: dict[str, tuple[set[str], str]] = {
     "trainkit/unsupported/accelerate_names.py": (
         {
             *("HfDeepSpeedConfig", "accelerator.deepspeed_plugin", "ddp_handler", "deepspeed_plugins"),
-            *("deepspeed_ulysses_dl_adapter", "get_active_deepspeed_plugin"),
+            *("deepspeed_ulysses_dl_adapter", "fsdp2_apply_ac", "get_active_deepspeed_plugin"),
         },
         "names of Accelerate's that are refused",
     ),

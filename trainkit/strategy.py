@@ -38,8 +38,7 @@ class Strategy(Ranks):
 
     Attributes:
         info: The facts that are known before the strategy is imported. A strategy with its own short names has its own.
-        accumulates_in_engine: The backend sums the gradients of an accumulation window; `parameter.grad` does not show
-            them.
+        accumulates_in_engine: The backend sums gradients over an accumulation window; `parameter.grad` does not show them.
         averages_in_step: No backward pass averages gradients over the processes; each optimizer step does.
         can_sync_batchnorm: The strategy has an option `sync_batchnorm`.
         compiles: It works with modules from `torch.compile`, and with compiled models, steps and blocks.
@@ -47,8 +46,7 @@ class Strategy(Ranks):
         keeps_placement: In one process, a module whose layers are on several devices stays as it is.
         lazy_tensors: Operations are recorded, and values exist only after a sync.
         owns_masters: With 16-bit parameters the backend keeps float32 copies of them, which the optimizer updates.
-        reads_checkpoint_parts: Each process reads only its part of a checkpoint's tensors, whose files are therefore
-            mapped.
+        reads_checkpoint_parts: Each process reads only its part of a checkpoint's tensors, whose files are mapped.
         shards_optimizer_state: No process has the whole optimizer state.
         shards_parameters: No process has whole parameters, and a forward is a collective.
         supported_precisions: Names of the precisions that work.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from trainkit.errors import ConfigurationError
@@ -60,9 +61,16 @@ class FSDPOptions:
         """Whether a single process needs `fully_shard` too: for master weights, or to offload parameters."""
         return self.offload_params is not None or self.mixed_precision is not None or is_short(precision)
 
-    def has_masters(self, precision: Precision) -> bool:
-        """Whether parameters are kept in float32 and computed with in 16 bits."""
-        return is_short(precision) and self.mixed_precision is None
+    def convert(self, module: nn.Module, precision: Precision) -> None:
+        """Convert a module to the dtypes of the precision; shards of 16-bit parameters are float32 master weights."""
+        if self.mixed_precision is not None or not is_short(precision):
+            precision.convert_module(module)
+            precision.note_other_dtypes(module)
+            return
+        for tensors, dtype in ((module.parameters(), torch.float32), (module.buffers(), precision.parameter_dtype)):
+            for tensor in tensors:
+                if tensor.is_floating_point():
+                    tensor.data = tensor.data.to(dtype)
 
     def arguments(self, precision: Precision, device: torch.device) -> dict[str, Any]:
         """Arguments of `fully_shard` for each unit."""

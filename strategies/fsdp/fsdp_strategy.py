@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainkit.accelerator.collective_checks import CollectiveChecks
+from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from trainkit.distributed.placement import refuse_sharded
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
@@ -28,8 +30,8 @@ from trainkit.precision import Precision
 from trainkit.strategies._copies import Buffers, check_modules_match
 from trainkit.strategies._gather import gathered
 from trainkit.strategies._membership import Membership
-from trainkit.strategies._reduction import average_gradients, mean
-from trainkit.strategies.fsdp import gradients, sharded_optimizer
+from trainkit.strategies._reduction import average_gradients, broadcast, mean
+from trainkit.strategies.fsdp import sharded_gradients, sharded_optimizer
 from trainkit.strategies.fsdp.fsdp_memory import footprint
 from trainkit.strategies.fsdp.fsdp_model import FSDPModel
 from trainkit.strategies.fsdp.fsdp_options import FSDPOptions
@@ -47,6 +49,7 @@ from trainkit.strategies.fsdp.units import (
     refuse_unshardable,
 )
 from trainkit.strategy import Strategy
+from trainkit.unsupported import refuse_unknown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,9 +91,10 @@ class FSDPStrategy(Strategy):
         timeout: As in `DDPStrategy`.
         device: As in `DDPStrategy`.
         precision: As in `Strategy`.
+        **unknown: Raises an error that names the replacement of an argument of Lightning's, torch's or Accelerate's.
 
     Raises:
-        ConfigurationError: An argument is wrong.
+        ConfigurationError: An argument is wrong, unknown or unsupported.
 
     Example:
         ```python
@@ -101,6 +105,7 @@ class FSDPStrategy(Strategy):
     name: ClassVar[str] = "fsdp"
     info = INFO
     owns_masters = reads_checkpoint_parts = shards_optimizer_state = shards_parameters = True
+    keeps_placement: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -117,10 +122,15 @@ class FSDPStrategy(Strategy):
         timeout: timedelta | float = timedelta(minutes=30),
         device: str | torch.device = "auto",
         precision: Precision | str | int | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown("FSDPStrategy", unknown, inspect.signature(FSDPStrategy).parameters)
         super().__init__(device, precision)
         self.options = FSDPOptions(
             wrap, reshard_after_forward, mixed_precision, offload_params, replicas, tensor_parallel, ignored_modules, accumulate
+        )
+        self.plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, reshard_after_forward=reshard_after_forward is not False, cpu_offload=offload_params is not None
         )
         self._membership = Membership("FSDPStrategy", device, process_group_backend, timeout)
         self.process_group_backend, self.timeout = process_group_backend, self._membership.timeout
@@ -188,9 +198,11 @@ class FSDPStrategy(Strategy):
             self._described[:] = ["nothing: there is one process"]
             return super().prepare_module(module)
         refuse_sharded(module)
+        self.placement(module)
         check_modules_match(module, self.world, "FSDP")
-        self._convert(module)
+        self.options.convert(module, self.precision)
         self._replaced.append(Replaced(module))
+        self.precision.convert_layers(module)
         meshes = self._joined_meshes()
         if self.options.tensor_parallel > 1:
             self._undo.append(parallelize(module, meshes.whole, self.device))
@@ -202,10 +214,11 @@ class FSDPStrategy(Strategy):
         self._models += made
         self._steps = None if manual else made[0]
         known = {id(p) for model in made for p in (*model.sharded, *model.whole)}
-        for tensor in (*module.parameters(), *module.buffers()):
-            if id(tensor) not in known:
-                tensor.data = tensor.data.to(self.device)
+        rest = [p for p in module.parameters() if id(p) not in known]  # of no submodule, under manual optimization
+        for tensor in (*rest, *module.buffers()):
+            tensor.data = tensor.data.to(self.device)
         if self.world.size > 1:
+            broadcast([p.data for p in rest])
             self._buffers.add(module, self.world)
             self.sync_buffers()
         self._window = GradientWindow(self._models, self.world, self.options.accumulate == "reshard", self.reduce_gradients)
@@ -218,17 +231,6 @@ class FSDPStrategy(Strategy):
                 self._group.enter_context(alone(backend))
             self._meshes = Meshes(self.world, self.device, 1, 1, self.timeout)
         return self._meshes
-
-    def _convert(self, module: nn.Module) -> None:
-        """Convert to the dtypes of the precision; shards of 16-bit parameters are float32 master weights."""
-        if not self.options.has_masters(self.precision):
-            self.precision.convert_module(module)
-            self.precision.note_other_dtypes(module)
-            return
-        for tensors, dtype in ((module.parameters(), torch.float32), (module.buffers(), self.precision.parameter_dtype)):
-            for tensor in tensors:
-                if tensor.is_floating_point():
-                    tensor.data = tensor.data.to(dtype)
 
     def _sharded(
         self,
@@ -338,19 +340,19 @@ class FSDPStrategy(Strategy):
         if self._alone:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         listed = list(parameters)
-        norm = gradients.global_norm(listed, norm_type, self.device)
-        gradients.clip_norm(listed, max_norm, norm)
+        norm = sharded_gradients.global_norm(listed, norm_type, self.device)
+        sharded_gradients.clip_norm(listed, max_norm, norm)
         return norm
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """See `trainkit.Strategy.clip_grad_value_`."""
-        gradients.clip_values(parameters, clip_value)
+        sharded_gradients.clip_values(parameters, clip_value)
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor | None:
         """See `trainkit.Strategy.gradient_norm`."""
         if self._alone:
             return None
-        return gradients.global_norm([p for group in optimizer.param_groups for p in group["params"]], 2.0, self.device)
+        return sharded_gradients.global_norm([p for group in optimizer.param_groups for p in group["params"]], 2.0, self.device)
 
     def gathered_parameters(self, module: nn.Module, modified: bool = False) -> AbstractContextManager[Any]:
         """See `trainkit.Strategy.gathered_parameters`. Changes reach the master weights."""

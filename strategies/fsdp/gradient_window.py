@@ -50,10 +50,13 @@ class GradientWindow:
             yield
         for model in called:
             model.outputs.clear()
-            if micro.last:
-                model.check_gradients()
         if micro.last:
-            self._average([p for model in called for p in model.whole if p.requires_grad])
+            self._end(called)
+
+    def _end(self, called: list[ShardedModel]) -> None:
+        for model in called:
+            model.check_gradients()
+        self._average([p for model in called for p in model.whole if p.requires_grad])
 
     def skip(self, loss: Tensor | None, micro: MicroBatch) -> None:
         """Run a backward pass with zero gradients, for the collectives in it: there is no loss, or its weight is 0.

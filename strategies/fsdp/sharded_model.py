@@ -244,25 +244,23 @@ class ShardedModel:
             modified: keep rank 0's changes.
         """
         self.reshard()
-        inside = [(owner, name) for owner, name in slots(module) if isinstance(owner._parameters[name], DTensor)]
-        shards: list[Any] = [owner._parameters[name] for owner, name in inside]
-        whole = {id(parameter): parameter for parameter in shards}
-        for key, parameter in whole.items():
-            with self._world.collectives:
-                whole[key] = nn.Parameter(self.shards.whole(parameter, parameter), requires_grad=parameter.requires_grad)
-        for (owner, name), parameter in zip(inside, shards, strict=True):
-            owner._parameters[name] = whole[id(parameter)]
+        inside: dict[Slot, Any] = {slot: p for slot in slots(module) if isinstance(p := _parameter(slot), DTensor)}
+        whole = {id(parameter): self._whole(parameter) for parameter in {id(p): p for p in inside.values()}.values()}
         parts = set(module.modules())
+        _set(inside, lambda parameter: whole[id(parameter)])
         try:
             with without_forward_hooks([unit for unit in self.all_units if unit in parts or unit is self._root]):
                 yield
         finally:
-            for (owner, name), parameter in zip(inside, shards, strict=True):
-                owner._parameters[name] = parameter
+            _set(inside, lambda parameter: parameter)
         if modified:
             broadcast([parameter.data for parameter in whole.values()])
-            for parameter in {id(p): p for p in shards}.values():
+            for parameter in {id(p): p for p in inside.values()}.values():
                 self.shards.load(parameter, parameter, whole[id(parameter)])
+
+    def _whole(self, parameter: Any) -> nn.Parameter:
+        with self._world.collectives:
+            return nn.Parameter(self.shards.whole(parameter, parameter), requires_grad=parameter.requires_grad)
 
     def restore(self, collective: bool) -> None:
         """Remove torch's hooks. All parameters are whole again, on the devices that they were on before.
@@ -281,10 +279,19 @@ class ShardedModel:
             if not collective or not isinstance(parameter, DTensor):
                 continue
             if id(parameter) not in made:
-                with self._world.collectives:
-                    values = self.shards.whole(parameter, parameter)
-                made[id(parameter)] = nn.Parameter(values.to(device), requires_grad=parameter.requires_grad)
+                made[id(parameter)] = self._whole(parameter)
+                made[id(parameter)].data = made[id(parameter)].data.to(device)
             owner._parameters[name] = made[id(parameter)]
+
+
+def _parameter(slot: Slot) -> Any:
+    owner, name = slot
+    return owner._parameters[name]
+
+
+def _set(parameters: dict[Slot, Any], value: Callable[[Any], Any]) -> None:
+    for (owner, name), parameter in parameters.items():
+        owner._parameters[name] = value(parameter)
 
 
 def _offloads(options: dict[str, Any]) -> bool:

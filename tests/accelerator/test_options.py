@@ -25,6 +25,7 @@ from trainkit.config.kwargs_handlers import (
     ProfileKwargs,
 )
 from trainkit.errors import ConfigurationError, TrainkitError, UnknownNameError, UnsupportedArgumentError
+from trainkit.module.activation_checkpointing import checkpointing_choice
 from trainkit.registry import StrategyInfo
 from trainkit.strategies import DDPStrategy
 from trainkit.utils import FullyShardedDataParallelPlugin, ParallelismConfig
@@ -124,7 +125,7 @@ def test_options_of_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert accelerator.fsdp_plugin is accelerator.state.fsdp_plugin is plugin
     assert accelerator.deepspeed_plugin is None
-    assert accelerator.options.activation_checkpointing is True
+    assert accelerator.options.activation_checkpointing == checkpointing_choice(True)
     assert accelerator.strategy.precision.name == "bf16-true", "the strategy has float32 masters"
 
 

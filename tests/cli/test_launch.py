@@ -323,7 +323,7 @@ def test_gpus_of_a_configuration(launch: Launch, monkeypatch: pytest.MonkeyPatch
     (MULTI_CPU, ["--multi_gpu", "--use_deepspeed"], "--multi_gpu and --use_deepspeed contradict each other."),
     (MULTI_CPU, ["--multi_gpu", "--distributed_type", "NO"], "--distributed_type NO and --multi_gpu contradict each other."),
     (MULTI_CPU, ["--zero_stage", "2"], "the command line and conf.yaml: zero_stage belongs to deepspeed_config, but dist"),
-    (MULTI_CPU, ["--mixed_precision", "fp17"], "--mixed_precision must be one of no, fp16, bf16, not 'fp17'. Did you mean 'fp"),
+    (MULTI_CPU, ["--mixed_precision", "fp17"], "--mixed_precision must be one of no, fp16, bf16, fp8, not 'fp17'. Did"),
     (MULTI_CPU, ["--nnodes", "1:2", "--master-addr", "h"],
      "num_processes: 2 is the total of all nodes, but there may be 1 to 2 nodes. Pass "),
     (MULTI_CPU, ["--nnodes", "4", "--master-addr", "h"], "num_processes: 2 is the total of all machines, and is not divisible"),

@@ -226,13 +226,12 @@ class Trainer:
         self._run = Run.before_the_first(arguments, self.strategy, seed, requested_compilation(compile, self.strategy))
         self._gpus, self._assigned_ckpt_path, self._flags = wanted.indices, None, (deterministic, benchmark, detect_anomaly)
         self._run.inference_mode, self._run.profiler = inference_mode, make_profiler(profiler)
-        self._run.loggers = attach_loggers(self, logger)
+        self._run.loggers, self._module_callbacks, self._replaced_callbacks = attach_loggers(self, logger), [], []
         self._run.callbacks = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)
-        self._module_callbacks, self._replaced_callbacks = [], []  # of configure_callbacks, and those that they replaced
 
     _assigned_ckpt_path: str | Path | None = None
-    _module_callbacks: list[Callback]
-    _replaced_callbacks: list[Callback]
+    _module_callbacks: list[Callback]  # of configure_callbacks
+    _replaced_callbacks: list[Callback]  # by those
 
     # ------------------------------------------------------------------------------------- arguments, as they were resolved
 

@@ -114,6 +114,14 @@ LOAD_FROM_CHECKPOINT: dict[str, str] = {
 _BLOCKS = "use wrap=...: a class, its name, a number of parameters, or a function (name, module) -> bool"
 _CHECKPOINTING = "pass it to the Trainer: activation_checkpointing=..."
 _IGNORED = "use ignored_modules=..."
+_CONTEXT = (
+    "it is not implemented: torch's context parallelism has no rule for the attention kernels of the CPU, only for those of a "
+    "GPU. For long sequences use tensor_parallel=... with SequenceParallel, and Trainer(activation_checkpointing=True)"
+)
+_PIPELINE = (
+    "it is not implemented: one call of torch's pipeline schedules runs the forward and the backward of a whole accumulation "
+    "window, so that there would be no hooks, weights and missing losses of micro-batches. Use tensor_parallel=..., or shards"
+)
 _ONE_CHECKPOINT = "remove it: a checkpoint is the same for every strategy, and each rank writes a part of it"
 _PREFETCHED = "remove it: FSDP2 gathers the next parameters while it computes"
 
@@ -126,6 +134,7 @@ SHARDING: dict[str, str] = {
     "backward_prefetch": _PREFETCHED,
     "checkpoint_io": "remove it: ModelCheckpoint writes folders of safetensors",
     "cluster_environment": "remove it: the launcher is recognized",
+    **dict.fromkeys(("context_parallel", "context_parallel_size", "cp_size"), _CONTEXT),
     "cpu_offload": "use offload_params='cpu'",
     "cpu_ram_efficient_loading": "remove it: each process loads the model that the script creates",
     "data_parallel_size": "remove it: all processes that replicas= and tensor_parallel= leave hold shards",
@@ -146,6 +155,7 @@ SHARDING: dict[str, str] = {
     "parallel_devices": "pass them to the Trainer: devices=...",
     "parallelize_fn": "use tensor_parallel=...",
     "param_init_fn": "remove it, and initialize the module where it is created: each rank would initialize its own shard",
+    **dict.fromkeys(("pipeline", "pipeline_parallel", "pipeline_parallel_size", "pp_size"), _PIPELINE),
     "precision_plugin": "use precision=...",
     "process_group": "use replicas=...: the groups are made from it",
     "save_distributed_checkpoint": _ONE_CHECKPOINT,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.fsdp.fsdp_cases import FSDP
 from helpers.runs.parity import Case, Recorder, RegressionModule, train, trained
 from helpers.runs.replicas import together
 from helpers.zero.zero_cases import Wide, strategy
@@ -75,7 +76,13 @@ def undisturbed(precision: str, make: type) -> dict[Any, float]:
 
 
 def assert_portable(
-    source: Path, kind: str, size: int, precision: str = "32-true", make: type = RegressionModule, exact: bool = True
+    source: Path,
+    kind: str,
+    size: int,
+    precision: str = "32-true",
+    make: type = RegressionModule,
+    exact: bool = True,
+    limit: float | None = None,
 ) -> None:
     """Resume from a checkpoint of `save` with another configuration, and check the restored state and the losses.
 
@@ -87,6 +94,7 @@ def assert_portable(
         make: Class of the module.
         exact: The restored state must equal the saved one bit for bit, and the losses those of an undisturbed run. Otherwise,
             the restored state must equal the saved one cast to the dtypes of the resumed run.
+        limit: Maximum relative difference of the losses. Default: by precision.
     """
     copy = source.with_name(f"{source.name}-{kind}-{size}")
     losses: dict[Any, float] = {}
@@ -101,4 +109,6 @@ def assert_portable(
     if exact:
         expected = undisturbed(precision, make)
         assert len(expected) == 90
-        assert losses == pytest.approx(expected, rel=2e-6 if precision == "32-true" else 5e-3)
+        # with tensor parallelism, each rank rounds a part of each sum to 16 bits
+        limits = {"32-true": 2e-6, "bf16-mixed": 4e-2 if "tensor_parallel" in FSDP.get(kind, {}) else 5e-3, "bf16-true": 5e-3}
+        assert losses == pytest.approx(expected, rel=limit or limits[precision])

@@ -40,8 +40,9 @@ def test_portability(kind: str, size: int, precision: str, run_dir: Path) -> Non
     for other, count in FSDP_ENDS if (kind, size) in OTHER_ENDS else [*FSDP_ENDS, *OTHER_ENDS]:
         if precision != "bf16-true":
             assert_portable(source, other, count, precision, make)
-        elif masters:  # other strategies have no master weights
-            assert_portable(source, other, count, precision, make, exact=other.startswith(("fsdp", "zero")))
+        elif masters:  # other strategies have no master weights; ZeRO, which is compared with, reduces gradients in bfloat16
+            exact = other.startswith(("fsdp", "zero"))
+            assert_portable(source, other, count, precision, make, exact=exact, limit=2e-2)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
