@@ -45,7 +45,7 @@ _SEARCHES = {
     "gradient accumulation": "how-to/gradient-accumulation",
     "LoRA": "how-to/lora",
     "SLURM": "how-to/resume-after-preemption",
-    "FSDP": "concepts/strategies",
+    "FSDP": "how-to/shard-with-fsdp",
     "Lightning": "moving-over/lightning",
 }
 

@@ -381,6 +381,10 @@ class Strategy(Ranks):
         """Counts that explain why a step compiled: `"graphs"` run, `"reads"` of values, and operations run on the host."""
         return {}
 
+    def description(self) -> Mapping[str, str]:
+        """Return what `Trainer.explain` prints about the modules of the last run: label → text."""
+        return {}
+
     def footprint(self, contents: Contents, processes: int) -> Footprint:
         """Return the memory of one process in bytes, for `Trainer.plan`.
 

@@ -40,7 +40,14 @@ from trainkit.strategies.fsdp.info import INFO
 from trainkit.strategies.fsdp.meshes import Meshes
 from trainkit.strategies.fsdp.sharded_model import ShardedModel
 from trainkit.strategies.fsdp.tensor_parallel import Replaced, parallelize
-from trainkit.strategies.fsdp.units import Wrap, callable_parts, choose_units, ignored_parameters, refuse_unshardable
+from trainkit.strategies.fsdp.units import (
+    Wrap,
+    callable_parts,
+    choose_units,
+    described_units,
+    ignored_parameters,
+    refuse_unshardable,
+)
 from trainkit.strategy import Strategy
 from trainkit.unsupported import refuse_unknown
 
@@ -129,6 +136,7 @@ class FSDPStrategy(Strategy):
         self.process_group_backend, self.timeout = process_group_backend, self._membership.timeout
         self._meshes: Meshes | None = None
         self._group = ExitStack()  # the process group of a single process
+        self._described: list[str] = []  # what was sharded, of each module
         self._reset()
 
     def __repr__(self) -> str:
@@ -184,7 +192,10 @@ class FSDPStrategy(Strategy):
         Raises:
             ModuleError: The ranks have different modules, or a part cannot be sharded.
         """
+        if not self._models:
+            self._described.clear()  # of the run before
         if self._alone:
+            self._described[:] = ["nothing: there is one process"]
             return super().prepare_module(module)
         refuse_sharded(module)
         self.placement(module)
@@ -196,7 +207,10 @@ class FSDPStrategy(Strategy):
         if self.options.tensor_parallel > 1:
             self._undo.append(parallelize(module, meshes.whole, self.device))
         manual = not getattr(module, "automatic_optimization", True)
-        made = [self._sharded(part, meshes, manual) for part in (callable_parts(module) if manual else [module])]
+        units, ignored = choose_units(module, self.options.wrap), ignored_parameters(module, self.options.ignored_modules)
+        parts = list(callable_parts(module)) if manual else [module]
+        self._described.append(described_units(module, units, parts))
+        made = [self._sharded(part, units, ignored, meshes, manual) for part in parts]
         self._models += made
         self._steps = None if manual else made[0]
         known = {id(p) for model in made for p in (*model.sharded, *model.whole)}
@@ -218,9 +232,16 @@ class FSDPStrategy(Strategy):
             self._meshes = Meshes(self.world, self.device, 1, 1, self.timeout)
         return self._meshes
 
-    def _sharded(self, module: nn.Module, meshes: Meshes, called_directly: bool) -> ShardedModel:
-        units = choose_units(module, self.options.wrap)
-        ignored = ignored_parameters(module, self.options.ignored_modules)
+    def _sharded(
+        self,
+        module: nn.Module,
+        units: Mapping[str, nn.Module],
+        ignored: set[nn.Parameter],
+        meshes: Meshes,
+        called_directly: bool,
+    ) -> ShardedModel:
+        inside = set(module.modules()) - {module}
+        units = {name: unit for name, unit in units.items() if unit in inside}
         refuse_unshardable({**units, "": module}, ignored)
         arguments = {**self.options.arguments(self.precision, self.device), "mesh": meshes.shards}
         return ShardedModel(module, units, ignored, self.device, self.world, arguments, called_directly)
@@ -369,6 +390,10 @@ class FSDPStrategy(Strategy):
     def load_optimizer(self, optimizer: Optimizer, stored: StoredOptimizer) -> None:
         """See `trainkit.Strategy.load_optimizer`."""
         sharded_optimizer.load_optimizer(optimizer, stored, self._models)
+
+    def description(self) -> Mapping[str, str]:
+        """See `trainkit.Strategy.description`. The units of the last run."""
+        return {"sharded": "; ".join(self._described)} if self._described else {}
 
     def footprint(self, contents: Contents, processes: int) -> Footprint:
         """See `trainkit.Strategy.footprint`."""

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from trainkit.errors import ConfigurationError, ModuleError
-from trainkit.module.blocks import Choice, chosen_modules, repeated_blocks
+from trainkit.module.blocks import Choice, chosen_modules, described_modules, repeated_blocks
 
-__all__ = ["Slot", "Wrap", "callable_parts", "choose_units", "ignored_parameters", "refuse_unshardable", "slots"]
+__all__ = [
+    "Slot",
+    "Wrap",
+    "callable_parts",
+    "choose_units",
+    "described_units",
+    "ignored_parameters",
+    "refuse_unshardable",
+    "slots",
+]
 
 Wrap = Choice | Sequence[Choice] | int | bool | None
 """The type of the argument `wrap`."""
@@ -55,6 +64,20 @@ def _of_size(module: nn.Module, minimum: int) -> dict[str, nn.Module]:
             found[name] = part
             taken |= own.keys()
     return dict(reversed(found.items()))
+
+
+def described_units(module: nn.Module, units: Mapping[str, nn.Module], roots: Sequence[nn.Module]) -> str:
+    """What is sharded of a module, in words: "12 Block (layers.0, layers.1, ..., layers.11), and the root".
+
+    Args:
+        module: the user's, before it is sharded: torch then replaces the classes.
+        units: the units inside it, by name.
+        roots: the module itself, or its submodules that are sharded each by itself.
+    """
+    inner = {name: type(unit).__name__ for name, unit in units.items() if unit not in roots}
+    outer = {name: type(part).__name__ for name, part in module.named_modules() if name and part in roots}
+    rest = f"the roots: {described_modules(outer)}" if outer else "the root"
+    return f"{described_modules(inner)}, and {rest}" if inner else rest
 
 
 def callable_parts(module: nn.Module) -> Iterator[nn.Module]:

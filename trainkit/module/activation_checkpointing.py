@@ -7,7 +7,6 @@ themselves stay, and so do the names of parameters, the keys of state dicts, and
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from trainkit.checks import choice, whole_number
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
-from trainkit.module.blocks import Choice, chosen_modules, repeated_blocks
+from trainkit.module.blocks import Choice, chosen_modules, described_modules, repeated_blocks
 
 if TYPE_CHECKING:
     from trainkit.strategy import Strategy
@@ -158,9 +157,7 @@ class CheckpointedModules:
         self._undo: list[Callable[[], Any]] = []
 
     def __str__(self) -> str:
-        numbers, names = Counter(self.classes.values()), list(self.classes)
-        shown = names if len(names) < 4 else [names[0], names[1], "...", names[-1]]
-        return f"{', '.join(f'{number} {name}' for name, number in numbers.items())} ({', '.join(shown)})"
+        return described_modules(self.classes)
 
     def changed(self, modules: Mapping[str, nn.Module], undo: Callable[[], Any]) -> None:
         """Record that the activations of these modules are recomputed until `undo` is called."""

@@ -6,7 +6,7 @@ Sharding, compilation and activation checkpointing work on such modules.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 
-__all__ = ["Choice", "chosen_modules", "repeated_blocks"]
+__all__ = ["Choice", "chosen_modules", "described_modules", "repeated_blocks"]
 
 Choice = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 """One way to name modules: a class or its name, a dotted name or pattern such as `"layers.*"`, or a function."""
@@ -114,3 +114,14 @@ def _refuse_empty(inside: dict[str, nn.Module], choice: Any, model: nn.Module, a
         f"{argument}: the function returned False for all {len(inside)} modules of {type(model).__name__}. Expected True for "
         f"at least one: {argument}=lambda name, module: isinstance(module, Block)"
     )
+
+
+def described_modules(classes: Mapping[str, str]) -> str:
+    """Modules in words: "12 Block (layers.0, layers.1, ..., layers.11)".
+
+    Args:
+        classes: Dotted name of each module → the name of its class.
+    """
+    numbers, names = Counter(classes.values()), list(classes)
+    shown = names if len(names) < 4 else [names[0], names[1], "...", names[-1]]
+    return f"{', '.join(f'{number} {name}' for name, number in numbers.items())} ({', '.join(shown)})"

@@ -38,6 +38,7 @@ def _where(trainer: Trainer, module: TrainModule | None) -> list[str]:
         f"  strategy       {trainer.strategy!r}",
         f"  processes      {world.size}" + (f", each with {world.devices} devices" if world.devices > 1 else ""),
         *([f"  devices        {', '.join(map(str, placed))} (placed by hand)"] if placed else []),
+        *(f"  {label:<15}{text}" for label, text in trainer.strategy.description().items()),
         f"  precision      {trainer.precision}",
         *([f"  recomputed     {recomputed}"] if recomputed else []),
         *(f"  compile        {what}" for what in compiled),
