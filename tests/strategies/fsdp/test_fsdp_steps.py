@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from helpers.runs.parity import Noisy
-from helpers.zero.zero_cases import Plain, strategy
 from helpers.worlds.worlds import run_world
+from helpers.zero.zero_cases import Plain, strategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
