@@ -10,7 +10,7 @@ use the weights elsewhere:
 
     python -m trainkit checkpoint export trainkit_runs/llama/logs/default/version_0/checkpoints/step-00000300 weights
 
-The default takes a minute or two on two CPU cores.
+The default takes a few minutes on two CPU cores.
 """
 
 from __future__ import annotations
