@@ -304,10 +304,10 @@ class FSDPStrategy(Strategy):
                 super().backward(loss, micro, **kwargs)
 
     def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
-        """See `trainkit.Strategy.skip_backward`. Takes part in the collectives of the backward with zero gradients."""
+        """See `trainkit.Strategy.skip_backward`. Runs the module's backward with zero gradients: it has collectives."""
         self.precision.scale(torch.zeros((), device=self.device))  # keeps the loss scale the same on all ranks
         if self._window is not None:
-            self._window.skip(loss, micro)
+            self._window.skip(loss, micro, getattr(self.lightning_module, "backward", Tensor.backward))
 
     def any_loss(self, had_loss: bool) -> bool:
         """See `trainkit.Strategy.any_loss`."""

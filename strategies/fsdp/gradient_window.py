@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,14 +59,19 @@ class GradientWindow:
             model.check_gradients()
         self._average([p for model in called for p in model.whole if p.requires_grad])
 
-    def skip(self, loss: Tensor | None, micro: MicroBatch) -> None:
+    def skip(self, loss: Tensor | None, micro: MicroBatch, backward: Callable[[Tensor], Any]) -> None:
         """Run a backward pass with zero gradients, for the collectives in it: there is no loss, or its weight is 0.
+
+        Args:
+            loss: the loss.
+            micro: the micro-batch.
+            backward: runs the backward pass of a loss; the other ranks run the same.
 
         Raises:
             ModuleError: no forward was run, for which the other ranks wait.
         """
-        roots = [output for model in self._models for output in model.outputs] if loss is None else [loss]
-        if not roots and self._world.size > 1:
+        roots = [output for model in self._models for output in model.outputs]
+        if loss is None and not roots and self._world.size > 1:
             raise ModuleError(
                 "there is no loss, and the model was not called, but the other ranks wait for its forward: with FSDP each "
                 "forward is a collective. Call the model before you return None from training_step, or pass None to backward."
@@ -73,7 +79,9 @@ class GradientWindow:
         with self.backward(micro, had_loss=loss is not None), ExitStack() as masks:
             for model in self._models:
                 masks.enter_context(model.masked())
-            if roots:
+            if loss is not None:
+                backward(loss * 0.0)
+            elif roots:
                 torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
 
     def any_loss(self, had_loss: bool) -> bool:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.distributed.world import World
 from trainkit.errors import ModuleError
-from trainkit.nested import leaves
+from trainkit.nested import leaves, map_tensors
 from trainkit.strategies._reduction import broadcast
 from trainkit.strategies.fsdp.shards import Shards
 from trainkit.strategies.fsdp.torch_internals import allocate, remove_fully_shard, without_forward_hooks
@@ -34,6 +34,10 @@ class _ZeroGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (parameter,) = ctx.saved_tensors
         return torch.zeros_like(parameter)
+
+
+def _without_base(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor.clone()
 
 
 class Root(nn.Module):
@@ -63,7 +67,11 @@ class Root(nn.Module):
             results = run(*args, **kwargs)
         finally:
             inside, self._inside = self._inside, False
-        return results, self._anchor() if inside else None
+        if not inside:
+            return results, None
+        if any(isinstance(leaf, Tensor) and leaf._base is not None for leaf in leaves(results)):
+            results = map_tensors(results, _without_base)  # torch warns about each view, in each step
+        return results, self._anchor()
 
     def _anchor(self) -> Tensor | None:
         """With it, a backward pass that does not reach the results still reaches torch's hooks of the root."""

@@ -96,7 +96,9 @@ class ModuleHooks(DataHooks):
     def parallelize(self, mesh: DeviceMesh) -> None:
         """Shard the layers over the ranks of a tensor-parallel group, under `FSDPStrategy(tensor_parallel=...)`.
 
-        Called after `configure_model`, with the values of rank 0, and before parameters are sharded over the other ranks.
+        Called after `configure_model`, with the values of rank 0, and before parameters are sharded over the other ranks. A
+        loss that is computed in torch's `loss_parallel` needs it in the backward pass too: override `backward`, as
+        `examples/llama.py` does.
 
         Args:
             mesh: The device mesh, with the dimensions `"data"` and `"tensor"`.

@@ -1,0 +1,46 @@
+"""Steps of a module that `FSDPStrategy` must run as the user wrote them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from helpers.runs.parity import Noisy
+from helpers.worlds.worlds import run_world
+from helpers.zero.zero_cases import Plain, strategy
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from trainkit.trainer.trainer import Trainer
+
+
+class Counts(Plain):
+    """Overrides `backward`. Its loss is a view, and so is another tensor that its step returns."""
+
+    calls = 0
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx).expand(2)
+        return {"loss": loss[0], "both": loss}
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.calls += 1
+        super().backward(loss, *args, **kwargs)
+
+
+def calls() -> tuple[int, list[float]]:
+    """The number of backward passes in this process, and the parameters at the end."""
+    module = Counts()
+    trainer = Trainer(strategy=strategy("fsdp"), max_epochs=1, seed=0, logger=False, enable_checkpointing=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns about views
+        trainer.fit(module, DataLoader(Noisy(3), batch_size=1))
+    return module.calls, torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+
+
+def test_views_give_no_warning_and_a_rank_without_data_runs_the_backward_of_the_module() -> None:
+    """3 samples on 2 ranks: rank 1 has no data in its second step. `backward` may open a context such as `loss_parallel`."""
+    (first, parameters), (second, same) = run_world(2, calls)
+    assert first == second == 2
+    assert parameters == same
