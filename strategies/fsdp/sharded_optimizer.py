@@ -15,10 +15,24 @@ from trainkit.optim.stored_optimizer import StoredOptimizer, placeholder_paramet
 from trainkit.strategies.fsdp.sharded_model import ShardedModel
 from trainkit.strategies.fsdp.tensor_parallel import Replaced
 
-__all__ = ["check_optimizer", "load_optimizer", "stored_optimizer", "use_sharded_parameters"]
+__all__ = ["check_optimizer", "load_optimizer", "refuse_optimizer", "stored_optimizer", "use_sharded_parameters"]
 
 # torch has no sharding rule for what these compute
 _REFUSED = ("Adafactor", "LBFGS", "Rprop", "SparseAdam")
+
+
+def refuse_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose steps torch cannot compute on parts of a parameter.
+
+    Raises:
+        OptimizerError: it is one of those.
+    """
+    name = next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _REFUSED), None)
+    if name is not None:
+        raise OptimizerError(
+            f"{type(optimizer).__name__} does not work on sharded parameters: torch cannot compute a step of {name} on parts "
+            "of a parameter. Use torch.optim.AdamW, or strategy='ddp'."
+        )
 
 
 def check_optimizer(optimizer: Optimizer, scaled: bool) -> None:
@@ -31,12 +45,7 @@ def check_optimizer(optimizer: Optimizer, scaled: bool) -> None:
     Raises:
         OptimizerError: it is one of those, or has both kinds of parameters where torch cannot compute with them together.
     """
-    name = next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _REFUSED), None)
-    if name is not None:
-        raise OptimizerError(
-            f"{type(optimizer).__name__} does not work on sharded parameters: torch cannot compute a step of {name} on parts "
-            "of a parameter. Use torch.optim.AdamW, or strategy='ddp'."
-        )
+    refuse_optimizer(optimizer)
     kinds = {isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]}
     if scaled and len(kinds) > 1:
         raise OptimizerError(
