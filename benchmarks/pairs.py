@@ -1,4 +1,4 @@
-"""Two worlds of one or two processes that alternate on the same cores: the common code of `ddp.py`, `zero.py` and `xla.py`.
+"""Two worlds of one or two processes that alternate on the same cores: the common code of benchmarks of steps on processes.
 
 They alternate after each chunk of steps and never run at the same time, so that other load on the machine slows both. The time
 of a step is that of the slower process. A pair's ratio is the median over its chunks of contender / reference. The table shows
@@ -54,8 +54,10 @@ SAMPLES = 512  # number of different samples
 
 WIDTHS = (1280, 2048, 2048, 1536)
 CONTEXT = 64
-BATCH = {"mlp": 32, "gpt": 16}
-STEPS = {"mlp": 8, "gpt": 5}  # per chunk
+BATCH = {"mlp": 32, "gpt": 16, "gpt5": 16, "gpt_wide": 8}
+STEPS = {"mlp": 8, "gpt": 5, "gpt5": 5, "gpt_wide": 3}  # per chunk
+MODELS = ("mlp", "gpt")  # of a benchmark that names no others
+GPT = {"gpt": {}, "gpt5": {"depth": 5}, "gpt_wide": {"width": 384, "depth": 6, "heads": 6}}
 # Otherwise glibc returns large blocks to the system and requests them again, in some processes at every step.
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 
@@ -114,23 +116,23 @@ class Clocked(Dataset[Any]):
 
 def make_samples(model: str) -> list[Any]:
     torch.manual_seed(3)
-    if model == "gpt":
+    if model in GPT:
         return list(torch.randint(256, (SAMPLES, CONTEXT + 1)))
     return [(torch.randn(WIDTHS[0]), torch.randint(WIDTHS[-1], ())) for _ in range(SAMPLES)]
 
 
 def make_module(model: str) -> nn.Module:
     torch.manual_seed(1)
-    if model == "gpt":
+    if model in GPT:
         from trainkit.cli.demo import ByteGPT
 
-        return ByteGPT(context=CONTEXT)
+        return ByteGPT(context=CONTEXT, **GPT[model])
     layers = [layer for a, b in pairwise(WIDTHS) for layer in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*layers[:-1])
 
 
 def loss_of(model: str, net: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
-    if model == "gpt":
+    if model in GPT:
         return F.cross_entropy(net(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
     x, y = batch
     return F.cross_entropy(net(x), y)
@@ -158,8 +160,8 @@ def train_module(model: str) -> Any:
     return Module()
 
 
-def fit(strategy: Any, model: str, data: Clocked) -> None:
-    """Train with a bare `Trainer`."""
+def fit(strategy: Any, model: str, data: Clocked, **options: Any) -> None:
+    """Train with a bare `Trainer`, to which further options are passed."""
     from trainkit import Trainer
 
     Trainer(
@@ -170,6 +172,7 @@ def fit(strategy: Any, model: str, data: Clocked) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
+        **options,
     ).fit(train_module(model), DataLoader(data, BATCH[model], shuffle=True))
 
 
@@ -266,22 +269,22 @@ def measure_pair(script: str, model: str, names: tuple[str, str], chunks: int, r
     }
 
 
-def argument_parser(doc: str | None, contenders: Sequence[str]) -> argparse.ArgumentParser:
+def argument_parser(doc: str | None, contenders: Sequence[str], models: Sequence[str] = MODELS) -> argparse.ArgumentParser:
     """A parser with the arguments that all benchmarks of pairs have."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=(*BATCH, *contenders), help="some of the models and contenders")
+    parser.add_argument("--only", nargs="+", choices=(*models, *contenders), help="some of the models and contenders")
     parser.add_argument("--repeats", type=int, default=5, help="pairs of worlds for each case (default: 5)")
     parser.add_argument("--chunks", type=int, default=16, help="chunks of steps in a pair (default: 16)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--work", help=argparse.SUPPRESS)
-    parser.add_argument("--model", choices=BATCH, help=argparse.SUPPRESS)
+    parser.add_argument("--model", choices=models, help=argparse.SUPPRESS)
     parser.add_argument("--turns", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--reports", type=int, help=argparse.SUPPRESS)
     return parser
 
 
-def _chosen(only: list[str] | None, contenders: Mapping[str, Contender]) -> list[tuple[str, str]]:
-    models = [model for model in BATCH if only is None or model in only] or list(BATCH)
+def _chosen(only: list[str] | None, contenders: Mapping[str, Contender], known: Sequence[str]) -> list[tuple[str, str]]:
+    models = [model for model in known if only is None or model in only] or list(known)
     names = [name for name in contenders if only is None or name in only] or list(contenders)
     return [(model, name) for model in models for name in names]
 
@@ -311,6 +314,7 @@ def compare(
     contenders: Mapping[str, Contender],
     more: Sequence[str] = (),
     ranks: int = RANKS,
+    models: Sequence[str] = MODELS,
 ) -> int:
     """Measure and print; returns 1 if a limit is exceeded.
 
@@ -320,10 +324,11 @@ def compare(
         contenders: by name; those that are only references must be in `more`.
         more: names of contenders that are not measured themselves.
         ranks: number of processes of a world.
+        models: names of the models.
     """
     load = os.getloadavg()[0]
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores, load {load:.1f}")
-    cases = _chosen(arguments.only, {name: one for name, one in contenders.items() if name not in more})
+    cases = _chosen(arguments.only, {name: one for name, one in contenders.items() if name not in more}, models)
     pairs: dict[tuple[str, str], list[dict[str, float]]] = {case: [] for case in cases}
     for repeat in range(arguments.repeats):  # all cases in each repeat, so that a slow period affects all cases
         for model, name in cases:

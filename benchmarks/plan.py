@@ -38,11 +38,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from trainkit import Trainer, TrainModule
-from trainkit.strategies import DDPStrategy, ZeROStrategy
+from trainkit.strategies import DDPStrategy, FSDPStrategy, ZeROStrategy
 
 KINDS: dict[str, dict[str, Any]] = {
     "single": {},
@@ -52,6 +53,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "zero3, both on cpu": {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
     "zero3, optimizer on nvme": {"stage": 3, "offload_optimizer": "nvme"},
     "zero3, both on nvme": {"stage": 3, "offload_optimizer": "nvme", "offload_params": "nvme"},
+    "fsdp": {},
+    "fsdp, both on cpu": {"offload_params": "cpu"},
 }
 LIMIT, ACTIVATIONS_LIMIT, CHECKPOINT_LIMIT = 0.1, 0.15, 0.01
 seen_high: list[int] = []
@@ -69,19 +72,46 @@ class Watched(torch.optim.AdamW):
         return result
 
 
+class Attention(nn.Module):
+    """Causal attention with heads of 64."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (-1, 64)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class Block(nn.Module):
+    """Attention or none, and a feed-forward layer, with residual connections."""
+
+    def __init__(self, width: int, attends: bool) -> None:
+        super().__init__()
+        self.attention = Attention(width) if attends else None
+        self.layer = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.attention is not None:
+            x = x + self.attention(x)
+        out: Tensor = x + self.layer(x)
+        return out
+
+
 class Layers(TrainModule):
     """An embedding, feed-forward layers with norms, and a head."""
 
+    attends = False
     folder: Path | None = None  # for a checkpoint at the end
 
     def __init__(self, width: int, layers: int, shape: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.shape = shape
         self.embedding = nn.Embedding(4 * width, width)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-            for _ in range(layers)
-        )
+        self.layers = nn.ModuleList(Block(width, self.attends) for _ in range(layers))
         self.head = nn.Linear(width, 16)
 
     def mark(self) -> None:
@@ -95,7 +125,7 @@ class Layers(TrainModule):
         self.mark()
         x = self.embedding(batch)
         for layer in self.layers:
-            x = x + layer(x)
+            x = layer(x)
         loss: Tensor = self.head(x).float().square().mean()
         return loss
 
@@ -111,20 +141,6 @@ class Layers(TrainModule):
         return Watched(self.parameters(), lr=1e-4, fused=True)
 
 
-class Attention(nn.Module):
-    """Causal attention with heads of 64."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (-1, 64)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1))
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return out
-
-
 class GPT(Layers):
     """The same with attention, over sequences of tokens.
 
@@ -133,27 +149,19 @@ class GPT(Layers):
         checkpointing: Compute the activations of each layer again in the backward.
     """
 
+    attends = True
+
     def __init__(self, width: int, layers: int, shape: tuple[int, ...], checkpointing: bool) -> None:
         super().__init__(width, layers, shape)
         self.checkpointing = checkpointing
-        for layer in self.layers:
-            assert isinstance(layer, nn.Sequential)
-            layer.insert(0, Attention(width))
         self.head = nn.Linear(width, self.embedding.num_embeddings)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.mark()
         x = self.embedding(batch)
         for layer in self.layers:
-            x = checkpoint(self.block, layer, x, use_reentrant=False) if self.checkpointing else self.block(layer, x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointing else layer(x)
         return nn.functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
-
-    @staticmethod
-    def block(layer: Any, x: Tensor) -> Tensor:
-        """One layer with its residual connections."""
-        x = x + layer[0](x)
-        out: Tensor = x + layer[1:](x)
-        return out
 
 
 def live() -> int:
@@ -164,7 +172,8 @@ def live() -> int:
         warnings.simplefilter("ignore")
         for thing in gc.get_objects():
             if isinstance(thing, Tensor):
-                for tensor in (thing, thing.grad if thing.is_leaf else None):
+                for whole in (thing, thing.grad if thing.is_leaf else None):
+                    tensor = whole.detach().to_local() if isinstance(whole, DTensor) else whole
                     if tensor is not None and tensor.device.type == "cpu":
                         found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(found.values())
@@ -181,7 +190,9 @@ def train(kind: str, precision: str, module: Layers, nvme: str | None) -> Traine
     options = dict(KINDS[kind])
     if "nvme" in options.values():
         options["nvme_path"] = nvme
-    strategy: Any = ZeROStrategy(**options) if options else DDPStrategy() if kind == "ddp" else "auto"
+    strategy: Any = DDPStrategy() if kind == "ddp" else "auto"
+    if "zero" in kind or "fsdp" in kind:
+        strategy = (ZeROStrategy if "zero" in kind else FSDPStrategy)(**options)
     quiet: dict[str, Any] = {
         "logger": False,
         "enable_progress_bar": False,

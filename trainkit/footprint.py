@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
+from torch import nn
 from torch.optim import Optimizer
 
 __all__ = ["Contents", "Footprint", "Held", "Moment", "Weight", "in_backward", "unsharded"]
@@ -44,6 +45,7 @@ class Contents:
         optimizers: Optimizers of parameters without values.
         window: Micro-batches per optimizer step.
         stored_frozen: Whether a checkpoint contains frozen parameters, as it does for a model without PEFT adapters.
+        modules: Modules with these parameters without values, in the same order. Empty: unknown.
         profile: What the forward and backward of a micro-batch add: pairs (bytes of activations, bytes of gradients so far),
             for the moments that can be the peak. Empty: unknown.
     """
@@ -55,6 +57,7 @@ class Contents:
     optimizers: tuple[Optimizer, ...] = ()
     window: int = 1
     stored_frozen: bool = True
+    modules: tuple[nn.Module, ...] = ()
     profile: tuple[tuple[int, int], ...] = ()
 
     @property

@@ -1,25 +1,193 @@
-"""The memory of a process under `FSDPStrategy`, for `Trainer.plan`."""
+"""The memory of `FSDPStrategy`: bytes on the device and on the host.
+
+In addition to a rank's shards of parameters, gradients and optimizer state, torch's `fully_shard` allocates:
+
+- from the forward to the backward, the whole parameters of the root; those of the unit that runs; and the result of another
+  all-gather: in the forward that of the same unit, in the backward that of the next one, which is gathered in advance;
+- in the backward, the whole gradients of the root, those of the unit that runs, and the reduce-scatter input of
+  the unit before;
+- at the end of the backward, the whole gradients of the root, and their copy as its reduce-scatter input.
+
+`benchmarks/plan.py` compares these numbers with real runs.
+"""
 
 from __future__ import annotations
 
-from trainkit.footprint import Contents, Footprint, Held, Moment
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from trainkit.footprint import Contents, Footprint, Held, Moment, Weight, in_backward, unsharded
+from trainkit.strategies.fsdp.fsdp_options import FSDPOptions
+from trainkit.strategies.fsdp.sharded_optimizer import refuse_optimizer
+from trainkit.strategies.fsdp.units import choose_units, ignored_parameters
 
 __all__ = ["footprint"]
 
+_MASTER = 4  # bytes of a float32 element
 
-def footprint(contents: Contents, shards: int, name: str) -> Footprint:
-    """Sharded parameters, gradients and optimizer state, and the largest parameter twice: gathered, and its gradient."""
-    trained = sum(weight.nbytes for weight in contents.trained)
-    state = sum(weight.state for weight in contents.weights)
-    largest = max((weight.nbytes for weight in contents.weights), default=0)
-    held = Held(
-        parameters=_share(sum(weight.nbytes for weight in contents.weights), shards) + contents.buffers,
-        gradients=_share(trained, shards),
-        optimizer=_share(state, shards),
-        buffers=2 * largest if shards > 1 else 0,
+
+def footprint(contents: Contents, options: FSDPOptions, processes: int, name: str) -> Footprint:
+    """See `trainkit.Strategy.footprint`. Parameters of 16 bits have float32 shards, unless the user gave `mixed_precision`.
+
+    Raises:
+        OptimizerError: FSDP does not support an optimizer.
+        ConfigurationError: `wrap` or `ignored_modules` matches no module.
+    """
+    for optimizer in contents.optimizers:
+        refuse_optimizer(optimizer)
+    sizes = _Sizes(contents, options)
+    offloads = options.offload_params is not None
+    if processes == 1 and not (offloads or sizes.masters or options.mixed_precision):
+        return unsharded(name, contents)
+    shards = max(1, processes // options.replicas)
+    sharded, whole = sizes.sharded, sizes.ignored
+    shard = sum(-(-weight.nbytes // shards) for weight in sharded)
+    gradients = sum(-(-weight.nbytes // shards) for weight in sharded if weight.trained)
+    kept = Held(
+        parameters=0 if sizes.masters else shard,
+        masters=shard if sizes.masters else 0,
+        optimizer=-(-sum(weight.state for weight in sharded) // shards),
     )
-    return Footprint(name, {"update": Moment(held)}, checkpoint=trained + state + contents.stored_bare)
+    stays = Held(
+        parameters=contents.buffers + _nbytes(whole),
+        gradients=_nbytes(weight for weight in whole if weight.trained),
+        optimizer=sum(weight.state for weight in whole),
+    )
+    device, host = (stays, kept) if offloads else (stays + kept, Held())
+    there = host + Held(gradients=gradients if offloads else 0)
+    here = Held(gradients=0 if offloads else gradients)
+    moments = {"update": Moment(device + here, there), "forward": Moment(device + sizes.in_forward(shards), host)}
+    for place, held in enumerate(sizes.in_reductions(shards)):
+        moments[("reduce a unit", "reduce the root")[place]] = Moment(device + here + held, there)
+    moments |= sizes.in_backward(device, there, shards, offloads)
+    stored = sizes.stored
+    return Footprint(
+        f"{name}, both on cpu" if offloads else name,
+        moments,
+        checkpoint=_nbytes(stored.trained) + sum(weight.state for weight in stored.weights) + stored.stored_bare,
+    )
 
 
-def _share(total: int, shards: int) -> int:
-    return -(-total // shards)
+@dataclass(frozen=True)
+class _Unit:
+    """Bytes of the whole tensors of a unit: its parameters, its gradients, and its reduce-scatter input."""
+
+    parameters: int = 0
+    gradients: int = 0
+    reduced: int = 0
+
+
+class _Sizes:
+    """The parts of a run that `fully_shard` allocates.
+
+    Args:
+        contents: the contents of the run, in its precision.
+        options: the options of the strategy.
+
+    Attributes:
+        masters: parameters of 16 bits have float32 shards.
+        stored: the contents with the parameters that the shards hold.
+        sharded: the sharded parameters.
+        ignored: the parameters that are whole on each rank.
+        root: the parameters that belong to no unit.
+        unit: the largest unit.
+        all: everything that is sharded.
+    """
+
+    def __init__(self, contents: Contents, options: FSDPOptions) -> None:
+        self._options, policy = options, options.mixed_precision
+        self.masters = policy is None and any(weight.itemsize < _MASTER for weight in contents.weights)
+        self.stored = _with_masters(contents) if self.masters else contents
+        self._compute = None if policy is None or policy.param_dtype is None else policy.param_dtype.itemsize
+        self._reduce = _MASTER if self.masters else None
+        if policy is not None and policy.reduce_dtype is not None:
+            self._reduce = policy.reduce_dtype.itemsize
+        units, ignored = _members(contents, options)
+        weights = range(len(contents.weights))
+        self.sharded = tuple(self.stored.weights[i] for i in weights if i not in ignored)
+        self.ignored = tuple(self.stored.weights[i] for i in weights if i in ignored)
+        inside = ignored.union(*units)
+        self.root = self._unit(contents.weights[i] for i in weights if i not in inside)
+        made = [self._unit(contents.weights[i] for i in unit - ignored) for unit in units]
+        self.unit = max(made, key=lambda unit: unit.parameters, default=_Unit())
+        self.all = self._unit(contents.weights[i] for i in weights if i not in ignored)
+
+    def _unit(self, weights: Iterable[Weight]) -> _Unit:
+        listed, parts = list(weights), self._options.tensor_parallel
+        trained = [weight for weight in listed if weight.trained]
+        reduced = sum(weight.numel * (self._reduce or self._compute or weight.itemsize) for weight in trained)
+        return _Unit(self._computed(listed) // parts, self._computed(trained) // parts, reduced // parts)
+
+    def _computed(self, weights: list[Weight]) -> int:
+        return sum(weight.numel * (self._compute or weight.itemsize) for weight in weights)
+
+    @property
+    def _accumulates_whole(self) -> bool:
+        return self.stored.window > 1 and self._options.accumulate == "once"
+
+    def _gathered(self, shards: int) -> int:
+        """Bytes of whole parameters in the backward."""
+        groups = self._options.reshard_after_forward
+        if groups is False:
+            return self.all.parameters
+        copies = 2 if shards > 1 else 1
+        between = self.all.parameters // groups if groups not in (None, True) else 0
+        return self.root.parameters + min(copies * self.unit.parameters, self.all.parameters - self.root.parameters) + between
+
+    def in_forward(self, shards: int) -> Held:
+        """What a forward adds."""
+        first = 2 * self.root.parameters if shards > 1 else self.root.parameters  # while its result is copied
+        activations = max((held for held, gradients in self.stored.profile if not gradients), default=0)
+        return Held(buffers=max(first, self._gathered(shards)), activations=activations)
+
+    def in_reductions(self, shards: int) -> tuple[Held, Held]:
+        """What the reduction of the last unit, and that of the root, add to all sharded gradients, without activations."""
+        root, unit = self.root, self.unit
+        waiting = self.all.gradients if self._accumulates_whole else root.gradients + unit.gradients
+        late = -(-waiting // shards)  # not sharded yet
+        return (
+            Held(gradients=waiting - late, buffers=self._gathered(shards) + unit.reduced),
+            Held(gradients=root.gradients - -(-root.gradients // shards), buffers=root.reduced),
+        )
+
+    def in_backward(self, device: Held, host: Held, shards: int, offloads: bool) -> dict[str, Moment]:
+        """The moment with activations."""
+        root, unit = self.root, self.unit
+        held = device + Held(buffers=self._gathered(shards))
+        contents = replace(self.stored, weights=self.sharded)
+        if self._accumulates_whole or shards == 1:  # all gradients are whole
+            return in_backward(contents, held + Held(buffers=unit.reduced), host)
+        parts = max(self.all.gradients, 1) if offloads else shards
+        waiting = root.gradients + unit.gradients + unit.reduced
+        return in_backward(contents, held, host, shards=parts, waiting=waiting)
+
+
+def _members(contents: Contents, options: FSDPOptions) -> tuple[list[set[int]], set[int]]:
+    """The indices of the weights of each unit, and of the ignored ones."""
+    index = {id(parameter): i for i, parameter in enumerate(nn.ModuleList(contents.modules).parameters())}
+    units: list[set[int]] = []
+    ignored: set[int] = set()
+    for module in contents.modules:
+        ignored |= {index[id(parameter)] for parameter in ignored_parameters(module, options.ignored_modules)}
+        taken: set[int] = set()
+        for unit in reversed(choose_units(module, options.wrap).values()):  # units inside of units first
+            units.append({index[id(parameter)] for parameter in unit.parameters()} - taken)
+            taken |= units[-1]
+    return units, ignored
+
+
+def _with_masters(contents: Contents) -> Contents:
+    """Contents whose parameters, gradients and optimizer state are float32."""
+    weights = tuple(
+        replace(weight, itemsize=_MASTER, state=_MASTER * contents.flat_slots * weight.numel if weight.trained else 0)
+        for weight in contents.weights
+    )
+    ratio = _nbytes(weights) / max(_nbytes(contents.weights), 1)
+    profile = tuple((activations, round(ratio * gradients)) for activations, gradients in contents.profile)
+    return replace(contents, weights=weights, profile=profile)
+
+
+def _nbytes(weights: Iterable[Weight]) -> int:
+    return sum(weight.nbytes for weight in weights)

@@ -397,7 +397,7 @@ class FSDPStrategy(Strategy):
 
     def footprint(self, contents: Contents, processes: int) -> Footprint:
         """See `trainkit.Strategy.footprint`."""
-        return footprint(contents, max(1, processes // self.options.replicas), self.name)
+        return footprint(contents, self.options, processes, self.name)
 
     def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:
         """See `trainkit.Strategy.all_gather`."""

@@ -16,21 +16,17 @@ from trainkit.strategies._quantized import quantizes
 from trainkit.strategies.fsdp.sharded_model import ShardedModel
 from trainkit.strategies.fsdp.tensor_parallel import Replaced
 
-__all__ = ["check_optimizer", "load_optimizer", "stored_optimizer", "use_sharded_parameters"]
+__all__ = ["check_optimizer", "load_optimizer", "refuse_optimizer", "stored_optimizer", "use_sharded_parameters"]
 
 # torch has no sharding rule for what these compute
 _REFUSED = ("Adafactor", "LBFGS", "Rprop", "SparseAdam")
 
 
-def check_optimizer(optimizer: Optimizer, scaled: bool) -> None:
-    """Refuse an optimizer that does not work on sharded parameters.
-
-    Args:
-        optimizer: over sharded parameters, and possibly whole ones.
-        scaled: the loss is scaled.
+def refuse_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose steps cannot be computed on parts of a parameter.
 
     Raises:
-        OptimizerError: it is one of those, or has both kinds of parameters where torch cannot compute with them together.
+        OptimizerError: it is one of those.
     """
     name = next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _REFUSED), None)
     if name is not None:
@@ -43,6 +39,19 @@ def check_optimizer(optimizer: Optimizer, scaled: bool) -> None:
             f"{type(optimizer).__name__} does not work under FSDP: it quantizes blocks of its state, which would be other "
             "blocks than those of whole parameters. Use torch.optim.AdamW, or strategy='ddp'."
         )
+
+
+def check_optimizer(optimizer: Optimizer, scaled: bool) -> None:
+    """Refuse an optimizer that does not work on sharded parameters.
+
+    Args:
+        optimizer: over sharded parameters, and possibly whole ones.
+        scaled: the loss is scaled.
+
+    Raises:
+        OptimizerError: it is one of those, or has both kinds of parameters where torch cannot compute with them together.
+    """
+    refuse_optimizer(optimizer)
     kinds = {isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]}
     if scaled and len(kinds) > 1:
         raise OptimizerError(

@@ -101,7 +101,8 @@ def test_what_fits_has_a_column_and_a_line_for_each_number_of_processes() -> Non
     answers = {" ".join(line[2:37].split()): line.split()[-1] for line in lines if line.endswith(("yes", "no"))}
     assert answers["single 1"] == "no"
     assert answers["zero1, optimizer on cpu 2"] == "yes"
-    assert "  on   2 processes  zero1, optimizer on cpu" in lines
+    assert "  on   1 process    zero1, optimizer on cpu" in lines
+    assert "  on   2 processes  fsdp" in lines
 
 
 def test_the_smallest_that_fits() -> None:
@@ -110,7 +111,7 @@ def test_the_smallest_that_fits() -> None:
     found = {
         size: (made.smallest.strategy, made.smallest.processes) if made.smallest else None for size, made in by_size.items()
     }
-    assert found == {64: ("single", 1), 48: ("zero1", 4), 38: ("zero2, optimizer on cpu", 1), 16: None}
+    assert found == {64: ("single", 1), 48: ("fsdp", 2), 38: ("fsdp", 4), 16: None}
     assert by_size[48].smallest_on(1) is not None
     assert by_size[16].smallest_on(4) is None
     for each in by_size[48].rows:
@@ -218,7 +219,7 @@ def test_adapters() -> None:
 def test_unsupported_strategies_have_notes() -> None:
     # strategies that do not support the precision or the optimizer have a note instead of a row
     made = plan(trainer={"precision": "64-true"}, processes=[2])
-    assert {each.strategy for each in made.rows} == {"ddp"}
+    assert {each.strategy for each in made.rows} == {"ddp", "fsdp"}
     assert any(note.startswith("zero1; zero2") and "does not support 64-true" in note for note in made.notes)
 
     class Factored(Planned):
@@ -228,6 +229,7 @@ def test_unsupported_strategies_have_notes() -> None:
     made = plan(Factored(), processes=[2])
     assert {each.strategy for each in made.rows} == {"ddp"}
     assert any("Adafactor does not work under ZeRO" in note for note in made.notes)
+    assert any("Adafactor does not work on sharded parameters" in note for note in made.notes)
     assert row(made, "ddp", 2).footprint.device.optimizer < 4 * T * 0.1
 
 

@@ -123,6 +123,7 @@ def contents_of(modules: Iterable[nn.Module], optimizers: Sequence[Optimizer], w
         optimizers=tuple(optimizers),
         window=window,
         stored_frozen=not any(has_adapters(module) for module in together),
+        modules=tuple(together),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from helpers.runs.trainers import make_trainer
 from helpers.zero.zero_cases import strategy
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from trainkit import TrainModule
@@ -75,7 +76,8 @@ def live_bytes() -> int:
     found: dict[int, int] = {}
     for thing in gc.get_objects():
         if isinstance(thing, Tensor):
-            for tensor in (thing, thing.grad if thing.is_leaf else None):
+            for whole in (thing, thing.grad if thing.is_leaf else None):
+                tensor = whole.detach().to_local() if isinstance(whole, DTensor) else whole
                 if tensor is not None and tensor.device.type == "cpu":
                     found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(found.values())
