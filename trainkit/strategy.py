@@ -26,8 +26,6 @@ from trainkit.registry import SINGLE, StrategyInfo
 
 __all__ = ["Strategy"]
 
-_NULL = nullcontext()
-
 
 class Strategy(Ranks):
     """Where and how the computation runs. This class is one device in one process; a subclass overrides what differs.
@@ -208,7 +206,7 @@ class Strategy(Ranks):
 
     def building(self, pretrained: bool = False) -> AbstractContextManager[Any]:
         """A context in which layers may be sharded as they are built; with `pretrained` only models of `transformers`."""
-        return _NULL
+        return nullcontext()
 
     def prepare_module(self, module: nn.Module) -> nn.Module:
         """Move the module to the device, convert it to the precision's dtype, and wrap it if the strategy does.
@@ -319,10 +317,6 @@ class Strategy(Ranks):
     def sync_buffers(self) -> None:
         """Broadcast rank 0's buffers to all processes; `optimizer_step` does so after an optimizer step."""
 
-    def mean(self, value: Tensor) -> Tensor:
-        """Return the mean of a tensor over the processes."""
-        return value
-
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Run the optimizer step; return whether it was made."""
         return self.precision.optimizer_step(optimizer, closure)
@@ -345,7 +339,7 @@ class Strategy(Ranks):
             module: The user's module, or a part of it.
             modified: Keep rank 0's changes of the parameters; otherwise changes are lost.
         """
-        return _NULL
+        return nullcontext()
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor | None:
         """Return the 2-norm of an optimizer's gradients if its parameters have no `grad`; otherwise `None`. Collective."""

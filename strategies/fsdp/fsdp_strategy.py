@@ -46,7 +46,6 @@ from trainkit.strategies.fsdp.units import (
     choose_units,
     described_units,
     ignored_parameters,
-    refuse_unshardable,
 )
 from trainkit.strategy import Strategy
 from trainkit.unsupported import refuse_unknown
@@ -162,13 +161,8 @@ class FSDPStrategy(Strategy):
         """See `trainkit.Strategy.join`."""
         (self.world, self.device), self.joined = self._membership.join(wanted, self.device), True
         replicas, tensor_parallel = self.options.replicas, self.options.tensor_parallel
-        if self.world.size > 1:
+        if self.world.size > 1 or replicas * tensor_parallel > 1:
             self._meshes = Meshes(self.world, self.device, replicas, tensor_parallel, self.timeout)
-        elif replicas * tensor_parallel > 1:
-            raise ConfigurationError(
-                f"{self!r} needs several processes, but this run has one. Use Trainer(devices={replicas * tensor_parallel}), "
-                "or remove replicas and tensor_parallel."
-            )
 
     @property
     def data_world(self) -> World:
@@ -177,8 +171,7 @@ class FSDPStrategy(Strategy):
 
     @property
     def mesh(self) -> Any:
-        """The device mesh, with the dimensions `"replicas"`, `"data"` and `"tensor"`; those of size 1 but `"data"` are left
-        out. `None` with a single process, and before `join`."""
+        """The device mesh: `"data"`, and `"replicas"` and `"tensor"` if there are several; `None` with a single process."""
         return None if self._meshes is None else self._meshes.whole
 
     @property
@@ -210,7 +203,8 @@ class FSDPStrategy(Strategy):
         units, ignored = choose_units(module, self.options.wrap), ignored_parameters(module, self.options.ignored_modules)
         parts = list(callable_parts(module)) if manual else [module]
         self._described.append(described_units(module, units, parts))
-        made = [self._sharded(part, units, ignored, meshes, manual) for part in parts]
+        arguments = {**self.options.arguments(self.precision, self.device), "mesh": meshes.shards}
+        made = [ShardedModel(part, units, ignored, self.device, self.world, arguments, manual) for part in parts]
         self._models += made
         self._steps = None if manual else made[0]
         known = {id(p) for model in made for p in (*model.sharded, *model.whole)}
@@ -231,20 +225,6 @@ class FSDPStrategy(Strategy):
                 self._group.enter_context(alone(backend))
             self._meshes = Meshes(self.world, self.device, 1, 1, self.timeout)
         return self._meshes
-
-    def _sharded(
-        self,
-        module: nn.Module,
-        units: Mapping[str, nn.Module],
-        ignored: set[nn.Parameter],
-        meshes: Meshes,
-        called_directly: bool,
-    ) -> ShardedModel:
-        inside = set(module.modules()) - {module}
-        units = {name: unit for name, unit in units.items() if unit in inside}
-        refuse_unshardable({**units, "": module}, ignored)
-        arguments = {**self.options.arguments(self.precision, self.device), "mesh": meshes.shards}
-        return ShardedModel(module, units, ignored, self.device, self.world, arguments, called_directly)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """See `trainkit.Strategy.wrap`."""

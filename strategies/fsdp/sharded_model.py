@@ -17,7 +17,7 @@ from trainkit.nested import leaves, map_tensors
 from trainkit.strategies._reduction import broadcast
 from trainkit.strategies.fsdp.shards import Shards
 from trainkit.strategies.fsdp.torch_internals import allocate, remove_fully_shard, without_forward_hooks
-from trainkit.strategies.fsdp.units import Slot, slots
+from trainkit.strategies.fsdp.units import Slot, refuse_unshardable, slots
 
 __all__ = ["Root", "ShardedModel"]
 
@@ -96,7 +96,7 @@ class ShardedModel:
 
     Args:
         module: the user's module; parameters may be sharded over a tensor-parallel group already.
-        units: the modules inside it to shard by themselves, by name.
+        units: the modules to shard by themselves, by name; only those inside of `module` count.
         ignored: parameters that are not sharded.
         device: the device of this process.
         world: the processes.
@@ -122,6 +122,9 @@ class ShardedModel:
         options: dict[str, Any],
         called_directly: bool = False,
     ) -> None:
+        inside = set(module.modules()) - {module}
+        units = {name: unit for name, unit in units.items() if unit in inside}
+        refuse_unshardable({**units, "": module}, ignored)
         self.module, self.units, self._device, self._world = module, units, device, world
         self._inner = set(units.values())
         self._slots = list(slots(module))

@@ -94,6 +94,10 @@ class Ranks:
         """
         return data
 
+    def mean(self, value: Tensor) -> Tensor:
+        """Return the mean of a tensor over the processes."""
+        return value
+
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes.
 

@@ -78,7 +78,7 @@ def test_wrong_values(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["replicas", "tensor_parallel"])
 def test_sizes_that_one_process_does_not_have(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"{name}=2.*needs several processes"):
+    with pytest.raises(ConfigurationError, match=rf"{name}=2.*needs a multiple of 2 processes"):
         made(**{name: 2}).join(RequestedDevices("cpu", 1, 1))
 
 

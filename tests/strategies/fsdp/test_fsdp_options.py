@@ -39,7 +39,6 @@ def test_master_weights() -> None:
     assert FSDPOptions().arguments(Precision("bf16-mixed"), CPU)["mp_policy"] == MixedPrecisionPolicy()
     own = MixedPrecisionPolicy(torch.float16)
     assert FSDPOptions(mixed_precision=own).arguments(Precision("bf16-true"), CPU)["mp_policy"] is own
-    assert not FSDPOptions(mixed_precision=own).has_masters(Precision("bf16-true"))
 
 
 def test_offloading_on_a_cpu_pins_nothing() -> None:
