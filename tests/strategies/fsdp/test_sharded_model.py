@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from trainkit.errors import ModuleError
 from trainkit.micro_batch import MicroBatch
 
+INTEGER = torch.int8 if hasattr(FSDPModule, "set_reduce_scatter_unused_params") else torch.float64  # torch 2.9: float only
+
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.1, weight_decay=0.1)
@@ -35,12 +37,12 @@ class Uneven(Net):
 
 
 class Frozen(Net):
-    """A frozen layer, of int8."""
+    """A frozen layer, and a frozen parameter of int8."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first.requires_grad_(False)
-        self.table = nn.Parameter(torch.arange(12, dtype=torch.int8).reshape(3, 4), requires_grad=False)
+        self.table = nn.Parameter(torch.arange(12, dtype=INTEGER).reshape(3, 4), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x + self.table.sum(0).to(x.dtype) / 20)
@@ -100,7 +102,7 @@ def test_parameters_of_all_kinds() -> None:
         for accumulate in ("once", "reshard"):
             assert_like_one_process(make, accumulate=accumulate)
             assert_like_one_process(make, accumulate=accumulate, wrap=False)
-    assert assert_like_one_process(Frozen).table.dtype == torch.int8
+    assert assert_like_one_process(Frozen).table.dtype == INTEGER
 
 
 @pytest.mark.world_size(4)
