@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,19 +40,9 @@ from trainkit.strategies.fsdp.info import INFO
 from trainkit.strategies.fsdp.meshes import Meshes
 from trainkit.strategies.fsdp.sharded_model import ShardedModel
 from trainkit.strategies.fsdp.tensor_parallel import Replaced, parallelize
-from trainkit.strategies.fsdp.units import (
-    Wrap,
-    callable_parts,
-    choose_units,
-    described_units,
-    ignored_parameters,
-    refuse_unshardable,
-)
+from trainkit.strategies.fsdp.units import Wrap, callable_parts, choose_units, described_units, ignored_parameters, units_inside
 from trainkit.strategy import Strategy
 from trainkit.unsupported import refuse_unknown
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["FSDPStrategy"]
 
@@ -136,7 +126,7 @@ class FSDPStrategy(Strategy):
         self.process_group_backend, self.timeout = process_group_backend, self._membership.timeout
         self._meshes: Meshes | None = None
         self._group = ExitStack()  # the process group of a single process
-        self._described: list[str] = []  # what was sharded, of each module
+        self._described = ""  # what was sharded in the last run
         self._reset()
 
     def __repr__(self) -> str:
@@ -192,10 +182,8 @@ class FSDPStrategy(Strategy):
         Raises:
             ModuleError: The ranks have different modules, or a part cannot be sharded.
         """
-        if not self._models:
-            self._described.clear()  # of the run before
         if self._alone:
-            self._described[:] = ["nothing: there is one process"]
+            self._described = "nothing: there is one process"
             return super().prepare_module(module)
         refuse_sharded(module)
         self.placement(module)
@@ -209,8 +197,13 @@ class FSDPStrategy(Strategy):
         manual = not getattr(module, "automatic_optimization", True)
         units, ignored = choose_units(module, self.options.wrap), ignored_parameters(module, self.options.ignored_modules)
         parts = list(callable_parts(module)) if manual else [module]
-        self._described.append(described_units(module, units, parts))
-        made = [self._sharded(part, units, ignored, meshes, manual) for part in parts]
+        described = described_units(module, units, parts)
+        self._described = f"{self._described}; {described}" if self._models else described
+        options = {**self.options.arguments(self.precision, self.device), "mesh": meshes.shards}
+        made = [
+            ShardedModel(part, units_inside(part, units, ignored), ignored, self.device, self.world, options, manual)
+            for part in parts
+        ]
         self._models += made
         self._steps = None if manual else made[0]
         known = {id(p) for model in made for p in (*model.sharded, *model.whole)}
@@ -231,20 +224,6 @@ class FSDPStrategy(Strategy):
                 self._group.enter_context(alone(backend))
             self._meshes = Meshes(self.world, self.device, 1, 1, self.timeout)
         return self._meshes
-
-    def _sharded(
-        self,
-        module: nn.Module,
-        units: Mapping[str, nn.Module],
-        ignored: set[nn.Parameter],
-        meshes: Meshes,
-        called_directly: bool,
-    ) -> ShardedModel:
-        inside = set(module.modules()) - {module}
-        units = {name: unit for name, unit in units.items() if unit in inside}
-        refuse_unshardable({**units, "": module}, ignored)
-        arguments = {**self.options.arguments(self.precision, self.device), "mesh": meshes.shards}
-        return ShardedModel(module, units, ignored, self.device, self.world, arguments, called_directly)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """See `trainkit.Strategy.wrap`."""
@@ -393,7 +372,7 @@ class FSDPStrategy(Strategy):
 
     def description(self) -> Mapping[str, str]:
         """See `trainkit.Strategy.description`. The units of the last run."""
-        return {"sharded": "; ".join(self._described)} if self._described else {}
+        return {"sharded": self._described} if self._described else {}
 
     def footprint(self, contents: Contents, processes: int) -> Footprint:
         """See `trainkit.Strategy.footprint`."""

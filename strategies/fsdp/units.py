@@ -20,6 +20,7 @@ __all__ = [
     "ignored_parameters",
     "refuse_unshardable",
     "slots",
+    "units_inside",
 ]
 
 Wrap = Choice | Sequence[Choice] | int | bool | None
@@ -64,6 +65,18 @@ def _of_size(module: nn.Module, minimum: int) -> dict[str, nn.Module]:
             found[name] = part
             taken |= own.keys()
     return dict(reversed(found.items()))
+
+
+def units_inside(part: nn.Module, units: Mapping[str, nn.Module], ignored: set[nn.Parameter]) -> dict[str, nn.Module]:
+    """Those of the units that are inside a part of the module, after a check that they and the part can be sharded.
+
+    Raises:
+        ModuleError: see `refuse_unshardable`.
+    """
+    inside = set(part.modules()) - {part}
+    found = {name: unit for name, unit in units.items() if unit in inside}
+    refuse_unshardable({**found, "": part}, ignored)
+    return found
 
 
 def described_units(module: nn.Module, units: Mapping[str, nn.Module], roots: Sequence[nn.Module]) -> str:
