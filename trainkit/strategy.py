@@ -78,11 +78,9 @@ class Strategy(Ranks):
     shards_optimizer_state: ClassVar[bool] = False
     shards_parameters: ClassVar[bool] = False
     supported_precisions: ClassVar[Collection[str]] = PRECISIONS.keys()  # those that are registered later too
-
     plugin: Any = None
     sync_batchnorm: bool = False
     owns_backward: bool = False
-
     pad_last_batch: bool = False
     placed_on: tuple[torch.device, ...] = ()
     joined: bool = False
@@ -380,9 +378,7 @@ class Strategy(Ranks):
         return {}
 
     def footprint(self, contents: Contents, processes: int) -> Footprint:
-        """Return the memory of one process in bytes, for `Trainer.plan`.
-
-        Activations are the moment `"backward"` of the result: `trainkit.footprint.in_backward`.
+        """Return the memory of one process in bytes, for `Trainer.plan`; activations by `trainkit.footprint.in_backward`.
 
         Args:
             contents: The parameters without their values, what the optimizer keeps for them, and activations if known.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,18 +40,9 @@ from trainkit.strategies.fsdp.info import INFO
 from trainkit.strategies.fsdp.meshes import Meshes
 from trainkit.strategies.fsdp.sharded_model import ShardedModel
 from trainkit.strategies.fsdp.tensor_parallel import Replaced, parallelize
-from trainkit.strategies.fsdp.units import (
-    Wrap,
-    callable_parts,
-    choose_units,
-    described_units,
-    ignored_parameters,
-)
+from trainkit.strategies.fsdp.units import Wrap, callable_parts, choose_units, described_units, ignored_parameters
 from trainkit.strategy import Strategy
 from trainkit.unsupported import refuse_unknown
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["FSDPStrategy"]
 
@@ -135,7 +126,7 @@ class FSDPStrategy(Strategy):
         self.process_group_backend, self.timeout = process_group_backend, self._membership.timeout
         self._meshes: Meshes | None = None
         self._group = ExitStack()  # the process group of a single process
-        self._described: list[str] = []  # what was sharded, of each module
+        self._described = ""  # what was sharded in the last run
         self._reset()
 
     def __repr__(self) -> str:
@@ -185,10 +176,8 @@ class FSDPStrategy(Strategy):
         Raises:
             ModuleError: The ranks have different modules, or a part cannot be sharded.
         """
-        if not self._models:
-            self._described.clear()  # of the run before
         if self._alone:
-            self._described[:] = ["nothing: there is one process"]
+            self._described = "nothing: there is one process"
             return super().prepare_module(module)
         refuse_sharded(module)
         self.placement(module)
@@ -202,9 +191,10 @@ class FSDPStrategy(Strategy):
         manual = not getattr(module, "automatic_optimization", True)
         units, ignored = choose_units(module, self.options.wrap), ignored_parameters(module, self.options.ignored_modules)
         parts = list(callable_parts(module)) if manual else [module]
-        self._described.append(described_units(module, units, parts))
-        arguments = {**self.options.arguments(self.precision, self.device), "mesh": meshes.shards}
-        made = [ShardedModel(part, units, ignored, self.device, self.world, arguments, manual) for part in parts]
+        described = described_units(module, units, parts)
+        self._described = f"{self._described}; {described}" if self._models else described
+        options = {**self.options.arguments(self.precision, self.device), "mesh": meshes.shards}
+        made = [ShardedModel(part, units, ignored, self.device, self.world, options, manual) for part in parts]
         self._models += made
         self._steps = None if manual else made[0]
         known = {id(p) for model in made for p in (*model.sharded, *model.whole)}
@@ -373,7 +363,7 @@ class FSDPStrategy(Strategy):
 
     def description(self) -> Mapping[str, str]:
         """See `trainkit.Strategy.description`. The units of the last run."""
-        return {"sharded": "; ".join(self._described)} if self._described else {}
+        return {"sharded": self._described} if self._described else {}
 
     def footprint(self, contents: Contents, processes: int) -> Footprint:
         """See `trainkit.Strategy.footprint`."""

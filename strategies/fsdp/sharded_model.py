@@ -279,7 +279,8 @@ class ShardedModel:
             return nn.Parameter(self.shards.whole(parameter, parameter), requires_grad=parameter.requires_grad)
 
     def restore(self, collective: bool) -> None:
-        """Remove torch's hooks. All parameters are whole again, on the devices that they were on before.
+        """Remove torch's hooks. All parameters are whole again, on the devices that they were on before; those of the
+        meta device stay where they were trained.
 
         Args:
             collective: all ranks call it; if not, parameters stay sharded.
@@ -296,7 +297,8 @@ class ShardedModel:
                 continue
             if id(parameter) not in made:
                 made[id(parameter)] = self._whole(parameter)
-                made[id(parameter)].data = made[id(parameter)].data.to(device)
+                if device.type != "meta":
+                    made[id(parameter)].data = made[id(parameter)].data.to(device)
             owner._parameters[name] = made[id(parameter)]
 
 
