@@ -166,7 +166,10 @@ class GPT(Layers):
 
 def local(tensor: Any) -> Any:
     """This process's shard of a sharded tensor; another tensor as it is."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    sharded: Any = tensor.detach()
+    return sharded.to_local()
 
 
 def live() -> int:
