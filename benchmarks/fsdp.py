@@ -33,7 +33,6 @@ import torch
 from pairs import BATCH, ROOT, Clocked, Contender, adamw, argument_parser, compare, fit, loss_of, make_module, work
 from torch import nn
 from torch.utils.data import DataLoader
-from zero import resident
 
 LIMIT, MEMORY_LIMIT, CLIP = 1.03, 1.10, 1.0
 MODELS = ("gpt5", "gpt_wide")
@@ -91,6 +90,11 @@ CONTENDERS = {
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
+
+
+def resident(name: str) -> float:
+    """A value of `/proc/self/status` in MB."""
+    return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) / 1e3
 
 
 class Block(nn.Module):

@@ -164,6 +164,14 @@ class GPT(Layers):
         return nn.functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
+def local(tensor: Any) -> Any:
+    """This process's shard of a sharded tensor; another tensor as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    sharded: Any = tensor.detach()
+    return sharded.to_local()
+
+
 def live() -> int:
     """Bytes of all tensors that Python can see."""
     gc.collect()
@@ -173,7 +181,7 @@ def live() -> int:
         for thing in gc.get_objects():
             if isinstance(thing, Tensor):
                 for whole in (thing, thing.grad if thing.is_leaf else None):
-                    tensor = whole.detach().to_local() if isinstance(whole, DTensor) else whole
+                    tensor = local(whole)
                     if tensor is not None and tensor.device.type == "cpu":
                         found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(found.values())

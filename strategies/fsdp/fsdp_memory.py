@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from trainkit.footprint import Contents, Footprint, Held, Moment, Weight, in_backward, unsharded
@@ -37,41 +38,30 @@ def footprint(contents: Contents, options: FSDPOptions, processes: int, name: st
     """
     for optimizer in contents.optimizers:
         refuse_optimizer(optimizer)
-    sizes = _Sizes(contents, options)
+    sizes = _ShardedRun(contents, options)
     offloads = options.offload_params is not None
     if processes == 1 and not (offloads or sizes.masters or options.mixed_precision):
         return unsharded(name, contents)
     shards = max(1, processes // options.replicas)
-    sharded, whole = sizes.sharded, sizes.ignored
-    shard = sum(-(-weight.nbytes // shards) for weight in sharded)
-    gradients = sum(-(-weight.nbytes // shards) for weight in sharded if weight.trained)
-    kept = Held(
-        parameters=0 if sizes.masters else shard,
-        masters=shard if sizes.masters else 0,
-        optimizer=-(-sum(weight.state for weight in sharded) // shards),
-    )
-    stays = Held(
-        parameters=contents.buffers + _nbytes(whole),
-        gradients=_nbytes(weight for weight in whole if weight.trained),
-        optimizer=sum(weight.state for weight in whole),
-    )
+    kept, gradients = sizes.shards(shards)
+    stays = sizes.not_sharded()
     device, host = (stays, kept) if offloads else (stays + kept, Held())
-    there = host + Held(gradients=gradients if offloads else 0)
-    here = Held(gradients=0 if offloads else gradients)
-    moments = {"update": Moment(device + here, there), "forward": Moment(device + sizes.in_forward(shards), host)}
-    for place, held in enumerate(sizes.in_reductions(shards)):
-        moments[("reduce a unit", "reduce the root")[place]] = Moment(device + here + held, there)
-    moments |= sizes.in_backward(device, there, shards, offloads)
+    here, there = (Held(), host + gradients) if offloads else (gradients, host)
+    unit, root = sizes.in_reductions(shards)
+    moments = {
+        "update": Moment(device + here, there),
+        "forward": Moment(device + sizes.in_forward(shards), host),
+        "reduce a unit": Moment(device + here + unit, there),
+        "reduce the root": Moment(device + here + root, there),
+        **sizes.in_backward(device, there, shards, offloads),
+    }
     stored = sizes.stored
-    return Footprint(
-        f"{name}, both on cpu" if offloads else name,
-        moments,
-        checkpoint=_nbytes(stored.trained) + sum(weight.state for weight in stored.weights) + stored.stored_bare,
-    )
+    checkpoint = _nbytes(stored.trained) + _state(stored.weights) + stored.stored_bare
+    return Footprint(f"{name}, both on cpu" if offloads else name, moments, checkpoint)
 
 
 @dataclass(frozen=True)
-class _Unit:
+class _WholeUnit:
     """Bytes of the whole tensors of a unit: its parameters, its gradients, and its reduce-scatter input."""
 
     parameters: int = 0
@@ -79,7 +69,7 @@ class _Unit:
     reduced: int = 0
 
 
-class _Sizes:
+class _ShardedRun:
     """The parts of a run that `fully_shard` allocates.
 
     Args:
@@ -97,31 +87,43 @@ class _Sizes:
     """
 
     def __init__(self, contents: Contents, options: FSDPOptions) -> None:
-        self._options, policy = options, options.mixed_precision
+        self._contents, self._options, policy = contents, options, options.mixed_precision
         self.masters = policy is None and any(weight.itemsize < _MASTER for weight in contents.weights)
         self.stored = _with_masters(contents) if self.masters else contents
-        self._compute = None if policy is None or policy.param_dtype is None else policy.param_dtype.itemsize
-        self._reduce = _MASTER if self.masters else None
-        if policy is not None and policy.reduce_dtype is not None:
-            self._reduce = policy.reduce_dtype.itemsize
+        self._compute = _itemsize(policy.param_dtype) if policy else None
+        self._reduce = _MASTER if self.masters else _itemsize(policy.reduce_dtype) if policy else None
         units, ignored = _members(contents, options)
-        weights = range(len(contents.weights))
-        self.sharded = tuple(self.stored.weights[i] for i in weights if i not in ignored)
-        self.ignored = tuple(self.stored.weights[i] for i in weights if i in ignored)
-        inside = ignored.union(*units)
-        self.root = self._unit(contents.weights[i] for i in weights if i not in inside)
-        made = [self._unit(contents.weights[i] for i in unit - ignored) for unit in units]
-        self.unit = max(made, key=lambda unit: unit.parameters, default=_Unit())
-        self.all = self._unit(contents.weights[i] for i in weights if i not in ignored)
+        every = set(range(len(contents.weights)))
+        self.sharded, self.ignored = self._chosen(every - ignored), self._chosen(ignored)
+        self.all = self._unit(every - ignored)
+        self.root = self._unit(every - ignored.union(*units))
+        made = [self._unit(unit - ignored) for unit in units]
+        self.unit = max(made, key=lambda unit: unit.parameters, default=_WholeUnit())
 
-    def _unit(self, weights: Iterable[Weight]) -> _Unit:
-        listed, parts = list(weights), self._options.tensor_parallel
+    def _chosen(self, indices: set[int]) -> tuple[Weight, ...]:
+        return tuple(self.stored.weights[i] for i in sorted(indices))
+
+    def _unit(self, indices: set[int]) -> _WholeUnit:
+        listed, parts = [self._contents.weights[i] for i in indices], self._options.tensor_parallel
         trained = [weight for weight in listed if weight.trained]
         reduced = sum(weight.numel * (self._reduce or self._compute or weight.itemsize) for weight in trained)
-        return _Unit(self._computed(listed) // parts, self._computed(trained) // parts, reduced // parts)
+        return _WholeUnit(self._computed(listed) // parts, self._computed(trained) // parts, reduced // parts)
 
     def _computed(self, weights: list[Weight]) -> int:
         return sum(weight.numel * (self._compute or weight.itemsize) for weight in weights)
+
+    def shards(self, shards: int) -> tuple[Held, Held]:
+        """A rank's parameters and optimizer state, and its gradients."""
+        own = sum(-(-weight.nbytes // shards) for weight in self.sharded)
+        gradients = sum(-(-weight.nbytes // shards) for weight in self.sharded if weight.trained)
+        optimizer = -(-_state(self.sharded) // shards)
+        kept = Held(masters=own, optimizer=optimizer) if self.masters else Held(parameters=own, optimizer=optimizer)
+        return kept, Held(gradients=gradients)
+
+    def not_sharded(self) -> Held:
+        """Buffers, and the parameters that are whole on each rank, with their gradients and optimizer state."""
+        gradients = _nbytes(weight for weight in self.ignored if weight.trained)
+        return Held(self.stored.buffers + _nbytes(self.ignored), gradients, _state(self.ignored))
 
     @property
     def _accumulates_whole(self) -> bool:
@@ -191,3 +193,11 @@ def _with_masters(contents: Contents) -> Contents:
 
 def _nbytes(weights: Iterable[Weight]) -> int:
     return sum(weight.nbytes for weight in weights)
+
+
+def _state(weights: Iterable[Weight]) -> int:
+    return sum(weight.state for weight in weights)
+
+
+def _itemsize(dtype: torch.dtype | None) -> int | None:
+    return None if dtype is None else dtype.itemsize
