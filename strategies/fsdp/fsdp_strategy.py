@@ -261,7 +261,7 @@ class FSDPStrategy(Strategy):
         """See `trainkit.Strategy.begin_micro_batch`."""
         super().begin_micro_batch(micro)
         for model in self._models:
-            model.outputs.clear()
+            model.forget()
 
     def backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW, **kwargs: Any) -> None:
         """See `trainkit.Strategy.backward`. Reduces the gradients in the last micro-batch of a window."""

@@ -50,7 +50,7 @@ class GradientWindow:
         with self._world.collectives:
             yield
         for model in called:
-            model.outputs.clear()
+            model.forget()
         if micro.last:
             self._end(called)
 
@@ -71,7 +71,7 @@ class GradientWindow:
             ModuleError: no forward was run, for which the other ranks wait.
         """
         roots = [output for model in self._models for output in model.outputs]
-        if loss is None and not roots and self._world.size > 1:
+        if loss is None and not any(model.has_run for model in self._models) and self._world.size > 1:
             raise ModuleError(
                 "there is no loss, and the model was not called, but the other ranks wait for its forward: with FSDP each "
                 "forward is a collective. Call the model before you return None from training_step, or pass None to backward."

@@ -16,7 +16,7 @@ from trainkit.errors import ModuleError
 from trainkit.nested import leaves, map_tensors
 from trainkit.strategies._reduction import broadcast
 from trainkit.strategies.fsdp.shards import Shards
-from trainkit.strategies.fsdp.torch_internals import allocate, remove_fully_shard, without_forward_hooks
+from trainkit.strategies.fsdp.torch_internals import allocate, has_no_values, remove_fully_shard, without_forward_hooks
 from trainkit.strategies.fsdp.units import Slot, refuse_unshardable, slots
 
 __all__ = ["Root", "ShardedModel"]
@@ -51,13 +51,14 @@ class Root(nn.Module):
 
     Attributes:
         outputs: outputs of the last forward that a backward pass can begin at, if its result is not used.
+        units_ran: a unit has run in it.
     """
 
     def __init__(self, module: nn.Module, slots: list[Slot]) -> None:
         super().__init__()
         self.module = module
         self._slots = slots
-        self._inside = False
+        self._inside = self.units_ran = False
         self.outputs: list[Tensor] = []
 
     def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -85,6 +86,7 @@ class Root(nn.Module):
     def keep_outputs(self, unit: nn.Module, args: Any, outputs: Any) -> None:
         """Keep the outputs of a unit in the current forward. A forward hook of the unit."""
         if self._inside:  # not where activation checkpointing runs the forward again
+            self.units_ran = True
             self.outputs += [leaf for leaf in leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
@@ -138,7 +140,7 @@ class ShardedModel:
         for unit in reversed(self.all_units[:-1]):  # blocks inside of blocks first
             self._shard(unit, ignored, options)
         self._shard(self._root, ignored, options)
-        allocate(self._root, torch.device("cpu") if _offloads(options) else device)
+        self._unfilled = allocate(self._root, torch.device("cpu") if _offloads(options) else device)
         distinct = list({id(p): p for owner, name in self._slots if (p := owner._parameters[name]) is not None}.values())
         self.sharded = [p for p in distinct if isinstance(p, DTensor)]
         self.whole = [p for p in distinct if not isinstance(p, DTensor)]
@@ -184,7 +186,13 @@ class ShardedModel:
     # ------------------------------------------------------------------------------------------------------- running
 
     def call(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function while the parameters that belong to no unit are whole. Collective."""
+        """Call a function while the parameters that belong to no unit are whole. Collective.
+
+        Raises:
+            ModuleError: a parameter or buffer from the meta device has no values.
+        """
+        if self._unfilled:
+            self._check_filled()
         if not isinstance(self._root, Root):
             results = run(*args, **kwargs)
         else:
@@ -200,6 +208,30 @@ class ShardedModel:
     def outputs(self) -> list[Tensor]:
         """Outputs at which a backward pass can begin if the results are not used; cleared for each micro-batch."""
         return self._root.outputs if isinstance(self._root, Root) else []
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a forward has run since `forget`, with the collectives that other ranks wait for."""
+        return bool(self.outputs) and (not self.units or (isinstance(self._root, Root) and self._root.units_ran))
+
+    def forget(self) -> None:
+        """Forget the outputs of the last forward."""
+        self.outputs.clear()
+        if isinstance(self._root, Root):
+            self._root.units_ran = False
+
+    def _check_filled(self) -> None:
+        named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        self.reshard()
+        empty = [name for name in self._unfilled if (tensor := named.get(name)) is not None and has_no_values(tensor)]
+        if empty:
+            shown = ", ".join(empty[:5]) + (", …" if empty[5:] else "")
+            raise ModuleError(
+                f"{shown}: created on the meta device, and never filled with values. Load a checkpoint: trainer.fit(module, "
+                "loader, ckpt_path=…); or create it outside of torch.device('meta'). A buffer that no checkpoint contains "
+                "(persistent=False) cannot be loaded."
+            )
+        self._unfilled = []
 
     def reshard(self) -> None:
         """Free the whole parameters that no backward pass has freed: a later forward would not see new values."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import _composable_state
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
-__all__ = ["allocate", "remove_fully_shard", "without_forward_hooks"]
+__all__ = ["allocate", "has_no_values", "remove_fully_shard", "without_forward_hooks"]
 
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 _STATES = "__composable_api_state_key"
@@ -28,10 +30,29 @@ def _groups(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def allocate(module: nn.Module, device: torch.device) -> None:
-    """Give parameters and buffers on the meta device memory without values. `to_empty` would also empty all others."""
-    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-        module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+def allocate(module: nn.Module, device: torch.device) -> list[str]:
+    """Give parameters and buffers on the meta device memory. `to_empty` would also empty all others.
+
+    Returns their names without "module.". Floating-point ones are NaN until they are filled, see `has_no_values`.
+    """
+    found = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
+
+    def memory(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        made = torch.empty_like(tensor, device=device)
+        return made.fill_(math.nan) if made.is_floating_point() else made
+
+    if found:
+        with torch.no_grad():
+            module._apply(memory)
+    return [name.removeprefix("module.") for name in found]
+
+
+def has_no_values(tensor: Tensor) -> bool:
+    """Whether the values of a tensor from `allocate` have never been set, as far as this rank can see."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.is_floating_point() and local.numel() > 0 and bool(local.detach().reshape(-1)[0].isnan())
 
 
 def remove_fully_shard(units: Iterable[nn.Module]) -> None:

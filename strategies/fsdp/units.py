@@ -20,7 +20,6 @@ __all__ = [
     "ignored_parameters",
     "refuse_unshardable",
     "slots",
-    "units_inside",
 ]
 
 Wrap = Choice | Sequence[Choice] | int | bool | None
