@@ -68,5 +68,5 @@ def test_the_mesh() -> None:
 
 
 def test_a_single_process() -> None:
-    with pytest.raises(ConfigurationError, match=r"needs several processes, but this run has one. Use Trainer\(devices=4\)"):
+    with pytest.raises(ConfigurationError, match=r"needs a multiple of 4 processes, but this run has 1. Use devices=4"):
         FSDPStrategy(replicas=2, tensor_parallel=2, device="cpu").join(RequestedDevices("cpu"))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from helpers.runs.parity import Noisy
-from helpers.worlds.worlds import run_world
+from helpers.worlds.worlds import WorldError, run_world
 from helpers.zero.zero_cases import Plain, strategy
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -44,3 +45,38 @@ def test_views_give_no_warning_and_a_rank_without_data_runs_the_backward_of_the_
     (first, parameters), (second, same) = run_world(2, calls)
     assert first == second == 2
     assert parameters == same
+
+
+class Silent(Plain):
+    """Rank 1 has no loss in its second step, and does not call the model for it."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
+        if self.global_rank == 1 and batch_idx == 1:
+            return None
+        return super().training_step(batch, batch_idx)
+
+
+class Empty(Plain):
+    """Created without values."""
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.net = Plain().net
+
+
+def fit(make: type[Plain]) -> None:
+    trainer = Trainer(strategy=strategy("fsdp"), max_epochs=1, logger=False, enable_checkpointing=False)
+    trainer.fit(make(), DataLoader(Noisy(8), batch_size=1))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (Silent, "there is no loss, and the model was not called, but the other ranks wait for its forward"),
+        (Empty, "net.0.weight, net.0.bias, net.3.weight, net.3.bias: created on the meta device, and never filled"),
+    ],
+    ids=["no-forward", "no-values"],
+)
+def test_what_would_hang_or_train_on_garbage_is_an_error(make: type[Plain], text: str) -> None:
+    with pytest.raises(WorldError, match=text):
+        run_world(2, fit, make)
