@@ -246,3 +246,8 @@ def test_ddp() -> None:
     results = run_world(2, under_ddp)
     for parameters in (*results[0], *results[1]):
         torch.testing.assert_close(parameters, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_a_backend_that_would_recompute_other_dropout_is_refused() -> None:
+    with pytest.raises(UnsupportedArgumentError, match="does not work with torch.compile's backend 'eager'"):
+        Trainer(activation_checkpointing=True, compile={"backend": "eager"}, logger=False)

@@ -167,6 +167,10 @@ EFFECTS: dict[str, Effect] = {
     "gradient_clip_algorithm": Effect(
         {"gradient_clip_algorithm": "value"}, lambda t, s: s.largest == 1.0, False, True, {"gradient_clip_val": 1.0}
     ),
+    "activation_checkpointing": Effect(
+        {"activation_checkpointing": "Linear"}, lambda t, s: t._run.recomputed is not None, False, True
+    ),
+    "compile": Effect({"compile": {"backend": "aot_eager"}}, lambda t, s: t._run.compilation is not None, False, True),
     "log_grad_norm": Effect({"log_grad_norm": True}, attached(GradientClipping), False, True),
     "log_every_n_steps": Effect({"log_every_n_steps": 3}, lambda t, s: s.logged, [], [3, 6]),
     "enable_progress_bar": Effect({"enable_progress_bar": True}, attached(TQDMProgressBar), False, True),

@@ -10,7 +10,6 @@ from trainkit.config.inherited import Settings, inherited_settings
 from trainkit.launch.joining import nodes, processes
 from trainkit.launch.resolve import read_wanted
 from trainkit.launch.tpu import DEVICE
-from trainkit.module.activation_checkpointing import refuse_eager_backend
 from trainkit.precision import MIXED, OVER_MASTERS, is_short
 from trainkit.registry import load_callback, load_strategy
 
@@ -47,7 +46,6 @@ def with_settings(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
     if given["precision"] is None and mixed is not None:
         taken |= _precision(given["strategy"], OVER_MASTERS.get(mixed, MIXED[mixed]) if masters else MIXED[mixed])
     notes = [f"{name}={value!r}" for name, value in taken.items()] + _compilation(settings, given)
-    refuse_eager_backend(given["activation_checkpointing"], settings.get("dynamo_backend"))
     complete = given | {name: taken[name] for name in taken.keys() & given.keys()} | created
     if complete["accumulate_grad_batches"] is None:
         complete["accumulate_grad_batches"] = 1

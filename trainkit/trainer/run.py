@@ -22,6 +22,7 @@ from trainkit.module.activation_checkpointing import (
     checkpoint_activations,
     checkpointing_choice,
     refuse_checkpointing,
+    refuse_eager_backend,
 )
 from trainkit.module.overridable_hooks import ModuleHooks, is_overridden
 from trainkit.registry import load_callback
@@ -174,6 +175,8 @@ class Run:
     ) -> Run:
         """What a Trainer has before its first run; all processes use the main process's seed."""
         refuse_checkpointing(arguments.activation_checkpointing, strategy)
+        if compilation is not None:
+            refuse_eager_backend(arguments.activation_checkpointing, compilation.options.get("backend"))
         chosen = int(strategy.world.from_main(resolve_seed(seed)))
         accelerator = Accelerator.of_trainer(strategy)
         accumulation = arguments.accumulate_grad_batches
