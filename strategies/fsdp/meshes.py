@@ -16,7 +16,7 @@ __all__ = ["Meshes"]
 
 
 class Meshes:
-    """The mesh of a run. Its dimensions are `"replicas"` (if there are several), `"data"` and `"tensor"` (likewise).
+    """The mesh of a run. Its dimensions are `"data"`, and `"replicas"` and `"tensor"` if they are greater than 1.
 
     Args:
         world: the processes.

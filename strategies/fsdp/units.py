@@ -53,7 +53,7 @@ def choose_units(module: nn.Module, wrap: Wrap) -> dict[str, nn.Module]:
 
 
 def _of_size(module: nn.Module, minimum: int) -> dict[str, nn.Module]:
-    """The smallest modules with at least so many parameters that are in none of them yet."""
+    """The smallest modules with at least this number of parameters, each counted in one module."""
     if minimum < 1:
         raise ConfigurationError(f"wrap={minimum}: expected a number of parameters > 0. For example: wrap=10_000_000")
     found: dict[str, nn.Module] = {}
@@ -104,7 +104,7 @@ def slots(module: nn.Module, stop: Callable[[nn.Module], bool] = lambda part: Fa
 
     Args:
         module: the module.
-        stop: returns whether a submodule and what it contains are passed over.
+        stop: returns whether a submodule and what it contains are skipped.
     """
     seen: set[int] = set()
     pending = [module]

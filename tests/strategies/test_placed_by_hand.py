@@ -183,7 +183,7 @@ def test_an_overflow_on_one_device_skips_the_step_on_both(there: Any) -> None:
 
 
 class Stopping(Split):
-    """Stops in the middle of the second epoch, if it is told to."""
+    """Stops in the middle of the second epoch, if `stops` is set."""
 
     stops = False
 

@@ -22,7 +22,7 @@ class CompiledModules:
     """Modules that `add` compiles in place, so that their names and types stay. `undo` ends it: the modules are the user's.
 
     It compiles `forward`, and not the call as `nn.Module.compile` does, which compiles nothing of torch's own layers: a
-    `nn.TransformerEncoderLayer` would run as it is, without a word. Hooks of a module run outside of its compiled code.
+    `nn.TransformerEncoderLayer` would run as it is, silently. Hooks of a module run outside of its compiled code.
     """
 
     def __init__(self) -> None:
