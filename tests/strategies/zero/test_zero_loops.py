@@ -10,13 +10,14 @@ import pytest
 import torch
 from helpers.runs.parity import Noisy, RegressionModule
 from helpers.worlds.worlds import run_world, start_world
+from helpers.zero.gan import gan
 from helpers.zero.zero_cases import STAGES, strategy
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import trainkit
-from trainkit import Accelerator, Trainer, TrainModule
+from trainkit import Accelerator, Trainer
 from trainkit.callbacks import NonFiniteGuard
 from trainkit.checkpoint import open_checkpoint
 from trainkit.errors import ConfigurationError, NonFiniteError
@@ -108,50 +109,6 @@ def test_own_loop(kind: str, size: int, precision: str, clip: bool) -> None:
     assert own == run_world(size, by_trainer, kind, precision, clip)
     for mine, other in zip(own, of_ddp(size, precision, clip), strict=True):
         assert mine == pytest.approx(other, rel=2e-6 if precision == "32-true" else 5e-3)
-
-
-class Gan(TrainModule):
-    """Two optimizers, one of which is clipped; the generator's loss leaves gradients in the discriminator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-        self.discriminator = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
-        generator = torch.Generator().manual_seed(1)
-        for parameter in self.parameters():
-            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
-        self.losses: list[tuple[float, float]] = []
-
-    def judged(self, x: Tensor) -> Tensor:
-        """Returns float32, like losses, since float16 is less precise than the comparison."""
-        return self.discriminator(x).float()
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        x, y = batch["x"].float(), batch["y"].float()
-        of_generator, of_discriminator = self.optimizers()
-        made = self.judged(self.generator(x)).square().mean()
-        of_generator.zero_grad()
-        self.manual_backward(made)
-        self.clip_gradients(of_generator, 0.01)
-        of_generator.step()
-        told = (self.judged(y) - 1).square().mean() + self.judged(self.generator(x).detach()).square().mean()
-        of_discriminator.zero_grad()
-        self.manual_backward(told)
-        of_discriminator.step()
-        self.losses.append((made.item(), told.item()))
-
-    def configure_optimizers(self) -> Any:
-        return [
-            torch.optim.Adam(self.generator.parameters(), lr=0.01),
-            torch.optim.Adam(self.discriminator.parameters(), lr=0.02),
-        ]
-
-
-def gan(kind: str, precision: str) -> list[tuple[float, float]]:
-    module = Gan()
-    quiet_trainer(kind, max_epochs=2, precision=precision).fit(module, DataLoader(Noisy(16), 2, shuffle=True))
-    return module.losses
 
 
 @pytest.mark.parametrize("kind", list(STAGES))

@@ -1,0 +1,97 @@
+"""`FSDPStrategy` under manual optimization, and in your own training loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.fsdp.stack import Stack
+from helpers.runs.parity import Case, Noisy, trained
+from helpers.worlds.worlds import run_world
+from helpers.zero.gan import gan
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from trainkit import Accelerator
+from trainkit.strategies import DDPStrategy, FSDPStrategy
+
+
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("16-mixed", marks=pytest.mark.fsdp)])
+def test_a_gan(precision: str) -> None:
+    """Two submodules, each with an optimizer; the loss of one leaves gradients in the other."""
+    limit = 2e-6 if precision == "32-true" else 5e-3
+    for mine, theirs in zip(run_world(2, gan, "fsdp", precision), run_world(2, gan, "ddp", precision), strict=True):
+        assert len(mine) == 8
+        assert [x for pair in mine for x in pair] == pytest.approx([x for pair in theirs for x in pair], rel=limit)
+
+
+class Speaking(nn.Module):
+    """Has a method that calls its layers several times, like `generate` of a language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = Stack().net
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x))
+
+    def generate(self, x: Tensor, length: int) -> list[float]:
+        found = []
+        for _ in range(length):
+            found.append(float(self(x).mean()))
+            x = x + found[-1]
+        return found
+
+
+def speak(strategy: Any) -> list[float]:
+    """Train for three steps, and generate before and after each."""
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    model = Speaking()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Noisy(12), 2))
+    found: list[float] = []
+    model.eval()
+    for batch in loader:
+        with torch.no_grad():
+            found += model.generate(torch.ones(1, 6), length=2)
+        loss = (model(batch["x"].float()) - batch["y"].float()).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        found += model.generate(torch.ones(1, 6), length=2)
+    accelerator.free_memory()
+    return found
+
+
+def test_methods_other_than_forward_see_each_optimizer_step() -> None:
+    mine, theirs = run_world(2, speak, FSDPStrategy()), run_world(2, speak, "ddp")
+    assert len(set(theirs[0])) == len(theirs[0]) == 8
+    for rank in range(2):
+        assert mine[rank] == pytest.approx(theirs[rank], rel=2e-6)
+
+
+class Adapted(Stack):
+    """Trains adapters; the weights of the blocks are frozen."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        import peft
+
+        torch.manual_seed(2)
+        adapters = peft.LoraConfig(r=2, target_modules=["inner"], init_lora_weights=False)
+        self.net = peft.get_peft_model(self.net, adapters)
+
+
+@pytest.mark.fsdp
+def test_adapters_of_peft() -> None:
+    case = Case(samples=16, make=Adapted, options={"optimizer": "adamw"}, window=4)
+    mine, theirs = (trained(case, 2, strategy=strategy) for strategy in (FSDPStrategy(), DDPStrategy()))
+    assert len(theirs.losses) == 16
+    assert mine.losses == pytest.approx(theirs.losses, rel=1e-11)
+    assert len(theirs.parameters[-1]) > 8
+    for own, other in zip(mine.parameters[-1], theirs.parameters[-1], strict=True):
+        assert torch.allclose(own, other, rtol=1e-11, atol=1e-13)
