@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from inspect import ismethod
 from typing import Any
@@ -9,9 +10,25 @@ from typing import Any
 from torch import nn
 
 from trainkit.accelerator.wrapped import Wrapped
+from trainkit.errors import ConfigurationError
 from trainkit.strategies.fsdp.sharded_model import ShardedModel
 
-__all__ = ["FSDPModel"]
+__all__ = ["FSDPModel", "model_of"]
+
+
+def model_of(module: nn.Module, models: Iterable[ShardedModel]) -> ShardedModel:
+    """The sharded model of a module.
+
+    Raises:
+        ConfigurationError: its submodules are sharded instead, for manual optimization.
+    """
+    found = next((model for model in models if model.module is module), None)
+    if found is None:
+        raise ConfigurationError(
+            f"{type(module).__name__}.automatic_optimization is False, which is for the Trainer. In your own training loop "
+            "prepare its models: accelerator.prepare(module.generator, module.discriminator)"
+        )
+    return found
 
 
 class FSDPModel(Wrapped):

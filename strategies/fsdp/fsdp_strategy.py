@@ -33,14 +33,14 @@ from trainkit.strategies._membership import Membership
 from trainkit.strategies._reduction import average_gradients, broadcast, mean
 from trainkit.strategies.fsdp import sharded_gradients, sharded_optimizer
 from trainkit.strategies.fsdp.fsdp_memory import footprint
-from trainkit.strategies.fsdp.fsdp_model import FSDPModel
+from trainkit.strategies.fsdp.fsdp_model import FSDPModel, model_of
 from trainkit.strategies.fsdp.fsdp_options import FSDPOptions
 from trainkit.strategies.fsdp.gradient_window import GradientWindow
 from trainkit.strategies.fsdp.info import INFO
 from trainkit.strategies.fsdp.meshes import Meshes
 from trainkit.strategies.fsdp.sharded_model import ShardedModel
 from trainkit.strategies.fsdp.tensor_parallel import Replaced, parallelize
-from trainkit.strategies.fsdp.units import Wrap, callable_parts, choose_units, described_units, ignored_parameters
+from trainkit.strategies.fsdp.units import Wrap, choose_units, described_units, ignored_parameters, sharded_parts
 from trainkit.strategy import Strategy
 from trainkit.unsupported import refuse_unknown
 
@@ -190,7 +190,7 @@ class FSDPStrategy(Strategy):
             self._undo.append(parallelize(module, meshes.whole, self.device))
         manual = not getattr(module, "automatic_optimization", True)
         units, ignored = choose_units(module, self.options.wrap), ignored_parameters(module, self.options.ignored_modules)
-        parts = list(callable_parts(module)) if manual else [module]
+        parts = sharded_parts(module) if manual else [module]
         described = described_units(module, units, parts)
         self._described = f"{self._described}; {described}" if self._models else described
         options = {**self.options.arguments(self.precision, self.device), "mesh": meshes.shards}
@@ -218,7 +218,7 @@ class FSDPStrategy(Strategy):
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """See `trainkit.Strategy.wrap`."""
-        return module if self._alone else FSDPModel(self._models[-1])
+        return module if self._alone else FSDPModel(model_of(module, self._models))
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """See `trainkit.Strategy.unwrap`."""

@@ -233,6 +233,11 @@ class ShardedModel:
             )
         self._unfilled = []
 
+    @property
+    def lent(self) -> set[int]:
+        """The ids of the whole parameters that are in the places of sharded ones during a forward only."""
+        return {id(p) for p in self._whole_in_forward} - {id(p) for p in self.whole}
+
     def reshard(self) -> None:
         """Free the whole parameters that no backward pass has freed: a later forward would not see new values."""
         for unit in self.all_units:
@@ -302,7 +307,8 @@ class ShardedModel:
             self._gathered = before
             _set(inside, lambda parameter: parameter)
         if modified:
-            broadcast([parameter.data for parameter in whole.values()])
+            own = {id(p): p for p in module.parameters()}
+            broadcast([p.data for p in (*whole.values(), *(p for p in self.whole if id(p) in own))])
             for parameter in {id(p): p for p in inside.values()}.values():
                 self.shards.load(parameter, parameter, whole[id(parameter)])
 

@@ -69,8 +69,13 @@ def check_optimizer(optimizer: Optimizer, scaled: bool) -> None:
 
 
 def use_sharded_parameters(optimizer: Optimizer, replaced: Iterable[Replaced], models: Iterable[ShardedModel]) -> None:
-    """Let an optimizer, which was made before its model was sharded, step the sharded parameters. Its state is kept."""
+    """Let an optimizer, which was made before its model was sharded, step the sharded parameters. Its state is kept.
+
+    Raises:
+        OptimizerError: it was made during a forward.
+    """
     owners = _owners(models)
+    _refuse_lent(optimizer, {key for model in models for key in model.lent})
     state = {}
     for group in optimizer.param_groups:
         for place, parameter in enumerate(group["params"]):
@@ -82,6 +87,15 @@ def use_sharded_parameters(optimizer: Optimizer, replaced: Iterable[Replaced], m
                 own, model = optimizer.state.pop(parameter), owners.get(id(current))
                 state[current] = own if model is None or current is parameter else _sharded_state(own, current, model)
     optimizer.state.update(state)
+
+
+def _refuse_lent(optimizer: Optimizer, lent: set[int]) -> None:
+    if any(id(parameter) in lent for group in optimizer.param_groups for parameter in group["params"]):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} was made while the model had whole parameters, during a forward or a method of the "
+            "prepared model. They are freed after it, so the optimizer would train nothing. Make it before: "
+            "optimizer = torch.optim.AdamW(model.parameters()); model, optimizer = accelerator.prepare(model, optimizer)"
+        )
 
 
 def _owners(models: Iterable[ShardedModel]) -> dict[int, ShardedModel]:

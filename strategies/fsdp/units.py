@@ -19,6 +19,7 @@ __all__ = [
     "described_units",
     "ignored_parameters",
     "refuse_unshardable",
+    "sharded_parts",
     "slots",
 ]
 
@@ -87,6 +88,23 @@ def callable_parts(module: nn.Module) -> Iterator[nn.Module]:
             yield from callable_parts(child)
         elif next(child.parameters(), None) is not None:
             yield child
+
+
+def sharded_parts(module: nn.Module) -> list[nn.Module]:
+    """The parts of a module that are sharded each by itself under manual optimization.
+
+    Raises:
+        ModuleError: a parameter is in two of them, or in one and elsewhere in the module: its copies would train by themselves.
+    """
+    parts = list(callable_parts(module))
+    for part in parts:
+        if _shares_parameters(module, part):
+            raise ModuleError(
+                f"{type(part).__name__} shares a parameter with another part of {type(module).__name__}. Under manual "
+                "optimization FSDP shards each submodule by itself, and would untie them. Put the modules that share it into "
+                "one submodule with a forward, or use strategy='ddp'."
+            )
+    return parts
 
 
 def _has_forward(part: nn.Module) -> bool:

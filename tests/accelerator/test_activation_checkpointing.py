@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainkit import Accelerator, set_seed
+from trainkit import Accelerator, FullyShardedDataParallelPlugin, set_seed
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 
 
@@ -68,6 +68,9 @@ def test_wrong_arguments() -> None:
         Accelerator(cpu=True, activation_checkpointing=True).prepare(nn.Linear(2, 2))
     with pytest.raises(UnsupportedArgumentError, match="backend 'eager'"):
         Accelerator(cpu=True, activation_checkpointing=True, dynamo_backend="eager")
+    plugin = FullyShardedDataParallelPlugin(activation_checkpointing=True)
+    with pytest.raises(UnsupportedArgumentError, match="backend 'eager'"):
+        Accelerator(cpu=True, fsdp_plugin=plugin, dynamo_backend="eager")
 
 
 # torch's tracer reads .grad of the input of a block

@@ -177,7 +177,8 @@ class Gathering:
             data = map_tensors(data, batch.cut)
         if world.size == 1:
             return data
-        by_rank = self._exchanged_shapes(verb, data, samples=batch.samples, padding=batch.padding)
+        padding = batch.padding or self._strategy.repeats_data
+        by_rank = self._exchanged_shapes(verb, data, samples=batch.samples, padding=padding)
         _check_samples(verb, by_rank)
         kept = [not (drop and its["padding"]) for its in by_rank]
         columns = iter([shape for _, shape in column] for column in zip(*(its["tensors"] for its in by_rank), strict=True))
@@ -207,7 +208,7 @@ class Gathering:
                 f"gather_for_metrics concatenates lists of objects, but received {with_article(type(data).__name__)}. "
                 "Pass an object in a list: accelerator.gather_for_metrics([value])"
             )
-        padding = self._checks.exchange("gather_for_metrics", self._batch.padding)
+        padding = self._checks.exchange("gather_for_metrics", self._batch.padding or self._strategy.repeats_data)
         by_rank = world.exchange_user_objects(data)
         return [item for its, padded in zip(by_rank, padding, strict=True) if not padded for item in its]
 

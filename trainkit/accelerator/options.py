@@ -100,13 +100,14 @@ def resolve(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
     handlers = sorted_handlers(given["kwargs_handlers"])
     loaders, project = _loaders(given), _project(given)
     strategy, plugin, watched = _strategy(given, settings, handlers)
+    recomputed = _activation_checkpointing(given, plugin)
     backend, dynamo = given["dynamo_backend"], given["dynamo_plugin"]
     with settings.attribute_errors(*(("dynamo_backend", *settings.of_place) if backend is None and dynamo is None else ())):
         compiled = compilation_of(backend, dynamo, settings)
         if compiled is not None:
             refuse_compiled(compiled, strategy)
-            refuse_eager_backend(given["activation_checkpointing"], compiled.options.get("backend"))
-    refuse_checkpointing(given["activation_checkpointing"], strategy)
+            refuse_eager_backend(recomputed, compiled.options.get("backend"))
+    refuse_checkpointing(recomputed, strategy)
     return Options(
         strategy=strategy,
         steps=_steps(given, settings, plugin),
@@ -120,7 +121,7 @@ def resolve(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
         autocast=handlers.get(AutocastKwargs),
         profile=handlers.get(ProfileKwargs),
         compile=compiled,
-        activation_checkpointing=checkpointing_choice(_activation_checkpointing(given, plugin)),
+        activation_checkpointing=checkpointing_choice(recomputed),
         plugin=plugin,
         debug=debugging(),
         watched=watched,

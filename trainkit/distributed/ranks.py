@@ -40,6 +40,11 @@ class Ranks:
         return self.world
 
     @property
+    def repeats_data(self) -> bool:
+        """Whether a process with a lower rank reads the same data, as in a tensor-parallel group."""
+        return self.world.rank % max(1, self.world.size // self.data_world.size) > 0
+
+    @property
     def rank(self) -> int:
         """The rank of this process."""
         return self.world.rank

@@ -8,12 +8,15 @@ import pytest
 import torch
 from helpers.fsdp.stack import Stack
 from helpers.runs.parity import Case, Noisy, trained
-from helpers.worlds.worlds import run_world
-from helpers.zero.gan import gan
+from helpers.worlds.worlds import WorldError, run_world
+from helpers.zero.gan import Gan, gan
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from trainkit import Accelerator
+from trainkit import Accelerator, Trainer
 from trainkit.strategies import DDPStrategy, FSDPStrategy
 
 
@@ -95,3 +98,99 @@ def test_adapters_of_peft() -> None:
     assert len(theirs.parameters[-1]) > 8
     for own, other in zip(mine.parameters[-1], theirs.parameters[-1], strict=True):
         assert torch.allclose(own, other, rtol=1e-11, atol=1e-13)
+
+
+class Tied(Gan):
+    """Its two submodules share a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.discriminator[2].weight = self.generator[2].weight
+
+
+def tied() -> None:
+    trainer = Trainer(strategy="fsdp", accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=1)
+    trainer.fit(Tied(), DataLoader(Noisy(4), 2))
+
+
+class Late(Speaking):
+    """Makes its optimizer itself."""
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def late() -> None:
+    accelerator = Accelerator(cpu=True, strategy="fsdp")
+    model = accelerator.prepare(Late())
+    accelerator.prepare(model.optimizer())
+
+
+def manual() -> None:
+    Accelerator(cpu=True, strategy="fsdp").prepare(Gan())
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (tied, "Sequential shares a parameter with another part of Tied"),
+        (late, "SGD was made while the model had whole parameters"),
+        (manual, "Gan.automatic_optimization is False, which is for the Trainer"),
+    ],
+)
+def test_what_would_train_something_else_is_an_error(function: Any, text: str) -> None:
+    with pytest.raises(WorldError, match=text):
+        run_world(2, function)
+
+
+def changed() -> list[float]:
+    """Rank 0 changes a sharded parameter and a scalar, which is whole on each rank."""
+    accelerator = Accelerator(cpu=True, strategy="fsdp")
+    model = nn.Sequential(nn.Linear(3, 1))
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    accelerator.prepare(model)
+    with accelerator.strategy.gathered_parameters(model, modified=True), torch.no_grad():
+        if accelerator.is_main_process:
+            model.scale.fill_(5.0)
+            model[0].bias.fill_(7.0)
+    with accelerator.strategy.gathered_parameters(model):
+        found = [float(model.scale), float(model[0].bias)]
+    accelerator.free_memory()
+    return found
+
+
+def test_changes_of_rank_0_reach_all_ranks() -> None:
+    assert run_world(2, changed) == [[5.0, 7.0], [5.0, 7.0]]
+
+
+class Split(nn.Module):
+    """A layer whose rows are on two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 4)
+
+    def parallelize(self, mesh: DeviceMesh) -> None:
+        parallelize_module(self, mesh["tensor"], {"layer": ColwiseParallel(output_layouts=Replicate())})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def samples() -> tuple[list[float], list[float], list[float]]:
+    """What `gather_for_metrics` returns for tensors and for objects, and what `gather` returns."""
+    accelerator = Accelerator(cpu=True, strategy=FSDPStrategy(tensor_parallel=2, wrap=False))
+    _, loader = accelerator.prepare(Split(), DataLoader(torch.arange(5.0)[:, None], 2))
+    tensors, objects, all_ranks = [], [], []
+    for batch in loader:
+        tensors += accelerator.gather_for_metrics(batch).flatten().tolist()
+        objects += accelerator.gather_for_metrics(batch.flatten().tolist(), use_gather_object=True)
+        all_ranks += accelerator.gather(batch).flatten().tolist()
+    accelerator.free_memory()
+    return tensors, objects, all_ranks
+
+
+def test_metrics_have_each_sample_once_with_tensor_parallelism() -> None:
+    for tensors, objects, all_ranks in run_world(2, samples):
+        assert tensors == objects == [0.0, 1.0, 2.0, 3.0, 4.0]
+        assert sorted(all_ranks) == sorted(2 * tensors)
