@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,7 +16,13 @@ from trainkit.errors import ModuleError
 from trainkit.nested import leaves, map_tensors
 from trainkit.strategies._reduction import broadcast
 from trainkit.strategies.fsdp.shards import Shards
-from trainkit.strategies.fsdp.torch_internals import allocate, has_no_values, remove_fully_shard, without_forward_hooks
+from trainkit.strategies.fsdp.torch_internals import (
+    allocate,
+    drop_gradients,
+    has_no_values,
+    remove_fully_shard,
+    without_forward_hooks,
+)
 from trainkit.strategies.fsdp.units import Slot, refuse_unshardable, slots
 
 __all__ = ["Root", "ShardedModel"]
@@ -254,6 +260,7 @@ class ShardedModel:
         if first and self._open:  # the window before had no last micro-batch: its gradients are dropped
             for parameter in self._whole_in_forward:
                 parameter.grad = None
+            drop_gradients(self.all_units)
         self._open = not last
         if syncs != self._syncs:
             self._root.set_requires_gradient_sync(syncs)  # type: ignore[operator]
@@ -307,10 +314,14 @@ class ShardedModel:
             self._gathered = before
             _set(inside, lambda parameter: parameter)
         if modified:
-            own = {id(p): p for p in module.parameters()}
-            broadcast([p.data for p in (*whole.values(), *(p for p in self.whole if id(p) in own))])
-            for parameter in {id(p): p for p in inside.values()}.values():
-                self.shards.load(parameter, parameter, whole[id(parameter)])
+            self._keep_changes(module, list({id(p): p for p in inside.values()}.values()), whole)
+
+    def _keep_changes(self, module: nn.Module, shards: list[Any], whole: Mapping[int, nn.Parameter]) -> None:
+        """Send rank 0's values to all ranks: those of gathered parameters, and of parameters that are not sharded."""
+        own = {id(p) for p in module.parameters()}
+        broadcast([p.data for p in (*whole.values(), *(p for p in self.whole if id(p) in own))])
+        for parameter in shards:
+            self.shards.load(parameter, parameter, whole[id(parameter)])
 
     def _whole(self, parameter: Any) -> nn.Parameter:
         with self._world.collectives:

@@ -1,4 +1,4 @@
-"""What torch has no public way for: to remove `fully_shard` from a module. For torch 2.9 to 2.13."""
+"""What torch has no public way for, such as to remove `fully_shard` from a module. For torch 2.9 to 2.13."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import _composable_state
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-__all__ = ["allocate", "has_no_values", "remove_fully_shard", "without_forward_hooks"]
+__all__ = ["allocate", "drop_gradients", "has_no_values", "remove_fully_shard", "without_forward_hooks"]
 
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 _STATES = "__composable_api_state_key"
@@ -33,15 +33,15 @@ def _groups(state: Any) -> list[Any]:
 def allocate(module: nn.Module, device: torch.device) -> list[str]:
     """Give parameters and buffers on the meta device memory. `to_empty` would also empty all others.
 
-    Returns their names without "module.". Floating-point ones are NaN until they are filled, see `has_no_values`.
+    Returns their names without "module.". Until they are filled, they are NaN or the least integer, see `has_no_values`.
     """
     found = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
 
     def memory(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor
-        made = torch.empty_like(tensor, device=device)
-        return made.fill_(math.nan) if made.is_floating_point() else made
+        made, unset = torch.empty_like(tensor, device=device), _unset_value(tensor.dtype)
+        return made if unset is None else made.fill_(unset)
 
     if found:
         with torch.no_grad():
@@ -51,8 +51,26 @@ def allocate(module: nn.Module, device: torch.device) -> list[str]:
 
 def has_no_values(tensor: Tensor) -> bool:
     """Whether the values of a tensor from `allocate` have never been set, as far as this rank can see."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.is_floating_point() and local.numel() > 0 and bool(local.detach().reshape(-1)[0].isnan())
+    local, unset = tensor.to_local() if isinstance(tensor, DTensor) else tensor, _unset_value(tensor.dtype)
+    if unset is None or not local.numel():
+        return False
+    first = local.detach().reshape(-1)[0].item()
+    return first != first if unset != unset else first == unset
+
+
+def _unset_value(dtype: torch.dtype) -> float | None:
+    """What a tensor without values is filled with; `None`: each value of the dtype is an ordinary one, as of `bool`."""
+    if dtype.is_floating_point:
+        return math.nan
+    return torch.iinfo(dtype).min if dtype.is_signed and not dtype.is_complex else None
+
+
+def drop_gradients(units: Iterable[nn.Module]) -> None:
+    """Drop the gradients that torch has accumulated in another dtype than that of the parameters, and not reduced."""
+    for unit in units:
+        for group in _groups(_state(unit)):
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
 
 
 def remove_fully_shard(units: Iterable[nn.Module]) -> None:

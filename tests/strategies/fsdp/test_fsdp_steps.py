@@ -62,6 +62,7 @@ class Empty(Plain):
     def configure_model(self) -> None:
         with torch.device("meta"):
             self.net = Plain().net
+            self.register_buffer("positions", torch.arange(3), persistent=False)
 
 
 def fit(make: type[Plain]) -> None:
@@ -73,7 +74,7 @@ def fit(make: type[Plain]) -> None:
     ("make", "text"),
     [
         (Silent, "there is no loss, and the model was not called, but the other ranks wait for its forward"),
-        (Empty, "net.0.weight, net.0.bias, net.3.weight, net.3.bias: created on the meta device, and never filled"),
+        (Empty, "net.0.weight, net.0.bias, net.3.weight, net.3.bias, positions: created on the meta device, and never filled"),
     ],
     ids=["no-forward", "no-values"],
 )

@@ -233,8 +233,9 @@ def test_no_loss_without_a_forward() -> None:
 @pytest.mark.world_size(2)
 def test_a_window_that_was_left() -> None:
     """Gradients of an accumulation window without a last micro-batch do not reach the next one."""
-    for accumulate in ("once", "reshard"):
-        strategy = joined_fsdp(accumulate=accumulate)
+    double, short = {"precision": "64-true"}, {"precision": "bf16-true", "wrap": False}
+    for options in (double, {**double, "accumulate": "reshard"}, short):
+        strategy = joined_fsdp(**options)
         module = strategy.prepare_module(Net().double())
         step = strategy.step_function(module, module, "training_step")
         found = []
