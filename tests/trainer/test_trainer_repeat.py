@@ -44,8 +44,16 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def without_compiled_code() -> None:
+    """Free what torch has compiled for earlier tests of this process, with its tensors: it may go at any time."""
+    compiler = sys.modules.get("torch._dynamo")
+    if compiler is not None:
+        compiler.reset()
+
+
 @each_way
-@pytest.mark.usefixtures("quiet")
+@pytest.mark.usefixtures("quiet", "without_compiled_code")
 def test_fifty_runs_leave_nothing_behind(make: Callable[[Path], Callable[[], None]], tmp_path: Path) -> None:
     run, times = make(tmp_path), 50
     for _ in range(3):  # objects that are created once and kept
