@@ -42,7 +42,7 @@ class WeightAveraging(AveragedWeights):
     never interrupted, also after a signal in the middle of a validation.
 
     Memory: one copy of what is averaged, and a second one during validation and after `fit`. Under FSDP each rank averages its
-    shards. While a checkpoint is saved, the main process then has all trained weights in host memory.
+    shards; host memory then needs room for all trained weights, on the main process to save a checkpoint, on each to load it.
 
     Args:
         device: Where the average is kept, such as `"cpu"`. Default: the device of the module. On another device, each update
