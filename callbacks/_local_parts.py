@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from trainkit.tagged_json.tensors import ShardedTensor
 
@@ -25,9 +25,7 @@ def local_part(value: Tensor) -> Tensor:
 
 def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
     """This rank's part of a whole tensor with the shape of a parameter; all of it if the parameter is not sharded."""
-    if not isinstance(parameter, DTensor):
-        return whole
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
+    return _sharded(whole, parameter, 0) if isinstance(parameter, DTensor) else whole
 
 
 def stored_part(part: Tensor, parameter: Tensor, rank: int) -> Tensor:
@@ -43,14 +41,32 @@ def stored_part(part: Tensor, parameter: Tensor, rank: int) -> Tensor:
     return ShardedTensor(parameter.shape, part.dtype, partial(_whole, part, parameter, rank))
 
 
+def _sharded(whole: Tensor, parameter: DTensor, first: int) -> Tensor:
+    """This rank's part of a tensor that is sharded like a parameter over the dimensions of the mesh from `first` on.
+
+    The last one comes first: FSDP shards what tensor parallelism has sharded.
+    """
+    mesh = parameter.device_mesh
+    for dimension in reversed(range(first, mesh.ndim)):
+        placement = parameter.placements[dimension]
+        if not isinstance(placement, Replicate):
+            along = placement.dim  # type: ignore[attr-defined]
+            chunks, rank = whole.chunk(mesh.size(dimension), along), mesh.get_local_rank(dimension)
+            whole = chunks[rank] if rank < len(chunks) else whole.narrow(along, 0, 0)
+    return whole
+
+
 @torch.no_grad()
 def _whole(part: Tensor, parameter: DTensor, rank: int, owner: int | None) -> Tensor | None:
     """The whole tensor on rank `owner`, or on all ranks if `owner` is `None`. Collective."""
     mesh = parameter.device_mesh
-    local = part.to(mesh.device_type)  # of communication: an average may be on the host
-    shape, stride = parameter.shape, parameter.stride()
-    found = DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
-    for dimension in range(mesh.ndim):  # one after the other: torch warns about a gather over several
-        placements = [Replicate() if place == dimension else placement for place, placement in enumerate(found.placements)]
-        found = found.redistribute(placements=placements)
-    return found.to_local() if owner in (None, rank) else None
+    found = part.to(mesh.device_type)  # of communication: an average may be on the host
+    for dimension, placement in enumerate(parameter.placements):
+        if isinstance(placement, Replicate):
+            continue
+        one = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[dimension]]  # type: ignore[index]
+        gathered = _sharded(torch.empty(parameter.shape, device="meta"), parameter, dimension + 1)
+        shape, stride = gathered.shape, torch.empty(gathered.shape, device="meta").stride()
+        along = [Shard(placement.dim)]  # type: ignore[attr-defined]
+        found = DTensor.from_local(found, one, along, run_check=False, shape=shape, stride=stride).full_tensor()
+    return found if owner in (None, rank) else None
