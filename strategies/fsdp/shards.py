@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from trainkit.distributed.world import World
 from trainkit.tagged_json.tensors import ShardedTensor
@@ -27,28 +26,19 @@ Range = tuple[tuple[int, int], ...]
 def own_range(tensor: DTensor) -> Range:
     """Where this rank's part of a tensor lies in the whole one.
 
-    torch places an index of each dimension like the tensor itself; its local part is what this rank has of the dimension.
+    The last dimension of the mesh comes first: `fully_shard` cuts into chunks what tensor parallelism has cut.
+    `distribute_tensor` of torch 2.9 places unequal parts differently.
     """
-    ranges = []
-    for dimension, size in enumerate(tensor.shape):
-        placements = [_along_first(placement, dimension) for placement in tensor.placements]
-        if all(isinstance(placement, Replicate) for placement in placements):
-            ranges.append((0, size))
-            continue
-        index = torch.arange(size, device=tensor.device_mesh.device_type)
-        part = distribute_tensor(index, tensor.device_mesh, placements, src_data_rank=None).to_local()
-        start = int(part[0]) if part.numel() else 0
-        ranges.append((start, start + part.numel()))
+    mesh, ranges = tensor.device_mesh, [(0, size) for size in tensor.shape]
+    for dimension in reversed(range(mesh.ndim)):
+        placement = tensor.placements[dimension]
+        if not isinstance(placement, Replicate):
+            along = placement.dim  # type: ignore[attr-defined]
+            start, end = ranges[along]
+            size = -(-(end - start) // mesh.size(dimension))  # as `torch.chunk`
+            first = min(start + size * mesh.get_local_rank(dimension), end)
+            ranges[along] = first, min(first + size, end)
     return tuple(ranges)
-
-
-def _along_first(placement: Any, dimension: int) -> Any:
-    """A placement over `dimension` of a tensor, for a tensor that has only that dimension."""
-    if getattr(placement, "dim", None) != dimension:
-        return Replicate()
-    if isinstance(placement, Shard):
-        return Shard(0)
-    return type(placement)(0, split_factor=placement.split_factor)  # tensor parallel and sharded over the same dimension
 
 
 def _is_empty(place: Range) -> bool:
