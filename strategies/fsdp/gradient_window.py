@@ -67,20 +67,15 @@ class GradientWindow:
     def _begin(self, micro: MicroBatch) -> None:
         before = self._open
         if before is not None and micro.first and (micro.index != before.index or micro.batch is not before.batch):
-            self.drop()
+            for model in self._models:
+                model.drop_gradients()  # of a window that was left
+            self._open, self._had_loss = None, False
         called = [model for model in self._models if model.forwards != self._forwards.get(id(model), 0)]
         if called and self._open is None:
             self._called = []  # otherwise it is another backward pass of the same forwards
         self._called += [model for model in called if model not in self._called]
         self._forwards = {id(model): model.forwards for model in self._models}
         self._open = None if micro.last else micro
-
-    def drop(self) -> None:
-        """End a window that has not had its last micro-batch: its gradients are dropped."""
-        if self._open is not None:
-            for model in self._models:
-                model.drop_gradients()
-        self._open, self._had_loss = None, False
 
     def skip(self, loss: Tensor | None, micro: MicroBatch, backward: Callable[[Tensor], Any]) -> None:
         """Run a backward pass with zero gradients, for the collectives in it: there is no loss, or its weight is 0.
