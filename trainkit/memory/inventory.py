@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ def placeholder_of(module: nn.Module, device: torch.device | str = "meta") -> nn
     """A copy of a module with parameters and buffers on the meta device: shapes without values.
 
     Submodules are copied, and attributes that are tensors or containers, so that changes to them do not affect the module;
-    other attributes are shared.
+    other attributes are shared. A `forward` that replaces the one of the class, such as that of activation checkpointing,
+    is copied too, because it is bound to its module.
 
     Args:
         module: The module.
@@ -65,9 +67,12 @@ def placeholder_of(module: nn.Module, device: torch.device | str = "meta") -> nn
         vars(copy)["_modules"] = {name: part(child) for name, child in given._modules.items()}
         return copy
 
-    copy: nn.Module = part(module)
-    vars(copy)["_placeholders"] = made  # id of the original → placeholder
-    return copy
+    placeholder: nn.Module = part(module)
+    known = dict(made)  # what deepcopy does not copy, but replaces by its placeholder
+    for replaced in [vars(one) for one in made.values() if isinstance(one, nn.Module) and "forward" in vars(one)]:
+        replaced["forward"] = deepcopy(replaced["forward"], known)
+    vars(placeholder)["_placeholders"] = made  # id of the original → placeholder
+    return placeholder
 
 
 def built_placeholder(module: TrainModule, precision: Precision, trainer: Any) -> TrainModule:
