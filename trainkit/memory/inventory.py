@@ -6,6 +6,7 @@ import re
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
+from types import MethodType
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ def placeholder_of(module: nn.Module, device: torch.device | str = "meta") -> nn
     """A copy of a module with parameters and buffers on the meta device: shapes without values.
 
     Submodules are copied, and attributes that are tensors or containers, so that changes to them do not affect the module;
-    other attributes are shared. A `forward` that replaces the one of the class, such as that of activation checkpointing,
-    is copied too, because it is bound to its module.
+    other attributes are shared. What is bound to a module is bound to its copy: methods, and a `forward` that replaces the
+    one of the class, such as that of activation checkpointing.
 
     Args:
         module: The module.
@@ -50,6 +51,8 @@ def placeholder_of(module: nn.Module, device: torch.device | str = "meta") -> nn
             return tensor(given)
         if isinstance(given, nn.Module):
             return part(given)
+        if isinstance(given, MethodType) and isinstance(given.__self__, nn.Module):
+            return MethodType(given.__func__, part(given.__self__))
         if type(given) in (set, deque):
             return given.copy()
         return rebuild(given, attribute) if type(given) in (list, tuple, dict, OrderedDict, defaultdict) else given
@@ -68,7 +71,7 @@ def placeholder_of(module: nn.Module, device: torch.device | str = "meta") -> nn
         return copy
 
     placeholder: nn.Module = part(module)
-    known = dict(made)  # what deepcopy does not copy, but replaces by its placeholder
+    known = {id(one): one for one in made.values()} | made  # deepcopy copies none of these, but takes the placeholder
     for replaced in [vars(one) for one in made.values() if isinstance(one, nn.Module) and "forward" in vars(one)]:
         replaced["forward"] = deepcopy(replaced["forward"], known)
     vars(placeholder)["_placeholders"] = made  # id of the original → placeholder
