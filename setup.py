@@ -69,7 +69,8 @@ setup(
     },
     keywords=[
         *("pytorch", "training", "trainer", "training loop", "deep learning", "machine learning"),
-        *("checkpoint", "resume", "reproducibility", "distributed training", "ddp", "deepspeed", "zero", "tpu", "xla"),
+        *("checkpoint", "resume", "reproducibility", "distributed training", "ddp", "fsdp", "deepspeed", "zero"),
+        *("tensor parallelism", "activation checkpointing", "tpu", "xla"),
         *("mixed precision", "gradient accumulation", "fault tolerance", "safetensors", "callbacks"),
     ],
     classifiers=[

@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from pairs import BATCH, Clocked, Contender, adamw, argument_parser, compare, fit, loss_of, make_module, work
+from pairs import BATCH, Clocked, Contender, adamw, argument_parser, compare, fit, loss_of, make_module, own_loop, work
 from torch.utils.data import DataLoader
 
 LIMIT = 1.03
@@ -44,24 +44,16 @@ def trainer(model: str, data: Clocked) -> None:
     fit("ddp", model, data)
 
 
-def own_loop(model: str, data: Clocked) -> None:
-    from trainkit import Accelerator
+def loop_with_accelerator(model: str, data: Clocked) -> None:
     from trainkit.strategies import DDPStrategy
 
-    accelerator = Accelerator(strategy=DDPStrategy(device="cpu"))
-    module = make_module(model)
-    net, optimizer, loader = accelerator.prepare(module, adamw(module), DataLoader(data, BATCH[model], shuffle=True))
-    for batch in loader:
-        with accelerator.accumulate(net):
-            accelerator.backward(loss_of(model, net, batch))
-            optimizer.step()
-            optimizer.zero_grad()
+    own_loop(DDPStrategy(device="cpu"), model, data)
 
 
 CONTENDERS = {
     "hand": Contender("the loop by hand / itself", hand, "hand", None),
     "trainer": Contender("Trainer", trainer, "hand", LIMIT),
-    "own_loop": Contender("Accelerator, own loop", own_loop, "hand", LIMIT),
+    "own_loop": Contender("Accelerator, own loop", loop_with_accelerator, "hand", LIMIT),
 }
 
 

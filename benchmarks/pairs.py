@@ -43,6 +43,7 @@ __all__ = [
     "loss_of",
     "make_module",
     "make_samples",
+    "own_loop",
     "train_module",
     "work",
 ]
@@ -174,6 +175,22 @@ def fit(strategy: Any, model: str, data: Clocked, **options: Any) -> None:
         enable_checkpointing=False,
         **options,
     ).fit(train_module(model), DataLoader(data, BATCH[model], shuffle=True))
+
+
+def own_loop(strategy: Any, model: str, data: Clocked, clip: float | None = None) -> None:
+    """Train in a loop over `Accelerator`."""
+    from trainkit import Accelerator
+
+    accelerator = Accelerator(strategy=strategy)
+    module = make_module(model)
+    net, optimizer, loader = accelerator.prepare(module, adamw(module), DataLoader(data, BATCH[model], shuffle=True))
+    for batch in loader:
+        with accelerator.accumulate(net):
+            accelerator.backward(loss_of(model, net, batch))
+            if clip is not None:
+                accelerator.clip_grad_norm_(net.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def work(arguments: argparse.Namespace, contenders: Mapping[str, Contender]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainkit.callback import Callback
+from trainkit.callbacks._local_parts import is_sharded, local_part, part_of, stored_part
 from trainkit.errors import ConfigurationError
 from trainkit.optim.parameter_names import cleaned
 from trainkit.state.parts import TRAINED_WEIGHTS
@@ -26,12 +27,16 @@ class AveragedWeights(Callback):
     """Keeps an average of a module's weights, shows it in the module for a while, and saves both in one checkpoint.
 
     While the module shows the average, the trained weights are kept here. In-place copies move the values, so the optimizer,
-    DDP's buckets, ZeRO's flat buffers and compiled graphs still see the same memory.
+    DDP's buckets, ZeRO's flat buffers, FSDP's shards and compiled graphs still see the same memory. Of a parameter that is
+    sharded as a `DTensor`, each rank keeps and averages its own part.
 
     Args:
         device: Where the average is kept; `None`: where the module is.
         use_buffers: Average the buffers too.
     """
+
+    averages_parts = True
+    """Whether it works on parts of sharded parameters."""
 
     def __init__(self, device: torch.device | str | int | None, use_buffers: bool) -> None:
         super().__init__()
@@ -50,6 +55,7 @@ class AveragedWeights(Callback):
         self._restored = False
         self._borrowed = False  # the module shows the average only until the validation ends
         self._owner: TrainModule | None = None
+        self._rank = 0
 
     # ------------------------------------------------------------------------------------------------------------- set-up
 
@@ -57,10 +63,13 @@ class AveragedWeights(Callback):
         if stage != "fit":
             return
         name = type(self).__name__
-        if trainer.strategy.shards_parameters:
+        strategy = trainer.strategy
+        hidden = strategy.info.shape_attribute is not None  # parameters are empty outside of a forward
+        if strategy.shards_parameters and (hidden or not self.averages_parts):
             raise ConfigurationError(
-                f"{name} averages whole parameters, but {trainer.strategy!r} shards them. Use a strategy that keeps them whole "
-                "on each device: Trainer(strategy='zero2') or Trainer(strategy='ddp')"
+                f"{name} averages whole parameters, but {strategy!r} shards them. Use a strategy that keeps them whole on each "
+                "device: Trainer(strategy='zero2') or Trainer(strategy='ddp')"
+                + (". Or one whose shards it can average: Trainer(strategy='fsdp')" if self.averages_parts else "")
             )
         if len([one for one in trainer.callbacks if isinstance(one, AveragedWeights)]) > 1:
             raise ConfigurationError(
@@ -68,7 +77,7 @@ class AveragedWeights(Callback):
                 f"Trainer(callbacks=[{name}(...)])"
             )
         self._forget()
-        self._owner = module
+        self._owner, self._rank = module, strategy.world.rank
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._found = {}
@@ -80,6 +89,9 @@ class AveragedWeights(Callback):
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._end_validation()  # a signal or an error ended it
+        if any(map(is_sharded, self._parameters.values())):
+            # the strategy makes the module's parameters whole next: they have the average if training ended
+            self._average, self._trained, self._parameters = {}, None, {}
 
     # ---------------------------------------------------------------------------------------- the average in the module
 
@@ -112,9 +124,9 @@ class AveragedWeights(Callback):
             self._value(name).copy_(value)
 
     def _value(self, name: str) -> Tensor:
-        """The parameter or buffer of this name, as the module has it now."""
+        """The parameter or buffer of this name, as the module has it now; of a sharded parameter, this rank's part."""
         if name in self._parameters:
-            return self._parameters[name]
+            return local_part(self._parameters[name])
         value: Tensor = getattr(*self._buffers[name])
         return value
 
@@ -128,9 +140,9 @@ class AveragedWeights(Callback):
         for name, parameter in self._parameters.items():
             if name in known:
                 averages.append(known[name])
-                values.append(parameter)
+                values.append(local_part(parameter))
             elif parameter.requires_grad:
-                known[name] = _copy(parameter, self.device or parameter.device)
+                known[name] = _copy(local_part(parameter), self.device or parameter.device)
         if self._converts():
             values = [value.to(average.device, average.dtype) for average, value in zip(averages, values, strict=True)]
         first_buffer = len(averages)
@@ -151,7 +163,8 @@ class AveragedWeights(Callback):
         """Whether a parameter must be converted to the device and dtype of its average; determined again for new averages."""
         count, converts = self._converted
         if count != len(self._average):
-            pairs = [(self._average[name], value) for name, value in self._parameters.items() if name in self._average]
+            known = [name for name in self._parameters if name in self._average]
+            pairs = [(self._average[name], self._value(name)) for name in known]
             converts = any(value.device != average.device or value.dtype != average.dtype for average, value in pairs)
             self._converted = len(self._average), converts
         return converts
@@ -174,12 +187,19 @@ class AveragedWeights(Callback):
             if name not in shown:
                 continue
             stored, shown[name] = shown[name], average
-            if is_sharded_tensor(stored):  # a master weight, which showing the average has not changed
+            parameter = self._parameters.get(name)
+            if parameter is not None and is_sharded(parameter):
+                shown[name] = stored_part(average, parameter, self._rank)
+                if self._trained is not None:
+                    stored = stored_part(self._trained[name], parameter, self._rank)
+            elif self._trained is not None and not is_sharded_tensor(stored):
+                stored = self._trained[name]
+            if is_sharded_tensor(stored):  # ZeRO's are master weights, which showing the average has not changed
                 whole = stored.collect(0)
                 if whole is not None:
                     trained[name] = whole.cpu()
             else:
-                trained[name] = stored if self._trained is None else self._trained[name]
+                trained[name] = stored
         checkpoint["state_dict"] = shown
         if checkpoint["callbacks"]:  # it is not a checkpoint of weights only
             checkpoint[TRAINED_WEIGHTS] = trained
@@ -198,8 +218,12 @@ class AveragedWeights(Callback):
     def _take(self, averages: Mapping[str, Tensor]) -> None:
         """Use the averages of a checkpoint."""
         assert self._owner is not None
-        device = self.device or self._owner.device
-        self._average = {name: value.detach().to(device, copy=True) for name, value in averages.items()}
+        self._average = {}
+        self._parameters, self._buffers = _averaged_places(self._owner, self.use_buffers)
+        for name, value in averages.items():
+            parameter = self._parameters.get(name, value)
+            device = self.device or (parameter.device if is_sharded(parameter) else self._owner.device)
+            self._average[name] = part_of(value.detach(), parameter).to(device, copy=True)
 
 
 def _averaged_places(module: nn.Module, buffers: bool) -> tuple[dict[str, nn.Parameter], dict[str, tuple[nn.Module, str]]]:

@@ -32,8 +32,8 @@ class ExponentialMovingAverage(WeightAveraging):
             `tf.train.ExponentialMovingAverage` does with `num_updates`. The average then forgets the first weights sooner.
 
     Raises:
-        ConfigurationError: An argument is out of range; another callback averages the weights; or the strategy shards
-            parameters (ZeRO stage 3).
+        ConfigurationError: An argument is out of range; another callback averages the weights; or the strategy is ZeRO stage
+            3, whose parameters are empty outside of a forward.
 
     Example:
         ```python

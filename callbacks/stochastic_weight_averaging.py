@@ -60,7 +60,7 @@ class StochasticWeightAveraging(AveragedWeights):
     Raises:
         ConfigurationError: An argument is out of range. Before training: there is not exactly one optimizer, several
             schedulers, manual optimization, a fraction without `max_epochs`, another callback that averages the weights, or a
-            strategy that shards parameters (ZeRO stage 3).
+            strategy that shards parameters (FSDP, ZeRO stage 3).
 
     Example:
         ```python
@@ -69,6 +69,8 @@ class StochasticWeightAveraging(AveragedWeights):
         path = trainer.checkpoint_callback.last_model_path  # has the averaged weights
         ```
     """
+
+    averages_parts = False  # `update_bn` runs training steps, and the average is in the state of the callback
 
     def __init__(
         self,

@@ -41,7 +41,8 @@ class WeightAveraging(AveragedWeights):
     `state.safetensors`, and `trainer.fit(ckpt_path=...)` continues with them. A resumed run is bit-identical to one that was
     never interrupted, also after a signal in the middle of a validation.
 
-    Memory: one copy of what is averaged, and a second one during validation and after `fit`.
+    Memory: one copy of what is averaged, and a second one during validation and after `fit`. Under FSDP each rank averages its
+    shards; host memory then needs room for all trained weights, on the main process to save a checkpoint, on each to load it.
 
     Args:
         device: Where the average is kept, such as `"cpu"`. Default: the device of the module. On another device, each update
@@ -49,12 +50,12 @@ class WeightAveraging(AveragedWeights):
         use_buffers: Average floating-point buffers too, such as the statistics of BatchNorm. `False`: validation uses the
             module's own buffers.
         avg_fn: Called with the average of a tensor, its current value and the number of averages so far; returns the new
-            average. See `torch.optim.swa_utils.AveragedModel`.
+            average. See `torch.optim.swa_utils.AveragedModel`. Under FSDP the tensors are this rank's shards.
         multi_avg_fn: The same for lists of tensors; it changes the averages in place.
 
     Raises:
-        ConfigurationError: Both functions were given; another callback averages the weights; or the strategy shards
-            parameters (ZeRO stage 3). The last two are raised before training.
+        ConfigurationError: Both functions were given; another callback averages the weights; or the strategy is ZeRO stage 3,
+            whose parameters are empty outside of a forward. The last two are raised before training.
 
     Example:
         ```python

@@ -20,6 +20,7 @@ __all__ = ["check_optimizer", "load_optimizer", "refuse_optimizer", "stored_opti
 
 # torch has no sharding rule for what these compute
 _REFUSED = ("Adafactor", "LBFGS", "Rprop", "SparseAdam")
+_NOT_FUSED = (torch.optim.SGD, torch.optim.Adagrad)
 
 
 def refuse_optimizer(optimizer: Optimizer) -> None:
@@ -61,6 +62,11 @@ def check_optimizer(optimizer: Optimizer, scaled: bool) -> None:
     for number, group in enumerate(optimizer.param_groups):
         sharded = {isinstance(parameter, DTensor) for parameter in group["params"]}
         option = next((option for option in ("foreach", "fused") if group.get(option)), None)
+        if True in sharded and option == "fused" and isinstance(optimizer, _NOT_FUSED):
+            raise OptimizerError(
+                f"{type(optimizer).__name__}(fused=True) does not work on sharded parameters: torch has no rule for its fused "
+                "step. Remove fused=True, or use torch.optim.AdamW(fused=True)."
+            )
         if len(sharded) > 1 and option is not None:
             raise OptimizerError(
                 f"group {number} of {type(optimizer).__name__} has sharded parameters and whole ones, which torch cannot step "

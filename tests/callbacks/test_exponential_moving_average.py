@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.fsdp.fsdp_cases import FSDP
 from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import Watching, make_trainer, parameters_of, same
 from helpers.worlds.worlds import run_world
@@ -18,6 +19,7 @@ from trainkit import Callback
 from trainkit.callbacks import EMAWeightAveraging, ExponentialMovingAverage, ModelCheckpoint
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.errors import ConfigurationError, Preempted
+from trainkit.strategies import FSDPStrategy
 
 HOOKS = [
     "on_train_batch_end",
@@ -208,30 +210,38 @@ def test_an_error_in_validation_leaves_the_trained_weights() -> None:
 
 def _train(kind: str, precision: str, resume: bool) -> tuple[Any, ...]:
     """A fit of one rank; ranks have different numbers of batches at the end of an epoch."""
-    average, watching, module = ExponentialMovingAverage(decay=0.7), Watching(), Dropping()
-    options = {"strategy": kind, "precision": precision, "max_epochs": 2, "val_every_n_steps": 2, "devices": 2}
+    average, watching, losses, module = ExponentialMovingAverage(decay=0.7), Watching(), Losses(), Dropping()
+    strategy = FSDPStrategy(**FSDP[kind]) if kind in FSDP else kind
+    options = {"strategy": strategy, "precision": precision, "max_epochs": 2, "val_every_n_steps": 2, "devices": 2}
     end = SaveIn("on_train_end", 0, f"end-{resume}")  # after it, ZeRO releases the optimizer state
     saves = [end] if resume else [end, SaveIn("on_validation_batch_end", 3)]
-    trainer = make_trainer(*saves[1:], average, watching, saves[0], **options)
+    trainer = make_trainer(*saves[1:], average, watching, losses, saves[0], **options)
     trainer.fit(module, tiny_loader(20, shuffle=True), tiny_loader(12), ckpt_path="saved" if resume else None)
     assert average._updates == trainer.global_step == 3 * 2
     assert resume or len(watching.after) == (6, 4)[trainer.strategy.rank]
-    trained = open_checkpoint(f"end-{resume}").read({"state"}).state["user"]["current_model_state"]
-    return parameters_of(module), dict(average._average), trained
+    saved = open_checkpoint(f"end-{resume}").read({"model", "state"})
+    averaged = {name: value for name, value in saved.tensors["model"].items() if value.is_floating_point()}
+    trainer.save_checkpoint(f"weights-{resume}", weights_only=True)
+    weights = open_checkpoint(f"weights-{resume}").read({"model"}).tensors["model"]
+    assert all(torch.equal(weights[name], value.to(weights[name].dtype)) for name, value in averaged.items())
+    return parameters_of(module), averaged, saved.state["user"]["current_model_state"], losses.by_step
 
 
-def _check(kind: str, precision: str) -> None:
+def _check(kind: str, precision: str) -> tuple[Any, ...]:
+    """Returns what `_train` has returned on rank 0."""
     ranks = run_world(2, _train, kind, precision, False)
     resumed = run_world(2, _train, kind, precision, True)
-    for weights, average, trained in [*ranks, *resumed]:
+    for weights, average, trained, losses in [*ranks, *resumed]:
         assert same(weights, ranks[0][0])
         assert same(average, ranks[0][1])
         assert same(trained, ranks[0][2])
+        assert losses.items() <= ranks[0][3].items()
         assert not torch.equal(average["layer.0.weight"], trained["layer.0.weight"].float())
     alone = ExponentialMovingAverage(decay=0.7)
     make_trainer(alone, precision=precision).fit(Dropping(), tiny_loader(20, shuffle=True), ckpt_path="end-True")
     assert alone._updates == 6
     assert same(alone._average, ranks[0][1])  # nothing was left to train: as it was saved
+    return tuple(ranks[0])
 
 
 def test_two_processes_with_different_numbers_of_batches(run_dir: Path) -> None:
@@ -268,6 +278,23 @@ def test_a_process_that_has_no_batch_for_several_steps(run_dir: Path) -> None:
 @pytest.mark.parametrize("kind", ["zero1", "zero2"])
 def test_zero_with_whole_parameters(kind: str, precision: str, run_dir: Path) -> None:
     """Also where the trained weights in a checkpoint are masters that each rank has a part of."""
+    _check(kind, precision)
+
+
+def test_fsdp(run_dir: Path) -> None:
+    """Each rank averages its shards. Averages, trained weights and the losses of validations are those of DDP."""
+    found, expected = _check("fsdp", "64-true"), _check("ddp", "64-true")
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.fsdp
+@pytest.mark.parametrize(
+    ("kind", "precision"), [("fsdp", "bf16-true"), ("fsdp-cpu", "bf16-mixed"), ("fsdp-reshard", "32-true")]
+)
+def test_fsdp_with_options(kind: str, precision: str, run_dir: Path) -> None:
     _check(kind, precision)
 
 

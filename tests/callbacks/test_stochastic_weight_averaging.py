@@ -241,6 +241,8 @@ def test_what_is_refused() -> None:
     class Manual(Normed):
         automatic_optimization = False
 
+    with pytest.raises(ConfigurationError, match=r"averages whole parameters.*strategy='ddp'\)$"):
+        make_trainer(StochasticWeightAveraging(0.1), strategy="fsdp").fit(Normed(), tiny_loader())
     with pytest.raises(ConfigurationError, match="needs automatic optimization"):
         make_trainer(StochasticWeightAveraging(0.1)).fit(Manual(), tiny_loader())
     with pytest.raises(ConfigurationError, match="2 learning rates, but the optimizer has 1 parameter group"):

@@ -41,6 +41,33 @@ def test_state_is_what_a_step_leaves(name: str, dtype: torch.dtype) -> None:
     assert not any(p.grad is not None for p in empty)
 
 
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_quantized_state_of_torchao(name: str) -> None:
+    """Small parameters, and those that blocks do not fill, have state that is not quantized."""
+    make = getattr(pytest.importorskip("torchao.optim"), name)
+    shapes = [(7,), (64, 64), (64, 65), (160, 256), (3, 4099)]
+
+    def made(device: str) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+        parameters = [nn.Parameter(torch.ones(shape, device=device)) for shape in shapes]
+        return parameters, make(parameters)
+
+    real, optimizer = made("cpu")
+    for parameter in real:
+        parameter.grad = torch.ones_like(parameter)
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step
+        optimizer.step()
+    left = [sum(map(stored_bytes, optimizer.state[p].values())) for p in real]
+    empty, planned = made("meta")
+    found = state_bytes(planned)
+    assert [found[id(p)] for p in empty] == left
+    assert left[3] < 160 * 256 * 3
+
+
+def stored_bytes(value: Tensor) -> int:
+    inner = {"codes", "scale", "qmap"} & vars(value).keys()
+    return sum(getattr(value, part).nbytes for part in inner) if inner else value.nbytes
+
+
 def test_groups_have_their_own_options() -> None:
     first, second = parameters()[:2]
     optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "momentum": 0.9}], 0.1)

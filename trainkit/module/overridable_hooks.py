@@ -100,6 +100,9 @@ class ModuleHooks(DataHooks):
         loss that is computed in torch's `loss_parallel` needs it in the backward pass too: override `backward`, as
         `examples/llama.py` does.
 
+        Each run calls it on the same module, and afterwards the parameters are whole again. So it must not edit attributes,
+        such as `self.attention.heads //= mesh["tensor"].size()`: the next run would do it again.
+
         Args:
             mesh: The device mesh, with the dimensions `"data"` and `"tensor"`.
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from helpers.runs.parity import Noisy
+from helpers.runs.trainers import make_trainer
 from helpers.zero.zero_cases import strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from trainkit import TrainModule
-from trainkit.trainer.trainer import Trainer
 
 __all__ = ["Gan", "gan"]
 
@@ -57,16 +57,6 @@ class Gan(TrainModule):
 def gan(kind: str, precision: str) -> list[tuple[float, float]]:
     """The losses of a GAN trained with a strategy; see `zero_cases.strategy`."""
     module = Gan()
-    trainer = Trainer(
-        strategy=strategy(kind),
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        seed=5,
-        max_epochs=2,
-        precision=precision,
-    )
+    trainer = make_trainer(strategy=strategy(kind), seed=5, max_epochs=2, precision=precision)
     trainer.fit(module, DataLoader(Noisy(16), 2, shuffle=True))
     return module.losses

@@ -84,6 +84,10 @@ def test_refused_optimizers() -> None:
     for kind in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Rprop, torch.optim.SparseAdam, Mine):
         with pytest.raises(OptimizerError, match=f"{kind.__name__} does not work on sharded parameters"):
             strategy.prepare_optimizer(kind(module.parameters()), module)
+    for kind in (torch.optim.SGD, torch.optim.Adagrad):
+        with pytest.raises(OptimizerError, match=rf"{kind.__name__}\(fused=True\) does not work on sharded parameters"):
+            strategy.prepare_optimizer(kind(module.first.parameters(), lr=0.1, fused=True), module)
+        strategy.prepare_optimizer(kind(module.last.parameters(), lr=0.1, fused=True), module)  # ignored: they are whole
     for option in ("foreach", "fused"):
         mixed = torch.optim.AdamW(module.parameters(), **{option: True})
         with pytest.raises(OptimizerError, match=f"group 0 of AdamW has sharded parameters and whole ones.*{option}=True"):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.runs.parity import Noisy, RegressionModule
+from helpers.runs.trainers import make_trainer
 from helpers.worlds.worlds import run_world, start_world
 from helpers.zero.gan import gan
 from helpers.zero.zero_cases import STAGES, strategy
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import trainkit
-from trainkit import Accelerator, Trainer
+from trainkit import Accelerator
 from trainkit.callbacks import NonFiniteGuard
 from trainkit.checkpoint import open_checkpoint
 from trainkit.errors import ConfigurationError, NonFiniteError
@@ -67,23 +68,15 @@ class Trained(RegressionModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def quiet_trainer(kind: str, **arguments: Any) -> Trainer:
-    return Trainer(
-        strategy=strategy(kind),
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        seed=5,
-        **arguments,
-    )
-
-
 def by_trainer(kind: str, precision: str, clip: bool) -> list[float]:
     module = Trained()
-    trainer = quiet_trainer(
-        kind, max_epochs=2, precision=precision, accumulate_grad_batches=2, gradient_clip_val=1.0 if clip else None
+    trainer = make_trainer(
+        strategy=strategy(kind),
+        seed=5,
+        max_epochs=2,
+        precision=precision,
+        accumulate_grad_batches=2,
+        gradient_clip_val=1.0 if clip else None,
     )
     trainer.fit(module, DataLoader(Noisy(21), 2, shuffle=True))
     return module.losses
@@ -140,7 +133,7 @@ class Evaluated(RegressionModule):
 def evaluate(kind: str, samples: int) -> tuple[Any, ...]:
     """Test and predict before a fit, validate during it, and test after it; returns the results."""
     module, data = Evaluated(), DataLoader(Noisy(samples), 2)
-    trainer = quiet_trainer(kind, max_epochs=1, global_batch_size=4)
+    trainer = make_trainer(strategy=strategy(kind), seed=5, global_batch_size=4)
     found: list[Any] = [trainer.test(module, data), [t.tolist() for t in trainer.predict(module, data)]]
     trainer.fit(module, DataLoader(Noisy(16), 2), data)
     found.append(float(trainer.callback_metrics["val_loss"]))
@@ -176,7 +169,7 @@ class Broken(RegressionModule):
 
 def guarded(kind: str, action: str) -> tuple[str, int, bool]:
     module, guard = Broken(), NonFiniteGuard(action=action)
-    trainer = quiet_trainer(kind, max_epochs=1, callbacks=guard)
+    trainer = make_trainer(guard, strategy=strategy(kind), seed=5)
     said = ""
     try:
         trainer.fit(module, DataLoader(Noisy(16), 2))
@@ -204,7 +197,7 @@ class NoLossOnOne(RegressionModule):
 
 
 def fails() -> None:
-    quiet_trainer("zero3", max_epochs=1).fit(NoLossOnOne(), DataLoader(Noisy(16), 2))
+    make_trainer(strategy=strategy("zero3"), seed=5).fit(NoLossOnOne(), DataLoader(Noisy(16), 2))
 
 
 def test_a_step_that_needs_a_loss() -> None:
@@ -230,7 +223,7 @@ class OtherOrder(RegressionModule):
 
 
 def turns(kind: str) -> int:
-    trainer = quiet_trainer(kind, max_epochs=1)
+    trainer = make_trainer(strategy=strategy(kind), seed=5)
     trainer.fit(OtherOrder(), DataLoader(Noisy(24), 2))
     return trainer.global_step
 
