@@ -46,7 +46,7 @@ def _along_first(placement: Any, dimension: int) -> Any:
     """A placement over `dimension` of a tensor, for a tensor that has only that dimension."""
     if getattr(placement, "dim", None) != dimension:
         return Replicate()
-    if isinstance(placement, Shard):
+    if type(placement) is Shard:  # in torch 2.9, the placement below is a kind of it
         return Shard(0)
     return type(placement)(0, split_factor=placement.split_factor)  # tensor parallel and sharded over the same dimension
 
