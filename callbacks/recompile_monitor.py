@@ -57,7 +57,8 @@ class RecompileMonitor(Callback):
     """Logs how many graphs were compiled, and warns of each compilation after warm-up: in which step, and what changed.
 
     For strategies that compile each kind of step when they first run it (XLA): a run should compile in its first two
-    optimizer steps only. With other strategies it does nothing, and a notice says so.
+    optimizer steps only. With other strategies it does nothing, and a notice says so: graphs of `torch.compile`, such as
+    those of `Trainer(compile=True)`, are not counted. The environment variable `TORCH_LOGS=recompiles` prints them.
 
     Logged at log boundaries: `compilations/total`, graphs compiled in this process, and `compilations/unexpected`.
 

@@ -34,6 +34,7 @@ class FSDPOptions:
     tensor_parallel: int = 1
     ignored_modules: Choice | Sequence[Choice] | None = None
     accumulate: Literal["once", "reshard"] = "once"
+    forward_methods: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name, known in (("offload_params", (None, "cpu")), ("accumulate", ("once", "reshard"))):
@@ -47,6 +48,11 @@ class FSDPOptions:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigurationError(f"{name}={value!r}: expected a whole number ≥ 1. For example: FSDPStrategy({name}=2)")
+        if isinstance(self.forward_methods, str) or not all(isinstance(name, str) for name in self.forward_methods):
+            raise ConfigurationError(
+                f"forward_methods={self.forward_methods!r}: expected a list of names of methods. For example: "
+                "FSDPStrategy(forward_methods=['encode'])"
+            )
         if self.mixed_precision is not None and not isinstance(self.mixed_precision, MixedPrecisionPolicy):
             raise ConfigurationError(
                 f"mixed_precision={self.mixed_precision!r}: expected torch.distributed.fsdp.MixedPrecisionPolicy. To compute "
@@ -62,7 +68,10 @@ class FSDPOptions:
         return self.offload_params is not None or self.mixed_precision is not None or is_short(precision)
 
     def convert(self, module: nn.Module, precision: Precision) -> None:
-        """Convert a module to the dtypes of the precision; shards of 16-bit parameters are float32 master weights."""
+        """Convert a module to the dtypes of the precision; shards of 16-bit parameters are float32 master weights.
+
+        Parameters that are whole again after the run have the dtype of the precision, see `convert_back`.
+        """
         if self.mixed_precision is not None or not is_short(precision):
             precision.convert_module(module)
             precision.note_other_dtypes(module)
@@ -71,6 +80,13 @@ class FSDPOptions:
             for tensor in tensors:
                 if tensor.is_floating_point():
                     tensor.data = tensor.data.to(dtype)
+
+    def convert_back(self, module: nn.Module, precision: Precision) -> None:
+        """After a run, convert float32 master weights to the dtype of the precision, as other strategies leave them."""
+        if self.mixed_precision is None and is_short(precision):
+            for parameter in module.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(precision.parameter_dtype)
 
     def arguments(self, precision: Precision, device: torch.device) -> dict[str, Any]:
         """Arguments of `fully_shard` for each unit."""

@@ -30,17 +30,15 @@ from trainkit.precision import Precision
 from trainkit.strategies._copies import Buffers, check_modules_match
 from trainkit.strategies._gather import gathered
 from trainkit.strategies._membership import Membership
-from trainkit.strategies._reduction import average_gradients, broadcast, mean
+from trainkit.strategies._reduction import average_gradients, mean
 from trainkit.strategies.fsdp import sharded_gradients, sharded_optimizer
 from trainkit.strategies.fsdp.fsdp_memory import footprint
-from trainkit.strategies.fsdp.fsdp_model import FSDPModel, model_of
+from trainkit.strategies.fsdp.fsdp_model import FSDPModel
 from trainkit.strategies.fsdp.fsdp_options import FSDPOptions
-from trainkit.strategies.fsdp.gradient_window import GradientWindow
 from trainkit.strategies.fsdp.info import INFO
 from trainkit.strategies.fsdp.meshes import Meshes
-from trainkit.strategies.fsdp.sharded_model import ShardedModel
-from trainkit.strategies.fsdp.tensor_parallel import Replaced, parallelize
-from trainkit.strategies.fsdp.units import Wrap, choose_units, described_units, ignored_parameters, sharded_parts
+from trainkit.strategies.fsdp.sharded_models import ShardedModels
+from trainkit.strategies.fsdp.units import Wrap
 from trainkit.strategy import Strategy
 from trainkit.unsupported import refuse_unknown
 
@@ -77,6 +75,8 @@ class FSDPStrategy(Strategy):
         ignored_modules: Modules that are not sharded, in the form of `wrap`. Their gradients are averaged as in DDP.
         accumulate: `"once"`: reduce gradients in the last micro-batch of an accumulation window; until then each rank holds
             whole gradients. `"reshard"`: reduce them in each micro-batch, which needs less memory and more communication.
+        forward_methods: Names of methods of the model, for your own training loop, that compute with its parameters, besides
+            `forward`, `generate` and the steps of a `TrainModule`. The parameters are whole while one runs; it is a collective.
         process_group_backend: As in `DDPStrategy`.
         timeout: As in `DDPStrategy`.
         device: As in `DDPStrategy`.
@@ -108,6 +108,7 @@ class FSDPStrategy(Strategy):
         tensor_parallel: int = 1,
         ignored_modules: Choice | Sequence[Choice] | None = None,
         accumulate: Literal["once", "reshard"] = "once",
+        forward_methods: Sequence[str] = (),
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=30),
         device: str | torch.device = "auto",
@@ -117,7 +118,15 @@ class FSDPStrategy(Strategy):
         refuse_unknown("FSDPStrategy", unknown, inspect.signature(FSDPStrategy).parameters)
         super().__init__(device, precision)
         self.options = FSDPOptions(
-            wrap, reshard_after_forward, mixed_precision, offload_params, replicas, tensor_parallel, ignored_modules, accumulate
+            wrap,
+            reshard_after_forward,
+            mixed_precision,
+            offload_params,
+            replicas,
+            tensor_parallel,
+            ignored_modules,
+            accumulate,
+            forward_methods,
         )
         self.plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, reshard_after_forward=reshard_after_forward is not False, cpu_offload=offload_params is not None
@@ -134,13 +143,9 @@ class FSDPStrategy(Strategy):
         return f"FSDPStrategy({', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
     def _reset(self) -> None:
-        self._models: list[ShardedModel] = []
-        self._replaced: list[Replaced] = []
-        self._undo: list[Callable[[], None]] = []  # of tensor parallelism
+        self._sharded: ShardedModels | None = None  # if a module has been sharded
         self._optimizers: set[int] = set()
         self._buffers = Buffers()
-        self._steps: ShardedModel | None = None  # of the module whose steps run in its forward
-        self._window: GradientWindow | None = None
 
     def use_precision(self, precision: Precision | str | int, *, given: bool = True) -> None:
         """See `trainkit.Strategy.use_precision`. `16-true` scales the loss: master weights hold what float16 cannot."""
@@ -182,30 +187,15 @@ class FSDPStrategy(Strategy):
         refuse_sharded(module)
         self.placement(module)
         check_modules_match(module, self.world, "FSDP")
-        self.options.convert(module, self.precision)
-        self._replaced.append(Replaced(module))
-        self.precision.convert_layers(module)
-        meshes = self._joined_meshes()
-        if self.options.tensor_parallel > 1:
-            self._undo.append(parallelize(module, meshes.whole, self.device))
-        manual = not getattr(module, "automatic_optimization", True)
-        units, ignored = choose_units(module, self.options.wrap), ignored_parameters(module, self.options.ignored_modules)
-        parts = sharded_parts(module) if manual else [module]
-        described = described_units(module, units, parts)
-        self._described = f"{self._described}; {described}" if self._models else described
-        options = {**self.options.arguments(self.precision, self.device), "mesh": meshes.shards}
-        made = [ShardedModel(part, units, ignored, self.device, self.world, options, manual) for part in parts]
-        self._models += made
-        self._steps = None if manual else made[0]
-        known = {id(p) for model in made for p in (*model.sharded, *model.whole)}
-        rest = [p for p in module.parameters() if id(p) not in known]  # of no submodule, under manual optimization
-        for tensor in (*rest, *module.buffers()):
-            tensor.data = tensor.data.to(self.device)
+        if self._sharded is None:
+            self._sharded = ShardedModels(
+                self.options, self.precision, self.world, self.device, self._joined_meshes(), self.reduce_gradients
+            )
+        self._sharded.add(module)
+        self._described = self._sharded.described
         if self.world.size > 1:
-            broadcast([p.data for p in rest])
             self._buffers.add(module, self.world)
             self.sync_buffers()
-        self._window = GradientWindow(self._models, self.world, self.options.accumulate == "reshard", self.reduce_gradients)
         return module
 
     def _joined_meshes(self) -> Meshes:
@@ -218,7 +208,9 @@ class FSDPStrategy(Strategy):
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """See `trainkit.Strategy.wrap`."""
-        return module if self._alone else FSDPModel(model_of(module, self._models))
+        if self._sharded is None:
+            return module
+        return FSDPModel(self._sharded.model_of(module), self.options.forward_methods)
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """See `trainkit.Strategy.unwrap`."""
@@ -229,19 +221,7 @@ class FSDPStrategy(Strategy):
     ) -> Callable[..., Any]:
         """See `trainkit.Strategy.step_function`."""
         run = super().step_function(wrapped, module, name, compiler)
-        if self._steps is not None:
-            return partial(self._steps.call, run)
-        return run if self._alone else partial(self._manual_step, run)
-
-    def _manual_step(self, run: Callable[..., Any], *args: Any) -> Any:
-        results = run(*args)
-        if not torch.is_grad_enabled():
-            self._reshard()
-        return results
-
-    def _reshard(self) -> None:
-        for model in self._models:
-            model.reshard()
+        return run if self._sharded is None else partial(self._sharded.call_step, run)
 
     def prepare_optimizer(self, optimizer: Optimizer, module: nn.Module | None) -> Optimizer:
         """Let the optimizer step the sharded parameters. Existing state is kept.
@@ -249,10 +229,10 @@ class FSDPStrategy(Strategy):
         Raises:
             OptimizerError: It does not work on sharded parameters.
         """
-        if self._alone:
+        if self._sharded is None:
             return super().prepare_optimizer(optimizer, module)
-        self._reshard()
-        sharded_optimizer.use_sharded_parameters(optimizer, self._replaced, self._models)
+        self._sharded.reshard()
+        sharded_optimizer.use_sharded_parameters(optimizer, self._sharded)
         sharded_optimizer.check_optimizer(optimizer, self.precision.scaler is not None)
         self._optimizers.add(id(optimizer))
         return super().prepare_optimizer(optimizer, module)
@@ -260,28 +240,28 @@ class FSDPStrategy(Strategy):
     def begin_micro_batch(self, micro: MicroBatch) -> None:
         """See `trainkit.Strategy.begin_micro_batch`."""
         super().begin_micro_batch(micro)
-        for model in self._models:
+        for model in () if self._sharded is None else self._sharded:
             model.forget()
 
     def backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW, **kwargs: Any) -> None:
         """See `trainkit.Strategy.backward`. Reduces the gradients in the last micro-batch of a window."""
         if loss is None:
             self.skip_backward(None, micro)
-        elif self._window is None:
+        elif self._sharded is None:
             super().backward(loss, micro, **kwargs)
         else:
-            with self._window.backward(micro, had_loss=True):
+            with self._sharded.window.backward(micro, had_loss=True):
                 super().backward(loss, micro, **kwargs)
 
     def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
         """See `trainkit.Strategy.skip_backward`. Runs the module's backward with zero gradients: it has collectives."""
         self.precision.scale(torch.zeros((), device=self.device))  # keeps the loss scale the same on all ranks
-        if self._window is not None:
-            self._window.skip(loss, micro, getattr(self.lightning_module, "backward", Tensor.backward))
+        if self._sharded is not None:
+            self._sharded.window.skip(loss, micro, getattr(self.lightning_module, "backward", Tensor.backward))
 
     def any_loss(self, had_loss: bool) -> bool:
         """See `trainkit.Strategy.any_loss`."""
-        return had_loss if self._window is None else self._window.any_loss(had_loss)
+        return had_loss if self._sharded is None else self._sharded.window.any_loss(had_loss)
 
     def reduce_gradients(self, parameters: Iterable[Tensor], micro: MicroBatch = WHOLE_WINDOW) -> None:
         """See `trainkit.Strategy.reduce_gradients`. Only parameters that are not sharded need it."""
@@ -295,9 +275,18 @@ class FSDPStrategy(Strategy):
         return value if self.world.size == 1 else mean(value)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Update the parameters, and broadcast the buffers from rank 0."""
-        self._reshard()
-        updated = super().optimizer_step(optimizer, closure)
+        """Update the parameters, and broadcast the buffers from rank 0. Skips the update if no rank had a loss.
+
+        Raises:
+            ModuleError: A backward pass has not reduced the gradient of a trained parameter.
+        """
+        if self._sharded is None:
+            return super().optimizer_step(optimizer, closure)
+        updated = False
+        if self._sharded.window.any_loss(True):
+            self._sharded.begin_step(optimizer)
+            updated = super().optimizer_step(optimizer, closure)
+            self._sharded.note_weights_changed()
         self.sync_buffers()
         return updated
 
@@ -307,7 +296,7 @@ class FSDPStrategy(Strategy):
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """See `trainkit.Strategy.clip_grad_norm_`. Collective."""
-        if self._alone:
+        if self._sharded is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         listed = list(parameters)
         norm = sharded_gradients.global_norm(listed, norm_type, self.device)
@@ -320,46 +309,37 @@ class FSDPStrategy(Strategy):
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor | None:
         """See `trainkit.Strategy.gradient_norm`."""
-        if self._alone:
+        if self._sharded is None:
             return None
         return sharded_gradients.global_norm([p for group in optimizer.param_groups for p in group["params"]], 2.0, self.device)
 
     def gathered_parameters(self, module: nn.Module, modified: bool = False) -> AbstractContextManager[Any]:
         """See `trainkit.Strategy.gathered_parameters`. Changes reach the master weights."""
-        contexts = ExitStack()
-        inside = set(module.modules())
-        for model in self._models:
-            if model.module in inside or module in set(model.module.modules()):
-                contexts.enter_context(model.gathered(module, modified))
-        return contexts if self._models else nullcontext()
+        return nullcontext() if self._sharded is None else self._sharded.gathered(module, modified)
 
     def stored_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
         """See `trainkit.Strategy.stored_weights`."""
-        self._reshard()
-        own = {id(parameter) for parameter in module.parameters()}
-        return {id(p): m.shards.sharded_tensor(p, p) for m in self._models for p in m.sharded if id(p) in own}
+        return {} if self._sharded is None else self._sharded.stored_weights(module)
 
     def load_weights(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """See `trainkit.Strategy.load_weights`."""
-        for model in self._models:
-            for parameter in model.sharded:
-                if parameter in values:
-                    model.shards.load(parameter, parameter, values[parameter])
+        if self._sharded is not None:
+            self._sharded.load_weights(values)
 
     def stored_optimizer(self, optimizer: Optimizer) -> StoredOptimizer | None:
         """See `trainkit.Strategy.stored_optimizer`."""
         if self._alone:
             return None
-        if id(optimizer) not in self._optimizers:
+        if self._sharded is None or id(optimizer) not in self._optimizers:
             raise ConfigurationError(
                 "the run is over, so the optimizer's sharded state cannot be gathered any more. Save during fit, in a "
                 "callback: trainer.save_checkpoint(path); or only the weights: trainer.save_checkpoint(path, weights_only=True)"
             )
-        return sharded_optimizer.stored_optimizer(optimizer, self._models)
+        return sharded_optimizer.stored_optimizer(optimizer, self._sharded)
 
     def load_optimizer(self, optimizer: Optimizer, stored: StoredOptimizer) -> None:
         """See `trainkit.Strategy.load_optimizer`."""
-        sharded_optimizer.load_optimizer(optimizer, stored, self._models)
+        sharded_optimizer.load_optimizer(optimizer, stored, () if self._sharded is None else self._sharded)
 
     def description(self) -> Mapping[str, str]:
         """See `trainkit.Strategy.description`. The units of the last run."""
@@ -384,7 +364,5 @@ class FSDPStrategy(Strategy):
                 self._meshes = None  # its process group ends too
             rest.callback(self._group.close)
             rest.callback(self._reset)
-            for remove_hooks in self._undo:
-                rest.callback(remove_hooks)
-            for model in self._models:
-                rest.callback(model.restore, collective=not self.broken)
+            if self._sharded is not None:
+                rest.callback(self._sharded.restore, collective=not self.broken)

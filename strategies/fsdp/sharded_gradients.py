@@ -39,7 +39,8 @@ def _copies(gradient: Tensor, ranks: int) -> int:
 def global_norm(parameters: Iterable[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """The norm of the gradients of all ranks together, the same on each rank. Collective.
 
-    Each rank sums over its own parts, in float64 where the device has it; what several ranks have counts once.
+    Each rank sums over its own parts, in float64 where the device has it; what several ranks have counts once. In a norm of
+    order `inf` a NaN counts as infinity: the maximum over the ranks may ignore a NaN.
 
     Raises:
         ConfigurationError: `norm_type` is not a number > 0.
@@ -57,6 +58,8 @@ def global_norm(parameters: Iterable[Tensor], norm_type: float, device: torch.de
     for copies, parts in by_copies.items():
         norm = total_norm(parts, norm_type).to(device, torch.float64)
         total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm.pow(norm_type) / copies
+    if math.isinf(norm_type):
+        total.nan_to_num_(nan=math.inf, posinf=math.inf)
     dist.all_reduce(total, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
     return (total if math.isinf(norm_type) else total.pow(1.0 / norm_type)).to(dtype)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from trainkit.distributed.world import World
 from trainkit.errors import ModuleError
@@ -56,26 +57,29 @@ class Root(nn.Module):
         slots: the places of these parameters.
 
     Attributes:
-        outputs: outputs of the last forward that a backward pass can begin at, if its result is not used.
-        units_ran: a unit has run in it.
+        outputs: outputs of forwards that a backward pass can begin at, if their results are not used.
+        units_ran: a unit has run in one of these forwards.
+        forwards: number of forwards with gradients.
     """
 
     def __init__(self, module: nn.Module, slots: list[Slot]) -> None:
         super().__init__()
         self.module = module
         self._slots = slots
-        self._inside = self.units_ran = False
+        self._keeps = self.units_ran = False
         self.outputs: list[Tensor] = []
+        self.forwards = 0
 
     def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Returns the result of `run`, and a tensor that depends on a parameter of the root, or `None`."""
-        self._inside = torch.is_grad_enabled()
+        trains = self._keeps = torch.is_grad_enabled()
         try:
             results = run(*args, **kwargs)
         finally:
-            inside, self._inside = self._inside, False
-        if not inside:
+            self._keeps = False
+        if not trains:
             return results, None
+        self.forwards += 1
         if any(isinstance(leaf, Tensor) and leaf._base is not None for leaf in leaves(results)):
             results = map_tensors(results, _without_base)  # torch warns about each view, in each step
         return results, self._anchor()
@@ -91,7 +95,7 @@ class Root(nn.Module):
 
     def keep_outputs(self, unit: nn.Module, args: Any, outputs: Any) -> None:
         """Keep the outputs of a unit in the current forward. A forward hook of the unit."""
-        if self._inside:  # not where activation checkpointing runs the forward again
+        if self._keeps:  # not where activation checkpointing runs the forward again
             self.units_ran = True
             self.outputs += [leaf for leaf in leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
@@ -109,7 +113,7 @@ class ShardedModel:
         device: the device of this process.
         world: the processes.
         options: arguments of `fully_shard`.
-        called_directly: the user's code calls the module itself, and not `call`.
+        manual: under manual optimization, the user's code calls the module itself, and not `call`.
 
     Attributes:
         module: the user's module.
@@ -128,24 +132,27 @@ class ShardedModel:
         device: torch.device,
         world: World,
         options: dict[str, Any],
-        called_directly: bool = False,
+        manual: bool = False,
     ) -> None:
         inside = set(module.modules()) - {module}
         units = {name: unit for name, unit in units.items() if unit in inside}
         refuse_unshardable({**units, "": module}, ignored)
         self.module, self.units, self._device, self._world = module, units, device, world
-        self._inner = set(units.values())
+        self._unit_modules = set(units.values())
         self._slots = list(slots(module))
         self._former = [owner._parameters[name].device for owner, name in self._slots]  # type: ignore[union-attr]
-        self._root = module if called_directly else Root(module, self._slots_of(module))
+        self._steps = None if manual else Root(module, self._slots_of(module))
+        self._root: nn.Module = module if self._steps is None else self._steps
         self.all_units = (*units.values(), self._root)
         self._whole_in_forward: list[Tensor] = []  # the whole parameters that torch's forward uses; always the same objects
-        self._open = False  # inside an accumulation window
         self._gathered = False  # inside `gathered`, where the parameters are other ones
         self._syncs = True
-        for unit in reversed(self.all_units[:-1]):  # blocks inside of blocks first
-            self._shard(unit, ignored, options)
-        self._shard(self._root, ignored, options)
+        self._unreduced: list[Any] = []  # the parameters whose gradients the last window should have reduced
+        with ExitStack() as undo:  # if one fails
+            for unit in (*reversed(self.all_units[:-1]), self._root):  # blocks inside of blocks first
+                self._shard(unit, ignored, options)
+                undo.callback(remove_fully_shard, [unit])
+            undo.pop_all()
         self._unfilled = allocate(self._root, torch.device("cpu") if _offloads(options) else device)
         distinct = list({id(p): p for owner, name in self._slots if (p := owner._parameters[name]) is not None}.values())
         self.sharded = [p for p in distinct if isinstance(p, DTensor)]
@@ -156,7 +163,7 @@ class ShardedModel:
 
     def _slots_of(self, unit: nn.Module) -> list[Slot]:
         """The places of the parameters of a unit that belong to no unit inside it."""
-        return list(slots(unit, self._inner.__contains__))
+        return list(slots(unit, self._unit_modules.__contains__))
 
     def _shard(self, unit: nn.Module, ignored: set[nn.Parameter], options: dict[str, Any]) -> None:
         """Move the own parameters of a unit to the device, with rank 0's values, and shard them."""
@@ -186,8 +193,8 @@ class ShardedModel:
 
             handles.append(unit.register_forward_pre_hook(collect))  # after torch's own, which makes them whole
             self._handles += handles
-            if isinstance(self._root, Root) and unit is not self._root:
-                self._handles.append(unit.register_forward_hook(self._root.keep_outputs))
+            if self._steps is not None and unit is not self._root:
+                self._handles.append(unit.register_forward_hook(self._steps.keep_outputs))
 
     # ------------------------------------------------------------------------------------------------------- running
 
@@ -199,32 +206,36 @@ class ShardedModel:
         """
         if self._unfilled:
             self._check_filled()
-        if not isinstance(self._root, Root):
+        if self._steps is None:
             results = run(*args, **kwargs)
         else:
             with self._world.collectives:
-                results, anchor = self._root(run, *args, **kwargs)
+                results, anchor = self._steps(run, *args, **kwargs)
             if anchor is not None:
-                self._root.outputs.append(anchor)
+                self._steps.outputs.append(anchor)
         if not torch.is_grad_enabled():
             self.reshard()
         return results
 
     @property
     def outputs(self) -> list[Tensor]:
-        """Outputs at which a backward pass can begin if the results are not used; cleared for each micro-batch."""
-        return self._root.outputs if isinstance(self._root, Root) else []
+        """Outputs at which a backward pass can begin if the results are not used, since `forget`."""
+        return [] if self._steps is None else self._steps.outputs
+
+    @property
+    def forwards(self) -> int:
+        """Number of forwards with gradients; 0 under manual optimization."""
+        return 0 if self._steps is None else self._steps.forwards
 
     @property
     def has_run(self) -> bool:
         """Whether a forward has run since `forget`, with the collectives that other ranks wait for."""
-        return bool(self.outputs) and (not self.units or (isinstance(self._root, Root) and self._root.units_ran))
+        return self._steps is not None and bool(self.outputs) and (not self.units or self._steps.units_ran)
 
     def forget(self) -> None:
-        """Forget the outputs of the last forward."""
-        self.outputs.clear()
-        if isinstance(self._root, Root):
-            self._root.units_ran = False
+        """Forget the outputs of forwards: each backward pass begins at those since the one before."""
+        if self._steps is not None:
+            self._steps.outputs, self._steps.units_ran = [], False
 
     def _check_filled(self) -> None:
         named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
@@ -249,19 +260,14 @@ class ShardedModel:
         for unit in self.all_units:
             unit.reshard()  # type: ignore[operator]
 
-    def begin_backward(self, first: bool, last: bool, syncs: bool) -> None:
-        """Before each backward pass of an accumulation window.
+    def drop_gradients(self) -> None:
+        """Drop the gradients that no backward pass has reduced."""
+        for parameter in self._whole_in_forward:
+            parameter.grad = None
+        drop_gradients(self.all_units)
 
-        Args:
-            first: it is the first of its window.
-            last: it is the last of its window.
-            syncs: it reduces the gradients over the ranks.
-        """
-        if first and self._open:  # the window before had no last micro-batch: its gradients are dropped
-            for parameter in self._whole_in_forward:
-                parameter.grad = None
-            drop_gradients(self.all_units)
-        self._open = not last
+    def sync_gradients(self, syncs: bool) -> None:
+        """Set whether the next backward pass reduces the gradients over the ranks."""
         if syncs != self._syncs:
             self._root.set_requires_gradient_sync(syncs)  # type: ignore[operator]
             self._syncs = syncs
@@ -275,15 +281,25 @@ class ShardedModel:
                     masks.enter_context(parameter.register_hook(torch.zeros_like))
             yield
 
-    def check_gradients(self) -> None:
-        """Check that the backward pass has reduced the gradients of all trained parameters.
+    def note_unreduced(self) -> None:
+        """At the end of a window, note which parameters have no reduced gradient, if others have one or one is not reduced."""
+        self._unreduced = [p for p in self.sharded if p.grad is None and p.requires_grad]
+        if self._unreduced and all(parameter.grad is None for parameter in (*self.sharded, *self._whole_in_forward)):
+            self._unreduced = []  # the window has trained other models
+
+    def check_gradients(self, optimizer: Optimizer) -> None:
+        """Check before an optimizer step that the gradients of its parameters were reduced in the last window.
 
         Raises:
-            ModuleError: a parameter has no gradient.
+            ModuleError: one was not.
         """
-        if all(parameter.grad is not None or not parameter.requires_grad for parameter in self.sharded):
+        if not self._unreduced:
             return
-        missing = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        unreduced = {id(p) for p in self._unreduced if p.grad is None and id(p) in stepped}
+        missing = [name for name, parameter in self.module.named_parameters() if id(parameter) in unreduced]
+        if not missing:
+            return
         shown = ", ".join(missing[:5]) + (", …" if missing[5:] else "")
         raise ModuleError(
             f"the backward pass has reduced no gradient for {shown}. Expected a loss that depends on each trained parameter, "

@@ -14,7 +14,7 @@ from trainkit.errors import OptimizerError
 from trainkit.optim.stored_optimizer import StoredOptimizer, placeholder_parameter
 from trainkit.strategies._quantized import quantizes
 from trainkit.strategies.fsdp.sharded_model import ShardedModel
-from trainkit.strategies.fsdp.tensor_parallel import Replaced
+from trainkit.strategies.fsdp.sharded_models import ShardedModels
 
 __all__ = ["check_optimizer", "load_optimizer", "refuse_optimizer", "stored_optimizer", "use_sharded_parameters"]
 
@@ -74,7 +74,7 @@ def check_optimizer(optimizer: Optimizer, scaled: bool) -> None:
             )
 
 
-def use_sharded_parameters(optimizer: Optimizer, replaced: Iterable[Replaced], models: Iterable[ShardedModel]) -> None:
+def use_sharded_parameters(optimizer: Optimizer, models: ShardedModels) -> None:
     """Let an optimizer, which was made before its model was sharded, step the sharded parameters. Its state is kept.
 
     Raises:
@@ -86,7 +86,7 @@ def use_sharded_parameters(optimizer: Optimizer, replaced: Iterable[Replaced], m
     for group in optimizer.param_groups:
         for place, parameter in enumerate(group["params"]):
             current = parameter
-            for one in replaced:
+            for one in models.replaced:
                 current = one.current(current)
             group["params"][place] = current
             if parameter in optimizer.state:
@@ -134,12 +134,23 @@ def stored_optimizer(optimizer: Optimizer, models: Iterable[ShardedModel]) -> St
     for parameter in parameters:
         model = owners.get(id(parameter))
         slots = {
-            slot: model.shards.sharded_tensor(value, parameter) if model is not None and isinstance(value, DTensor) else value
+            slot: _stored(slot, value, parameter, model, optimizer) if model is not None else value
             for slot, value in optimizer.state.get(parameter, {}).items()
         }
         if slots:
             stored.optimizer.state[stored.placeholders[id(parameter)]] = slots
     return stored
+
+
+def _stored(slot: str, value: Any, parameter: Tensor, model: ShardedModel, optimizer: Optimizer) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    if value.shape != parameter.shape:
+        raise OptimizerError(
+            f"{type(optimizer).__name__} has sharded state of another shape than its parameter ({slot}: {tuple(value.shape)}, "
+            f"the parameter: {tuple(parameter.shape)}), which FSDP cannot save. Use torch.optim.AdamW, or strategy='ddp'."
+        )
+    return model.shards.sharded_tensor(value, parameter)
 
 
 @torch.no_grad()

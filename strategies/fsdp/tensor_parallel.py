@@ -1,12 +1,16 @@
-"""Tensor parallelism: `TrainModule.parallelize` shards the layers over the ranks of a group, and can be undone."""
+"""Tensor parallelism: `TrainModule.parallelize` shards the layers over the ranks of a group, and can be undone.
+
+`ReplicatedGradients` finds parameters that a plan has forgotten.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -14,12 +18,15 @@ from torch.distributed.tensor import DTensor
 from trainkit.errors import MissingMethodError, ModuleError
 from trainkit.module.train_module import TrainModule
 from trainkit.strategies._reduction import broadcast
+from trainkit.strategies.fsdp.sharded_model import ShardedModel
 from trainkit.strategies.fsdp.units import Slot, slots
 
-__all__ = ["Replaced", "parallelize", "tied_slots"]
+__all__ = ["Replaced", "ReplicatedGradients", "parallelize", "tied_slots"]
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _MARK = "_distribute_module_applied"  # with it, torch refuses to apply a plan again
+_LAST_CHECK = 64  # optimizer steps with a check: the first, second, fourth, ... of them
+_TOLERANCE = 0.02  # relative; parts of a gradient differ by about its size, and gradients of equal inputs only by rounding
 
 
 def tied_slots(module: nn.Module) -> list[list[Slot]]:
@@ -51,14 +58,6 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> Ca
     broadcast([parameter.data for parameter in module.parameters()])
     ties = tied_slots(module)
     before = [(part, name, set(getattr(part, name))) for part in module.modules() for name in _HOOKS]
-    module.parallelize(mesh)  # type: ignore[operator]
-    if not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        raise ModuleError(
-            f"{type(module).__name__}.parallelize has sharded no parameter. Expected a plan whose names match submodules: "
-            "parallelize_module(self.model, mesh['tensor'], {'layers.*.linear1': ColwiseParallel(), …})"
-        )
-    for places in ties:
-        _tie(places)
 
     def remove_hooks() -> None:
         for part, name, known in before:
@@ -68,7 +67,23 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> Ca
         for part in module.modules():
             vars(part).pop(_MARK, None)
 
+    try:
+        module.parallelize(mesh)  # type: ignore[operator]
+        _check_plan(module, ties)
+    except BaseException:
+        remove_hooks()
+        raise
     return remove_hooks
+
+
+def _check_plan(module: nn.Module, ties: list[list[Slot]]) -> None:
+    if not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        raise ModuleError(
+            f"{type(module).__name__}.parallelize has sharded no parameter. Expected a plan whose names match submodules: "
+            "parallelize_module(self.model, mesh['tensor'], {'layers.*.linear1': ColwiseParallel(), …})"
+        )
+    for places in ties:
+        _tie(places)
 
 
 def _is_empty(module: nn.Module) -> bool:
@@ -118,3 +133,62 @@ class Replaced:
         now = owner._parameters[name]
         assert now is not None
         return now
+
+
+class ReplicatedGradients:
+    """Checks that ranks of a tensor-parallel group have equal gradients for parameters that no plan shards.
+
+    They have not if such a parameter is used with a part of the activations, as a norm over the heads of one rank: each rank
+    then has a part of its gradient, and torch adds up only those of parameters in a plan.
+
+    Args:
+        models: the sharded models.
+        mesh: the device mesh, with a dimension `"tensor"`.
+        device: the device of this process.
+    """
+
+    def __init__(self, models: Sequence[ShardedModel], mesh: DeviceMesh, device: torch.device) -> None:
+        self._models, self._device = models, device
+        self._group = mesh["tensor"].get_group()
+        self._windows = 0
+
+    def check(self) -> None:
+        """Check at the end of an accumulation window, before gradients of whole parameters are averaged. Collective.
+
+        Raises:
+            ModuleError: gradients differ.
+        """
+        self._windows += 1
+        if self._windows > _LAST_CHECK or self._windows & (self._windows - 1):
+            return
+        named = dict(self._outside_of_plans())
+        if not named:
+            return
+        differences = torch.stack([self._difference(parameter) for parameter in named.values()])
+        dist.all_reduce(differences, op=dist.ReduceOp.MAX)
+        wrong = [name for name, difference in zip(named, differences.tolist(), strict=True) if difference > _TOLERANCE]
+        if wrong:
+            shown = ", ".join(wrong[:5]) + (", …" if wrong[5:] else "")
+            raise ModuleError(
+                f"{shown}: the ranks of a tensor-parallel group have different gradients, because each uses another part of "
+                "the activations. Expected a plan for each parameter that sees parts of them. For example, for a norm: "
+                "parallelize_module(self.model, mesh['tensor'], {'layers.*.norm': SequenceParallel()})"
+            )
+
+    def _outside_of_plans(self) -> Iterator[tuple[str, Tensor]]:
+        for model in self._models:
+            model.reshard()
+            for name, parameter in model.module.named_parameters():
+                names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
+                if parameter.requires_grad and "tensor" not in (names or ()):
+                    yield name, parameter
+
+    @torch.no_grad()
+    def _difference(self, parameter: Tensor) -> Tensor:
+        """The difference between this rank's gradient and that of the first rank of its group, relative to the larger one."""
+        given: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        own = (given.to_local() if isinstance(given, DTensor) else given).to(self._device, torch.float32)
+        first = own.clone()
+        dist.broadcast(first, group=self._group, group_src=0)
+        size = torch.maximum(own.norm(), first.norm())
+        return torch.where(size > 0.0, (own - first).norm() / size, size)

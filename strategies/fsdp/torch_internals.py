@@ -103,18 +103,19 @@ def remove_fully_shard(units: Iterable[nn.Module]) -> None:
 @contextmanager
 def without_forward_hooks(units: Iterable[nn.Module]) -> Iterator[None]:
     """Within it the forward of these modules gathers and frees no parameters."""
-    kept: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    kept: list[tuple[dict[int, Any], dict[int, Any], int]] = []
     for unit in units:
         state = _state(unit)
         for table, handle in (
             (unit._forward_pre_hooks, state._pre_forward_hook_handle),
             (unit._forward_hooks, state._post_forward_hook_handle),
         ):
-            kept.append((table, dict(table)))
+            kept.append((table, dict(table), handle.id))
             table.pop(handle.id, None)
     try:
         yield
     finally:
-        for table, before in kept:
+        for table, before, own in kept:
+            now = dict(table)  # the user may have registered or removed hooks
             table.clear()
-            table.update(before)
+            table.update({key: hook for key, hook in before.items() if key == own or key in now} | now)

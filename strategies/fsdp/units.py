@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainkit.console import notice
 from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.module.blocks import Choice, chosen_modules, described_modules, repeated_blocks
 
@@ -33,7 +34,8 @@ Slot = tuple[nn.Module, str]
 def choose_units(module: nn.Module, wrap: Wrap) -> dict[str, nn.Module]:
     """The units inside a module: dotted name → module. The rest of the module is a unit of its own.
 
-    A module that shares a parameter with the rest of the model is no unit, because a parameter belongs to one unit.
+    A module that shares a parameter with the rest of the model is no unit, because a parameter belongs to one unit; nor is one
+    without a forward, such as an `nn.ModuleList`. A notice says so if the user has named it.
 
     Args:
         module: the user's.
@@ -50,7 +52,14 @@ def choose_units(module: nn.Module, wrap: Wrap) -> dict[str, nn.Module]:
         chosen = _of_size(module, wrap)
     else:
         chosen = chosen_modules(module, wrap, "wrap")
-    return {name: unit for name, unit in chosen.items() if _has_forward(unit) and not _shares_parameters(module, unit)}
+    units = {name: unit for name, unit in chosen.items() if _has_forward(unit) and not _shares_parameters(module, unit)}
+    left = {name: type(unit).__name__ for name, unit in chosen.items() if name not in units}
+    if left and not (wrap is None or wrap is True or isinstance(wrap, int)):
+        notice(
+            f"wrap: {described_modules(left)} cannot be sharded by itself: it has no forward or parameters, or shares a "
+            "parameter with the rest of the model. Its parameters belong to the unit around it."
+        )
+    return units
 
 
 def _of_size(module: nn.Module, minimum: int) -> dict[str, nn.Module]:

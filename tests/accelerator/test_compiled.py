@@ -133,6 +133,25 @@ def test_a_forward_that_the_user_has_assigned() -> None:
     assert module.forward is mine
 
 
+def test_a_forward_that_the_user_assigns_while_it_is_compiled_stays() -> None:
+    first, second, compiled = nn.Linear(4, 4), nn.Linear(4, 4), CompiledModules()
+    compiled.compile({"first": first, "second": second}, Compilation({"backend": "eager"}))
+    second.forward = mine = lambda inputs: inputs + 1  # type: ignore[method-assign]
+    compiled.undo()
+    assert second.forward is mine
+    assert "forward" not in vars(first)
+
+
+def test_a_block_of_two_models_is_compiled_once() -> None:
+    block, backend, compiled = nn.Linear(4, 4), Counting(), CompiledModules()
+    for name in ("one", "other"):
+        compiled.compile({name: block}, Compilation({"backend": backend}))
+    block(torch.ones(4))
+    assert backend.graphs == 1
+    compiled.undo()
+    assert "forward" not in vars(block)
+
+
 def test_hooks_run_outside() -> None:
     """Also one that `torch.compile` could not trace."""
     module, seen, compiled = BlockModule(), [], CompiledModules()

@@ -227,6 +227,16 @@ def test_flops_of_manual_optimization(make_trainer) -> None:
     assert measure(make_trainer, module).flops_per_sample == 16
 
 
+@pytest.mark.parametrize(
+    "changed", [{"activation_checkpointing": "Linear"}, {"compile": {"modules": "Linear", "backend": "aot_eager"}}]
+)
+def test_flops_of_layers_that_are_recomputed_or_compiled(make_trainer, changed: dict[str, Any]) -> None:
+    try:
+        assert measure(make_trainer, Measured(), **changed).flops_per_sample == 16
+    finally:
+        torch.compiler.reset()
+
+
 def test_each_shape_is_counted_once(make_trainer, monkeypatch) -> None:
     counted = []
     original = throughput_monitor.step_flops

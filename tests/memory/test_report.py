@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,17 @@ def test_tied_parameters_count_once() -> None:
     assert plan(Tied(), processes=[1]).trained == T
     twin: Any = placeholder_of(Tied())
     assert twin.other.weight is twin.embedding.weight
+
+
+def test_what_is_bound_to_a_module_is_bound_to_its_copy() -> None:
+    module: Any = Planned()
+    module.kept, module.forward = module.net.forward, partial(torch.Tensor.add, module.net[0].weight)
+    module.net.forward = module.net[0].forward
+    copied: Any = placeholder_of(module)
+    assert copied.kept.__self__ is copied.net
+    assert copied.forward.args[0] is copied.net[0].weight
+    assert copied.net.forward.__self__ is copied.net[0]
+    assert module.net.forward.__self__ is module.net[0]
 
 
 def test_parameters_out_of_a_list() -> None:

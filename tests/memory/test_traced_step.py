@@ -13,14 +13,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from trainkit import DataModule, TrainModule
+from trainkit import Callback, DataModule, TrainModule
+from trainkit.accelerator.compiled import CompiledModules
+from trainkit.config.compiling import Compilation
 from trainkit.footprint import Contents, Held, Weight, in_backward
 from trainkit.memory.report import MemoryPlan
 from trainkit.memory.traced_step import StepTraceError, activation_profile, step_flops
+from trainkit.module.activation_checkpointing import CheckpointingChoice, checkpoint_activations
 
 Step = Callable[[Any, Tensor], Any]
 B, H, T, D = 4, 2, 32, 16  # batch, heads, tokens, width of a head
 WIDTH = H * D
+LAYERS = [f"layers.{index}" for index in range(4)]  # of `mlp`
 
 
 class Stepping(TrainModule):
@@ -141,6 +145,23 @@ def test_checkpointing_lowers_activations_and_leaves_the_flops(reentrant: bool) 
     assert flops_of(saved, tokens()) == flops_of(plain, tokens())
 
 
+def recompute(module: Stepping) -> None:
+    checkpoint_activations(module, CheckpointingChoice(LAYERS))
+
+
+def compile_layers(module: Stepping) -> None:
+    CompiledModules().compile(dict(module.layers.named_children()), Compilation({"backend": "eager"}))
+
+
+@pytest.mark.parametrize("changes", [[recompute], [compile_layers], [recompute, compile_layers]])
+def test_the_copy_has_its_own_forward_where_a_run_has_replaced_it(changes: list[Callable[[Stepping], None]]) -> None:
+    module, plain = mlp(), mlp(reentrant=False if recompute in changes else None)
+    for change in changes:
+        change(module)
+    assert profile_of(module, tokens()) == profile_of(plain, tokens())
+    assert flops_of(module, tokens()) == flops_of(plain, tokens())
+
+
 def test_flops_counted_by_hand() -> None:
     # a forward and the gradients of both factors for each product; the batch of `attention` needs no gradient
     assert flops_of(mlp(layers=1), tokens()) == 2 * 3 * 2 * B * T * WIDTH * 4 * WIDTH
@@ -207,6 +228,31 @@ def test_a_plan_has_activations() -> None:
 def test_an_accumulation_window_keeps_gradients() -> None:
     made = plan(Stepping(exps(5), Scale()), [torch.ones(1000)], trainer={"accumulate_grad_batches": 2}, processes=(1,))
     assert backward(made, "single", 1) == Held(parameters=4000, gradients=4000, activations=7 * 4000 + 8)
+
+
+@pytest.mark.parametrize(
+    "given", [{"activation_checkpointing": LAYERS}, {"compile": {"modules": LAYERS, "backend": "aot_eager"}}]
+)
+def test_a_plan_of_a_trainer_that_recomputes_or_compiles(given: dict[str, Any]) -> None:
+    recomputed = "activation_checkpointing" in given
+    module, plain = mlp(), mlp(reentrant=False if recomputed else None)
+    with_argument, by_hand = (
+        plan(one, [tokens()], trainer=more, processes=(1,)) for one, more in ((module, given), (plain, {}))
+    )
+    assert with_argument.untraced == ""
+    assert backward(with_argument, "single", 1) == backward(by_hand, "single", 1)
+    assert all("forward" not in vars(part) for part in module.modules())
+
+
+def test_a_plan_inside_a_run_that_recomputes() -> None:
+    seen: list[Held] = []
+
+    class Planning(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            seen.append(backward(trainer.plan(module, [tokens()], processes=(1,)), "single", 1))
+
+    make_trainer(Planning(), activation_checkpointing=LAYERS, max_steps=1).fit(mlp(), [tokens()])
+    assert seen == [backward(plan(mlp(reentrant=False), [tokens()], processes=(1,)), "single", 1)]
 
 
 def test_gradients_that_come_while_activations_go() -> None:

@@ -124,6 +124,43 @@ def test_a_model_that_recomputes_already() -> None:
         on(module)
 
 
+def test_an_error_in_the_second_model_restores_the_first() -> None:
+    both = nn.ModuleList([Language().model, Language().model])
+    both[1].activation_checkpointing_enable()
+    with pytest.raises(ConfigurationError, match="recomputes activations already"):
+        on(both, "LlamaDecoderLayer")
+    assert not both[0].is_activation_checkpointing
+    assert both[1].is_activation_checkpointing
+
+
+@pytest.mark.parametrize("by_peft", [False, True])
+def test_hooks_of_inputs_that_the_user_has_enabled_stay(by_peft: bool) -> None:
+    model: Any = Language().model
+    model._hf_peft_config_loaded = by_peft  # then transformers removes such hooks when it stops recomputing
+    model.enable_input_require_grads()
+    (before,) = model.get_input_embeddings()._forward_hooks.values()
+    attributes = set(vars(model))
+    result = on(model)
+    assert list(model.get_input_embeddings()._forward_hooks.values()) == [before]
+    result.restore()
+    assert list(model.get_input_embeddings()._forward_hooks.values()) == [before]
+    assert set(vars(model)) == attributes
+    model.disable_input_require_grads()
+    assert not model.get_input_embeddings()._forward_hooks
+
+
+def test_a_plan_counts_what_the_layers_keep_and_leaves_the_model_alone() -> None:
+    module, peaks = Language(), []
+    module.model.enable_input_require_grads()
+    for choice in (None, True):
+        made = make_trainer(activation_checkpointing=choice).plan(module, loader(), processes=(1,))
+        assert made.untraced == ""
+        peaks.append(made.rows[0].footprint.moments["backward"].device.activations)
+    assert peaks[1] < 0.6 * peaks[0]
+    assert not module.model.is_activation_checkpointing
+    assert len(module.model.get_input_embeddings()._forward_hooks) == 1
+
+
 @pytest.fixture
 def _no_graphs_left() -> Iterator[None]:
     yield

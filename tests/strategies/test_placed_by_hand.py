@@ -358,8 +358,10 @@ def _refused() -> None:
         several.prepare_module(module)
     for stage in (1, 3):
         zero = make_trainer(strategy=ZeROStrategy(stage))
-        with pytest.raises(ConfigurationError, match=r"but ZeROStrategy needs a module on one device.*no strategy"):
+        with pytest.raises(ConfigurationError, match=r"ZeROStrategy needs a module on one device.*no strategy") as caught:
             zero.fit(module, tiny_loader(8))
+        advice = "" if stage == 3 else ", and shard it: strategy='fsdp' or 'zero3'"  # what stage 3 does anyway
+        assert str(caught.value).endswith(f"without .to(device) and device_map{advice}")
     elsewhere = r"moved to host:1, the device of this process.*parameter, host:0.*devices=\[0\].*Strategy\('host:0'\)"
     with pytest.raises(ConfigurationError, match=elsewhere):
         OnHost(SECOND).prepare_module(module)
@@ -384,7 +386,7 @@ def test_layers_that_device_map_has_offloaded_are_refused(device_map: Any, named
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     outer = nn.ModuleDict({"model": model})
     model.hf_device_map = device_map
-    with pytest.raises(ConfigurationError, match=f"offloaded 1 parts of Sequential: {named}.*strategy='zero3_offload'"):
+    with pytest.raises(ConfigurationError, match=f"offloaded 1 parts of Sequential: {named}.*strategy='fsdp_cpu_offload'"):
         Accelerator(strategy=Strategy("cpu")).prepare(outer)
     model.hf_device_map = dict.fromkeys(device_map, "cpu")
     Accelerator(strategy=Strategy("cpu")).prepare(outer)

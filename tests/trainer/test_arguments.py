@@ -130,6 +130,7 @@ def test_an_argument_of_lightning_that_is_not_offered(name: str, value: Any) -> 
         ("progress_bar_refresh_rate", 20, "use callbacks=[TQDMProgressBar(refresh_rate=20)]"),
         ("resume_from_checkpoint", "a.ckpt", "pass the path to trainer.fit: trainer.fit(module, ckpt_path='a.ckpt')"),
         ("distributed_backend", "ddp", "use strategy='ddp', which chooses it"),
+        ("gradient_checkpointing", True, "use activation_checkpointing=True"),
     ],
 )
 def test_the_replacement_has_the_value(name: str, value: Any, fix: str) -> None:

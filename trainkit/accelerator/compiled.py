@@ -46,15 +46,18 @@ class CompiledModules:
 
     def undo(self) -> None:
         """Let the modules run without `torch.compile` again."""
-        for module in self._modules:
-            replaced = vars(module).pop("forward").replaced
-            if getattr(replaced, "__self__", None) is not module:  # the user had assigned a function
-                module.forward = replaced
-        self._modules.clear()
+        while self._modules:
+            module = self._modules.pop()
+            compiled = vars(module).get("forward")
+            if not isinstance(compiled, _CompiledForward):
+                continue  # the user has assigned another one since
+            del module.forward
+            if getattr(compiled.replaced, "__self__", None) is not module:  # the user had assigned a function
+                module.forward = compiled.replaced
 
 
 class _CompiledForward:
-    """Stands in for the `forward` of a module. A copy of the module, or one that is unpickled, has the original `forward`."""
+    """Replaces the `forward` of a module. A copy of the module, or one that is unpickled, has the original `forward`."""
 
     def __init__(self, forward: Callable[..., Any], compilation: Compilation) -> None:
         self.replaced = forward
@@ -73,8 +76,12 @@ def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether the module comes from `torch.compile(module)`, or `module.compile()` was called. Torch has no public query."""
-    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+    """Whether it is compiled here, comes from `torch.compile(module)`, or `module.compile()` was called.
+
+    Torch has no public query.
+    """
+    ours = isinstance(vars(module).get("forward"), _CompiledForward)
+    return ours or isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
 
 
 def compiled_parts(model: nn.Module, compilation: Compilation, strategy: Strategy) -> dict[str, nn.Module]:
@@ -97,7 +104,7 @@ def compiled_parts(model: nn.Module, compilation: Compilation, strategy: Strateg
             "modules: compile={'modules': 'Encoder'}"
         )
     if not found and not strategy.compiles:
-        refuse_compiled(Compilation(compilation.options, False, source=compilation.source), strategy)
+        refuse_compiled(compilation, strategy, whole=True)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -27,6 +28,7 @@ from trainkit.accelerator.weighing import Weighing
 from trainkit.checkpoint.staging import staging
 from trainkit.data.assembling import BatchPadding
 from trainkit.data.loader import PreparedLoader
+from trainkit.errors import CollectiveError, ProcessFailedError
 from trainkit.module.activation_checkpointing import CheckpointedModules
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.optim.prepared_scheduler import PreparedScheduler
@@ -305,20 +307,59 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         return self.free_memory(*objects)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Release everything that was prepared and end the loaders' workers.
+        """Release everything that was prepared and end the loaders' workers. An error in one part is raised after the others.
 
         `model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)`
+
+        Sharded parameters become whole on all ranks, so all ranks must call it. If one does not, because it has failed or
+        waits for another, the parameters stay sharded.
 
         Args:
             *objects: The variables to clear.
 
         Returns:
             `None` for each object.
+
+        Raises:
+            CollectiveError: Parameters are sharded, and another rank is in a different verb, or has exited. It does not
+                replace an error that is being handled, as in a `finally`.
+            ProcessFailedError: The same, and another rank has failed.
         """
-        self._checkpointing.close()
-        self._compiled.undo()
-        for loader in self._loaders:
-            loader.close()
+        parts: list[Callable[[], Any]] = [
+            self._wait_to_free,
+            self._checkpointing.close,
+            self._compiled.undo,
+            *(loader.close for loader in self._loaders),
+            self._forget_prepared,
+            self.strategy.teardown,
+            self.strategy.precision.restore_layers,
+            *(recomputed.restore for recomputed in reversed(self._recomputed)),
+            self._recomputed.clear,
+            self._stop_watching,
+            self._building.close,
+            self._begin_building,
+        ]
+        with ExitStack() as rest:  # calls all of them in this order, even if one fails
+            for part in reversed(parts):
+                rest.callback(part)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None if len(objects) == 1 else tuple(None for _ in objects)
+
+    def _wait_to_free(self) -> None:
+        """Wait until all ranks release their sharded models: their parameters are gathered, which a failed rank cannot do."""
+        if not (self._own and self._models and self.strategy.shards_parameters):
+            return
+        handled = sys.exc_info()[1]
+        self.strategy.broken = self.world.size > 1  # until all ranks are here
+        try:
+            self.collective_checks.wait("free_memory")
+            self.strategy.broken = False
+        except (CollectiveError, ProcessFailedError):
+            if handled is None:
+                raise
+
+    def _forget_prepared(self) -> None:
         held: list[Any] = [self._models, self._bare, self._optimizers, self._schedulers, self._loaders, self._given]
         for each in held:
             each.clear()
@@ -329,15 +370,3 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         self._batch_padding = None
         if self._own:  # a Trainer does this when it begins
             self.strategy.precision.reset()
-        self.strategy.teardown()
-        self.strategy.precision.restore_layers()
-        while self._recomputed:
-            self._recomputed.pop().restore()
-        if self._watchdog is not None and self._watches:
-            self._watchdog.left()
-            self._watches = False
-        self._building.close()
-        self._begin_building()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return None if len(objects) == 1 else tuple(None for _ in objects)

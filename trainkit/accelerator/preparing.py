@@ -143,6 +143,11 @@ class PrepareVerbs:
             self._watchdog.entered()
             self._watches = True
 
+    def _stop_watching(self) -> None:
+        if self._watchdog is not None and self._watches:
+            self._watchdog.left()
+            self._watches = False
+
     def _check_objects(self, objects: Sequence[Any], placed: Sequence[bool]) -> None:
         """Refuse objects that have been prepared, or a model on another device that is not moved.
 

@@ -104,9 +104,15 @@ def known_backend(backend: Any, source: str | None = None) -> str:
     return name
 
 
-def refuse_compiled(compilation: Compilation, strategy: Strategy) -> None:
-    """Raise an `UnsupportedArgumentError` if the strategy does not support this."""
-    if strategy.compiles or (strategy.compiles_blocks and compilation.regional is not False):
+def refuse_compiled(compilation: Compilation, strategy: Strategy, whole: bool = False) -> None:
+    """Raise an `UnsupportedArgumentError` if the strategy does not support this.
+
+    Args:
+        compilation: What the user asks for.
+        strategy: The strategy.
+        whole: The model has no blocks, so that the whole would be compiled.
+    """
+    if strategy.compiles or (strategy.compiles_blocks and compilation.regional is not False and not whole):
         return
     raise UnsupportedArgumentError(f"{compilation.source} does not work with {type(strategy).__name__}, {_reason(strategy)}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -33,7 +34,7 @@ def refuse_sharded(module: nn.Module) -> None:
     """Refuse a module whose parameters are still sharded over processes by an earlier run.
 
     Raises:
-        ConfigurationError: parameters are sharded, as DeepSpeed leaves them.
+        ConfigurationError: parameters are sharded, as DeepSpeed leaves them, or FSDP after a run that has failed.
     """
     attributes = [info.shape_attribute for info in strategy_infos() if info.shape_attribute is not None]
     sharded = sum(any(hasattr(parameter, name) for name in attributes) for parameter in module.parameters())
@@ -42,6 +43,14 @@ def refuse_sharded(module: nn.Module) -> None:
             f"{sharded} parameters are sharded by ZeRO-3: configure_model created them in an earlier run on several processes, "
             f"or under deepspeed.zero.Init. Expected whole parameters. Continue with strategy='zero3', or start from a "
             f"checkpoint: {type(module).__name__}.load_from_checkpoint(path)"
+        )
+    tensors = sys.modules.get("torch.distributed.tensor")  # slow to import; nothing is sharded by it before that
+    sharded = 0 if tensors is None else sum(isinstance(parameter, tensors.DTensor) for parameter in module.parameters())
+    if sharded:
+        raise ConfigurationError(
+            f"{sharded} parameters are sharded (DTensor): an earlier run on several processes has failed and left them so, or "
+            f"the script has sharded them. Expected whole parameters. Create the module again, or start from a checkpoint: "
+            f"{type(module).__name__}.load_from_checkpoint(path)"
         )
 
 
@@ -75,6 +84,7 @@ class Placing(Protocol):
     """What `check_placement` must know about a strategy."""
 
     keeps_placement: ClassVar[bool]
+    shards_parameters: ClassVar[bool]
     world: World
     device: torch.device
 
@@ -97,11 +107,11 @@ def check_placement(module: nn.Module, strategy: Placing) -> tuple[torch.device,
     there = " and ".join(map(str, devices))
     if strategy.world.size > 1 or not strategy.keeps_placement:
         several = f"there are {strategy.world.size} processes, and each has one device"
+        shard = "" if strategy.shards_parameters else ", and shard it: strategy='fsdp' or 'zero3'"
         why_one = several if strategy.world.size > 1 else f"{type(strategy).__name__} needs a module on one device"
         raise ConfigurationError(
             f"{name} has layers on {there}, but {why_one}. Expected: one process and no strategy, Trainer(devices=1) or "
-            "Accelerator(). To train on several processes, create the module without .to(device) and device_map, and shard "
-            "it: strategy='zero3'"
+            f"Accelerator(). To train on several processes, create the module without .to(device) and device_map{shard}"
         )
     if strategy.device != devices[0]:
         raise ConfigurationError(
@@ -126,7 +136,7 @@ def _refuse_offloaded(module: nn.Module) -> None:
             raise ConfigurationError(
                 f"device_map has offloaded {len(offloaded)} parts of {type(part).__name__}: {', '.join(offloaded[:3])}. Their "
                 "weights are loaded for each forward and dropped after it, so they cannot be trained. Expected: every layer on "
-                "a GPU. Load it without device_map, and offload with Trainer(strategy='zero3_offload')"
+                "a GPU. Load it without device_map, and offload with Trainer(strategy='fsdp_cpu_offload') or 'zero3_offload'"
             )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from types import MethodType
 from typing import Any
 
 import torch
@@ -28,7 +30,8 @@ def placeholder_of(module: nn.Module, device: torch.device | str = "meta") -> nn
     """A copy of a module with parameters and buffers on the meta device: shapes without values.
 
     Submodules are copied, and attributes that are tensors or containers, so that changes to them do not affect the module;
-    other attributes are shared.
+    other attributes are shared. What is bound to a module is bound to its copy: methods, and a `forward` that replaces the
+    one of the class, such as that of activation checkpointing.
 
     Args:
         module: The module.
@@ -48,6 +51,8 @@ def placeholder_of(module: nn.Module, device: torch.device | str = "meta") -> nn
             return tensor(given)
         if isinstance(given, nn.Module):
             return part(given)
+        if isinstance(given, MethodType) and isinstance(given.__self__, nn.Module):
+            return MethodType(given.__func__, part(given.__self__))
         if type(given) in (set, deque):
             return given.copy()
         return rebuild(given, attribute) if type(given) in (list, tuple, dict, OrderedDict, defaultdict) else given
@@ -65,9 +70,12 @@ def placeholder_of(module: nn.Module, device: torch.device | str = "meta") -> nn
         vars(copy)["_modules"] = {name: part(child) for name, child in given._modules.items()}
         return copy
 
-    copy: nn.Module = part(module)
-    vars(copy)["_placeholders"] = made  # id of the original → placeholder
-    return copy
+    placeholder: nn.Module = part(module)
+    known = {id(one): one for one in made.values()} | made  # deepcopy copies none of these, but takes the placeholder
+    for replaced in [vars(one) for one in made.values() if isinstance(one, nn.Module) and "forward" in vars(one)]:
+        replaced["forward"] = deepcopy(replaced["forward"], known)
+    vars(placeholder)["_placeholders"] = made  # id of the original → placeholder
+    return placeholder
 
 
 def built_placeholder(module: TrainModule, precision: Precision, trainer: Any) -> TrainModule:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ __all__ = [
     "checkpoint_activations",
     "checkpointing_choice",
     "refuse_checkpointing",
+    "refuse_eager_backend",
 ]
 
 _Policy = Callable[..., CheckpointPolicy]
@@ -188,15 +189,19 @@ def checkpoint_activations(model: nn.Module, chosen: CheckpointingChoice) -> Che
     """
     modules, result = chosen.of(model), CheckpointedModules()
     policy = _keep_expensive if chosen.policy == "selective" else None
-    for part in _transformers_models(model):
-        inside = set(part.modules())
-        layers = {name: module for name, module in modules.items() if module in inside and _is_transformers_layer(module)}
-        if layers:
-            modules = {name: module for name, module in modules.items() if name not in layers}
-            _enable_in(part, set(layers.values()), policy)
-            result.changed(layers, partial(_disable_in, part))
-    for name, module in modules.items():
-        result.changed({name: module}, _recompute(module, policy))
+    try:
+        for part in _transformers_models(model):
+            inside = set(part.modules())
+            layers = {name: module for name, module in modules.items() if module in inside and _is_transformers_layer(module)}
+            if layers:
+                modules = {name: module for name, module in modules.items() if name not in layers}
+                _enable_in(part, set(layers.values()), policy)
+                result.changed(layers, partial(_disable_in, part))
+        for name, module in modules.items():
+            result.changed({name: module}, _recompute(module, policy))
+    except BaseException:
+        result.restore()
+        raise
     return result
 
 
@@ -350,8 +355,8 @@ def _enable_in(model: Any, layers: set[nn.Module], policy: _Policy | None) -> No
             f"argument, or the model's gradient_checkpointing_enable()"
         )
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False, "context_fn": partial(_contexts, policy, _normalized(model))})
-    model.disable_input_require_grads()  # enabled for reentrant checkpoints; here it would only cost a backward
+    with _hooks_of_inputs_kept(model):
+        enable({"use_reentrant": False, "context_fn": partial(_contexts, policy, _normalized(model))})
     for part in model.modules():
         if _is_transformers_layer(part):
             part.gradient_checkpointing = part in layers
@@ -359,4 +364,22 @@ def _enable_in(model: Any, layers: set[nn.Module], policy: _Policy | None) -> No
 
 def _disable_in(model: Any) -> None:
     disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
-    disable()
+    with _hooks_of_inputs_kept(model):
+        disable()
+
+
+@contextmanager
+def _hooks_of_inputs_kept(model: Any) -> Iterator[None]:
+    """Within it, the model adds and removes no hooks that let its inputs require gradients.
+
+    Only reentrant checkpoints need such hooks: here they would only cost a backward. Those that are there are the user's.
+    """
+    names = ("enable_input_require_grads", "disable_input_require_grads")
+    before = {name: vars(model)[name] for name in names if name in vars(model)}
+    vars(model).update(dict.fromkeys(names, lambda: None))
+    try:
+        yield
+    finally:
+        for name in names:
+            del vars(model)[name]
+        vars(model).update(before)

@@ -18,6 +18,7 @@ from trainkit.footprint import Contents
 from trainkit.memory.inventory import built_placeholder, contents_of
 from trainkit.memory.report import MemoryPlan, plan_contents
 from trainkit.memory.traced_step import StepTraceError, activation_profile, reasons
+from trainkit.module.activation_checkpointing import checkpoint_activations, checkpointing_choice
 from trainkit.module.data_module import DataModule
 from trainkit.module.overridable_hooks import DataHooks, is_overridden
 from trainkit.module.train_module import TrainModule
@@ -45,6 +46,9 @@ def make_plan(
     """See `trainkit.Trainer.plan`."""
     placeholder, optimizers = _planned(trainer, module)
     contents, untraced = _contents(trainer, placeholder, optimizers), ""
+    chosen = checkpointing_choice(trainer._arguments.activation_checkpointing)
+    if chosen is not None and trainer.stage is None:  # a run has applied it to its module
+        checkpoint_activations(placeholder, chosen)
     try:
         contents = replace(contents, profile=_profile(trainer, placeholder, train_dataloaders))
     except StepTraceError as error:

@@ -6,7 +6,7 @@ from typing import Any
 
 __all__ = ["CARRIED", "DEFAULTS", "LOAD_FROM_CHECKPOINT", "PRECISION", "SHARDING", "TRAINER", "TRAINER_VERBS"]
 
-# Arguments of Lightning's Trainer, in this and earlier versions.
+# Arguments of Lightning's Trainer, in this and earlier versions, and what is called otherwise in Hugging Face's.
 TRAINER: dict[str, str] = {
     "amp_backend": "use precision='16-mixed' or 'bf16-mixed'",
     "amp_level": "use precision='16-mixed' or 'bf16-mixed'",
@@ -22,6 +22,8 @@ TRAINER: dict[str, str] = {
     "enable_autolog_hparams": "use save_hyperparameters(logger=False)",
     "flush_logs_every_n_steps": "use logger=CSVLogger(flush_logs_every_n_steps=...)",
     "gpus": "use accelerator='gpu', devices=...",
+    "gradient_checkpointing": "use activation_checkpointing=...",
+    "gradient_checkpointing_kwargs": "use activation_checkpointing=True: its checkpoints are never reentrant",
     "ipus": "IPUs are not supported",
     "log_gpu_memory": "use callbacks=[MemoryMonitor()]",
     "log_save_interval": "use log_every_n_steps, and an argument of the logger",
@@ -57,6 +59,7 @@ CARRIED: dict[str, tuple[type, ...]] = {
     "distributed_backend": (str,),
     "flush_logs_every_n_steps": (int,),
     "gpus": (int, str, list),
+    "gradient_checkpointing": (bool,),
     "max_shard_size": (int, str),
     "min_num_params": (int,),
     "multiple_trainloader_mode": (str,),

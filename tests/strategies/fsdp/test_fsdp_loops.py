@@ -113,17 +113,11 @@ def tied() -> None:
     trainer.fit(Tied(), DataLoader(Noisy(4), 2))
 
 
-class Late(Speaking):
-    """Makes its optimizer itself."""
-
-    def optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def late() -> None:
     accelerator = Accelerator(cpu=True, strategy="fsdp")
-    model = accelerator.prepare(Late())
-    accelerator.prepare(model.optimizer())
+    model = accelerator.prepare(Speaking())
+    model(torch.ones(1, 6))
+    accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def manual() -> None:

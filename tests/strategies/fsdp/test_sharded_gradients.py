@@ -81,6 +81,19 @@ def whole(gradient: Any) -> Tensor:
 
 
 @pytest.mark.world_size(2)
+def test_a_norm_of_gradients_that_are_not_numbers() -> None:
+    """A NaN on one rank only: no norm is finite, on any rank."""
+    strategy = joined_fsdp()
+    module: Any = strategy.prepare_module(Odd().double())
+    strategy.backward(strategy.step_function(module, module, "training_step")(1 + strategy.rank, 0))
+    if strategy.rank == 1:
+        module.first.weight.grad.to_local()[0, 0] = math.nan
+    for norm_type in NORMS:
+        assert not strategy.clip_grad_norm_(module.parameters(), 1e9, norm_type).isfinite()
+    strategy.teardown()
+
+
+@pytest.mark.world_size(2)
 def test_an_empty_or_wrong_norm() -> None:
     strategy = joined_fsdp()
     module = strategy.prepare_module(Odd().double())

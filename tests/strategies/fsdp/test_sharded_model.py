@@ -12,9 +12,10 @@ import torch
 from helpers.fsdp.fsdp_runs import PLAN, assert_like_one_process, joined_fsdp
 from helpers.runs.replicas import Net, by_hand, flat, inputs, joined, over_strategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from trainkit import Precision
 from trainkit.errors import ModuleError
 from trainkit.micro_batch import MicroBatch
 
@@ -117,13 +118,68 @@ def test_tied_parameters_stay_tied() -> None:
     """A layer that shares a parameter with the rest of the model is no unit: torch would refuse it, and 2.9 trains wrongly."""
     strategy = joined_fsdp()
     model = strategy.prepare_module(Tied().double())
-    assert list(strategy._models[0].units) == ["middle"]
+    assert list(next(iter(strategy._sharded)).units) == ["middle"]
     assert model.first.weight is model.last.weight
     assert isinstance(model.first.weight, DTensor)
     strategy.teardown()
     assert model.first.weight is model.last.weight
     trained = assert_like_one_process(Tied)
     assert trained.first.weight is trained.last.weight
+
+
+@pytest.mark.world_size(2)
+def test_sharding_that_fails_half_way_leaves_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shard(unit: nn.Module, **options: Any) -> None:
+        if not isinstance(unit, nn.Linear):
+            raise RuntimeError("out of memory")
+        fully_shard(unit, **options)
+
+    monkeypatch.setattr("trainkit.strategies.fsdp.sharded_model.fully_shard", shard)
+    module, strategy = Net().double(), joined_fsdp()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        strategy.prepare_module(module)
+    strategy.broken = True
+    strategy.teardown()
+    assert isinstance(module.first.weight, DTensor)
+    for part in module.modules():
+        assert not isinstance(part, FSDPModule)
+        assert not {**part._forward_pre_hooks, **part._forward_hooks}
+
+
+@pytest.mark.world_size(2)
+def test_the_dtype_after_a_run() -> None:
+    """Master weights are float32 during the run; after it the module is in the dtype of the precision."""
+    strategy = joined_fsdp(precision="bf16-true")
+    module = strategy.prepare_module(Net())
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    strategy.teardown()
+    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+
+
+class Counts(Precision):
+    """Counts how often weights change."""
+
+    changes = 0
+
+    def weights_changed(self, module: nn.Module) -> None:
+        self.changes += 1
+
+
+@pytest.mark.world_size(2)
+def test_the_precision_is_told_of_changed_weights() -> None:
+    """After an optimizer step, a load, and changes of gathered parameters."""
+    precision = Counts("64-true")
+    strategy = joined_fsdp(precision=precision)
+    module = over_strategy(strategy, PLAN, Net().double())  # type: ignore[arg-type]
+    assert precision.changes == len(PLAN)
+    strategy.load_weights({})
+    with strategy.gathered_parameters(module):
+        pass
+    assert precision.changes == len(PLAN) + 1
+    with strategy.gathered_parameters(module, modified=True):
+        pass
+    assert precision.changes == len(PLAN) + 2
+    strategy.teardown()
 
 
 @pytest.mark.world_size(2)
@@ -243,7 +299,7 @@ def test_a_window_that_was_left() -> None:
             places = [(True, False), (True, True)] if left else [(True, True)]
             for first, last in places:
                 module.zero_grad()
-                micro = MicroBatch(1, 0, first, last, 1.0)
+                micro = MicroBatch([5 if last else 3], 0, first, last, 1.0)  # another batch
                 strategy.begin_micro_batch(micro)
                 strategy.backward(step(5 if last else 3, 0), micro)
             found.append([p.grad.full_tensor() for p in module.parameters()])

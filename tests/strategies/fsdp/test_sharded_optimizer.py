@@ -96,6 +96,27 @@ def test_refused_optimizers() -> None:
     strategy.prepare_optimizer(torch.optim.AdamW(groups, fused=True), module)
 
 
+class Rows(torch.optim.SGD):
+    """Its state has one number for each row of a parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["rows"] = parameter.detach().reshape(len(parameter), -1).sum(1)
+        super().step(closure)
+
+
+@pytest.mark.world_size(2)
+def test_sharded_state_of_another_shape_cannot_be_saved() -> None:
+    strategy = joined_fsdp()
+    module = strategy.prepare_module(Net().double())
+    optimizer = strategy.prepare_optimizer(Rows(module.parameters()), module)
+    strategy.optimizer_step(optimizer)
+    with pytest.raises(OptimizerError, match=r"Rows has sharded state of another shape than its parameter \(rows: \(8,\), the"):
+        strategy.stored_optimizer(optimizer)
+    strategy.teardown()
+
+
 @pytest.mark.world_size(2)
 def test_the_loss_scaler_and_whole_parameters() -> None:
     strategy = joined_fsdp(ignored_modules="last", precision="16-mixed")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from helpers.runs.replicas import Net, by_hand, flat, inputs, over_strategy
 from helpers.worlds.worlds import run_world
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 from trainkit import Trainer, TrainModule
@@ -78,6 +77,29 @@ class Empty(TrainModule):
         self.layer = nn.Linear(2, 2)
 
 
+class Heads(nn.Module):
+    """Each rank has one of two heads, with a norm in it and a norm after it."""
+
+    def __init__(self, planned: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.planned = planned
+        self.split, self.norm, self.join, self.after = nn.Linear(1, 8), nn.RMSNorm(4), nn.Linear(8, 4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.split(x).unflatten(-1, (-1, 4))
+        return self.after(self.join(self.norm(heads).flatten(-2)))
+
+    def training_step(self, batch: int, batch_idx: int) -> Tensor:
+        return (self(inputs(batch, torch.float64)[:, :1]) * torch.arange(4.0, dtype=torch.float64)).square().mean()
+
+    def parallelize(self, mesh: Any) -> None:
+        plan = {"split": ColwiseParallel(), "join": RowwiseParallel()}
+        if self.planned:
+            plan |= {"split": ColwiseParallel(use_local_output=False), "norm": SequenceParallel(sequence_dim=1)}
+        parallelize_module(self, mesh["tensor"], plan)
+
+
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=0.05, weight_decay=0.1)
 
@@ -101,7 +123,6 @@ def check(data: int) -> None:
     Args:
         data: Number of ranks that read different data.
     """
-    PLAN if data == 1 else [[*one, *other] for one, other in itertools.pairwise(PLAN)]
     for accumulate in ("once", "reshard"):
         assert_like_one_process(Layers, PLAN, tensor_parallel=2, accumulate=accumulate)
     for optimizer in (adamw, lambda m: torch.optim.AdamW(m.parameters(), lr=0.05, fused=True)):
@@ -131,6 +152,19 @@ def test_what_cannot_be_parallelized() -> None:
     ):
         with pytest.raises(error, match=message):
             joined_fsdp(tensor_parallel=2).prepare_module(module)
+
+
+@pytest.mark.world_size(2)
+def test_parameters_that_no_plan_shards_in_a_part_of_the_activations() -> None:
+    """Each rank has a part of the gradient of a norm over its heads, and nothing adds them up. In a plan, they are."""
+    strategy = joined_fsdp(tensor_parallel=2)
+    with pytest.raises(ModuleError, match=r"^norm\.weight: the ranks of a tensor-parallel group have different gradients"):
+        over_strategy(strategy, PLAN, Heads(planned=False).double())  # type: ignore[arg-type]
+    strategy.teardown()
+    strategy = joined_fsdp(tensor_parallel=2)
+    module = over_strategy(strategy, PLAN, Heads(planned=True).double())  # type: ignore[arg-type]
+    strategy.teardown()
+    assert flat(module) == pytest.approx(flat(by_hand(PLAN, Heads(planned=False).double())), rel=1e-10, abs=1e-12)
 
 
 @pytest.mark.world_size(2)

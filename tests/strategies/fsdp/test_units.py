@@ -67,6 +67,16 @@ def test_a_block_that_shares_a_parameter_is_no_unit() -> None:
     assert "head" not in choose_units(model, ["head", "embedding", "blocks.0"])
 
 
+def test_modules_that_were_named_and_cannot_be_units(caplog: pytest.LogCaptureFixture) -> None:
+    """A notice names them; the default chooses silently."""
+    model = Model()
+    model.blocks[1].tied = model.head
+    assert [*choose_units(model, None)] == ["blocks.0"]
+    assert caplog.messages == []
+    assert [*choose_units(model, ["blocks", "blocks.0", "blocks.1"])] == ["blocks.0"]
+    assert caplog.messages[0].startswith("wrap: 1 ModuleList, 1 Block (blocks, blocks.1) cannot be sharded by itself")
+
+
 def test_slots_list_each_place_of_a_tied_parameter() -> None:
     model = Model()
     model.head.weight = model.embedding.weight
