@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pairs import BATCH, ROOT, Clocked, Contender, adamw, argument_parser, compare, fit, loss_of, make_module, work
+from pairs import BATCH, ROOT, Clocked, Contender, adamw, argument_parser, compare, fit, loss_of, make_module, own_loop, work
 from resident import Peak, resident
 from torch import nn
 from torch.utils.data import DataLoader
@@ -71,25 +71,16 @@ def trainer(model: str, data: Clocked) -> None:
     fit("fsdp", model, data, gradient_clip_val=CLIP)
 
 
-def own_loop(model: str, data: Clocked) -> None:
-    from trainkit import Accelerator
+def loop_with_accelerator(model: str, data: Clocked) -> None:
     from trainkit.strategies import FSDPStrategy
 
-    accelerator = Accelerator(strategy=FSDPStrategy(device="cpu"))
-    module = make_module(model)
-    net, optimizer, loader = accelerator.prepare(module, adamw(module), DataLoader(data, BATCH[model], shuffle=True))
-    for batch in loader:
-        with accelerator.accumulate(net):
-            accelerator.backward(loss_of(model, net, batch))
-            accelerator.clip_grad_norm_(net.parameters(), CLIP)
-            optimizer.step()
-            optimizer.zero_grad()
+    own_loop(FSDPStrategy(device="cpu"), model, data, CLIP)
 
 
 CONTENDERS = {
     "hand": Contender("the loop by hand / itself", hand, "hand", None),
     "trainer": Contender("Trainer", trainer, "hand", LIMIT),
-    "own_loop": Contender("Accelerator, own loop", own_loop, "hand", LIMIT),
+    "own_loop": Contender("Accelerator, own loop", loop_with_accelerator, "hand", LIMIT),
 }
 
 
