@@ -126,9 +126,13 @@ class WeightAveraging(AveragedWeights):
         if trainer.stage == "fit":
             self._catch_up(trainer)
         self._begin_validation()
+        if self._borrowed:
+            trainer.strategy.precision.weights_changed(module)
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._end_validation()
+        if self._borrowed:
+            self._end_validation()
+            trainer.strategy.precision.weights_changed(module)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._catch_up(trainer)

@@ -243,7 +243,10 @@ class Precision:
         """Undo `convert_layers`, at the end of a run, when the strategy has released the modules."""
 
     def weights_changed(self, module: nn.Module) -> None:
-        """Called by a strategy that shards parameters after each optimizer step and each load of weights. Collective."""
+        """Called after each optimizer step and load of weights under strategies that shard parameters. Collective.
+
+        Callbacks that write other weights into the module for a while, such as averages, call it too.
+        """
 
     def note_other_dtypes(self, module: nn.Module) -> None:
         """Print a notice that names parameters with other dtypes, which this precision leaves unchanged."""

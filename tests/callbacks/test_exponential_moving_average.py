@@ -15,7 +15,7 @@ from helpers.worlds.worlds import run_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainkit import Callback
+from trainkit import Callback, Precision
 from trainkit.callbacks import EMAWeightAveraging, ExponentialMovingAverage, ModelCheckpoint
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.errors import ConfigurationError, Preempted
@@ -271,6 +271,22 @@ def test_a_process_that_has_no_batch_for_several_steps(run_dir: Path) -> None:
     first, second = run_world(2, _stream)
     assert same(first[0], second[0])
     assert first[1] == second[1] == 5
+
+
+class Counts(Precision):
+    """Counts how often weights change outside of optimizer steps."""
+
+    changes = 0
+
+    def weights_changed(self, module: Any) -> None:
+        self.changes += 1
+
+
+def test_the_precision_is_told_of_changed_weights(run_dir: Path) -> None:
+    """Float8 keeps scales of the weights: a validation needs those of the average."""
+    precision = Counts("32-true")
+    make_trainer(ExponentialMovingAverage(decay=0.7), precision=precision, max_epochs=2).fit(Dropping(), *loaders())
+    assert precision.changes == 4
 
 
 @pytest.mark.zero
