@@ -16,8 +16,8 @@ __all__ = ["StoredOptimizer", "empty_copy", "placeholder_parameter"]
 
 
 def placeholder_parameter(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter of this shape and dtype on the CPU. Its memory is never written, so the system does not allocate it."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+    """A parameter of this shape and dtype on the CPU, without values: all its elements are one, in memory of one element."""
+    return nn.Parameter(torch.empty((), dtype=dtype).expand(shape), requires_grad=False)
 
 
 def empty_copy(optimizer: Optimizer) -> Optimizer:

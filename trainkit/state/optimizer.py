@@ -293,7 +293,9 @@ def _load(
             return tensor.to(dtype, copy=True)  # torch moves it if its options require that
         if tensor.shape != parameter.shape:
             return tensor.to(parameter.device, dtype, copy=True)
-        fits = (tensor.dtype, tensor.device, tensor.stride()) == (dtype, parameter.device, parameter.stride())
+        # a placeholder parameter repeats one element, so it has strides of 0
+        dense = tensor.is_contiguous() if 0 in parameter.stride() else tensor.stride() == parameter.stride()
+        fits = (dense, tensor.dtype, tensor.device) == (True, dtype, parameter.device)
         if keep and fits and tensor.data_ptr() % _ALIGNMENT == 0:
             return tensor
         # with the strides that torch would use
@@ -324,10 +326,8 @@ def _load(
             f"{what}: load_state_dict failed: {type(error).__name__}: {error}\nThe optimizer was restored."
         ) from error
     for (before, after), count in casts.items():
-        notices.append(
-            f"{counted(count, 'tensor of optimizer state was', 'tensors of optimizer state were')} cast "
-            f"from {before} to {after}".replace("torch.", "")
-        )
+        what_was = counted(count, "tensor of optimizer state was", "tensors of optimizer state were")
+        notices.append(f"{what_was} cast from {before} to {after}".replace("torch.", ""))
     return notices + kept
 
 
