@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
+from torch import nn
 
 from trainkit.accelerator.gathering import Gathering
 from trainkit.errors import ConfigurationError
@@ -20,7 +21,7 @@ from trainkit.strategy import Strategy
 if TYPE_CHECKING:
     from trainkit.accelerator.core import Accelerator
 
-__all__ = ["gathering", "latest", "place", "remember"]
+__all__ = ["gathering", "latest", "place", "remember", "strategy_of"]
 
 
 class _OfThread(threading.local):
@@ -50,6 +51,11 @@ def latest() -> Accelerator | None:
         if found:
             return next((one for one in reversed(found) if one._models or one._loaders), found[-1])
     return None
+
+
+def strategy_of(model: nn.Module) -> Strategy | None:
+    """The strategy of the accelerator that has prepared a model of the user's; `None`: none has."""
+    return next((one.strategy for one in _of_process.values() if any(model is own for own in one._bare)), None)
 
 
 def place() -> tuple[int, int]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from trainkit.accelerator.current import strategy_of
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.regular_file import read_small_file
@@ -63,7 +64,8 @@ def load_checkpoint_in_model(
     It reads the files of `Accelerator.save_model`, `save_pretrained` and `safetensors` (one file, or several with an
     index), and the model of a checkpoint of `save_state` or a `Trainer`. It never unpickles. Values are read when they are
     needed, so the host needs no memory for a second model. Each process calls it before `prepare`; a model that is prepared
-    under DDP can also be loaded.
+    under DDP or FSDP can also be loaded. Under FSDP each process reads its shards only, so a model that is larger than the
+    memory of a process is created on the meta device, prepared, and loaded.
 
     Args:
         model: A model on the meta device (`with torch.device("meta"): …`) or with values. Parameters with values stay the
@@ -72,22 +74,23 @@ def load_checkpoint_in_model(
         device_map: Name of a module → device, such as `{"": "cuda:0"}` for the whole model; the longest name counts.
             Default:
             each tensor stays where it is, and those on the meta device are allocated on the CPU. With several devices the
-            model itself must move its activations.
+            model itself must move its activations. Not for a model that is prepared under FSDP.
         offload_folder: No effect: nothing is offloaded.
-        dtype: The dtype of floating-point tensors, such as `torch.bfloat16`. Default: the model's dtypes.
+        dtype: The dtype of floating-point tensors, such as `torch.bfloat16`. Default: the model's dtypes. Not
+            for a model that is prepared under FSDP.
         offload_state_dict: No effect: values stay on the disk until they are used.
         offload_buffers: No effect: nothing is offloaded.
         keep_in_fp32_modules: Names of modules that become float32 instead of `dtype`.
         offload_8bit_bnb: Only `False`.
         strict: Names that are missing in the checkpoint or in the model are an error; otherwise a notice names them.
-        full_state_dict: Only `True`: tensors are not sharded.
+        full_state_dict: Only `True`: the files contain whole tensors.
         broadcast_from_rank0: Only `False`: each process reads the files.
 
     Raises:
         CheckpointNotFoundError: There are no weights.
         CorruptCheckpointError: A file is damaged, or a pickle.
         StateMismatchError: The weights do not fit the model; the message lists all differences.
-        ConfigurationError: An argument is wrong, or the model is prepared under ZeRO.
+        ConfigurationError: An argument is wrong, or the model is sharded, and not by `Accelerator.prepare` under FSDP.
         UnsupportedArgumentError: An argument is not supported; the message says what to use instead.
 
     Example:
@@ -103,6 +106,7 @@ def load_checkpoint_in_model(
             "would not change. Load the weights before prepare, or from a checkpoint with "
             "accelerator.load_state(folder, restore={'model'})"
         )
+    sharded, load_sharded = _sharded(inner, {"device_map": device_map, "dtype": dtype})
     devices = tensor_devices(device_map, inner)
     what = str(checkpoint)
     state = _read(Path(checkpoint))
@@ -120,7 +124,7 @@ def load_checkpoint_in_model(
 
     with _restored_on_error(inner):
         place(inner, devices, dtype_of, {name for name, clean in names.items() if clean in sources})
-        said = plan_model(inner, state, strict=strict, what=what)()
+        said = plan_model(inner, state, strict=strict, what=what, placeholders=sharded, take=load_sharded)()
     for text in said:
         notice(text)
     left = [name for _, _, name, tensor in entries(inner) if tensor.is_meta]
@@ -130,6 +134,30 @@ def load_checkpoint_in_model(
             f"without values: {_some(left)}. "
             "Initialize them before you use the model."
         )
+
+
+def _sharded(
+    model: nn.Module, placing: Mapping[str, Any]
+) -> tuple[Mapping[int, Tensor], Callable[[dict[nn.Parameter, Tensor]], None]]:
+    """`Strategy.stored_weights` and `Strategy.load_weights` of a prepared model.
+
+    Raises:
+        ConfigurationError: Parameters are sharded, and no strategy can load them, or they should be placed elsewhere.
+    """
+    strategy = strategy_of(model)
+    found = {} if strategy is None else strategy.stored_weights(model)
+    if any(hasattr(p, "device_mesh") and id(p) not in found for p in model.parameters()):  # a DTensor
+        raise ConfigurationError(
+            "load_checkpoint_in_model: the parameters are sharded, and not by Accelerator.prepare. Load the weights before "
+            "they are sharded; under a Trainer: trainer.fit(module, loader, ckpt_path=..., restore=['model'])"
+        )
+    given = [name for name, value in placing.items() if value is not None]
+    if strategy is not None and found and given:
+        raise ConfigurationError(
+            f"load_checkpoint_in_model({given[0]}=...): the model is prepared with strategy={strategy.name!r}, which has "
+            f"placed its shards. Remove {' and '.join(given)}, or load the weights before prepare"
+        )
+    return found, (lambda values: None) if strategy is None else strategy.load_weights
 
 
 @contextmanager
