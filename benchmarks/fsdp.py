@@ -13,6 +13,9 @@ Memory: one of several processes of your own training loop, with 36 million para
 - save: how far the peak of its resident memory rises above its memory before `save_state`; compared with the largest tensor
   (for a blocking save) or with its shard of the state (for a save in the background); one gathered tensor is added to either,
   since on a CPU, device and host are the same memory.
+- load: how far its private memory rises above that after the same training of a tiny model, while a model that was created on
+  the meta device is prepared, and `load_state` loads it and its optimizer; compared with its shard of parameters and optimizer
+  state, plus the largest tensor. Mapped files do not count, since the system can drop them when it needs memory.
 
 Returns 1 if a ratio of wall-clock times is above 1.03, or a ratio of memory above 1.10. Linux only.
 """
@@ -31,13 +34,14 @@ from typing import Any
 
 import torch
 from pairs import BATCH, ROOT, Clocked, Contender, adamw, argument_parser, compare, fit, loss_of, make_module, work
+from resident import Peak, resident
 from torch import nn
 from torch.utils.data import DataLoader
 
 LIMIT, MEMORY_LIMIT, CLIP = 1.03, 1.10, 1.0
 MODELS = ("gpt5", "gpt_wide")
 WIDTH, BLOCKS = 1024, 8
-MEMORY = ("held", "save", "save_in_background")
+MEMORY = ("held", "save", "save_in_background", "load")
 
 
 def hand(model: str, data: Clocked) -> None:
@@ -92,11 +96,6 @@ CONTENDERS = {
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-def resident(name: str) -> float:
-    """A value of `/proc/self/status` in MB."""
-    return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) / 1e3
-
-
 class Block(nn.Module):
     """Four linear layers."""
 
@@ -109,13 +108,18 @@ class Block(nn.Module):
         return out
 
 
+def network(width: int) -> nn.Module:
+    """Blocks and a linear layer."""
+    return nn.Sequential(*(Block(width) for _ in range(BLOCKS)), nn.Linear(width, width))
+
+
 def trained(width: int) -> tuple[Any, Any, float]:
     """The accelerator of your own training loop and its optimizer after two optimizer steps; and the private memory then."""
     from trainkit import Accelerator
     from trainkit.strategies import FSDPStrategy
 
     accelerator = Accelerator(strategy=FSDPStrategy(device="cpu"))
-    net = nn.Sequential(*(Block(width) for _ in range(BLOCKS)), nn.Linear(width, width))
+    net = network(width)
     optimizer: Any = torch.optim.AdamW(net.parameters(), fused=True)
     model, optimizer = accelerator.prepare(net, optimizer)
     for _ in range(2):
@@ -128,23 +132,38 @@ def trained(width: int) -> tuple[Any, Any, float]:
     return accelerator, optimizer, held
 
 
+def load(folder: Path) -> float:
+    """Load a model that was created without values, and its optimizer; returns the peak of the private memory."""
+    from trainkit import Accelerator
+    from trainkit.strategies import FSDPStrategy
+
+    accelerator = Accelerator(strategy=FSDPStrategy(device="cpu"))
+    with torch.device("meta"):
+        net = network(WIDTH)
+    with Peak() as peak:
+        model = accelerator.prepare(net)
+        accelerator.prepare(torch.optim.AdamW(model.parameters(), fused=True))
+        accelerator.load_state(folder)
+    return float(peak.found)
+
+
 def measure_memory(what: str, folder: Path) -> None:
-    """Print the MB that the run needs, and the allowed MB."""
-    *_, tiny = trained(16)
-    accelerator, _optimizer, held = trained(WIDTH)
-    linear = 4 * (WIDTH + 1) * WIDTH / 1e6
-    parameters, size = (4 * BLOCKS + 1) * linear, accelerator.world.size
-    if what == "held":
-        taken, allowed = held - tiny, 4 * parameters / size + 4 * linear
+    """Print the MB that the run needs, and the allowed MB. A load reads the checkpoint that an earlier call saved."""
+    accelerator, _optimizer, tiny = trained(16)
+    linear, largest = 4 * (WIDTH + 1) * WIDTH / 1e6, 4 * WIDTH * WIDTH / 1e6
+    shard = (4 * BLOCKS + 1) * linear / accelerator.world.size  # of parameters, of gradients, or of one of AdamW's two slots
+    if what == "load":
+        taken, allowed = load(folder) - tiny, 3 * shard + largest
     else:
+        accelerator, _optimizer, held = trained(WIDTH)
+        taken, allowed = held - tiny, 4 * shard + 4 * linear
+    if what.startswith("save"):
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         before = resident("VmRSS")
         accelerator.save_state(folder, blocking=what == "save")
         while not folder.exists():
             time.sleep(0.01)
-        taken = resident("VmHWM") - before
-        largest = 4 * WIDTH * WIDTH / 1e6
-        allowed = largest + (largest if what == "save" else 3 * parameters / size)
+        taken, allowed = resident("VmHWM") - before, largest + (largest if what == "save" else 3 * shard)
     if accelerator.is_main_process:
         print(f"{taken} {allowed}", flush=True)
 
@@ -154,7 +173,8 @@ def taken_and_allowed(what: str, size: int, folder: str) -> tuple[float, float]:
     command = [sys.executable, "-m", "trainkit", "launch", "--nproc-per-node", str(size), __file__, "--memory", what]
     # Large blocks are returned to the system, so that only memory in use is measured.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run([*command, f"{folder}/{what}"], env=environment, cwd=folder, capture_output=True, text=True)
+    place = f"{folder}/{'save' if what == 'load' else what}"
+    done = subprocess.run([*command, place], env=environment, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{what}, {size} processes failed:\n{done.stderr[-3000:]}")
     taken, allowed = map(float, done.stdout.split()[-2:])
@@ -167,7 +187,7 @@ def compare_memory() -> int:
     print(f"\n{'MB of a process':<36}{'it':>10}{'allowed':>10}{'ratio':>10}")
     for size in (1, 2, 4):
         with tempfile.TemporaryDirectory() as folder:
-            for what in MEMORY:
+            for what in MEMORY if size > 1 else MEMORY[:-1]:  # a single process loads without sharding
                 taken, allowed = taken_and_allowed(what, size, folder)
                 ratio = taken / allowed
                 missed += ratio > MEMORY_LIMIT
