@@ -54,8 +54,10 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> Ca
             f"FSDPStrategy(tensor_parallel={mesh['tensor'].size()}) needs {type(module).__name__}.parallelize, which says how "
             "to shard its layers. Define: def parallelize(self, mesh): parallelize_module(self.layers, mesh['tensor'], plan)"
         )
-    module.to(device)
-    broadcast([parameter.data for parameter in module.parameters()])
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
+    broadcast([parameter.data for parameter in module.parameters() if not parameter.is_meta])
     ties = tied_slots(module)
     before = [(part, name, set(getattr(part, name))) for part in module.modules() for name in _HOOKS]
 

@@ -293,6 +293,7 @@ def _load(
             return tensor.to(dtype, copy=True)  # torch moves it if its options require that
         if tensor.shape != parameter.shape:
             return tensor.to(parameter.device, dtype, copy=True)
+        # a placeholder parameter repeats one element, so it has strides of 0
         dense = tensor.is_contiguous() if 0 in parameter.stride() else tensor.stride() == parameter.stride()
         fits = (dense, tensor.dtype, tensor.device) == (True, dtype, parameter.device)
         if keep and fits and tensor.data_ptr() % _ALIGNMENT == 0:

@@ -10,9 +10,16 @@ import pytest
 import torch
 from helpers.fsdp.allocations import Allocations
 from helpers.fsdp.stack import Stack
+<<<<<<< HEAD
 from helpers.runs.parity import Case, Noisy, Record, train
 from helpers.runs.trainers import make_trainer
 from helpers.worlds.worlds import run_world
+=======
+from helpers.runs.parity import Case, Noisy, Record, RegressionModule, train
+from helpers.runs.trainers import make_trainer
+from helpers.worlds.worlds import run_world
+from helpers.zero.zero_cases import strategy
+>>>>>>> h24fsdptest
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -168,6 +175,7 @@ class Tied(Stack):
         return F.cross_entropy(self.net(batch["id"]), batch["id"] // 2)
 
 
+<<<<<<< HEAD
 class Saving(Callback):
     """Saves after four optimizer steps and stops; checks that the weights are tied."""
 
@@ -179,10 +187,29 @@ class Saving(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.folder is not None and trainer.global_step == 4 and trainer.accelerator.sync_gradients:
+=======
+class Regression(RegressionModule):
+    """With tensor parallelism, its layers are sharded."""
+
+    def __init__(self, device: str = "cpu", **options: Any) -> None:
+        super().__init__(**options)
+        self.net.to(device)
+
+
+class Saving(Callback):
+    """Saves after four optimizer steps, and stops."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 4 and trainer.accelerator.sync_gradients:
+>>>>>>> h24fsdptest
             trainer.save_checkpoint(self.folder)
             trainer.should_stop = True
 
 
+<<<<<<< HEAD
 def resume_tied(folder: Path) -> list[Record]:
     """An uninterrupted run, and two that resume one that stopped: with a module that has values, and with one without."""
     case = Case(samples=24, window=4, make=Tied, options={"optimizer": "adamw"}, arguments={"strategy": "fsdp"})
@@ -197,6 +224,34 @@ def test_tied_weights_are_resumed_exactly(run_dir: Path) -> None:
         expected = {key: loss for key, loss in whole.losses.items() if key[0] >= 4}
         assert len(expected) == 4
         assert len(whole.parameters[-1]) == 14
+=======
+def resume(make: Any, kind: str, folder: Path) -> list[Record]:
+    """An uninterrupted run, and two that resume one that stopped: with a module that has values, and with one without."""
+    cases = [
+        Case(samples=24, window=4, make=partial(make, device=device), options={"optimizer": "adamw"})
+        for device in ("cpu", "meta")
+    ]
+    train(cases[0], Saving(folder), strategy=strategy(kind))
+    resumed = [train(case, strategy=strategy(kind), ckpt_path=str(folder)) for case in cases]
+    return [train(cases[0], strategy=strategy(kind)), *resumed]
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (Tied, "fsdp"),
+        (Regression, "fsdp-tensor"),
+        pytest.param(Regression, "fsdp-cpu", marks=pytest.mark.fsdp),
+        pytest.param(Regression, "fsdp-replicas", marks=pytest.mark.fsdp),
+    ],
+)
+def test_exact_resume_with_and_without_values(make: Any, kind: str, run_dir: Path) -> None:
+    """With dropout, in the middle of an epoch. Tied weights stay tied."""
+    for whole, *resumed in run_world(2, resume, make, kind, run_dir / "saved"):
+        expected = {key: loss for key, loss in whole.losses.items() if key[0] >= 4}
+        assert len(expected) == (8 if kind == "fsdp-tensor" else 4)
+        assert len(whole.parameters[-1]) == (14 if make is Tied else 4)
+>>>>>>> h24fsdptest
         for record in resumed:
             assert record.losses == expected
             assert all(torch.equal(a, b) for a, b in zip(record.parameters[-1], whole.parameters[-1], strict=True))
