@@ -33,11 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-<<<<<<< HEAD
 from pairs import BATCH, ROOT, Clocked, Contender, adamw, argument_parser, compare, fit, loss_of, make_module, own_loop, work
-=======
-from pairs import BATCH, ROOT, Clocked, Contender, adamw, argument_parser, compare, fit, loss_of, make_module, work
->>>>>>> h24fsdptest
 from resident import Peak, resident
 from torch import nn
 from torch.utils.data import DataLoader

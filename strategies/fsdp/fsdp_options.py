@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from trainkit.errors import ConfigurationError
 from trainkit.module.blocks import Choice
 from trainkit.precision import Precision, is_short
-from trainkit.strategies.fsdp.units import Wrap
+from trainkit.strategies.fsdp.units import Wrap, ignored_parameters
 
 __all__ = ["FSDPOptions"]
 
@@ -70,16 +70,17 @@ class FSDPOptions:
     def convert(self, module: nn.Module, precision: Precision) -> None:
         """Convert a module to the dtypes of the precision; shards of 16-bit parameters are float32 master weights.
 
-        Parameters that are whole again after the run have the dtype of the precision, see `convert_back`.
+        `ignored_modules` have none: their parameters are not gathered in 16 bits, so they are 16 bits themselves.
         """
         if self.mixed_precision is not None or not is_short(precision):
             precision.convert_module(module)
             precision.note_other_dtypes(module)
             return
-        for tensors, dtype in ((module.parameters(), torch.float32), (module.buffers(), precision.parameter_dtype)):
-            for tensor in tensors:
-                if tensor.is_floating_point():
-                    tensor.data = tensor.data.to(dtype)
+        ignored = {parameter for parameter in ignored_parameters(module, self.ignored_modules) if parameter.ndim}
+        for tensor in (*module.parameters(), *module.buffers()):
+            sharded = isinstance(tensor, nn.Parameter) and tensor not in ignored
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(torch.float32 if sharded else precision.parameter_dtype)
 
     def convert_back(self, module: nn.Module, precision: Precision) -> None:
         """After a run, convert float32 master weights to the dtype of the precision, as other strategies leave them."""

@@ -244,8 +244,8 @@ class ShardedModel:
         if empty:
             shown = ", ".join(empty[:5]) + (", …" if empty[5:] else "")
             raise ModuleError(
-                f"{shown}: created on the meta device, and never filled with values. Load a checkpoint: trainer.fit(module, "
-                "loader, ckpt_path=…); or create it outside of torch.device('meta'). A buffer that no checkpoint contains "
+                f"{shown}: created on the meta device, and never filled with values. Load a checkpoint: ckpt_path=… of fit, "
+                "validate, test or predict; or create it outside of torch.device('meta'). A buffer that no checkpoint contains "
                 "(persistent=False) cannot be loaded."
             )
         self._unfilled = []
@@ -344,8 +344,9 @@ class ShardedModel:
             return nn.Parameter(self.shards.whole(parameter, parameter), requires_grad=parameter.requires_grad)
 
     def restore(self, collective: bool) -> None:
-        """Remove torch's hooks. All parameters are whole again, on the devices that they were on before; those of the
-        meta device stay where they were trained.
+        """Remove torch's hooks. All parameters are whole again, on the devices that they were on before.
+
+        Those of the meta device are there again, without values: the model may be larger than the memory of a process.
 
         Args:
             collective: all ranks call it; if not, parameters stay sharded.
@@ -358,18 +359,22 @@ class ShardedModel:
         made: dict[int, nn.Parameter] = {}
         for (owner, name), device in zip(self._slots, self._former, strict=True):
             parameter = owner._parameters[name]
-            if not collective or not isinstance(parameter, DTensor):
+            if not isinstance(parameter, DTensor) or not (collective or device.type == "meta"):
                 continue
             if id(parameter) not in made:
-                made[id(parameter)] = self._whole(parameter)
-                if device.type != "meta":
-                    made[id(parameter)].data = made[id(parameter)].data.to(device)
+                made[id(parameter)] = _empty(parameter) if device.type == "meta" else self._whole(parameter)
+                made[id(parameter)].data = made[id(parameter)].data.to(device)
             owner._parameters[name] = made[id(parameter)]
 
 
 def _parameter(slot: Slot) -> Any:
     owner, name = slot
     return owner._parameters[name]
+
+
+def _empty(parameter: Any) -> nn.Parameter:
+    values = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
 def _set(parameters: dict[Slot, Any], value: Callable[[Any], Any]) -> None:

@@ -156,6 +156,22 @@ def test_the_dtype_after_a_run() -> None:
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.world_size(2)
+def test_ignored_modules_in_16_bits() -> None:
+    """They have no master weights: they are not gathered, so they are 16 bits themselves."""
+    strategy = joined_fsdp(precision="bf16-true", ignored_modules="last", wrap=False)
+    module = over_strategy(strategy, PLAN, Net())  # type: ignore[arg-type]
+    assert {p.dtype for p in module.first.parameters()} == {torch.float32}
+    assert {p.dtype for p in module.last.parameters()} == {torch.bfloat16}
+    strategy.teardown()
+    expected = flat(by_hand(PLAN, Net()))
+    assert flat(module) == pytest.approx(expected, abs=2e-2)
+    assert flat(Net()) != pytest.approx(expected, abs=2e-2)
+    both = [torch.zeros(len(expected)) for _ in range(2)]
+    torch.distributed.all_gather(both, torch.tensor(flat(module)))
+    assert torch.equal(*both)
+
+
 class Counts(Precision):
     """Counts how often weights change."""
 
