@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainkit.callback import Callback
-from trainkit.callbacks._local_parts import is_sharded, local_part, part_of, stored_part
+from trainkit.callbacks._local_parts import local_part, part_of, stored_part
+from trainkit.distributed.dtensor_parts import is_dtensor
 from trainkit.errors import ConfigurationError
 from trainkit.optim.parameter_names import cleaned
 from trainkit.state.parts import TRAINED_WEIGHTS
@@ -89,7 +90,7 @@ class AveragedWeights(Callback):
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._end_validation()  # a signal or an error ended it
-        if any(map(is_sharded, self._parameters.values())):
+        if any(map(is_dtensor, self._parameters.values())):
             # the strategy makes the module's parameters whole next: they have the average if training ended
             self._average, self._trained, self._parameters = {}, None, {}
 
@@ -188,7 +189,7 @@ class AveragedWeights(Callback):
                 continue
             stored, shown[name] = shown[name], average
             parameter = self._parameters.get(name)
-            if parameter is not None and is_sharded(parameter):
+            if parameter is not None and is_dtensor(parameter):
                 shown[name] = stored_part(average, parameter, self._rank)
                 if self._trained is not None:
                     stored = stored_part(self._trained[name], parameter, self._rank)
@@ -222,7 +223,7 @@ class AveragedWeights(Callback):
         self._parameters, self._buffers = _averaged_places(self._owner, self.use_buffers)
         for name, value in averages.items():
             parameter = self._parameters.get(name, value)
-            device = self.device or (parameter.device if is_sharded(parameter) else self._owner.device)
+            device = self.device or (parameter.device if is_dtensor(parameter) else self._owner.device)
             self._average[name] = part_of(value.detach(), parameter).to(device, copy=True)
 
 

@@ -14,39 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from trainkit.distributed.dtensor_parts import Range, own_range, part_at
 from trainkit.distributed.world import World
 from trainkit.tagged_json.tensors import ShardedTensor
 
 __all__ = ["Shards"]
 
-Range = tuple[tuple[int, int], ...]
-"""Start and end of a part in each dimension."""
-
-
-def own_range(tensor: DTensor) -> Range:
-    """Where this rank's part of a tensor lies in the whole one.
-
-    The last dimension of the mesh comes first: `fully_shard` cuts into chunks what tensor parallelism has cut.
-    `distribute_tensor` of torch 2.9 places unequal parts differently.
-    """
-    mesh, ranges = tensor.device_mesh, [(0, size) for size in tensor.shape]
-    for dimension in reversed(range(mesh.ndim)):
-        placement = tensor.placements[dimension]
-        if not isinstance(placement, Replicate):
-            along = placement.dim  # type: ignore[attr-defined]
-            start, end = ranges[along]
-            size = -(-(end - start) // mesh.size(dimension))  # as `torch.chunk`
-            first = min(start + size * mesh.get_local_rank(dimension), end)
-            ranges[along] = first, min(first + size, end)
-    return tuple(ranges)
-
 
 def _is_empty(place: Range) -> bool:
     return any(start == end for start, end in place)
-
-
-def _at(place: Range) -> tuple[slice, ...]:
-    return tuple(slice(start, end) for start, end in place)
 
 
 class Shards:
@@ -88,7 +64,7 @@ class Shards:
             return None
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         for sender in senders:
-            target = whole[_at(places[sender])]
+            target = part_at(whole, places[sender])
             if sender == rank:
                 target.copy_(part)
             elif target.is_contiguous():
@@ -116,7 +92,7 @@ class Shards:
         """Copy this rank's part of a whole tensor into its shard."""
         place = self._places[id(parameter)][self._world.rank]
         if not _is_empty(place):
-            tensor.to_local().copy_(whole[_at(place)])
+            tensor.to_local().copy_(part_at(whole, place))
 
 
 def _senders(places: list[Range], owner: int) -> list[int]:

@@ -10,7 +10,8 @@ from helpers.fsdp.fsdp_runs import joined_fsdp
 from helpers.runs.replicas import Net
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from trainkit.callbacks._local_parts import is_sharded, local_part, part_of, stored_part
+from trainkit.callbacks._local_parts import local_part, part_of, stored_part
+from trainkit.distributed.dtensor_parts import is_dtensor
 from trainkit.tagged_json.tensors import ShardedTensor
 
 
@@ -26,7 +27,7 @@ def check(**options: Any) -> None:
     strategy, values = joined_fsdp(**options), Parallel(width).double().state_dict()
     module, rank = strategy.prepare_module(Parallel(width).double()), strategy.world.rank
     for name, parameter in module.named_parameters():
-        assert is_sharded(parameter)
+        assert is_dtensor(parameter)
         part = part_of(values[name], parameter)
         assert torch.equal(part, local_part(parameter))
         stored = stored_part(part.float() * 2, parameter, rank)
@@ -46,7 +47,7 @@ def check(**options: Any) -> None:
 def test_parts_of_sharded_parameters() -> None:
     check()
     plain = torch.ones(3)
-    assert not is_sharded(plain)
+    assert not is_dtensor(plain)
     assert local_part(plain) is part_of(plain, plain) is stored_part(plain, plain, 0) is plain
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.console import notice
+from trainkit.distributed.dtensor_parts import is_dtensor
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.registry import strategy_infos
@@ -44,8 +44,7 @@ def refuse_sharded(module: nn.Module) -> None:
             f"or under deepspeed.zero.Init. Expected whole parameters. Continue with strategy='zero3', or start from a "
             f"checkpoint: {type(module).__name__}.load_from_checkpoint(path)"
         )
-    tensors = sys.modules.get("torch.distributed.tensor")  # slow to import; nothing is sharded by it before that
-    sharded = 0 if tensors is None else sum(isinstance(parameter, tensors.DTensor) for parameter in module.parameters())
+    sharded = sum(map(is_dtensor, module.parameters()))
     if sharded:
         raise ConfigurationError(
             f"{sharded} parameters are sharded (DTensor): an earlier run on several processes has failed and left them so, or "

@@ -18,6 +18,7 @@ from trainkit.checkpoint.manifest import DIGEST, MANIFEST
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.console import counted, notice, warn
+from trainkit.distributed.dtensor_parts import is_dtensor
 from trainkit.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -146,7 +147,7 @@ def _sharded(
     """
     strategy = strategy_of(model)
     found = {} if strategy is None else strategy.stored_weights(model)
-    if any(hasattr(p, "device_mesh") and id(p) not in found for p in model.parameters()):  # a DTensor
+    if any(is_dtensor(parameter) and id(parameter) not in found for parameter in model.parameters()):
         raise ConfigurationError(
             "load_checkpoint_in_model: the parameters are sharded, and not by Accelerator.prepare. Load the weights before "
             "they are sharded; under a Trainer: trainer.fit(module, loader, ckpt_path=..., restore=['model'])"

@@ -8,7 +8,7 @@ import torch
 from helpers.runs.parity import RegressionModule
 from torch import Tensor, nn
 
-__all__ = ["Stack"]
+__all__ = ["Headed", "Stack"]
 
 
 class Block(nn.Module):
@@ -31,3 +31,16 @@ class Stack(RegressionModule):
         generator = torch.Generator().manual_seed(1)
         for parameter in self.parameters():
             parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+
+
+class Headed(nn.Module):
+    """The blocks of a `Stack`, and a head, which belongs to the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = Stack().net
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x))

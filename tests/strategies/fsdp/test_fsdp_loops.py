@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fsdp.stack import Stack
+from helpers.fsdp.stack import Headed, Stack
 from helpers.runs.parity import Case, Noisy, trained
 from helpers.worlds.worlds import WorldError, run_world
 from helpers.zero.gan import Gan, gan
@@ -29,17 +29,8 @@ def test_a_gan(precision: str) -> None:
         assert [x for pair in mine for x in pair] == pytest.approx([x for pair in theirs for x in pair], rel=limit)
 
 
-class Speaking(nn.Module):
+class Speaking(Headed):
     """Has a method that calls its layers several times, like `generate` of a language model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.net = Stack().net
-        self.head = nn.Linear(6, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.net(x))
 
     def generate(self, x: Tensor, length: int) -> list[float]:
         found = []

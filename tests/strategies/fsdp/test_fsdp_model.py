@@ -5,26 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from helpers.fsdp.stack import Stack
+from helpers.fsdp.stack import Headed
 from helpers.worlds.worlds import run_world
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainkit import Accelerator
 from trainkit.errors import ModuleError
 from trainkit.strategies import FSDPStrategy
 
 
-class Talkative(nn.Module):
+class Talkative(Headed):
     """Has methods that read, write, freeze and compute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.net = Stack().net
-        self.head = nn.Linear(6, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.net(x))
 
     def count(self) -> int:
         return sum(p.numel() for p in self.parameters())

@@ -3,68 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers.fsdp.fsdp_runs import joined_fsdp
+from helpers.fsdp.placements import MESHES, numbered
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard  # what `fully_shard` makes of a tensor-parallel parameter
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from trainkit.strategies.fsdp.shards import Shards, _senders, own_range
-
-STRIDED = (_StridedShard(0, split_factor=2), Shard(0))
-# mesh → placements over its dimensions
-MESHES: dict[tuple[int, ...], list[tuple[Placement, ...]]] = {
-    (4,): [(Shard(0),), (Shard(1),)],
-    (2, 2): [(Replicate(), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(0), Replicate()), STRIDED],
-    (2, 2, 2): [(Replicate(), *STRIDED), (Replicate(), Shard(0), Shard(1))],
-}
-SHAPES = [(8, 4), (7, 3), (5, 2), (3, 5), (1, 1), (0, 3), (6, 3, 2)]
-
-
-@contextmanager
-def rank_of(rank: int, sizes: tuple[int, ...]) -> Iterator[DeviceMesh]:
-    """Within it this process is a rank of a mesh, without communication."""
-    dist.init_process_group("fake", rank=rank, world_size=math.prod(sizes), store=FakeStore())
-    try:
-        yield init_device_mesh("cpu", sizes)
-    finally:
-        dist.destroy_process_group()
-
-
-def numbered(shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
-
-
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_own_range(sizes: tuple[int, ...]) -> None:
-    """On each rank it is where the local values are in the whole tensor; some ranks have fewer values, or none."""
-    cases = [(placements, shape) for placements in MESHES[sizes] for shape in SHAPES]
-    if issubclass(_StridedShard, Shard):  # torch 2.9 places unequal parts differently from `fully_shard`
-        cases = [(places, shape) for places, shape in cases if places[-2:] != STRIDED or shape[0] % 4 == 0]
-    covered = {case: torch.zeros(case[1]) for case in cases}
-    empty = 0
-    for rank in range(math.prod(sizes)):
-        with rank_of(rank, sizes) as mesh:
-            for (placements, shape), count in covered.items():
-                whole = numbered(shape)
-                tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-                place = tuple(slice(start, end) for start, end in own_range(tensor))
-                assert torch.equal(whole[place], tensor.to_local()), (rank, placements, shape)
-                count[place] += 1
-                empty += whole.numel() > 0 and tensor.to_local().numel() == 0
-    assert empty
-    for (placements, shape), count in covered.items():
-        copies = math.prod(size for size, placement in zip(sizes, placements, strict=True) if placement == Replicate())
-        assert torch.equal(count, torch.full(shape, float(copies)))
+from trainkit.distributed.dtensor_parts import own_range
+from trainkit.strategies.fsdp.shards import Shards, _senders
 
 
 def test_senders() -> None:
