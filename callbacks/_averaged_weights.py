@@ -41,7 +41,13 @@ class AveragedWeights(Callback):
 
     def __init__(self, device: torch.device | str | int | None, use_buffers: bool) -> None:
         super().__init__()
-        self.device = None if device is None else torch.device(device)
+        try:
+            self.device = None if device is None else torch.device(device)
+        except (RuntimeError, TypeError):
+            raise ConfigurationError(
+                f"{type(self).__name__}(device={device!r}): expected a device, where the average is kept, such as "
+                "device='cpu'. Name the other arguments, such as decay=0.99."
+            ) from None
         self.use_buffers = use_buffers
         self._forget()
 

@@ -296,6 +296,9 @@ class Strategy(Ranks):
     def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
         """Called instead of `backward` if there is no loss (`None`) or its weight is 0. Other ranks may be waiting."""
 
+    def discard_gradients(self, optimizer: Optimizer) -> None:
+        """Called when an optimizer's gradients are set to zero: drop those that no backward pass has reduced yet."""
+
     def any_loss(self, had_loss: bool) -> bool:
         """Whether any rank had a loss in the window, given whether this one had. Called after its gradients are averaged."""
         return had_loss

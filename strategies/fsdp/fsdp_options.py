@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from trainkit.errors import ConfigurationError
 from trainkit.module.blocks import Choice
 from trainkit.precision import Precision, is_short
-from trainkit.strategies.fsdp.units import Wrap, ignored_parameters
+from trainkit.strategies.fsdp.units import Wrap
 
 __all__ = ["FSDPOptions"]
 
@@ -67,18 +67,20 @@ class FSDPOptions:
         """Whether a single process needs `fully_shard` too: for master weights, or to offload parameters."""
         return self.offload_params is not None or self.mixed_precision is not None or is_short(precision)
 
-    def convert(self, module: nn.Module, precision: Precision) -> None:
+    def convert(self, module: nn.Module, precision: Precision, whole: Collection[nn.Parameter]) -> None:
         """Convert a module to the dtypes of the precision; shards of 16-bit parameters are float32 master weights.
 
-        `ignored_modules` have none: their parameters are not gathered in 16 bits, so they are 16 bits themselves.
+        Args:
+            module: The module.
+            precision: The precision.
+            whole: The parameters that are not sharded. They are not gathered in 16 bits, so they are 16 bits themselves.
         """
         if self.mixed_precision is not None or not is_short(precision):
             precision.convert_module(module)
             precision.note_other_dtypes(module)
             return
-        ignored = {parameter for parameter in ignored_parameters(module, self.ignored_modules) if parameter.ndim}
         for tensor in (*module.parameters(), *module.buffers()):
-            sharded = isinstance(tensor, nn.Parameter) and tensor not in ignored
+            sharded = isinstance(tensor, nn.Parameter) and (tensor not in whole or not tensor.ndim)
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(torch.float32 if sharded else precision.parameter_dtype)
 

@@ -239,9 +239,11 @@ class FSDPStrategy(Strategy):
 
     def begin_micro_batch(self, micro: MicroBatch) -> None:
         """See `trainkit.Strategy.begin_micro_batch`."""
+        before = self.micro_batch
         super().begin_micro_batch(micro)
-        for model in () if self._sharded is None else self._sharded:
-            model.forget()
+        if self._sharded is not None and (micro.index != before.index or micro.batch is not before.batch):
+            for model in self._sharded:
+                model.forget()
 
     def backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW, **kwargs: Any) -> None:
         """See `trainkit.Strategy.backward`. Reduces the gradients in the last micro-batch of a window."""
@@ -270,6 +272,11 @@ class FSDPStrategy(Strategy):
             with self.world.collectives:
                 average_gradients(whole, _BUCKET_MB)
 
+    def discard_gradients(self, optimizer: Optimizer) -> None:
+        """See `trainkit.Strategy.discard_gradients`."""
+        if self._sharded is not None:
+            self._sharded.window.discard(optimizer)
+
     def mean(self, value: Tensor) -> Tensor:
         """See `trainkit.Strategy.mean`."""
         return value if self.world.size == 1 else mean(value)
@@ -284,7 +291,7 @@ class FSDPStrategy(Strategy):
             return super().optimizer_step(optimizer, closure)
         updated = False
         if self._sharded.window.any_loss(True):
-            self._sharded.begin_step(optimizer)
+            closure = self._sharded.begin_step(optimizer, closure)
             updated = super().optimizer_step(optimizer, closure)
             self._sharded.note_weights_changed()
         self.sync_buffers()

@@ -12,10 +12,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from trainkit.console import notice
 from trainkit.distributed.world import World
 from trainkit.errors import ModuleError
-from trainkit.nested import leaves, map_tensors
 from trainkit.strategies._reduction import broadcast
+from trainkit.strategies.fsdp.fsdp_root import Root
 from trainkit.strategies.fsdp.shards import Shards
 from trainkit.strategies.fsdp.torch_internals import (
     allocate,
@@ -26,78 +27,7 @@ from trainkit.strategies.fsdp.torch_internals import (
 )
 from trainkit.strategies.fsdp.units import Slot, refuse_unshardable, slots
 
-__all__ = ["Root", "ShardedModel"]
-
-
-class _ZeroGradient(torch.autograd.Function):
-    """A zero whose backward pass gives a parameter a zero gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor) -> Tensor:
-        ctx.save_for_backward(parameter)
-        return torch.zeros((), device=parameter.device)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (parameter,) = ctx.saved_tensors
-        return torch.zeros_like(parameter)
-
-
-def _without_base(tensor: Tensor) -> Tensor:
-    return tensor if tensor._base is None else tensor.clone()
-
-
-class Root(nn.Module):
-    """The outermost module that `fully_shard` is called with. Its forward calls a function, such as a step of the module.
-
-    So any method of the user's module can run while the parameters that belong to no unit are whole.
-
-    Args:
-        module: the user's module.
-        slots: the places of these parameters.
-
-    Attributes:
-        outputs: outputs of forwards that a backward pass can begin at, if their results are not used.
-        units_ran: a unit has run in one of these forwards.
-        forwards: number of forwards with gradients.
-    """
-
-    def __init__(self, module: nn.Module, slots: list[Slot]) -> None:
-        super().__init__()
-        self.module = module
-        self._slots = slots
-        self._keeps = self.units_ran = False
-        self.outputs: list[Tensor] = []
-        self.forwards = 0
-
-    def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of `run`, and a tensor that depends on a parameter of the root, or `None`."""
-        trains = self._keeps = torch.is_grad_enabled()
-        try:
-            results = run(*args, **kwargs)
-        finally:
-            self._keeps = False
-        if not trains:
-            return results, None
-        self.forwards += 1
-        if any(isinstance(leaf, Tensor) and leaf._base is not None for leaf in leaves(results)):
-            results = map_tensors(results, _without_base)  # torch warns about each view, in each step
-        return results, self._anchor()
-
-    def _anchor(self) -> Tensor | None:
-        """With it, a backward pass that does not reach the results still reaches torch's hooks of the root."""
-        trained = (owner._parameters[name] for owner, name in self._slots)
-        first = next((p for p in trained if p is not None and p.requires_grad), None)
-        if first is None:
-            return None
-        anchor: Tensor = _ZeroGradient.apply(first)  # type: ignore[no-untyped-call]
-        return anchor
-
-    def keep_outputs(self, unit: nn.Module, args: Any, outputs: Any) -> None:
-        """Keep the outputs of a unit in the current forward. A forward hook of the unit."""
-        if self._keeps:  # not where activation checkpointing runs the forward again
-            self.units_ran = True
-            self.outputs += [leaf for leaf in leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+__all__ = ["ShardedModel"]
 
 
 class ShardedModel:
@@ -113,6 +43,7 @@ class ShardedModel:
         device: the device of this process.
         world: the processes.
         options: arguments of `fully_shard`.
+        devices: where each parameter is to be after the run.
         manual: under manual optimization, the user's code calls the module itself, and not `call`.
 
     Attributes:
@@ -132,6 +63,7 @@ class ShardedModel:
         device: torch.device,
         world: World,
         options: dict[str, Any],
+        devices: Mapping[Slot, torch.device],
         manual: bool = False,
     ) -> None:
         inside = set(module.modules()) - {module}
@@ -140,7 +72,7 @@ class ShardedModel:
         self.module, self.units, self._device, self._world = module, units, device, world
         self._unit_modules = set(units.values())
         self._slots = list(slots(module))
-        self._former = [owner._parameters[name].device for owner, name in self._slots]  # type: ignore[union-attr]
+        self._former = [devices[slot] for slot in self._slots]
         self._steps = None if manual else Root(module, self._slots_of(module))
         self._root: nn.Module = module if self._steps is None else self._steps
         self.all_units = (*units.values(), self._root)
@@ -194,7 +126,12 @@ class ShardedModel:
             handles.append(unit.register_forward_pre_hook(collect))  # after torch's own, which makes them whole
             self._handles += handles
             if self._steps is not None and unit is not self._root:
+                self._handles.append(unit.register_forward_pre_hook(self._check_unit, prepend=True))
                 self._handles.append(unit.register_forward_hook(self._steps.keep_outputs))
+
+    def _check_unit(self, unit: nn.Module, args: Any) -> None:
+        if self._steps is not None and not self._gathered:
+            self._steps.check_unit(unit, args)
 
     # ------------------------------------------------------------------------------------------------------- running
 
@@ -233,7 +170,7 @@ class ShardedModel:
         return self._steps is not None and bool(self.outputs) and (not self.units or self._steps.units_ran)
 
     def forget(self) -> None:
-        """Forget the outputs of forwards: each backward pass begins at those since the one before."""
+        """Forget the outputs of the forwards so far."""
         if self._steps is not None:
             self._steps.outputs, self._steps.units_ran = [], False
 
@@ -273,6 +210,17 @@ class ShardedModel:
             self._syncs = syncs
 
     @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """A context for a backward pass, which may run forwards of units again."""
+        if self._steps is not None:
+            self._steps.in_backward = True
+        try:
+            yield
+        finally:
+            if self._steps is not None:
+                self._steps.in_backward = False
+
+    @contextmanager
     def masked(self) -> Iterator[None]:
         """Within it a backward pass computes zero gradients. A zero gradient of the loss would not do: 0 × NaN is NaN."""
         with ExitStack() as masks:
@@ -282,10 +230,18 @@ class ShardedModel:
             yield
 
     def note_unreduced(self) -> None:
-        """At the end of a window, note which parameters have no reduced gradient, if others have one or one is not reduced."""
-        self._unreduced = [p for p in self.sharded if p.grad is None and p.requires_grad]
-        if self._unreduced and all(parameter.grad is None for parameter in (*self.sharded, *self._whole_in_forward)):
-            self._unreduced = []  # the window has trained other models
+        """At the end of a window, note the trained parameters without a reduced gradient, if the window has trained the model.
+
+        Under manual optimization only those in units of which other parameters have one: a step may call some of the units.
+        """
+        missing = [p for p in self.sharded if p.grad is None and p.requires_grad]
+        if missing and self._steps is None:
+            units = [[_parameter(slot) for slot in self._slots_of(unit)] for unit in self.all_units]
+            reached = {id(p) for unit in units if any(p.grad is not None for p in unit) for p in unit}
+            missing = [p for p in missing if id(p) in reached]
+        elif missing and all(parameter.grad is None for parameter in (*self.sharded, *self._whole_in_forward)):
+            missing = []  # the window has trained other models
+        self._unreduced = missing
 
     def check_gradients(self, optimizer: Optimizer) -> None:
         """Check before an optimizer step that the gradients of its parameters were reduced in the last window.
@@ -365,6 +321,11 @@ class ShardedModel:
                 made[id(parameter)] = _empty(parameter) if device.type == "meta" else self._whole(parameter)
                 made[id(parameter)].data = made[id(parameter)].data.to(device)
             owner._parameters[name] = made[id(parameter)]
+        if self.forwards and any(device.type == "meta" for device in self._former):
+            notice(
+                f"{type(self.module).__name__} was created on the meta device, and its parameters are there again, without "
+                "values. To use what was trained, load a checkpoint: ckpt_path=…"
+            )
 
 
 def _parameter(slot: Slot) -> Any:

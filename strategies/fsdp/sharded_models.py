@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from trainkit.strategies.fsdp.gradient_window import GradientWindow
 from trainkit.strategies.fsdp.meshes import Meshes
 from trainkit.strategies.fsdp.sharded_model import ShardedModel
 from trainkit.strategies.fsdp.tensor_parallel import Replaced, ReplicatedGradients, parallelize
-from trainkit.strategies.fsdp.units import choose_units, described_units, ignored_parameters, sharded_parts
+from trainkit.strategies.fsdp.units import choose_units, described_units, ignored_parameters, sharded_parts, slots
 from trainkit.tagged_json.tensors import ShardedTensor
 
 __all__ = ["ShardedModels"]
@@ -70,19 +70,23 @@ class ShardedModels:
         Raises:
             ModuleError: A part cannot be sharded.
         """
+        manual = not getattr(module, "automatic_optimization", True)
+        parts = sharded_parts(module) if manual else [module]
+        inside = {id(parameter) for part in parts for parameter in part.parameters()}
+        whole = ignored_parameters(module, self._options.ignored_modules)
+        whole |= {parameter for parameter in module.parameters() if id(parameter) not in inside}
+        devices = {(owner, name): p.device for owner, name in slots(module) if (p := owner._parameters[name]) is not None}
         self._modules.append(module)
-        self._options.convert(module, self._precision)
+        self._options.convert(module, self._precision, whole)
         self.replaced.append(Replaced(module))
         self._precision.convert_layers(module)
         if self._options.tensor_parallel > 1:
             self._undo.callback(parallelize(module, self._meshes.whole, self._device))
-        manual = not getattr(module, "automatic_optimization", True)
         units, ignored = choose_units(module, self._options.wrap), ignored_parameters(module, self._options.ignored_modules)
-        parts = sharded_parts(module) if manual else [module]
         described = described_units(module, units, parts)
         options = {**self._options.arguments(self._precision, self._device), "mesh": self._meshes.shards}
         for part in parts:
-            self._models.append(ShardedModel(part, units, ignored, self._device, self._world, options, manual))
+            self._models.append(ShardedModel(part, units, ignored, self._device, self._world, options, devices, manual))
         self._steps = None if manual else self._models[-1]
         self.described = f"{self.described}; {described}" if self.described else described
         known = {id(p) for model in self._models for p in (*model.sharded, *model.whole)}
@@ -120,13 +124,25 @@ class ShardedModels:
         for model in self._models:
             model.reshard()
 
-    def begin_step(self, optimizer: Optimizer) -> None:
-        """Before an optimizer step.
+    def begin_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+        """Before an optimizer step; returns the closure to step with.
 
         Raises:
-            ModuleError: A backward pass has not reduced the gradient of a trained parameter.
+            ModuleError: A backward pass, or that of the closure, has not reduced the gradient of a trained parameter.
         """
         self.reshard()
+        if closure is None:
+            self._check_gradients(optimizer)
+            return None
+
+        def checked() -> Any:
+            loss = closure()
+            self._check_gradients(optimizer)
+            return loss
+
+        return checked
+
+    def _check_gradients(self, optimizer: Optimizer) -> None:
         for model in self._models:
             model.check_gradients(optimizer)
 
@@ -135,21 +151,22 @@ class ShardedModels:
         for model in self._models:
             self._precision.weights_changed(model.module)
 
-    def gathered(self, module: nn.Module, modified: bool) -> AbstractContextManager[object]:
+    @contextmanager
+    def gathered(self, module: nn.Module, modified: bool) -> Iterator[None]:
         """A context in which the parameters of a module are whole on all ranks. Collective.
 
         Args:
             module: A module in which there are sharded ones, or that is inside one.
             modified: Keep rank 0's changes.
         """
-        contexts = ExitStack()
-        if modified:
-            contexts.callback(self.note_weights_changed)
         inside = set(module.modules())
-        for model in self._models:
-            if model.module in inside or module in set(model.module.modules()):
-                contexts.enter_context(model.gathered(module, modified))
-        return contexts
+        with ExitStack() as contexts:
+            for model in self._models:
+                if model.module in inside or module in set(model.module.modules()):
+                    contexts.enter_context(model.gathered(module, modified))
+            yield
+        if modified:
+            self.note_weights_changed()
 
     def stored_weights(self, module: nn.Module) -> dict[int, ShardedTensor]:
         """See `trainkit.Strategy.stored_weights`."""

@@ -140,7 +140,7 @@ class Replaced:
 class ReplicatedGradients:
     """Checks that ranks of a tensor-parallel group have equal gradients for parameters that no plan shards.
 
-    They have not if such a parameter is used with a part of the activations, as a norm over the heads of one rank: each rank
+    They differ if such a parameter is used with a part of the activations, as a norm over the heads of one rank: each rank
     then has a part of its gradient, and torch adds up only those of parameters in a plan.
 
     Args:
@@ -173,8 +173,9 @@ class ReplicatedGradients:
             shown = ", ".join(wrong[:5]) + (", …" if wrong[5:] else "")
             raise ModuleError(
                 f"{shown}: the ranks of a tensor-parallel group have different gradients, because each uses another part of "
-                "the activations. Expected a plan for each parameter that sees parts of them. For example, for a norm: "
-                "parallelize_module(self.model, mesh['tensor'], {'layers.*.norm': SequenceParallel()})"
+                "the activations, or other random numbers in dropout. Expected a plan for each parameter that sees parts of "
+                "them, such as parallelize_module(self.model, mesh['tensor'], {'layers.*.norm': SequenceParallel()}), and the "
+                "same seed on these ranks."
             )
 
     def _outside_of_plans(self) -> Iterator[tuple[str, Tensor]]:

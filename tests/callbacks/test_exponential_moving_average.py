@@ -101,6 +101,11 @@ def test_arguments_out_of_range() -> None:
             ExponentialMovingAverage(**wrong)  # type: ignore[arg-type]
 
 
+def test_a_decay_in_the_place_of_the_device() -> None:
+    with pytest.raises(ConfigurationError, match=r"Average\(device=0.9\): expected a device.*such as decay=0.99"):
+        ExponentialMovingAverage(0.9)  # type: ignore[arg-type]
+
+
 def test_arguments_of_the_base() -> None:
     average = ExponentialMovingAverage(device="meta", use_buffers=False)
     assert average.device == torch.device("meta")

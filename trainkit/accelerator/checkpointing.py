@@ -369,7 +369,7 @@ class Checkpointing:
 
     def _close_window(self, accumulation: AccumulationState) -> None:
         """Discard an accumulation window that is open: its gradients are those of other parameters."""
-        if accumulation.open:
+        if accumulation.open or not accumulation.current.last:
             accumulation.forget_window()
             for optimizer in self._prepared.optimizers:
                 optimizer.zero_grad()

@@ -311,8 +311,8 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
 
         `model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)`
 
-        Sharded parameters become whole on all ranks, so all ranks must call it. If one does not, because it has failed or
-        waits for another, the parameters stay sharded.
+        Sharded parameters become whole on all ranks, except those from the meta device, so all ranks must call it. If one
+        does not, because it has failed or waits for another, the parameters stay sharded.
 
         Args:
             *objects: The variables to clear.

@@ -126,6 +126,7 @@ class PreparedOptimizer(Optimizer):
                 clear_gradients(self.optimizer)
             else:
                 self.optimizer.zero_grad(set_to_none=False)
+            self._accelerator.strategy.discard_gradients(self.optimizer)
             self._accelerator.strategy.precision.discard(self.optimizer)
 
     def toggle_model(self, sync_grad: bool = True) -> AbstractContextManager[None]:

@@ -78,7 +78,7 @@ def tensor_problem(tensor: Tensor) -> str | None:
     if tensor.layout is not torch.strided:
         return f"its layout is {tensor.layout}; store to_dense(), or its indices and values"
     if tensor.is_meta and not is_sharded_tensor(tensor):
-        return "it is on the meta device, so it has no values; call module.to_empty(device=...) and initialize it first"
+        return "it is on the meta device, so it has no values; load a checkpoint, or call module.to_empty(device=...)"
     if tensor.is_nested:
         return "it is a nested tensor; store unbind() of it"
     if tensor.dtype not in NAMES:

@@ -155,10 +155,17 @@ def _no_zero_grad() -> None:
 
 
 def _zero_grad(run: Run, optimizer: Optimizer) -> Callable[[], None]:
-    module, progress = run.module, run.progress
-    if is_overridden(module, "optimizer_zero_grad", TrainModule):
-        return lambda: module.optimizer_zero_grad(progress.current_epoch, progress.batch_idx, optimizer)
-    return partial(clear_gradients, optimizer)
+    module, progress, discard = run.module, run.progress, run.strategy.discard_gradients
+    overridden = is_overridden(module, "optimizer_zero_grad", TrainModule)
+
+    def zero_grad() -> None:
+        discard(optimizer)
+        if overridden:
+            module.optimizer_zero_grad(progress.current_epoch, progress.batch_idx, optimizer)
+        else:
+            clear_gradients(optimizer)
+
+    return zero_grad
 
 
 def _before_manual_step(run: Run, optimizer: Optimizer) -> None:

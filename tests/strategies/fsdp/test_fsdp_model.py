@@ -73,6 +73,25 @@ def test_what_methods_change_lasts() -> None:
     assert first == {"trained": True, "trains": False, "bias": 0.0}
 
 
+def parts_of_a_forward() -> str:
+    """Train with a method that calls units, but not in a forward."""
+    accelerator = Accelerator(cpu=True, strategy=FSDPStrategy())
+    model = accelerator.prepare(Talkative())
+    model(torch.ones(2, 6))
+    try:
+        model.module.net[1](torch.ones(2, 6))
+    except ModuleError as error:
+        accelerator.free_memory()
+        return str(error)
+    return "no error"
+
+
+def test_units_are_called_in_a_forward() -> None:
+    """Otherwise gradients of scalars and ignored modules would not be averaged."""
+    for found in run_world(2, parts_of_a_forward):
+        assert found.startswith("net.1, which FSDP shards by itself, was called outside of a forward of the model")
+
+
 def test_methods_that_the_user_names_compute_with_whole_parameters() -> None:
     for found in run_world(2, methods, "encode"):
         assert torch.equal(found["encode"], found["expected"])

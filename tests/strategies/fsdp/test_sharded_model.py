@@ -310,12 +310,14 @@ def test_a_window_that_was_left() -> None:
         strategy = joined_fsdp(**options)
         module = strategy.prepare_module(Net().double())
         step = strategy.step_function(module, module, "training_step")
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         found = []
         for left in (False, True):
             places = [(True, False), (True, True)] if left else [(True, True)]
             for first, last in places:
                 module.zero_grad()
-                micro = MicroBatch([5 if last else 3], 0, first, last, 1.0)  # another batch
+                strategy.discard_gradients(optimizer)
+                micro = MicroBatch(1, 0, first, last, 1.0)
                 strategy.begin_micro_batch(micro)
                 strategy.backward(step(5 if last else 3, 0), micro)
             found.append([p.grad.full_tensor() for p in module.parameters()])
