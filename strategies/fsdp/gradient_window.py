@@ -98,17 +98,8 @@ class GradientWindow:
             ModuleError: no forward was run, for which the other ranks wait; or it is unknown which one they have used.
         """
         roots = [output for model in self._models for output in model.outputs]
-        if loss is None and sum(bool(model.outputs) for model in self._models) > 1 and self._world.size > 1:
-            raise ModuleError(
-                "backward(None): several models were called since the last backward pass, and it is not known which of them "
-                "the losses of the other ranks depend on. Expected a loss that depends on the same outputs as theirs: "
-                "accelerator.backward((outputs * 0.0).sum())"
-            )
-        if loss is None and not any(model.has_run for model in self._models) and self._world.size > 1:
-            raise ModuleError(
-                "there is no loss, and the model was not called, but the other ranks wait for its forward: with FSDP each "
-                "forward is a collective. Call the model before you return None from training_step, or pass None to backward."
-            )
+        if loss is None and self._world.size > 1:
+            self._check_called()
         with self.backward(micro, had_loss=loss is not None), ExitStack() as masks:
             for model in self._models:
                 masks.enter_context(model.masked())
@@ -116,6 +107,20 @@ class GradientWindow:
                 backward(loss * 0.0)
             elif roots:
                 torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
+
+    def _check_called(self) -> None:
+        """Check that it is known which forwards the other ranks have run."""
+        if sum(bool(model.outputs) for model in self._models) > 1:
+            raise ModuleError(
+                "backward(None): several models were called since the last backward pass, and it is not known which of them "
+                "the losses of the other ranks depend on. Expected a loss that depends on the same outputs as theirs: "
+                "accelerator.backward((outputs * 0.0).sum())"
+            )
+        if not any(model.has_run for model in self._models):
+            raise ModuleError(
+                "there is no loss, and the model was not called, but the other ranks wait for its forward: with FSDP each "
+                "forward is a collective. Call the model before you return None from training_step, or pass None to backward."
+            )
 
     def any_loss(self, had_loss: bool) -> bool:
         """Whether any rank had a loss in the window that has just ended, given whether this one had."""

@@ -236,12 +236,16 @@ class ShardedModel:
         """
         missing = [p for p in self.sharded if p.grad is None and p.requires_grad]
         if missing and self._steps is None:
-            units = [[_parameter(slot) for slot in self._slots_of(unit)] for unit in self.all_units]
-            reached = {id(p) for unit in units if any(p.grad is not None for p in unit) for p in unit}
+            reached = {id(parameter) for unit in self.all_units for parameter in self._reached(unit)}
             missing = [p for p in missing if id(p) in reached]
         elif missing and all(parameter.grad is None for parameter in (*self.sharded, *self._whole_in_forward)):
             missing = []  # the window has trained other models
         self._unreduced = missing
+
+    def _reached(self, unit: nn.Module) -> list[Any]:
+        """The parameters of a unit, if one of them has a reduced gradient."""
+        own = [_parameter(slot) for slot in self._slots_of(unit)]
+        return own if any(parameter.grad is not None for parameter in own) else []
 
     def check_gradients(self, optimizer: Optimizer) -> None:
         """Check before an optimizer step that the gradients of its parameters were reduced in the last window.

@@ -72,10 +72,9 @@ class ShardedModels:
         """
         manual = not getattr(module, "automatic_optimization", True)
         parts = sharded_parts(module) if manual else [module]
-        inside = {id(parameter) for part in parts for parameter in part.parameters()}
-        whole = ignored_parameters(module, self._options.ignored_modules)
-        whole |= {parameter for parameter in module.parameters() if id(parameter) not in inside}
-        devices = {(owner, name): p.device for owner, name in slots(module) if (p := owner._parameters[name]) is not None}
+        inside = {parameter for part in parts for parameter in part.parameters()}
+        whole = ignored_parameters(module, self._options.ignored_modules) | (set(module.parameters()) - inside)
+        devices = {(owner, name): owner._parameters[name].device for owner, name in slots(module)}  # type: ignore[union-attr]
         self._modules.append(module)
         self._options.convert(module, self._precision, whole)
         self.replaced.append(Replaced(module))
@@ -89,8 +88,12 @@ class ShardedModels:
             self._models.append(ShardedModel(part, units, ignored, self._device, self._world, options, devices, manual))
         self._steps = None if manual else self._models[-1]
         self.described = f"{self.described}; {described}" if self.described else described
+        self._move_rest(module)
+
+    def _move_rest(self, module: nn.Module) -> None:
+        """Move buffers, and parameters of no submodule under manual optimization, with rank 0's values of these."""
         known = {id(p) for model in self._models for p in (*model.sharded, *model.whole)}
-        rest = [p for p in module.parameters() if id(p) not in known]  # of no submodule, under manual optimization
+        rest = [p for p in module.parameters() if id(p) not in known]
         for tensor in (*rest, *module.buffers()):
             tensor.data = tensor.data.to(self._device)
         if self._world.size > 1:

@@ -155,15 +155,16 @@ def _no_zero_grad() -> None:
 
 
 def _zero_grad(run: Run, optimizer: Optimizer) -> Callable[[], None]:
-    module, progress, discard = run.module, run.progress, run.strategy.discard_gradients
-    overridden = is_overridden(module, "optimizer_zero_grad", TrainModule)
+    module, progress = run.module, run.progress
+    clear: Callable[[], None] = partial(clear_gradients, optimizer)
+    if is_overridden(module, "optimizer_zero_grad", TrainModule):
+        clear = lambda: module.optimizer_zero_grad(progress.current_epoch, progress.batch_idx, optimizer)  # noqa: E731
+    if not run.strategy.shards_parameters:
+        return clear
 
     def zero_grad() -> None:
-        discard(optimizer)
-        if overridden:
-            module.optimizer_zero_grad(progress.current_epoch, progress.batch_idx, optimizer)
-        else:
-            clear_gradients(optimizer)
+        run.strategy.discard_gradients(optimizer)
+        clear()
 
     return zero_grad
 
