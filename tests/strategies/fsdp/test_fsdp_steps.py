@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.runs.parity import Noisy
+from helpers.runs.trainers import make_trainer
 from helpers.worlds.worlds import WorldError, run_world
 from helpers.zero.zero_cases import Plain, strategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from trainkit import Callback
+from trainkit.errors import Preempted
 from trainkit.trainer.trainer import Trainer
 
 
@@ -45,6 +50,41 @@ def test_views_give_no_warning_and_a_rank_without_data_runs_the_backward_of_the_
     (first, parameters), (second, same) = run_world(2, calls)
     assert first == second == 2
     assert parameters == same
+
+
+class Signaled(Callback):
+    """Rank 1 gets SIGTERM in its fourth optimizer step."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 4:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def preempted(folder: Path) -> list[list[float]]:
+    """The parameters after an undisturbed run, and after one that was stopped and resumed."""
+    found = []
+    for path, stops in (("whole", False), ("stopped", True)):
+        loader = DataLoader(Noisy(24), batch_size=2, shuffle=True)
+        options = {
+            "strategy": strategy("fsdp"),
+            "max_epochs": 2,
+            "default_root_dir": folder / path,
+            "enable_checkpointing": True,
+        }
+        if stops:
+            with pytest.raises(Preempted):
+                make_trainer(Signaled(), **options).fit(Plain(), loader)
+        module = Plain()
+        trainer = make_trainer(**options)
+        trainer.fit(module, loader, ckpt_path="auto" if stops else None)
+        assert trainer.global_step == 12
+        found.append(torch.cat([p.detach().flatten() for p in module.parameters()]).tolist())
+    return found
+
+
+def test_sigterm_to_one_rank_stops_all_and_the_next_run_continues(run_dir: Path) -> None:
+    for whole, resumed in run_world(2, preempted, run_dir):
+        assert whole == resumed
 
 
 class Silent(Plain):
