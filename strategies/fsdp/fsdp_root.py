@@ -60,12 +60,13 @@ class Root(nn.Module):
 
     def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Returns the result of `run`, and a tensor that depends on a parameter of the root, or `None`."""
-        self._runs = self._has_run = True
-        trains = self._keeps = torch.is_grad_enabled()
+        before = self._runs, self._keeps  # a method may be called inside another
+        trains = torch.is_grad_enabled()
+        self._runs, self._keeps, self._has_run = True, trains, True
         try:
             results = run(*args, **kwargs)
         finally:
-            self._runs = self._keeps = False
+            self._runs, self._keeps = before
         if not trains:
             return results, None
         self.forwards += 1
