@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, ModuleError
@@ -163,10 +165,12 @@ def refuse_unshardable(named_units: dict[str, nn.Module], ignored: set[nn.Parame
         ignored: parameters that are not sharded.
 
     Raises:
-        ModuleError: a unit has trained parameters of several dtypes, or an embedding has sparse gradients.
+        ModuleError: a unit has trained parameters of several dtypes, or with this version of torch one of integers; or an
+            embedding has sparse gradients.
     """
     units = set(named_units.values())
     for name, unit in named_units.items():
+        _refuse_integers(name, unit, ignored)
         own = [owner._parameters[key] for owner, key in slots(unit, units.__contains__)]
         dtypes = Counter(p.dtype for p in own if isinstance(p, Tensor) and p.requires_grad and p not in ignored)
         if len(dtypes) > 1:
@@ -182,3 +186,14 @@ def refuse_unshardable(named_units: dict[str, nn.Module], ignored: set[nn.Parame
                     f"{f'{name}.{path}'.strip('.')} is an embedding with sparse gradients, which torch's fully_shard cannot "
                     "reduce. Use sparse=False, or strategy='ddp'."
                 )
+
+
+def _refuse_integers(name: str, unit: nn.Module, ignored: set[nn.Parameter]) -> None:
+    if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # torch ≥ 2.13
+        return
+    for path, parameter in unit.named_parameters():
+        if not (parameter.is_floating_point() or parameter.is_complex() or parameter in ignored):
+            raise ModuleError(
+                f"{f'{name}.{path}'.strip('.')} is a parameter of integers, which torch {torch.__version__} cannot shard. "
+                "Make it a buffer: register_buffer(name, tensor); or use torch 2.13"
+            )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from trainkit.errors import ConfigurationError, ModuleError, UnknownNameError
 from trainkit.strategies.fsdp.units import callable_parts, choose_units, ignored_parameters, refuse_unshardable, slots
@@ -99,6 +100,18 @@ def test_scalars_and_ignored_modules_stay_whole() -> None:
     assert ignored_parameters(model, "head") == {model.scale, model.head.weight}
     with pytest.raises(UnknownNameError, match="ignored_modules='heat' matches no module"):
         ignored_parameters(model, "heat")
+
+
+def test_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.13 shards them, earlier versions cannot."""
+    model = Model()
+    model.table = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+    monkeypatch.setattr(FSDPModule, "set_reduce_scatter_unused_params", None, raising=False)
+    refuse_unshardable({"": model}, {model.scale})
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+    with pytest.raises(ModuleError, match=r"table is a parameter of integers.*register_buffer"):
+        refuse_unshardable({"": model}, {model.scale})
+    refuse_unshardable({"": model}, {model.scale, model.table})
 
 
 def test_what_cannot_be_sharded() -> None:
