@@ -9,7 +9,7 @@ import os
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,6 +27,7 @@ from helpers.runs.leaks import (
 )
 from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import Memory, make_trainer, parameters_of, same
+from helpers.worlds.worlds import run_world
 from torch import Tensor, nn
 
 from trainkit import Callback
@@ -36,36 +37,26 @@ each_way = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture
-def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Suppress all output, because pytest would keep it in memory."""
-    caplog.set_level(logging.ERROR, "trainkit")
+def run_fifty_times(make: Callable[[Path], Callable[[], None]], folder: Path) -> tuple[Any, Any, int]:
+    """What is counted before 50 runs and after them, and how many blocks of Python's memory they leave."""
+    logging.getLogger("trainkit").setLevel(logging.ERROR)
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        yield
-
-
-@pytest.fixture
-def without_compiled_code() -> None:
-    """Free what torch has compiled for earlier tests of this process, with its tensors: it may go at any time."""
-    compiler = sys.modules.get("torch._dynamo")
-    if compiler is not None:
-        compiler.reset()
+        run = make(folder)
+        for _ in range(3):  # objects that are created once and kept
+            run()
+        before, blocks = (counted(), list(map(str, handlers()))), sys.getallocatedblocks()
+        for _ in range(50):
+            run()
+        return before, (counted(), list(map(str, handlers()))), sys.getallocatedblocks() - blocks
 
 
 @each_way
-@pytest.mark.usefixtures("quiet", "without_compiled_code")
 def test_fifty_runs_leave_nothing_behind(make: Callable[[Path], Callable[[], None]], tmp_path: Path) -> None:
-    run, times = make(tmp_path), 50
-    for _ in range(3):  # objects that are created once and kept
-        run()
-    before, taken = counted(), handlers()
-    blocks = sys.getallocatedblocks()
-    for _ in range(times):
-        run()
-    assert counted() == before
-    assert handlers() == taken
+    """In a process of their own: what earlier tests of this one have left may go at any time."""
+    ((before, after, blocks),) = run_world(1, run_fifty_times, make, tmp_path)
+    assert before == after
     # each run adds about ten blocks to Python's own caches; a module that is not freed adds more than a hundred
-    assert sys.getallocatedblocks() - blocks < 50 * times
+    assert blocks < 50 * 50
 
 
 def test_a_module_is_freed_with_its_trainer() -> None:
