@@ -307,12 +307,13 @@ def test_hosts_end_when_the_launcher_is_killed(start: Start, tmp_path: Path) -> 
 
 ODD = ["a b", "it's", '"$HOME"', "`date`", "back\\slash", "new\nline", "*", "--x=é", "", "!"]
 
-# A program in place of Python that prints a line of its input, its directory, variables and arguments.
+# A program in place of Python that prints a line of its input, its directory, variables and arguments. Of each variable it
+# prints what comes before its many x, and the length: a terminal can lose what has not been read when its session ends.
 PYTHON = """\
 #!/bin/bash
 printf '\\036v%s\\n' "$VERSIONS"
 read -r line
-printf '<%s>' "$line" "$PWD" "$A" "$B" "$@" | tr '\\n' '~'
+printf '<%s>' "$line" "$PWD" "${A%%xx*}" "${#A}" "${B%%xx*}" "${#B}" "$@" | tr '\\n' '~'
 """
 
 
@@ -329,7 +330,8 @@ def test_the_script_passes_odd_characters_on(run: Run, python: str, tmp_path: Pa
     exports = {"A": ODD[2] + ODD[5] + "x" * 100_000, "VERSIONS": json.dumps(versions())}
     setup = "B=$A; export B\ncat; echo $((6 * 7))"
     assert run(a=host_script(python, str(tmp_path / "the folder"), setup, exports, ODD)) == 1  # it sent no exit code
-    words = [START.decode(), str(tmp_path / "the folder"), *[exports["A"]] * 2, "-u", "-m", "trainkit.cli.launch_child", *ODD]
+    twice = [ODD[2] + ODD[5], str(len(exports["A"]))] * 2
+    words = [START.decode(), str(tmp_path / "the folder"), *twice, "-u", "-m", "trainkit.cli.launch_child", *ODD]
     assert capfd.readouterr().out == "42\n" + "".join(f"<{word}>" for word in words).replace("\n", "~") + "\n"
 
 
