@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from trainkit.callback import Callback
 from trainkit.callbacks._freezing import refuse_sharded_optimizer
 from trainkit.checks import choice, is_whole
+from trainkit.console import shortened
 from trainkit.errors import ConfigurationError, ModuleError, OptimizerError, nearest
 from trainkit.optim.parameter_names import parameter_names
 
@@ -99,7 +100,7 @@ class LayerFreezing(Callback):
         parameters = parameter_names([module]).parameters
         missing = [name for name, parameter in parameters.items() if name in wanted and id(parameter) not in known]
         if missing and trainer.optimizers:
-            shown = ", ".join(missing[:5]) + (", …" if missing[5:] else "")
+            shown = shortened(missing)
             raise OptimizerError(
                 f"LayerFreezing trains parameters that no optimizer has: {shown}. Pass all parameters in configure_optimizers, "
                 "also those that are frozen at the start: torch.optim.AdamW(self.parameters(), lr=1e-3)"

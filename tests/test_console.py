@@ -16,7 +16,17 @@ from helpers.runs.trainers import make_trainer
 from helpers.support import run_python
 
 from trainkit import TrainModule
-from trainkit.console import TrainkitWarning, counted, notice, only_printable, printable, set_printing, warn, with_article
+from trainkit.console import (
+    TrainkitWarning,
+    counted,
+    notice,
+    only_printable,
+    printable,
+    set_printing,
+    shortened,
+    warn,
+    with_article,
+)
 
 # Runs in a new process, because the configuration of logging holds for the whole process.
 BEGIN = "import logging, sys\nfrom trainkit.console import notice\n"
@@ -141,6 +151,13 @@ def test_a_warning_of_a_run_points_to_the_line_that_began_it() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- singular and plural
+
+
+def test_a_list_of_names_is_shortened() -> None:
+    assert shortened(["a", "b"]) == "a, b"
+    assert shortened(["a", "b", "c"], 3) == "a, b, c"
+    assert shortened(["a", "b", "c", "d"], 3) == "a, b, c, …"
+    assert shortened([]) == ""
 
 
 @pytest.mark.parametrize("number, words, expected", [

@@ -12,7 +12,7 @@ import sys
 import threading
 import unicodedata
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
@@ -26,6 +26,7 @@ __all__ = [
     "printable",
     "prints_here",
     "set_printing",
+    "shortened",
     "user_frames",
     "warn",
     "with_article",
@@ -171,6 +172,11 @@ def counted(number: int, one: str, many: str = "") -> str:
         many: The plural; default: `one` with "s" or "es".
     """
     return f"{number:,} {one if number == 1 else many or one + ('es' if one.endswith(('tch', 's', 'sh', 'x')) else 's')}"
+
+
+def shortened(names: Sequence[str], most: int = 5) -> str:
+    """The first names of a list, separated by commas, and `…` if there are more."""
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
 
 
 def with_article(noun: str) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.accelerator.wrapped import Wrapped
+from trainkit.console import shortened
 from trainkit.distributed.world import World
 from trainkit.errors import LossError, ModuleError
 from trainkit.nested import leaves
@@ -142,7 +143,7 @@ class Replica:
                 self.ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             without = [name for name, p in self._module.named_parameters() if p.requires_grad and p.grad is None]
-            which = ", ".join(without[:5]) + (", …" if without[5:] else "") if without else "some parameters"
+            which = shortened(without) if without else "some parameters"
             raise ModuleError(
                 f"the loss does not depend on {which}, but DDP expects a gradient for each parameter. Freeze them with "
                 "requires_grad_(False), or use strategy=DDPStrategy(find_unused_parameters=True). If one forward has two "

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainkit.console import notice
+from trainkit.console import notice, shortened
 from trainkit.distributed.world import World
 from trainkit.errors import ModuleError
 from trainkit.strategies._reduction import broadcast
@@ -179,7 +179,7 @@ class ShardedModel:
         self.reshard()
         empty = [name for name in self._unfilled if (tensor := named.get(name)) is not None and has_no_values(tensor)]
         if empty:
-            shown = ", ".join(empty[:5]) + (", …" if empty[5:] else "")
+            shown = shortened(empty)
             raise ModuleError(
                 f"{shown}: created on the meta device, and never filled with values. Load a checkpoint: ckpt_path=… of fit, "
                 "validate, test or predict; or create it outside of torch.device('meta'). A buffer that no checkpoint contains "
@@ -260,7 +260,7 @@ class ShardedModel:
         missing = [name for name, parameter in self.module.named_parameters() if id(parameter) in unreduced]
         if not missing:
             return
-        shown = ", ".join(missing[:5]) + (", …" if missing[5:] else "")
+        shown = shortened(missing)
         raise ModuleError(
             f"the backward pass has reduced no gradient for {shown}. Expected a loss that depends on each trained parameter, "
             "and units and steps that return tensors, or lists, tuples, dicts or dataclasses of tensors. Freeze what is not "

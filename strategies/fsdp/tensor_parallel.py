@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from trainkit.console import shortened
 from trainkit.errors import MissingMethodError, ModuleError
 from trainkit.module.train_module import TrainModule
 from trainkit.strategies._reduction import broadcast
@@ -163,14 +164,14 @@ class ReplicatedGradients:
         self._windows += 1
         if self._windows > _LAST_CHECK or self._windows & (self._windows - 1):
             return
-        named = dict(self._outside_of_plans())
+        named = list(self._outside_of_plans())  # several models may have parameters of one name
         if not named:
             return
-        differences = torch.stack([self._difference(parameter) for parameter in named.values()])
+        differences = torch.stack([self._difference(parameter) for _, parameter in named])
         dist.all_reduce(differences, op=dist.ReduceOp.MAX)
-        wrong = [name for name, difference in zip(named, differences.tolist(), strict=True) if difference > _TOLERANCE]
+        wrong = [name for (name, _), difference in zip(named, differences.tolist(), strict=True) if difference > _TOLERANCE]
         if wrong:
-            shown = ", ".join(wrong[:5]) + (", …" if wrong[5:] else "")
+            shown = shortened(wrong)
             raise ModuleError(
                 f"{shown}: the ranks of a tensor-parallel group have different gradients, because each uses another part of "
                 "the activations, or other random numbers in dropout. Expected a plan for each parameter that sees parts of "

@@ -18,6 +18,7 @@ from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.optim.optimizer_config import read_optimizers
 from trainkit.optim.prepared_optimizer import clear_gradients
+from trainkit.strategy import Strategy
 from trainkit.trainer.batch_iterator import BatchIterator
 from trainkit.trainer.compiled_steps import step_function
 from trainkit.trainer.loaders import evaluation_loaders, train_loader
@@ -155,11 +156,8 @@ def _no_zero_grad() -> None:
 
 
 def _zero_grad(run: Run, optimizer: Optimizer) -> Callable[[], None]:
-    module, progress = run.module, run.progress
-    clear: Callable[[], None] = partial(clear_gradients, optimizer)
-    if is_overridden(module, "optimizer_zero_grad", TrainModule):
-        clear = lambda: module.optimizer_zero_grad(progress.current_epoch, progress.batch_idx, optimizer)  # noqa: E731
-    if not run.strategy.shards_parameters:
+    clear = _clear(run, optimizer)
+    if not is_overridden(run.strategy, "discard_gradients", Strategy):
         return clear
 
     def zero_grad() -> None:
@@ -167,6 +165,13 @@ def _zero_grad(run: Run, optimizer: Optimizer) -> Callable[[], None]:
         clear()
 
     return zero_grad
+
+
+def _clear(run: Run, optimizer: Optimizer) -> Callable[[], None]:
+    module, progress = run.module, run.progress
+    if is_overridden(module, "optimizer_zero_grad", TrainModule):
+        return lambda: module.optimizer_zero_grad(progress.current_epoch, progress.batch_idx, optimizer)
+    return partial(clear_gradients, optimizer)
 
 
 def _before_manual_step(run: Run, optimizer: Optimizer) -> None:

@@ -168,6 +168,17 @@ def test_parameters_that_no_plan_shards_in_a_part_of_the_activations() -> None:
 
 
 @pytest.mark.world_size(2)
+def test_each_of_several_models_is_checked() -> None:
+    """The second model has parameters of the same names, and no gradients."""
+    strategy = joined_fsdp(tensor_parallel=2)
+    first, _ = (strategy.wrap(strategy.prepare_module(Heads(planned=False).double())) for _ in range(2))
+    loss = (first(inputs(1, torch.float64)[:, :1]) * torch.arange(4.0, dtype=torch.float64)).square().mean()
+    with pytest.raises(ModuleError, match=r"^norm\.weight: the ranks of a tensor-parallel group"):
+        strategy.backward(loss)
+    strategy.teardown()
+
+
+@pytest.mark.world_size(2)
 def test_the_module_afterwards() -> None:
     """It is whole, has no hooks, and can be copied, pickled, called by one rank, and trained again."""
     module = Layers().double()
