@@ -890,8 +890,8 @@ def test_length_is_found() -> None:
     fits = "def f():\n" + doc + "    x = 1\n" * 59
     assert not house.too_long(example(fits))
     assert list(house.too_long(example(fits + "    x = 1\n"))) == ["example.py:f"]
-    assert not house.too_long(example("x = 1\n" * 400))
-    assert list(house.too_long(example("x = 1\n" * 401))) == ["example.py"]
+    assert not house.too_long(example('"""One.\n\nTwo.\n"""\n' + "x = 1\n" * 700))
+    assert list(house.too_long(example("x = 1\n" * 701))) == ["example.py"]
 
 
 def test_only_its_own_room_writes_to_a_trainer() -> None:
