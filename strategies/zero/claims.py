@@ -28,7 +28,9 @@ from trainkit.strategies.zero.extensions import load, require_compiler
 
 __all__ = ["Claims"]
 
-_OF_DEEPSPEED = ("adam_w_mode", "bias_correction", "torch_adam")  # options with which DeepSpeed selects a class of Adam
+# Options with which DeepSpeed selects a class of Adam, or how it stores its state.
+_OF_DEEPSPEED = ("adam_w_mode", "bias_correction", "fp32_optimizer_states", "torch_adam")
+_WARMUP = 0.1  # of the optimizer steps of the run, if the configuration leaves the length of a warm-up to it
 _ADAMS = ("Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam")
 
 
@@ -246,28 +248,34 @@ class Claims:
     ) -> tuple[Callable[..., Any], dict[str, Any]]:
         """Returns the class that DeepSpeed would use, and its options; removes DeepSpeed's own options from `params`."""
         if name in ("Adam", "AdamW"):
-            plain = params.pop("torch_adam", False)
-            decoupled = params.pop("adam_w_mode", True) or name == "AdamW"
-            more = {} if "weight_decay" in params else {"weight_decay": 0.0}  # PyTorch's AdamW has another default
-            if plain or not (self._offloaded or device.type == "cuda"):
-                if params.pop("bias_correction", True) is not True:
-                    raise ConfigurationError(f"{self._source}: PyTorch's Adam has no 'bias_correction': false. Remove it.")
-                return (torch.optim.AdamW if decoupled else torch.optim.Adam), more
-            require_compiler(f"DeepSpeed's optimizer {name}", 'add "torch_adam": true to its params')
-            with quiet():
-                adams: Any = importlib.import_module("deepspeed.ops.adam")
-            if self._offloaded:
-                load("CPUAdamBuilder", "cpu_adam")
-                return adams.DeepSpeedCPUAdam, {**more, "adamw_mode": decoupled}
-            load("FusedAdamBuilder", "fused_adam")
-            return adams.FusedAdam, {**more, "adam_w_mode": decoupled}
+            return self._adam_class(name, params, device)
         kind = getattr(torch.optim, name, None)
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
             known = [n for n in dir(torch.optim) if n[0].isupper()]
             raise ConfigurationError(
-                f"{self._source}: there is no optimizer {name!r}.{nearest(name, known)} Use a class of torch.optim."
+                f"{self._source}: there is no optimizer {name!r}.{nearest(name, known)} Use a class of torch.optim, or remove "
+                "the section and create the optimizer in configure_optimizers."
             )
         return kind, {}
+
+    def _adam_class(self, name: str, params: dict[str, Any], device: torch.device) -> tuple[Callable[..., Any], dict[str, Any]]:
+        plain = params.pop("torch_adam", False)
+        decoupled = params.pop("adam_w_mode", True) or name == "AdamW"
+        of_states = params.pop("fp32_optimizer_states", True)
+        if plain or not (self._offloaded or device.type == "cuda"):
+            if params.pop("bias_correction", True) is not True:
+                raise ConfigurationError(f"{self._source}: PyTorch's Adam has no 'bias_correction': false. Remove it.")
+            # On a CPU PyTorch's class replaces FusedAdam, whose other defaults are the same.
+            more = {} if plain or "weight_decay" in params else {"weight_decay": 0.0}
+            return (torch.optim.AdamW if decoupled else torch.optim.Adam), more
+        require_compiler(f"DeepSpeed's optimizer {name}", 'add "torch_adam": true to its params')
+        with quiet():
+            adams: Any = importlib.import_module("deepspeed.ops.adam")
+        if self._offloaded:
+            load("CPUAdamBuilder", "cpu_adam")
+            return adams.DeepSpeedCPUAdam, {"adamw_mode": decoupled, "fp32_optimizer_states": of_states}
+        load("FusedAdamBuilder", "fused_adam")
+        return adams.FusedAdam, {"adam_w_mode": decoupled}
 
     def _make_scheduler(self, optimizer: Optimizer, module: Any) -> Any:
         section = self._config.scheduler
@@ -293,7 +301,14 @@ class Claims:
         steps = module.trainer.estimated_stepping_batches
         if key == "total_num_steps" and not math.isinf(steps):
             return steps
-        if key == "total_num_steps":
+        if key == "warmup_num_steps" and not math.isinf(steps):
+            warmup = max(1, math.ceil(_WARMUP * steps))
+            notice(
+                f'{self._source}: the scheduler\'s "warmup_num_steps" is "auto": {warmup}, which is {_WARMUP:.0%} of the '
+                f"{steps} optimizer steps of the run. For another number, write it there."
+            )
+            return warmup
+        if key in ("total_num_steps", "warmup_num_steps"):
             why, fix = "the length of the run is unknown", "Set it to a number, or use Trainer(max_steps=...)"
         else:
             why, fix = "the run has no such value", "Set it to a number"

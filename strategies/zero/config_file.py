@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainkit.checks import is_number
+from trainkit.config.foreign import is_off
 from trainkit.console import with_article
 from trainkit.errors import ConfigurationError, nearest
 from trainkit.precision import Precision
@@ -56,7 +59,9 @@ _WITHOUT_EFFECT = {
     "": (
         "checkpoint",
         "dump_state",
+        "gradient_predivide_factor",  # gradients are averaged whatever they are divided by before
         "memory_breakdown",
+        "prescale_gradients",
         "steps_per_print",
         "wall_clock_breakdown",
         "zero_allow_untested_optimizer",
@@ -75,7 +80,7 @@ _WITHOUT_EFFECT = {
 }
 # Keys for which trainkit supports only this value.
 _ONLY: dict[str, dict[str, Any]] = {
-    "": {"prescale_gradients": False, "gradient_predivide_factor": 1.0, "sparse_gradients": False},
+    "": {"sparse_gradients": False},
     "zero_optimization": {
         "allgather_partitions": True,
         "reduce_scatter": True,
@@ -97,6 +102,21 @@ _OLD = {
     "cpu_offload_use_pin_memory": '"pin_memory": true in "offload_optimizer" and "offload_param"',
     "stage3_gather_fp16_weights_on_model_save": '"stage3_gather_16bit_weights_on_model_save"',
 }
+_LOG_WITH = "use Trainer(logger={0!r}), or Accelerator(log_with={0!r})"
+# Unsupported keys → what to use instead.
+_INSTEAD = {
+    "amp": 'use "torch_autocast": {"enabled": true, "dtype": "float16"}, or precision=\'16-mixed\'',
+    "autotuning": "use callbacks=[BatchSizeFinder()]",
+    "comms_logger": "use Trainer(profiler='pytorch')",
+    "compile": "use Trainer(compile=True), or Accelerator(dynamo_backend='inductor')",
+    **{section: _LOG_WITH.format(name) for section, name in {
+        "comet": "comet", "csv_monitor": "csv", "tensorboard": "tensorboard", "wandb": "wandb"
+    }.items()},
+    "cuda_visible_devices": "set the variable CUDA_VISIBLE_DEVICES in the environment",
+    "flops_profiler": "use callbacks=[ThroughputMonitor()]",
+    "tensor_parallel": "use FSDPStrategy(tensor_parallel=2) instead of ZeRO",
+}  # fmt: skip
+_OPTIMIZERS = {kind.lower(): kind for kind in dir(torch.optim) if isinstance(getattr(torch.optim, kind), type)}
 
 
 @dataclass
@@ -176,34 +196,32 @@ class _Reader:
 
     def read(self, content: Mapping[str, Any]) -> None:
         known = [*_SECTIONS, *_CLAIMS, "communication_data_type"]
-        for key, value in self._unknown_entries("", content, known).items():
-            disabled = value is False or (isinstance(value, Mapping) and value.get("enabled") is False)
-            if not disabled:  # an unsupported feature that is disabled does no harm
-                raise self._error(f"{key!r} is not supported.{nearest(key, known)} Remove it")
+        self._refuse_unknown("", content, known)
         for key in _CLAIMS:
-            if content.get(key, AUTO) != AUTO:
+            if content.get(key, AUTO) not in (AUTO, None):
                 self._found.claims[key] = self._number(key, content[key])
         self._read_zero(self._section(content, "zero_optimization"))
         self._read_precision(content)
-        if "aio" in content:
-            self._store("aio", self._section(content, "aio"), _AIO)
+        self._store("aio", self._section(content, "aio"), _AIO)
         if content.get("communication_data_type", AUTO) not in (AUTO, None):
             self._found.options["communication_dtype"] = content["communication_data_type"]
-        if "activation_checkpointing" in content:
-            self._found.options["activation_checkpointing"] = dict(self._section(content, "activation_checkpointing"))
+        if checkpointing := self._section(content, "activation_checkpointing"):
+            self._found.options["activation_checkpointing"] = dict(checkpointing)
         for name in ("optimizer", "scheduler"):
-            if name in content:
-                setattr(self._found, name, self._typed(name, self._section(content, name)))
+            if section := self._section(content, name):
+                setattr(self._found, name, self._typed(name, section))
 
     def _read_zero(self, zero: Mapping[str, Any]) -> None:
         for key, new in _OLD.items():
             if key in zero:
                 raise self._error(f"'zero_optimization': {key!r} is from an old version of DeepSpeed. Write {new}")
-        if not zero.get("stage"):
-            raise self._error('"zero_optimization": {"stage": 1, 2 or 3} is missing. Add it, or use strategy=\'ddp\'')
+        self._check_stage(stage := zero.get("stage"))
         self._store("zero_optimization", {k: v for k, v in zero.items() if k not in _OFFLOAD}, _ZERO)
         sections = {name: self._section(zero, name) for name in _OFFLOAD}
-        used = {name: section for name, section in sections.items() if section.get("device") not in ("none", None)}
+        used = {name: section for name, section in sections.items() if not is_off(section.get("device"))}
+        if "offload_param" in used and stage in (1, 2):  # DeepSpeed ignores it; the files of `accelerate config` contain it
+            del used["offload_param"]
+            self._found.without_effect.append("offload_param")
         for name, section in used.items():
             self._read_offload(name, section)
         pinned = {section.get("pin_memory", True) for section in used.values()}
@@ -211,6 +229,16 @@ class _Reader:
             raise self._error("'pin_memory' differs between 'offload_optimizer' and 'offload_param'. Use one value")
         if pinned:
             self._found.options["pin_memory"] = pinned.pop()
+
+    def _check_stage(self, stage: Any) -> None:
+        """Refuse a configuration that shards nothing; `ZeROConfig` refuses all other stages."""
+        if not is_off(stage) and stage not in (0, AUTO):
+            return
+        found = '"zero_optimization" has no "stage"' if stage is None else f'"stage": {stage}'
+        raise self._error(
+            f"{found}: DeepSpeed then shards nothing, which is DDP. Use strategy='ddp' without this configuration; or, to "
+            'shard, write "zero_optimization": {"stage": 1, 2 or 3}'
+        )
 
     def _read_offload(self, name: str, section: Mapping[str, Any]) -> None:
         """Read an offload section: its device, and the options that apply to NVMe only."""
@@ -264,18 +292,13 @@ class _Reader:
 
     def _enabled(self, name: str, section: Mapping[str, Any]) -> bool:
         value = section.get("enabled", False)
-        if not isinstance(value, bool) and value != AUTO:
+        if not isinstance(value, bool) and value != AUTO and not is_off(value):
             raise self._error(f"{name!r}: 'enabled' must be true, false or 'auto', not {value!r}")
         return value is True
 
     def _refuse_unknown(self, name: str, section: Mapping[str, Any], known: Sequence[str]) -> None:
-        for key in self._unknown_entries(name, section, known):
-            raise self._error(f"{name!r}: {key!r} is not supported.{nearest(key, known)} Remove it")
-
-    def _unknown_entries(self, name: str, section: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-        """Returns the entries that are neither known, nor without effect, nor set to the only supported value."""
+        """Refuse entries that are neither known, nor without effect, nor off, nor set to the only supported value."""
         where = f"{name}." if name else ""
-        rest = {}
         for key, value in section.items():
             if key in _WITHOUT_EFFECT.get(name, ()):
                 self._found.without_effect.append(f"{where}{key}")
@@ -283,22 +306,34 @@ class _Reader:
                 only = _ONLY[name][key]
                 if value not in (only, AUTO):
                     raise self._error(f"'{where}{key}' is {value!r}, but only {only!r} is supported. Remove it")
+            elif key not in known and is_off(value):
+                self._found.without_effect.append(f"{where}{key}")
             elif key not in known:
-                rest[key] = value
-        return rest
+                hint = nearest(key, known)
+                fix = f"{hint} Remove it" if key not in _INSTEAD or name else f" Remove it, and {_INSTEAD[key]}"
+                raise self._error(f"{f'{name!r}: ' if name else ''}{key!r} is not supported.{fix}")
 
     def _typed(self, name: str, section: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the type and the parameters of the section `optimizer` or `scheduler`."""
         self._refuse_unknown(name, section, ["type", "params"])
         if not isinstance(section.get("type"), str):
             raise self._error(f"{name!r} needs a 'type'. Add one, such as {'AdamW' if name == 'optimizer' else 'WarmupLR'!r}")
-        return {"type": section["type"], "params": dict(self._section(section, "params"))}
+        params = dict(self._section(section, "params"))
+        if name == "scheduler":
+            return {"type": section["type"], "params": params}
+        if not is_off(norm := params.pop("max_grad_norm", None)):
+            raise self._error(
+                f"'optimizer' has \"max_grad_norm\": {norm!r}, which is no option of an optimizer. Write it at the top of the "
+                f'configuration: "gradient_clipping": {norm!r}'
+            )
+        # DeepSpeed reads the names of its own optimizers in any case.
+        return {"type": _OPTIMIZERS.get(section["type"].lower(), section["type"]), "params": params}
 
     def _section(self, content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         value = content.get(name)
-        if value is None:
-            return {}
         if not isinstance(value, Mapping):
+            if is_off(value):
+                return {}
             raise self._error(f'{name!r} must be an object, "{name}": {{...}}, not {value!r}')
         return value
 

@@ -114,6 +114,22 @@ def test_workers_get_unchanged_variables(launch: Launch) -> None:
     assert os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"  # set for the agent only
 
 
+def test_flags_of_accelerate_without_an_effect(launch: Launch) -> None:
+    flags = ("--rdzv_backend", "c10d", "--same_network", "--main_training_function", "main")
+    assert launch(*flags, "script.py", A="1") == launch("script.py", A="1")
+    assert launch("--rdzv-backend", "static", "--same-network", "script.py", A="1") == launch("script.py", A="1")
+
+
+def test_threads_of_a_process(launch: Launch) -> None:
+    """The flag, and the key of a file, which the flag overrides."""
+    assert launch("--num_cpu_threads_per_process", "3", "script.py").environment == {"OMP_NUM_THREADS": "3"}
+    Path("conf.yaml").write_text("num_cpu_threads_per_process: 4")
+    given = launch("--config_file", "conf.yaml", "script.py", OMP_NUM_THREADS="1")
+    assert given.environment["OMP_NUM_THREADS"] == "4"
+    given = launch("--config_file", "conf.yaml", "--num_cpu_threads_per_process", "2", "script.py")
+    assert given.environment["OMP_NUM_THREADS"] == "2"
+
+
 @pytest.mark.parametrize("arguments, words", [
     (["--nproc-node", "2", "script.py"], "unrecognized arguments: --nproc-node. Did you mean '--nproc-per-node'? Write"),
     (["--nproc_node=2", "script.py"], "Did you mean '--nproc_per_node'? Write options of the script after SCRIPT."),
@@ -125,7 +141,8 @@ def test_workers_get_unchanged_variables(launch: Launch) -> None:
     (["--parallelism-config-cp-backend", "torch", "script.py"], "--parallelism-config-cp-backend: remove it."),
     (["--use_fsdp", "--use_deepspeed", "script.py"], "--use_deepspeed and --use_fsdp contradict each other."),
     (["--fsdp_offload_params", "true", "script.py"], "fsdp_offload_params belongs to fsdp_config, but distributed_type is not"),
-    (["--num_cpu_threads_per_process=2", "script.py"], "set it in the environment: OMP_NUM_THREADS="),
+    (["--num_cpu_threads_per_process=0", "script.py"], "--num_cpu_threads_per_process must be a whole number ≥ 1, not '0'."),
+    (["--rdzv_backend", "etcd", "script.py"], "--rdzv_backend: 'etcd' is not supported; write static or c10d"),
     (["--standalone", "script.py"], "unrecognized arguments: --standalone. Write options of the script"),
     ([], "the following arguments are required: SCRIPT\n"),
     (["--nproc-per-node", "two", "script.py"], "--nproc-per-node must be an integer ≥ 1, 'gpu' or 'auto', not"),

@@ -85,10 +85,12 @@ def test_options_are_frozen() -> None:
         "--fsdp_sync_module_states", "--fsdp_transformer_layer_cls_to_wrap", "--fsdp_use_orig_params", "--fsdp_version",
         "--parallelism_config_dp_replicate_size", "--parallelism_config_dp_shard_size", "--parallelism_config_tp_size",
         "--use_fsdp", "--gpu_ids", "--gradient_accumulation_steps", "--gradient_clipping", "--machine_rank",
-        "--main_process_ip", "--main_process_port", "--mixed_precision", "--multi_gpu", "--no-debug",
+        "--main_process_ip", "--main_process_port", "--main_training_function", "--mixed_precision", "--multi_gpu",
+        "--no-debug",
         "--no-dynamo_use_dynamic", "--no-dynamo_use_fullgraph", "--no-use_cpu", "--num_machines", "--num_processes",
-        "--offload_optimizer_device", "--offload_optimizer_nvme_path", "--offload_param_device", "--offload_param_nvme_path",
-        "--tpu", "--use_cpu", "--use_deepspeed", "--zero3_init_flag", "--zero3_save_16bit_model", "--zero_stage",
+        "--num_cpu_threads_per_process", "--offload_optimizer_device", "--offload_optimizer_nvme_path",
+        "--offload_param_device", "--offload_param_nvme_path", "--rdzv_backend", "--same_network", "--tpu",
+        "--use_cpu", "--use_deepspeed", "--zero3_init_flag", "--zero3_save_16bit_model", "--zero_stage",
     ]  # fmt: skip
     assert found["config"] == sorted([*settings, "--help", "-h"])
     launching = [

@@ -107,10 +107,31 @@ def test_16_bits_of_another_stage(caplog: pytest.LogCaptureFixture) -> None:
     assert "these keys of config have no effect: zero3_save_16bit_model" in caplog.text
 
 
+def test_offloaded_parameters_of_another_stage(caplog: pytest.LogCaptureFixture) -> None:
+    """`accelerate config` writes it for stage 2, where DeepSpeed ignores it."""
+    made = strategy(DeepSpeedPlugin(zero_stage=2, offload_param_device="cpu", offload_optimizer_device="cpu"))
+    assert (made.config.offload_optimizer, made.config.offload_params) == ("cpu", None)
+    assert "these keys of config have no effect: offload_param." in caplog.text
+
+
+def test_the_section_for_activation_checkpointing() -> None:
+    """It is of DeepSpeed's own function, which a model calls, and no argument of `Accelerator` or `Trainer`."""
+    section = {"partition_activations": False, "cpu_checkpointing": True}
+    plugin = DeepSpeedPlugin({"zero_optimization": {"stage": 2}, "activation_checkpointing": section})
+    accelerator = Accelerator(deepspeed_plugin=plugin, cpu=True)
+    assert isinstance(accelerator.strategy, ZeROStrategy)
+    assert accelerator.strategy.config.activation_checkpointing == section
+    assert plugin.claimed("activation_checkpointing") is None
+
+
 @pytest.mark.parametrize(
     "make, kind, message",
     [
-        (lambda: DeepSpeedPlugin(zero_stage=0), ConfigurationError, "unknown ZeRO stage 0.*remove the plugin"),
+        (
+            lambda: DeepSpeedPlugin(zero_stage=0),
+            ConfigurationError,
+            "stage 0 .* is DDP. Remove the plugin",
+        ),
         (lambda: DeepSpeedPlugin(zero_stage=4), ConfigurationError, "ZeRO stage 4. Use 1, 2 or 3"),
         (lambda: DeepSpeedPlugin({"zero_optimization": {"stage": 0}}), ConfigurationError, "stage 0"),
         (lambda: DeepSpeedPlugin({"gradient_clipping": 1.0}), ConfigurationError, '"zero_optimization": .* is missing'),
@@ -126,7 +147,6 @@ def test_16_bits_of_another_stage(caplog: pytest.LogCaptureFixture) -> None:
         (lambda: DeepSpeedPlugin(is_train_batch_min=False), UnsupportedArgumentError, "pass the training loader first"),
         (lambda: DeepSpeedPlugin(transformer_moe_cls_names="A"), UnsupportedArgumentError, "set_z3_leaf_modules"),
         (lambda: DeepSpeedPlugin(enable_msamp=True), UnsupportedArgumentError, "mixed_precision='bf16'"),
-        (lambda: strategy(DeepSpeedPlugin(zero_stage=2, offload_param_device="cpu")), ConfigurationError, "needs stage 3"),
         (
             lambda: strategy(DeepSpeedPlugin(zero_stage=3, offload_param_device="nvme")),
             ConfigurationError,

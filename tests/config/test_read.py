@@ -173,7 +173,7 @@ def test_wrong_values(text: str, words: str) -> None:
     (accelerates(enable_cpu_affinity=True), "enable_cpu_affinity: True is not supported; start the script with numactl."),
     (accelerates(tpu_use_cluster=True), "start each machine of a TPU slice with gcloud"),
     (accelerates(mpirun_config={"mpirun_hostfile": "x"}), "start the script with mpirun, which trainkit detects"),
-    (accelerates(rdzv_backend="etcd"), "rdzv_backend: 'etcd' is not supported; remove it."),
+    (accelerates(rdzv_backend="etcd"), "rdzv_backend: 'etcd' is not supported; write static or c10d,"),
     ("fp16: true", "fp16 is a key of an old version of Accelerate; write mixed_precision: fp16."),
     ("base_job_name: x\ncompute_environment: AMAZON_SAGEMAKER\nec2_instance_type: y", "compute_environment: 'AMAZON_SAGEMAKER"),
 ])  # fmt: skip
@@ -181,6 +181,34 @@ def test_unsupported_values_of_accelerate(text: str, words: str) -> None:
     with pytest.raises(UnsupportedArgumentError) as caught:
         read(text)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("more", [
+    {"ipex_config": {"ipex": False}},
+    {"ipex_config": "no", "megatron_lm_config": None},
+    {"tp_config": {"tp_size": 1}},
+    {"mpirun_config": {"mpirun_hostfile": "", "mpirun_ccl": False}},
+    {"mpirun_config": {"enabled": False, "mpirun_hostfile": "x"}},
+    {"rdzv_backend": "c10d", "same_network": False, "main_training_function": "train"},
+    {"downcast_bf16": False, "enable_cpu_affinity": "no"},
+    {"fsdp_config": "no", "deepspeed_config": False, "fp8_config": "none"},
+    {"fsdp_config": {"fsdp_activation_checkpointing_offload": "false"}},
+    {"parallelism_config": {"parallelism_config_cp_size": 1}},
+    {"fp16": False},
+])  # fmt: skip
+def test_what_is_off_is_accepted(more: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    assert read(accelerates(**more)) == read(accelerates())
+    assert not caplog.messages
+
+
+def test_a_notice_about_unknown_keys_that_are_off(caplog: pytest.LogCaptureFixture) -> None:
+    """The keys of versions to come that turn something off are no reason to stop."""
+    more = {"hpu_config": {"enabled": False, "a": 1}, "deepspeed_config": {"zero_stage": 2, "deepspeed_new": None}}
+    assert read(accelerates(**more)).get("zero_stage") == 2
+    assert caplog.messages == [
+        "these keys of conf.yaml are unknown and have no effect: deepspeed_config: deepspeed_new.",
+        "these keys of conf.yaml are unknown and have no effect: hpu_config.",
+    ]
 
 
 def test_the_float8_section_of_accelerate(caplog: pytest.LogCaptureFixture) -> None:

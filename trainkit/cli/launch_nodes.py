@@ -191,8 +191,13 @@ def _visible_gpus(settings: Settings) -> str | None:
 
 def process_variables(settings: Settings, always: bool = False) -> dict[str, str]:
     """The environment variables of processes with these settings; `always`: for a launcher on another host."""
-    gpus = _visible_gpus(settings)
-    return carry(settings, always=always) | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
+    gpus, threads = _visible_gpus(settings), settings.get("num_cpu_threads_per_process")
+    found = carry(settings, always=always)
+    if gpus is not None:
+        found["CUDA_VISIBLE_DEVICES"] = gpus
+    if threads is not None:
+        found["OMP_NUM_THREADS"] = str(threads)
+    return found
 
 
 def hostfile(args: argparse.Namespace, settings: Settings) -> str | None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from trainkit.config.foreign import FLAGS
+from trainkit.config.foreign import FLAGS, IGNORED_FLAGS, UNUSED, check_unused
 from trainkit.config.inherited import VARIABLE, inherited_settings
 from trainkit.config.keys import BACKEND, DYNAMO, FSDP, KEYS, PARALLELISM, checked
 from trainkit.config.settings import Settings
@@ -50,6 +50,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     short = parser.add_argument_group("short flags")
     for flag, (name, value) in _SHORT.items():
         short.add_argument(f"--{flag}", action="store_true", help=f"same as {_written(name, value)}")
+    ignored = parser.add_argument_group("flags of accelerate launch without an effect")
+    for flag, metavar in IGNORED_FLAGS.items():
+        if metavar:
+            ignored.add_argument(f"--{flag}", metavar=metavar, help="no effect")
+        else:
+            ignored.add_argument(f"--{flag}", action="store_true", help="no effect")
 
 
 def settings_from_flags(args: argparse.Namespace) -> Settings:
@@ -58,6 +64,8 @@ def settings_from_flags(args: argparse.Namespace) -> Settings:
     Raises:
         ConfigurationError: A value is wrong, or flags contradict each other.
     """
+    for flag in IGNORED_FLAGS:
+        check_unused(f"--{flag}", getattr(args, flag, None), *UNUSED[flag])
     parts: dict[str, dict[str, Any]] = {"values": {}, "backend": {}, "dynamo": {}}
     short = {name: (f"--{flag}", value) for flag, (name, value) in _SHORT.items() if getattr(args, flag, False)}
     for flag, (name, value) in _SHORT.items():

@@ -97,6 +97,11 @@ class DeepSpeedPlugin:
             )
         zero = config.setdefault("zero_optimization", {})
         zero.setdefault("stage", 2)
+        if zero["stage"] == 0 and not isinstance(zero["stage"], bool):
+            raise ConfigurationError(
+                "DeepSpeedPlugin: stage 0 of ZeRO shards nothing, which is DDP. Remove the plugin, or distributed_type: "
+                "DEEPSPEED in the configuration file: several processes then use DDP."
+            )
         if zero["stage"] not in (1, 2, 3) or isinstance(zero["stage"], bool):
             raise ConfigurationError(
                 f"DeepSpeedPlugin: unknown ZeRO stage {zero['stage']!r}. Use 1, 2 or 3; or, to train without ZeRO, remove the "
@@ -152,8 +157,11 @@ class DeepSpeedPlugin:
         return self.hf_ds_config if isinstance(self.hf_ds_config, str) else None
 
     def claimed(self, name: str) -> Any:
-        """Return the value of a top-level key of `deepspeed_config`; `None` if it is missing or `"auto"`."""
-        value = self.deepspeed_config.get(name)
+        """Return the value of an option of the loop; `None` if it is missing or `"auto"`.
+
+        The section "activation_checkpointing" is no such option: it configures DeepSpeed's own function, which a model calls.
+        """
+        value = self.deepspeed_config.get(name) if name in ("gradient_accumulation_steps", "gradient_clipping") else None
         return None if value == "auto" else value
 
     def described(self) -> dict[str, Any]:

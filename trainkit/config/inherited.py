@@ -22,7 +22,10 @@ _OF_ACCELERATE = (
 )
 
 # Keys for the launcher only.
-_OF_LAUNCHER = ("machine_rank", "main_process_ip", "main_process_port", "gpu_ids", "debug", HOSTFILE, MULTINODE_LAUNCHER)
+_OF_LAUNCHER = (
+    *("machine_rank", "main_process_ip", "main_process_port", "gpu_ids", "num_cpu_threads_per_process", "debug"),
+    *(HOSTFILE, MULTINODE_LAUNCHER),
+)
 _COUNTS = ("num_processes", "num_machines")
 
 

@@ -171,6 +171,7 @@ KEYS: dict[str, Key] = {
     "main_process_port": Key(_whole(0, 65535), "a free port of machine 0; 0: any free port (one machine only)", "PORT"),
     "use_cpu": Key(_truth, "run on the CPU even if there are GPUs", switch=True),
     "gpu_ids": Key(_gpus, "GPUs to use: all, or numbers such as 0,1", "IDS"),
+    "num_cpu_threads_per_process": Key(_whole(1), "threads of a process for operations on the CPU; sets OMP_NUM_THREADS"),
     "gradient_accumulation_steps": _STEPS,
     "dynamo_backend": _BACKEND,
     "debug": Key(_truth, "debug mode: compare the calls of all processes", switch=True),

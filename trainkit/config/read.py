@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from trainkit.config.foreign import EMPTY, UNUSED, UNUSED_IN_SECTIONS
+from trainkit.config.foreign import UNUSED, UNUSED_IN_SECTIONS, check_unused, is_off
 from trainkit.config.keys import KEYS, SECTIONS, Key, checked
 from trainkit.config.settings import Settings
 from trainkit.console import notice
@@ -44,10 +44,10 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
     source = str(path)
     content = _content(Path(path), source)
     name = "compute_environment"  # first: other environments have many unknown keys
-    _check_unused(f"{source}: {name}", content.get(name), *UNUSED[name])
+    check_unused(f"{source}: {name}", content.get(name), *UNUSED[name])
     sections = {name: _section(content.pop(name, None), table, name, source) for name, table in SECTIONS.items()}
     for name in _OLD:
-        if name in content:
+        if not is_off(content.pop(name, None)):
             raise UnsupportedArgumentError(f"{source}: {name} is a key of an old version of Accelerate; write {_OLD[name]}.")
     _check_float8(content.pop("fp8_config", None), source)
     values = _values(content, KEYS, UNUSED, source)
@@ -79,9 +79,9 @@ def _content(path: Path, source: str) -> dict[str, Any]:
 
 def _section(section: Any, table: Mapping[str, Key], name: str, source: str) -> dict[str, Any]:
     """The values of a section such as `deepspeed_config`."""
-    if section in EMPTY:
-        return {}
     if not isinstance(section, Mapping):
+        if is_off(section):
+            return {}
         raise ConfigurationError(f"{source}: {name} must contain keys and values, not {section!r}.")
     keys = {str(key): value for key, value in section.items()}
     prefix = _PREFIXES.get(name, "")  # Accelerate allows keys without it
@@ -91,7 +91,7 @@ def _section(section: Any, table: Mapping[str, Key], name: str, source: str) -> 
 
 def _check_float8(section: Any, source: str) -> None:
     """Refuse other backends than torchao in `fp8_config`; most of its keys are for these backends."""
-    if section in EMPTY:
+    if is_off(section):
         return
     if not isinstance(section, Mapping):
         raise ConfigurationError(f"{source}: fp8_config must contain keys and values, not {section!r}. Write: backend: AO")
@@ -110,23 +110,22 @@ def _check_float8(section: Any, source: str) -> None:
 def _values(
     content: Mapping[str, Any],
     table: Mapping[str, Key],
-    unused: Mapping[str, tuple[tuple[Any, ...], str]],
+    unused: Mapping[str, tuple[tuple[Any, ...] | str, str]],
     source: str,
     where: str = "",
 ) -> dict[str, Any]:
-    """The converted values; keys without a value are skipped."""
-    found = {}
+    """The converted values; keys without a value are skipped. A notice names unknown keys that turn something off."""
+    found, off = {}, []
     for name, value in content.items():
         if name in unused:
-            _check_unused(f"{source}: {where}{name}", value, *unused[name])
+            check_unused(f"{source}: {where}{name}", value, *unused[name])
+        elif name not in table and is_off(value):
+            off.append(f"{where}{name}")
         elif name not in table:
             known = [*table, *unused, *(() if where else SECTIONS)]
             raise UnknownNameError(f"{source}: {where}unknown key {name!r}.{nearest(name, known)}")
         elif value is not None and (table[name].none or str(value).strip().lower() not in _NONE):
             found[name] = checked(name, value, table, f"{source}: {where}{name}")
+    if off:
+        notice(f"these keys of {source} are unknown and have no effect: {', '.join(off)}.")
     return found
-
-
-def _check_unused(label: str, value: Any, allowed: tuple[Any, ...], fix: str) -> None:
-    if allowed and not any(type(value) is type(one) and value == one for one in allowed):
-        raise UnsupportedArgumentError(f"{label}: {value!r} is not supported; {fix}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any
 
@@ -15,6 +16,8 @@ import trainkit
 from trainkit import Accelerator, Callback, Trainer, TrainModule
 from trainkit.errors import ConfigurationError, MissingMethodError
 from trainkit.strategies import ZeROStrategy
+from trainkit.strategies.zero.claims import Claims
+from trainkit.strategies.zero.config_file import read_config
 from trainkit.utils import DeepSpeedPlugin
 
 CLIP = {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.05}
@@ -74,6 +77,98 @@ def test_configured_optimizer_and_scheduler_resume() -> None:
     assert rest.rates == whole.rates[3:]
 
 
+class OfDeepSpeed:
+    """What DeepSpeed's engine reads of its configuration to create an optimizer."""
+
+    zenflow = False
+
+    def __init__(self, section: dict[str, Any], offloaded: bool) -> None:
+        self._section, self._offloaded = section, offloaded
+
+    def optimizer_name(self) -> str:
+        from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+        name: str = self._section["type"]
+        return name.lower() if name.lower() in DEEPSPEED_OPTIMIZERS else name
+
+    def optimizer_params(self) -> dict[str, Any]:
+        return dict(self._section["params"])
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        return self._offloaded
+
+    def bf16_optimizer_states(self) -> bool:
+        return False
+
+    def get_optimizer_configuration(self, *args: Any) -> Any:
+        from deepspeed.runtime.engine import DeepSpeedEngine
+
+        return DeepSpeedEngine.get_optimizer_configuration(self, *args)
+
+    def create(self, module: torch.nn.Module) -> torch.optim.Optimizer:
+        from deepspeed.runtime.engine import DeepSpeedEngine
+
+        return DeepSpeedEngine._configure_basic_optimizer(self, list(module.parameters()))  # type: ignore[no-any-return]
+
+
+TORCH_ADAMS = [
+    {"type": name, "params": {"lr": 0.01, "torch_adam": True, **more}}
+    for name in ("Adam", "AdamW", "adamw")
+    for more in ({}, {"adam_w_mode": False}, {"weight_decay": 0.2, "betas": [0.8, 0.9]}, {"amsgrad": True, "eps": 1e-5})
+]
+OF_TORCH = [
+    {"type": name, "params": {"lr": 0.01}}
+    for name in ("SGD", "Adagrad", "adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "Rprop", "ASGD")
+]
+
+
+@pytest.mark.parametrize("section", [*TORCH_ADAMS, *OF_TORCH], ids=str)
+def test_defaults_of_optimizers_are_those_of_deepspeed(section: dict[str, Any]) -> None:
+    """Among them the weight decay of 0.01 of PyTorch's AdamW, where DeepSpeed uses that class."""
+    module = WithoutOptimizer()
+    claims = Claims(read_config(config(optimizer=section)), offloaded=False)
+    mine, theirs = claims.configure_optimizers(module, torch.device("cpu")), OfDeepSpeed(section, False).create(module)
+    assert type(mine) is type(theirs)
+    assert mine.defaults == theirs.defaults
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@pytest.mark.parametrize("more", [{}, {"weight_decay": 0.1}, {"adam_w_mode": False}])
+def test_defaults_of_fused_adam_on_a_cpu(name: str, more: dict[str, Any]) -> None:
+    """Where DeepSpeed would use its own class, which a CPU without offload does not have."""
+    from deepspeed.ops.adam import FusedAdam
+
+    section = {"type": name, "params": {"lr": 0.01, **more}}
+    claims = Claims(read_config(config(optimizer=section)), offloaded=False)
+    mine = claims.configure_optimizers(WithoutOptimizer(), torch.device("cpu"))
+    expected = {key: one.default for key, one in inspect.signature(FusedAdam.__init__).parameters.items()} | section["params"]
+    assert {key: mine.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")} == {
+        key: expected[key] for key in ("lr", "betas", "eps", "weight_decay")
+    }
+    assert mine.defaults["decoupled_weight_decay"] is (name == "AdamW" or more.get("adam_w_mode", True))
+
+
+@pytest.mark.zero
+@pytest.mark.parametrize("name", ["Adam", "adamw"])
+@pytest.mark.parametrize("more", [{}, {"weight_decay": 0.1}, {"adam_w_mode": False}, {"fp32_optimizer_states": False}])
+def test_defaults_of_an_offloaded_adam(name: str, more: dict[str, Any]) -> None:
+    module, section = WithoutOptimizer(), {"type": name, "params": {"lr": 0.01, **more}}
+    claims = Claims(read_config(config(optimizer=section)), offloaded=True)
+    mine, theirs = claims.configure_optimizers(module, torch.device("cpu")), OfDeepSpeed(section, True).create(module)
+    assert type(mine) is type(theirs)
+    assert mine.defaults == theirs.defaults
+    assert (mine.adam_w_mode, mine.fp32_optimizer_states) == (theirs.adam_w_mode, theirs.fp32_optimizer_states)
+
+
+def test_the_warm_up_of_a_run_whose_length_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    told = config(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_type": "linear"}})
+    rates = train(case(max_epochs=4), strategy=ZeROStrategy(config=told, device="cpu")).rates
+    assert len(rates) == 48
+    assert 'the scheduler\'s "warmup_num_steps" is "auto": 5, which is 10% of the 48 optimizer steps of the run' in caplog.text
+    fixed = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_type": "linear"}}
+    assert rates == train(case(max_epochs=4), strategy=ZeROStrategy(config=config(scheduler=fixed), device="cpu")).rates
+
+
 @pytest.mark.parametrize(
     "told, arguments, message",
     [
@@ -126,7 +221,7 @@ def test_contradictions_to_the_trainer(told: Any, arguments: dict[str, Any], mes
         ),
         (config(scheduler={"type": "WarmupRL"}), None, "there is no scheduler 'WarmupRL'. Did you mean 'WarmupLR'"),
         (
-            config(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}),
+            config(scheduler={"type": "WarmupLR", "params": {"warmup_type": "auto"}}),
             None,
             '"auto", but the run has no such value',
         ),

@@ -145,8 +145,9 @@ def test_nvme_and_aio() -> None:
 @pytest.mark.parametrize(
     "config, message",
     [
-        ({}, "config: .*\"stage\": 1, 2 or 3.* is missing. Add it, or use strategy='ddp'"),
-        (changed(zero={"stage": 0}), "is missing. Add it"),
+        ({}, 'config: "zero_optimization" has no "stage": DeepSpeed then shards nothing, which is DDP. Use strategy=\'ddp\''),
+        (changed(zero={"stage": 0}), "\"stage\": 0: DeepSpeed then shards nothing, which is DDP. Use strategy='ddp'"),
+        (changed(zero={"stage": "auto"}), '"stage": auto: DeepSpeed then shards nothing'),
         (changed(zero={"stage": 5}), "stage must be 1, 2 or 3, not 5"),
         (changed(zero={"stgae3": 1}), "'zero_optimization': 'stgae3' is not supported. Did you mean 'stage'"),
         (changed(zero={"cpu_offload": True}), "'cpu_offload' is from an old version of DeepSpeed. Write \"offload_optimizer\""),
@@ -158,22 +159,46 @@ def test_nvme_and_aio() -> None:
         (changed(zero={"offload_optimizer": "cpu"}), "'offload_optimizer' must be an object, .* not 'cpu'"),
         (changed(zero={"offload_param": {"device": "disk"}}), "offload_params must be None, 'cpu' or 'nvme', not 'disk'"),
         (changed(zero={"overlap_comm": "yes"}), "overlap_comm must be True or False, not 'yes'"),
-        (changed(amp={"enabled": True}), "'amp' is not supported. Remove it"),
+        (changed(amp={"enabled": True}), "'amp' is not supported. Remove it, and use \"torch_autocast\": .*'16-mixed'"),
+        (
+            changed(tensorboard={"enabled": True, "job_name": "x"}),
+            r"Remove it, and use Trainer\(logger='tensorboard'\), or Acce",
+        ),
+        (changed(wandb={"enabled": True}), r"Remove it, and use Trainer\(logger='wandb'\), or Accelerator\(log_with='wandb'\)"),
+        (
+            changed(csv_monitor={"enabled": True}),
+            r"Remove it, and use Trainer\(logger='csv'\), or Accelerator\(",
+        ),
+        (changed(comet={"enabled": True}), r"Remove it, and use Trainer\(logger='comet'\)"),
+        (changed(flops_profiler={"enabled": True}), r"Remove it, and use callbacks=\[ThroughputMonitor\(\)\]"),
+        (changed(comms_logger={"enabled": True}), r"Remove it, and use Trainer\(profiler='pytorch'\)"),
+        (changed(autotuning={"enabled": True}), r"Remove it, and use callbacks=\[BatchSizeFinder\(\)\]"),
+        (changed(compile={"deepcompile": True}), r"Remove it, and use Trainer\(compile=True\)"),
+        (changed(tensor_parallel={"autotp_size": 2}), r"Remove it, and use FSDPStrategy\(tensor_parallel=2\)"),
+        (changed(sparse_attention={"mode": "fixed"}), "'sparse_attention' is not supported.* Remove it"),
+        (changed(bf16={"bf16_master_weights_and_grads": True}), "'bf16_master_weights_and_grads' is not supported"),
+        (
+            changed(optimizer={"type": "Adam", "params": {"max_grad_norm": 1.0}}),
+            '"max_grad_norm": 1.0, which is no option of an optimizer. .* "gradient_clipping": 1.0',
+        ),
         (changed(gradient_cliping=1.0), "'gradient_cliping' is not supported. Did you mean 'gradient_clipping'"),
         (changed(gradient_clipping="1"), "'gradient_clipping' must be a number or 'auto', not '1'"),
-        (changed(prescale_gradients=True), "'prescale_gradients' is True, but only False is supported"),
+        (changed(sparse_gradients=True), "'sparse_gradients' is True, but only False is supported"),
         (changed(bf16={"enabled": True}, torch_autocast={"enabled": True}), "'bf16' and 'torch_autocast' are both enabled"),
         (changed(fp16={"enabled": True, "loss_scale": 128}), "'loss_scale' is 128, but loss scaling is always dynamic"),
         (changed(torch_autocast={"enabled": True, "dtype": "int8"}), "'dtype' must be 'bfloat16' or 'float16', not 'int8'"),
         (changed(bf16={"enable": True}), "'bf16': 'enable' is not supported. Did you mean 'enabled'"),
         (changed(bf16={"enabled": "true"}), "'bf16': 'enabled' must be true, false or 'auto', not 'true'"),
         (
-            changed(torch_autocast={"enabled": True, "lower_precision_safe_modules": []}),
+            changed(torch_autocast={"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear"]}),
             "'lower_precision_safe_modules' is not",
         ),
         (changed(optimizer={"type": "Adam", "legacy_fusion": True}), "legacy_fusion' is True, but only False is supported"),
         (changed(optimizer={"params": {}}), "'optimizer' needs a 'type'. Add one, such as 'AdamW'"),
-        (changed(scheduler={"type": "WarmupLR", "param": {}}), "'scheduler': 'param' is not supported. Did you mean 'params'"),
+        (
+            changed(scheduler={"type": "WarmupLR", "param": {"warmup_num_steps": 3}}),
+            "'param' is not supported. Did you mean 'params'",
+        ),
         (
             changed(activation_checkpointing={"cpu_checkpoint": True}),
             "activation_checkpointing has no key 'cpu_checkpoint'. Use one of .* Did you mean",
@@ -184,7 +209,6 @@ def test_nvme_and_aio() -> None:
         ),
         (changed(communication_data_type="int8"), "communication_dtype must be None, 'fp32', 'bf16' or 'fp16', not 'int8'"),
         (changed(zero={"zero_quantized_weights": True}), "quantized_weights=True needs a GPU, but torch finds none"),
-        (changed(fp16={"enabled": True}), "precision='16-true' under ZeRO needs a device on which DeepSpeed supports float16"),
         ("missing.json", "config='missing.json' cannot be read: No such file"),
         (3, "config must be the path of a DeepSpeed JSON file or a dict, not 3"),
     ],
@@ -194,8 +218,52 @@ def test_what_is_refused(config: Any, message: str) -> None:
         ZeROStrategy(config=config, device="cpu")
 
 
-def test_disabled_features_are_accepted() -> None:
-    assert read_config(changed(amp={"enabled": False}, curriculum_learning={"enabled": False})).options == {"stage": 3}
+def test_float16_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of a CPU without float16, which the CPU of this machine may have."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    monkeypatch.setattr(CPU_Accelerator, "is_fp16_supported", lambda self: False)
+    with pytest.raises(ConfigurationError, match="precision='16-true' under ZeRO needs a device on which DeepSpeed supports"):
+        ZeROStrategy(config=changed(fp16={"enabled": True}), device="cpu")
+
+
+@pytest.mark.parametrize(
+    "sections, without_effect",
+    [
+        ({"amp": {"enabled": False}, "curriculum_learning": {"enabled": False, "a": 1}}, ["amp", "curriculum_learning"]),
+        ({"wandb": {"enabled": False, "team": "x"}, "tensorboard": None}, ["wandb", "tensorboard"]),
+        ({"data_types": {"grad_accum_dtype": None}}, ["data_types"]),
+        ({"elasticity": {}, "compression_training": []}, ["elasticity", "compression_training"]),
+        ({"cuda_visible_devices": False, "sparse_attention": "none"}, ["cuda_visible_devices", "sparse_attention"]),
+        ({"zero": {"zenflow": None, "stage": 2}}, ["zero_optimization.zenflow"]),
+        ({"bf16": {"enabled": False, "check_grad_overflow": False}}, ["bf16.check_grad_overflow"]),
+        ({"prescale_gradients": True, "gradient_predivide_factor": 8}, ["prescale_gradients", "gradient_predivide_factor"]),
+        ({"fp16": False, "bf16": None, "torch_autocast": "no"}, []),
+        ({"fp16": {"enabled": "false"}, "bf16": {"enabled": None}}, []),
+        ({"optimizer": None, "scheduler": {}, "activation_checkpointing": False, "aio": None}, []),
+        ({"gradient_clipping": None, "train_batch_size": None}, []),
+        ({"zero": {"offload_optimizer": "none", "offload_param": None}}, []),
+        ({"zero": {"offload_optimizer": {"device": "none"}, "offload_param": {"device": None, "pin_memory": True}}}, []),
+        ({"zero": {"stage": 2, "offload_param": {"device": "cpu", "pin_memory": True}}}, ["offload_param"]),
+        ({"zero": {"stage": 1, "offload_param": {"device": "nvme", "nvme_path": "/disk"}}}, ["offload_param"]),
+    ],
+)  # fmt: skip
+def test_what_is_off_is_accepted(sections: dict[str, Any], without_effect: list[str]) -> None:
+    """Lines of other people's files that turn something off, or have no effect in this stage."""
+    stage = sections.get("zero", {}).get("stage", 3)
+    found = read_config(changed(**sections))
+    assert (found.options, found.claims, found.precision) == ({"stage": stage}, {}, None)
+    assert (found.optimizer, found.scheduler) == (None, None)
+    assert found.without_effect == without_effect
+
+
+@pytest.mark.parametrize(
+    "name, kind", [("Adamw", "AdamW"), ("ADAM", "Adam"), ("adamw", "AdamW"), ("sgd", "SGD"), ("Lion", "Lion")]
+)
+def test_names_of_optimizers_are_read_in_any_case(name: str, kind: str) -> None:
+    """As DeepSpeed does for its own."""
+    found = read_config(changed(optimizer={"type": name, "params": {"lr": 0.1, "max_grad_norm": None}}))
+    assert found.optimizer == {"type": kind, "params": {"lr": 0.1}}
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,11 @@ def test_16_true_without_a_loss_scale() -> None:
     assert plain.losses == pytest.approx(scaled.losses, rel=5e-3)
 
 
-def test_16_true_without_support() -> None:
+def test_16_true_without_support(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of a CPU without float16, which the CPU of this machine may have."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    monkeypatch.setattr(CPU_Accelerator, "is_fp16_supported", lambda self: False)
     with pytest.raises(ConfigurationError, match="needs a device on which DeepSpeed supports float16, and 'cpu' is not one"):
         ZeROStrategy(3, device="cpu", precision="16-true")
 
