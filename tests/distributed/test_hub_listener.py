@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import re
 import socket
@@ -9,9 +11,11 @@ import time
 from typing import Any
 
 import pytest
+from helpers.patience import PATIENCE
 from helpers.worlds.stars import Shared, all_at_once
 from helpers.worlds.worlds import free_port
 
+from trainkit.distributed import hub_listener
 from trainkit.distributed.channel import Channel
 from trainkit.distributed.hub_listener import PORT_VARIABLE, connect, open_listener
 from trainkit.distributed.wire import encode
@@ -137,6 +141,12 @@ def test_connections_without_the_token_are_closed() -> None:
         encode({"token": "guess", "rank": 1}),
         encode({"rank": 1}),
         encode([1]),
+        encode({"token": "å" * 32, "rank": 1}),
+        encode({"token": "\ud800", "rank": 1}),
+        encode({"token": ["guess"], "rank": [1]}),
+        b"[" * 1000 + b"\n",
+        b'{"a":' * 200 + b"\n",
+        b"1" * 900 + b"\n",
         b"x" * 10_000,
         b"\x16\x03\x01\n",
     ]
@@ -146,7 +156,9 @@ def test_connections_without_the_token_are_closed() -> None:
             return Channel.open(0, 2, "127.0.0.1", shared.of(0))
         known = shared.of(1)(None)
         place = ("127.0.0.1", known["port"])
-        strangers.extend(encode({"token": known["token"], "rank": wrong}) for wrong in (0, 2, "1", None, -1))
+        strangers.extend(
+            encode({"token": known["token"], "rank": wrong}) for wrong in (0, 2, "1", None, -1, True, 1.0, [1], {})
+        )
         for said in strangers:
             with socket.create_connection(place, 10) as connection:
                 connection.sendall(said)
@@ -160,6 +172,89 @@ def test_connections_without_the_token_are_closed() -> None:
         socket.create_connection(("127.0.0.1", shared.of(1)(None)["port"]), 10)
     for channel in channels:
         channel.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"[", encode({"token": "guess", "rank": 1})[:-1]], ids=["nothing", "a byte", "half"])
+def test_connections_without_the_token_keep_no_rank_out(said: bytes) -> None:
+    """More connections than the listener lets wait; the oldest are dropped."""
+    shared = Shared()
+    idle: list[socket.socket] = []
+
+    def meet(rank: int) -> Channel:
+        if rank:
+            place = ("127.0.0.1", shared.of(1)(None)["port"])
+            for _ in range(2 * hub_listener._MAX_WAITING):
+                idle.append(socket.create_connection(place, 10))
+                idle[-1].sendall(said)
+        return Channel.open(rank, 2, "127.0.0.1", shared.of(rank))
+
+    channels = all_at_once(2, meet)
+    assert all_at_once(2, lambda rank: channels[rank].exchange("a", rank)) == [[0, 1]] * 2
+    for connection in idle:
+        with connection:  # all are closed when all ranks are connected
+            connection.settimeout(PATIENCE)
+            assert not leftover(connection)
+    for channel in channels:
+        channel.close()
+
+
+def test_a_connection_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that sends a byte now and then is dropped while the listener waits for a rank."""
+    monkeypatch.setattr(hub_listener, "_HELLO_TIMEOUT", 0.2)
+    shared = Shared()
+
+    def meet(rank: int) -> Channel | None:
+        if rank:
+            place = ("127.0.0.1", shared.of(1)(None)["port"])
+            with socket.create_connection(place, PATIENCE) as slow, contextlib.suppress(ConnectionError):
+                while True:  # until the other side has closed the connection
+                    slow.sendall(b" ")
+                    time.sleep(0.01)
+        return Channel.open(rank, 2, "127.0.0.1", shared.of(rank), limit=PATIENCE)
+
+    for channel in all_at_once(2, meet):
+        assert channel is not None
+        channel.close()
+
+
+def test_a_rank_that_is_dropped_connects_again() -> None:
+    """The first connection is closed without an answer, as when there are too many."""
+    listener, shared = open_listener("127.0.0.1")
+    listener.setblocking(True)
+
+    def meet(rank: int) -> bool:
+        if rank:
+            with connect(1, shared, PATIENCE, 30.0):
+                return True
+        for answer in (b"", b"", encode({"welcome": shared["answer"]})):
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(answer)
+        return True
+
+    with listener:
+        assert all_at_once(2, meet) == [True, True]
+
+
+def test_a_listener_without_file_descriptors_drops_the_oldest_connection() -> None:
+    class Full:
+        def accept(self) -> Any:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    dropped: list[Any] = []
+
+    class Loop:
+        def drop(self, wire: Any) -> None:
+            dropped.append(wire)
+
+    made = hub_listener.HubListener(Loop(), Full(), shared_of([], 0), 3, 30.0, lambda *_: None)  # type: ignore[arg-type]
+    made._unauthenticated = dict.fromkeys(["first", "second"])  # type: ignore[arg-type]
+    made._accept()
+    assert dropped == ["first"]
+    made._accept()
+    made._accept()
+    assert dropped == ["first", "second"]
 
 
 def leftover(connection: socket.socket) -> bytes:

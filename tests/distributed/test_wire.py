@@ -63,8 +63,12 @@ def test_lines_in_pieces() -> None:
         (b"\xff\xfe\n", ValueError),
         (b"x" * 2000, ValueError),
         (encode("x" * 2000), ValueError),
+        (b"[" * 1000 + b"\n", ValueError),
+        (b'{"a":' * 200 + b"\n", ValueError),
+        (b"[" * 990 + b"]" * 10 + b"\n", ValueError),
+        (b"1" * 900 + b"e\n", ValueError),
     ],
-    ids=["nothing", "half", "no json", "no text", "endless", "long"],
+    ids=["nothing", "half", "no json", "no text", "endless", "long", "deep", "deep objects", "deep, half", "no number"],
 )
 def test_a_connection_ends(said: bytes, why: type[Exception]) -> None:
     """A connection is closed if the peer closes it or sends data that is not a valid line; the error says which."""
@@ -75,6 +79,50 @@ def test_a_connection_ends(said: bytes, why: type[Exception]) -> None:
         assert isinstance(end.ended.get(timeout=PATIENCE), why)
         assert theirs.recv(100) == b""  # it was closed
         assert end.received.empty()
+
+
+@pytest.mark.parametrize("error", [KeyError, TypeError, AttributeError, IndexError, RecursionError, AssertionError])
+def test_a_message_that_no_handler_expects_ends_its_own_connection(error: type[Exception]) -> None:
+    """The thread and the other connections continue."""
+
+    def refuse(message: Any) -> None:
+        raise error(message)
+
+    with served() as (loop, end, theirs):
+        ours, peer = socket.socketpair()
+        other = JsonConnection(ours, refuse, end.ended.put)
+        loop.call(lambda: loop.add(other))
+        with peer:
+            peer.settimeout(PATIENCE)
+            peer.sendall(encode("odd"))
+            assert isinstance(end.ended.get(timeout=PATIENCE), error)
+            assert peer.recv(1) == b""
+        theirs.sendall(encode("and this one?"))
+        assert end.received.get(timeout=PATIENCE) == "and this one?"
+
+
+def test_what_follows_a_dropped_connection_s_message_is_not_read() -> None:
+    with served() as (loop, end, theirs):
+        end.wire.on_message = lambda message: (end.received.put(message), loop.drop(end.wire))
+        theirs.sendall(encode(1) + b"no json\n" + encode(2))
+        assert theirs.recv(1) == b""
+        assert end.received.get(timeout=PATIENCE) == 1
+        assert end.received.empty()
+        assert end.ended.empty()
+
+
+def test_calls_at_a_later_time() -> None:
+    called: Queue[str] = Queue()
+    with served() as (loop, _, _):
+
+        def begin() -> None:
+            loop.call_later(0.02, lambda: called.put("second"))
+            loop.call_later(0.0, lambda: called.put("first"))
+            loop.call_later(3600, lambda: called.put("never"))
+
+        loop.call(begin)
+        assert [called.get(timeout=PATIENCE) for _ in range(2)] == ["first", "second"]
+    assert called.empty()
 
 
 def test_a_peer_that_does_not_read_blocks_no_process() -> None:

@@ -276,6 +276,9 @@ def test_reports_are_of_the_last_start(run_here: Callable[..., Reports], tmp_pat
             run_here(dump_call(fails, (follows,)), rank)
     expected = [failure(2, "ProcessFailedError: rank 1 failed", follows=True), failure(0, "ValueError: no")]
     assert read_reports(tmp_path) == (expected, None)  # in the order in which they happened
+    with open(tmp_path / "0" / "failures.jsonl", "ab") as file:
+        file.write(b'{"rank": 1, "summ\xff')  # cut off by a full disk
+    assert read_reports(tmp_path) == (expected, None)
     assert run_here(dump_call(lambda: "fine", ()), start=1) == ([], dump_result("fine"))
 
 

@@ -86,6 +86,17 @@ def test_nothing_is_sent_before_a_host_is_ready(
     assert capfd.readouterr().out == "heartbeat\n"
 
 
+@pytest.mark.parametrize("line", [
+    *("v[1]", "v{", "v" + "[" * 2000, 'v{"torch": [1]}', "v", "vvv"),
+    *("c", "cx", "c-1", "c1e3", "c" + "1" * 5000, "x", "xyz"),
+], ids=lambda line: line[:10])  # fmt: skip
+def test_a_line_with_the_mark_that_is_no_message_is_output(run: Run, capfd: pytest.CaptureFixture[str], line: str) -> None:
+    """A set-up script or a program may print the mark, and must not end the launcher."""
+    odd = f"printf '\\036%s\\n' '{line}'\n"
+    assert run(a=odd + part(odd + ends(3))) == 3
+    assert capfd.readouterr().err.count(line[1:]) >= 2
+
+
 def test_output_of_a_single_host_has_no_prefix(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(a=part("echo output; err errors; " + ends(3))) == 3
     assert capfd.readouterr() == ("output\n", "errors\n")

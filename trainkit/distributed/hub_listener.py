@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
-import json
 import os
 import secrets
 import socket
 from collections.abc import Callable
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
-from trainkit.distributed.wire import LIMIT, ConnectionLoop, JsonConnection, enable_keepalive, encode
+from trainkit.distributed.wire import LIMIT, ConnectionLoop, JsonConnection, decode, enable_keepalive, encode
 from trainkit.errors import ProcessFailedError
 
 __all__ = ["PORT_VARIABLE", "HubListener", "connect", "open_listener"]
 
 PORT_VARIABLE = "TRAINKIT_CHANNEL_PORT"  # the port on which the main process listens; unset: any free port
 _MAX_HELLO = 1024  # bytes of a message from a connection that has not authenticated
+_HELLO_TIMEOUT = 5.0  # seconds for a connection to authenticate
+_MAX_WAITING = 64  # connections that have not authenticated, in addition to one for each rank
+_PAUSE = 0.1  # seconds before a rank that was disconnected tries again
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # accepting failed for lack of resources
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -62,6 +66,9 @@ def _addresses(master_addr: str | None) -> list[str]:
 class HubListener:
     """Accepts one connection from each rank that knows the token; closed when all ranks are connected.
 
+    A rank sends the token at once. A connection that does not, within a few seconds, is dropped, and so is the oldest of them
+    when there are too many: connections without the token cannot keep a rank out.
+
     Args:
         loop: serves the connections.
         listener: the listening socket.
@@ -85,7 +92,7 @@ class HubListener:
     ) -> None:
         self._loop, self._listener, self._shared, self._size = loop, listener, shared, size
         self._silence_limit, self._on_connect = silence_limit, on_connect
-        self._unauthenticated: set[JsonConnection] = set()
+        self._unauthenticated: dict[JsonConnection, None] = {}  # the oldest first
         self.missing = set(range(1, size))
 
     def open(self) -> None:
@@ -95,37 +102,60 @@ class HubListener:
     def close(self) -> None:
         """Stop accepting connections, and drop those that have not authenticated."""
         self._loop.forget(self._listener)
-        for wire in self._unauthenticated:
-            self._loop.drop(wire)
+        for wire in list(self._unauthenticated):
+            self._drop_unauthenticated(wire)
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # already closed
+        except OSError as error:  # closed already, unless there are too many
+            if error.errno in _FULL:
+                self._drop_oldest()
             return
-        if len(self._unauthenticated) > 64 + self._size:
+        try:
+            enable_keepalive(connection, self._silence_limit)
+        except OSError:  # the other side has closed it already
             connection.close()
             return
-        enable_keepalive(connection, self._silence_limit)
+        while len(self._unauthenticated) >= _MAX_WAITING + self._size:
+            self._drop_oldest()
         wire = JsonConnection(
             connection,
             lambda message: self._authenticate(wire, message),
-            lambda why: self._unauthenticated.discard(wire),
+            lambda why: self._forget(wire),
             _MAX_HELLO,
         )
-        self._unauthenticated.add(wire)
+        self._unauthenticated[wire] = None
         self._loop.add(wire)
+        self._loop.call_later(_HELLO_TIMEOUT, lambda: self._drop_unauthenticated(wire))
+
+    def _drop_oldest(self) -> None:
+        for wire in list(self._unauthenticated)[:1]:
+            self._drop_unauthenticated(wire)
+
+    def _drop_unauthenticated(self, wire: JsonConnection) -> None:
+        if wire in self._unauthenticated:
+            self._forget(wire)
+            self._loop.drop(wire)
+
+    def _forget(self, wire: JsonConnection) -> None:
+        self._unauthenticated.pop(wire, None)
 
     def _authenticate(self, wire: JsonConnection, message: Any) -> None:
-        self._unauthenticated.discard(wire)
-        known = isinstance(message, dict) and hmac.compare_digest(str(message.get("token")), str(self._shared["token"]))
-        if not known or message.get("rank") not in self.missing:
+        self._forget(wire)
+        rank = message.get("rank") if isinstance(message, dict) and _same(message.get("token"), self._shared["token"]) else None
+        if type(rank) is not int or rank not in self.missing:
             self._loop.drop(wire)
             return
         wire.limit = LIMIT
-        self.missing.remove(message["rank"])
+        self.missing.remove(rank)
         self._loop.send(wire, encode({"welcome": self._shared["answer"]}))
-        self._on_connect(message["rank"], wire)
+        self._on_connect(rank, wire)
+
+
+def _same(value: Any, secret: str) -> bool:
+    """Whether a value is the secret; takes the same time whatever part of it is right."""
+    return isinstance(value, str) and hmac.compare_digest(value.encode(errors="replace"), secret.encode())
 
 
 def connect(rank: int, shared: dict[str, Any], limit: float, silence_limit: float) -> socket.socket:
@@ -136,24 +166,26 @@ def connect(rank: int, shared: dict[str, Any], limit: float, silence_limit: floa
     """
     end = monotonic() + limit
     addresses, port = shared["addresses"], shared["port"]
-    failures = []
-    for number, address in enumerate(addresses):
-        seconds = (end - monotonic()) / (len(addresses) - number)
-        try:
-            connection = socket.create_connection((address, port), max(seconds, 0.1))
-        except OSError as error:
-            failures.append(f"{address}: {error}")
-            continue
-        try:
-            connection.sendall(encode({"token": shared["token"], "rank": rank}))
-            answer = _first_line(connection)
-            if hmac.compare_digest(str(answer.get("welcome")), str(shared["answer"])):
+    while True:
+        failures, dropped = [], False
+        for number, address in enumerate(addresses):
+            seconds = (end - monotonic()) / (len(addresses) - number)
+            try:
+                connection = socket.create_connection((address, port), max(seconds, 0.1))
+            except OSError as error:
+                failures.append(f"{address}: {error}")
+                continue
+            try:
+                _authenticate(connection, shared, rank, monotonic() + seconds)
                 enable_keepalive(connection, silence_limit)
                 return connection
-            failures.append(f"{address}: another program answered")
-        except (OSError, ValueError, AttributeError) as error:
-            failures.append(f"{address}: no answer ({error})")
-        connection.close()
+            except (EOFError, OSError, ValueError) as error:
+                failures.append(f"{address}: {error or 'no answer'}")
+                dropped |= isinstance(error, EOFError | ConnectionError)
+            connection.close()
+        if not dropped or monotonic() + _PAUSE > end:
+            break
+        sleep(_PAUSE)  # the main process may have had too many other connections at that moment
     raise ProcessFailedError(
         f"rank {rank} on {socket.gethostname()} cannot reach the main process on port {port} within {limit:g} s: "
         f"{'; '.join(failures)}. trainkit needs one TCP connection from each process to the main process, in addition to the "
@@ -162,12 +194,30 @@ def connect(rank: int, shared: dict[str, Any], limit: float, silence_limit: floa
     )
 
 
-def _first_line(connection: socket.socket) -> Any:
-    """The first message, read byte by byte so that nothing after it is consumed."""
+def _authenticate(connection: socket.socket, shared: dict[str, Any], rank: int, end: float) -> None:
+    """Send the token and check the answer.
+
+    Raises:
+        EOFError: the other side has closed the connection.
+        OSError: the connection is broken, or there is no answer in time.
+        ValueError: another program answers.
+    """
+    connection.sendall(encode({"token": shared["token"], "rank": rank}))
     line = b""
-    while not line.endswith(b"\n"):
-        byte = connection.recv(1)
-        if not byte or len(line) > _MAX_HELLO:
-            raise ValueError("closed without a message" if not byte else "not a trainkit message")
+    while not line.endswith(b"\n"):  # byte by byte, so that nothing after it is consumed
+        connection.settimeout(max(end - monotonic(), 0.01))
+        try:
+            byte = connection.recv(1)
+        except TimeoutError:
+            raise TimeoutError("no answer in time") from None
+        if not byte:
+            raise EOFError("no answer: closed by the other side")
         line += byte
-    return json.loads(line)
+        if len(line) > _MAX_HELLO:
+            raise ValueError("another program answered")
+    try:
+        answer = decode(line)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict) or not _same(answer.get("welcome"), shared["answer"]):
+        raise ValueError("another program answered")

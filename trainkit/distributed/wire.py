@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import json
 import os
 import selectors
@@ -11,10 +12,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from itertools import count
 from time import monotonic
 from typing import Any
 
-__all__ = ["LIMIT", "ConnectionLoop", "JsonConnection", "enable_keepalive", "encode", "inherited"]
+__all__ = ["LIMIT", "ConnectionLoop", "JsonConnection", "decode", "enable_keepalive", "encode", "inherited"]
 
 LIMIT = 16 << 20  # bytes of a line that one process may send
 _CHUNK = 1 << 18
@@ -27,6 +29,18 @@ inherited: weakref.WeakSet[Any] = weakref.WeakSet()
 def encode(message: Any) -> bytes:
     """A message as a line."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def decode(line: bytes | str) -> Any:
+    """The message of a line that another process has sent.
+
+    Raises:
+        ValueError: it is not one line of JSON, or is nested too deeply to be read.
+    """
+    try:
+        return json.loads(line)
+    except RecursionError:
+        raise ValueError("lists or objects that are nested too deeply") from None
 
 
 def enable_keepalive(connection: socket.socket, silence_limit: float) -> None:
@@ -102,13 +116,13 @@ class JsonConnection:
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
 
-    def get(self) -> list[Any]:
-        """The messages received since the last call.
+    def get(self) -> list[bytes]:
+        """The lines received since the last call, for `decode`.
 
         Raises:
             EOFError: the other side has closed the connection.
             OSError: the connection is broken.
-            ValueError: the data is not lines of JSON, or a line is too long.
+            ValueError: a line is too long.
         """
         chunk = self.connection.recv(_CHUNK)
         if not chunk:
@@ -120,7 +134,7 @@ class JsonConnection:
             self._in = bytearray(rest)
         if max(map(len, lines), default=0) > self.limit or len(self._in) > self.limit:
             raise ValueError(f"a line of more than {self.limit} bytes")
-        return [json.loads(line) for line in lines]
+        return lines
 
 
 class ConnectionLoop:
@@ -140,6 +154,8 @@ class ConnectionLoop:
             end.setblocking(False)
         self._wires: set[JsonConnection] = set()
         self._stop_at: float | None = None
+        self._later: list[tuple[float, int, Callable[[], None]]] = []  # a heap: when to call what
+        self._numbers = count()
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._woken)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         inherited.add(self)
@@ -153,6 +169,10 @@ class ConnectionLoop:
         self._calls.append(function)
         with contextlib.suppress(OSError):  # enough wake-ups are pending already, or the loop has ended
             self._wake_sender.send(b"!")
+
+    def call_later(self, seconds: float, function: Callable[[], None]) -> None:
+        """Call a function in the loop's thread after some time, unless the loop has ended; only in that thread."""
+        heapq.heappush(self._later, (monotonic() + seconds, next(self._numbers), function))
 
     def stop(self) -> None:
         """Send pending lines, close everything and end the thread. May be called again, from any other thread."""
@@ -201,16 +221,22 @@ class ConnectionLoop:
     def _work(self) -> None:
         try:
             while not self._finished():
-                pause = None if self._stop_at is None else max(0.0, self._stop_at - monotonic())
-                for key, events in self._selector.select(pause):
+                for key, events in self._selector.select(self._pause()):
                     if key.fileobj.fileno() >= 0:  # type: ignore[union-attr]  # not closed by an earlier event
                         key.data(events)
                 while self._calls:
                     self._calls.popleft()()
+                while self._later and self._later[0][0] <= monotonic():
+                    heapq.heappop(self._later)[2]()
         except Exception as error:
             self._broken(error)
         finally:
             self._close()
+
+    def _pause(self) -> float | None:
+        """Seconds until there is something to do without an event; `None`: unknown."""
+        times = [when for when, _, _ in self._later[:1]] + ([] if self._stop_at is None else [self._stop_at])
+        return max(0.0, min(times) - monotonic()) if times else None
 
     def _close(self) -> None:
         for wire in self._wires:
@@ -237,12 +263,12 @@ class ConnectionLoop:
             self._flush(wire)
         if events & selectors.EVENT_READ:
             try:
-                for message in wire.get():
+                for line in wire.get():
                     if wire in self._wires and self._stop_at is None:  # not if a handler has dropped it
-                        wire.on_message(message)
+                        wire.on_message(decode(line))
             except BlockingIOError:
                 pass
-            except (EOFError, OSError, ValueError, KeyError, TypeError) as why:
+            except Exception as why:  # whatever a peer sends ends its own connection, never the thread that serves all
                 self._end(wire, wire.broken or why)
 
     def _flush(self, wire: JsonConnection) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import linecache
 import os
@@ -36,8 +37,12 @@ def read_reports(folder: Path) -> tuple[list[dict[str, Any]], bytes | None]:
     """The failures of the last start, in the order in which they happened, and the pickled result of rank 0."""
     last = folder / str(max((int(path.name) for path in folder.iterdir() if path.is_dir()), default=0))
     failures, result = last / _FAILURES, last / _RESULT
-    lines = failures.read_text("utf-8").splitlines() if failures.exists() else []
-    return [json.loads(line) for line in lines], result.read_bytes() if result.exists() else None
+    lines = failures.read_text("utf-8", errors="replace").splitlines() if failures.exists() else []
+    reports = []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # a full disk has cut it off
+            reports.append(json.loads(line))
+    return reports, result.read_bytes() if result.exists() else None
 
 
 def _launch_replicas(folder: str, task: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import re
 import shlex
@@ -25,6 +24,7 @@ from typing import Any
 
 from trainkit._version import __version__
 from trainkit.distributed.failure import names_another_failure
+from trainkit.distributed.wire import decode
 from trainkit.errors import ConfigurationError
 from trainkit.launch.verdict import INTERRUPTED, PREEMPTED
 from trainkit.launch.workers import end_with_parent
@@ -33,6 +33,7 @@ __all__ = ["HEARTBEAT", "MARK", "SIGNAL", "START", "host_script", "run_hosts"]
 
 MARK = b"\x1e"
 START, HEARTBEAT, SIGNAL = b"start", b"heartbeat", b"signal "  # lines to the hosts
+_EXIT_CODE = re.compile(rb"\d{1,3}")
 _LINE_END = re.compile(rb"\r?\n|\r(?=[^\n])")  # a progress bar returns to the start of the line
 
 # a terminal without escapes (a line "~." would close the connection); no prompts; no message when the terminal closes
@@ -158,15 +159,15 @@ class _Launcher:
         kind, rest = (line[1:2], line[2:]) if line.startswith(MARK) else (b"", line)
         if kind == b"s":
             host.process.stdin.write(host.script)
-        elif kind == b"v":
-            host.versions = json.loads(rest)
-        elif kind == b"c":
+        elif kind == b"v" and (versions := _versions(rest)):
+            host.versions = versions
+        elif kind == b"c" and _EXIT_CODE.fullmatch(rest):
             host.code = int(rest)
         elif line:
             text = rest.decode(errors="replace")
             if kind != b"1":  # errors, and all that comes from ssh and the set-up
                 host.tail.append(text)
-            await self._show(int(kind or 1), text, host)
+            await self._show(1 if kind in (b"", b"1") else 2, text, host)
 
     async def _show(self, number: int, text: str, host: _Host | None = None) -> None:
         """Print a line in a thread, because a terminal may be stopped, and heartbeats must continue."""
@@ -255,6 +256,16 @@ class _Launcher:
             await self._show(2, f"{host.name} ended without an exit code: connection lost, or agent killed{why}")
         if late := [host.name for host in self._hosts if host not in self._ended]:
             await self._show(2, f"hosts that did not end in time: {', '.join(late)}. Closing the connections to end them.")
+
+
+def _versions(line: bytes) -> dict[str, str]:
+    """The versions of a host by package; empty if the line is something else, such as output of its set-up."""
+    try:
+        found = decode(line)
+    except ValueError:
+        return {}
+    known = isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
+    return found if known else {}
 
 
 async def _connect(name: str, script: str, ssh: Sequence[str]) -> asyncio.subprocess.Process:

@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from trainkit.console import notice
 from trainkit.distributed.stores import connected
+from trainkit.distributed.wire import decode
 from trainkit.errors import ConfigurationError
 from trainkit.launch.rank_info import is_local
 
@@ -131,7 +132,7 @@ class Rendezvous(RendezvousHandler):
         self._round, self._size = info.store, info.world_size
         try:
             self._round.set(f"trainkit/{info.rank}", json.dumps([self._node_rank, self.restarts]))
-            facts = [json.loads(self._round.get(f"trainkit/{index}")) for index in range(self._size)]
+            facts = [self._fact(self._round.get(f"trainkit/{index}")) for index in range(self._size)]
             _refuse_duplicates([node_rank for node_rank, _ in facts])
             order = sorted(range(self._size), key=lambda index: (facts[index][0] is None, facts[index][0], index))
             rank = order.index(info.rank)
@@ -142,6 +143,19 @@ class Rendezvous(RendezvousHandler):
             raise self._lost() from error
         self.restarts = 1 + max(restarts for _, restarts in facts)
         return RendezvousInfo(self._round, rank, self._size, place)
+
+    def _fact(self, line: bytes) -> tuple[int | None, int]:
+        """The node rank and the number of restarts that another launcher has stored; any program can write to the store."""
+        try:
+            node_rank, restarts = decode(line)
+        except (ValueError, TypeError):
+            node_rank = restarts = ""
+        if not isinstance(node_rank, int | None) or not isinstance(restarts, int):
+            raise ConfigurationError(
+                f"a program that is not a launcher of this job has written to its store at {self.where}. Choose another port "
+                "on all nodes: --master-port PORT"
+            )
+        return node_rank, restarts
 
     def _join(self) -> RendezvousInfo:
         """Wait for the other nodes. If the connection to the first node is lost, wait until it answers again."""
