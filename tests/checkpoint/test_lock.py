@@ -19,8 +19,8 @@ import pytest
 from helpers.support import run_python
 
 from trainkit.checkpoint import lock as lock_module
-from trainkit.checkpoint import process_identity
 from trainkit.checkpoint.lock import LOCK, FolderLock
+from trainkit.distributed import process_identity
 from trainkit.errors import CheckpointLockedError, CheckpointWriteError, ConfigurationError
 
 NEVER = 3600.0  # `stale_after` in seconds: no test takes this long, so no lock is taken over for a missing heartbeat

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from trainkit.launch import agent, notebook, notebook_child
 from trainkit.launch.agent import Job
 from trainkit.launch.notebook_child import CALL, FOLDER, TASK, read_reports
 from trainkit.launch.pickling import dump_call, dump_result
+from trainkit.launch.private_folder import remove_leftovers
 from trainkit.launch.verdict import Verdict
 
 Captured = Callable[..., Job]
@@ -546,10 +548,17 @@ notebook_launcher(train, num_processes=2)
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 @pytest.mark.slow
-def test_workers_end_with_their_launcher(run_dir: Path) -> None:
+def test_workers_end_with_their_launcher(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (run_dir / "script.py").write_text(ORPHANS)
-    done = run_python("-u", "script.py", cwd=run_dir)
+    temporary = run_dir / "temporary"
+    temporary.mkdir()
+    done = run_python("-u", "script.py", cwd=run_dir, env={"TMPDIR": str(temporary)})
     assert done.returncode == -signal.SIGKILL, done.stderr
     pids = [int(path.name.partition("-")[2]) for path in run_dir.glob("pid-*")]
     assert len(pids) == 2
     wait_until(lambda: not any(alive(pid) for pid in pids))
+    [folder] = temporary.glob("trainkit-*")
+    assert (folder / CALL).exists()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    remove_leftovers()  # by the next start
+    assert not folder.exists()

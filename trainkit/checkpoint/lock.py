@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trainkit.checkpoint.process_identity import ProcessIdentity
 from trainkit.console import notice
+from trainkit.distributed.process_identity import ProcessIdentity
 from trainkit.errors import (
     CheckpointError,
     CheckpointLockedError,

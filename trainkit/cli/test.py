@@ -6,7 +6,6 @@ import argparse
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from trainkit.config.inherited import VARIABLE, with_environment
 from trainkit.config.settings import Settings
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError
+from trainkit.launch.private_folder import private_folder
 from trainkit.launch.verdict import INTERRUPTED, PREEMPTED
 from trainkit.registry import automatic_strategy
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     print_line("environment", problem is None, found if problem is None else problem)
     if problem is not None:
         return 1
-    with tempfile.TemporaryDirectory(prefix="trainkit-test-", ignore_cleanup_errors=True) as name:
+    with private_folder("test-") as name:
         folder = Path(name)
         code = _start(
             processes, [name, args.strategy, backend], process_variables(with_environment(settings, Settings(), os.environ))

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -24,6 +23,7 @@ from trainkit.cli.resume_records import first_difference, read_records
 from trainkit.cli.user_script import existing_script
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError, TrainkitError
+from trainkit.launch.private_folder import private_folder
 
 __all__ = ["add_arguments", "run"]
 
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
             f"--steps and --more must be at least 1, not {args.steps} and {args.more}. For example: --steps 10"
         )
     script = existing_script(args.script, "trainkit verify-resume train.py -- --its-own-arguments")
-    with tempfile.TemporaryDirectory(prefix="trainkit-verify-resume-", ignore_cleanup_errors=True) as folder:
+    with private_folder("verify-resume-") as folder:
         return _Verification(Path(folder), [script, *args.args], args.steps, args.more).run()
 
 

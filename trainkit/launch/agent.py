@@ -34,6 +34,7 @@ from trainkit.errors import ConfigurationError
 from trainkit.launch import guard
 from trainkit.launch.environment import LAUNCHER
 from trainkit.launch.interface import set_gloo_interface
+from trainkit.launch.private_folder import private_folder
 from trainkit.launch.rank_info import is_local
 from trainkit.launch.rendezvous import BACKEND, NodesChanged, Rendezvous
 from trainkit.launch.verdict import FAILED, INTERRUPTED, PREEMPTED, Verdict, make_verdict
@@ -252,8 +253,7 @@ def run_to_end(job: Job) -> Verdict:
         raise ConfigurationError(
             f"{job.most} nodes need the address of the first node. Set it on all nodes: --master-addr HOST"
         )
-    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # memory: a full disk does not matter
-    with _quiet(), tempfile.TemporaryDirectory(prefix="trainkit-", dir=place, ignore_cleanup_errors=True) as folder:
+    with _quiet(), private_folder(in_memory=True) as folder:  # so that a full disk does not matter
         run = _Run(job)
         with _signals(run.note):
             try:

@@ -13,7 +13,6 @@ import linecache
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -29,6 +28,7 @@ from trainkit.launch.environment import read_place
 from trainkit.launch.nodes import grace, join_timeout
 from trainkit.launch.notebook_child import CALL, FOLDER, TASK, read_reports
 from trainkit.launch.pickling import dump_call, load
+from trainkit.launch.private_folder import private_folder
 from trainkit.launch.tpu import tpu_is_chosen
 from trainkit.launch.verdict import INTERRUPTED, PREEMPTED, Verdict
 
@@ -136,8 +136,8 @@ def _launch(
         "replicas": replicas,
         "environment": {} if replicas is None else environment,
     }
-    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder, closing(output) if output else nullcontext():
-        _write(Path(folder), call, task)  # into a folder that only this user can read
+    with private_folder() as folder, closing(output) if output else nullcontext():
+        _write(Path(folder), call, task)
         del call
         job = Job(
             _command(progress["stdout"]),
