@@ -1,11 +1,13 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C at any moment: the step is finished and saved, and the resumed run equals an undisturbed one."""
+"""Stop signals and Ctrl-C at any moment: the step is finished and saved, and the resumed run equals an undisturbed one."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import signal
 import sys
+import termios
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -87,7 +89,10 @@ def chain(run: Run, drawn: list[tuple[int, float]], signals: list[int]) -> int:
             time.sleep(delay)
             if not child.ended:
                 child.signal(signals[number % len(signals)])
-            if child.code in (0, -signal.SIGTERM, -signal.SIGUSR1) and newest(run.folder).manifest.epoch == run.epochs:
+            if (
+                child.code in (0, -signal.SIGTERM, -signal.SIGUSR1, -signal.SIGHUP)
+                and newest(run.folder).manifest.epoch == run.epochs
+            ):
                 break  # the signal arrived after the end of the fit
             assert child.code == 143, child.output
         hits += 1
@@ -107,7 +112,7 @@ def signalled(number: int, in_a_chain: int, seed: int, signals: list[int], worke
 
 
 def test_sigterm_at_random_moments() -> None:
-    signalled(8, 4, 1, [signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1])
+    signalled(8, 4, 1, [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 
 
 @pytest.mark.slow
@@ -122,7 +127,7 @@ def test_sigusr1_at_random_moments() -> None:
 
 def test_sigterm_to_the_whole_process_group() -> None:
     """The DataLoader workers get the signal too; they continue until the training process has finished its step."""
-    signalled(3, 3, 4, [signal.SIGTERM], workers=2)
+    signalled(3, 3, 4, [signal.SIGHUP, signal.SIGTERM], workers=2)
 
 
 @pytest.mark.slow
@@ -332,7 +337,7 @@ def test_the_users_own_handler() -> None:
     """The user's SIGTERM handler is called too. After the fit, all signals have the handlers from before."""
 
     def work() -> Any:
-        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
         signal.signal(signal.SIGTERM, lambda number, frame: tell(number))
         before = [signal.getsignal(number) for number in numbers]
         try:
@@ -343,6 +348,42 @@ def test_the_users_own_handler() -> None:
     with Child(work) as child:
         assert child.answer == [143, True]
     assert told() == [signal.SIGTERM]
+
+
+def test_a_terminal_that_closes() -> None:
+    """When an ssh connection is lost, the kernel sends SIGHUP to the run."""
+    master, slave = os.openpty()
+
+    def work() -> None:
+        os.close(master)
+        os.setsid()
+        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+        Watched(workers=1, more=[At("on_before_backward", lambda: wait_for("closed"), 5)]).go()
+
+    with Child(work) as child:
+        os.close(slave)
+        child.until(lambda: told("waiting") != [], "the step")
+        os.close(master)
+        tell(1, "closed")
+        assert child.code == 143, child.output
+    assert "fit ended by SIGHUP at step" in child.output
+
+
+def wait_for(name: str) -> None:
+    """Wait until there is a record of this name, which the test writes."""
+    tell(1, "waiting")
+    while not told(name):
+        time.sleep(0.01)
+
+
+def test_under_nohup_a_run_outlives_its_terminal() -> None:
+    def work() -> Any:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        return Watched(more=[At("on_train_batch_end", send(signal.SIGHUP), 4)]).go()
+
+    expected = plain()
+    with Child(work) as child:
+        assert child.answer == expected
 
 
 def test_a_fit_in_another_thread() -> None:
@@ -366,7 +407,7 @@ import os, signal, torch
 from torch.utils.data import DataLoader, TensorDataset
 from trainkit import Accelerator
 
-ENDINGS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
+ENDINGS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
 
 def held() -> int:
     return len(ENDINGS & signal.pthread_sigmask(signal.SIG_BLOCK, []))
@@ -382,4 +423,4 @@ os.write(1, b"main %d %d" % (held(), len(batches)))
 def test_a_worker_that_has_only_just_been_started_does_not_end() -> None:
     """Signals are blocked until a new DataLoader worker has its handlers; then both processes unblock them."""
     done = run_python(STARTING)
-    assert done.stdout == "forked 3 working 0 main 0 4", done.stderr
+    assert done.stdout == "forked 4 working 0 main 0 4", done.stderr

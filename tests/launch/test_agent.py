@@ -114,6 +114,39 @@ def test_a_signal_to_the_agent_goes_to_the_workers(tmp_path: Path, number: signa
     assert not list(tmp_path.glob("ready-1-*"))  # workers that were stopped by a signal are not restarted
 
 
+CLOSING = """
+def leave(number, frame):
+    say(f"rank {rank} saves after {signal.Signals(number).name}")
+    while not os.path.exists(f"{folder}/enough"):
+        time.sleep(0.01)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, leave)
+ready()
+time.sleep(1000)
+"""
+
+
+def test_a_terminal_that_closes_is_one_stop_request(tmp_path: Path) -> None:
+    """SIGHUP may come more than once, and SIGTERM after it: the workers get one signal, and have the time to save."""
+    agent = start_agent(CLOSING, tmp_path, 1, limits={"_REPEAT": 0.0, "_SHUTDOWN": 0.2})
+    agent.ready()
+    for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+        agent.signal(number)
+        time.sleep(0.3)  # longer than a worker would have after a second request
+    (tmp_path / "enough").touch()
+    assert agent.code() == 143
+    assert agent.output == "rank 0 saves after SIGTERM\n"
+
+
+def test_a_signal_after_a_closed_terminal_is_the_second_at_its_second_time(tmp_path: Path) -> None:
+    agent = start_agent(CLOSING, tmp_path, 1, limits={"_REPEAT": 0.0, "_SHUTDOWN": 0.2})
+    agent.ready()
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGTERM):
+        agent.signal(number)
+        time.sleep(0.3)
+    assert agent.code() == 137
+
+
 def test_a_stop_request_to_one_worker_ends_all(tmp_path: Path) -> None:
     """If one worker gets a stop request, all workers agree to exit with code 143, and are not restarted."""
     script = SAVING + "ready()\nwhile not os.path.exists(f'{folder}/agreed'):\n    time.sleep(0.01)\n"

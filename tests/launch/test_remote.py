@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -267,6 +268,19 @@ def test_signals_go_to_all_hosts(start: Start, sent: signal.Signals, received: s
     process = start(**parts)
     os.killpg(process.pid, sent)
     assert process.communicate(timeout=PATIENCE)[0] == f"{code}\n"
+
+
+def test_a_terminal_that_closes_is_one_stop_request(start: Start) -> None:
+    """SIGHUP may come more than once, and SIGTERM after it; the hosts get one signal. Another SIGTERM is a second request."""
+    process = start(a=waits("a", f"told signal; touch once; told signal; touch twice; {ends(143)}"))
+    for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+        os.killpg(process.pid, number)
+        time.sleep(0.1)  # signals of one number that come at once are delivered once
+    wait_until(Path("once").exists)
+    assert not Path("twice").exists()
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.communicate(timeout=PATIENCE)[0] == "143\n"
+    assert Path("twice").exists()
 
 
 def test_ctrl_c_twice(start: Start) -> None:

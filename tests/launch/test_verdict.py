@@ -37,6 +37,7 @@ KILLED = "rank 5 was ended by SIGKILL (possibly out of memory)"
     ([(4, -10), (5, -10)], [], [USR1], Verdict(138, True, "rank 4 was ended by SIGUSR1", None)),
     ([(4, -15), (5, 1)], [], [TERM], Verdict(1, True, "rank 4 was ended by SIGTERM", None)),
     ([(4, -15), (5, 1)], [], [], Verdict(143, True, "rank 4 was ended by SIGTERM", "rank 4 was ended by SIGTERM")),
+    ([(4, -1), (5, 1)], [], [], Verdict(143, True, "rank 4 was ended by SIGHUP", "rank 4 was ended by SIGHUP")),
     ([(4, 143)], [5], [TERM], Verdict(143, True, f"{FIRST}143", f"rank 5 {SLOW} SIGTERM, and was killed")),
     ([], [4, 5], [TERM], Verdict(137, True, None, f"ranks 4, 5 {SLOW} SIGTERM, and were killed")),
     ([(4, 143)], [5], [], Verdict(143, True, f"{FIRST}143", f"rank 5 {SLOW} the other ranks, and was killed")),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from trainkit.console import set_printing
+from trainkit.errors import Preempted
 from trainkit.trainer import signals as module
 from trainkit.trainer.signals import Signals
 
@@ -64,6 +65,56 @@ def test_what_the_launcher_passes_on_is_no_second(signals: Signals, ended: list[
     monkeypatch.setattr(module, "_REPEATED", 0.0)
     send(signal.SIGTERM)
     assert ended == [signal.SIGUSR1, signal.SIGTERM]
+
+
+def test_a_terminal_that_closes(signals: Signals, ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGHUP may come from the shell and from the kernel, and SIGTERM from the system: none of them is a second signal."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+        send(number)
+    assert (signals.received, ended) == (signal.SIGHUP, [])
+    send(signal.SIGTERM)
+    assert ended == [signal.SIGTERM]
+
+
+def test_a_hangup_after_a_signal_is_no_second(signals: Signals, ended: list[int]) -> None:
+    send(signal.SIGTERM)
+    send(signal.SIGHUP)
+    assert (signals.received, ended) == (signal.SIGTERM, [])
+
+
+def test_a_hangup_is_ignored_under_nohup(ended: list[int]) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals(lambda: None) as signals:
+            signals.working = True
+            send(signal.SIGHUP)
+            assert (signals.received, signal.getsignal(signal.SIGHUP)) == (None, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ended == []
+
+
+def test_the_users_handler_of_a_hangup_is_called_once(ended: list[int]) -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGHUP, lambda number, frame: seen.append(number))
+    try:
+        with Signals(lambda: None) as signals:
+            signals.working = True
+            send(signal.SIGHUP)
+            send(signal.SIGHUP)
+            assert signals.received == signal.SIGHUP
+            assert isinstance(signals.ending("at step 3"), Preempted)
+            assert str(signals.ending("at step 3")) == "SIGHUP at step 3"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (seen, ended) == ([signal.SIGHUP], [])
+
+
+def test_a_hangup_before_the_first_step() -> None:
+    with Signals(lambda: None), pytest.raises(Preempted, match="SIGHUP before the first step"):
+        send(signal.SIGHUP)
 
 
 def test_ctrl_c_twice_is_twice_under_a_launcher_too(

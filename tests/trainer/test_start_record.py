@@ -155,6 +155,7 @@ def test_an_exception(error: BaseException, reason: str) -> None:
 @pytest.mark.parametrize("number, error, reason", [
     (signal.SIGTERM, SystemExit, "SIGTERM"),
     (signal.SIGUSR1, SystemExit, "SIGUSR1"),
+    (signal.SIGHUP, SystemExit, "SIGHUP"),
     (signal.SIGINT, KeyboardInterrupt, "KeyboardInterrupt"),
 ])  # fmt: skip
 def test_a_signal(number: int, error: type[BaseException], reason: str) -> None:

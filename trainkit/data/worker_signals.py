@@ -10,7 +10,7 @@ from types import FrameType
 
 __all__ = ["HANDLED", "ignore_group_signals", "signals_held_back"]
 
-HANDLED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
+HANDLED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name))
 """The signals that request a fit to stop."""
 
 _GRACE_PERIOD = 30  # seconds that a worker continues after SIGTERM
@@ -24,7 +24,7 @@ def ignore_group_signals() -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    for name in ("SIGINT", "SIGUSR1"):
+    for name in ("SIGINT", "SIGUSR1", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     if hasattr(signal, "SIGALRM"):

@@ -47,6 +47,7 @@ _LEAVE = 2.0  # seconds for elastic's thread to end when the job is over
 _STEP = 0.05  # seconds between two checks of the workers
 _PORT = 29500
 _LOST = "torch elastic has stopped the processes"
+_HANGUP = getattr(signal, "SIGHUP", None)
 _STOP_AND_CONTINUE = [getattr(signal, name) for name in ("SIGTSTP", "SIGCONT") if hasattr(signal, name)]
 
 
@@ -227,11 +228,20 @@ class _Run:
                     workers.signal_all(signal.SIGSTOP if number == signal.SIGTSTP else number)
                 if number == signal.SIGTSTP:
                     os.kill(os.getpid(), signal.SIGSTOP)
-            elif number == signal.SIGINT or number not in self._received or now - self._last > _REPEAT:
+            elif self._counts(number, now):
                 self._received.append(number)
                 self._last = now
                 if workers is not None:  # for workers a closed terminal is a stop request
-                    workers.signal(signal.SIGTERM if number == getattr(signal, "SIGHUP", 0) else number)
+                    workers.signal(signal.SIGTERM if number == _HANGUP else number)
+
+    def _counts(self, number: int, now: float) -> bool:
+        """Whether a signal is a stop request of its own; the second one ends the workers at once."""
+        if number == _HANGUP:  # when a terminal closes, the shell and the kernel both send it
+            return not self._received
+        if self._received == [_HANGUP] and number != signal.SIGINT:  # and the system may send SIGTERM too
+            self._received, self._last = [number], now
+            return False
+        return number == signal.SIGINT or number not in self._received or now - self._last > _REPEAT
 
 
 def run_job(job: Job) -> int:

@@ -108,6 +108,7 @@ class _Launcher:
         self._ended: list[_Host] = []  # in this order
         self._failed: list[_Host] = []  # those that failed before the others were stopped
         self._signals: list[int] = []
+        self._hung_up = False  # the only signal so far is SIGHUP
         self._last_error: _Host | None = None  # the host of the last line on standard error
 
     async def run(self, scripts: Mapping[str, str], ssh: Sequence[str], join_timeout: float) -> int:
@@ -138,8 +139,19 @@ class _Launcher:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             if signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup, or with & in a shell
-                loop.add_signal_handler(number, self._signals.append, signal.SIGTERM if number == signal.SIGHUP else number)
+                loop.add_signal_handler(number, self._note, number)
         loop.add_signal_handler(signal.SIGTSTP, lambda: None)  # a stopped process would send no heartbeats
+
+    def _note(self, number: int) -> None:
+        """Record a stop request. When a terminal closes, SIGHUP may come more than once, and SIGTERM after it."""
+        if number == signal.SIGHUP:
+            if not self._signals:
+                self._hung_up = True
+                self._signals.append(signal.SIGTERM)
+        elif self._hung_up and number == signal.SIGTERM:
+            self._hung_up = False
+        else:
+            self._signals.append(number)
 
     async def _read(self, host: _Host) -> None:
         """Show the output of a host until it has sent its exit code, or its terminal has hung up."""

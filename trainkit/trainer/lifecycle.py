@@ -52,7 +52,7 @@ __all__ = ["agree_on_signals", "build_hooks", "interruptible", "refuse_evaluatio
 
 
 class interruptible:  # noqa: N801 - used as a function, like contextlib's own
-    """Within it SIGTERM, SIGUSR1 and Ctrl-C let the step be finished and saved first.
+    """Within it SIGTERM, SIGUSR1, SIGHUP and Ctrl-C let the step be finished and saved first.
 
     The KeyboardInterrupt of Ctrl-C says how to continue, so that this is the last line on the terminal. Its traceback contains
     only the user's frames, since the place where the loop checks for signals does not help a user. After a second Ctrl-C, which

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C while a fit is running: the step is finished and saved before it ends."""
+"""SIGTERM, SIGUSR1, SIGHUP and Ctrl-C while a fit is running: the step is finished and saved before it ends."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from trainkit.errors import Preempted
 
 __all__ = ["Signals", "requeue"]
 
+_HANGUP = getattr(signal, "SIGHUP", None)
 _GRACE = 0.05  # seconds in which the signal that ended a worker reaches this process too
 _REPEATED = 1.0  # seconds within which a launcher may forward a signal that this process has received already
 
@@ -27,7 +28,8 @@ class Signals:
     Handlers can be set in the main thread only; in other threads nothing is changed. The handlers from before are called too,
     and are restored at the end. A second signal to this process ends it immediately. A signal that came to another process is
     not counted as the first: a batch system may not reach all processes at the same time. Nor is a signal counted twice if a
-    launcher forwards it to a process that has already received it.
+    launcher forwards it to a process that has already received it. SIGHUP never counts as the first or the second: when a
+    terminal closes, the shell and the kernel both send it, and the system may send SIGTERM too.
 
     Args:
         notify: called when a signal comes, so that the loop checks.
@@ -45,12 +47,15 @@ class Signals:
         self._notify = notify
         self._process = os.getpid()
         self._first: tuple[int, float] | None = None  # number and time of the first one that came to this process
+        self._hung_up = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             for number in HANDLED:
                 before = signal.getsignal(number)
+                if number == _HANGUP and before == signal.SIG_IGN:  # by nohup: the run outlives its terminal
+                    continue
                 if before is not None:  # None: set by a program that Python is embedded in
                     self._before[number] = before
                     signal.signal(number, self._note)
@@ -94,11 +99,16 @@ class Signals:
         if os.getpid() != self._process:
             _handle_in_child(number, frame, before)
             return
-        if self._first is not None:
+        if number == _HANGUP:
+            if self._hung_up or self._first is not None:
+                return
+            self._hung_up = True
+        elif self._first is not None:
             if not self._is_forwarded(number):
                 self._end_now(number)
             return
-        self._first = number, time.monotonic()
+        else:
+            self._first = number, time.monotonic()
         if self.received is None:
             self.received = number
             self._notify()

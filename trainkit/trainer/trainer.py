@@ -153,7 +153,7 @@ class Trainer:
         enable_model_summary: Add `ModelSummary`.
         enable_checkpointing: Add `ModelCheckpoint`, unless `callbacks` has one. It saves at the end of each epoch, every 30
             minutes and when training ends, and keeps the two newest checkpoints.
-        slurm_requeue: After SIGTERM or SIGUSR1, when the checkpoint is complete, ask SLURM to run the job again.
+        slurm_requeue: After SIGTERM, SIGUSR1 or SIGHUP, when the checkpoint is complete, ask SLURM to run the job again.
         profiler: `"simple"`, `"advanced"`, `"pytorch"` or a `Profiler`: prints at the end of the run where the time went.
         detect_anomaly: Let autograd name the forward operation that caused a NaN in the backward pass. Slow.
 
@@ -309,7 +309,8 @@ class Trainer:
             ConfigurationError: An argument is wrong. Raised before training starts.
             CheckpointError: Before training, the checkpoint is missing or damaged, or does not fit. Later, three saves in a
                 row failed.
-            Preempted: SIGTERM or SIGUSR1 stopped the run, which saved a checkpoint. It is a `SystemExit` with code 143.
+            Preempted: SIGTERM, SIGUSR1 or SIGHUP stopped the run, which saved a checkpoint. It is a `SystemExit` with code
+                143.
             KeyboardInterrupt: Ctrl-C stopped the run. The step was completed and saved.
         """
         known = ["model", "train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path", "restore", "overrides", "strict"]
