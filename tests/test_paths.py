@@ -17,7 +17,7 @@ from trainkit.cli.main import main
 from trainkit.errors import ConfigurationError
 from trainkit.loggers import CSVLogger, JSONLLogger, TensorBoardLogger
 from trainkit.loggers.metrics_reader import read_metrics
-from trainkit.paths import local_path, url_of
+from trainkit.paths import disk_path, local_path, remote_url, url_of
 from trainkit.profilers import SimpleProfiler
 
 
@@ -89,6 +89,38 @@ def test_a_url_is_a_staging_folder(run_dir: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(paths, "_schemes", {})
     monkeypatch.setenv("TRAINKIT_STAGING", "/scratch/staging")
     assert local_path("memory://bucket", "x") == Path("/scratch/staging/memory/bucket")
+
+
+@pytest.mark.parametrize("url, folder, shown", [
+    ("ftp://me:S@host/run", "ftp/me@host/run", "ftp://me@host/run"),
+    ("ftp://me:S@ss@host:21/run/", "ftp/me@host:21/run", "ftp://me@host:21/run"),
+    ("ftp://:S@host/run", "ftp/host/run", "ftp://host/run"),
+    ("ftp://me@host/run", "ftp/me@host/run", "ftp://me@host/run"),
+    ("http://S@host/run", "http/host/run", "http://host/run"),
+    ("http://me:S@host/run", "http/host/run", "http://host/run"),
+    ("memory://me:S@host", "memory/me@host", "memory://me@host"),
+])  # fmt: skip
+def test_a_password_is_kept_in_memory_only(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, url: str, folder: str, shown: str
+) -> None:
+    monkeypatch.setattr(paths, "_schemes", {})
+    monkeypatch.setattr(paths, "_passwords", {})
+    monkeypatch.setattr(paths, "_check_scheme", lambda *_: None)  # a package for it may be missing
+    for given in (url, Path(url)):
+        assert local_path(given, "x") == run_dir / "trainkit_remote" / folder
+    assert url_of(f"trainkit_remote/{folder}") == shown
+    assert remote_url(f"trainkit_remote/{folder}/step-1") == url.rstrip("/") + "/step-1"
+    assert remote_url("runs") is None
+    assert remote_url(local_path("memory://bucket/run", "x")) == "memory://bucket/run"
+
+
+@pytest.mark.parametrize("call", [local_path, disk_path], ids=["local_path", "disk_path"])
+@pytest.mark.parametrize("url", ["nothing://me:S3cr-t@host/run", "https://h/run?X-Amz-Signature=S3cr-t", "s3://me:S3cr-t@h/.."])
+def test_an_error_shows_no_password(call: Callable[..., Any], url: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        call(url, "default_root_dir", *(["fix"] if call is disk_path else []))
+    assert "S3cr-t" not in str(caught.value)
+    assert "***" in str(caught.value)
 
 
 def test_home_is_expanded_for_a_trainer(home: Path) -> None:

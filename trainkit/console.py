@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+from trainkit.masking import mask_text
+
 __all__ = [
     "TrainkitWarning",
     "counted",
@@ -97,6 +99,7 @@ def notice(text: str, everywhere: bool = False) -> None:
         text: The line.
         everywhere: See `warn`.
     """
+    text = mask_text(text)
     if everywhere:
         text = (_thread.prefix or _prefix) + text
     elif not prints_here():
@@ -135,7 +138,7 @@ def warn(text: str, everywhere: bool = False) -> None:
         text = (_thread.prefix or _prefix) + text
     elif not prints_here():
         return
-    warnings.warn(printable(text, sys.stderr), TrainkitWarning, stacklevel=_outside())
+    warnings.warn(printable(mask_text(text), sys.stderr), TrainkitWarning, stacklevel=_outside())
 
 
 def _outside() -> int:

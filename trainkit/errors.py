@@ -36,6 +36,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from trainkit.masking import mask_text
+
 __all__ = [
     "CheckpointError",
     "CheckpointLockedError",
@@ -69,6 +71,9 @@ __all__ = [
 
 class TrainkitError(Exception):
     """The base class of all errors of trainkit, except `Preempted`. Catch it to catch them all."""
+
+    def __str__(self) -> str:
+        return mask_text(super().__str__())  # an argument, such as the URL of a folder, may have a password
 
 
 class ConfigurationError(TrainkitError, ValueError):

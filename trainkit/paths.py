@@ -10,8 +10,9 @@ import re
 from pathlib import Path
 
 from trainkit.errors import ConfigurationError
+from trainkit.masking import mask_text, without_password
 
-__all__ = ["disk_path", "local_path", "url_of"]
+__all__ = ["disk_path", "local_path", "remote_url", "url_of"]
 
 _URL = re.compile(
     r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)"
@@ -20,6 +21,8 @@ _STAGING = "trainkit_remote"  # below the working directory, unless TRAINKIT_STA
 
 # Staging folder of a scheme → the scheme. Filled when a URL is first used: the working directory may change later.
 _schemes: dict[Path, str] = {}
+# URL of a host as messages and the name of its staging folder show it → the same with the password, kept in memory only.
+_passwords: dict[str, str] = {}
 
 
 def local_path(path: str | os.PathLike[str], argument: str) -> Path:
@@ -36,7 +39,7 @@ def local_path(path: str | os.PathLike[str], argument: str) -> Path:
     match = _URL.fullmatch(text)
     if match is None:
         return Path(os.path.expanduser(text))
-    scheme, rest = match[1].lower(), match[2]
+    scheme, rest = match[1].lower(), _without_password(text, match, argument)
     if scheme in ("file", "local"):
         return Path("/", rest)
     if ".." in rest.split("/") or not rest.strip("/"):
@@ -69,12 +72,35 @@ def disk_path(path: str | os.PathLike[str], argument: str, fix: str) -> Path:
 
 
 def url_of(path: str | os.PathLike[str]) -> str | None:
-    """The URL that a path in a staging folder stands for; `None` for any other path."""
+    """The URL that a path in a staging folder stands for, without a password, for messages; `None` for any other path."""
     found = Path(os.path.abspath(path))
     for folder, scheme in _schemes.items():
         if found != folder and found.is_relative_to(folder):
             return f"{scheme}://{found.relative_to(folder).as_posix()}"
     return None
+
+
+def remote_url(path: str | os.PathLike[str]) -> str | None:
+    """Like `url_of`, with the password that the user has given, to open it."""
+    url = url_of(path)
+    host = next((host for host in _passwords if url is not None and f"{url}/".startswith(f"{host}/")), None)
+    return url if url is None or host is None else _passwords[host] + url.removeprefix(host)
+
+
+def _without_password(text: str, match: re.Match[str], argument: str) -> str:
+    """The part of a URL after the scheme without a password, which is kept in memory."""
+    scheme, given = match[1].lower(), match[2]
+    _, question, query = given.partition("?")
+    if mask_text(question + query) != question + query and "@" not in query:  # else it is part of a password
+        raise ConfigurationError(
+            f"{argument}: expected the URL of a folder, got {text!r}, which is signed for one file. Fix: pass the URL without "
+            "the part after '?', and the credentials as the package of its file system reads them, such as by variables"
+        )
+    shown = without_password(f"{scheme}://{given}").removeprefix(f"{scheme}://")
+    if shown != given:
+        path = "/" + shown.partition("/")[2]
+        _passwords[f"{scheme}://{shown.partition('/')[0]}"] = f"{scheme}://{given.removesuffix(path)}"
+    return shown
 
 
 def _check_scheme(scheme: str, text: str, argument: str) -> None:

@@ -93,6 +93,18 @@ def test_no_secret_is_shown(report: Report) -> None:
     ]
 
 
+def test_a_value_that_is_shown_has_no_secret_in_it(report: Report) -> None:
+    lines = report(
+        TRAINKIT_STAGING="s3://me:hush@bucket", NCCL_DEBUG_FILE="x?token=hush", TORCH_X='{"api_key": "hush", "a": 1}'
+    )
+    assert [line for line in lines if "***" in line] == [
+        "  NCCL_DEBUG_FILE='x?token=***'",
+        """  TORCH_X='{"api_key": "***", "a": 1}'""",
+        "  TRAINKIT_STAGING='s3://***@bucket'",
+    ]
+    assert "hush" not in "".join(lines)
+
+
 def test_a_size_of_no_launcher_is_not_shown(report: Report) -> None:
     assert report(SIZE="12", NODE_SIZE="3")[-1] == "variables"
 

@@ -283,6 +283,17 @@ def test_a_run_with_checkpoints_only() -> None:
     assert "wandb sync trainkit_runs/logs/wandb/offline-run-20261125_101112-ab12cd34" in report("trainkit_runs").words
 
 
+def test_secrets_among_hyper_parameters_are_hidden() -> None:
+    fit(CSVLogger())
+    folder = Path("trainkit_runs/logs/default/version_0")
+    secrets = "api_key: hush\nlogger: {token: hush, n: 1}\ndata: ftp://me:hush@host/x\n"
+    (folder / "hparams.yaml").write_text(f"{secrets}tokenizer: gpt2\n")
+    words = report(folder).words
+    assert "hush" not in words
+    assert "gpt2" in words
+    assert "ftp://***@host/x" in words
+
+
 def test_a_damaged_checkpoint_and_unreadable_hyper_parameters() -> None:
     fit(CSVLogger())
     folder = Path("trainkit_runs/logs/default/version_0")

@@ -37,6 +37,7 @@ LOADS_OPTIONAL = {"torch.utils.tensorboard": "tensorboard"}
 # The rooms from bottom to top. A room may import only rooms of earlier lines, also for annotations. Rooms of one line must not
 # import each other.
 LAYERS = (
+    ("masking",),
     ("errors", "_version"),
     ("checks", "registry", "unsupported"),
     ("console", "keywords", "lazy", "nested", "paths", "rng", "footprint", "micro_batch"),

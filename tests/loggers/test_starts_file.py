@@ -35,6 +35,14 @@ def test_each_end_belongs_to_its_start(tmp_path: Path) -> None:
     assert running.time - killed.time == 180
 
 
+def test_secrets_that_an_earlier_version_has_recorded_are_hidden(tmp_path: Path) -> None:
+    command = ["train.py", "--wandb_key", "hush", "--lr", "1"]
+    append_record(tmp_path, start(0, command=command, argv=command, ckpt_path="ftp://me:hush@host/run", processes=2))
+    [found] = read_starts(tmp_path)
+    assert found.start["command"] == found.start["argv"] == ["train.py", "--wandb_key", "***", "--lr", "1"]
+    assert (found.start["ckpt_path"], found.start["processes"]) == ("ftp://***@host/run", 2)
+
+
 def test_times_are_read_back(tmp_path: Path) -> None:
     append_record(tmp_path, {"kind": "start", "time": utc_now(), "step": 0})
     append_record(tmp_path, {"kind": "start", "time": utc_now(), "step": 0})

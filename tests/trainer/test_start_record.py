@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from helpers.resume.faulting import At, Child, send
 from helpers.resume.saving import saving
 from helpers.runs.tiny import TinyModule, tiny_loader
@@ -21,11 +22,10 @@ from helpers.runs.trainers import Memory
 from helpers.support import run_python
 from helpers.worlds.worlds import run_world
 
-from trainkit import Callback, Trainer, __version__
+from trainkit import Callback, Trainer, __version__, paths
 from trainkit.callbacks import EarlyStopping, ModelCheckpoint
 from trainkit.console import TrainkitWarning
 from trainkit.loggers import CSVLogger, JSONLLogger, TensorBoardLogger
-from trainkit.trainer.start_record import without_secrets
 
 DEFAULT = "runs/logs/default/version_0"
 
@@ -128,15 +128,23 @@ def test_the_command_line_can_be_run_again(how: list[str]) -> None:
     assert "hush" not in Path("runs/version_0/starts.jsonl").read_text()
 
 
-def test_secrets_in_a_command_line_are_hidden() -> None:
-    given = [
-        "python", "train.py", "--hf-token", "abc", "--password=abc", "wandb.api_key=abc", "--db", "postgres://me:abc@host/x",
-        "--token", "--tokenizer", "gpt2", "--max-tokens", "512", "--keyboard=us", "key", "--secret",
-    ]  # fmt: skip
-    assert without_secrets(given) == [
-        "python", "train.py", "--hf-token", "***", "--password=***", "wandb.api_key=***", "--db", "postgres://***@host/x",
-        "--token", "--tokenizer", "gpt2", "--max-tokens", "512", "--keyboard=us", "key", "--secret",
-    ]  # fmt: skip
+def test_a_password_in_a_url_is_recorded_nowhere(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither in the output, nor in the name of a file, nor in a file, such as `state.json`."""
+    monkeypatch.setattr(paths, "_schemes", {})
+    monkeypatch.setattr(paths, "_passwords", {})
+    url = "memory://me:hush@bucket/runs"
+    fit(ModelCheckpoint(f"{url}/mine"), default_root_dir=url, logger=[CSVLogger(), JSONLLogger()], ckpt_path="auto")
+    fit(default_root_dir=url, ckpt_path=f"{url}/mine/step-00000004", max_epochs=2)
+    stored = MemoryFileSystem()
+    assert stored.isfile("/me:hush@bucket/runs/mine/step-00000004/state.json")  # the URL is opened with the password
+    found = [path for path in Path().rglob("*") if path.is_file()]
+    assert [path for path in found if path.name == "state.json"]
+    assert not [path for path in found if "hush" in str(path) or b"hush" in path.read_bytes()]
+    assert not [path for path, file in stored.store.items() if b"hush" in file.getvalue()]
+    assert "hush" not in "".join(capfd.readouterr())
+    assert "memory://***@bucket/runs/mine/step-00000004" in "".join(path.read_text() for path in Path().rglob("starts.jsonl"))
+    stored.store.clear()
+    stored.pseudo_dirs[:] = [""]
 
 
 # -------------------------------------------------------------------------------------------------------- how a fit ended

@@ -18,7 +18,7 @@ from typing import Any
 from trainkit.checkpoint.identify import checkpoint_identity, has_checkpoint_files, hidden_path, listed
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
 from trainkit.errors import CheckpointError, CorruptCheckpointError
-from trainkit.paths import url_of
+from trainkit.paths import remote_url, url_of
 
 __all__ = ["RemoteCheckpoint", "RemoteFolder", "remote_at", "why_not_at_the_url"]
 
@@ -64,7 +64,7 @@ class RemoteFolder:
 
     Args:
         local: the staging folder.
-        url: the URL.
+        url: the URL, for messages.
 
     Raises:
         CheckpointError: the URL cannot be opened: of methods too.
@@ -75,8 +75,9 @@ class RemoteFolder:
 
         self.local, self.url = local, url
         try:
-            self._fs: Any = url_to_fs(url)[0]
-            self._root: str = url_to_fs(url)[1].rstrip("/")
+            self._fs: Any
+            self._fs, root = url_to_fs(remote_url(local) or url)
+            self._root: str = root.rstrip("/")
         except Exception as error:
             raise self._unreadable(error) from error
 

@@ -14,6 +14,7 @@ from trainkit._version import __version__
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError
 from trainkit.launch.environment import read_place
+from trainkit.masking import is_secret_name, mask_value
 from trainkit.registry import strategy_infos
 
 __all__ = ["add_arguments", "run"]
@@ -46,7 +47,6 @@ _NAMED = (
     "COMET_", "JSM_", "KUBERNETES_", "LSB_", "LSF_", "MLFLOW_", "MPI_", "MV2_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "WANDB_",
 )  # fmt: skip
 
-_SECRET = ("AUTH", "COOKIE", "CREDENTIAL", "KEY", "PASS", "SECRET", "SIGNATURE", "TOKEN")
 _GIB = 2**30
 
 
@@ -140,5 +140,4 @@ def _variables(env: Mapping[str, str]) -> Iterator[str]:
         shown = name in _PLACES or name.startswith(prefixes)
         if not shown and not name.startswith(_NAMED):
             continue
-        secret = any(part in name.upper() for part in _SECRET)
-        yield f"{name}={env[name]!r}" if shown and not secret else f"{name} is set"
+        yield f"{name}={mask_value('', env[name])!r}" if shown and not is_secret_name(name) else f"{name} is set"

@@ -180,7 +180,7 @@ def connect(rank: int, shared: dict[str, Any], limit: float, silence_limit: floa
                 enable_keepalive(connection, silence_limit)
                 return connection
             except (EOFError, OSError, ValueError) as error:
-                failures.append(f"{address}: {error or 'no answer'}")
+                failures.append(f"{address}: {error if isinstance(error, ValueError) else f'no answer ({error})'}")
                 dropped |= isinstance(error, EOFError | ConnectionError)
             connection.close()
         if not dropped or monotonic() + _PAUSE > end:
@@ -209,9 +209,9 @@ def _authenticate(connection: socket.socket, shared: dict[str, Any], rank: int, 
         try:
             byte = connection.recv(1)
         except TimeoutError:
-            raise TimeoutError("no answer in time") from None
+            raise TimeoutError("timed out") from None
         if not byte:
-            raise EOFError("no answer: closed by the other side")
+            raise EOFError("closed by the other side")
         line += byte
         if len(line) > _MAX_HELLO:
             raise ValueError("another program answered")

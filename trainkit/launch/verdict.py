@@ -12,7 +12,7 @@ FAILED = 1
 INTERRUPTED = 130  # the exit code after Ctrl-C
 PREEMPTED = 143  # the exit code of a run that received a stop request and has saved
 _KILLED = 137
-_STOPPING = {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
+_STOPPED = {-signal.SIGTERM, -getattr(signal, "SIGHUP", signal.SIGTERM)}
 _MANY = 8  # ranks that a message names
 
 
@@ -51,7 +51,7 @@ def make_verdict(ended: Sequence[tuple[int, int]], killed: Sequence[int], receiv
         return Verdict(INTERRUPTED, True, first, None)
     if received or PREEMPTED in codes:
         return Verdict(_preempted_code(codes, received), True, first, _too_slow(killed, received, grace))
-    if codes[:1] and -codes[0] in _STOPPING:  # outside a run, where there is nothing to save
+    if _STOPPED.intersection(codes[:1]):  # outside a run, where there is nothing to save
         return Verdict(PREEMPTED, True, first, first)
     message = "; ".join([_exit(rank, code) for rank, code in failed if code < 0][:_MANY])
     return Verdict(_shell_code(codes), False, first, message or None)

@@ -16,6 +16,7 @@ from typing import Any
 
 from trainkit.checks import is_whole
 from trainkit.loggers.files import AppendFile, complete_lines
+from trainkit.masking import mask_arguments, mask_text
 
 __all__ = ["STARTS", "RecordedStart", "append_record", "read_starts", "utc_now"]
 
@@ -95,7 +96,17 @@ def _record(line: str) -> dict[str, Any]:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    return record if isinstance(record, dict) else {}
+    return _masked(record) if isinstance(record, dict) else {}
+
+
+def _masked(record: dict[str, Any]) -> dict[str, Any]:
+    """What may be a secret is hidden when a fit is recorded; earlier versions hid less."""
+    for name, value in record.items():
+        if isinstance(value, list) and all(isinstance(each, str) for each in value):
+            record[name] = mask_arguments(value)
+        elif isinstance(value, str):
+            record[name] = mask_text(value)
+    return record
 
 
 def _known_time(time: object) -> float | None:

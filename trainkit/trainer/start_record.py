@@ -21,6 +21,7 @@ from trainkit.console import warn
 from trainkit.errors import ConfigurationError, Preempted
 from trainkit.launch.self_start import folder_at_start, start_command
 from trainkit.loggers.starts_file import STARTS, append_record, utc_now
+from trainkit.masking import mask_arguments, mask_text
 from trainkit.trainer.explain import end_reason
 from trainkit.trainer.run_folder import folder_of_fit
 
@@ -28,11 +29,7 @@ if TYPE_CHECKING:
     from trainkit.trainer.run import Run
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["StartRecord", "without_secrets"]
-
-HIDDEN = "***"  # replaces a secret in the command line
-_SECRET = re.compile(r"(passw(or)?d|passphrase|secret|credentials?|(api|access|auth|private)[-_.]?key|token)$", re.IGNORECASE)
-_URL = re.compile(r"(://)[^/@\s]+@")  # user and password
+__all__ = ["StartRecord"]
 
 
 class StartRecord:
@@ -79,15 +76,15 @@ def _facts(run: Run, ckpt_path: str | os.PathLike[str] | None) -> dict[str, Any]
     strategy, saves = run.strategy, run.save_policy
     assert saves is not None  # each fit has them
     try:
-        command = without_secrets(start_command(strategy.world.size))
+        command = mask_arguments(start_command(strategy.world.size))
     except ConfigurationError:  # a notebook, python -c, a test: no command line that can be run again
         command = None
     return {
         "run_id": saves.run_id,
-        "ckpt_path": None if ckpt_path is None else os.fspath(ckpt_path),
+        "ckpt_path": None if ckpt_path is None else mask_text(os.fspath(ckpt_path)),
         "resumed_from": None if saves.resumed_from is None else str(saves.resumed_from),
         "resumed_saved_at": saves.resumed_saved_at,
-        "argv": without_secrets(sys.argv),
+        "argv": mask_arguments(sys.argv),
         "command": command,
         "folder": os.path.abspath(folder_at_start() or ""),
         "launcher": strategy.world.launcher,
@@ -110,19 +107,3 @@ def _name(error: BaseException) -> str:
     """What ended a fit, without the message, which may contain data: SIGTERM, KeyboardInterrupt, ValueError."""
     signal = re.search(r"\bSIG[A-Z0-9]+\b", str(error)) if isinstance(error, Preempted) else None
     return type(error).__name__ if signal is None else signal[0]
-
-
-def without_secrets(arguments: list[str]) -> list[str]:
-    """A command line in which the values of options such as `--api-key`, and passwords in URLs, are replaced by `***`."""
-    shown: list[str] = []
-    hide = False
-    for argument in arguments:
-        name, equals, _ = argument.partition("=")
-        if hide and not argument.startswith("-"):
-            shown.append(HIDDEN)
-        elif equals and _SECRET.search(name):
-            shown.append(f"{name}={HIDDEN}")
-        else:
-            shown.append(_URL.sub(rf"\1{HIDDEN}@", argument))
-        hide = not equals and argument.startswith("-") and _SECRET.search(argument) is not None
-    return shown

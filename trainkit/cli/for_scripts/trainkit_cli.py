@@ -22,6 +22,7 @@ from trainkit.cli.for_scripts.optimizer_arguments import ReduceLROnPlateau, inst
 from trainkit.cli.for_scripts.save_config import SaveConfigCallback
 from trainkit.console import warn
 from trainkit.errors import CheckpointNotFoundError, ConfigurationError
+from trainkit.masking import mask_arguments
 from trainkit.module.data_module import DataModule
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
@@ -256,8 +257,8 @@ class TrainkitCLI:
         """
         if args is not None and len(sys.argv) > 1:
             warn(
-                f"args={args!r} is used, and the command line {sys.argv[1:]} is not. Expected one of them: call "
-                f"{type(self).__name__} without args in a script."
+                f"args={args!r} is used, and the command line {mask_arguments(sys.argv[1:])} is not. Expected one of them: "
+                f"call {type(self).__name__} without args in a script."
             )
         given = sys.argv[1:] if args is None else args
         parse: Any = parser.parse_args if isinstance(given, Sequence) else parser.parse_object

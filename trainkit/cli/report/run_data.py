@@ -15,6 +15,7 @@ from trainkit.errors import CheckpointError, ConfigurationError
 from trainkit.loggers.logged_values import flatten
 from trainkit.loggers.metrics_reader import Series, home_of, read_metrics
 from trainkit.loggers.starts_file import STARTS
+from trainkit.masking import mask_value
 
 __all__ = ["KINDS", "RunData", "kind_of", "read_run", "report_folders"]
 
@@ -142,5 +143,5 @@ def _hparams(run: RunData, folder: Path, home: Path) -> dict[str, Any]:
             run.notes.append(f"{path.name} could not be read: {' '.join(str(error).split())}")
             continue
         if isinstance(values, dict):
-            return flatten({str(key): value for key, value in values.items()})
+            return flatten({str(key): mask_value(str(key), value) for key, value in values.items()})
     return {}
