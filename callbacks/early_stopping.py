@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainkit.callback import Callback
 from trainkit.checks import choice, real_number, whole_number
-from trainkit.console import counted, notice, warn
+from trainkit.console import counted, echo, notice, warn
 from trainkit.errors import ConfigurationError, MissingMetricError, nearest
 from trainkit.module.monitors import how_to_log, not_logged
 
@@ -316,7 +316,7 @@ class EarlyStopping(Callback):
         if trainer.strategy.world.size == 1 or self.log_rank_zero_only:
             module.print(message)
         else:
-            print(f"[rank {module.global_rank}] {message}")
+            echo(f"[rank {module.global_rank}] {message}")
 
 
 def _check_monitor(monitor: Any) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
 from trainkit.checks import whole_number
-from trainkit.console import notice
+from trainkit.console import echo, notice
 from trainkit.errors import UnknownNameError, nearest
 from trainkit.utilities.summary import Summary, columns_as_text
 
@@ -89,4 +89,4 @@ class ModelSummary(Callback):
             summarize_kwargs: What the constructor was given.
         """
         counts = (total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
-        print(columns_as_text(summary_data, *counts), flush=True)
+        echo(columns_as_text(summary_data, *counts), flush=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from typing import Any
 
 from trainkit.callbacks.model_summary import ModelSummary
+from trainkit.console import echo
 from trainkit.errors import missing_package
 from trainkit.utilities.summary import table_rows, total_lines
 
@@ -47,6 +49,7 @@ class RichModelSummary(ModelSummary):
         **summarize_kwargs: Any,
     ) -> None:
         from rich import get_console
+        from rich.console import Capture
         from rich.table import Table
         from rich.text import Text
 
@@ -59,5 +62,9 @@ class RichModelSummary(ModelSummary):
             table.add_row(*row)
         totals = total_lines(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
         console = get_console()
-        console.print(table, markup=False)
-        console.print(Text("\n".join(totals)))
+        captured = nullcontext() if console.is_jupyter else console.capture()
+        with captured:  # because rich exits the program if a pipe is closed
+            console.print(table, markup=False)
+            console.print(Text("\n".join(totals)))
+        if isinstance(captured, Capture):
+            echo(captured.get(), end="", file=console.file, flush=True)

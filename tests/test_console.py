@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import logging
+import os
 import sys
 import types
 import warnings
@@ -15,10 +18,13 @@ from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import make_trainer
 from helpers.support import run_python
 
-from trainkit import TrainModule
+from trainkit import TrainModule, callbacks
 from trainkit.console import (
+    _HANDLER,
+    OutputStream,
     TrainkitWarning,
     counted,
+    echo,
     notice,
     only_printable,
     printable,
@@ -218,3 +224,116 @@ def test_streams_are_as_they_were_afterwards(monkeypatch: pytest.MonkeyPatch) ->
         fail()
     assert stream.errors == "strict"
     assert stream.buffer.getvalue() == b"2 x 3 >= 5 -> naive ... ?\n"
+
+
+# ---------------------------------------------------------------------------------------------- output that cannot be written
+
+
+class Dead(io.StringIO):
+    """A stream that cannot be written at the moment."""
+
+    def __init__(self, error: Exception | None) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        if self.error is not None:
+            raise self.error
+        return super().write(text)
+
+
+def echo_often(stream: Any) -> None:
+    for _ in range(3):
+        echo("lost", file=stream, flush=True)
+
+
+@pytest.fixture(autouse=True)
+def no_warning_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit.console._unwritable", set())
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EFBIG, errno.EAGAIN])
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_stream_that_cannot_be_written_is_one_warning(name: str, error: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = Dead(OSError(error, os.strerror(error)))
+    monkeypatch.setattr(sys, name, dead)
+    said = f"standard {name.replace('std', '').replace('out', 'output').replace('err', 'error')} cannot be written: .*Fix"
+    with pytest.warns(TrainkitWarning, match=said) as warned:
+        echo_often(getattr(sys, name))
+    assert len(warned) == 1
+    dead.error = None
+    echo("there is space again", file=dead)
+    assert dead.getvalue() == "there is space again\n"
+
+
+def test_a_stream_that_is_closed_or_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", closed)
+    with pytest.warns(TrainkitWarning, match="closed file"):
+        echo("lost")
+    monkeypatch.setattr(sys, "stdout", None)
+    echo("a program without a console")
+
+
+def test_an_error_of_the_users_own_file_is_raised() -> None:
+    with pytest.raises(OSError, match="No space"):
+        echo("a result", file=Dead(OSError(errno.ENOSPC, "No space left on device")))
+
+
+def test_echo_prints_what_print_does(capsys: pytest.CaptureFixture[str]) -> None:
+    for printing in (echo, print):
+        printing("a", 1, None, sep="-", end=".")
+        printing()
+        printing("x", file=sys.stderr)
+        with pytest.raises(TypeError, match="sep must be None or a string"):
+            printing("a", sep=1)  # type: ignore[arg-type]
+    printed = capsys.readouterr()
+    half = len(printed.out) // 2
+    assert printed.out[:half] == printed.out[half:] == "a-1-None.\n"
+    assert printed.err == "x\nx\n"
+
+
+def test_a_notice_and_a_warning_on_a_dead_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Dead(OSError(errno.EIO, "Input/output error")))
+    with pytest.warns(TrainkitWarning, match="standard error cannot be written") as warned:
+        _HANDLER.handle(logging.makeLogRecord({"msg": "lost"}))  # what `notice` uses without pytest's handlers
+    assert len(warned) == 1
+
+    def show(*_: object, **__: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", show)  # as a program may show them
+        warn("lost as well")
+
+
+def test_an_output_stream_is_the_stream_to_a_library(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = OutputStream(sys.stdout)
+    assert (stream == sys.stdout, stream in (sys.stderr, sys.stdout), stream == sys.stderr) == (True, True, False)
+    assert (stream.encoding, stream.isatty(), hash(stream)) == (sys.stdout.encoding, False, hash(sys.stdout))
+    assert stream.write("…") == 1
+    stream.flush()
+    assert capsys.readouterr().out == "…"
+
+
+@pytest.mark.parametrize("bar", ["TQDMProgressBar", "RichProgressBar"])
+def test_a_whole_run_on_a_terminal_of_a_full_disk(bar: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bars that are drawn, the summary, verbose callbacks, `print` of module and trainer, and the table of results."""
+
+    class Talking(TinyModule):
+        def on_train_epoch_end(self) -> None:
+            self.print("an epoch")
+            self.trainer.print("of many", flush=True)
+
+    dead = Dead(OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(dead, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", dead)
+    more = [getattr(callbacks, bar)(), callbacks.ModelSummary(), callbacks.EarlyStopping("val_loss", verbose=True)]
+    trainer = make_trainer(*more, max_epochs=2, enable_progress_bar=True)
+    with pytest.warns(TrainkitWarning, match="standard output cannot be written: .*No space") as warned:
+        trainer.fit(Talking(), tiny_loader(), tiny_loader())
+    trainer.validate(dataloaders=tiny_loader())  # without another warning, which would be an error
+    assert len(warned) == 1
+    assert trainer.global_step == 8

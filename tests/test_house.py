@@ -519,6 +519,36 @@ def test_one_module_pickles_and_in_one_way() -> None:
 # ------------------------------------------------------------------------------------------ torch's public API only
 
 
+def test_one_function_prints() -> None:
+    report([c for source in SOURCES for c in house.prints(source)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "print('x')",
+        "def f(x):\n    print(x, file=sys.stderr)",
+        "show = print",
+        "import builtins\nbuiltins.print('x')",
+        "from builtins import print as show",
+        "import sys\nsys.stdout.write('x')",
+        "import sys\nwrite = sys.__stderr__.writelines",
+        "from sys import stderr\nstderr.write('x')",
+    ],
+)
+def test_other_printing_is_found(text: str) -> None:
+    assert house.prints(example(text))
+    assert not house.prints(example(text, "trainkit.console"))
+    assert not house.prints(example(text, "trainkit.cli.main"))
+
+
+@pytest.mark.parametrize(
+    "text", ["self.print('x')", "def print(self): ...", "'print(x)'", "sys.stdout.flush()", "file.write('x')"]
+)
+def test_what_does_not_print_passes(text: str) -> None:
+    assert not house.prints(example(text))
+
+
 def test_launch_and_distributed_use_the_public_api_of_torch() -> None:
     report([c for source in SOURCES for c in house.private_torch(source)])
 

@@ -1,28 +1,36 @@
-"""Messages to the user: notices (useful facts, on standard error) and warnings (something is likely wrong).
+"""All output: notices (useful facts, on standard error), warnings (something is likely wrong), and `echo`, which prints.
 
 Notices go through `logging.getLogger("trainkit")` at level INFO, so that a program can configure them. Warnings name the line
-of the user's code that caused them. Only the main process prints. Characters that a stream cannot show are replaced.
+of the user's code that caused them. Only the main process prints. Characters that a stream cannot show are replaced. A stream
+that cannot be written (a full disk, a pipe without a reader, a closed terminal) loses its output with one warning, and ends
+nothing.
 """
 
 from __future__ import annotations
 
+import atexit
+import builtins
 import codecs
+import io
 import logging
+import os
 import sys
 import threading
 import unicodedata
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
 from trainkit.masking import mask_text
 
 __all__ = [
+    "OutputStream",
     "TrainkitWarning",
     "counted",
     "each_once",
+    "echo",
     "notice",
     "only_printable",
     "printable",
@@ -50,25 +58,137 @@ class _ThreadState(threading.local):
 _main = True  # whether this process prints
 _prefix = ""  # of messages that each process prints
 _thread = _ThreadState()
+_unwritable: set[str] = set()  # the streams that the user was warned about
+_flushes_at_exit = False
 
 
 class TrainkitWarning(UserWarning):
     """trainkit can continue, but the user most likely did not mean this."""
 
 
-class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]
+class _StandardError(logging.Handler):
     """Writes to the current `sys.stderr`, so that redirection and capture work."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        super().emit(record)
+        try:
+            echo(self.format(record), file=sys.stderr, flush=True)
+        except Exception:  # as in other handlers: a message with wrong arguments, for example
+            self.handleError(record)
 
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record), sys.stderr)
+
+class OutputStream:
+    """Standard output or standard error, for a library that writes to a stream itself, such as tqdm and rich.
+
+    A write that fails is lost with one warning; everything else is that of the stream.
+
+    Args:
+        stream: `sys.stdout` or `sys.stderr`.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._wrapped = stream
+        _flush_at_exit()
+
+    def write(self, text: str) -> int:
+        """Write a text; characters that the stream cannot show are replaced."""
+        with _surviving(self._wrapped):
+            self._wrapped.write(printable(text, self._wrapped))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        with _surviving(self._wrapped):
+            self._wrapped.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_wrapped":  # of a copy that is not initialized
+            raise AttributeError(name)
+        return getattr(self._wrapped, name)
+
+    def __eq__(self, other: object) -> bool:  # tqdm clears the bars of the stream that is written to
+        return bool(self._wrapped == getattr(other, "_wrapped", other))
+
+    def __hash__(self) -> int:
+        return hash(self._wrapped)
 
 
 _HANDLER = _StandardError()
 _HANDLER.setFormatter(logging.Formatter("trainkit: %(message)s"))
+
+
+def echo(*values: Any, sep: str | None = None, end: str | None = None, file: Any = None, flush: bool = False) -> None:
+    """Python's `print`, for all that trainkit prints: standard output or error that cannot be written ends nothing.
+
+    What cannot be written is lost, with one warning for each of the two streams. Another `file` is the user's own: its errors
+    are raised.
+
+    Args:
+        values: As of `print`.
+        sep: As of `print`.
+        end: As of `print`.
+        file: As of `print`.
+        flush: As of `print`.
+    """
+    stream = sys.stdout if file is None else file
+    if stream is None:  # a program without a console
+        return
+    standard = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    if not isinstance(stream, OutputStream) and all(stream is not one for one in standard):
+        builtins.print(*values, sep=sep, end=end, file=stream, flush=flush)
+        return
+    text = io.StringIO()
+    builtins.print(*values, sep=sep, end=end, file=text)
+    output = stream if isinstance(stream, OutputStream) else OutputStream(stream)
+    output.write(text.getvalue())
+    if flush:
+        output.flush()
+
+
+@contextmanager
+def _surviving(stream: Any) -> Iterator[None]:
+    """In this context a stream that cannot be written is no error; the user is warned once."""
+    try:
+        yield
+    except OSError as error:
+        _warn_unwritable(stream, error)
+    except ValueError as error:  # also what a closed stream raises
+        if not getattr(stream, "closed", False):
+            raise
+        _warn_unwritable(stream, error)
+
+
+def _warn_unwritable(stream: Any, error: Exception) -> None:
+    name = "error" if stream is sys.stderr or stream is sys.__stderr__ else "output"
+    if name in _unwritable:
+        return
+    _unwritable.add(name)
+    warn(
+        f"standard {name} cannot be written: {error}. The program continues, and what it prints there is lost. Expected: a "
+        "disk with free space, a pipe whose reader runs, or an open terminal. Fix: python train.py > train.log 2>&1",
+        everywhere=True,
+    )
+
+
+def _flush_at_exit() -> None:
+    """Flush standard output and error at exit, before Python does: where that fails, the exit code would be 120."""
+    global _flushes_at_exit
+    if not _flushes_at_exit:
+        _flushes_at_exit = True
+        atexit.register(_flush_standard_streams)
+
+
+def _flush_standard_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except (OSError, ValueError) as error:
+            try:
+                _warn_unwritable(stream, error)
+            finally:
+                with suppress(OSError, ValueError):  # the buffer still has what cannot be written
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+                    stream.flush()
 
 
 def set_printing(main: bool = True, rank: int | None = None, *, thread: bool = False) -> None:
@@ -138,7 +258,9 @@ def warn(text: str, everywhere: bool = False) -> None:
         text = (_thread.prefix or _prefix) + text
     elif not prints_here():
         return
-    warnings.warn(printable(mask_text(text), sys.stderr), TrainkitWarning, stacklevel=_outside())
+    _flush_at_exit()
+    with suppress(OSError):  # a `warnings.showwarning` of the program's may write to standard error that is lost
+        warnings.warn(printable(mask_text(text), sys.stderr), TrainkitWarning, stacklevel=_outside())
 
 
 def _outside() -> int:

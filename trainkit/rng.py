@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from trainkit.checks import whole_number
+from trainkit.console import echo
 from trainkit.errors import ConfigurationError
 
 __all__ = [
@@ -180,7 +181,7 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
     _process_seed = chosen
     seed_process(chosen)
     if verbose:
-        print(f"trainkit: seed {chosen}")
+        echo(f"trainkit: seed {chosen}")
     return chosen
 
 

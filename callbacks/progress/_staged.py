@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from trainkit.callbacks.progress.progress_bar import ProgressBar
-from trainkit.console import printable
+from trainkit.console import echo
 from trainkit.metrics.values import read
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ class StageProgress:
         """Draw it, or print a line."""
         self._measure()
         if self.display is None:
-            print(printable(self.line(metrics), sys.stdout), flush=True)
+            echo(self.line(metrics), flush=True)
         else:
             self.display.draw(self, metrics)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
+from trainkit.console import echo
 from trainkit.errors import HookError
 from trainkit.lazy import lazily
 
@@ -158,13 +159,13 @@ class ProgressBar(Callback):
         self._enabled = True
 
     def print(self, *values: Any, **options: Any) -> None:
-        """Python's `print`, above the bars; `trainer.print` calls it on the main process.
+        """Python's `print`, above the bars; `trainer.print` calls it on the main process. A dead terminal ends nothing.
 
         Args:
             values: What to print.
             options: `sep`, `end`, `file` and `flush` of Python's `print`.
         """
-        print(*values, **options)
+        echo(*values, **options)
 
     def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, Any]:
         """The values next to the bar of training, by name. Override it to show others.

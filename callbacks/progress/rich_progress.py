@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from trainkit.callbacks.progress._staged import Display, Kind, StagedProgressBar, StageProgress
 from trainkit.checks import real_number
-from trainkit.console import printable
+from trainkit.console import OutputStream, printable
 from trainkit.errors import ConfigurationError, missing_package
 
 if TYPE_CHECKING:
@@ -251,6 +252,8 @@ class RichProgressBar(StagedProgressBar):
         from rich.console import Console
 
         self._console = Console(**self.console_kwargs)
+        if self._console.file in (sys.stdout, sys.stderr):  # rich exits the program if a pipe is closed
+            self._console.file = cast("IO[str]", OutputStream(self._console.file))
         return self._console.is_interactive or self._console.is_jupyter
 
     def _pace(self) -> tuple[int, float]:
@@ -266,7 +269,9 @@ class RichProgressBar(StagedProgressBar):
             wrapped = Column(no_wrap=False)
             metrics = TextColumn("{task.fields[metrics]}", style=theme.metrics, markup=False, table_column=wrapped)
             columns = [*self.configure_columns(self.trainer), metrics]
-            self.progress = Progress(*columns, console=self._console, auto_refresh=False)
+            # messages to a file stay there
+            same = sys.stderr is not None and (sys.stderr.isatty() or self._console is None or self._console.is_jupyter)
+            self.progress = Progress(*columns, console=self._console, auto_refresh=False, redirect_stderr=same)
             self.progress.start()
         return _RichDisplay(self, self.progress)
 

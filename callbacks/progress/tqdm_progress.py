@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from trainkit.callbacks.progress._staged import Display, Kind, StagedProgressBar, StageProgress
 from trainkit.checks import whole_number
-from trainkit.console import notice, printable
+from trainkit.console import OutputStream, echo, notice, printable
 from trainkit.lazy import lazily
 
 if TYPE_CHECKING:
@@ -137,9 +137,9 @@ class TQDMProgressBar(StagedProgressBar):
         """Python's `print`, above the bars."""
         if any(stage is not None and stage.display is not None for stage in (self._train, self._evaluation)):
             with (self._kind or _Bar).external_write_mode(file=file or sys.stdout):
-                print(*values, sep=sep, end=end, file=file, flush=flush)
+                echo(*values, sep=sep, end=end, file=file, flush=flush)
         else:
-            print(*values, sep=sep, end=end, file=file, flush=flush)
+            echo(*values, sep=sep, end=end, file=file, flush=flush)
 
     # ------------------------------------------------------------------------------------------------------------- its bars
 
@@ -211,7 +211,7 @@ class TQDMProgressBar(StagedProgressBar):
             dynamic_ncols=True,
             mininterval=0.0,  # the stage decides when to draw
             miniters=1,
-            file=sys.stdout,
+            file=OutputStream(sys.stdout),
             bar_format=self.BAR_FORMAT,
         )
 

@@ -39,8 +39,8 @@ LOADS_OPTIONAL = {"torch.utils.tensorboard": "tensorboard"}
 LAYERS = (
     ("masking",),
     ("errors", "_version"),
-    ("checks", "registry", "unsupported"),
-    ("console", "keywords", "lazy", "nested", "paths", "rng", "footprint", "micro_batch"),
+    ("checks", "console", "registry", "unsupported"),
+    ("keywords", "lazy", "nested", "paths", "rng", "footprint", "micro_batch"),
     ("tagged_json",),
     ("distributed",),
     ("precision",),
@@ -99,6 +99,10 @@ CODE_RUNNING_CALLS = {
 # The only module that calls torch.load, with weights_only=True: files of other programs, in a process of its own.
 FOREIGN_FILES = ("trainkit.cli.checkpoint.foreign.restricted_load", ("torch.load", "torch.serialization"))
 CODE_RUNNING_BUILTINS = {"eval", "exec"}
+
+# The module whose function prints for the whole project; and the subcommands, whose output is their result: one that cannot be
+# written is an error.
+PRINTING = ("trainkit.console", "trainkit.cli")
 
 # Prefixes of DeepSpeed's keys and attributes that no `StrategyInfo` lists.
 PREFIXES = ("zero_stage", "zero_opt", "ds_")
@@ -368,6 +372,28 @@ def code_in_data(source: Source) -> list[str]:
             complaints.append(source.at(call.lineno, "calls torch.load without weights_only=True"))
         if any(word.arg == "allow_pickle" and constant(word.value) is not False for word in call.keywords):
             complaints.append(source.at(call.lineno, "allows pickle"))
+    return complaints
+
+
+def prints(source: Source) -> list[str]:
+    """Output past `trainkit.console.echo`: `print`, and what is written to `sys.stdout` and `sys.stderr`."""
+    if any(under(source.module, name) for name in PRINTING):
+        return []
+    fix = "use trainkit.console.echo, which survives a full disk and a closed terminal"
+    tree = source.tree
+    complaints = [
+        source.at(item.line, f"imports {item.full}: {fix}")
+        for item in imports(tree)
+        if item.full in {"builtins.print", "sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__"}
+    ]
+    streams = {f"sys.{name}" for name in ("stdout", "stderr", "__stdout__", "__stderr__")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == "print":
+            complaints.append(source.at(node.lineno, f"uses print: {fix}"))
+        elif isinstance(node, ast.Attribute):
+            front, _, last = dotted(node).rpartition(".")
+            if dotted(node) == "builtins.print" or (front in streams and last in ("write", "writelines")):
+                complaints.append(source.at(node.lineno, f"uses {dotted(node)}: {fix}"))
     return complaints
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.config.distributed_type import DistributedType, distributed_type
 from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from trainkit.config.settings import Plugin
+from trainkit.console import echo
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.strategy import Strategy
@@ -216,7 +216,7 @@ class ProcessVerbs:
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the first process of each node only; the arguments are those of `print`."""
         if self.is_local_main_process:
-            builtins.print(*args, **kwargs)
+            echo(*args, **kwargs)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:

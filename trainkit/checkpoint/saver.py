@@ -18,6 +18,7 @@ from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.host_copy import HostBuffers
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.staging import staging
+from trainkit.console import echo
 from trainkit.distributed.world import ThreadExchange
 from trainkit.errors import CheckpointWriteError
 
@@ -157,5 +158,5 @@ class Saver:
 def _print(failures: deque[_Failure]) -> None:
     while failures:
         failure = failures.popleft()
-        print(f"trainkit: saving {failure.target} failed. The error was not reported during training:", file=sys.stderr)
-        traceback.print_exception(failure.error)
+        text = f"trainkit: saving {failure.target} failed. The error was not reported during training:\n"
+        echo(text + "".join(traceback.format_exception(failure.error)), end="", file=sys.stderr)

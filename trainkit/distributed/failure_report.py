@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
+from trainkit.console import echo
 from trainkit.distributed.channel import Channel
 from trainkit.distributed.failure import Failure, is_communication, is_timeout, summary
 from trainkit.distributed.process_exit import end_after_others, end_process, write_error_file
@@ -131,13 +132,14 @@ class FailureReport:
                 channel.wait(self._others_have_ended, _LAST)
             self._before(kind, error, trace)
             if is_timeout(error) and channel.runs.begun:
-                print(f"trainkit: rank {channel.rank} {_TIMEOUT_HELP}", file=sys.stderr)
-            sys.stderr.flush()
+                echo(f"trainkit: rank {channel.rank} {_TIMEOUT_HELP}", file=sys.stderr)
+            with suppress(OSError):
+                sys.stderr.flush()
             return
         if ending is not error or isinstance(error, ProcessFailedError):
-            print(f"trainkit: rank {channel.rank} ended because {first}", file=sys.stderr, flush=True)
+            echo(f"trainkit: rank {channel.rank} ended because {first}", file=sys.stderr, flush=True)
         elif summary(error) == first.summary and self._prints_its_error(first.rank):
-            print(f"trainkit: rank {channel.rank} failed with the same error: {summary(error)}", file=sys.stderr, flush=True)
+            echo(f"trainkit: rank {channel.rank} failed with the same error: {summary(error)}", file=sys.stderr, flush=True)
         else:
             self._before(kind, error, trace)
         end_after_others(channel, first)
@@ -172,7 +174,7 @@ class FailureReport:
         if failure is None:
             return
         if multiprocessing.parent_process() is None:
-            print(
+            echo(
                 f"{failure.text}trainkit: this error was caught on rank {channel.rank}, but the other ranks were still in the "
                 "run and were ended. Catch the error on all ranks, or on none.",
                 file=sys.stderr,

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -231,7 +232,8 @@ def _write_whole_lines() -> None:
     """Write whole lines if a launcher has turned buffering off (python -u), so that lines of several processes do not mix."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.write_through:
-            stream.reconfigure(line_buffering=True, write_through=False)
+            with suppress(OSError):  # it also flushes
+                stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _backend(wanted: RequestedDevices) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 from trainkit.checks import is_number, whole_number
 from trainkit.config.inherited import VARIABLE, Settings, carry, inherited_settings
 from trainkit.config.keys import KEYS, checked
+from trainkit.console import echo
 from trainkit.distributed.failure import summary
 from trainkit.errors import ConfigurationError, Preempted, ProcessFailedError, UnsupportedArgumentError
 from trainkit.launch.cuda_watch import warn_if_cuda_initialized
@@ -112,7 +113,7 @@ def notebook_launcher(
     if VARIABLE in os.environ:  # set by the launcher of this process
         settings = settings.over(inherited_settings())
     count, replicas, devices = _processes(num_processes, num_nodes, max_restarts)
-    print(f"Launching training on {devices}.", flush=True)
+    echo(f"Launching training on {devices}.", flush=True)
     if count == 1 and num_nodes == 1 and replicas is None:
         return _run_here(function, args, carry(settings))
     warn_if_cuda_initialized(_NAME)

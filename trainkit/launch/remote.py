@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainkit._version import __version__
+from trainkit.console import echo
 from trainkit.distributed.failure import names_another_failure
 from trainkit.distributed.wire import decode
 from trainkit.errors import ConfigurationError
@@ -185,7 +186,7 @@ class _Launcher:
         """Print a line in a thread, because a terminal may be stopped, and heartbeats must continue."""
         text = f"trainkit: {text}" if host is None else f"{host.name}: {text}" if len(self._hosts) > 1 else text
         async with self._screen:
-            await asyncio.to_thread(print, text, file=sys.stdout if number == 1 else sys.stderr, flush=True)
+            await asyncio.to_thread(echo, text, file=sys.stdout if number == 1 else sys.stderr, flush=True)
             self._last_error = host if number == 2 else self._last_error
 
     def _send_heartbeats(self) -> None:

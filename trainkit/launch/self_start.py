@@ -7,9 +7,11 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from types import ModuleType
 from typing import NoReturn
 
+from trainkit.console import echo
 from trainkit.errors import ConfigurationError
 from trainkit.launch.cuda_watch import warn_if_cuda_initialized
 from trainkit.launch.start_dir import FOLDER
@@ -51,7 +53,8 @@ def become_agent(processes: int) -> NoReturn:
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.flush()
+            with suppress(OSError):  # what cannot be written is lost
+                stream.flush()
     if os.name == "nt":  # exec would return to the shell immediately
         os._exit(subprocess.call(agent))
     os.execv(sys.executable, agent)
@@ -71,7 +74,7 @@ def serve() -> NoReturn:
     except KeyboardInterrupt:  # before there were workers
         code = 130
     except ConfigurationError as error:
-        print(f"trainkit: {error}", file=sys.stderr)
+        echo(f"trainkit: {error}", file=sys.stderr)
         code = 2
     sys.exit(code)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from trainkit.console import echo
 from trainkit.errors import ModuleError
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class AttachedModule(nn.Module):
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process only, above the progress bar; the arguments are those of `print`."""
         if self._trainer is None:
-            print(*args, **kwargs)
+            echo(*args, **kwargs)
         else:
             self._trainer.print(*args, **kwargs)
 

@@ -14,6 +14,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from trainkit.console import echo
 from trainkit.errors import ConfigurationError, MissingMethodError, UnknownNameError, nearest
 from trainkit.paths import disk_path
 
@@ -122,7 +123,7 @@ class Profiler:
         """Write the summary to the file, if there is a `filename`; otherwise print it."""
         text = self.summary()
         if text and self.filename is None:
-            print(text)
+            echo(text)
         elif text:
             path = self._path(".txt")
             path.parent.mkdir(parents=True, exist_ok=True)

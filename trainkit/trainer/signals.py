@@ -13,6 +13,7 @@ from typing import Any
 
 from trainkit.console import notice, prints_here, warn
 from trainkit.data.worker_signals import HANDLED
+from trainkit.distributed.process_exit import write_stderr
 from trainkit.errors import Preempted
 
 __all__ = ["Signals", "requeue"]
@@ -114,7 +115,7 @@ class Signals:
             self._notify()
         if number == signal.SIGINT and self.working and prints_here():
             # not through logging or print: the signal may have come in the middle of one
-            os.write(2, b"\ntrainkit: Ctrl-C: finishing the step and saving. Press it again to exit immediately.\n")
+            write_stderr("\ntrainkit: Ctrl-C: finishing the step and saving. Press it again to exit immediately.\n")
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
         if not self.working:

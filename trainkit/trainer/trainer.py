@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 
 from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback
-from trainkit.console import notice, printable
+from trainkit.console import echo, notice
 from trainkit.data.sources import as_passed
 from trainkit.errors import ConfigurationError, ModuleError, nearest
 from trainkit.hooks.hook_checks import check_callback
@@ -566,7 +565,7 @@ class Trainer:
         if not self.is_global_zero:
             return
         bar: Any = self.progress_bar_callback
-        (print if bar is None else bar.print)(*args, **kwargs)
+        (echo if bar is None else bar.print)(*args, **kwargs)
 
     # ---------------------------------------------------------------------------------------------------- what can be read
 
@@ -1100,5 +1099,5 @@ def _evaluate(
         if plan.keeps:
             plan.outputs = gather_predictions(trainer.strategy.data_world, plan.outputs, trainer.device)
         if verbose and trainer.is_global_zero:
-            trainer.print(printable(results_table(stage, results), sys.stdout))
+            trainer.print(results_table(stage, results))
         return results
