@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from trainkit.callback import Callback
 from trainkit.callbacks._to_host import copying_to_host
 from trainkit.checks import choice, real_number, whole_number
+from trainkit.console import warn
 from trainkit.errors import LossError, TrainingSpikeException
 
 if TYPE_CHECKING:
@@ -175,8 +176,11 @@ class SpikeDetection(Callback):
         path = Path(trainer.default_root_dir) if self.exclude_batches_path is None else Path(self.exclude_batches_path)
         path = path if path.suffix == ".json" else path / _FILE
         if trainer.is_global_zero:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.bad_batches, indent=4), "utf-8")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(self.bad_batches, indent=4), "utf-8")
+            except OSError as error:  # the spike is what the user must see
+                warn(f"SpikeDetection could not write {path}: {error}. The micro-batches to skip: {self.bad_batches}")
         self._found = (
             f"the loss of micro-batch {batch_idx} in epoch {trainer.current_epoch} is a spike, compared with the mean of the "
             f"{self.window} losses before it. Expected a loss that changes slowly. {path} lists the micro-batches to skip. "

@@ -16,6 +16,7 @@ from helpers.worlds.worlds import run_world
 from torch import Tensor
 
 from trainkit.callbacks import ModelCheckpoint, SpikeDetection
+from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError, LossError, TrainingSpikeException
 
 
@@ -91,6 +92,13 @@ def test_only_windows_that_are_complete_are_judged(trainer: Any, module: Any, fe
     assert [loss.batch_idx for loss in callback._pending] == [2]
     with pytest.raises(TrainingSpikeException):
         callback.check_now(trainer)
+
+
+def test_a_file_that_cannot_be_written_does_not_hide_the_spike(feed: Any, run_dir: Path) -> None:
+    Path("taken").write_text("a file and no folder")
+    with pytest.warns(TrainkitWarning, match=r"could not write taken/skip_batches.json: .*to skip: \[1, 2\]"):
+        feed(callback := SpikeDetection(exclude_batches_path="taken"), [1.0, 1.0, 9.0])
+    assert callback.bad_batches == [1, 2]
 
 
 def test_the_file(feed: Any, run_dir: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
 import signal
 import sys
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader
 from trainkit import Callback, TrainModule
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.errors import CheckpointWriteError
-from trainkit.loggers import TensorBoardLogger, tensorboard
+from trainkit.loggers import CSVLogger, JSONLLogger, TensorBoardLogger, tensorboard
 from trainkit.loggers.metrics_reader import read_metrics
 
 MOUNT = Path("disk")
@@ -283,15 +284,113 @@ def test_a_limit_on_the_size_of_files() -> None:
     assert all(event["left"] == [] for event in told())
 
 
+class Logged(Steady):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("loss", float(batch_idx))
+        for number in range(300):  # a row is larger than a page, so that the first one does not fit
+            self.log(f"more_{number}", (batch_idx + 1) / 3.1)
+        if batch_idx >= 8:  # a new column, while the disk is full
+            self.log("late", float(batch_idx))
+        return super().training_step(batch, batch_idx)
+
+
+def logged_on(logger: Any, acts: dict[int, Callable[[], Any]], *more: Callback) -> list[int]:
+    """Train 20 steps, each of them logged and most of them saved elsewhere; returns the number of steps."""
+    events = Events(MOUNT / "logs", acts)
+    trainer = saving(events, ModelCheckpoint("saves"), *more, logger=logger, max_steps=20, log_every_n_steps=1)
+    trainer.fit(Logged(), DataLoader(list(range(100))))
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLLogger])
+def test_rows_of_an_outage_are_written_when_there_is_space(kind: Any) -> None:
+    """Training continues with one warning an outage, and not one a row; no row is lost, new columns included."""
+
+    def work() -> Any:
+        logger = kind(MOUNT / "logs")
+        acts = {5: lambda: fill(0), 11: free, 14: lambda: fill(0), 17: free}
+        return logged_on(logger, acts), read_metrics(str(logger.log_dir))
+
+    (steps, metrics), output = on_a_disk(work)
+    assert steps == 20
+    assert [step for step, _ in metrics["loss"]] == list(range(1, 21))
+    assert metrics["late"] == [[step, float(step - 1)] for step in range(9, 21)]
+    texts = warnings_in(output)
+    assert len(texts) == 2
+    for text in texts:
+        assert f"{kind.__name__} could not write the metrics of step" in text
+        assert "No space left" in text
+        assert "Training continues" in text
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLLogger, TensorBoardLogger])
+def test_a_disk_that_stays_full_until_the_end_of_the_run(kind: Any) -> None:
+    """`fit` returns, and a notice says how many rows are missing; the hyper-parameters do not fit on the disk either."""
+
+    def work() -> Any:
+        logger = kind(MOUNT / "logs")
+        steps = logged_on(logger, {2: lambda: fill(0)})
+        logger.log_hyperparams({"again": 1})
+        return steps, sorted(read_metrics(str(logger.log_dir))["loss"])[0]
+
+    (steps, first), output = on_a_disk(work)
+    assert (steps, first[0]) == (20, 1)
+    assert "Traceback" not in output
+    told = warnings_in(output)
+    assert 1 <= len(told) <= 2  # the second one is that of a run that has ended
+    assert "Training continues" in told[0]
+    if kind is not TensorBoardLogger:
+        [first_lost] = re.findall(r"metrics of step (\d+)", told[0])
+        number = 21 - int(first_lost)
+        assert f"trainkit: {kind.__name__} could not write to its end: [Errno 28] " in output
+        assert f"; {number} records are missing" in output
+
+
+class ManyFiles(Callback):
+    """In the saves of some steps, no file can be opened, as if a program had too many open files."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+        self.unlimited = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, self.unlimited)  # after the loggers
+
+    def state_dict(self) -> dict[str, Any]:
+        full = Path("/proc/self/fd").exists() and self.trainer_step in self.steps
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3 if full else self.unlimited[0], self.unlimited[1]))
+        return {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trainer_step = trainer.global_step
+
+    trainer_step = 0
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLLogger])
+def test_too_many_open_files_at_a_save_are_a_failed_save(kind: Any) -> None:
+    """As a full disk: a warning, and the next save tries again."""
+
+    def work() -> Any:
+        logger = kind("logs")
+        files = ManyFiles(2, 4)
+        callbacks = [Events(Path("saves"), {}), ModelCheckpoint("saves", every_n_train_steps=1, keep_last=-1), files]
+        trainer = saving(*callbacks, logger=logger, max_steps=6, log_every_n_steps=1)
+        trainer.fit(Logged(), DataLoader(list(range(100))))
+        return trainer.global_step, sorted(checkpoints(Path("saves"))), read_metrics(str(logger.log_dir))["loss"]
+
+    with Child(work) as child:
+        steps, names, loss = child.answer
+    assert (steps, [step for step, _ in loss]) == (6, [1, 2, 3, 4, 5, 6])
+    failed = [2, 4] if kind is JSONLLogger else []  # the other one knows its position
+    assert names == [f"step-{step:08d}" for step in range(1, 7) if step not in failed]
+    texts = [text for text in warnings_in(child.output) if "could not be saved" in text]
+    assert len(texts) == len(failed)
+    assert all("JSONLLogger in its log cannot be read" in text and "Too many open files" in text for text in texts)
+
+
 def test_tensorboard_on_a_full_disk() -> None:
     """Training continues with one warning and no traceback of a thread; the logger writes again once there is space."""
-
-    class Logged(Steady):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.log("loss", float(batch_idx))
-            for number in range(40):
-                self.log(f"more_{number}", float(batch_idx))
-            return super().training_step(batch, batch_idx)
 
     def work() -> Any:
         tensorboard._RETRY = 0.0

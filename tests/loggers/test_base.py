@@ -14,8 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer
 
 import trainkit.loggers
+from trainkit import Accelerator
+from trainkit.callbacks import ModelCheckpoint
+from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError, MissingMethodError
 from trainkit.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger
 from trainkit.loggers.attach import attach, default_logger
@@ -319,3 +324,68 @@ def test_a_logger_written_for_lightning(tmp_path: Path) -> None:
     logger.finalize("success")
     assert logger.seen == [({"a": 1}, 2), {"b": 3}]
     assert list(tmp_path.iterdir()) == []
+
+
+class Unwritable(Logger):
+    """A logger without a disk or a server."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.works = False
+
+    def _fail(self, *_: Any) -> None:
+        if not self.works:
+            raise OSError(5, "Input/output error")
+
+    write_metrics = write_hyperparams = write_image = write_text = write_histogram = close_experiment = save = _fail
+
+
+class Overriding(Unwritable):
+    """As loggers written for Lightning, which override what is called."""
+
+    log_metrics = log_hyperparams = finalize = after_save_checkpoint = Unwritable._fail
+
+
+def use(logger: Logger) -> list[Any]:
+    return [
+        lambda: logger.log_hyperparams({"lr": 0.1}),
+        lambda: logger.log_metrics({"loss": 1.0}, 1),
+        lambda: logger.log_image("image", torch.zeros(3, 2, 2)),
+        lambda: logger.log_text("text", "a"),
+        lambda: logger.log_histogram("weights", torch.zeros(3)),
+        lambda: (logger.experiment, logger.finalize()),
+    ]
+
+
+def test_a_logger_of_a_run_that_cannot_write_is_one_warning(tmp_path: Path) -> None:
+    """Used alone, it raises the error."""
+    for call in use(Unwritable()):
+        with pytest.raises(OSError, match="Input/output error"):
+            call()
+    attach([logger := Unwritable()], tmp_path)
+    first, *others = use(logger)
+    with pytest.warns(TrainkitWarning, match="Unwritable could not write the hyper-parameters: .*Training continues") as warned:
+        first()
+    for call in others:  # another warning would be an error
+        call()
+    assert len(warned) == 1
+    logger.works = True
+    logger.log_metrics({"loss": 1.0}, 2)
+    logger.works = False
+    with pytest.warns(TrainkitWarning, match="could not write the metrics of step 3"):  # another outage
+        logger.log_metrics({"loss": 1.0}, 3)
+
+
+@pytest.mark.parametrize("kind", [Unwritable, Overriding])
+def test_a_logger_that_cannot_write_ends_no_run(kind: type[Logger], run_dir: Path) -> None:
+    callbacks = [ModelCheckpoint("saves", every_n_train_steps=2)]
+    trainer = make_trainer(*callbacks, logger=kind(), max_epochs=2, log_every_n_steps=1, enable_checkpointing=True)
+    with pytest.warns(TrainkitWarning, match=f"{kind.__name__} could not write the metrics of step 1") as warned:
+        trainer.fit(TinyModule(), tiny_loader(), tiny_loader())
+    assert len(warned) == 1
+    assert trainer.global_step == 8
+    accelerator = Accelerator(log_with=Unwritable())
+    with pytest.warns(TrainkitWarning, match="Unwritable could not write the hyper-parameters"):
+        accelerator.init_trackers("x", {"lr": 0.1})
+    accelerator.log({"loss": 1.0}, step=1)
+    accelerator.end_training()

@@ -130,7 +130,7 @@ def test_a_failure_while_a_column_is_added_keeps_every_row(
     assert [path.name for path in (tmp_path / "default" / "version_0").iterdir()] == ["metrics.csv"]
     logger.log_metrics({"loss": 3, "new": 3}, 3)
     logger.finalize()
-    assert table(tmp_path) == "step,loss,new\n1,1,\n3,3,3\n"
+    assert table(tmp_path) == "step,loss,new\n1,1,\n2,2,2\n3,3,3\n"
 
 
 KILLED = """

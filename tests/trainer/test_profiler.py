@@ -11,6 +11,7 @@ from helpers.runs.trainers import make_trainer, parameters_of, same
 from torch import Tensor
 
 from trainkit import Callback
+from trainkit.console import TrainkitWarning
 from trainkit.errors import (
     ConfigurationError,
     MissingMethodError,
@@ -179,6 +180,16 @@ def test_the_summary_in_a_file(kind: type[Profiler], word: str, tmp_path: Path, 
     profiler.teardown("test")
     profiler.describe()
     assert (tmp_path / "profiles" / "test-perf-1.txt").is_file()
+
+
+@pytest.mark.parametrize("kind", [SimpleProfiler, AdvancedProfiler, PyTorchProfiler])
+def test_a_file_that_cannot_be_written_ends_no_run(kind: type[Profiler], run_dir: Path) -> None:
+    Path("taken").write_text("a file and no folder")
+    options: dict[str, Any] = {"dump_stats": True} if kind is AdvancedProfiler else {}
+    trainer = make_trainer(profiler=kind(dirpath="taken", filename="perf", **options))
+    with pytest.warns(TrainkitWarning, match=f"{kind.__name__} could not write taken/fit-perf.*Training is not affected"):
+        trainer.fit(TinyModule(), tiny_loader(40))
+    assert trainer.state.finished
 
 
 def test_the_advanced_profiler_outside_a_run(tmp_path: Path) -> None:

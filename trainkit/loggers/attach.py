@@ -30,6 +30,7 @@ def attach(loggers: Sequence[Logger], default_root: str | os.PathLike[str], rank
     for logger in loggers:
         logger.set_default_root(default_root)
         logger.set_rank(rank)
+        logger._attached = True
     placed: list[Logger] = []
     for logger in filter(has_folder, loggers):
         same_kind = [other for other in placed if type(other) is type(logger)]

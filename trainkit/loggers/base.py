@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainkit.console import warn
+from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, MetricError, MissingMethodError
 from trainkit.keywords import KnownKeywords
 from trainkit.loggers.files import replace_file
@@ -60,6 +61,9 @@ class Logger(KnownKeywords):
         logger.log_metrics({"loss": 0.5}, step=1)
         logger.finalize("success")
         ```
+
+    With a Trainer or an Accelerator, an `OSError` (a full disk, a server that does not answer) of the methods that write is one
+    warning, until metrics are written again. A logger that is used alone raises it.
     """
 
     # Defaults of the class, for subclasses written for Lightning that do not call __init__.
@@ -73,6 +77,8 @@ class Logger(KnownKeywords):
     _experiment: Any = None
     _last_step: int = -1
     _guard: weakref.finalize[..., Any] | None = None
+    _attached: bool = False  # to a Trainer or an Accelerator, whose training it must not end
+    _failing: bool = False  # what it logs cannot be written at the moment
     _found: tuple[Mapping[str, Any], Path | None] | None = None  # a state and its folder, if it was searched already
     _in_run_folder: bool = True  # False: the backend has its own layout in save_dir
 
@@ -189,7 +195,9 @@ class Logger(KnownKeywords):
             step = int(values.pop("step"))
         self._last_step = self._last_step + 1 if step is None else as_step(step)
         if values:
-            self.write_metrics(values, self._last_step)
+            with self._surviving(f"write the metrics of step {self._last_step}"):
+                self.write_metrics(values, self._last_step)
+                self._failing = False
 
     def log_hyperparams(self, params: Any = None) -> None:
         """Write hyper-parameters: a dict, an `argparse.Namespace` or a dataclass, which may be nested; none if it is `None`.
@@ -204,7 +212,8 @@ class Logger(KnownKeywords):
                 f"{type(self).__name__}: these hyper-parameters are not plain values and were written as text: "
                 f"{', '.join(as_text)}"
             )
-        self.write_hyperparams(values)
+        with self._surviving("write the hyper-parameters"):
+            self.write_hyperparams(values)
 
     def log_image(self, key: str, image: Any, step: int | None = None) -> None:
         """Write an image, or a list of them.
@@ -221,13 +230,16 @@ class Logger(KnownKeywords):
         """
         self._require("images", Logger.write_image, self.write_image)
         if self.is_main_process:
-            self.write_image(key, as_images(key, image), self._media_step(step))
+            images = as_images(key, image)
+            with self._surviving(f"write the image {key!r}"):
+                self.write_image(key, images, self._media_step(step))
 
     def log_text(self, key: str, text: str, step: int | None = None) -> None:
         """Write a text; raises like `log_image`."""
         self._require("text", Logger.write_text, self.write_text)
         if self.is_main_process:
-            self.write_text(key, str(text), self._media_step(step))
+            with self._surviving(f"write the text {key!r}"):
+                self.write_text(key, str(text), self._media_step(step))
 
     def log_histogram(self, key: str, values: Any, step: int | None = None) -> None:
         """Write the distribution of `values`, a tensor or array of any shape; raises like `log_image`.
@@ -246,7 +258,8 @@ class Logger(KnownKeywords):
         if finite.size < array.size or not array.size:
             warn(f"Histogram {key!r}: {array.size - finite.size} of {array.size} values are not finite and were skipped")
         if finite.size:
-            self.write_histogram(key, finite, self._media_step(step))
+            with self._surviving(f"write the histogram {key!r}"):
+                self.write_histogram(key, finite, self._media_step(step))
 
     def save(self) -> None:
         """Flush what was logged so far; also called before each checkpoint."""
@@ -269,7 +282,9 @@ class Logger(KnownKeywords):
             self._guard.detach()
             self._guard = None
         if experiment is not None:
-            self.close_experiment(experiment, status)
+            with self._surviving("write to its end"):
+                self.close_experiment(experiment, status)
+        self._failing = False
 
     # ------------------------------------------------------------------ what a checkpoint holds
 
@@ -348,6 +363,25 @@ class Logger(KnownKeywords):
 
     # ------------------------------------------------------------------ inside
 
+    @contextmanager
+    def _surviving(self, what: str) -> Iterator[None]:
+        """In this context a full disk or a lost server does not end training; used alone, the logger raises the error."""
+        try:
+            yield
+        except OSError as error:
+            if not self._attached:
+                raise
+            self._note_failure_to(what, error)
+
+    def _note_failure_to(self, what: str, error: OSError) -> None:
+        """Warn once, until it has written metrics again; what is told after the warning is a notice."""
+        told, self._failing = self._failing, True
+        text = f"{type(self).__name__} could not {what}: {error}. "
+        if not told:
+            warn(f"{text}Training continues. The next failures are not reported. Fix: free some space")
+        elif what.startswith("write to its end"):
+            notice(text.strip())
+
     def _close_when_dropped(self, close: Callable[[], object]) -> None:
         """Call `close` when the program ends or this logger is garbage-collected before `finalize`."""
         self._guard = weakref.finalize(self, close)
@@ -364,7 +398,7 @@ class Logger(KnownKeywords):
 
     def __getstate__(self) -> dict[str, Any]:
         # Open files and threads belong to the process that opened them; a copy opens its own in the same folder.
-        return {key: value for key, value in vars(self).items() if key not in ("_experiment", "_guard")}
+        return {key: value for key, value in vars(self).items() if key not in ("_experiment", "_guard", "_texts")}
 
     def __repr__(self) -> str:
         version = self._version if self._folder is None else self._folder.version

@@ -7,6 +7,7 @@ import io
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -16,7 +17,7 @@ from trainkit.checks import is_whole
 from trainkit.errors import ConfigurationError
 from trainkit.lazy import lazily
 from trainkit.loggers.base import Logger
-from trainkit.loggers.files import AppendFile, complete_lines, replace_file
+from trainkit.loggers.files import AppendFile, Waiting, complete_lines, replace_file
 from trainkit.loggers.resumed_logs import digest, too_short
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ __all__ = ["CSVLogger", "CSVWriter"]
 __getattr__, _ = lazily(globals(), {})  # says what to use instead of other names of Lightning's file
 
 _FILE = "metrics.csv"
+_VALUE = 100  # bytes of memory for a value of a row
 
 
 class CSVLogger(Logger):
@@ -34,7 +36,8 @@ class CSVLogger(Logger):
 
     Each call of `log_metrics` appends a row; each metric is a column, after "step" and "epoch". A cell is empty if the
     metric was not logged in this call; values that are not finite are `nan`, `inf` and `-inf`. A new metric adds a column
-    at the right: the file is rewritten and replaced in one step, so that a kill loses no row.
+    at the right: the file is rewritten and replaced in one step, so that a kill loses no row. On a full disk, training
+    continues with one warning: rows, at most about 16 MB, are kept in memory and written when there is space again.
 
     Args:
         save_dir: As in `Logger`.
@@ -119,6 +122,8 @@ class CSVLogger(Logger):
 class CSVWriter:
     """Appends rows to a CSV file, and columns when a row has new ones. Rows that the file has already stay.
 
+    A row that cannot be written is kept, and written with the next one that can.
+
     Args:
         path: The file.
         flush_every: Flush after this number of rows.
@@ -130,60 +135,88 @@ class CSVWriter:
         self._flush_every = flush_every
         self._flush_seconds = flush_seconds
         self._flushed_at = time.monotonic()
-        self._pending: list[str] = []
+        self._pending: Waiting[Mapping[str, int | float]] = Waiting(path)
         self._last = ""  # the line flushed last
-        self._file = AppendFile(path)
-        self._position = _mark(path)  # of the rows that were flushed
-        with path.open(encoding="utf-8", newline="") as file:
-            self._columns = next(csv.reader(file), [])
+        self._file: AppendFile | None = None
+        self._position: dict[str, Any] = {"rows": 0, "columns": 0, "first": "", "last": ""}  # of the rows that were flushed
+        self._columns: dict[str, None] = {}
+        with suppress(OSError):  # the first flush tries again, and raises
+            self._open()
+
+    def _open(self) -> AppendFile:
+        if self._file is None:
+            file = AppendFile(self.path)
+            if not self._columns:
+                self._position = _mark(self.path)
+                with self.path.open(encoding="utf-8", newline="") as known:
+                    self._columns = dict.fromkeys(next(csv.reader(known), []))
+            self._file = file
+        return self._file
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The names of the columns."""
-        return tuple(self._columns)
+        return (*self._columns, *self._new_columns())
+
+    def _new_columns(self) -> dict[str, None]:
+        """The columns of pending rows that the file does not have."""
+        return dict.fromkeys(key for row in self._pending.records for key in row if key not in self._columns)
 
     def write(self, row: Mapping[str, int | float]) -> None:
         """Append one row."""
-        new = [key for key in row if key not in self._columns]
-        if new:
-            self._add_columns(new)
-        self._pending.append(_line(repr(row[key]) if key in row else "" for key in self._columns))
-        if len(self._pending) >= self._flush_every or time.monotonic() - self._flushed_at >= self._flush_seconds:
+        try:
+            if any(key not in self._columns for key in row):
+                self.flush()
+                self._add_columns({**self._columns, **dict.fromkeys(row)})
+        finally:  # also when the disk is full
+            self._pending.add(row, _VALUE * len(row))
+        waiting = len(self._pending.records)
+        if waiting >= self._flush_every or time.monotonic() - self._flushed_at >= self._flush_seconds:
             self.flush()
 
     def flush(self) -> None:
         """Write the pending rows."""
-        if self._pending:
-            self._file.append("".join(self._pending))
-            self._position["rows"] += len(self._pending)
-            self._position["first"] = self._position["first"] or _row_digest(self._pending[0])
-            self._last = self._pending[-1]
-            self._pending = []
+        if self._pending.records:
+            with self._pending.written():
+                self._write_pending()
         self._flushed_at = time.monotonic()
+
+    def _write_pending(self) -> None:
+        if new := self._new_columns():
+            self._add_columns({**self._columns, **new})
+        columns, rows = self._columns, self._pending.records
+        lines = [_line(repr(row[key]) if key in row else "" for key in columns) for row in rows]
+        self._open().append("".join(lines))
+        self._position["rows"] += len(lines)
+        self._position["first"] = self._position["first"] or _row_digest(lines[0])
+        self._last = lines[-1]
 
     def close(self) -> None:
         """Flush and close the file."""
         try:
             self.flush()
+        except OSError as error:
+            raise self._pending.lost(error) from error
         finally:
-            self._file.close()
+            self._close_file()
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def mark(self) -> dict[str, Any]:
         """Numbers of rows and columns in the file, and digests that identify it; without pending rows."""
         last = _row_digest(self._last) if self._last else self._position["last"]
         return {**self._position, "columns": len(self._columns), "last": last}
 
-    def _add_columns(self, new: list[str]) -> None:
-        self.flush()
-        columns = [*self._columns, *new]
+    def _add_columns(self, columns: dict[str, None]) -> None:
+        self._open()
         if self._columns:
-            self._file.close()  # some systems cannot replace an open file
-            try:
-                replace_file(self.path, partial(_copy, self.path, columns, None, None))
-            finally:
-                self._file = AppendFile(self.path)
+            self._close_file()  # some systems cannot replace an open file
+            replace_file(self.path, partial(_copy, self.path, list(columns), None, None))
         else:
-            self._file.append(_line(columns))
+            self._open().append(_line(columns))
         self._columns = columns
 
 

@@ -1,13 +1,22 @@
-"""Text files that survive a kill: appended by whole lines, or replaced by a rename."""
+"""Text files that survive a kill: appended by whole lines, or replaced by a rename; and what waits for a full disk."""
 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
+from typing import Generic, TypeVar
 
-__all__ = ["AppendFile", "complete_lines", "replace_file"]
+from trainkit.console import counted, warn
+
+__all__ = ["AppendFile", "Waiting", "complete_lines", "replace_file"]
+
+_WAITING = 16 * 2**20  # bytes
+
+Record = TypeVar("Record")
 
 
 class AppendFile:
@@ -22,17 +31,22 @@ class AppendFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(path)
         self._file = path.open("ab", buffering=0)
+        self._whole: int | None = None  # the size up to which the lines are whole, if part of one could not be removed
 
     def append(self, lines: str) -> None:
         """Write `lines`, each with its line end: all of them, or none and raise `OSError`."""
-        before = os.fstat(self._file.fileno()).st_size
+        if self._whole is not None:
+            self._file.truncate(self._whole)
+        before = self._whole = os.fstat(self._file.fileno()).st_size
         left = memoryview(lines.encode())
         try:
             while left:  # a raw write may take only part of it
                 left = left[self._file.write(left) or 0 :]
         except OSError:  # a full disk takes what still fits
             self._file.truncate(before)
+            self._whole = None
             raise
+        self._whole = None
 
     def close(self) -> None:
         """Close the file; may be called again."""
@@ -42,6 +56,58 @@ class AppendFile:
         # Nothing is buffered here: a logger without finalize() needs no ResourceWarning.
         if hasattr(self, "_file"):
             self._file.close()
+
+
+class Waiting(Generic[Record]):
+    """Records that are not in their file yet. After a write that fails, the newest of about 16 MB are kept.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        records: The records, the oldest first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records: deque[Record] = deque()
+        self._sizes: deque[int] = deque()
+        self._size = 0
+        self._dropped = 0
+
+    def add(self, record: Record, size: int) -> None:
+        """Add a record of about this number of bytes."""
+        self.records.append(record)
+        self._sizes.append(size)
+        self._size += size
+
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """In this context the records are written: all, or none and it raises `OSError`."""
+        try:
+            yield
+        except OSError:
+            self._drop_oldest()
+            raise
+        self.records.clear()
+        self._sizes.clear()
+        dropped, self._size, self._dropped = self._dropped, 0, 0
+        if dropped:
+            warn(f"{self.path} is written again, without {counted(dropped, 'record')} that did not fit into memory.")
+
+    def _drop_oldest(self) -> None:
+        before = self._dropped
+        while self._size > _WAITING and len(self.records) > 1:
+            self.records.popleft()
+            self._size -= self._sizes.popleft()
+            self._dropped += 1
+        if self._dropped and not before:
+            warn(f"{self.path}: {_WAITING >> 20} MB wait to be written. From now on the oldest records are dropped.")
+
+    def lost(self, error: OSError) -> OSError:
+        """The error of a file that cannot be written to its end."""
+        number = len(self.records) + self._dropped
+        return OSError(error.errno, f"{error.strerror}; {counted(number, 'record is', 'records are')} missing", str(self.path))
 
 
 def _cut_torn_line(path: Path, block: int = 65536) -> None:

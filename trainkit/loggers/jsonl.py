@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainkit.loggers.base import Logger
-from trainkit.loggers.files import AppendFile
+from trainkit.loggers.files import AppendFile, Waiting
 from trainkit.loggers.resumed_logs import cut_file, has_mark, is_cut_off, mark_of
 
 __all__ = ["JSONLLogger", "JSONLWriter"]
@@ -22,7 +23,8 @@ class JSONLLogger(Logger):
 
     Each call of `log_metrics` appends one object: `{"step": 10, "epoch": 0, "train_loss": 0.5}`. It is strict JSON: values
     that are not finite are the strings `"nan"`, `"inf"` and `"-inf"`. `log_text` appends
-    `{"step": 10, "key": "sample", "text": "…"}`. Each line is flushed, so that a kill loses none.
+    `{"step": 10, "key": "sample", "text": "…"}`. Each line is flushed, so that a kill loses none. On a full disk, training
+    continues with one warning: lines, at most about 16 MB, are kept in memory and written when there is space again.
 
     Args:
         save_dir: As in `Logger`.
@@ -39,6 +41,8 @@ class JSONLLogger(Logger):
         ```
     """
 
+    _texts: JSONLWriter | None = None  # while lines wait for it
+
     def open_experiment(self) -> JSONLWriter:
         return JSONLWriter(Path(self.log_dir or self.root_dir) / "metrics.jsonl")
 
@@ -50,9 +54,29 @@ class JSONLLogger(Logger):
         self.experiment.write({**first, **metrics})
 
     def write_text(self, key: str, text: str, step: int) -> None:
-        writer = JSONLWriter(Path(self.log_dir or self.root_dir) / "text.jsonl")  # rare, so the file is not kept open
-        writer.write({"step": step, "key": key, "text": text})
-        writer.close()
+        self._texts = self._texts or JSONLWriter(Path(self.log_dir or self.root_dir) / "text.jsonl")
+        self._texts.write({"step": step, "key": key, "text": text})
+        self._close_texts()  # rare, so the file is not kept open
+
+    def _close_texts(self) -> None:
+        if self._texts is not None:
+            self._texts.close()
+            self._texts = None
+
+    def save(self) -> None:
+        if self._experiment is not None:
+            self._experiment.flush()
+        if self._texts is not None:
+            self._texts.flush()
+            self._close_texts()
+
+    def finalize(self, status: str = "success") -> None:
+        try:
+            with self._surviving("write to its end"):
+                self._close_texts()
+        finally:
+            self._texts = None
+            super().finalize(status)
 
     def mark_files(self, folder: Path) -> dict[str, Any]:
         marks = {name: mark_of(folder / name) for name in _FILES}
@@ -80,19 +104,42 @@ class JSONLLogger(Logger):
 
 
 class JSONLWriter:
-    """Appends to a file of JSON lines."""
+    """Appends to a file of JSON lines. A line that cannot be written is kept, and written with the next one that can."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = AppendFile(path)
+        self._pending: Waiting[str] = Waiting(path)
+        self._file: AppendFile | None = None
+        with suppress(OSError):  # the first line tries again, and raises
+            self._open()
+
+    def _open(self) -> AppendFile:
+        if self._file is None:
+            self._file = AppendFile(self.path)
+        return self._file
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one object."""
         values = {
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
         }
-        self._file.append(json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n")
+        line = json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
+        self._pending.add(line, len(line))
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what could not be written before."""
+        if self._pending.records:
+            with self._pending.written():
+                self._open().append("".join(self._pending.records))
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Flush and close the file."""
+        try:
+            self.flush()
+        except OSError as error:
+            raise self._pending.lost(error) from error
+        finally:
+            if self._file is not None:
+                self._file.close()
+                self._file = None

@@ -103,7 +103,7 @@ def folder_state(logger: Logger) -> dict[str, Any]:
     try:
         logger.save()
     except OSError as error:  # the log lacks something, but the checkpoint can be saved
-        warn(f"{type(logger).__name__} could not flush to {folder.path}: {error}. Fix: free some space")
+        logger._note_failure_to(f"flush to {folder.path}", error)
     files = logger.mark_files(folder.path)
     if not files and (own_id := folder_id(folder.path, create=True)):  # no file could identify the log
         state["folder_id"] = own_id

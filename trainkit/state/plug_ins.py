@@ -10,7 +10,7 @@ from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.draft import Content, Draft
 from trainkit.console import notice
 from trainkit.distributed.world import World
-from trainkit.errors import UnsavableError
+from trainkit.errors import CheckpointWriteError, UnsavableError
 from trainkit.state.rank_checksums import checksums, compare_ranks
 from trainkit.tagged_json.encode import unsavable
 
@@ -26,12 +26,19 @@ def drafted(world: World, content: Content) -> Draft:
 
     Raises:
         UnsavableError: a value cannot be stored; names the path to it.
+        CheckpointWriteError: the position of a logger in its files is not known.
         CheckpointError: ranks have different values of a parameter, or of the state of an optimizer.
     """
     drafts: list[Draft] = []
     own: dict[str, int] = {}
 
     def create() -> list[Any]:
+        for logger in content.state.get("loggers", ()):
+            if isinstance(logger["state"], OSError):
+                raise CheckpointWriteError(
+                    f"the position of {logger['kind']} in its log cannot be read, so a resumed run could not continue it: "
+                    f"{logger['state']}"
+                ) from logger["state"]
         try:
             draft = Draft(content, rank=world.rank, ranks=world.size)
         except UnsavableError as error:
@@ -71,8 +78,15 @@ def _added_by_hooks(state: Mapping[str, Any]) -> UnsavableError | None:
 
 
 def logger_states(loggers: Iterable[Logger]) -> list[dict[str, Any]]:
-    """The state of each logger, such as the position in its files."""
-    return [{"kind": type(logger).__name__, "state": logger.state_dict()} for logger in loggers]
+    """The state of each logger, such as the position in its files; the error, which `drafted` raises, if it is not known."""
+    return [{"kind": type(logger).__name__, "state": _state_or_error(logger)} for logger in loggers]
+
+
+def _state_or_error(logger: Logger) -> dict[str, Any] | OSError:
+    try:
+        return logger.state_dict()
+    except OSError as error:  # on one rank, in the middle of what all do: too many open files, a disk that fails
+        return error
 
 
 def keyed(callbacks: Sequence[Callback]) -> dict[str, Callback]:

@@ -241,7 +241,8 @@ def start_loggers(run: Run) -> None:
     if values and run.loggers:
         kept = {name: value for owner in owners for name, value in logged(owner).items()}
         for logger in run.loggers:
-            logger.log_hyperparams(kept)
+            with logger._surviving("write the hyper-parameters"):
+                logger.log_hyperparams(kept)
 
 
 def _make_log_folders(loggers: list[Logger]) -> None:

@@ -46,6 +46,7 @@ from trainkit.trainer.states import TrainerFn
 from trainkit.trainer.torch_flags import torch_flags
 
 if TYPE_CHECKING:
+    from trainkit.loggers.base import Logger
     from trainkit.trainer.trainer import Trainer
 
 __all__ = ["agree_on_signals", "build_hooks", "interruptible", "refuse_evaluation", "running", "set_up"]
@@ -368,6 +369,11 @@ def _tear_down(trainer: Trainer, run: Run, stage: str, status: str, exception: B
         notice(f"the tear-down failed too: {failure!r}", everywhere=True)
 
 
+def _finish_logger(logger: Logger, status: str) -> None:
+    with logger._surviving("write to its end"):
+        logger.finalize(status)
+
+
 def _show_profile(trainer: Trainer, profiler: Profiler) -> None:
     """Write the profile to its file on each process, or print it on the main process."""
     if profiler.filename is not None or is_overridden(profiler, "describe", Profiler):
@@ -385,7 +391,7 @@ def _parts_to_release(trainer: Trainer, run: Run, stage: str, status: str) -> It
     if stage == "fit" and run.save_policy is not None:
         yield run.save_policy.close
     for logger in run.loggers:
-        yield partial(logger.finalize, status)
+        yield partial(_finish_logger, logger, status)
     yield run.compiled.undo
     yield run.accelerator.free_memory
     yield run.strategy.teardown

@@ -14,7 +14,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from trainkit.console import echo
+from trainkit.console import echo, warn
 from trainkit.errors import ConfigurationError, MissingMethodError, UnknownNameError, nearest
 from trainkit.paths import disk_path
 
@@ -125,9 +125,17 @@ class Profiler:
         if text and self.filename is None:
             echo(text)
         elif text:
-            path = self._path(".txt")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text + "\n", encoding="utf-8")
+            with self._surviving(path := self._path(".txt")):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text + "\n", encoding="utf-8")
+
+    @contextmanager
+    def _surviving(self, path: Path) -> Iterator[None]:
+        """In this context a file that cannot be written is a warning: what was measured must not end training."""
+        try:
+            yield
+        except OSError as error:
+            warn(f"{type(self).__name__} could not write {path}: {error}. Training is not affected. Fix: free some space")
 
     def _path(self, suffix: str) -> Path:
         """A file of this profiler, stage and process."""
@@ -316,9 +324,9 @@ class AdvancedProfiler(Profiler):
         if self._profile is None:
             return "nothing was profiled"
         if self.dump_stats:
-            path = self._path(".prof")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._profile.dump_stats(path)
+            with self._surviving(path := self._path(".prof")):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._profile.dump_stats(path)
         text = io.StringIO()
         pstats.Stats(self._profile, stream=text).sort_stats("tottime").print_stats(self.line_count_restriction)
         return text.getvalue()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from trainkit.accelerator import Accelerator
 from trainkit.accelerator.compiled import CompiledModules
-from trainkit.console import warn
 from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.hooks.table import HookTable
 from trainkit.metrics.results import MetricResults, as_tensors
@@ -326,11 +325,8 @@ class Run:
             step = evaluating.count if evaluating is not None and for_step else progress.global_step
         row = {"epoch": progress.current_epoch, **metrics}  # a module may log its own "epoch"
         for logger in self.loggers:
-            try:
+            with logger._surviving(f"write the metrics of step {step}"):  # also of a class that overrides log_metrics
                 logger.log_metrics(row, step)
-            except OSError as error:  # a full disk must not end a run that can continue without its log
-                name = type(logger).__name__
-                warn(f"{name} could not write the metrics of step {step}: {error}. Training continues without them.")
 
     def preview_metrics(self, hook: str) -> None:
         """Before a hook at the end of an epoch: callbacks and the module read the metrics of the epoch in it."""

@@ -247,7 +247,8 @@ class SavePolicy:
         while self._complete:
             callback = self._complete.popleft()
             for logger in self._run.loggers:
-                logger.after_save_checkpoint(callback)
+                with logger._surviving("store the checkpoint"):
+                    logger.after_save_checkpoint(callback)
 
     def _report_failures(self, wait: bool) -> None:
         """Report saves that have failed in the writer's thread; with `wait` also the one in flight."""

@@ -101,8 +101,9 @@ class PyTorchProfiler(Profiler):
     def _keep(self, profile: Any) -> None:
         assert self.trace_path is not None
         if self.export_to_chrome:
-            self.trace_path.parent.mkdir(parents=True, exist_ok=True)
-            profile.export_chrome_trace(str(self.trace_path))
+            with self._surviving(self.trace_path):
+                self.trace_path.parent.mkdir(parents=True, exist_ok=True)
+                profile.export_chrome_trace(str(self.trace_path))
         self.function_events = profile.events()
         rows = profile.key_averages(group_by_input_shape=self.group_by_input_shapes)
         self._table = rows.table(sort_by=self.sort_by_key, row_limit=self.row_limit, **self.table_kwargs)
