@@ -6,6 +6,7 @@ import argparse
 import enum
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -379,8 +380,6 @@ def test_arguments_of_init_trackers(
 
 
 @pytest.mark.parametrize("values, step, options, error, words", [
-    ({"a": torch.ones(2)}, 0, {}, MetricError, "one real number, got Tensor of shape"),
-    ({"a": [None]}, 0, {}, MetricError, "one real number"),
     ({3: "x"}, 0, {}, MetricError, "expected a name, got 3"),
     ({"a": "text"}, 0, {}, ConfigurationError, "CSVLogger cannot store text"),
     ({"step": 3}, 4, {}, ConfigurationError, "csv already has a column 'step'"),
@@ -395,6 +394,33 @@ def test_what_cannot_be_logged(values: Any, step: Any, options: Any, error: type
         accelerator.log(values, step, options)
     accelerator.end_training()
     assert (run_dir / "runs/x/version_0/metrics.csv").read_text() == ""
+
+
+@pytest.mark.parametrize("value, kind", [
+    ([1.0, 2.0], "a list"),
+    ([None], "a list"),
+    ((1,), "a tuple"),
+    (torch.ones(2), r"a Tensor of shape \(2,\)"),
+    (np.zeros((2, 2)), r"a ndarray of shape \(2, 2\)"),
+    (1j, "a complex"),
+    (object(), "an object"),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["csv", "jsonl", "tensorboard"])
+def test_what_is_no_number_is_skipped_with_one_notice(
+    name: str, value: Any, kind: str, run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in Accelerate, whose TensorBoard tracker skips it without a word: a run must not end because of it."""
+    accelerator = make([name, mine := Mine("x")], project_dir="runs")
+    accelerator.init_trackers("x")
+    for step in range(3):
+        accelerator.log({"a": value, "deep": {"b": value}, "loss": step}, step=step)
+    accelerator.end_training()
+    assert read_metrics("runs/x/version_0") == {"loss": [(0, 0.0), (1, 1.0), (2, 2.0)]}
+    assert len(mine.seen) == 5  # a tracker of the user's gets everything
+    said = [text for text in caplog.messages if "accelerator.log" in text]
+    assert len(said) == 2
+    for text, key in zip(said, ("a", "deep/b"), strict=True):
+        assert re.match(f"accelerator.log: {name} skips '{key}', which is {kind}. Expected: .*accelerator.log\\(", text)
 
 
 def test_all_are_ended_though_one_fails(run_dir: Path) -> None:

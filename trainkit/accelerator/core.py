@@ -275,8 +275,8 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         """Log the values of a step with all trackers. The main process's values are logged; other processes do nothing.
 
         Args:
-            values: Name → number, tensor of one element, text, or a dict of these; wandb also takes images. `None` is
-                skipped.
+            values: Name → number, tensor of one element, text, or a dict of these; wandb also takes images and lists. `None` is
+                skipped, and so is any other value that a tracker cannot store, with one notice for each name.
             step: Number of optimizer steps so far, for example. `None`: one more than the last one logged.
             log_kwargs: Arguments of the trackers' `log` by name.
         """

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.console import notice, with_article
+from trainkit.errors import ConfigurationError, MetricError, UnsupportedArgumentError
 from trainkit.loggers.base import Logger
 from trainkit.loggers.known_loggers import LOGGERS
 from trainkit.loggers.logged_values import as_step, number
@@ -31,6 +32,7 @@ class LoggerTracker(GeneralTracker):
     def __init__(self, logger: Logger, name: str) -> None:
         self.logger: Any = logger
         self.name = name
+        self._skipped: set[str] = set()  # the names of values that the user was told of
 
     @property
     def tracker(self) -> Any:
@@ -50,16 +52,16 @@ class LoggerTracker(GeneralTracker):
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log the values of a step: numbers, tensors of one element, texts, or dicts of these, named by their path.
 
+        Other values are skipped, with one notice for each name.
+
         Raises:
-            MetricError: a value of another type.
+            MetricError: a name that is not a string.
             ConfigurationError: a text, which this logger cannot store.
             UnsupportedArgumentError: an argument of the backend.
         """
         self._refuse(kwargs)
         at = self.logger._last_step + 1 if step is None else as_step(step)
-        found = dict(_flat(values))
-        texts = [name for name, value in found.items() if isinstance(value, str) and isinstance(name, str)]
-        numbers = {name: number(name, value) for name, value in found.items() if name not in texts}
+        texts, numbers = self._stored(dict(_flat(values)))
         # log_metrics takes a metric "step" for the step, as in Lightning
         own_step = at if step is None else numbers.pop("step", at)
         if own_step != at and self.name in ("csv", "jsonl"):
@@ -68,10 +70,33 @@ class LoggerTracker(GeneralTracker):
                 f"Fix: accelerator.log({{'my_step': {own_step}}}, step={step})"
             )
         for name in texts:  # before the numbers: a logger that cannot store text then logs nothing
-            self.logger.log_text(name, found[name], at)
+            self.logger.log_text(name, texts[name], at)
         self.logger.log_metrics(numbers, at)
         if own_step != at:
-            self.logger.write_metrics({"step": own_step}, at)
+            with self.logger._surviving("write the metric 'step'"):
+                self.logger.write_metrics({"step": own_step}, at)
+
+    def _stored(self, values: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, int | float]]:
+        """The texts and the numbers that the logger can store."""
+        texts: dict[str, str] = {}
+        numbers: dict[str, int | float] = {}
+        for name, value in values.items():
+            if not isinstance(name, str) or not name:
+                number(name, value)  # raises
+            elif isinstance(value, str):
+                texts[name] = value
+            elif (found := _number_in(name, value)) is not None:
+                numbers[name] = found
+            else:
+                shape = getattr(value, "shape", None)
+                what = type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
+                if name not in self._skipped:
+                    notice(
+                        f"accelerator.log: {self.name} skips {name!r}, which is {with_article(what)}. Expected: a number, a "
+                        f"text, or a dict of these. To log it: accelerator.log({{{name!r}: sum(values) / len(values)}})"
+                    )
+                self._skipped.add(name)
+        return texts, numbers
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images: name → a list of arrays, tensors or PIL images, or an array of shape (N, H, W, C) or (N, C, H, W)."""
@@ -135,7 +160,16 @@ def _numeric(key: str, value: Any) -> Any:
     """Tensors and NumPy scalars as numbers, dicts without `None`, other values unchanged."""
     if isinstance(value, Mapping):
         return {name: _numeric(f"{key}/{name}", one) for name, one in value.items() if one is not None}
-    return number(key, value) if hasattr(value, "item") and hasattr(value, "shape") else value
+    found = _number_in(key, value) if hasattr(value, "item") and hasattr(value, "shape") else None
+    return value if found is None else found  # wandb stores arrays, lists and its own types
+
+
+def _number_in(name: str, value: Any) -> int | float | None:
+    """A value as a number; `None` if it is not one real number."""
+    try:
+        return number(name, value)
+    except MetricError:
+        return None
 
 
 def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
