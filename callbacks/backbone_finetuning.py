@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
+from trainkit.callbacks._freezing import BATCH_NORMS
 from trainkit.callbacks.base_finetuning import BaseFinetuning
 from trainkit.checks import function, real_number, whole_number
 from trainkit.console import notice
@@ -39,8 +40,10 @@ class BackboneFinetuning(BaseFinetuning):
         backbone_initial_lr: Initial learning rate of the backbone, instead of the fraction.
         should_align: The learning rate of the backbone does not exceed that of the first group.
         initial_denom_lr: No effect, as in Lightning: `backbone_initial_ratio_lr` or `backbone_initial_lr` is used.
-        train_bn: Add the BatchNorm layers of the backbone to the new group. Before that, they are trained if
-            `configure_optimizers` passes them to the optimizer: they are never frozen.
+        train_bn: Train the BatchNorm layers of the backbone. They are then never frozen: until the backbone is unfrozen, they
+            are trained if `configure_optimizers` passes them to the optimizer, and then in the new group. `False`: their
+            parameters and running statistics stay as they are in the whole run. Unlike in Lightning, whose `False` only
+            keeps them out of the new group.
         verbose: Print both learning rates at the start of each epoch from `unfreeze_backbone_at_epoch` on.
         rounding: Number of decimals that `verbose` prints.
 
@@ -98,7 +101,7 @@ class BackboneFinetuning(BaseFinetuning):
                 "Write a subclass of BaseFinetuning whose finetune_function chooses one of them."
             )
         last = trainer.max_epochs
-        frozen = list(self.filter_params(module.backbone, requires_grad=False))
+        frozen = list(self.filter_params(module.backbone, train_bn=self.train_bn, requires_grad=False))
         if last is None or last < 0 or self.unfreeze_backbone_at_epoch < last:
             for optimizer in trainer.optimizers:
                 if self.filter_on_optimizer(optimizer, frozen):
@@ -110,7 +113,7 @@ class BackboneFinetuning(BaseFinetuning):
                 f"BackboneFinetuning freezes module.backbone, but {type(pl_module).__name__} has no such layer when it is set "
                 "up. Create it in __init__: self.backbone = ...   For layers with another name: BaseFinetuning or LayerFreezing"
             )
-        self.freeze(pl_module.backbone)
+        self.freeze(pl_module.backbone, train_bn=self.train_bn)
 
     def finetune_function(self, pl_module: TrainModule, epoch: int, optimizer: Optimizer) -> None:
         rate = float(optimizer.param_groups[0]["lr"])
@@ -120,6 +123,10 @@ class BackboneFinetuning(BaseFinetuning):
             self.unfreeze_and_add_param_group(
                 pl_module.backbone, optimizer, own, initial_denom_lr=self.initial_denom_lr, train_bn=self.train_bn
             )
+            if not self.train_bn:  # which that has unfrozen too, as in Lightning
+                self.freeze(
+                    [part for part in self.flatten_modules(pl_module.backbone) if isinstance(part, BATCH_NORMS)], train_bn=False
+                )
             self._group = groups if len(optimizer.param_groups) > groups else None
         elif self._group is not None and self.previous_backbone_lr is not None:
             own = self.lambda_func(epoch + 1) * self.previous_backbone_lr

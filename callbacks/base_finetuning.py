@@ -166,7 +166,8 @@ class BaseFinetuning(Callback):
             optimizer: The optimizer.
             lr: Learning rate of the group. Default: that of the first group, divided by `initial_denom_lr`.
             initial_denom_lr: See `lr`.
-            train_bn: Add the parameters of BatchNorm layers too.
+            train_bn: Add the parameters of BatchNorm layers too. `False`: they are unfrozen too, as in Lightning, and stay out
+                of the group; to keep one frozen, call `freeze_module(norm)` afterwards.
         """
         frozen = list(BaseFinetuning.filter_params(modules, requires_grad=False))
         if len(BaseFinetuning.filter_on_optimizer(optimizer, frozen)) < len(frozen):

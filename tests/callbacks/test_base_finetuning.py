@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -119,6 +120,43 @@ def test_the_backbone_is_frozen_until_its_epoch() -> None:
     frozen = [after["backbone.0.weight"].equal(before["backbone.0.weight"]) for _, _, after in watching.after]
     assert frozen == [True] * 6 + [False] * 3
     assert not watching.after[0][2]["backbone.1.weight"].equal(before["backbone.1.weight"])  # BatchNorm is trained
+
+
+@pytest.mark.parametrize("everything", [False, True])  # whether the optimizer has all parameters from the start
+@pytest.mark.parametrize("resumes", [False, True])
+def test_batch_norms_that_are_not_trained(everything: bool, resumes: bool) -> None:
+    """Their parameters and statistics stay as they are, before and after the backbone is unfrozen, in train mode."""
+
+    class Modes(Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            module.train()
+            seen.append([module.backbone[1].training, *(p.requires_grad for p in module.backbone.parameters())])
+
+    def module() -> Pretrained:
+        made = Pretrained()
+        made.everything = everything
+        made.backbone[1].running_mean += 1.0  # of the data that it was pretrained on
+        return made
+
+    seen: list[list[bool]] = []
+    start, callback = parameters_of(module()), BackboneFinetuning(2, train_bn=False)
+    told = pytest.warns(TrainkitWarning, match="already has parameters") if everything else nullcontext()
+    with told:
+        if resumes:
+            fit(callback, SaveIn("on_train_batch_end", 8), Modes(), module=module(), epochs=4)
+            seen.clear()
+            callback = BackboneFinetuning(2, train_bn=False)
+        trained = fit(callback, Modes(), module=module(), epochs=4, **({"ckpt_path": "there"} if resumes else {}))
+    # the parameters are those of a linear layer, of the norm, and of a linear layer
+    frozen, unfrozen = [True] + [False] * 6, [True] + [True] * 2 + [False] * 2 + [True] * 2
+    assert seen[0] == (unfrozen if resumes else frozen)
+    assert seen[-1] == unfrozen
+    after = parameters_of(trained)
+    assert not after["backbone.0.weight"].equal(start["backbone.0.weight"])
+    assert same(
+        {name: value for name, value in after.items() if name.startswith("backbone.1.")},
+        {name: value for name, value in start.items() if name.startswith("backbone.1.")},
+    )
 
 
 def test_learning_rates() -> None:
