@@ -31,6 +31,7 @@ __all__ = [
     "counted",
     "each_once",
     "echo",
+    "is_library_frame",
     "notice",
     "only_printable",
     "printable",
@@ -269,14 +270,15 @@ def _outside() -> int:
     Python 3.12 has `skip_file_prefixes` for this. Without such a line, as in a background thread, the caller of `warn`.
     """
     frame, level = sys._getframe(1), 1
-    while _is_inside(frame):
+    while is_library_frame(frame):
         if frame.f_back is None:
             return 3
         frame, level = frame.f_back, level + 1
     return level
 
 
-def _is_inside(frame: FrameType) -> bool:
+def is_library_frame(frame: FrameType) -> bool:
+    """Whether a frame belongs to trainkit, torch and the like, and not to the user's code."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _LIBRARIES
 
 
@@ -285,7 +287,7 @@ def user_frames(trace: TracebackType | None) -> TracebackType | None:
     if trace is None:
         return None
     rest = user_frames(trace.tb_next)
-    return rest if _is_inside(trace.tb_frame) else TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+    return rest if is_library_frame(trace.tb_frame) else TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
 def counted(number: int, one: str, many: str = "") -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import make_trainer
+from helpers.support import run_python
 from torch import nn
 
 from trainkit import Callback, DataModule, TrainModule
@@ -250,3 +253,177 @@ def test_valid_training_step_outputs(returned: Any) -> None:
     trainer = make_trainer()
     trainer.fit(module, tiny_loader(8))
     assert trainer.global_step == 2
+
+
+# ----------------------------------------------------------------------------- methods with the name of a hook, almost
+
+
+class Quiet(TinyModule):
+    """Its methods are almost named like hooks, and it calls them itself, in many ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+        self.build = lambda: self.configure_models()
+
+    def configure_models(self) -> None:
+        self.called.append("configure_models")
+
+    def on_fit_start(self) -> None:
+        self.build()
+
+    def train_dataloader(self) -> Any:
+        return self.train_dataloaders()[0]
+
+    def train_dataloaders(self) -> Any:
+        self.called.append("train_dataloaders")
+        return [tiny_loader(4), self.val_dataloaders]
+
+    def val_dataloaders(self) -> Any:  # named only by a method that is called
+        raise AssertionError
+
+    @staticmethod
+    def training_steps(loss: Any) -> Any:
+        return loss
+
+    def validation_steps(self, loss: Any) -> Any:
+        self.called.append("validation_steps")
+        return loss
+
+    @torch.no_grad()
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        [self.validation_steps(loss) for loss in [self.loss(batch)]]
+
+    @property
+    def mine(self) -> Any:
+        return getattr(self, "test_steps")()  # noqa: B009 - as a program may choose what to call
+
+    def test_steps(self) -> None: ...
+
+    def training_epoch_end(self, outputs: Any) -> None:  # as in Lightning 1
+        self.called.append("training_epoch_end")
+
+    def on_train_epoch_end(self) -> None:
+        self.training_epoch_end([])
+
+
+def test_methods_that_the_class_calls_itself_are_the_users() -> None:
+    module = Quiet()
+    trainer = make_trainer(num_sanity_val_steps=0)
+    trainer.fit(module, val_dataloaders=tiny_loader(4))
+    assert module.called == ["train_dataloaders", "configure_models", "validation_steps", "training_epoch_end"]
+    assert trainer.global_step == 1
+
+
+def test_the_same_for_callbacks_and_data_modules() -> None:
+    class Counting(Callback):
+        def on_train_starts(self) -> None: ...
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            self.on_train_starts()
+
+    class Data(DataModule):
+        def prepare_datas(self) -> None: ...
+
+        def prepare_data(self) -> None:
+            self.prepare_datas()
+
+    check_callback(Counting())
+    check_datamodule(Data(), DataModule)
+
+
+class OnlyItself(TinyModule):
+    def configure_models(self, depth: int = 0) -> None:
+        if depth < 3:
+            self.configure_models(depth + 1)
+
+
+class OfTheTrainer(TinyModule):
+    def val_dataloaders(self) -> None: ...
+
+    def on_train_start(self) -> None:
+        print(self.trainer.val_dataloaders, self.layer.weight)
+
+
+class OfALayer(TinyModule):
+    def configure_gradient_clippings(self) -> None: ...
+
+    def on_train_start(self) -> None:
+        self.layer.configure_gradient_clippings()
+
+
+class EachOther(TinyModule):
+    def validation_epoch_end(self, outputs: Any) -> None: ...
+
+    def test_epoch_end(self, outputs: Any) -> None:  # nobody calls it, so the other one is not called either
+        self.validation_epoch_end(outputs)
+
+
+class InAText(TinyModule):
+    """Calls self.configure_models() in its text only."""
+
+    def configure_models(self) -> None: ...
+
+    def on_train_start(self) -> None:
+        print("configure_models", {"configure_models": 1}, dict(configure_models=2))
+
+
+@pytest.mark.parametrize("kind", [OnlyItself, OfTheTrainer, EachOther, InAText])
+def test_methods_that_nobody_calls_are_errors(kind: type[TinyModule]) -> None:
+    with pytest.raises(HookError, match=f"{kind.__name__}.* is never called"):
+        check_module(kind(), TrainModule)
+
+
+def test_a_method_that_other_code_calls_is_a_warning() -> None:
+    """The function that is running, and a method of the same name of another object in the same file, may mean it."""
+
+    class Mine(TinyModule):
+        def on_validation_starts(self) -> int:
+            return 1
+
+    module = Mine()
+    said = "Mine.on_validation_starts is not called by trainkit: .*Ignore this if test_a_method_that_other_code.* in test_hooks"
+    with pytest.warns(TrainkitWarning, match=said):
+        make_trainer().fit(module, tiny_loader(4))
+    assert module.on_validation_starts() == 1
+    with pytest.warns(TrainkitWarning, match="'configure_gradient_clipping'.*Ignore this if on_train_start in test_hooks"):
+        check_module(OfALayer(), TrainModule)
+
+
+PROGRAM = {
+    "model.py": """
+from helpers.runs.tiny import TinyModule
+
+class Net(TinyModule):
+    def configure_models(self):
+        self.built = True
+""",
+    "build.py": """
+def build(model):
+    model.configure_models()
+    return model
+""",
+    "train.py": """
+import logging, sys, warnings
+from build import build
+from helpers.runs.tiny import tiny_loader
+from helpers.runs.trainers import make_trainer
+from model import Net
+
+make_trainer().fit(build(Net()), tiny_loader(4))
+""",
+}
+
+
+def test_code_in_another_file_of_the_project(run_dir: Path) -> None:
+    # a program of its own, because it is about the modules in the folder of a script
+    for name, text in PROGRAM.items():
+        Path(name).write_text(text)
+    done = run_python("-u", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "Net.configure_models is not called by trainkit" in done.stderr
+    assert "Ignore this if build in build.py means your own method" in done.stderr
+    Path("build.py").write_text("def build(model):\n    return model\n")
+    done = run_python("-u", "train.py")
+    assert done.returncode == 1
+    assert "HookError: Net.configure_models is never called" in done.stderr

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit import Callback, CombinedLoader, Precision, TrainModule
 from trainkit.console import TrainkitWarning
-from trainkit.errors import DataError
+from trainkit.errors import DataError, LossError
 
 # ------------------------------------------------------------------------------------------------ gradient = global mean
 
@@ -285,7 +287,9 @@ def test_none_contributes_zero_gradient_but_keeps_its_weight(left_out: set[int],
     module = Choosy(left_out, as_dict)
     start = copy.deepcopy(module.layer).double()
     trainer = make_trainer(accumulate_grad_batches=3, precision="64-true")
-    trainer.fit(module, tiny_loader(12))
+    forgotten = 0 in left_out and not as_dict  # a dict with None is meant
+    with pytest.warns(TrainkitWarning, match="returned None for the first batch") if forgotten else nullcontext():
+        trainer.fit(module, tiny_loader(12))
     assert trainer.global_step == 1
     total = 0.0
     for place, (inputs, targets) in enumerate(tiny_loader(12)):
@@ -388,19 +392,80 @@ STEP = (
 )
 
 
-@pytest.mark.parametrize("module, told", [(Forgetful(), RETURN), (Forgetful((1, 2)), RETURN), (NeverSteps(), STEP)])
-@pytest.mark.parametrize("arguments", [{}, {"fast_dev_run": True}])
-def test_a_fit_without_an_optimizer_step_says_why(module: Any, told: str, arguments: dict[str, Any]) -> None:
-    assert no_steps(module, **arguments) == [told]
+FIRST = "training_step returned None for the first batch, so it is skipped. Return the loss: return loss"
 
 
-def test_the_first_epoch_without_a_step_is_reported_when_it_ends() -> None:
-    class Ending(Callback):
+@pytest.mark.parametrize("module, told", [(Forgetful(), [FIRST, RETURN]), (NeverSteps(), [STEP])])
+@pytest.mark.parametrize("arguments", [{"max_epochs": 1}, {"fast_dev_run": True}])
+def test_a_fit_without_an_optimizer_step_says_why(module: Any, told: list[str], arguments: dict[str, Any]) -> None:
+    assert no_steps(module, **arguments) == told
+
+
+def test_manual_optimization_without_a_step_says_why_once() -> None:
+    assert no_steps(NeverSteps(), max_epochs=3) == [STEP]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("returns_in, epoch", [((), 0), ((1, 2), 0), ((0,), 1), ((0, 1, 3), 2)])
+def test_an_epoch_of_nothing_but_none_is_an_error_before_the_next_one(
+    returns_in: tuple[int, ...], epoch: int, accumulate: int
+) -> None:
+    class Ends(Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            seen.append(f"start {trainer.current_epoch}")
+
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            seen.append(f"end {trainer.current_epoch}")
+
+    seen: list[str] = []
+    module = Forgetful(returns_in)
+    trainer = make_trainer(Ends(), max_epochs=4, accumulate_grad_batches=accumulate)
+    said = rf"returned None for every batch of epoch {epoch}, so nothing was learned in it. Return the loss: return loss\. "
+    told = nullcontext() if 0 in returns_in else pytest.warns(TrainkitWarning, match=re.escape(FIRST))
+    with told, pytest.raises(LossError, match=said):
+        trainer.fit(module, tiny_loader())
+    assert seen == [f"{word} {number}" for number in range(epoch + 1) for word in ("start", "end")]
+
+
+def test_the_first_batch_without_a_loss_is_reported_at_once() -> None:
+    class Ending(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
             raise AssertionError("too late")
 
-    with pytest.raises(TrainkitWarning, match="training_step returned None"):
+    with pytest.raises(TrainkitWarning, match=re.escape(FIRST)):
         make_trainer(Ending(), max_epochs=3).fit(Forgetful(), tiny_loader())
+
+
+def test_a_batch_that_is_skipped_later_is_not_reported() -> None:
+    class Skipping(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) if batch_idx == 0 else None
+
+    assert no_steps(Skipping(), max_epochs=2) == []
+
+
+def test_an_epoch_without_a_loss_on_one_rank_only() -> None:
+    """The other rank has losses, so that there are steps: only the first batch of the main process is reported."""
+    assert run_world(2, without_a_loss_on, 1) == [([], 4)] * 2
+    assert run_world(2, without_a_loss_on, 0) == [([FIRST], 4), ([], 4)]
+
+
+def without_a_loss_on(rank: int) -> tuple[list[str], int]:
+    class OnOthers(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return None if self.global_rank == rank else loss
+
+    trainers = []
+
+    class Keeping(Callback):
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            trainers.append(trainer)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", TrainkitWarning)
+        make_trainer(Keeping(), max_epochs=2, devices=2, strategy="ddp").fit(OnOthers(), tiny_loader())
+    return [str(one.message) for one in caught if issubclass(one.category, TrainkitWarning)], trainers[0].global_step
 
 
 def test_an_epoch_that_never_ends_is_reported_too(monkeypatch: Any) -> None:
@@ -415,13 +480,15 @@ def test_an_epoch_that_never_ends_is_reported_too(monkeypatch: Any) -> None:
                 raise KeyboardInterrupt
 
     monkeypatch.setattr("trainkit.trainer.train_loop._LONG", 5)
-    with pytest.warns(TrainkitWarning, match="training_step returned None") as warned, pytest.raises(KeyboardInterrupt):
-        make_trainer(max_epochs=-1, max_steps=100).fit(Ending(), DataLoader(Endless(), batch_size=2))
-    assert len(warned) == 1
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with pytest.raises(KeyboardInterrupt):
+            make_trainer(max_epochs=-1, max_steps=100).fit(Ending(), DataLoader(Endless(), batch_size=2))
+    assert [str(one.message) for one in warned] == [FIRST, RETURN]
 
 
 def test_a_fit_that_steps_says_nothing() -> None:
-    """There is no warning if the first epoch makes steps, if all batches are skipped, or if there is no optimizer."""
+    """There is no warning if the last epoch makes steps, if all batches are skipped, or if there is no optimizer."""
 
     class Leaving(TinyModule):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
@@ -435,7 +502,7 @@ def test_a_fit_that_steps_says_nothing() -> None:
         def configure_optimizers(self) -> None:
             return None
 
-    for module in (Forgetful((0,)), Leaving(), NoOptimizer(), ManualNoOptimizer()):
+    for module in (Forgetful((0, 1, 2)), Leaving(), NoOptimizer(), ManualNoOptimizer()):
         assert no_steps(module) == []
 
 
@@ -467,9 +534,9 @@ def test_steps_that_were_skipped_are_no_mistake(automatic: bool, monkeypatch: An
 
 def no_steps_on_each_rank() -> list[list[str]]:
     one_rank = Forgetful((0, 1, 2) if os.environ["RANK"] == "1" else ())
-    return [no_steps(module, strategy="ddp") for module in (Forgetful(), NeverSteps(), one_rank)]
+    return [no_steps(module, strategy="ddp", max_epochs=1) for module in (Forgetful(), NeverSteps(), one_rank)]
 
 
 def test_a_fit_without_an_optimizer_step_on_several_processes() -> None:
     """Only one rank prints the warning. A loss on any rank makes an optimizer step on all ranks."""
-    assert run_world(2, no_steps_on_each_rank) == [[[RETURN], [STEP], []], [[], [], []]]
+    assert run_world(2, no_steps_on_each_rank) == [[[FIRST, RETURN], [STEP], [FIRST]], [[], [], []]]

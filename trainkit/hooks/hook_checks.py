@@ -9,6 +9,7 @@ from typing import Any
 from trainkit.callback import Callback
 from trainkit.console import warn
 from trainkit.errors import HookError
+from trainkit.hooks.callers import called_by_itself, callers_elsewhere
 from trainkit.hooks.hook_names import DATA_METHODS, HOOKS, MODULE_METHODS, REMOVED, STATE_METHODS, STEPS, WARNED
 from trainkit.module.overridable_hooks import is_overridden
 
@@ -18,7 +19,8 @@ __all__ = ["accepts", "check_callback", "check_datamodule", "check_module", "che
 def check_names(owner: object, base: type, known: Iterable[str]) -> None:
     """Refuse a method of a user's class that looks like a hook but would never be called.
 
-    A method with a name in `WARNED` causes a warning only: the user's code may call it.
+    If the class's own code calls it, it is a method of the user's. If other code seems to, it is a warning, and so is a method
+    with a name in `WARNED`.
 
     Args:
         owner: The user's callback, module or data module.
@@ -29,40 +31,51 @@ def check_names(owner: object, base: type, known: Iterable[str]) -> None:
         HookError: A method whose name is almost that of a hook, or that of a hook that Lightning removed.
     """
     known = tuple(known)
-    for cls in type(owner).__mro__:
-        if cls is not base and not cls.__module__.startswith(("trainkit.", "torch.")):
-            _check_methods(cls.__name__, vars(cls), base, known)
-    _check_methods(type(owner).__name__, vars(owner), base, known)  # assigned on the object
+    classes = [cls for cls in type(owner).__mro__ if cls is not base and not cls.__module__.startswith(("trainkit.", "torch."))]
+    places = [(cls.__name__, vars(cls)) for cls in classes]
+    places.append((type(owner).__name__, vars(owner)))  # what is assigned on the object
+    refused: dict[str, str] = {}  # method → message
+    for place, members in places:
+        for name, member in members.items():
+            if name.startswith("_") or not (inspect.isfunction(member) or inspect.ismethod(member)) or hasattr(base, name):
+                continue
+            if name in WARNED:
+                warn(
+                    f"{place}.{name} has the name of a former hook of Lightning, which trainkit does not call. Ignore this if "
+                    f"your own code calls the method. If it is meant as the hook, use {REMOVED[name]} instead."
+                )
+            elif problem := _problem(name, f"{place}.{name}", known):
+                refused.setdefault(name, problem)
+    if not refused:
+        return
+    called = called_by_itself([members for _, members in places], refused)
+    left = {name: problem for name, problem in refused.items() if name not in called}
+    callers = callers_elsewhere(classes, left)
+    for name, problem in left.items():
+        if name not in callers:
+            raise HookError(problem)
+        warn(
+            f"{problem.replace('is never called', 'is not called by trainkit', 1)} Ignore this if {callers[name]} means your "
+            "own method of that name."
+        )
 
 
-def _check_methods(owner: str, methods: Mapping[str, Any], base: type, known: tuple[str, ...]) -> None:
-    for name, member in methods.items():
-        if name.startswith("_") or not (inspect.isfunction(member) or inspect.ismethod(member)) or hasattr(base, name):
-            continue
-        where = f"{owner}.{name}"
-        if name in WARNED:
-            warn(
-                f"{where} has the name of a former hook of Lightning, which trainkit does not call. Ignore this if your own "
-                f"code calls the method. If it is meant as the hook, use {REMOVED[name]} instead."
-            )
-        elif name in REMOVED:
-            raise HookError(f"{where} is never called by trainkit. Use {REMOVED[name]} instead.")
-        elif name in known:
-            raise HookError(
-                f"{where} is never called: only callbacks have this hook. Fix: class Mine(Callback): "
-                f"def {name}(self, trainer, module, ...), and Trainer(callbacks=[Mine()])"
-            )
-        else:
-            _refuse_misspelt(name, where, known)
-
-
-def _refuse_misspelt(name: str, where: str, known: tuple[str, ...]) -> None:
+def _problem(name: str, where: str, known: tuple[str, ...]) -> str | None:
+    """What is wrong with a method that looks like a hook; `None` if it does not."""
+    if name in REMOVED:
+        return f"{where} is never called by trainkit. Use {REMOVED[name]} instead."
+    if name in known:
+        return (
+            f"{where} is never called: only callbacks have this hook. Fix: class Mine(Callback): "
+            f"def {name}(self, trainer, module, ...), and Trainer(callbacks=[Mine()])"
+        )
     for candidate in known:
         if _edits(name, candidate, allowed := 2 if len(candidate) > 10 else 1) <= allowed:
-            raise HookError(
+            return (
                 f"{where} is never called: no hook has that name. Did you mean {candidate!r}? "
                 "If it is your own method, rename it so that the names differ more."
             )
+    return None
 
 
 def _edits(first: str, second: str, limit: int) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainkit.console import warn
-from trainkit.errors import MissingMetricError
+from trainkit.errors import LossError, MissingMetricError
 from trainkit.metrics.saved_objects import count_updates
 from trainkit.metrics.store import Scope
 from trainkit.micro_batch import MicroBatch, MicroBatchKind
@@ -55,13 +55,14 @@ class OpenWindow:
 
     Attributes:
         had_loss: `training_step` has returned a loss in it, on this rank.
+        learned: it has returned one in an earlier window of the epoch, on any rank.
         updates: the accelerator's number of optimizer steps before the last call of `training_step`.
     """
 
-    __slots__ = ("had_loss", "updates")
+    __slots__ = ("had_loss", "learned", "updates")
 
     def __init__(self) -> None:
-        self.had_loss, self.updates = False, 0
+        self.had_loss, self.learned, self.updates = False, False, 0
 
 
 def begin_training(run: Run, plan: FitPlan) -> None:
@@ -119,7 +120,10 @@ def train_epoch(run: Run, plan: FitPlan) -> None:
     else:
         complete = exhausted = True
         run.accelerator.accumulation.end_loader()
+    whole = exhausted and not progress.epoch_start
     finish_epoch(run, plan, complete, exhausted)
+    if whole and plan.automatic and plan.optimizer is not None and not window.learned:
+        refuse_epoch_of_none(run)
 
 
 def run_micro_batch(run: Run, plan: FitPlan, micro: MicroBatch, window: OpenWindow) -> Any:
@@ -152,8 +156,12 @@ def run_micro_batch(run: Run, plan: FitPlan, micro: MicroBatch, window: OpenWind
         if loss is not None:
             window.had_loss = progress.tried_to_learn = True
             run_backward(run, plan, loss)
-        elif plan.several:
-            plan.backward(None)  # there is no gradient, but the other ranks wait in a collective
+        else:
+            if plan.several:
+                plan.backward(None)  # there is no gradient, but the other ranks wait in a collective
+            first = micro.index == progress.epoch_start and progress.global_step == progress.first_step
+            if first and outputs is None and plan.optimizer is not None:
+                warn("training_step returned None for the first batch, so it is skipped. Return the loss: return loss")
     return outputs
 
 
@@ -180,6 +188,7 @@ def close_window(run: Run, plan: FitPlan, window: OpenWindow) -> bool:
         had_loss = window.had_loss
         if plan.several:  # the same on all ranks
             had_loss = engine.any_rank_had_loss(had_loss)
+        window.learned |= had_loss
         if had_loss and plan.module_step is not None:
             plan.module_step(plan)
         elif had_loss:
@@ -277,9 +286,10 @@ def finish_epoch(run: Run, plan: FitPlan, complete: bool, exhausted: bool) -> No
         exhausted: the loader has yielded all its batches.
     """
     hooks, metrics, progress = run.hooks, run.metrics, run.progress
+    no_step_yet = progress.global_step == progress.first_step
     if progress.batch_idx < 0:
         plan.refuse_empty()
-    if exhausted and progress.batch_idx >= progress.epoch_start and progress.global_step == progress.first_step:
+    if exhausted and not plan.automatic and progress.batch_idx >= progress.epoch_start and no_step_yet:
         warn_without_step(run)
     validates = run.validation_plan is not None and run.due.validates_at_end(plan.validate_every)
     if validates and exhausted and not run.due.max_steps_reached:
@@ -301,6 +311,22 @@ def finish_epoch(run: Run, plan: FitPlan, complete: bool, exhausted: bool) -> No
     plan.safe_points.agree_now()
     if progress.safe_point_due:
         plan.safe_points.carry_out()
+
+
+def refuse_epoch_of_none(run: Run) -> None:
+    """After an epoch without any loss: refuse to train another one, or warn if it was the last.
+
+    Raises:
+        LossError: another epoch would follow.
+    """
+    if not training_continues(run):
+        warn_without_step(run)
+        return
+    raise LossError(
+        f"training_step returned None for every batch of epoch {run.progress.current_epoch - 1}, so nothing was learned in it. "
+        "Return the loss: return loss. To step the optimizers in training_step: self.automatic_optimization = False. To skip "
+        "an epoch on purpose, return -1 from on_train_batch_start."
+    )
 
 
 def warn_without_step(run: Run) -> None:

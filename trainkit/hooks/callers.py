@@ -1,0 +1,162 @@
+"""Which methods of a user's class are called by the user's code, as far as the code names them.
+
+A file of its own because it reads byte code, which nothing else here does.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+import sysconfig
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import CodeType
+from typing import Any
+
+from trainkit.console import is_library_frame
+
+__all__ = ["called_by_itself", "callers_elsewhere"]
+
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_INNER = ("__func__", "__wrapped__", "fget", "fset", "fdel", "func")  # of static and decorated methods and properties
+
+
+def called_by_itself(members: Iterable[Mapping[str, Any]], names: Collection[str]) -> set[str]:
+    """Those of the methods that other methods of the class name, as `self.name` or with `getattr`.
+
+    Args:
+        members: The attributes of the user's classes and of the object.
+        names: The methods. One that only another of them names counts only if that one is called.
+    """
+    named: dict[str, set[str]] = {}  # method → the methods that its code names
+    for own in members:
+        for method, member in own.items():
+            for code in _codes_of(member):
+                receiver = code.co_varnames[0] if code.co_argcount else ""
+                named.setdefault(method, set()).update(_named_on(code, receiver))
+    called: set[str] = set()
+    callers = set(named) - set(names)
+    while callers:
+        new = set().union(*(named.get(caller, set()) for caller in callers)) & set(names) - called
+        called |= new
+        callers = new
+    return called
+
+
+def callers_elsewhere(classes: Iterable[type], names: Collection[str]) -> dict[str, str]:
+    """Those of the methods that other code of the user's names, with the place.
+
+    That is the code of the functions that are running, and of the modules in the folders of the classes and of the script.
+
+    Args:
+        classes: The user's classes.
+        names: The methods.
+    """
+    found: dict[str, str] = {}
+    if not names:
+        return found
+    for code in (*_running(), *_modules_near([cls.__module__ for cls in classes])):
+        for inner in _nested(code):
+            if inner.co_name not in names and set(names) & set(inner.co_names):
+                for name in _attributes(inner) & set(names):
+                    found.setdefault(name, f"{inner.co_name} in {os.path.basename(inner.co_filename)}")
+    return found
+
+
+def _codes_of(member: Any) -> Iterator[CodeType]:
+    """The code of a method, also of one that is decorated, and of the parts of a property."""
+    waiting, seen = [member], set()
+    while waiting:
+        part = waiting.pop()
+        if id(part) in seen or isinstance(part, type):
+            continue
+        seen.add(id(part))
+        if isinstance(code := getattr(part, "__code__", None), CodeType):
+            yield code
+            waiting += [cell.cell_contents for cell in part.__closure__ or () if _is_filled(cell)]
+        if code is not None or isinstance(part, staticmethod | classmethod | property) or hasattr(type(part), "__get__"):
+            waiting += [inner for name in _INNER if (inner := getattr(part, name, None)) is not None]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return hasattr(cell.cell_contents, "__code__")
+    except ValueError:  # a name that is not assigned yet
+        return False
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    """A code and that of the functions and classes in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested(constant)
+
+
+def _named_on(code: CodeType, receiver: str) -> set[str]:
+    """The attributes of `receiver`, the first argument, that a function and what is defined in it name."""
+    names: set[str] = set()
+    before: Any = None
+    for one in dis.get_instructions(code):
+        if one.opname in _ATTRIBUTES:
+            if receiver and _loaded(before) == receiver and before.opname not in _ATTRIBUTES:
+                names.add(one.argval)
+        elif one.opname == "LOAD_CONST" and isinstance(one.argval, str) and "getattr" in code.co_names:
+            names.add(one.argval)
+        before = one
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            names |= _named_on(inner, receiver if receiver in inner.co_freevars else "")
+    return names
+
+
+def _attributes(code: CodeType) -> set[str]:
+    """The attributes that a function names, without those of `self` and of a trainer, which has `val_dataloaders`."""
+    names: set[str] = set()
+    before: Any = None
+    for one in dis.get_instructions(code):
+        if one.opname in _ATTRIBUTES and _loaded(before) not in ("self", "cls", "trainer"):
+            names.add(one.argval)
+        before = one
+    return names
+
+
+def _loaded(instruction: Any) -> str:
+    """The name of what an instruction loads, the last one if it loads two; "" if it loads nothing with a name."""
+    if instruction is None or not instruction.opname.startswith("LOAD_") or instruction.opname == "LOAD_CONST":
+        return ""
+    value = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
+    return value if isinstance(value, str) else ""
+
+
+def _running() -> Iterator[CodeType]:
+    """The code of the user's functions, modules and cells that are running."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if not is_library_frame(frame):
+            yield frame.f_code
+
+
+def _modules_near(names: Iterable[str]) -> Iterator[CodeType]:
+    """The code of the loaded modules in the folders of these modules and of the script, without installed packages."""
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in {"__main__", *names}]
+    folders = tuple(os.path.join(os.path.dirname(os.path.abspath(file)), "") for file in files if file)
+    installed = tuple(os.path.join(path, "") for path in sysconfig.get_paths().values())
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not file or name.partition(".")[0] in ("trainkit", "torch"):
+            continue
+        path = os.path.abspath(file)
+        if not path.startswith(folders) or path.startswith(installed) or "site-packages" in path:
+            continue
+        try:
+            code = module.__loader__.get_code(name)  # type: ignore[union-attr]
+        except Exception:  # whatever a loader of another program does
+            code = None
+        if isinstance(code, CodeType):
+            yield code
+        else:
+            for member in list(vars(module).values()):
+                for part in [*vars(member).values()] if isinstance(member, type) else [member]:
+                    yield from _codes_of(part)
