@@ -44,12 +44,14 @@ class WindowEntry(NamedTuple):
         whole: Weight of the micro-batches of all ranks at this index, over the total weight of the window.
         remaining: Weight of these and of all later ones, over the total weight of the window.
         alone: Share that this rank's micro-batch would have if the micro-batches at this index were a window of their own.
+        weight: Weight of the micro-batches of all ranks at this index.
     """
 
     begin: int
     whole: float
     remaining: float
     alone: float
+    weight: float = 0.0
 
 
 class MicroBatch(NamedTuple):

@@ -38,6 +38,7 @@ class Strategy(Ranks):
         info: The facts that are known before the strategy is imported. A strategy with its own short names has its own.
         accumulates_in_engine: The backend sums gradients over an accumulation window; `parameter.grad` does not show them.
         averages_in_step: No backward pass averages gradients over the processes; each optimizer step does.
+        reduces_late: Gradients can be averaged over the processes after the last backward pass of a window, and not only in it.
         can_sync_batchnorm: The strategy has an option `sync_batchnorm`.
         compiles: It works with modules from `torch.compile`, and with compiled models, steps and blocks.
         compiles_blocks: It works with compiled blocks, even if not with compiled models and steps.
@@ -68,6 +69,7 @@ class Strategy(Ranks):
     info: ClassVar[StrategyInfo] = SINGLE
     accumulates_in_engine: ClassVar[bool] = False
     averages_in_step: ClassVar[bool] = False
+    reduces_late: ClassVar[bool] = True
     can_sync_batchnorm: ClassVar[bool] = False
     compiles: ClassVar[bool] = True
     compiles_blocks: bool = False
@@ -314,6 +316,20 @@ class Strategy(Ranks):
             parameters: The same ones on all processes, in the same order. If the gradient of one is missing on some
                 processes, it counts as zeros there; if it is missing on all, it stays missing.
         """
+
+    def end_window(self) -> None:
+        """Called in your own training loop if a window ends after a backward pass that was not known to be its last.
+
+        `micro_batch` is `last` and `uneven` from here on. Where `reduces_late` is false, that backward pass has reduced the
+        gradients.
+        """
+
+    def scale_gradients(self, parameters: Iterable[Tensor], factor: float) -> None:
+        """Multiply the gradients of a complete window before its optimizer step. Parameters without a gradient are skipped."""
+        found = [p.grad for p in parameters if p.grad is not None]
+        if found:
+            with torch.no_grad():
+                torch._foreach_mul_(found, factor)
 
     def sync_buffers(self) -> None:
         """Broadcast rank 0's buffers to all processes; `optimizer_step` does so after an optimizer step."""

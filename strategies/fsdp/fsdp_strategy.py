@@ -96,6 +96,7 @@ class FSDPStrategy(Strategy):
     info = INFO
     owns_masters = reads_checkpoint_parts = shards_optimizer_state = shards_parameters = True
     keeps_placement: ClassVar[bool] = False
+    reduces_late: ClassVar[bool] = False
 
     def __init__(
         self,

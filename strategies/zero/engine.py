@@ -365,14 +365,19 @@ class Engine:
         self.zero.custom_loss_scaler = False  # else DeepSpeed would scale losses by it
         self._begun = self._finished = False
         self._norm = self.clip = None
+        self._scale.factor = 1.0
         updated: bool = self._engine.was_step_applied()
         self.shadow.after_step()
         return updated
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients of the accumulation window, which its step or `discard` ends."""
+        self._scale.factor *= factor
+
     def discard(self) -> None:
         """Drop the gradients of the accumulation window."""
         zero = self.zero
-        self._begun = False
+        self._begun, self._scale.factor = False, 1.0
         zero.zero_grad(set_to_none=True)
         if self.stage == 3:
             zero._pre_step()

@@ -18,10 +18,13 @@ class LossScale:
     Args:
         precision: the precision, whose scaler, if it has one, scales the losses before the backward pass.
         device: the device of the gradient norm.
+
+    Attributes:
+        factor: what the true gradients are multiplied by.
     """
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
-        self._precision = precision
+        self._precision, self.factor = precision, 1.0
         self._norm = nn.Parameter(torch.zeros((), device=device))
         # the scaler steps this optimizer, which changes nothing
         self._optimizer = torch.optim.SGD([self._norm], lr=0.0)
@@ -30,7 +33,7 @@ class LossScale:
     def value(self) -> float:
         """The factor by which the gradients of this accumulation window are scaled."""
         scaler = self._precision.scaler
-        return 1.0 if scaler is None else float(scaler.get_scale())
+        return (1.0 if scaler is None else float(scaler.get_scale())) / self.factor
 
     def allows(self, norm: Callable[[], Tensor]) -> bool:
         """Whether to run the optimizer step: `False` if the scaled norm is not finite. Also updates the scale.

@@ -295,6 +295,18 @@ class ZeROStrategy(Strategy):
     def unscale(self, optimizer: Optimizer) -> None:
         """Does nothing: `parameter.grad` has no gradients under ZeRO, and norms are already unscaled."""
 
+    def end_window(self) -> None:
+        """See `trainkit.Strategy.end_window`. The optimizer step completes what the backward passes have reduced."""
+        if self._window is not None:
+            self._window.end(self.micro_batch)
+
+    def scale_gradients(self, parameters: Iterable[Tensor], factor: float) -> None:
+        """See `trainkit.Strategy.scale_gradients`. The optimizer step unscales the gradients accordingly."""
+        wanted = {id(parameter) for parameter in parameters}
+        for engine in self._engines.values():
+            if any(id(parameter) in wanted for parameter in engine.parameters):
+                engine.scale_gradients(factor)
+
     def mean(self, value: Tensor) -> Tensor:
         """See `trainkit.Strategy.mean`."""
         return value if self.world.size == 1 else mean(value)

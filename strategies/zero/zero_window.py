@@ -58,7 +58,7 @@ class EngineWindow:
     def backward(self, loss: Tensor, micro: MicroBatch, **kwargs: Any) -> None:
         """Run the backward pass of a micro-batch."""
         self._had_loss = True
-        self._end_micro_batch(micro)
+        self.end(micro)
         self.engine.backward(loss, micro.first, micro.last, **kwargs)
 
     def skip(self, loss: Tensor | None, micro: MicroBatch) -> None:
@@ -66,11 +66,11 @@ class EngineWindow:
         if not self._begun:
             self._begin()
         self._had_loss = self._had_loss or loss is not None
-        self._end_micro_batch(micro)
+        self.end(micro)
         if self._world.size > 1:
             self.engine.backward_zero_gradients(loss, micro.first, micro.last)
 
-    def _end_micro_batch(self, micro: MicroBatch) -> None:
+    def end(self, micro: MicroBatch) -> None:
         """At the last micro-batch of an accumulation window, start to all-reduce whether any rank had a loss."""
         if micro.last:
             self._begun = False

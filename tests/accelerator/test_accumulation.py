@@ -107,12 +107,14 @@ def test_micro_batches_of_an_unprepared_loader_are_counted(size: int) -> None:
     state, _ = own(size)
     found = []
     for _ in range(2 * size):
-        state.count()
+        state.call((), None, lambda: None)
+        state.start_body()
         found.append((state.current.first, state.current.last, state.current.share))
     assert found[:size] == found[size:] == [(i == 0, i == size - 1, 1 / size) for i in range(size)]
-    state.restore_count(1)
-    state.count()
+    state.restore_counts([(0, 1)])
+    state.call((), None, lambda: None)
     assert state.current.first is (size == 1)
+    assert state.counts() == [(0, 2)]
 
 
 def test_by_hand_a_loss_is_divided_by_the_size_of_a_window() -> None:

@@ -517,7 +517,7 @@ def test_the_part_needs_no_accelerator() -> None:
         made = Checkpointing(strategy, numbered, Prepared([model], [], [], []))
         made.register(counter)
         accumulation = AccumulationState(1, lambda micro: None)
-        accumulation.restore_count(updates)
+        accumulation.restore_counts([(0, updates)])
         loop = SimpleNamespace(updates=updates, seed=1, accumulation=accumulation, reading=SimpleNamespace())
         return made, model, counter, loop
 
@@ -526,7 +526,7 @@ def test_the_part_needs_no_accelerator() -> None:
     second, model, counter, loop = part(0)
     second.load(loop)
     assert path.name == "checkpoint_0"
-    assert (model.weight.item(), counter.count, loop.updates, loop.accumulation.counted) == (5.0, 5, 5, 5)
+    assert (model.weight.item(), counter.count, loop.updates, loop.accumulation.counts()) == (5.0, 5, 5, [(0, 5)])
     assert (second.run_id, second.save(loop).name) == (first.run_id, "checkpoint_1")
     third, model, counter, loop = part(7)
     third.load(loop, path, wanted=["model"])

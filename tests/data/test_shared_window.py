@@ -84,11 +84,12 @@ def test_rows_of_an_own_loop(way: str) -> None:
                 piece.shared.agree(others)
         found.append(entries(pieces))
     assert found[0] == [
-        (0, True, 1.0, 1.0, 1.0, 1.0),
-        (1, False, 8 / 14, 8 / 14, 1.0, 1.0),
-        (2, True, 8 / 14, 6 / 14, 6 / 14, 8 / 6),
+        (0, True, 1.0, 1.0, 1.0, 1.0, 8.0),
+        (1, False, 8 / 14, 8 / 14, 1.0, 1.0, 8.0),
+        (2, True, 8 / 14, 6 / 14, 6 / 14, 8 / 6, 6.0),
     ]
-    assert [row[2:] for row in found[1]] == [(1.0, 1.0, 1.0, 1.0), (8 / 14, 8 / 14, 1.0, 1.0), (4 / 14, 6 / 14, 6 / 14, 4 / 6)]
+    assert [row[2:6] for row in found[1]] == [(1.0, 1.0, 1.0, 1.0), (8 / 14, 8 / 14, 1.0, 1.0), (4 / 14, 6 / 14, 6 / 14, 4 / 6)]
+    assert [row[6] for row in found[1]] == [8.0, 8.0, 6.0]
 
 
 def test_a_window_that_weighs_nothing() -> None:
@@ -96,7 +97,7 @@ def test_a_window_that_weighs_nothing() -> None:
     for weights in ([0.0], [0.0, 3.0]):
         shared = SharedWindow(sum(weights), len(weights), False, agreed=True, weights=weights)
         micro = shared.micro_batch(None, MicroBatchKind.DATA, (0, 0), 0.0, True, 2)
-        assert (micro.share, micro.empty, micro.entry) == (0.0, sum(weights) == 0.0, (0, 0.0, 1.0, 0.0))
+        assert (micro.share, micro.empty, micro.entry) == (0.0, sum(weights) == 0.0, (0, 0.0, 1.0, 0.0, 0.0))
 
 
 def test_a_loader_that_ends_too_early() -> None:
@@ -136,8 +137,8 @@ def test_what_others_have(other: list[float], expected: tuple[float, int, bool])
 def test_a_micro_batch_of_a_shared_window() -> None:
     shared = SharedWindow(8.0, 2, True, agreed=True, weights=[6.0, 2.0])
     micro = shared.micro_batch("a", MicroBatchKind.DATA, (4, 5), 2.0, True, ranks=2)
-    assert micro == ("a", 5, False, True, 0.5, MicroBatchKind.DATA, True, False, False, (4, 0.25, 0.25, 2.0), 2.0)
-    assert shared.micro_batch("a", MicroBatchKind.DATA, (4, 4), 3.0, False, ranks=2).entry == (4, 0.75, 1.0, 1.0)
+    assert micro == ("a", 5, False, True, 0.5, MicroBatchKind.DATA, True, False, False, (4, 0.25, 0.25, 2.0, 2.0), 2.0)
+    assert shared.micro_batch("a", MicroBatchKind.DATA, (4, 4), 3.0, False, ranks=2).entry == (4, 0.75, 1.0, 1.0, 6.0)
 
 
 def test_a_padding_micro_batch_has_no_share() -> None:

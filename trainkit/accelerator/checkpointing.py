@@ -280,7 +280,7 @@ class Checkpointing:
         state = {
             **taken.state,
             "loaders": positions,
-            "window": loop.accumulation.counted,
+            "windows": loop.accumulation.counts(),
             "registered": [thing.state_dict() for thing in self.registered],
         }
 
@@ -321,7 +321,9 @@ class Checkpointing:
                     "random numbers differ from those of the saved loop. To keep them, call "
                     f"trainkit.set_seed({manifest.seed}) before prepare."
                 )
-            self._place_loaders(loop, loaders, starts, int(state.get("window", 0)))
+            # checkpoints of earlier versions have one count for all models
+            windows = state.get("windows", [(0, state.get("window", 0))])
+            self._place_loaders(loop, loaders, starts, windows)
         if "optimizer" in wanted:
             loop.updates = manifest.step
         if wanted == set(PARTS):
@@ -336,7 +338,11 @@ class Checkpointing:
         _report_loader_start(self._prepared.loaders)
 
     def _place_loaders(
-        self, loop: Loop, loaders: list[tuple[PreparedLoader, Any]], starts: list[int | None], counted: int
+        self,
+        loop: Loop,
+        loaders: list[tuple[PreparedLoader, Any]],
+        starts: list[int | None],
+        windows: Sequence[tuple[int | None, int]],
     ) -> None:
         """Continue each loader at its position, or begin its epoch again where there is no start."""
         self._close_window(loop.accumulation)
@@ -345,7 +351,7 @@ class Checkpointing:
                 loader.restart_epoch(position)
             else:
                 loader.resume_at(position, start)
-        loop.accumulation.restore_count(counted)
+        loop.accumulation.restore_counts(windows)
 
     def _check_fits(self, path: Path, loaded: Loaded, wanted: Collection[str]) -> None:
         """Compare the parts that the checkpoint and this loop have.
@@ -369,7 +375,7 @@ class Checkpointing:
 
     def _close_window(self, accumulation: AccumulationState) -> None:
         """Discard an accumulation window that is open: its gradients are those of other parameters."""
-        if accumulation.open or not accumulation.current.last:
+        if accumulation.unfinished or not accumulation.current.last:
             accumulation.forget_window()
             for optimizer in self._prepared.optimizers:
                 optimizer.zero_grad()

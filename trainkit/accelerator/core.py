@@ -175,7 +175,8 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         self.reading = Reading(self.accumulation, self._bare, self.strategy.data_world.devices)
         ProcessVerbs.__init__(self, options.strategy, self.reading, options.plugin)
         CheckpointVerbs.__init__(self, options, Prepared(self._bare, self._optimizers, self._schedulers, self._loaders))
-        self._weighing: Weighing | None = None
+        self.reading.end_late = self.end_late
+        self._weighing: dict[tuple[int, ...], Weighing] = {}  # by the ids of the models of `accumulate`
         self._watched = ExitStack()  # the hooks of optimizers that were passed to prepare
         self._building = ExitStack()  # the context in which models of transformers are created
 
@@ -235,7 +236,9 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """A context for the work on one micro-batch: forward, backward, optimizer step.
 
-        With a loader that was not prepared, it counts the micro-batches itself.
+        If it is called several times with the same models for one batch of a prepared loader, each call is a micro-batch that
+        counts as much as the batch, and a window has `gradient_accumulation_steps` calls. All processes must make the same
+        number of calls. With a loader that was not prepared, it counts the calls for the same models.
 
         Args:
             *models: The models that are called in it, as `prepare` returned them.
@@ -246,14 +249,14 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         for model in models:
             if id(model) not in self._given and self._own:
                 self._check_prepared("accumulate", model)
-        state = self.accumulation
         self.reading.working()
-        if state.pending is not None:
-            state.enter(self.reading.loader)
-        elif not state.delivered and not self.reading.active:  # otherwise it is called again for the same batch
-            state.count()
-        state.start_body()
+        self.accumulation.call(models, self.reading.place(), self.reading.left)
+        self.accumulation.start_body()
         return _NULL
+
+    def note_verb(self, verb: Callable[..., Any], *args: Any) -> None:
+        """See `trainkit.optim.prepared_optimizer.Stepper`."""
+        self.accumulation.note_verb(verb, *args)
 
     @property
     def trackers(self) -> list[Any]:
@@ -364,7 +367,8 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         for each in held:
             each.clear()
         self._watched.close()
-        self._weighing, self._begun = None, False
+        self._weighing.clear()
+        self._begun = False
         self._begin_stepping()
         self.accumulation.reset()
         self._batch_padding = None

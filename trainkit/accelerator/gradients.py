@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainkit.accelerator.accumulation import CallWindow
 from trainkit.accelerator.collective_checks import described
 from trainkit.accelerator.naming import NumberedCheckpoints
 from trainkit.accelerator.preparing import PrepareVerbs
@@ -36,7 +38,7 @@ class GradientVerbs(PrepareVerbs):
     _compares: bool
     _numbered: NumberedCheckpoints
     _own: bool
-    _weighing: Weighing | None
+    _weighing: dict[tuple[int, ...], Weighing]
 
     def backward(self, loss: Tensor | None, weight: float | Tensor | None = None, **kwargs: Any) -> None:
         """Run the backward pass of a micro-batch: call it instead of `loss.backward()`.
@@ -59,8 +61,10 @@ class GradientVerbs(PrepareVerbs):
             self._begin_own_backward(loss)
         micro = self.accumulation.current
         share = micro.share
-        if self._own and (weight is not None or self._weighing is not None):
+        if self._own and (weight is not None or self._weighing):
             share = self._weighed(weight)
+        if not self.strategy.reduces_late and self.accumulation.unsure:
+            micro = micro._replace(last=True)  # the gradients are complete if the window turns out to have ended here
         if loss is None or share == 0.0:
             self.strategy.skip_backward(loss, micro)
         else:
@@ -69,9 +73,45 @@ class GradientVerbs(PrepareVerbs):
             if share != 1.0:
                 loss = loss * share
             self.strategy.backward(loss, micro, **kwargs)
-        self.step_pending = micro.last
-        if self._weighing is not None and micro.last:
-            self._weighing.correct_gradients(self._bare, self.optimizers)
+        self.step_pending = self.accumulation.current.last
+        if self._own and self.step_pending:
+            self._correct_gradients()
+
+    def end_late(self, window: CallWindow) -> None:
+        """The loader has ended inside a window of calls: do what the loop does with a window that is full.
+
+        What the loop calls after a backward pass (clipping, `step` of optimizers and schedulers, `zero_grad`) has had no effect
+        then, and is called again. Where it does not step, the window stays open.
+        """
+        # those of a full window if there are more: it has those under `if sync_gradients:` too
+        verbs = list(window.verbs if len(window.verbs) >= len(window.full) else window.full)
+        if not any(verb == self.step and args[1] is None for verb, args in verbs):  # a closure would compute a loss again
+            return
+        self.accumulation.end_late(window, uneven=self.strategy.reduces_late)
+        self.strategy.end_window()
+        weighing = self._weighing.get(self.accumulation.key)
+        if weighing is not None:
+            weighing.end_late()
+        self._correct_gradients()
+        for verb, args in verbs:
+            verb(*args)
+
+    def _correct_gradients(self) -> None:
+        """At the end of a window, multiply the gradients so that the shares of its micro-batches add up to 1."""
+        state = self.accumulation
+        weighing = self._weighing.get(state.key)
+        factor = 1.0 if state.window is None else state.window.factor
+        if weighing is not None and weighing.weighed:
+            factor = weighing.factor
+        if factor != 1.0:
+            own = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+            models, others = (self._bare, own) if state.trained is None else (state.trained, [])
+            parameters = {id(p): p for p in [*(p for model in models for p in model.parameters()), *others]}
+            self.strategy.scale_gradients(parameters.values(), factor)
+
+    @abstractmethod
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """See `trainkit.accelerator.stepping.StepVerbs.step`."""
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Divide the gradients by the loss scale of `16-mixed`, to read or change them. Clipping does this itself.
@@ -105,9 +145,10 @@ class GradientVerbs(PrepareVerbs):
             The norm before clipping, a scalar on the device; `None` inside an accumulation window.
         """
         self._check_begun("clip_grad_norm_")
+        listed = _listed("clip_grad_norm_", parameters)
+        self.accumulation.note_verb(self.clip_grad_norm_, listed, max_norm, norm_type)
         if not self.accumulation.current.last:
             return None
-        listed = _listed("clip_grad_norm_", parameters)
         if self._compares:
             self._compare("clip_grad_norm_", listed)
         self._complete(listed)
@@ -116,8 +157,9 @@ class GradientVerbs(PrepareVerbs):
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp each element of the gradients to [-clip_value, clip_value]. Inside an accumulation window it does nothing."""
         self._check_begun("clip_grad_value_")
+        listed = _listed("clip_grad_value_", parameters)
+        self.accumulation.note_verb(self.clip_grad_value_, listed, clip_value)
         if self.accumulation.current.last:
-            listed = _listed("clip_grad_value_", parameters)
             if self._compares:
                 self._compare("clip_grad_value_", listed)
             self._complete(listed)
@@ -174,11 +216,16 @@ class GradientVerbs(PrepareVerbs):
             )
 
     def _weighed(self, weight: float | Tensor | None) -> float:
-        if self._weighing is None:
+        state = self.accumulation
+        weighing = self._weighing.get(state.key)
+        if weighing is None:
+            if weight is None:
+                return state.current.share
             if any(loader.weighs for loader in self._loaders):
                 raise ConfigurationError("backward(weight=) and prepare(batch_weight=) set the same thing. Give one of them.")
-            self._weighing = Weighing(self.accumulation, self.strategy.world, self.strategy, self.collective_checks)
-        return self._weighing.share(weight)
+            weighing = Weighing(state, self.strategy.world, self.strategy, self.collective_checks)
+            self._weighing[state.key] = weighing
+        return weighing.share(weight)
 
     def _check_begun(self, verb: str) -> None:
         if self._begun or not self._own:

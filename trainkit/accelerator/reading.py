@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from trainkit.accelerator.accumulation import AccumulationState, Snapshot
+from trainkit.accelerator.accumulation import AccumulationState, CallWindow, Place, Snapshot
 from trainkit.accelerator.skipping import SkippedLoader
 from trainkit.console import with_article
 from trainkit.data.combined import CombinedLoader
@@ -31,13 +31,15 @@ _CHECKED = 16  # number of items of a list to check: it may be a long list of ba
 class _OpenLoader:
     """A loader with its current batch, and the accumulation state from before it was read."""
 
-    __slots__ = ("ahead", "batch", "before", "full", "loader", "number", "padding", "weights_differ")
+    __slots__ = ("ahead", "batch", "before", "full", "index", "loader", "number", "padding", "place", "weights_differ")
 
     def __init__(self, loader: PreparedLoader, before: Snapshot, number: int, devices: int) -> None:
         self.loader, self.before, self.number = loader, before, number
         self.ahead = 0  # batches that were read since a backward pass
         self.weights_differ = False  # not all of these batches have the same weight
         self.batch: Any = None
+        self.index = 0  # of the batch
+        self.place: Place | None = None  # from the first batch on
         size = batch_size_of(loader.source)
         self.full = None if size is None else size * devices
         self.padding = False
@@ -53,7 +55,10 @@ class Reading:
 
     Attributes:
         loaded: a checkpoint has been loaded since the last backward pass, so the loop may skip batches by reading them.
+        end_late: called with each window of calls that is open where its loader ends.
     """
+
+    end_late: Callable[[CallWindow], None] | None = None
 
     def __init__(self, accumulation: AccumulationState, models: Sequence[nn.Module], devices: int = 1) -> None:
         self._accumulation, self._models, self._devices = accumulation, models, devices
@@ -61,6 +66,7 @@ class Reading:
         self._places: list[_OpenLoader] = []  # the one that has yielded a batch last is the last
         # of each loader: what accumulate had entered when it yielded a batch, and the index with which that window begins
         self._marks: WeakKeyDictionary[PreparedLoader, tuple[int, int]] = WeakKeyDictionary()
+        self._opened: WeakKeyDictionary[PreparedLoader, Place] = WeakKeyDictionary()  # where each was read last
 
     def open_window(self) -> int:
         """See `trainkit.data.position.Reader`."""
@@ -81,8 +87,11 @@ class Reading:
         if mark is None:
             return loader.given
         entered, begin = mark
-        unfinished = state.open > 0 or (state.entered == entered and state.by_hand is not True)
-        return begin if unfinished else loader.given
+        unfinished = state.entered == entered and state.by_hand is not True
+        if unfinished or (state.open > 0 and state.follows_loader):
+            return begin
+        called = state.resumes_at(self._opened[loader])
+        return loader.given if called is None else min(called, loader.given)
 
     def _batches(self, loader: PreparedLoader, micro_batches: Iterator[MicroBatch]) -> Iterator[Any]:
         places, state = self._places, self._accumulation
@@ -93,6 +102,9 @@ class Reading:
             for micro in micro_batches:
                 if self._skips(micro):
                     continue
+                place.index = micro.index
+                if place.place is None:
+                    place.place = self._opened[loader] = Place(id(loader), place.number, micro.index)
                 if pending and micro.entry is not None:
                     alone = self._receive(loader, micro, micro.entry)
                 else:
@@ -111,6 +123,9 @@ class Reading:
                     places.append(place)
                 yield batch
             loader.exhausted = True
+            if self.end_late is not None:
+                for window in state.ending(id(loader)):
+                    self.end_late(window)
             state.end_loader()
         finally:
             self._end(place)
@@ -118,9 +133,11 @@ class Reading:
     def _skips(self, micro: MicroBatch) -> bool:
         """Whether a rank without data skips this: other ranks have more micro-batches in its window, and it has had some.
 
-        With `backward` outside of `accumulate` all ranks step after each micro-batch.
+        With `backward` outside of `accumulate` all ranks step after each micro-batch, and with several calls of `accumulate`
+        for a batch in the middle of it.
         """
-        return micro.kind is MicroBatchKind.NONE and not micro.first and self._accumulation.by_hand is not True
+        state = self._accumulation
+        return micro.kind is MicroBatchKind.NONE and not micro.first and state.by_hand is not True and state.follows_loader
 
     def _receive(self, loader: PreparedLoader, micro: MicroBatch, entry: WindowEntry) -> float:
         """Let `accumulate` enter a micro-batch; returns its share outside of a window."""
@@ -131,6 +148,16 @@ class Reading:
         state.receive(micro)
         self._marks[loader] = state.entered, begin
         return entry.alone
+
+    def place(self) -> Place | None:
+        """Where the loop reads; `None`: no loader is being read."""
+        return self._places[-1].place if self._places else None
+
+    def left(self) -> int | None:
+        """Number of batches that follow in the epoch of the loader that is being read; `None`: unknown."""
+        place = self._places[-1]
+        length = place.loader.length if place.loader.exact else None
+        return None if length is None else length - 1 - place.index
 
     def _end(self, place: _OpenLoader) -> None:
         """A loader has been read: restore the state from before it."""
@@ -177,11 +204,6 @@ class Reading:
     def padding(self) -> bool:
         """Whether that one is padding: only other ranks have data."""
         return bool(self._places) and self._places[-1].padding
-
-    @property
-    def loader(self) -> int:
-        """Identifies the loader that is being read; 0: none."""
-        return id(self._places[-1].loader) if self._places else 0
 
     def cut(self, tensor: Tensor) -> Tensor:
         """Cut a tensor of the size of a full micro-batch to the number of samples of the current one, which may be short.

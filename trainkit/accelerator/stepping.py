@@ -60,10 +60,12 @@ class StepVerbs(GradientVerbs):
         """
         micro = self.accumulation.current
         if not micro.last:
+            self.accumulation.note_verb(self.step, optimizer, closure)
             return False
         self.step_pending = False
         own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
         if self._own:
+            self.accumulation.note_verb(self.step, optimizer, closure)
             self._check_backward(own, closure)
         if self._compares:
             self._compare("step", [p for group in own.param_groups for p in group["params"]])

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from trainkit.accelerator.accumulation import AccumulationState
 from trainkit.accelerator.collective_checks import CollectiveChecks
@@ -33,6 +29,10 @@ class Weighing:
 
     Raises:
         UnsupportedArgumentError: several micro-batches in a window, and the strategy shards its gradients.
+
+    Attributes:
+        weighed: whether the micro-batches of the window have weights; `None`: none has been trained on.
+        factor: what the gradients of a complete window are multiplied by.
     """
 
     def __init__(self, accumulation: AccumulationState, world: World, strategy: Strategy, checks: CollectiveChecks) -> None:
@@ -43,12 +43,12 @@ class Weighing:
                 "batch_weight=lambda batch: float((batch['labels'] != -100).sum()))"
             )
         self._accumulation, self._world, self._checks = accumulation, world, checks
-        self._weighed: bool | None = None  # whether the micro-batches of the window have weights
+        self.weighed: bool | None = None
         self._emptied = False  # the window was marked as having weight 0
         self._at = -1  # the micro-batch that was weighed last
         self._sum = 0.0
         self._expected = 1.0
-        self._factor = 1.0
+        self.factor = 1.0
 
     def share(self, weight: float | Tensor | None) -> float:
         """What the loss of the current micro-batch is multiplied by. Collective at the first and the last of a window.
@@ -61,13 +61,13 @@ class Weighing:
         state, given = self._accumulation, weight is not None
         micro = state.current
         if micro.first:
-            self._weighed, self._sum = given, 0.0
-        elif given is not self._weighed:
+            self.weighed, self._sum = given, 0.0
+        elif given is not self.weighed:
             raise ConfigurationError(
                 "backward(weight=) was called for some micro-batches of a window and not for others, so they cannot be "
                 "compared. Pass the weight of each micro-batch."
             )
-        self._factor = 1.0
+        self.factor = 1.0
         if weight is None:
             if self._emptied:  # the current micro-batch may be the same one
                 self._emptied = False
@@ -87,25 +87,19 @@ class Weighing:
             total = self._over_all(mine)
             self._expected = (total or 1.0) * state.size
         if micro.last:
-            if several:
-                total = self._over_all(self._sum)
-            self._emptied = total <= 0.0
-            state.mark_empty(self._emptied)
-            self._factor = self._expected / total if total > 0.0 and state.by_hand is not True else 1.0
+            self._end(self._over_all(self._sum) if several else total)
         return mine * self._world.size / self._expected
+
+    def end_late(self) -> None:
+        """The window ends with its last backward pass, which was not known to be its last. Collective."""
+        if self.weighed:
+            self._end(self._over_all(self._sum))
+
+    def _end(self, total: float) -> None:
+        self._emptied = total <= 0.0
+        self._accumulation.mark_empty(self._emptied)
+        self.factor = self._expected / total if total > 0.0 and self._accumulation.by_hand is not True else 1.0
 
     def _over_all(self, value: float) -> float:
         """The sum over the processes, added in the order of the ranks. Raises if a process passes no weight."""
         return float(sum(self._checks.exchange("backward(weight=)", value)))
-
-    def correct_gradients(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
-        """Correct the gradients of a window that is complete, for all parameters of these models and optimizers."""
-        if self._factor == 1.0:
-            return
-        own = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-        parameters = [*(p for model in models for p in model.parameters()), *own]
-        found = {id(p): p.grad for p in parameters if p.grad is not None}
-        if found:
-            with torch.no_grad():
-                torch._foreach_mul_(list(found.values()), self._factor)
-        self._factor = 1.0

@@ -86,7 +86,7 @@ class SharedWindow:
         if total <= 0.0:
             return WindowEntry(begin, 0.0, 1.0, 0.0)
         remaining = sum(self.weights[place:]) / total if place else 1.0
-        return WindowEntry(begin, whole / total, remaining, weight * ranks / whole if whole > 0.0 else 0.0)
+        return WindowEntry(begin, whole / total, remaining, weight * ranks / whole if whole > 0.0 else 0.0, whole)
 
 
 class Piece(NamedTuple):

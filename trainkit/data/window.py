@@ -48,17 +48,21 @@ def windows(
 
 
 def _micro_batch(
-    batch: Any, index: int, begin: int, last: bool, share: float, remaining: float, empty: bool, weight: float | None = None
+    batch: Any, index: int, last: bool, entry: WindowEntry, empty: bool = False, weight: float | None = None
 ) -> MicroBatch:
-    entry = WindowEntry(begin, share, remaining, float(share > 0.0))
-    return MicroBatch(batch, index, index == begin, last, share, empty=empty, entry=entry, weight=weight)
+    return MicroBatch(batch, index, index == entry.begin, last, entry.whole, empty=empty, entry=entry, weight=weight)
+
+
+def _entry(begin: int, share: float, remaining: float, weight: float) -> WindowEntry:
+    return WindowEntry(begin, share, remaining, float(share > 0.0), weight)
 
 
 def _windows_of_one(batches: Iterator[Any], start: int, weigh: Callable[[Any], float] | None) -> Iterator[MicroBatch]:
     for index, batch in enumerate(batches, start):
         weight = None if weigh is None else weight_of(batch, batch_size, weigh)
         share = 0.0 if weight == 0.0 else 1.0
-        yield _micro_batch(batch, index, index, True, share, 1.0, share == 0.0, weight)
+        entry = _entry(index, share, 1.0, 1.0 if weight is None else weight)
+        yield _micro_batch(batch, index, True, entry, share == 0.0, weight)
 
 
 def _planned(
@@ -72,7 +76,7 @@ def _planned(
         remaining = (end - m) * common + (last - common if end == length else 0)
         total = remaining + (m - begin) * common
         samples = last if m == length - 1 else common
-        yield _micro_batch(batch, m, begin, m == end - 1, samples / total, remaining / total, False)
+        yield _micro_batch(batch, m, m == end - 1, _entry(begin, samples / total, remaining / total, samples))
 
 
 def _collected(
@@ -90,8 +94,8 @@ def _collected(
         for place, (batch, weight) in enumerate(zip(window, weights, strict=True)):
             share = weight / total if total > 0.0 else 0.0
             remaining = 1.0 if place == 0 or total <= 0.0 else sum(weights[place:]) / total
-            last = place == len(window) - 1
-            yield _micro_batch(batch, begin + place, begin, last, share, remaining, total <= 0.0, weight)
+            entry, last = _entry(begin, share, remaining, weight), place == len(window) - 1
+            yield _micro_batch(batch, begin + place, last, entry, total <= 0.0, weight)
         begin, wanted = begin + len(window), size
 
 
