@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainkit import Accelerator
 from trainkit.console import TrainkitWarning
-from trainkit.errors import ConfigurationError
+from trainkit.errors import ConfigurationError, OptimizerError, UnsavableError
 
 
 def line() -> nn.Linear:
@@ -212,3 +212,86 @@ def test_gradients_that_zero_would_lose_are_reported() -> None:
     optimizer.step()
     assert accelerator.unwrap_model(model).weight.item() == pytest.approx(before - 12.0)
     accelerator.free_memory()
+
+
+# --------------------------------------------------------------------------------------------- parameters of replaced layers
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 3))
+
+
+def trained(accelerator: Accelerator, model: nn.Module, optimizer: Any, steps: int = 1) -> None:
+    for _ in range(steps):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("when", ["before prepare", "after prepare", "all of them", "weight norm", "tied"])
+def test_an_optimizer_of_a_replaced_layer_is_refused_at_the_first_step(when: str) -> None:
+    accelerator, plain = Accelerator(cpu=True), two_layers()
+    optimizer = torch.optim.AdamW(plain.parameters())
+    count, shape = 2, r"\(3, 2\)"
+    if when == "before prepare":
+        plain[1] = nn.Linear(2, 3)
+    model, prepared = accelerator.prepare(plain, optimizer)
+    if when == "after prepare":
+        plain[1] = nn.Linear(2, 3)
+    elif when == "all of them":
+        plain[0], plain[1] = nn.Linear(1, 2), nn.Linear(2, 3)
+        count, shape = 4, r"\(2, 1\)"
+    elif when == "weight norm":
+        nn.utils.parametrizations.weight_norm(plain[1])
+        count = 1
+    elif when == "tied":
+        plain[1].bias = nn.Parameter(torch.zeros(3))
+        count, shape = 1, r"\(3,\)"
+    text = rf"AdamW trains {count} parameters? that the model does not have \(the first of shape {shape}\).*"
+    line = r"optimizer = torch.optim.AdamW\(model.parameters\(\)\); model, optimizer = accelerator.prepare\(model, optimizer\)"
+    with pytest.raises(OptimizerError, match=text + line):
+        trained(accelerator, model, prepared)
+
+
+def test_a_layer_that_is_replaced_in_the_middle_is_found_in_the_next_epoch_and_by_the_first_save() -> None:
+    accelerator, plain = Accelerator(cpu=True), two_layers()
+    model, optimizer, loader = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1), [torch.ones(1, 1)] * 2)
+    for _ in loader:
+        trained(accelerator, model, optimizer)
+    plain[1] = nn.Linear(2, 3)
+    with pytest.raises(UnsavableError, match=r"shape \(3, 2\) that belongs to no module.*create the optimizer after that"):
+        accelerator.save_state("there")
+    next(iter(loader))
+    with pytest.raises(OptimizerError, match="SGD trains 2 parameters that the model does not have"):
+        trained(accelerator, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "change", ["parametrized", "wrapped", "tied before", "frozen", "loose tensor", "another model", "lazy"]
+)
+def test_what_is_no_replaced_layer_is_trained(change: str) -> None:
+    accelerator, plain = Accelerator(cpu=True), two_layers()
+    if change == "tied before":
+        plain[1].bias = nn.Parameter(torch.zeros(3))
+    elif change == "lazy":
+        plain = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 3))
+        plain(torch.ones(1, 1))
+    trains = [*plain.parameters()]
+    if change == "loose tensor":  # such as a temperature: it cannot be saved, which a save says
+        trains.append(torch.zeros(1, requires_grad=True))
+    elif change == "another model":  # that the loop moves and averages itself
+        trains = [*two_layers().parameters()]
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(trains, lr=0.1))
+    if change == "parametrized":
+        nn.utils.parametrize.register_parametrization(plain[1], "weight", nn.Identity())
+    elif change == "wrapped":  # as adapters do
+        plain[1] = nn.Sequential(plain[1], nn.Linear(3, 3).requires_grad_(False))
+    elif change == "frozen":
+        plain[0].requires_grad_(False)
+    trained(accelerator, model, optimizer, steps=2)
+    assert accelerator.updates == 2
+    if change in ("loose tensor", "another model"):
+        with pytest.raises(UnsavableError, match="belongs to no module of the run.*prepare that too"):
+            accelerator.save_state("there")
+    else:
+        accelerator.save_state("there")

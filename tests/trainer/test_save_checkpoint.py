@@ -1,4 +1,4 @@
-"""`Trainer.save_checkpoint(blocking=False)`: when it returns, and where a failed write is reported."""
+"""`Trainer.save_checkpoint(blocking=False)`: when it returns, and where a failed write is reported. What can never be saved."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 from helpers.resume.checkpoints import IMPORTABLE
 from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer
 from helpers.support import run_python
 from helpers.worlds.worlds import run_world
+from torch import nn
 
 from trainkit import Callback, Trainer
+from trainkit.callbacks import ModelCheckpoint
 from trainkit.checkpoint import open_checkpoint, saver
-from trainkit.errors import CheckpointError, CheckpointWriteError
+from trainkit.errors import CheckpointError, CheckpointWriteError, OptimizerError, UnsavableError
 
 
 class Saves(Callback):
@@ -156,3 +159,67 @@ def test_after_the_fit_a_failure_is_reported_at_the_end_of_the_program(run_dir: 
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "goes on")
     assert f"saving {run_dir / 'there'} failed" in done.stderr
     assert "CheckpointWriteError: the disk is full" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------- what can never be saved
+
+
+class Replacing(TinyModule):
+    """Replaces its layer after the optimizer was created."""
+
+    hook = "on_fit_start"
+
+    def replace(self) -> None:
+        self.layer = nn.Linear(self.layer.in_features, self.layer.out_features)
+
+    def on_fit_start(self) -> None:
+        if self.hook == "on_fit_start":
+            self.replace()
+
+    def on_train_start(self) -> None:
+        if self.hook == "on_train_start":
+            self.replace()
+
+    def on_train_epoch_start(self) -> None:
+        if self.hook == "on_train_epoch_start" and self.current_epoch == 1:
+            self.replace()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.hook == "on_train_batch_start" and batch_idx == 1:
+            self.replace()
+
+
+@pytest.mark.parametrize("hook, steps", [("on_fit_start", 0), ("on_train_start", 0), ("on_train_epoch_start", 4)])
+@pytest.mark.parametrize("callbacks", [[], [ModelCheckpoint()]], ids=["without checkpoints", "with checkpoints"])
+def test_an_optimizer_of_a_replaced_layer_is_refused_at_the_next_step(hook: str, steps: int, callbacks: list[Any]) -> None:
+    module, trainer = Replacing(), make_trainer(*callbacks, max_epochs=3, enable_checkpointing=bool(callbacks))
+    module.hook = hook
+    text = r"trains 2 parameters that the model does not have \(the first of shape .*from configure_optimizers: torch.optim."
+    with pytest.raises(OptimizerError, match=text):
+        trainer.fit(module, tiny_loader())
+    assert trainer.global_step == steps
+
+
+def test_the_first_save_says_what_can_never_be_saved() -> None:
+    """A layer is replaced in the middle of an epoch: the save at its end stops the run, and not the third one."""
+    module, trainer = Replacing(), make_trainer(ModelCheckpoint(), max_epochs=3, enable_checkpointing=True)
+    module.hook = "on_train_batch_start"
+    with pytest.raises(UnsavableError, match="belongs to no module of the run.*If its layer was replaced"):
+        trainer.fit(module, tiny_loader())
+    assert trainer.global_step == 4
+
+
+def test_a_state_that_becomes_unsavable_ends_the_run_at_its_first_save() -> None:
+    class Odd(Callback):
+        value: Any = 1
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.value = print
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": self.value}
+
+    trainer = make_trainer(Odd(), ModelCheckpoint(), max_epochs=3, enable_checkpointing=True)
+    with pytest.raises(UnsavableError, match="value"):
+        trainer.fit(TinyModule(), tiny_loader())
+    assert trainer.global_step == 4

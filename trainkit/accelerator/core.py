@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -167,6 +167,8 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         self._compiled = CompiledModules()
         self._models: list[nn.Module] = []
         self._bare: list[nn.Module] = []  # the user's own, without wrappers
+        self.owners: Sequence[nn.Module] = self._bare
+        self._owned: dict[int, set[int]] = {}  # by the id of an optimizer, those of its parameters in prepared models
         self._recomputed: list[CheckpointedModules] = []
         self._given: dict[int, nn.Module] = {}  # the models that prepare has returned, by id
         self._optimizers: list[PreparedOptimizer] = []
@@ -175,7 +177,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         self.reading = Reading(self.accumulation, self._bare, self.strategy.data_world.devices)
         ProcessVerbs.__init__(self, options.strategy, self.reading, options.plugin)
         CheckpointVerbs.__init__(self, options, Prepared(self._bare, self._optimizers, self._schedulers, self._loaders))
-        self.reading.end_late = self.end_late
+        self.reading.end_late, self.reading.begin_epoch = self.end_late, self.recheck_parameters
         self._weighing: dict[tuple[int, ...], Weighing] = {}  # by the ids of the models of `accumulate`
         self._watched = ExitStack()  # the hooks of optimizers that were passed to prepare
         self._building = ExitStack()  # the context in which models of transformers are created
@@ -364,6 +366,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
 
     def _forget_prepared(self) -> None:
         held: list[Any] = [self._models, self._bare, self._optimizers, self._schedulers, self._loaders, self._given]
+        held.append(self._owned)
         for each in held:
             each.clear()
         self._watched.close()

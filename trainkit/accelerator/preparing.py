@@ -50,6 +50,7 @@ class PrepareVerbs:
     _bare: list[nn.Module]
     _recomputed: list[CheckpointedModules]
     _given: dict[int, nn.Module]
+    _owned: dict[int, set[int]]
     _optimizers: list[PreparedOptimizer]
     _schedulers: list[PreparedScheduler]
     _loaders: list[PreparedLoader]
@@ -129,6 +130,7 @@ class PrepareVerbs:
         # models first: an optimizer is prepared for a model that is on its device
         prepared |= {place: self._prepare_model(o, evaluation) for place, o in enumerate(objects) if isinstance(o, nn.Module)}
         prepared |= {place: self._prepare_optimizer(o) for place, o in enumerate(objects) if isinstance(o, Optimizer)}
+        self._note_owned()
         for place, found in loaders.items():
             prepared[place] = self._prepare_own_loader(objects[place], *found, placed[place], batch_weight)
             batch_weight = None
@@ -136,6 +138,12 @@ class PrepareVerbs:
             if place not in prepared:
                 prepared[place] = None if item is None else self._prepare_scheduler(item)
         return prepared[0] if len(objects) == 1 else tuple(prepared[place] for place in range(len(objects)))
+
+    def _note_owned(self) -> None:
+        """Remember which parameters of the optimizers the models have: one that is missing later has been replaced."""
+        known = {id(p) for model in self._bare for p in model.parameters()}
+        for own in self.optimizers:
+            self._owned[id(own)] = {id(p) for group in own.param_groups for p in group["params"] if id(p) in known}
 
     def _begin_watching(self) -> None:
         """From now on, this process ends if another one fails."""

@@ -56,9 +56,11 @@ class Reading:
     Attributes:
         loaded: a checkpoint has been loaded since the last backward pass, so the loop may skip batches by reading them.
         end_late: called with each window of calls that is open where its loader ends.
+        begin_epoch: called where the loop begins to read a loader.
     """
 
     end_late: Callable[[CallWindow], None] | None = None
+    begin_epoch: Callable[[], None] | None = None
 
     def __init__(self, accumulation: AccumulationState, models: Sequence[nn.Module], devices: int = 1) -> None:
         self._accumulation, self._models, self._devices = accumulation, models, devices
@@ -79,6 +81,8 @@ class Reading:
         there is none, unless the loader itself yields one.
         """
         self._marks.pop(loader, None)
+        if self.begin_epoch is not None:
+            self.begin_epoch()
         return self._batches(loader, micro_batches)
 
     def completed(self, loader: PreparedLoader) -> int:

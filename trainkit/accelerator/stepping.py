@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from trainkit.accelerator.gradients import GradientVerbs
-from trainkit.errors import ConfigurationError
+from trainkit.console import counted
+from trainkit.errors import ConfigurationError, OptimizerError
+from trainkit.optim.parameter_names import foreign_parameters, shape_of
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
 
 __all__ = ["StepVerbs"]
+
+
+_FIX = {
+    False: "Replace layers in __init__ or configure_model, or return a new optimizer from configure_optimizers: "
+    "torch.optim.{}(self.parameters()).",
+    True: "Replace layers first: optimizer = torch.optim.{0}(model.parameters()); model, optimizer = "
+    "accelerator.prepare(model, optimizer). Prepare the other model too, if it is one: accelerator.prepare(model, other, "
+    "optimizer).",
+}
 
 
 class StepVerbs(GradientVerbs):
@@ -27,6 +39,7 @@ class StepVerbs(GradientVerbs):
         overflows: Number of steps that were skipped because a scaled gradient overflowed.
         updates: Number of optimizer steps so far.
         updating: An optimizer step is in progress.
+        owners: The modules whose parameters are trained: the prepared ones, or that of a `Trainer`.
     """
 
     before_step: Callable[[Optimizer], None] | None
@@ -34,6 +47,7 @@ class StepVerbs(GradientVerbs):
     overflows: int
     updates: int
     updating: bool
+    owners: Sequence[nn.Module]
     _watched: ExitStack
 
     def _begin_stepping(self) -> None:
@@ -41,6 +55,7 @@ class StepVerbs(GradientVerbs):
         self.updates = self.overflows = 0
         self.updating = self.skip_requested = self.step_pending = self.optimizer_step_was_skipped = False
         self._updated: dict[int, bool] = {}  # of each optimizer, by its id, whether its last step was not skipped
+        self._checked: set[int] = set()  # ids of the optimizers whose parameters have been checked
         self._backwards = 0  # number of backward passes
         self._backwards_at_step: dict[int, int] = {}  # the same at the last step of each optimizer, by its id
 
@@ -57,18 +72,18 @@ class StepVerbs(GradientVerbs):
 
         Raises:
             ConfigurationError: The gradients come from `loss.backward()`, which this configuration cannot use.
+            OptimizerError: It has parameters that the model does not have any more.
         """
         micro = self.accumulation.current
+        own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
         if not micro.last:
-            self.accumulation.note_verb(self.step, optimizer, closure)
+            self.accumulation.note_verb(self.step, own, closure)
             return False
         self.step_pending = False
-        own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+        if id(own) not in self._checked:
+            self._check_parameters(own)
         if self._own:
-            self.accumulation.note_verb(self.step, optimizer, closure)
-            self._check_backward(own, closure)
-        if self._compares:
-            self._compare("step", [p for group in own.param_groups for p in group["params"]])
+            self._begin_own_step(own, closure)
         if closure is None:
             self._average([own])
         elif self.strategy.world.size > 1:
@@ -118,6 +133,41 @@ class StepVerbs(GradientVerbs):
             or strategy.accumulates_in_engine
             or self.averages_in_step
         )
+
+    def recheck_parameters(self) -> None:
+        """Let the next step of each optimizer check again that the models have its parameters."""
+        self._checked.clear()
+
+    def _check_parameters(self, own: Optimizer) -> None:
+        """Refuse an optimizer that trains parameters of a layer that has been replaced.
+
+        Raises:
+            OptimizerError: the message has the shape of the first one, and the line to write.
+        """
+        self._checked.add(id(own))
+        foreign = foreign_parameters(own, self.owners)
+        if not foreign:
+            return
+        if self._own:  # your own training loop may also train what no prepared model has, if it does not save that
+            had, count = self._owned.get(id(own), set()), sum(len(group["params"]) for group in own.param_groups)
+            mixed = 0 < len(foreign) < count and any(isinstance(p, nn.Parameter) for p in foreign)
+            if not mixed and not any(id(p) in had for p in foreign):
+                return
+        name, shape = type(own).__name__, shape_of(foreign[0])
+        raise OptimizerError(
+            f"{name} trains {counted(len(foreign), 'parameter')} that the model does not have (the first of shape {shape}): no "
+            "output of the model depends on them, and no checkpoint can hold their state. They belong to a layer that was "
+            "replaced after the optimizer was created, or to another model. Expected an optimizer of the model's parameters. "
+            f"{_FIX[self._own].format(name)} To change a layer later, copy into it: "
+            "model.layer.load_state_dict(new.state_dict())"
+        )
+
+    def _begin_own_step(self, own: Optimizer, closure: Callable[[], Any] | None) -> None:
+        """In your own training loop, the checks before a step."""
+        self.accumulation.note_verb(self.step, own, closure)
+        self._check_backward(own, closure)
+        if self._compares:
+            self._compare("step", [p for group in own.param_groups for p in group["params"]])
 
     def _check_backward(self, own: Optimizer, closure: Callable[[], Any] | None) -> None:
         """Gradients of `loss.backward()` are not scaled to their share of the window, and ZeRO does not see them."""

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from trainkit.checks import whole_number
 from trainkit.console import counted, with_article
 from trainkit.errors import OptimizerError, nearest
+from trainkit.optim.parameter_names import foreign_parameters
 from trainkit.optim.schedules import make_schedule
 
 __all__ = ["SchedulerConfig", "read_optimizers"]
@@ -169,8 +170,7 @@ def _with_optimizer(scheduler: Any, optimizers: Sequence[Optimizer]) -> Any:
 
 def _check_parameters(optimizer: Optimizer, module: nn.Module) -> None:
     name = type(optimizer).__name__
-    own = {id(p) for p in module.parameters()}
-    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    foreign = foreign_parameters(optimizer, [module])
     if foreign:
         raise OptimizerError(
             f"{name} has {counted(len(foreign), 'parameter that is', 'parameters that are')} not the module's "

@@ -6,12 +6,23 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from trainkit.errors import UnsavableError
 
-__all__ = ["ParameterNames", "clean_names", "cleaned", "parameter_names", "without_checkpoint_wrapper", "wrapped_attribute"]
+__all__ = [
+    "ParameterNames",
+    "clean_names",
+    "cleaned",
+    "foreign_parameters",
+    "parameter_names",
+    "shape_of",
+    "without_checkpoint_wrapper",
+    "wrapped_attribute",
+]
 
 _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
 
@@ -56,6 +67,17 @@ def parameter_names(modules: Sequence[nn.Module]) -> ParameterNames:
                 names[id(found[raw])] = prefix + name
                 names.parameters[prefix + name] = found[raw]
     return names
+
+
+def foreign_parameters(optimizer: Optimizer, modules: Iterable[nn.Module]) -> list[Tensor]:
+    """The parameters of an optimizer that none of the modules has, such as those of a layer that was replaced."""
+    own = {id(parameter) for module in modules for parameter in module.parameters()}
+    return [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+
+
+def shape_of(parameter: Tensor) -> str:
+    """The shape of a parameter, for messages; a lazy one has none yet."""
+    return "not known yet" if is_lazy(parameter) else str(tuple(parameter.shape))
 
 
 def cleaned(module: nn.Module, names: Iterable[str]) -> dict[str, str]:

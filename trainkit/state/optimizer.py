@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from trainkit.console import counted
 from trainkit.errors import StateMismatchError, UnsavableError
+from trainkit.optim.parameter_names import shape_of
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.registry import strategy_infos
 from trainkit.state.described import SavedOptimizer, StoredSlots, copied
@@ -183,10 +184,11 @@ def _kind(optimizer: Optimizer) -> str:
 def _name(parameter: Tensor, names: Mapping[int, str], index: int, kind: str) -> str:
     name = names.get(id(parameter))
     if name is None:
-        shape = "without a shape" if is_lazy(parameter) else f"of shape {tuple(parameter.shape)}"
         raise UnsavableError(
-            f"optimizer {index} ({kind}) contains a parameter {shape} that belongs to no module of the run, so it has no "
-            "name in the checkpoint. Fix: make it a parameter of the module: self.weight = nn.Parameter(...)."
+            f"optimizer {index} ({kind}) contains a parameter of shape {shape_of(parameter)} that belongs to no module of the "
+            "run, so it has no name in the checkpoint. Fix: make it a parameter of the module: self.weight = "
+            "nn.Parameter(...). If its layer was replaced, create the optimizer after that: "
+            f"torch.optim.{kind}(model.parameters()). If it belongs to another model, prepare that too."
         )
     return name
 

@@ -200,6 +200,7 @@ class SavePolicy:
 
         Raises:
             CheckpointWriteError: this was the third failure in a row.
+            UnsavableError: the state cannot be stored; the next save would not succeed either.
             CheckpointLockedError: another run has taken over the folder, because this one did not respond for too long.
         """
         self.wait()
@@ -223,7 +224,7 @@ class SavePolicy:
             self._counter += 1
             later = None if blocking else not_done
             self._saver.save(draft, path, blocking=blocking, replace=replace, committed=done, failed=later)
-        except (CheckpointWriteError, UnsavableError) as error:
+        except CheckpointWriteError as error:  # unlike an UnsavableError, which the next save would have too
             not_done(error)
         if blocking:
             self._report_saved()

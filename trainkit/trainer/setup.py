@@ -81,6 +81,7 @@ def fit_plan(run: Run, loader: PreparedLoader, safe_points: SafePoints) -> FitPl
     step = _with_arguments(step_function(run, "training_step"), module, "training_step", ("batch", "batch_idx"))
     optimizer, pad, zero_grad = None, _pad(run, several), _no_zero_grad
     run.optimizers, run.schedulers = _optimizers(run)
+    engine.owners = (module,)
     if not automatic:
         _refuse_under_manual(run)
         if is_overridden(module, "optimizer_step", TrainModule):

@@ -98,6 +98,7 @@ def train_epoch(run: Run, plan: FitPlan) -> None:
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_epoch_start")
     metrics.scope = Scope.TRAIN_BATCH
+    run.accelerator.recheck_parameters()  # a hook may have replaced layers
     if progress.phase is not Phase.STEP and finish_step(run, plan):
         return
     window, complete, exhausted = OpenWindow(), False, False
