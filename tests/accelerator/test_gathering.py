@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers.worlds.threaded import ThreadStrategy, run_threads
 from helpers.worlds.worlds import run_world
-from torch import Tensor
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit import Accelerator, Strategy
@@ -60,20 +64,69 @@ def test_each_sample_is_there_once_and_in_order(size: int) -> None:
         assert (len(found["whole"]) > 21) is (size > 1)  # seven micro-batches do not divide evenly among two or three processes
 
 
-def test_what_is_repeated_for_a_full_batch_counts_for_a_short_one_as_it_is() -> None:
-    """A loss that is repeated to the full batch size is cut to the size of a short batch by `gather_for_metrics`.
+def by_length(even: bool) -> tuple[list[float], int, int, list[str]]:
+    """In a last batch of 3: class counts of as many classes as a full batch has samples, and a loss for each sample."""
+    accelerator = Accelerator(even_batches=even)
+    loader = accelerator.prepare(numbers(10 * accelerator.num_processes + 3, 10))
+    counts, repeated, full = torch.zeros(10), 0, 0
+    with told() as lines:
+        for (x,) in loader:
+            classes = nn.functional.one_hot(x % 10, 10).sum(0).float()
+            counts += accelerator.gather_for_metrics(classes).view(-1, 10).sum(0)
+            repeated += len(accelerator.gather_for_metrics(x.float().mean().repeat(len(x))))
+            full += len(accelerator.gather_for_metrics(x.float().mean().repeat(10)))
+    return counts.tolist(), repeated, full, lines
 
-    Evaluation loops of language models repeat their loss like this.
-    """
-    for size in (1, 2):
-        for count in run_world(size, repeated):
-            assert count == 21
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """The notices of this process."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainkit").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("trainkit").removeHandler(handler)
 
 
-def repeated() -> int:
-    accelerator = Accelerator()
-    loader = accelerator.prepare(numbers(21, 6))
-    return sum(len(accelerator.gather_for_metrics(x.float().mean().repeat(6))) for (x,) in loader)
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_rows_are_dropped_because_of_a_length(size: int) -> None:
+    """A tensor that is by chance as long as a full batch stays whole in a short one; rank 1 has padding there."""
+    (counts, repeated, full, lines), *others = run_world(size, by_length, True)
+    samples = 10 * size + 3
+    assert counts == [size + (label < 3) for label in range(10)], "as many of each class as there are"
+    assert (sum(counts), repeated, full) == (samples, samples, 10 * size + 10)
+    assert [other[:3] for other in others] == [(counts, repeated, full)] * (size - 1)
+    kept = "gather_for_metrics keeps all 10 rows where the batch has 3 samples, fewer than the others"
+    assert kept in lines[0]
+    assert "accelerator.gather_for_metrics(loss.repeat(len(batch)))" in lines[0]
+    dropped = "gather_for_metrics drops what rank 1 passes where only other ranks have a batch"
+    assert [dropped in line for line in lines] == [False, True][:size]
+    assert [other[3] for other in others] == [[]] * (size - 1)
+
+
+@pytest.mark.parametrize("kind", ["tensors", "nested", "objects"])
+def test_rows_of_a_padded_batch_are_dropped_with_a_notice(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The batch of 3 samples was padded to 4 rows: only what has a row for each of its rows is cut, and scalars never."""
+    batch = SimpleNamespace(samples=4, padding=False, padded=(4, 3), full=4)
+    part, x = Gathering(Strategy("cpu"), batch=batch), torch.arange(4)
+    for _ in range(2):
+        if kind == "tensors":
+            assert part.gather_for_metrics(x).tolist() == [0, 1, 2]
+            assert part.gather_for_metrics(torch.ones(5)).tolist() == [1.0] * 5
+            assert part.gather(x).tolist() == [0, 1, 2, 3]
+        elif kind == "nested":
+            found = part.gather_for_metrics({"x": [x, x[:, None]], "loss": torch.tensor(4.0), "other": torch.ones(2, 4)})
+            assert [one.tolist() for one in found["x"]] == [[0, 1, 2], [[0], [1], [2]]]
+            assert (found["loss"].item(), found["other"].shape) == (4.0, (2, 4))
+        else:
+            assert part.gather_for_metrics(list("abcd")) == ["a", "b", "c"]
+            assert part.gather_for_metrics([x], use_gather_object=True) == [x]
+    (line,) = (record.getMessage() for record in caplog.records if "gather_for_metrics" in record.getMessage())
+    assert "drops 1 row of 4, because the batch was padded from 3 samples" in line
+    assert "accelerator.reduce(value)" in line
 
 
 def taken_apart() -> list[int]:
@@ -219,10 +272,8 @@ class Batch:
     """The current batch on each of three ranks: the last batch of rank 1 is short, and rank 2 has padding."""
 
     def __init__(self, rank: int) -> None:
-        self.samples, self.padding = (2, 1, 2)[rank], rank == 2
-
-    def cut(self, tensor: Tensor) -> Tensor:
-        return tensor[: self.samples]
+        self.samples, self.padding, self.full = (2, 1, 2)[rank], rank == 2, 2
+        self.padded = (2, 1) if rank == 1 else None
 
 
 def test_the_part_needs_no_accelerator() -> None:

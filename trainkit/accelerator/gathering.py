@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainkit.accelerator.collective_checks import CollectiveChecks
-from trainkit.console import with_article
+from trainkit.console import counted, notice, with_article
 from trainkit.distributed.world import World
 from trainkit.errors import CollectiveError, ConfigurationError
 from trainkit.nested import leaves, map_tensors
@@ -32,17 +32,19 @@ class CurrentBatch(Protocol):
     def padding(self) -> bool:
         """Whether it is padding: its outputs are ignored."""
 
-    def cut(self, tensor: Tensor) -> Tensor:
-        """`tensor` without the rows that do not belong to a sample."""
+    @property
+    def padded(self) -> tuple[int, int] | None:
+        """Its rows and its samples, if it was padded to the size of the others; otherwise `None`."""
+
+    @property
+    def full(self) -> int | None:
+        """Number of samples of a full batch; `None`: unknown."""
 
 
 class _NoBatch:
     """Stands for the batch where no prepared loader is being read."""
 
-    samples, padding = None, False
-
-    def cut(self, tensor: Tensor) -> Tensor:
-        return tensor
+    samples, padding, padded, full = None, False, None, None
 
 
 class Gathering:
@@ -58,6 +60,7 @@ class Gathering:
         self._strategy = strategy
         self._checks = CollectiveChecks.of(strategy.world) if checks is None else checks
         self._batch: CurrentBatch = _NoBatch() if batch is None else batch
+        self._told: set[str] = set()  # notices are given once
 
     @property
     def world(self) -> World:
@@ -83,6 +86,9 @@ class Gathering:
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Like `gather`, without padding; or lists of objects, concatenated.
+
+        What a process passes for a padding micro-batch is dropped. Otherwise rows are dropped only where the batch itself was
+        padded, and there is a row for each of its rows. Nothing else is concluded from a length.
 
         Raises:
             CollectiveError, ConfigurationError: as `gather`.
@@ -174,13 +180,13 @@ class Gathering:
     def _concatenated(self, verb: str, data: Any, drop: bool) -> Any:
         world, batch = self.world, self._batch
         if drop:
-            data = map_tensors(data, batch.cut)
+            data = map_tensors(data, lambda one: self._of_samples(one) if one.ndim else one)
         if world.size == 1:
             return data
         padding = batch.padding or self._strategy.repeats_data
         by_rank = self._exchanged_shapes(verb, data, samples=batch.samples, padding=padding)
         _check_samples(verb, by_rank)
-        kept = [not (drop and its["padding"]) for its in by_rank]
+        kept = self._kept([drop and its["padding"] for its in by_rank])
         columns = iter([shape for _, shape in column] for column in zip(*(its["tensors"] for its in by_rank), strict=True))
 
         def gather(one: Tensor) -> Tensor:
@@ -199,8 +205,47 @@ class Gathering:
 
         return map_tensors(data, gather)
 
+    def _of_samples(self, rows: Any) -> Any:
+        """The rows of a tensor or list that belong to samples."""
+        batch, length = self._batch, len(rows)
+        if batch.padded is not None and length == batch.padded[0]:
+            samples = batch.padded[1]
+            self._tell(
+                "padded batch",
+                f"gather_for_metrics drops {counted(length - samples, 'row')} of {length}, because the batch was padded from "
+                f"{counted(samples, 'sample')}. A tensor of {length} rows that are no samples loses them too: compute it with "
+                "loader.sample_mask, and use accelerator.reduce(value).",
+            )
+            return rows[:samples]
+        if batch.samples is not None and batch.samples < length == batch.full and not batch.padding:
+            self._tell(
+                "short batch",
+                f"gather_for_metrics keeps all {length} rows where the batch has {counted(batch.samples, 'sample')}, fewer "
+                "than the others: whether a row is a sample does not follow from a length. For a loss that counts once for "
+                "each sample: accelerator.gather_for_metrics(loss.repeat(len(batch)))",
+            )
+        return rows
+
+    def _kept(self, padding: Sequence[bool]) -> list[bool]:
+        """Whether what each process passes is kept, given whether it is padding."""
+        ranks = [str(rank) for rank, padded in enumerate(padding) if padded]
+        if ranks and not self._strategy.repeats_data and self.world.is_main:
+            self._tell(
+                "padding",
+                f"gather_for_metrics drops what rank {', '.join(ranks)} passes where only other ranks have a batch: it gets "
+                "its last one again, so that all make the same number of iterations. So each sample is there once.",
+            )
+        return [not padded for padded in padding]
+
+    def _tell(self, subject: str, text: str) -> None:
+        if subject not in self._told:
+            self._told.add(subject)
+            notice(text, everywhere=self.world.size > 1)
+
     def _concatenated_objects(self, data: Any) -> Any:
         world = self.world
+        if isinstance(data, list | tuple):
+            data = self._of_samples(data)
         if world.size == 1:
             return data
         if not isinstance(data, list | tuple):
@@ -210,7 +255,7 @@ class Gathering:
             )
         padding = self._checks.exchange("gather_for_metrics", self._batch.padding or self._strategy.repeats_data)
         by_rank = world.exchange_user_objects(data)
-        return [item for its, padded in zip(by_rank, padding, strict=True) if not padded for item in its]
+        return [item for its, keep in zip(by_rank, self._kept(padding), strict=True) if keep for item in its]
 
 
 def _check_same_shapes(verb: str, by_rank: Sequence[Mapping[str, Any]]) -> None:

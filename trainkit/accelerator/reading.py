@@ -7,7 +7,7 @@ from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -209,17 +209,19 @@ class Reading:
         """Whether that one is padding: only other ranks have data."""
         return bool(self._places) and self._places[-1].padding
 
-    def cut(self, tensor: Tensor) -> Tensor:
-        """Cut a tensor of the size of a full micro-batch to the number of samples of the current one, which may be short.
-
-        So `loss.repeat(batch_size)` counts no more samples than there are, and no padding of a short one.
-        """
-        if not self._places or tensor.ndim == 0:
-            return tensor
+    @property
+    def padded(self) -> tuple[int, int] | None:
+        """Rows and samples of the batch that was read last, if it was padded to the size of the others; otherwise `None`."""
+        if not self._places:
+            return None
         place = self._places[-1]
-        here, full = batch_size(place.batch), place.full
-        samples = here if place.loader.samples is None else place.loader.samples
-        return tensor[:samples] if samples < len(tensor) and len(tensor) in (here, full) else tensor
+        samples = place.loader.samples
+        return None if samples is None or samples >= (rows := batch_size(place.batch)) else (rows, samples)
+
+    @property
+    def full(self) -> int | None:
+        """Number of samples of a full batch; `None`: unknown, or no loader is being read."""
+        return self._places[-1].full if self._places else None
 
 
 def prepared_as_loader(item: Any, place: int) -> bool:

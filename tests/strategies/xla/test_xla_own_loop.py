@@ -113,13 +113,12 @@ def evaluated(kind: str) -> dict[str, Any]:
     model = accelerator.prepare(net).eval()
     prepared = accelerator.prepare(DataLoader(data, 2))
     found, ids, counted = [], [], 0
-    full = 2 * accelerator.strategy.data_world.devices  # samples in a full batch of a process
     with torch.no_grad():
         for batch in prepared:
             outputs, numbers = accelerator.strategy.all_gather((model(batch["x"]), batch["id"]))
             found.append(outputs.cpu())
             ids += numbers.tolist()
-            counted += len(accelerator.gather_for_metrics(outputs.mean().repeat(full)))
+            counted += len(accelerator.gather_for_metrics(outputs.mean().repeat(len(batch["x"]))))
         plain = again(data.x)
     return {"found": torch.cat(found), "ids": ids, "plain": plain, "counted": counted}
 
