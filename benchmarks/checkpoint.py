@@ -10,6 +10,7 @@ one run of the reference with the other: how far they are from 1 is the noise.
 - bytes: the size of the files, and the bytes passed to write calls (Linux), relative to the bytes of the tensors.
 - save: `Accelerator.save_state` to a new folder, compared with one loop that hashes the tensors with SHA-256 and writes them to
   one file, 1 MiB at a time, and then calls fsync.
+- finite: the check of a save whether values are finite, over all tensors, compared with `torch.isfinite(tensor).all()`.
 - stall: the time inside `Trainer.save_checkpoint(blocking=False)` at the end of a training step, while no other save runs,
   compared with copying the same tensors into preallocated memory. The first save allocates that memory, and has its own line.
 - load: reading and verifying, and all of `Accelerator.load_state` into a model whose optimizer has no state yet, compared with
@@ -63,6 +64,10 @@ CASES = {
         Row("handed", "bytes: handed to the system / tensors", 1.01, "MB"),
         Row("save_control", "save: plain write + fsync + hash / itself"),
         Row("save", "save: Accelerator.save_state", 1.25),
+    ],
+    "finite": [
+        Row("finite_control", "check: isfinite().all() / itself"),
+        Row("finite", "check that all values are finite", 0.15),
     ],
     "stall": [
         Row("stall_control", "stall: plain copy / itself"),

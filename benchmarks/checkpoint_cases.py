@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from trainkit import Accelerator, Callback, Trainer, TrainModule
 from trainkit.checkpoint.reader import open_checkpoint
+from trainkit.checkpoint.tensor_file import FiniteCheck
 
 PIECE = 2**20
 WORDS = 20_000
@@ -162,6 +163,27 @@ def measure_save(folder: Path, layers: int, repeats: int) -> Pairs:
         pair, control = between(ours, reference)
         pairs["save"].append(pair)
         pairs["save_control"].append(control)
+    return pairs
+
+
+def measure_finite(folder: Path, layers: int, repeats: int) -> Pairs:
+    module = Language(layers)
+    module.fill()
+    tensors = module.tensors()
+    pairs: Pairs = {"finite": [], "finite_control": []}
+
+    def ours() -> None:
+        for tensor in tensors:
+            FiniteCheck({"": True}).add("", tensor)
+
+    def reference() -> None:
+        for tensor in tensors:
+            bool(torch.isfinite(tensor).all())
+
+    for _ in range(repeats):
+        pair, control = between(lambda: seconds(ours), lambda: seconds(reference))
+        pairs["finite"].append(pair)
+        pairs["finite_control"].append(control)
     return pairs
 
 
@@ -335,6 +357,7 @@ def written_elsewhere(folder: Path, layers: int) -> Path:
 
 MEASURES: dict[str, Callable[[Path, int, int], Pairs]] = {
     "save": measure_save,
+    "finite": measure_finite,
     "stall": measure_stall,
     "load": measure_load,
     "memory_save": measure_memory_save,

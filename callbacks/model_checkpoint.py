@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -52,6 +53,9 @@ class ModelCheckpoint(CheckpointHistory):
 
     It keeps the `save_top_k` best by `monitor`, and the `keep_last` newest of the others. It deletes older ones when a
     newer one is complete, but only those that it has saved in this run. A checkpoint is ranked only by a value of its own step.
+    One whose parameters are not finite (`manifest.finite` is False), or whose metric is NaN, is never one of the best. Such
+    parameters never make it delete or replace the newest checkpoint with finite ones; under a name that is taken, the new one
+    is saved as `<name>-nonfinite`.
 
     Args:
         dirpath: The folder; default: `checkpoints` in the folder of the run's logger (`<save_dir>/<name>/version_N`), or
@@ -362,6 +366,11 @@ class ModelCheckpoint(CheckpointHistory):
             raise missing(trainer, self.monitor, values)
         value, present = values[self.monitor]
         if present:
+            if math.isnan(value):
+                self._notice_once(
+                    f"ModelCheckpoint: {self.monitor!r} is NaN. Such a checkpoint is not ranked; keep_last={self.keep_last} "
+                    "decides how long it is kept."
+                )
             return score_of(value)
         if why not in _ENDINGS and not (why == "time" and self._default_triggers) and "stale" not in self._reported:
             self._reported.add("stale")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.checkpoint.commit import Committed
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError
 from trainkit.paths import local_path
@@ -28,7 +28,8 @@ class OnExceptionCheckpoint(Checkpoint):
 
     The checkpoint is that of the last complete optimizer step, so a run that resumes from it continues exactly. A checkpoint
     that exists at the path is replaced when the new one is complete. It is never removed; Lightning removes it when a later
-    run ends without an exception.
+    run ends without an exception. If its parameters are not finite and those of the existing one are, that one stays, and the
+    new one is saved as `<filename>-nonfinite`.
 
     Nothing is saved, and a notice says why, before the first optimizer step, if the optimizer step itself failed and has
     changed some parameters, and with several processes if one of them failed: the others are in the middle of a step. After
@@ -82,13 +83,13 @@ class OnExceptionCheckpoint(Checkpoint):
 
     def _save(self, trainer: Trainer, module: TrainModule) -> str:
         """Save; returns whether that worked, as text. A failure is a warning, because the exception must not be hidden."""
-        saved: list[bool] = []
+        saved: list[Committed] = []
         trainer._save_policy.save(
             Path(self.dirpath),
             os.path.basename(self.ckpt_path),
             save="trainable" if has_adapters(module) else "all",
             blocking=True,
             replace=True,
-            committed=partial(saved.append, True),
+            committed=saved.append,
         )
-        return f"saved {self.ckpt_path}" if saved else f"{self.ckpt_path} could not be saved"
+        return f"saved {saved[0].path}" if saved else f"{self.ckpt_path} could not be saved"

@@ -118,6 +118,7 @@ CALLBACKS: dict[str, str] = {
     "learning_rate_monitor": "trainkit.callbacks.learning_rate_monitor:LearningRateMonitor",
     "model_checkpoint": "trainkit.callbacks.model_checkpoint:ModelCheckpoint",
     "model_summary": "trainkit.callbacks.model_summary:ModelSummary",
+    "nonfinite_guard": "trainkit.callbacks.nonfinite_guard:NonFiniteGuard",
     "progress_bar": "trainkit.callbacks.progress.tqdm_progress:TQDMProgressBar",
     "recompile_monitor": "trainkit.callbacks.recompile_monitor:RecompileMonitor",
     "rich_model_summary": "trainkit.callbacks.rich_model_summary:RichModelSummary",

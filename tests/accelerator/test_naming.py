@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from torch import nn
 from trainkit import Accelerator
 from trainkit.accelerator.naming import NumberedCheckpoints, rotate
 from trainkit.checkpoint import list_checkpoints, open_checkpoint
+from trainkit.console import TrainkitWarning
 from trainkit.distributed.world import World
 from trainkit.errors import (
     CheckpointError,
@@ -100,6 +102,37 @@ def test_the_oldest_go_when_the_new_one_is_complete(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigurationError, match=r"contains checkpoint_0 to checkpoint_7 of an earlier start"):
         save(accelerator, 3.0)
     assert names() == ["checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_7"], "a save that fails removes nothing"
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("limit, kept", [(1, [1, 4]), (2, [1, 4]), (3, [0, 1, 4]), (None, [0, 1, 2, 3, 4])])
+def test_what_is_not_finite_removes_nothing_that_is(
+    limit: int | None, kept: list[int], blocking: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning; `load_state` uses the newest that is finite, and says so."""
+    first = loop(limit=limit)
+    warning = r"save_state: parameters in .*checkpoint_2 are not finite: weight.*NonFiniteGuard"
+    with pytest.warns(TrainkitWarning, match=warning) as seen:
+        save(first, 0.0, 1.0, math.nan, math.inf, math.nan, blocking=blocking)
+    first.free_memory()
+    assert len(seen) == 1
+    assert names() == [f"checkpoint_{number}" for number in kept]
+    second = loop(limit=limit)
+    second.load_state()
+    assert (value(second), second.save_iteration) == (1.0, 5)
+    newer = ", ".join(f"checkpoint_{number}" for number in reversed(kept) if number > 1)
+    assert f"skipped newer checkpoints whose parameters are not finite: {newer}. Using {FOLDER.absolute()}" in caplog.text
+    assert save(second, 5.0)[-1] == "checkpoint_5"
+
+
+def test_if_nothing_is_finite_the_newest_is_used() -> None:
+    with pytest.warns(TrainkitWarning, match="are not finite"):
+        save(loop(limit=2), math.nan, math.nan, math.inf)
+    assert names() == ["checkpoint_1", "checkpoint_2"]
+    second = loop()
+    with pytest.warns(TrainkitWarning, match=r"checkpoint_2 are not finite, and there is no checkpoint with finite ones"):
+        second.load_state()
+    assert value(second) == math.inf
 
 
 def test_saves_in_the_background() -> None:

@@ -21,7 +21,7 @@ import yaml
 from helpers.resume.checkpoints import draft
 
 from trainkit.callbacks import ModelCheckpoint, model_checkpoint
-from trainkit.checkpoint.commit import commit
+from trainkit.checkpoint.commit import Committed, commit
 from trainkit.checkpoint.folder import free_name, list_checkpoints, read_pointer
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.console import TrainkitWarning
@@ -51,6 +51,7 @@ class Checkpointing:
         self.batches = 0
         self.reason: str | None = None
         self.hold = self.fail = self.break_capture = False
+        self.nonfinite: set[int] = set()  # steps whose parameters are NaN
         self._requests: list[Callable[[], None]] = []
         self._steps: list[tuple[int, Callable[[], None]]] = []
         self.intervals: list[tuple[timedelta, Callable[[], None]]] = []
@@ -124,7 +125,7 @@ class Checkpointing:
         replace: bool,
         blocking: bool,
         before_capture: Callable[[Path], None],
-        committed: Callable[[], None],
+        committed: Callable[[Committed], None],
         failed: Callable[[Exception], None],
     ) -> Path:
         self.wait()
@@ -140,7 +141,8 @@ class Checkpointing:
         state = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
         made = draft(
             len(self.saves),
-            tensors={"model": {"weight": torch.zeros(1)}},
+            tensors={"model": {"weight": torch.full((1,), math.nan if trainer.global_step in self.nonfinite else 0.0)}},
+            parameters={"model": {"weight": True}},
             state=state,
             run_id=self.run_id,
             step=trainer.global_step,
@@ -154,8 +156,7 @@ class Checkpointing:
             if fails:
                 failed(CheckpointWriteError("disk full"))
                 return
-            commit(made, path, replace=replace)
-            committed()
+            committed(commit(made, path, replace=replace))
 
         if self.hold and not blocking:
             self._in_flight = finish
@@ -517,7 +518,7 @@ def test_the_metrics_of_the_step_are_in_the_manifest(begin) -> None:
         ("max", [5, 1, 4, 2, 3, 6], {6: 6, 1: 5}, [1, 3, 4, 5, 6]),
         ("min", [3, 3, 3, 3, 3, 3], {1: 3, 2: 3}, [1, 2, 4, 5, 6]),
         ("min", [math.nan, math.nan, math.inf, 9, math.nan, 8], {6: 8, 4: 9}, [2, 3, 4, 5, 6]),
-        ("max", [math.nan, -math.inf, math.nan], {2: -math.inf, 1: math.nan}, [1, 2, 3]),
+        ("max", [math.nan, -math.inf, math.nan], {2: -math.inf}, [1, 2, 3]),
     ],
 )
 def test_the_best_are_kept_and_the_newest_of_the_rest(begin, mode: str, values: list[float], best, kept) -> None:
@@ -530,7 +531,7 @@ def test_the_best_are_kept_and_the_newest_of_the_rest(begin, mode: str, values: 
     assert [math.isnan(value) or value for value in found.values()] == [math.isnan(value) or value for value in best.values()]
     assert run.steps == [10 * step for step in kept]
     assert Path(callback.best_model_path).name == next(iter(found))
-    assert Path(callback.kth_best_model_path).name == list(found)[-1]
+    assert Path(callback.kth_best_model_path).name == (list(found)[-1] if len(found) == 2 else "")
     first, score = next(iter(found.values())), callback.best_model_score
     assert score is not None
     assert (score.item() == first or math.isnan(first), score.dtype, score.ndim) == (True, torch.float64, 0)
@@ -555,6 +556,92 @@ def test_how_many_are_kept(begin, arguments: dict[str, Any], kept: list[int]) ->
     for index in range(4):
         run.epoch({"val_loss": 1.0 + index})
     assert run.steps == kept
+
+
+@pytest.mark.parametrize(
+    "arguments, nonfinite, kept, best",
+    [
+        ({"keep_last": 2}, {20, 30, 40}, [10, 40], 10),
+        ({"keep_last": 1}, {20, 30, 40}, [10, 40], 10),
+        ({"keep_last": 1}, {10, 20}, [40], 40),
+        ({"keep_last": 2}, {10, 20, 30}, [30, 40], 40),
+        ({"keep_last": 2}, {30}, [20, 40], 40),
+        ({"keep_last": 2}, {10, 20, 30, 40}, [30, 40], 40),
+        ({"save_top_k": -1}, {20, 30, 40}, [10, 20, 30, 40], 10),
+        ({"monitor": "val_loss", "save_top_k": 1, "keep_last": 1}, {20, 30, 40}, [10, 40], 10),
+        ({"monitor": "val_loss", "save_top_k": 2, "keep_last": 1}, {30, 40}, [10, 20, 40], 20),
+        ({"monitor": "val_loss", "save_top_k": 1, "keep_last": 0}, {20, 30}, [40], 40),
+        ({"monitor": "val_loss", "save_top_k": 0, "keep_last": 2}, {20, 30, 40}, [10, 40], None),
+    ],
+)
+@pytest.mark.parametrize("hold", [False, True])
+def test_what_is_not_finite_is_never_the_best_and_removes_nothing_that_is(
+    begin, arguments: dict[str, Any], nonfinite: set[int], kept: list[int], best: int | None, hold: bool
+) -> None:
+    """The metric improves in each epoch, so that by it the newest would be the best."""
+    callback = ModelCheckpoint("c", save_last=True, **arguments)
+    run = begin(callback)
+    run.checkpointing.nonfinite, run.checkpointing.hold = nonfinite, hold
+    for epoch in range(4):
+        run.epoch({"val_loss": 4.0 - epoch})
+    run.checkpointing.wait()
+    assert run.steps == kept
+    assert Path(callback.best_model_path).name == ("" if best is None else f"step-{best:08d}")
+    assert Path(callback.last_model_path).name == "step-00000040"
+    finite = [step for step in kept if step not in nonfinite]
+    assert read_pointer(Path("c")) == f"step-{max(finite or kept):08d}"
+
+
+@pytest.mark.parametrize("arguments", [{}, {"monitor": "val_loss"}, {"enable_version_counter": False}])
+def test_what_is_not_finite_replaces_nothing_that_is(begin, arguments: dict[str, Any]) -> None:
+    callback = ModelCheckpoint("c", "model", **arguments)
+    run = begin(callback)
+    run.checkpointing.nonfinite = {20, 30}
+    for epoch, expected in enumerate([(10, None), (10, 20), (10, 30)]):
+        run.epoch({"val_loss": 4.0 - epoch})
+        found = {one.path.name: one.manifest.step for one in list_checkpoints("c") if one.manifest is not None}
+        assert (found["model"], found.get("model-nonfinite")) == expected
+        assert Path(callback.best_model_path).name == "model"
+    run.epoch({"val_loss": 1.0})
+    assert open_checkpoint("c/model").manifest.step == 40
+    assert Path(callback.best_model_path).name == Path(callback.last_model_path).name == "model"
+
+
+def test_a_name_that_is_taken_by_what_is_not_finite_is_free(begin) -> None:
+    callback = ModelCheckpoint("c", "best", "val_loss", keep_last=0)
+    run = begin(callback)
+    run.checkpointing.nonfinite = {10}
+    for _ in range(2):
+        run.epoch({"val_loss": 1.0})
+    assert (run.names, open_checkpoint("c/best").manifest.step) == (["best"], 20)
+
+
+def test_a_checkpoint_that_is_not_finite_does_not_come_back_as_the_best(begin) -> None:
+    """Its own state was captured before its parameters were checked."""
+    for monitor in ("val_loss", None):
+        callback = ModelCheckpoint(f"{monitor}", monitor=monitor)
+        run = begin(callback)
+        run.checkpointing.nonfinite = {20}
+        run.epoch({"val_loss": 2.0})
+        run.epoch({"val_loss": 1.0})
+        state = saved_state(callback)
+        assert "step-00000020" in (state["best_k_models"] if monitor else state["finite_paths"])
+        again = ModelCheckpoint(f"{monitor}", monitor=monitor)
+        again.load_state_dict(state)
+        assert Path(again.best_model_path).name == "step-00000010"
+        assert Path(again.best_in(list_checkpoints(f"{monitor}"))).name == "step-00000010"
+
+
+def test_a_metric_that_is_nan_ranks_nothing(begin, caplog: pytest.LogCaptureFixture) -> None:
+    callback = ModelCheckpoint("c", "best", "val_loss", keep_last=1)
+    run = begin(callback)
+    for value in (math.nan, math.nan, 3.0, math.nan):
+        run.epoch({"val_loss": value})
+    assert names_of(callback) == {"best": 3.0}
+    assert run.names == ["best", "step-00000040"]
+    assert (
+        sum("'val_loss' is NaN. Such a checkpoint is not ranked; keep_last=1 decides" in text for text in caplog.messages) == 1
+    )
 
 
 def test_without_a_rest_only_the_best_are_saved_but_an_ending_still_is(begin) -> None:
@@ -1135,7 +1222,9 @@ def test_a_checkpoint_knows_of_itself(begin, run_dir) -> None:
     assert saved_state(callback) == {
         "dirpath": str(run_dir / "c"),
         "best_k_models": {"step-00000010": 1.0, "step-00000030": 2.0},
+        "displaced": {"step-00000020": 3.0},
         "last_model_path": "step-00000030",
+        "finite_paths": ["step-00000030", "step-00000020"],
         "current_score": 2.0,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import shutil
 import stat
@@ -14,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.resume.checkpoints import IMPORTABLE, draft, names, verified
+import torch
+from helpers.resume.checkpoints import IMPORTABLE, draft, names, seal, verified
 from helpers.support import run_python
 
 from trainkit.checkpoint import commit as module
 from trainkit.checkpoint.commit import commit, sync_folder
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest
+from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.errors import CheckpointError, CheckpointWriteError
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="needs POSIX")
@@ -30,10 +33,11 @@ POSIX = pytest.mark.skipif(os.name != "posix", reason="needs POSIX")
 
 def test_a_checkpoint_is_written(run_dir: Path) -> None:
     made = draft(3, size=20_000)
-    manifest = commit(made, run_dir / "step-3")
+    written = commit(made, run_dir / "step-3")
+    assert (written.path, written.finite, written.kept) == (run_dir / "step-3", True, None)
     assert names(run_dir) == ["step-3"]
     assert verified(run_dir / "step-3") == 3
-    assert Manifest.from_bytes((run_dir / "step-3" / MANIFEST).read_bytes(), "") == manifest
+    assert Manifest.from_bytes((run_dir / "step-3" / MANIFEST).read_bytes(), "") == written.manifest
     assert {path.name: path.stat().st_size for path in (run_dir / "step-3").iterdir()} == made.sizes
     assert sum(path.stat().st_size for path in (run_dir / "step-3").iterdir()) == made.size
 
@@ -103,6 +107,46 @@ def test_what_a_kill_of_this_run_left_is_removed_and_nothing_else(run_dir: Path)
     assert names(run_dir) == [".a.tmp-run2", "a"]
     assert verified(run_dir / "a") == 2
     assert names(run_dir / "a") == sorted(draft().sizes)
+
+
+# ------------------------------------------------------------------------------------------------------------ not finite
+
+
+def broken(counter: int) -> Any:
+    """A draft whose parameter is NaN."""
+    tensors = {"model": {"weight": torch.full((5,), math.nan)}}
+    return draft(counter, tensors=tensors, parameters={"model": {"weight": True}})
+
+
+def test_the_manifest_says_whether_the_parameters_are_finite(run_dir: Path) -> None:
+    written = commit(broken(1), run_dir / "a")
+    assert (written.path, written.finite, written.nonfinite, written.kept) == (run_dir / "a", False, ("weight",), None)
+    assert written.text == f"parameters in {run_dir / 'a'} are not finite: weight."
+    assert open_checkpoint(run_dir / "a").manifest.finite is False
+    commit(draft(2), run_dir / "b")
+    assert open_checkpoint(run_dir / "b").manifest.finite is True
+
+
+@pytest.mark.parametrize("way", ["exchange", "renames"], indirect=True)
+def test_what_is_not_finite_does_not_replace_what_is(run_dir: Path, way: str) -> None:
+    """Neither one whose manifest says that it is finite, nor one of an earlier version; but any other."""
+    commit(draft(1), run_dir / "a")
+    if way == "renames":
+        seal(run_dir / "a", lambda manifest: manifest.pop("finite"))
+    for counter in (2, 3):  # the second replaces the first
+        written = commit(broken(counter), run_dir / "a", replace=True)
+        assert (written.path, written.kept) == (run_dir / "a-nonfinite", run_dir / "a")
+        assert f"{run_dir / 'a'} is finite, so it was not replaced" in written.text
+        assert (verified(run_dir / "a"), verified(run_dir / "a-nonfinite")) == (1, counter)
+        assert names(run_dir) == ["a", "a-nonfinite"]
+    commit(draft(4), run_dir / "a", replace=True)
+    commit(draft(5), run_dir / "a-nonfinite", replace=True)
+    assert (verified(run_dir / "a"), verified(run_dir / "a-nonfinite")) == (4, 5)
+    with pytest.raises(CheckpointError, match="a-nonfinite: expected an unused path"):
+        commit(broken(6), run_dir / "a", replace=True)
+    assert names(run_dir) == ["a", "a-nonfinite"]
+    (run_dir / "a" / MANIFEST).write_bytes(b"{}")
+    assert commit(broken(7), run_dir / "a", replace=True).path == run_dir / "a"  # it is damaged
 
 
 # ------------------------------------------------------------------------------------------------------------- replacing

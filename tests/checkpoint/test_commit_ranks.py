@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -70,7 +71,8 @@ def failing(group: ThreadExchange, ranks: tuple[int, ...], error: BaseException 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_the_content_is_the_same_whichever_rank_writes_it(run_dir: Path, size: int) -> None:
-    manifests = run_groups(size, lambda group: commit(drafted(group), Path("a"), group=group))
+    written = run_groups(size, lambda group: commit(drafted(group), Path("a"), group=group))
+    manifests = [one.manifest for one in written]
     assert manifests[0].to_bytes() == Path("a/manifest.json").read_bytes()
     assert manifests[1:] == [None] * (size - 1)
     assert names(run_dir) == ["a"]
@@ -257,3 +259,18 @@ def test_the_main_processs_path_counts(run_dir: Path) -> None:
     run_groups(2, lambda group: commit(drafted(group), run_dir / ("a" if group.rank == 0 else "b"), group=group))
     assert names(run_dir) == ["a"]
     open_checkpoint("a").read()
+
+
+@pytest.mark.parametrize("bad", ["first", "last"])
+def test_all_ranks_know_what_one_has_found(run_dir: Path, bad: str) -> None:
+    """Each rank checks the parameters that it writes; the verdict comes with the digests."""
+    tensors = {"model": {name: torch.ones(1000) for name in ("first", "middle", "last")}}
+    tensors["model"][bad][7] = math.nan
+    parameters = {"model": dict.fromkeys(tensors["model"], True)}
+    commit(drafted(ThreadExchange()), Path("a"))
+    written = run_groups(
+        3, lambda group: commit(drafted(group, tensors=tensors, parameters=parameters), Path("a"), replace=True, group=group)
+    )
+    assert {(one.path, one.nonfinite, one.kept) for one in written} == {(Path("a-nonfinite"), (bad,), Path("a"))}
+    assert [one.manifest and one.manifest.finite for one in written] == [False, None, None]
+    assert [open_checkpoint(name).manifest.finite for name in ("a", "a-nonfinite")] == [True, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import weakref
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -230,3 +231,33 @@ def test_files_that_cannot_be_together_are_refused(change: Callable[[Content], o
     change(made)
     with pytest.raises(CheckpointError, match="Fix: "):
         Draft(made)
+
+
+# ------------------------------------------------------------------------------------------------------------ not finite
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_parameters_that_are_not_finite_are_named(detached: bool) -> None:
+    """Those of the model that is written, and those of averaged weights that are kept in the state; buffers are not checked."""
+    nan, inf = torch.full((3,), math.nan), torch.full((3,), -math.inf)
+    tensors = {
+        "model": {"a": torch.ones(2), "b": nan.bfloat16(), "mask": inf, "frozen": inf, "empty": torch.empty(0)},
+        "model_1": {"c": inf.clone()},
+        "optimizer": {"0/a/exp_avg": nan},
+    }
+    parameters = {
+        "model": {"a": True, "b": True, "frozen": False, "empty": True},
+        "model_1": {"c": True},
+        "state": {"user/kept/d": True},
+    }
+    state = {"user": {"kept": {"d": nan.clone(), "e": nan.clone()}}}
+    draft = Draft(made_of(tensors=tensors, parameters=parameters, state=state, aliases={}))
+    if detached:
+        draft.detach(HostBuffers())
+    files = written(draft)
+    assert draft.nonfinite == ["b", "c", "user/kept/d"]
+    assert json.loads(files[MANIFEST])["finite"] is True  # `commit` knows what all ranks have found
+    digests = dict.fromkeys(draft.sizes, "0" * 64)
+    assert (draft.manifest(digests, False).finite, draft.manifest(digests).finite) == (False, True)
+    draft.release()
+    assert draft.nonfinite == ["b", "c", "user/kept/d"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.resume.checkpoints import IMPORTABLE, make
 from helpers.support import run_python
 
@@ -54,6 +56,17 @@ def test_newest_first_run_by_run(run_dir: Path) -> None:
         assert one.problem is None
         assert one.manifest == open_checkpoint(one.path).manifest
     assert (next_counter(run_dir, "first"), next_counter(run_dir, "second"), next_counter(run_dir, "third")) == (3, 4, 1)
+
+
+def test_what_is_not_finite_comes_last_in_its_run(run_dir: Path) -> None:
+    nan = {"tensors": {"model": {"w": torch.tensor(math.nan)}}, "parameters": {"model": {"w": True}}}
+    for counter, changes in enumerate([{}, {}, nan, nan], 1):
+        make(run_dir / f"a{counter}", counter, minute=counter, run_id="a", **changes)
+    make(run_dir / "b1", 1, minute=0, run_id="b")
+    (make(run_dir / "cut", 5, minute=3, run_id="a") / "state.json").unlink()
+    assert names(list_checkpoints(run_dir)) == ["a2", "a1", "a4", "a3", "b1", "cut"]
+    assert names(candidates(run_dir)) == ["cut", "a2", "a1", "a4", "a3", "b1"]
+    assert next_counter(run_dir, "a") == 6
 
 
 def test_bad_ones_are_named(run_dir: Path) -> None:

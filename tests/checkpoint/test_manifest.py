@@ -165,12 +165,22 @@ def test_a_field_that_is_wrong_is_named(field: str, value: Any) -> None:
     assert len(str(raised.value)) < 500
 
 
-@pytest.mark.parametrize("field", list(as_json()))
+@pytest.mark.parametrize("field", sorted(as_json().keys() - {"finite"}))
 def test_a_field_that_is_missing_is_named(field: str) -> None:
     values = as_json()
     del values[field]
     with pytest.raises(CorruptCheckpointError, match=rf"run/manifest\.json.*'{field}'.* missing"):
         read(values)
+
+
+def test_a_manifest_of_an_earlier_version_does_not_say_whether_it_is_finite() -> None:
+    values = as_json()
+    assert values.pop("finite") is None
+    assert read(values).finite is None
+    assert [read(as_json(finite=value)).finite for value in (True, False)] == [True, False]
+    for value in (0, 1, "true"):
+        with pytest.raises(CorruptCheckpointError, match=r"\['finite'\]: expected true, false or null"):
+            read(as_json(finite=value))
 
 
 BAD_NAMES = [

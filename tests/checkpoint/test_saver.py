@@ -14,6 +14,7 @@ import torch
 from helpers.resume.checkpoints import IMPORTABLE, draft, verified
 from helpers.support import run_python
 
+from trainkit.checkpoint.commit import Committed
 from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.saver import Saver
@@ -64,18 +65,18 @@ def fail(error: Exception) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_save_is_committed(run_dir: Path, saver: Saver, blocking: bool) -> None:
-    manifests: list[Manifest] = []
+    manifests: list[Manifest | None] = []
     threads: list[threading.Thread] = []
 
-    def committed(manifest: Manifest) -> None:
-        manifests.append(manifest)
+    def committed(written: Committed) -> None:
+        manifests.append(written.manifest)
         threads.append(threading.current_thread())
         verified(run_dir / "a")
 
     saver.save(draft(4), run_dir / "a", blocking=blocking, committed=committed)
     assert not blocking or manifests
     saver.wait()
-    assert [manifest.save_counter for manifest in manifests] == [4]
+    assert [manifest and manifest.save_counter for manifest in manifests] == [4]
     assert (threads[0] is threading.main_thread()) == blocking
     assert weights(run_dir / "a")["weight"].unique().tolist() == [4.0]
 

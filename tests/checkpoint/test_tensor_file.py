@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 import os
 import struct
 import sys
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 from trainkit.checkpoint import tensor_file
 from trainkit.checkpoint.regular_file import read_file
-from trainkit.checkpoint.tensor_file import Entry, TensorFile, chunks, plan_files, tensors_in, write_file
+from trainkit.checkpoint.tensor_file import Entry, FiniteCheck, TensorFile, chunks, plan_files, tensors_in, write_file
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, UnsavableError
 from trainkit.tagged_json.tensors import DTYPES as FORMAT_DTYPES
 
@@ -552,3 +553,63 @@ def test_memory_for_a_hostile_header_is_bounded() -> None:
     assert [found > 0 for _, _, found in lines] == [True, False, True]
     for peak, length, _ in lines:
         assert peak <= 40 * length + 32 * 2**20, peak / length
+
+
+# ----------------------------------------------------------------------------------------------------------- not finite
+
+FLOATS = [dtype for dtype in DTYPES if dtype.is_floating_point or dtype.is_complex]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_what_is_not_finite_is_found_in_every_dtype(dtype: torch.dtype) -> None:
+    finite = torch.ones(2**20 + 5).to(dtype)
+    for value in (math.nan, math.inf, -math.inf):
+        for where in (0, -1):
+            broken = finite.clone()
+            broken[where] = torch.tensor(value).to(dtype)
+            stored = broken[where].to(torch.complex64 if dtype.is_complex else torch.float32)
+            for trained in (True, False):
+                check = FiniteCheck({"w": trained})
+                check.add("w", finite)
+                assert check.found == []
+                check.add("w", broken)
+                check.add("w", broken)
+                # some dtypes of 8 bits have no infinity
+                wrong = bool(torch.isnan(stored) if not trained else ~torch.isfinite(stored))
+                assert check.found == (["w"] if wrong else [])
+
+
+def test_the_largest_values_of_half_precision_are_finite() -> None:
+    check = FiniteCheck({"w": True})
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        check.add("w", torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min], dtype=dtype))
+    assert check.found == []
+
+
+def test_only_parameters_of_float_are_checked() -> None:
+    check = FiniteCheck({"w": True})
+    check.add("mask", torch.tensor([-math.inf]))
+    for dtype in set(DTYPES) - set(FLOATS):
+        check.add("w", torch.ones(3).to(dtype))
+    assert check.found == []
+
+
+@pytest.mark.parametrize("shape", ["plain", "transposed", "expanded", "scalar", "strided", "one row"])
+def test_all_values_of_a_tensor_are_checked(shape: str) -> None:
+    """Also those of one that is not contiguous, which is copied in parts."""
+    values = torch.ones(3000, 2000)
+    values[-1, -1] = math.nan
+    tensor = {
+        "plain": values,
+        "transposed": values.t(),
+        "expanded": values[-1:].expand(3, 2000),
+        "scalar": values[-1, -1],
+        "strided": values[:, 1::2],
+        "one row": values[:, -1],
+    }[shape]
+    check = FiniteCheck({"w": True})
+    entry = plan_files("model", {"w": tensor}, LARGE)[0][0].entries[0]
+    assert sum(map(len, chunks(entry, tensor, check))) == tensor.nbytes
+    assert check.found == ["w"]
+    empty = torch.empty(0, 3)
+    assert list(chunks(plan_files("model", {"w": empty}, LARGE)[0][0].entries[0], empty, FiniteCheck({"w": True}))) == []

@@ -126,12 +126,15 @@ def test_who_asked_for_the_save_is_called(folder: Path, monkeypatch: pytest.Monk
     _, saves = fitting()
     saves.use_folder(folder)
     calls: list[Any] = []
-    how: dict[str, Any] = {"committed": lambda: calls.append("committed"), "failed": lambda error: calls.append(str(error))}
+    how: dict[str, Any] = {
+        "committed": lambda written: calls.append(f"committed {written.path.name}"),
+        "failed": lambda error: calls.append(str(error)),
+    }
     path = saves.save(folder, "one", blocking=True, before_capture=calls.append, **how)
     broken(saves, monkeypatch)
     with pytest.warns(UserWarning, match="could not be saved"):
         saves.save(folder, "two", **how)
-    assert calls == [path, "committed", "no space left"]
+    assert calls == [path, "committed one", "no space left"]
 
 
 # ---------------------------------------------------------------------------------------------- after an error, at the end

@@ -144,8 +144,9 @@ class CheckpointVerbs:
     ) -> Path:
         """Save a checkpoint: models, optimizers, schedulers, loss scale, positions of loaders, registered objects.
 
-        An existing checkpoint is replaced when the new one is complete. Inside an accumulation window, the position at the
-        start of the window is saved. All processes call it, and each writes its part.
+        An existing checkpoint is replaced when the new one is complete, unless its parameters are finite and the new ones are
+        not: the new one is then `<output_dir>-nonfinite`, and a warning says so. Inside an accumulation window, the position at
+        the start of the window is saved. All processes call it, and each writes its part.
 
         With `ProjectConfiguration(automatic_checkpoint_naming=True)` the folder is `project_dir/checkpoints/checkpoint_N`,
         and `output_dir` has no effect, as in Accelerate. Existing checkpoints of an earlier start are then an error, unless

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,10 +13,11 @@ from typing import Any, Protocol
 from torch import nn
 
 from trainkit.accelerator.accumulation import AccumulationState
-from trainkit.accelerator.naming import NumberedCheckpoints, rotate
+from trainkit.accelerator.naming import NumberedCheckpoints, number_of, rotate
 from trainkit.accelerator.reading import Reading
 from trainkit.accelerator.saving import VerbGroup
 from trainkit.checkpoint.all_ranks import run_on_all_ranks
+from trainkit.checkpoint.commit import Committed
 from trainkit.checkpoint.draft import Content, Draft
 from trainkit.checkpoint.folder import next_counter
 from trainkit.checkpoint.reader import Loaded
@@ -96,6 +97,8 @@ class Checkpointing:
         self._strategy, self._world = strategy, strategy.world
         self._numbered, self._prepared, self._resumes = numbered, prepared, resumes
         self._saver = Saver(notify=lambda: None)
+        self._nonfinite: deque[Committed] = deque()  # the writer's thread appends
+        self._warned = False
         self.registered: list[Any] = []
         self.run_id = secrets.token_hex(8)
 
@@ -117,9 +120,13 @@ class Checkpointing:
     def close(self) -> None:
         """Wait for a save in flight, raise its error if it failed, and free the host buffers."""
         self._saver.close()
+        self._report()
 
     def save(self, loop: Loop, output_dir: str | PathLike[str] | None = None, *, blocking: bool = True) -> Path:
         """Write a checkpoint, and return its folder.
+
+        If its parameters are not finite, a warning says so. It then does not replace a checkpoint that has finite ones, and
+        `total_limit` keeps the newest of those.
 
         Args:
             loop: whose counters to save.
@@ -139,17 +146,44 @@ class Checkpointing:
             self.run_id = world.from_main(self.run_id)
             saver.group = world.thread_exchange(f"save_state/{self.run_id}")
         saver.wait()
+        self._report()
         if not numbered:
             assert folder is not None
-            saver.save(self._draft(loop, folder), folder, blocking=blocking, replace=True)
-            return folder
+            saver.save(self._draft(loop, folder), folder, blocking=blocking, replace=True, committed=self._note)
+            own = [written.path for written in self._nonfinite if written.kept is not None]  # empty unless blocking
+            self._report()
+            return own[0] if own else folder
         project, path = self._numbered.project, self._numbered.next_path()
         if output_dir is not None:
             notice(f"save_state({str(output_dir)!r}): automatic_checkpoint_naming is on, so it is written to {path}.")
-        done = partial(rotate, path.parent, project.total_limit)
+
+        def done(written: Committed) -> None:
+            self._note(written)
+            rotate(path.parent, project.total_limit, written.manifest)
+
         saver.save(self._draft(loop, path), path, blocking=blocking, committed=done)
         project.iteration += 1
+        self._report()
         return path
+
+    def _note(self, written: Committed) -> None:
+        """Remember a checkpoint whose parameters are not finite; called in any thread."""
+        if not written.finite:
+            self._nonfinite.append(written)
+
+    def _report(self) -> None:
+        """Warn of the first checkpoint whose parameters are not finite, and of each that has another path for that reason."""
+        while self._nonfinite:
+            written = self._nonfinite.popleft()
+            if not self._warned:
+                warn(
+                    f"save_state: {written.text} load_state() without a folder uses the newest that is finite, and total_limit "
+                    "keeps it. To skip such a step: if not torch.isfinite(loss): accelerator.skip_update() (with Trainer: "
+                    "NonFiniteGuard)"
+                )
+            elif written.kept is not None:
+                notice(f"save_state: {written.text}")
+            self._warned = True
 
     def load(
         self,
@@ -228,12 +262,17 @@ class Checkpointing:
             CorruptCheckpointError: all are damaged.
         """
         bad: list[str] = []
-        for path, problem in self._numbered.newest_first():
+        found = self._numbered.newest_first()
+        for path, problem, finite in found:
             try:
                 if problem is None:
                     loaded = self._read(path)
                     for text in bad:
                         warn(f"a checkpoint is damaged and skipped: {text}")
+                    if not finite:
+                        warn(f"the parameters in {path} are not finite, and there is no checkpoint with finite ones.")
+                    elif newer := [one.name for one, _, good in found if not good and number_of(one) > number_of(path)]:
+                        notice(f"skipped newer checkpoints whose parameters are not finite: {', '.join(newer)}. Using {path}.")
                     return path, loaded
             except CorruptCheckpointError as error:
                 problem = str(error)
@@ -298,7 +337,7 @@ class Checkpointing:
             position=positions[0] if positions else {},
             save=save,
         )
-        content = Content(taken.tensors, state, described, taken.attachments)
+        content = Content(taken.tensors, state, described, taken.attachments, parameters=taken.parameters)
         return drafted(world, content)
 
     def _restore(self, loop: Loop, path: Path, loaded: Loaded, wanted: set[str], strict: bool, resumes: bool) -> None:

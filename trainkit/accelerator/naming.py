@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.identify import is_checkpoint
@@ -18,7 +19,7 @@ from trainkit.console import notice
 from trainkit.distributed.world import World
 from trainkit.errors import CheckpointError, ConfigurationError
 
-__all__ = ["NumberedCheckpoints", "rotate"]
+__all__ = ["NumberedCheckpoints", "number_of", "rotate"]
 
 _NAME = re.compile(r"checkpoint_(0|[1-9][0-9]*)")
 
@@ -84,19 +85,21 @@ class NumberedCheckpoints:
             )
         return folder / f"checkpoint_{number}"
 
-    def newest_first(self) -> list[tuple[Path, str | None]]:
-        """Each checkpoint with what is wrong with it, or `None`. Collective.
+    def newest_first(self) -> list[tuple[Path, str | None, bool]]:
+        """Each checkpoint, what is wrong with it, or `None`, and whether its parameters are finite. Collective.
 
-        The files of a killed save have other names and are not listed.
+        Those whose parameters are not finite come last. The files of a killed save have other names and are not listed.
         """
 
-        def find() -> list[list[str | None]] | None:
+        def find() -> list[list[Any]] | None:
             if not self._world.is_main:
                 return None
             found = sorted(_numbered(self.folder), reverse=True)
-            return [[str(path), inspect_checkpoint(path)[1]] for _, path in found if is_checkpoint(path)]
+            rows = [(str(path), *inspect_checkpoint(path)) for _, path in found if is_checkpoint(path)]
+            marked = [[path, problem, about is None or about.finite is not False] for path, about, problem in rows]
+            return sorted(marked, key=lambda row: not row[-1])
 
-        return [(Path(path), problem) for path, problem in run_on_all_ranks(self._world, find)[0]]
+        return [(Path(path), problem, finite) for path, problem, finite in run_on_all_ranks(self._world, find)[0]]
 
     def continue_after(self, loaded: Path) -> None:
         """Number the next checkpoint after all that there are, if the loaded one is one of them. Collective."""
@@ -115,7 +118,8 @@ class NumberedCheckpoints:
 def rotate(folder: Path, limit: int | None, manifest: Manifest | None) -> None:
     """Remove the oldest checkpoints after a save; on the process that has the manifest of the new one.
 
-    Only complete checkpoints of the same run are counted and removed.
+    Only complete checkpoints of the same run are counted and removed: first those whose parameters are not finite. A new one
+    whose parameters are not finite never removes the newest of the others.
 
     Args:
         folder: the folder of the checkpoints.
@@ -128,20 +132,30 @@ def rotate(folder: Path, limit: int | None, manifest: Manifest | None) -> None:
         for left in folder.glob(".checkpoint_*.del-*"):  # a process was killed while it removed this
             shutil.rmtree(left, ignore_errors=True)
         if limit is not None:
-            for old in _complete(folder, manifest.run_id)[:-limit]:
+            new, *others = sorted(_complete(folder, manifest.run_id), key=lambda one: one[0], reverse=True)
+            others.sort(key=lambda one: (one[2], one[0]))
+            outdated = others[: max(0, len(others) + 1 - limit)]
+            if not new[2] and outdated and outdated[-1] == others[-1] and others[-1][2]:
+                outdated.pop()
+            for _, old, _ in outdated:
                 remove(old)
     except (CheckpointError, OSError) as error:  # the next save tries again
         notice(f"save_state: the new checkpoint is complete, but old ones could not be removed: {error}")
 
 
-def _complete(folder: Path, run_id: str) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
+def _complete(folder: Path, run_id: str) -> list[tuple[int, Path, bool]]:
+    """The complete checkpoints of a run: number, path, and whether its parameters are finite."""
     found = []
-    for _, path in sorted(_numbered(folder)):
+    for number, path in _numbered(folder):
         manifest, problem = inspect_checkpoint(path) if is_checkpoint(path) else (None, None)
         if problem is None and manifest is not None and manifest.run_id == run_id:
-            found.append(path)
+            found.append((number, path, manifest.finite is not False))
     return found
+
+
+def number_of(path: Path) -> int:
+    """The number in the name of a numbered checkpoint."""
+    return int(path.name.rpartition("_")[2])
 
 
 def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:

@@ -14,8 +14,9 @@ from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.accelerator.in_precision import without_wrappers
 from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.staging import staging
+from trainkit.checkpoint.tensor_file import FiniteCheck
 from trainkit.checkpoint.weights import shard_size, write_weights
-from trainkit.console import notice
+from trainkit.console import notice, shortened, warn
 from trainkit.distributed.world import World
 from trainkit.errors import CheckpointWriteError, ConfigurationError
 from trainkit.optim.parameter_names import without_checkpoint_wrapper
@@ -100,23 +101,33 @@ class Saving:
         """
         refuse_pickle("save_model", safe_serialization)
         folder = local_path(save_directory, "save_directory")
-        world, size = self._strategy.world, shard_size(max_shard_size)
+        world, limit = self._strategy.world, shard_size(max_shard_size)
         group, model = VerbGroup(world, "save_model"), without_wrappers(model, self._strategy)
         placeholders = self._strategy.exported_weights(model)
         if any(is_sharded_tensor(tensor) for tensor in placeholders.values()):
             group.wait()  # they are gathered from all processes
         state = capture_model(model, placeholders=placeholders)
         files, adapters, rank = configurations(state.configs), adapter_folders(state), world.rank
+        checks = [FiniteCheck(dict.fromkeys(tensors, True)) for tensors, _ in adapters.values()] or [FiniteCheck(state.trained)]
 
         def write() -> None:
-            for where, (tensors, config) in adapters.items():
-                configs = {"adapter_config.json": config}
-                write_weights(folder / where, tensors, configs, max_shard_size=sys.maxsize, stem="adapter_model", rank=rank)
+            for (where, (tensors, config)), check in zip(adapters.items(), checks, strict=False):
+                write_weights(
+                    folder / where,
+                    tensors,
+                    {"adapter_config.json": config},
+                    max_shard_size=sys.maxsize,
+                    stem="adapter_model",
+                    rank=rank,
+                    check=check,
+                )
             if not adapters:
-                write_weights(folder, state.tensors, files, max_shard_size=size, rank=rank)
+                write_weights(folder, state.tensors, files, max_shard_size=limit, rank=rank, check=checks[0])
 
         # written before waiting for the other processes, so that the files are there even if those never come
         run_on_all_ranks(group, write, CheckpointWriteError)
+        if found := [name for check in checks for name in check.found]:
+            warn(f"save_model: parameters in {folder} are not finite: {shortened(found)}.")
         if world.is_main:
             staging.add_log_folder(folder)
             staging.finish()

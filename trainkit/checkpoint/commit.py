@@ -13,7 +13,9 @@ import stat
 import sys
 import time
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trainkit.checkpoint.all_ranks import SHARED_FOLDER_ADVICE, Group, run_on_all_ranks, wait_for_path
 from trainkit.checkpoint.draft import Draft
@@ -22,15 +24,20 @@ from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.checkpoint.staging import staging
 from trainkit.checkpoint.tensor_file import write_file
+from trainkit.console import shortened
 from trainkit.distributed.world import ThreadExchange
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 from trainkit.tagged_json.strict_json import MAX_JSON_BYTES
 
-__all__ = ["check_target", "commit", "sync_folder"]
+__all__ = ["NONFINITE", "Committed", "check_target", "commit", "sync_folder"]
+
+NONFINITE = "-nonfinite"
+"""What is appended to the name of a checkpoint that is not finite and would have replaced one that is."""
 
 _SINGLE_RANK = ThreadExchange()
 _ABANDONED_AFTER = 3600.0  # seconds without a change, after which an unfinished save is removed
 _FOLDER_BYTES = 2 * 4096  # what a folder and its entry in the parent may need in addition to its files
+_NAMED = 5  # parameters that are not finite that each rank tells the others
 _DIGEST_LINE = re.compile(rb"[0-9a-f]{64}  manifest\.json\n")
 # The files of a checkpoint whose manifest cannot be read.
 _OUR_NAMES = re.compile(r"manifest\.(json|sha256)|state\.json|.*\.safetensors(\.index\.json)?", re.DOTALL)
@@ -45,7 +52,35 @@ _FULL = _numbers("ENOSPC", "EDQUOT")
 _FORBIDDEN = _numbers("EACCES", "EPERM", "EROFS")
 
 
-def commit(draft: Draft, target: Path, *, replace: bool = False, group: Group = _SINGLE_RANK) -> Manifest | None:
+@dataclass(frozen=True)
+class Committed:
+    """A checkpoint that was written; the same on all ranks except for `manifest`.
+
+    Attributes:
+        path: its folder.
+        nonfinite: parameters that are not finite: the first few of each rank. Empty if all are finite.
+        kept: the checkpoint with finite parameters that it would have replaced otherwise; `None` if there was none.
+        manifest: as written, on the main process; `None` on other ranks.
+    """
+
+    path: Path
+    nonfinite: tuple[str, ...]
+    kept: Path | None
+    manifest: Manifest | None
+
+    @property
+    def finite(self) -> bool:
+        """Whether all parameters are finite."""
+        return not self.nonfinite
+
+    @property
+    def text(self) -> str:
+        """What is not finite, for messages."""
+        kept = "" if self.kept is None else f" {self.kept} is finite, so it was not replaced."
+        return f"parameters in {self.path} are not finite: {shortened(self.nonfinite)}.{kept}"
+
+
+def commit(draft: Draft, target: Path, *, replace: bool = False, group: Group = _SINGLE_RANK) -> Committed:
     """Write a checkpoint so that `target` is never incomplete, not even after a power failure.
 
     All files are written to `.<name>.tmp-<run_id>` next to `target` and synced, the manifest's digest last; then that
@@ -58,11 +93,12 @@ def commit(draft: Draft, target: Path, *, replace: bool = False, group: Group = 
         target: the folder of the checkpoint, as given on the main process. A link is followed.
         replace: replace an existing checkpoint once the new one is complete, so that one of the two exists at any time. If the
             file system cannot exchange two folders, the old one is renamed to `<name>.replaced` for a moment. Its files that
-            do not belong to the checkpoint are kept.
+            do not belong to the checkpoint are kept. One whose parameters are finite, or that does not say, is not replaced
+            by one that has others: the new one becomes `<name>-nonfinite`.
         group: the ranks that write.
 
     Returns:
-        The manifest as written, on the main process; `None` on other ranks.
+        What was written, and where.
 
     Raises:
         CheckpointWriteError: it could not be written. What was written is removed; `target` is unchanged.
@@ -74,13 +110,15 @@ def commit(draft: Draft, target: Path, *, replace: bool = False, group: Group = 
         opened = run_on_all_ranks(group, work.open, CheckpointWriteError)
         _check_same_layout([layout for _, layout in opened])
         work.partial = Path(opened[0][0])
-        files = run_on_all_ranks(group, work.write, CheckpointWriteError)
-        run_on_all_ranks(group, lambda: work.close(files), CheckpointWriteError)
+        written = run_on_all_ranks(group, work.write, CheckpointWriteError)
+        nonfinite = tuple(name for _, names in written for name in names)
+        files = {name: digest for digests, _ in written for name, digest in digests.items()}
+        path, kept = run_on_all_ranks(group, lambda: work.close(files, not nonfinite), CheckpointWriteError)[0]
     except BaseException:
         work.undo()
         raise
     work.tidy()
-    return work.manifest
+    return Committed(Path(path), nonfinite, None if kept is None else Path(kept), work.manifest)
 
 
 def check_target(target: Path) -> None:
@@ -123,8 +161,8 @@ class _Commit:
                     _keep_other_files(self._target, self.partial, self._old | set(self._draft.sizes))
         return str(self.partial), self._draft.layout
 
-    def write(self) -> dict[str, str]:
-        """Write the files of this rank. Returns their digests."""
+    def write(self) -> list[Any]:
+        """Write the files of this rank. Returns their digests, and the first parameters in them that are not finite."""
         with self._explained_errors():
             if not self._main and not wait_for_path(self.partial):
                 raise CheckpointWriteError(
@@ -133,18 +171,28 @@ class _Commit:
             digests = _write(self._draft, self.partial)
             if not self._main:
                 sync_folder(self.partial)
-            return digests
+            return [digests, self._draft.nonfinite[:_NAMED]]
 
-    def close(self, files: list[dict[str, str]]) -> None:
-        """After all ranks have written their files: write the manifest and rename the folder."""
+    def close(self, digests: dict[str, str], finite: bool) -> list[str | None]:
+        """After all ranks have written their files: write the manifest and rename the folder. Returns `path` and `kept`.
+
+        Args:
+            digests: of the files of all ranks.
+            finite: whether all parameters are.
+        """
         if not self._main:
-            return
+            return []
+        kept = None
         with self._explained_errors():
-            self.manifest = self._draft.manifest({name: digest for own in files for name, digest in own.items()})
+            self.manifest = self._draft.manifest(digests, finite)
             _write_manifest(self.partial, self.manifest.to_bytes())
+            if not finite and self._old is not None and not _is_nonfinite(self._target):
+                kept, self._target = str(self._target), self._target.with_name(self._target.name + NONFINITE)
+                self._old = _existing_files(self._target, replace=_is_nonfinite(self._target))
             _put_in_place(self.partial, self._target, exchange=self._old is not None)
             self._begun = False  # the folder at partial, if any, is the old checkpoint now
             sync_folder(self._target.parent)
+        return [str(self._target), kept]
 
     def undo(self) -> None:
         """After an error: remove what was written."""
@@ -240,6 +288,16 @@ def _files_of_checkpoint(folder: Path, names: Collection[str]) -> set[str] | Non
         return by_name if _DIGEST_LINE.fullmatch(read_small_file(folder / DIGEST, 1024)) else None
     except CorruptCheckpointError:
         return None
+
+
+def _is_nonfinite(target: Path) -> bool:
+    """Whether the checkpoint at `target` has parameters that are not finite, or cannot be read."""
+    try:
+        return Manifest.from_bytes(read_small_file(target / MANIFEST, MAX_JSON_BYTES), str(target)).finite is False
+    except CorruptCheckpointError:
+        return True
+    except CheckpointError:  # written by a later version
+        return False
 
 
 def _make_folder(folder: Path) -> None:

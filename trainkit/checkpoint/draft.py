@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainkit._version import __version__
@@ -15,7 +16,7 @@ from trainkit.checkpoint.gather_order import GatherOrder
 from trainkit.checkpoint.host_copy import HostBuffers
 from trainkit.checkpoint.manifest import DIGEST, FORMAT_VERSION, MANIFEST, FileEntry, Manifest, digest_line, is_file_name
 from trainkit.checkpoint.rank_assignment import assign_to_ranks
-from trainkit.checkpoint.tensor_file import TensorFile, chunks, plan_files
+from trainkit.checkpoint.tensor_file import FiniteCheck, TensorFile, chunks, plan_files
 from trainkit.errors import CheckpointError
 from trainkit.tagged_json.encode import dumps
 from trainkit.tagged_json.tensors import tensor_problem
@@ -44,6 +45,7 @@ class Content:
             `format_version` and `files`.
         attachments: further files by name, such as `config.json`.
         max_shard_size: maximum bytes of a file of tensors.
+        parameters: stem of the file → name of a parameter → whether it is trained; the manifest says whether they are finite.
     """
 
     tensors: dict[str, dict[str, Tensor]]
@@ -51,6 +53,7 @@ class Content:
     about: dict[str, Any]
     attachments: dict[str, bytes] = field(default_factory=dict)
     max_shard_size: int = 5 * 10**9
+    parameters: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
 
 
 class Draft:
@@ -71,7 +74,7 @@ class Draft:
         run_id: the run that saves it.
         sizes: name of the file → bytes. On the main process all files, manifest and digest included; on other ranks all files
             of tensors.
-        size: the sum of `sizes`.
+        size: the sum of `sizes`. The manifest has one byte more if a parameter is not finite.
         layout: a digest of the layout of all files of tensors, to compare the ranks; "" if there is a single rank.
 
     Raises:
@@ -83,6 +86,8 @@ class Draft:
         self._bytes: dict[str, bytes] = {}
         self._tensors: dict[str, tuple[TensorFile, Mapping[str, Tensor]]] = {}
         self._copies: Mapping[str, memoryview] | None = None
+        self._checks = {stem: FiniteCheck(content.parameters.get(stem, {})) for stem in (*content.tensors, _STATE)}
+        self._stems: dict[str, str] = {}  # by the name of the file
         self._owned: list[list[Tensor]] = [[] for _ in range(ranks)]  # by the rank that writes them
         self._rank, self.run_id = rank, str(content.about["run_id"])
         self.sizes: dict[str, int] = {}
@@ -113,21 +118,27 @@ class Draft:
             trainkit_version=__version__,
             format_version=FORMAT_VERSION,
             files={name: FileEntry(size, _ANY_DIGEST) for name, size in self.sizes.items()},
+            finite=True,
         )
         # All digests have the same length, so the final manifest has this size. Decoding makes a copy that shares nothing.
         data = self._manifest.to_bytes()
         self._manifest = Manifest.from_bytes(data, MANIFEST)
         self.sizes |= {MANIFEST: len(data), DIGEST: len(digest_line(data))}
 
-    def manifest(self, digests: Mapping[str, str]) -> Manifest:
+    def manifest(self, digests: Mapping[str, str], finite: bool = True) -> Manifest:
         """The manifest of the written files, on the main process.
 
         Args:
             digests: the SHA-256 of each file in `sizes` except manifest and digest.
+            finite: whether no rank has found a parameter that is not finite.
         """
-        return replace(
-            self._manifest, files={name: replace(entry, sha256=digests[name]) for name, entry in self._manifest.files.items()}
-        )
+        files = {name: replace(entry, sha256=digests[name]) for name, entry in self._manifest.files.items()}
+        return replace(self._manifest, files=files, finite=finite)
+
+    @property
+    def nonfinite(self) -> list[str]:
+        """After the files have been read: the parameters in files of this rank that are not finite."""
+        return [name for check in self._checks.values() for name in check.found]
 
     def detach(self, buffers: HostBuffers) -> None:
         """Copy all tensors of this rank, so that the training can change them. Collective: sharded tensors are gathered.
@@ -158,10 +169,11 @@ class Draft:
             for name, data in self._bytes.items():
                 yield name, [data]
             for name, (file, tensors) in self._tensors.items():
+                check = self._checks[self._stems[name]]
                 if self._copies is None:
-                    yield name, _streamed(file, tensors, gathers)
+                    yield name, _streamed(file, tensors, gathers, check)
                 else:
-                    yield name, _copied(file, self._copies[name])
+                    yield name, _copied(file, self._copies[name], check)
         finally:
             gathers.finish()
 
@@ -180,6 +192,7 @@ class Draft:
         owners = {name: rank for rank, names in groups.items() for name in names}
         for file in files:
             self._check_name(file.name)
+            self._stems[file.name] = stem
             if file.entries:
                 self._owned[owners[file.entries[0].name]] += [tensors[entry.name] for entry in file.entries]
             self.sizes[file.name] = file.size
@@ -204,13 +217,18 @@ class Draft:
             raise CheckpointError(f"two files of the checkpoint would have the same name, {name!r}. Fix: rename one of them")
 
 
-def _streamed(file: TensorFile, tensors: Mapping[str, Tensor], gathers: GatherOrder) -> Iterator[bytes | memoryview]:
+def _streamed(
+    file: TensorFile, tensors: Mapping[str, Tensor], gathers: GatherOrder, check: FiniteCheck
+) -> Iterator[bytes | memoryview]:
     yield file.header
     for entry in file.entries:
-        yield from chunks(entry, gathers.values_of(tensors[entry.name]))
+        yield from chunks(entry, gathers.values_of(tensors[entry.name]), check)
 
 
-def _copied(file: TensorFile, data: memoryview) -> Iterator[bytes | memoryview]:
+def _copied(file: TensorFile, data: memoryview, check: FiniteCheck) -> Iterator[bytes | memoryview]:
     yield file.header
+    for entry in file.entries:
+        if entry.start < entry.end:
+            check.add(entry.name, torch.frombuffer(data[entry.start : entry.end], dtype=entry.dtype))
     for start in range(0, len(data), _PIECE):
         yield data[start : start + _PIECE]

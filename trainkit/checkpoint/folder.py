@@ -61,9 +61,10 @@ class ListedCheckpoint:
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[ListedCheckpoint]:
     """List the checkpoints in `folder`: valid ones newest first, then damaged ones with their problems.
 
-    Runs are ordered by the time of their latest checkpoint, checkpoints of a run by their save counter. Only manifests are
-    read, and the sizes of the files compared; `Checkpoint.verify` reads everything. A checkpoint is a folder that has a
-    file of a checkpoint and whose name does not start with `.`. If `folder` does not exist, the list is empty.
+    Runs are ordered by the time of their latest checkpoint, checkpoints of a run by their save counter; those with parameters
+    that are not finite (`manifest.finite` is False) come after all others of their run. Only manifests are read, and the sizes
+    of the files compared; `Checkpoint.verify` reads everything. A checkpoint is a folder that has a file of a checkpoint and
+    whose name does not start with `.`. If `folder` does not exist, the list is empty.
 
     Args:
         folder: The folder that contains the checkpoints, such as `ModelCheckpoint.dirpath`.
@@ -82,6 +83,8 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[ListedCheckpoint]:
 def candidates(*folders: str | os.PathLike[str]) -> list[ListedCheckpoint]:
     """The checkpoints in the order in which to try them: the newest of the run that saved last, then older runs.
 
+    Those of a run whose parameters are not finite come after its others.
+
     Damaged ones are included, so that each is reported before an older one is used: at their place in the order if their
     manifest is valid, otherwise before the newest of their folder, or first if there is none.
 
@@ -94,10 +97,10 @@ def candidates(*folders: str | os.PathLike[str]) -> list[ListedCheckpoint]:
         if one.manifest is not None:
             latest[one.manifest.run_id] = max(latest.get(one.manifest.run_id, ""), one.manifest.saved_at)
 
-    def age(one: ListedCheckpoint) -> tuple[str, str, int, str, str]:
+    def age(one: ListedCheckpoint) -> tuple[str, str, bool, int, str, str]:
         assert one.manifest is not None
-        about = one.manifest
-        return latest[about.run_id], about.run_id, about.save_counter, about.saved_at, one.path.name
+        about, finite = one.manifest, one.manifest.finite is not False
+        return latest[about.run_id], about.run_id, finite, about.save_counter, about.saved_at, one.path.name
 
     unknown: dict[Path, list[ListedCheckpoint]] = {}
     for one in sorted((one for one in found if one.manifest is None), key=lambda one: one.path.name):

@@ -58,6 +58,7 @@ class Manifest:
         contents: What is stored, such as `{"model": "all", "optimizer": True, "resumable": True}`; plain JSON.
         aliases: Stem of the file → name of a tied tensor → the name that it is stored under.
         irregular: Keys of optimizer tensors that do not have the shape of their parameter.
+        finite: Whether all parameters are finite; `None` if it is not known, in a checkpoint of an earlier version.
         metrics: The values of metrics at the save, by name; any float.
         saved_by: What requested the save; `None` for the user.
         saved_at: Time in UTC, as `2026-11-20T15:07:48.123456Z`, so that the strings sort by time.
@@ -80,6 +81,7 @@ class Manifest:
     contents: dict[str, Any]
     aliases: dict[str, dict[str, str]]
     irregular: list[str]
+    finite: bool | None = None
     metrics: dict[str, float]
     saved_by: str | None
     saved_at: str
@@ -129,6 +131,7 @@ class Manifest:
                 f"{what}: written by a newer trainkit (format {version}; this one reads {FORMAT_VERSION}). "
                 "Fix: upgrade with: pip install -U trainkit-torch"
             )
+        values.setdefault("finite", None)  # the only optional field: earlier versions did not write it
         problem = _problem(values)
         if problem is not None:
             raise CorruptCheckpointError(f"{what}: {problem}")
@@ -261,6 +264,7 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "contents": _MAP,
     "aliases": (_are_aliases, "a JSON object of JSON objects of strings"),
     "irregular": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of strings"),
+    "finite": (lambda value: value is None or isinstance(value, bool), "true, false or null"),
     "metrics": (_are_metrics, "a JSON object of numbers, 'nan', 'inf' or '-inf'"),
     "saved_by": (lambda value: value is None or isinstance(value, str), "a string or null"),
     "saved_at": (_is_time, "a time such as '2026-11-20T15:07:48.123456Z'"),

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.checkpoint.all_ranks import run_on_all_ranks
-from trainkit.checkpoint.commit import commit
+from trainkit.checkpoint.commit import Committed, commit
 from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.host_copy import HostBuffers
-from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.staging import staging
 from trainkit.console import echo
 from trainkit.distributed.world import ThreadExchange
@@ -65,7 +64,7 @@ class Saver:
         *,
         blocking: bool,
         replace: bool = False,
-        committed: Callable[[Manifest | None], None] | None = None,
+        committed: Callable[[Committed], None] | None = None,
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
         """Wait for the save in progress, then commit `draft` to `target`.
@@ -86,9 +85,9 @@ class Saver:
         self.wait()
         target = Path(os.path.abspath(target))  # the working directory may change during the save
         if blocking:
-            manifest = commit(draft, target, replace=replace, group=self.group)
+            written = commit(draft, target, replace=replace, group=self.group)
             if committed is not None:
-                committed(manifest)
+                committed(written)
             staging.wait()
             staging.report()
             return
@@ -120,10 +119,14 @@ class Saver:
 
     def wait(self) -> None:
         """Wait for the save in progress, and report like `poll`."""
+        self.join()
+        self._thread = None
+        self.poll()
+
+    def join(self) -> None:
+        """Wait for the save in progress, and report nothing. Other ranks need not do the same."""
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
-        self.poll()
 
     def close(self) -> None:
         """Wait, report and free the memory of the copies. The saver can be used again."""
@@ -137,16 +140,16 @@ class Saver:
         draft: Draft,
         target: Path,
         replace: bool,
-        committed: Callable[[Manifest | None], None] | None,
+        committed: Callable[[Committed], None] | None,
         failed: Callable[[Exception], None] | None,
     ) -> None:
         try:
             try:
-                manifest = commit(draft, target, replace=replace, group=self.group)
+                written = commit(draft, target, replace=replace, group=self.group)
             finally:
                 draft.release()  # it refers to buffers that the next save uses or that are freed
             if committed is not None:
-                committed(manifest)
+                committed(written)
         except BaseException as error:
             # A reference to the error must not keep the state alive.
             traceback.clear_frames(error.__traceback__)

@@ -26,6 +26,7 @@ from trainkit.tagged_json.tensors import DTYPES, NAMES, tensor_problem
 
 __all__ = [
     "Entry",
+    "FiniteCheck",
     "TensorFile",
     "check_unchanged",
     "chunks",
@@ -38,6 +39,7 @@ __all__ = [
 _ALIGNMENT = 64  # bytes, like torch's own tensors
 _PIECE = 2**20  # bytes read, written and hashed at a time: small enough to be hashed from the cache
 _COPIED_AT_ONCE = 16 * 2**20  # bytes copied at a time of a tensor that is not contiguous or not in host memory
+_CONVERTED_AT_ONCE = 2**20  # values of float8 that are converted at a time
 _SMALL = 64 * 2**10  # smaller pieces are joined before they are written
 _MAX_DIMENSIONS = 64
 _MAX_NUMEL = 2**63 - 1
@@ -63,6 +65,40 @@ class TensorFile:
     header: bytes
     entries: tuple[Entry, ...]
     size: int
+
+
+class FiniteCheck:
+    """Finds the parameters that are not finite among the values that are written.
+
+    An infinite value of a parameter that is not trained, such as a mask, is meant; NaN never is.
+
+    Args:
+        trained: the parameters, and whether each is trained; other tensors, such as buffers, are not checked.
+
+    Attributes:
+        found: the names of those that are not finite.
+    """
+
+    def __init__(self, trained: Mapping[str, bool]) -> None:
+        self._trained = trained
+        self.found: list[str] = []
+
+    def add(self, name: str, values: Tensor) -> None:
+        """Check values of a tensor: contiguous, in host memory, at least one."""
+        if name in self._trained and name not in self.found and not _are_finite(values, self._trained[name]):
+            self.found.append(name)
+
+
+def _are_finite(values: Tensor, trained: bool) -> bool:
+    """Whether no value is NaN or, if `trained`, infinite. `aminmax` needs no memory; `isfinite` takes 20 times as long."""
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if not values.is_floating_point():
+        return True
+    if values.dtype.itemsize == 1:  # torch has no reductions for float8
+        return all(_are_finite(part.float(), trained) for part in values.reshape(-1).split(_CONVERTED_AT_ONCE))
+    low, high = map(float, torch.aminmax(values))
+    return math.isfinite(low) and math.isfinite(high) if trained else not math.isnan(low)
 
 
 def plan_files(
@@ -159,14 +195,17 @@ def check_unchanged(entry: Entry, tensor: Tensor) -> None:
         )
 
 
-def chunks(entry: Entry, tensor: Tensor) -> Iterator[memoryview]:
+def chunks(entry: Entry, tensor: Tensor, check: FiniteCheck | None = None) -> Iterator[memoryview]:
     """The bytes of one tensor as they are in the file, in pieces of at most 1 MiB.
 
     A contiguous tensor in host memory is not copied: the pieces are its own memory. Any other is copied 16 MiB at a time.
+    `check` gets all values.
     """
     check_unchanged(entry, tensor)
     for part in _contiguous(tensor.detach()):
         if part.numel():
+            if check is not None:
+                check.add(entry.name, part)
             # a contiguous single value may have any stride, but view() needs 1
             yield from _cut(part.as_strided((part.numel(),), (1,)).view(torch.uint8).numpy().data)
 

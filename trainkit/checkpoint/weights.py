@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from trainkit.checkpoint.gather_order import GatherOrder
-from trainkit.checkpoint.tensor_file import TensorFile, chunks, plan_files, write_file
+from trainkit.checkpoint.tensor_file import FiniteCheck, TensorFile, chunks, plan_files, write_file
 from trainkit.checks import is_whole
 from trainkit.errors import CheckpointWriteError, ConfigurationError
 
@@ -41,12 +41,14 @@ def write_weights(
     max_shard_size: int = 5 * 10**9,
     stem: str = "model",
     rank: int = 0,
+    check: FiniteCheck | None = None,
 ) -> list[Path]:
     """Write tensors as `<stem>.safetensors`, or as several files with an index above a size, and other files.
 
     Each file is replaced atomically. Files of an earlier call with the same stem are replaced or removed.
 
-    The main process writes. If tensors are sharded, all ranks must call this, since they are gathered.
+    The main process writes, and passes the tensors to `check`. If tensors are sharded, all ranks must call this, since they are
+    gathered.
 
     Returns:
         The paths of the written files.
@@ -58,7 +60,7 @@ def write_weights(
     files, index = plan_files(stem, tensors, max_shard_size)
     gathers = GatherOrder(rank, [[tensors[entry.name] for file in files for entry in file.entries]])
     try:
-        return _write(folder, files, index, tensors, attachments, stem, gathers) if rank == 0 else []
+        return _write(folder, files, index, tensors, attachments, stem, gathers, check) if rank == 0 else []
     finally:
         gathers.finish()
 
@@ -71,12 +73,14 @@ def _write(
     attachments: Mapping[str, bytes],
     stem: str,
     gathers: GatherOrder,
+    check: FiniteCheck | None,
 ) -> list[Path]:
     written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file in files:
-            pieces = (piece for entry in file.entries for piece in chunks(entry, gathers.values_of(tensors[entry.name])))
+            each = (chunks(entry, gathers.values_of(tensors[entry.name]), check) for entry in file.entries)
+            pieces = (piece for own in each for piece in own)
             written.append(replace_file(folder / file.name, [file.header], pieces))
         others = dict(attachments) if index is None else {f"{stem}.safetensors.index.json": index, **attachments}
         written += [replace_file(folder / name, [content], ()) for name, content in others.items()]

@@ -192,8 +192,11 @@ class MetricStore:
             metric.fresh = False
         return fresh
 
-    def flush_step(self) -> None:
+    def flush_step(self) -> bool:
         """At a log boundary: read the values of the step, all at once, and pass them to the progress bar and the loggers.
+
+        Returns:
+            Whether there were any, so that the device has been waited for.
 
         Raises:
             MetricError: a rank with batches did not log the same metrics, or logged them with different options.
@@ -207,6 +210,7 @@ class MetricStore:
             fresh = [*({**waiting, **self._pop_fresh()}.values())]
             ended = [*zip(fresh, read([m.step_value for m in fresh]), strict=True)]
         self._publish(ended, for_step=True)
+        return bool(ended)
 
     def flush_row(self, world: World, had_batch: bool, count: int) -> None:
         """After a row of an evaluation in which a rank has logged by step: pass the values of each batch to the loggers.

@@ -71,6 +71,7 @@ class Captured:
     Attributes:
         tensors: stem of the file name → name → tensor; not copies.
         state: everything that is not in files of tensors: extra state, groups, schedulers, the scaler.
+        parameters: stem → name of a parameter → whether it is trained.
         aliases: stem → name of a tied parameter → the name that it is stored under.
         irregular: optimizer slots that do not have the shape of their parameter.
         attachments: further files of the checkpoint.
@@ -78,6 +79,7 @@ class Captured:
 
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, dict[str, bool]] = field(default_factory=dict)
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
     irregular: list[str] = field(default_factory=list)
     attachments: dict[str, bytes] = field(default_factory=dict)
@@ -198,7 +200,7 @@ def capture(
         placeholders = parts.strategy.stored_weights(model)
         state = capture_model(model, save, (fingerprints or {}).get(number), placeholders)
         stem = model_stem(number)
-        taken.tensors[stem], taken.aliases[stem] = state.tensors, state.aliases
+        taken.tensors[stem], taken.aliases[stem], taken.parameters[stem] = state.tensors, state.aliases, state.trained
         models.append(
             {"extra": state.extra, "trained": state.trained, "fingerprint": state.fingerprint, "configs": state.configs}
         )

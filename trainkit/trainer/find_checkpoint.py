@@ -13,7 +13,7 @@ from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import Loaded
 from trainkit.checkpoint.shared_reading import read_on_all_ranks
 from trainkit.checkpoint.staging import staging
-from trainkit.console import counted, notice, warn
+from trainkit.console import counted, notice, shortened, warn
 from trainkit.distributed.world import World
 from trainkit.errors import (
     CheckpointError,
@@ -71,6 +71,7 @@ class _Listed(NamedTuple):
     module: str | None  # the class that was trained; None: unknown
     run_id: str | None  # None: its manifest cannot be read
     counter: int
+    finite: bool  # its manifest does not say that its parameters are not finite
 
 
 class Searcher(NamedTuple):
@@ -98,8 +99,8 @@ def find_checkpoint(
 
     Args:
         searcher: the run.
-        ckpt_path: "auto": the newest good one, if there is one. "last": the newest good one. "best": that of
-            `ModelCheckpoint`. Or a path.
+        ckpt_path: "auto": the newest good one, if there is one. "last": the newest good one; for both, of its run's those with
+            finite parameters first. "best": that of `ModelCheckpoint`. Or a path.
         places: where to look.
         whole: read everything, not the weights only.
         enter: continues in the folder of the run. "auto" and "last" skip the checkpoints of a live run; one that is named
@@ -123,7 +124,10 @@ def find_checkpoint(
     named, folder = run_on_all_ranks(world, find)[0]
     if folder is not None and enter is not None and _is_busy(Path(folder), enter):
         notice(f"{folder} is in use by another live run: this run continues from its checkpoint, in a new folder.")
-    return _read(strategy, Path(named), whole)
+    found = _read(strategy, Path(named), whole)
+    if found.loaded.manifest.finite is False:
+        warn(f"the parameters in {found.path} are not finite. For the newest checkpoint with finite ones: ckpt_path='auto'")
+    return found
 
 
 def _is_busy(folder: Path, enter: Enter) -> bool:
@@ -177,7 +181,9 @@ def _listed(world: World, places: Places) -> tuple[list[_Listed], str]:
         for found in candidates(*places.folders):
             about, problem = found.manifest, found.problem
             sound = problem is None and about is not None
-            who = [None, None, 0] if about is None else [about.contents.get("module"), about.run_id, about.save_counter]
+            who: list[Any] = [None, None, 0, True]
+            if about is not None:
+                who = [about.contents.get("module"), about.run_id, about.save_counter, about.finite is not False]
             place = found.path.parent in runs
             rows.append([str(found.path), None if sound else str(problem), sound and _resumable(about), place, *who])
         return rows, str(places)
@@ -186,8 +192,12 @@ def _listed(world: World, places: Places) -> tuple[list[_Listed], str]:
     return [_Listed(Path(path), *rest) for path, *rest in rows], where
 
 
-def newest_of(strategy: Strategy, run_id: str, since: int, places: Places, enter: Enter | None) -> FoundCheckpoint | None:
+def newest_of(
+    strategy: Strategy, run_id: str, since: int, places: Places, enter: Enter | None, finite: bool = False
+) -> FoundCheckpoint | None:
     """The newest good checkpoint that a run can resume from; damaged ones are named in a warning.
+
+    One whose parameters are not finite is the last choice or, with `finite`, none.
 
     Args:
         strategy: of the run.
@@ -195,6 +205,7 @@ def newest_of(strategy: Strategy, run_id: str, since: int, places: Places, enter
         since: only those with a higher save counter.
         places: where to look.
         enter: continue in the folder of the run.
+        finite: only those whose parameters are finite.
 
     Raises:
         CheckpointLockedError: another live run saves to the folder of the run.
@@ -203,14 +214,17 @@ def newest_of(strategy: Strategy, run_id: str, since: int, places: Places, enter
     bad: list[str] = []
     listed, where = _listed(strategy.world, places)
     for one in listed:
-        own = one.run_id == run_id and one.counter > since and (one.problem is not None or one.resumable)
+        usable = one.problem is not None or (one.resumable and (one.finite or not finite))
+        own = one.run_id == run_id and one.counter > since and usable
         if not own and one.run_id is not None:
             continue
         try:
             if one.problem is None:
                 if one.of_run and enter is not None:
                     enter(one.path.parent)
-                return _read(strategy, one.path, whole=True)
+                read = _read(strategy, one.path, whole=True)
+                _tell_of_nonfinite(one, listed)
+                return read
             problem = one.problem
         except CorruptCheckpointError as error:
             problem = str(error)
@@ -223,6 +237,20 @@ def newest_of(strategy: Strategy, run_id: str, since: int, places: Places, enter
             + "\nRemove them, and start the job again."
         )
     return None
+
+
+def _tell_of_nonfinite(chosen: _Listed, listed: list[_Listed]) -> None:
+    """Say that newer checkpoints of the run are not finite and were skipped, or that this one is not either."""
+    if not chosen.finite:
+        warn(f"the parameters in {chosen.path} are not finite, and its run has no checkpoint with finite ones.")
+        return
+    same = [one for one in listed if one.run_id == chosen.run_id and one.problem is None]
+    newer = [one.path.name for one in same if not one.finite and one.counter > chosen.counter]
+    if newer:
+        notice(
+            f"skipped newer checkpoints whose parameters are not finite ({shortened(newer)}): {chosen.path} is the newest with "
+            "finite ones."
+        )
 
 
 class _Skipped:
@@ -298,6 +326,7 @@ def _newest(searcher: Searcher, word: str, places: Places, whole: bool, enter: E
             skipped.report()
             for problem in skipped.damaged:
                 warn(f"a checkpoint is damaged and skipped: {problem}")
+            _tell_of_nonfinite(one, listed)
             return read
     skipped.refuse(word, whole)
     return None

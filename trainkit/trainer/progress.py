@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from torch import Tensor
+
 from trainkit.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 
 __all__ = ["Phase", "RunProgress", "Stop", "ValidationStart"]
@@ -82,6 +84,7 @@ class RunProgress:
         phase: which part of the current optimizer step is done.
         epoch_complete: the epoch that is ending counts as complete: no stop request ended it.
         should_log: the open accumulation window ends in a log boundary.
+        loss: the sum of the losses of such a window, on the device; `None` without one.
         should_stop: this rank requests a stop (`trainer.should_stop`).
         stop: how far a stop request has come.
         safe_point_due: a save or a signal waits for the next safe point.
@@ -113,6 +116,7 @@ class RunProgress:
     phase: Phase = Phase.STEP
     epoch_complete: bool = True
     should_log: bool = False
+    loss: Tensor | None = None
     should_stop: bool = False
     stop: Stop = Stop.RUNNING
     safe_point_due: bool = False
@@ -163,6 +167,15 @@ class RunProgress:
     def batches_consumed(self) -> int:
         """Micro-batches of the epoch whose accumulation windows have ended: where a checkpoint of this moment resumes."""
         return self.batches_done if self.phase in (Phase.STEP, Phase.EPOCH_END) else self.batch_idx + 1
+
+    def note_loss(self, loss: Tensor) -> None:
+        """A loss was computed in a window that ends in a log boundary, where it is read if it is on a device that can do so.
+
+        Elsewhere, as on XLA, reading a value would compile and run a graph of its own.
+        """
+        if loss.device.type in ("cpu", "cuda", "mps"):
+            loss = loss.detach().clone()  # a compiled step may use its memory again
+            self.loss = loss if self.loss is None else self.loss + loss
 
     def request_validation(self) -> None:
         """The time between validations is over, on all ranks after the same step."""

@@ -127,7 +127,7 @@ def _find(
     if run.arguments.fast_dev_run and wanted - {"model"}:
         wanted -= {"loop", "callbacks", "loggers"}  # it starts at step 0 and writes nothing
     elif before is not None:
-        found = _restarted(run.strategy, before, places, enter)
+        found = _restarted(run.strategy, before, places, enter, finite=ckpt_path is not None)
     if found is not None:
         wanted |= set(PARTS)
     elif ckpt_path is not None:
@@ -184,14 +184,17 @@ def _find_folder(run: Run, saves: SavePolicy, found: FoundCheckpoint, places: Pl
             enter(folder)
 
 
-def _restarted(strategy: Strategy, before: str, places: Places, enter: Enter | None) -> FoundCheckpoint | None:
-    """The checkpoint to resume from after a restart of the processes: the newest that the run has saved since the job began."""
+def _restarted(strategy: Strategy, before: str, places: Places, enter: Enter | None, finite: bool) -> FoundCheckpoint | None:
+    """The checkpoint to resume from after a restart of the processes: the newest that the run has saved since the job began.
+
+    `finite`: only one whose parameters are finite, because the run began with a checkpoint, too.
+    """
     run_id, _, since = before.partition(" ")
-    found = newest_of(strategy, run_id, int(since or 0), places, enter)
+    found = newest_of(strategy, run_id, int(since or 0), places, enter, finite)
     if found is None:
         notice(
-            "the processes were restarted, but no checkpoint was saved since the job began: the run starts as it did the first "
-            "time."
+            f"the processes were restarted, but no checkpoint {'with finite parameters ' if finite else ''}was saved since the "
+            "job began: the run starts as it did the first time."
         )
         return None
     found.restart = True
@@ -226,6 +229,7 @@ def _take_over(run: Run, saves: SavePolicy, found: FoundCheckpoint, wanted: set[
         wanted.discard("loggers")  # continuing in its files would cut off what the other run has logged since
         notice("this run is not the one that saved the checkpoint, so it logs to new files.")
     saves.resumed_from, saves.resumed_saved_at = found.path, manifest.saved_at
+    saves.resumed_finite = manifest.finite is not False
     if "loop" not in wanted:
         return
     # loaders are created before the loop is restored: those of the epoch in which they were last created

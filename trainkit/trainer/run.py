@@ -271,6 +271,8 @@ class Run:
 
     def manual_backward(self, loss: Tensor, **kwargs: Any) -> None:
         """`trainkit.TrainModule.manual_backward`."""
+        if self.progress.should_log:
+            self.progress.note_loss(loss)
         self.hooks.run("on_before_backward", loss)
         if is_overridden(self.module, "backward", ModuleHooks):
             kwargs["call"] = self.module.backward

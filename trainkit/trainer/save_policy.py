@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.checkpoint.all_ranks import run_on_all_ranks
-from trainkit.checkpoint.commit import check_target
+from trainkit.checkpoint.commit import Committed, check_target
 from trainkit.checkpoint.draft import Content
 from trainkit.checkpoint.save_folders import SaveFolders
 from trainkit.checkpoint.saver import Saver
@@ -18,8 +18,9 @@ from trainkit.console import notice, warn
 from trainkit.errors import CheckpointWriteError, Preempted, UnsavableError
 from trainkit.loggers.base import Logger
 from trainkit.module.overridable_hooks import is_overridden
+from trainkit.registry import load_callback
 from trainkit.state.model import frozen_fingerprint, has_adapters
-from trainkit.state.parts import SaveMode, about, capture, shown
+from trainkit.state.parts import TRAINED_WEIGHTS, SaveMode, about, capture, shown
 from trainkit.state.plug_ins import drafted
 from trainkit.trainer.progress import Phase
 from trainkit.trainer.run_folder import choose_folder
@@ -48,6 +49,7 @@ class SavePolicy:
         run_id: what all checkpoints of a run have in common; a full resume keeps it.
         resumed_from: the checkpoint that the run resumed from.
         resumed_saved_at: when that one was saved, as in its manifest.
+        resumed_finite: whether its parameters are finite, as far as it says.
         places: the folders that it saves to.
     """
 
@@ -57,6 +59,7 @@ class SavePolicy:
         self.run_id: str = self._world.from_main(secrets.token_hex(8))
         self.resumed_from: Path | None = None
         self.resumed_saved_at: str | None = None
+        self.resumed_finite = True
         self.places = SaveFolders(self._world, self.run_id)
         self._counter = 0
         self.safe_points = SafePoints(run, self._report_failures, self._report_saved)
@@ -64,6 +67,9 @@ class SavePolicy:
         self._complete: deque[Any] = deque()  # callbacks that have saved; the writer's thread appends
         self._failures = 0
         self._last_good: Path | None = None
+        self._last_finite: Path | None = None
+        self._nonfinite: deque[tuple[int, Committed]] = deque()  # the step; the writer's thread appends
+        self._warned_of_nonfinite = False
         self._fingerprint: tuple[list[str], str] | None = None
         self._replaced = False  # by weights that no metric was computed with
 
@@ -147,7 +153,10 @@ class SavePolicy:
             saved_by=saved_by,
         )
         described["contents"]["module"] = state["module"]  # "auto" finds the checkpoints of a module by this
-        return Content(taken.tensors, state, described, taken.attachments)
+        parameters: dict[str, dict[str, bool]] = dict(taken.parameters)
+        if TRAINED_WEIGHTS in state["user"]:  # a run resumes with these, not with the averaged ones
+            parameters["state"] = {f"user/{TRAINED_WEIGHTS}/{name}": own for name, own in parameters["model"].items()}
+        return Content(taken.tensors, state, described, taken.attachments, parameters=parameters)
 
     def _frozen(self) -> str:
         """The fingerprint of the parameters that are not trained; computed again only when other parameters are frozen."""
@@ -176,7 +185,7 @@ class SavePolicy:
         metrics: Mapping[str, float] | None = None,
         blocking: bool = False,
         replace: bool = False,
-        committed: Callable[[], None] | None = None,
+        committed: Callable[[Committed], None] | None = None,
         failed: Callable[[Exception], None] | None = None,
         before_capture: Callable[[Path], None] | None = None,
     ) -> Path:
@@ -191,7 +200,8 @@ class SavePolicy:
             metrics: kept in the manifest.
             blocking: return when it is committed.
             replace: a checkpoint of that name is replaced once the new one is complete.
-            committed: called after the commit, in the writer's thread.
+            committed: called after the commit, in the writer's thread. The path is another one if parameters are not finite
+                and those of the checkpoint that would be replaced are.
             failed: called in this thread if it could not be written; later if not `blocking`.
             before_capture: called with the path before the state is captured.
 
@@ -208,10 +218,15 @@ class SavePolicy:
         if before_capture is not None:
             before_capture(path)
 
-        def done(*_: object) -> None:
-            self._failures, self._last_good = 0, path
+        step = self._run.progress.global_step
+
+        def done(written: Committed) -> None:
+            self._failures, self._last_good = 0, written.path
+            if written.finite:
+                self._last_finite = written.path
             if committed is not None:
-                committed()
+                committed(written)
+            self._note_nonfinite(step, written)
 
         def not_done(error: Exception) -> None:
             if failed is not None:
@@ -250,6 +265,47 @@ class SavePolicy:
             for logger in self._run.loggers:
                 with logger._surviving("store the checkpoint"):
                     logger.after_save_checkpoint(callback)
+        self._report_nonfinite()
+
+    def _report_nonfinite(self) -> None:
+        while self._nonfinite:
+            step, written = self._nonfinite.popleft()
+            text = f"step {step}: {written.text}"
+            marked = f"{text} The checkpoint is marked so, is never the best, and removes none that is finite."
+            if not self._warn_of_nonfinite(marked) and written.kept is not None:
+                notice(text)
+
+    def _note_nonfinite(self, step: int, written: Committed) -> None:
+        """If parameters of a checkpoint are not finite, say so at the next safe point; called in any thread."""
+        if not written.finite and self._world.is_main:
+            self._nonfinite.append((step, written))
+            self.safe_points.saved()
+
+    def warn_of_loss(self, loss: float) -> None:
+        """The loss of the current step is not finite: warn once in a run, unless a `NonFiniteGuard` reports it."""
+        kind = load_callback("nonfinite_guard")
+        if not any(isinstance(callback, kind) for callback in self._run.callbacks):
+            self._warn_of_nonfinite(f"the loss is {loss} in optimizer step {self._run.progress.global_step}.")
+
+    def expect_nonfinite(self) -> None:
+        """The run is a trial that may diverge, which is no reason for a warning."""
+        self._warned_of_nonfinite = True
+
+    def _warn_of_nonfinite(self, what: str) -> bool:
+        """Warn of the first loss or parameter that is not finite; returns whether it is the first."""
+        if self._warned_of_nonfinite:
+            return False
+        self._warned_of_nonfinite = True
+        self._saver.join()  # the checkpoint that is being written may be the one to go back to
+        finite = self._last_finite or (self.resumed_from if self.resumed_finite else None)
+        back = (
+            f"The checkpoint to go back to: {finite}" if finite else "There is no checkpoint of this run with finite parameters"
+        )
+        warn(
+            f"{what} Training continues. {back}. To stop at such a step, or to skip it: Trainer(callbacks=[NonFiniteGuard()]), "
+            "NonFiniteGuard(action='skip') (docs/how-to/debug-nans.md)"
+        )
+        return True
 
     def _report_failures(self, wait: bool) -> None:
         """Report saves that have failed in the writer's thread; with `wait` also the one in flight."""
@@ -292,11 +348,15 @@ class SavePolicy:
             )
         draft = drafted(self._world, self.content(weights_only=weights_only, save="trainable" if adapters else "all"))
         self._counter += 1
+        step = self._run.progress.global_step
 
-        def done(*_: object) -> None:
+        def done(written: Committed) -> None:
             self._failures = 0
+            self._note_nonfinite(step, written)
 
         self._saver.save(draft, path, blocking=blocking, replace=True, committed=done, failed=self._count_failure)
+        if blocking:
+            self._report_saved()
 
     def metrics(self) -> dict[str, tuple[float, bool]]:
         """For each metric that was logged, by name, its latest value and whether it was computed in the current step.
@@ -329,8 +389,8 @@ class SavePolicy:
 
     @property
     def newest(self) -> Path | None:
-        """The newest checkpoint that is complete, or the one that the run resumed from."""
-        return self._last_good or self.resumed_from
+        """The newest complete checkpoint with finite parameters, or the one that the run resumed from; else the newest."""
+        return self._last_finite or (self.resumed_from if self.resumed_finite else None) or self._last_good or self.resumed_from
 
     @property
     def position(self) -> tuple[Any, ...]:
@@ -358,5 +418,6 @@ class SavePolicy:
         self.safe_points.close()
         try:
             self._saver.close()
+            self._report_nonfinite()
         finally:
             self.places.release()

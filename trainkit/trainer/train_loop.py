@@ -12,6 +12,7 @@ finish_epoch:           on_train_epoch_end; save
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -133,7 +134,7 @@ def run_micro_batch(run: Run, plan: FitPlan, micro: MicroBatch, window: OpenWind
     progress.batch_idx, metrics.batch = micro.index, micro.batch
     engine.accumulation.begin(micro)
     if micro.first:
-        progress.should_log = run.due.logs(progress.global_step + 1)
+        progress.should_log, progress.loss = run.due.logs(progress.global_step + 1), None
     has_data, skip = micro.kind is MicroBatchKind.DATA, None
     if has_data:
         metrics.stamp = micro.index
@@ -169,6 +170,8 @@ def run_micro_batch(run: Run, plan: FitPlan, micro: MicroBatch, window: OpenWind
 def run_backward(run: Run, plan: FitPlan, loss: Tensor) -> None:
     """Run the backward pass of a loss with its hooks."""
     hooks = run.hooks
+    if run.progress.should_log:
+        run.progress.note_loss(loss)
     if loss.ndim or not loss.requires_grad:
         check_loss(loss)
     for hook in hooks.on_before_backward:
@@ -248,7 +251,7 @@ def safe_point(run: Run, plan: FitPlan, batch_idx: int, updated: bool) -> bool:
         plan.profiler.step()
     run.accelerator.skip_requested = False  # requested in a window that had no loss
     if updated and progress.should_log:
-        run.metrics.flush_step()
+        check_loss_is_finite(run, waited=run.metrics.flush_step())
     elif not updated and batch_idx >= _LONG and progress.global_step == progress.first_step:
         warn_without_step(run)  # the epoch may be endless
     plan.safe_points.agree()
@@ -328,6 +331,14 @@ def refuse_epoch_of_none(run: Run) -> None:
         "Return the loss: return loss. To step the optimizers in training_step: self.automatic_optimization = False. To skip "
         "an epoch on purpose, return -1 from on_train_batch_start."
     )
+
+
+def check_loss_is_finite(run: Run, waited: bool) -> None:
+    """At a log boundary: warn once if the loss is not finite. The device is not waited for if nothing was logged."""
+    loss, run.progress.loss = run.progress.loss, None
+    readable = loss is not None and (waited or loss.device.type == "cpu")
+    if loss is not None and readable and run.save_policy is not None and not math.isfinite(loss):
+        run.save_policy.warn_of_loss(float(loss))
 
 
 def warn_without_step(run: Run) -> None:

@@ -458,6 +458,8 @@ class Trainer:
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, *, blocking: bool = True) -> None:
         """Save a checkpoint of this moment to a folder. A checkpoint that exists there is replaced.
 
+        It is not replaced by one whose parameters are not finite if its own are: that one is saved to `<filepath>-nonfinite`.
+
         Call it from any hook or after `fit`. A run that resumes from it does what was left of the step. Inside an
         accumulation window, the position at the start of the window is saved, and the window is repeated. During a
         validation, the whole validation is repeated. In `on_train_epoch_end`, that hook is called again, also for callbacks

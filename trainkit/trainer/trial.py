@@ -92,6 +92,7 @@ def _fit(trial: Trainer, run: Run, dataloaders: Any) -> None:
     with _unchanged([run.train_source]):
         build_hooks(trial, run)
         assert run.save_policy is not None  # each fit has one
+        run.save_policy.expect_nonfinite()
         plan = replace(fit_plan(run, loader, run.save_policy.safe_points), schedulers=[])
         run.hooks.run("on_fit_start")
         loop.begin_training(run, plan)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.resume.checkpoints import seal
 from helpers.runs.tiny import TinyModule
 
 from trainkit.cli.main import main
@@ -43,6 +44,25 @@ def test_the_newest_comes_first(run_folder: Path, capsys: pytest.CaptureFixture[
         assert row["SIZE"].endswith("kB")
         assert len(row["RUN"]) == 8
     assert found[0]["RUN"] == found[1]["RUN"]
+
+
+def test_a_checkpoint_that_is_not_finite_is_marked(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In `ls`, `show` and `verify`; one of an earlier version does not say."""
+    for name, value in (("step-00000008", False), ("step-00000004", None)):
+        seal(run_folder / name, lambda manifest, value=value: manifest.update(finite=value))
+    capsys.readouterr()
+    assert main(["checkpoint", "ls", str(run_folder)]) == 0
+    found = {row["NAME"]: row["STATE"] for row in rows(capsys.readouterr().out)}
+    assert found == {"step-00000004": "good", "step-00000008": "not finite"}
+    assert main(["checkpoint", "verify", str(run_folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(")")[2] for line in lines] == ["", ", its parameters are not finite"]
+    shown = []
+    for name in found:
+        assert main(["checkpoint", "show", str(run_folder / name)]) == 0
+        shown.append(capsys.readouterr().out)
+    assert "finite    unknown" in shown[0]
+    assert "finite    no, it has parameters that are infinite or NaN" in shown[1]
 
 
 def test_the_default_folder_and_a_folder_above(

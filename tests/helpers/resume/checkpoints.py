@@ -77,6 +77,7 @@ def content(counter: int = 1, *, step: int = 10, **changes: Any) -> Content:
         "state": {"loop": {"global_step": step, "betas": (0.9, 0.95)}, "best": torch.tensor(0.5)},
         "attachments": {"config.json": b'{"model_type": "tiny"}'},
         "max_shard_size": 5 * 10**9,
+        "parameters": {},
     }
     fields: dict[str, Any] = {
         "position": {"samples": 40},
@@ -103,7 +104,7 @@ def draft(counter: int = 1, *, size: int = 4000, **changes: Any) -> Draft:
 
 def make(path: Path, counter: int = 1, *, minute: int | None = None, **changes: Any) -> Path:
     """Commit a `content` to `path`; `minute`: the minute of `saved_at` in the manifest, None for the real time."""
-    manifest = commit(Draft(content(counter, **changes)), path)
+    manifest = commit(Draft(content(counter, **changes)), path).manifest
     if minute is not None:
         write_manifest(path, dataclasses.replace(manifest, saved_at=f"2026-11-20T15:{minute:02d}:00.000000Z").to_bytes())
     return path

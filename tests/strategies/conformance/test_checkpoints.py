@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from trainkit import Callback
 from trainkit.checkpoint import open_checkpoint
+from trainkit.console import TrainkitWarning
 
 each = pytest.mark.parametrize("setting", settings())
 SAVED = 3  # optimizer steps before the save; an epoch has five, the last with a short accumulation window
@@ -84,3 +86,40 @@ def test_a_checkpoint_moves_to_one_device(setting: Setting, run_dir: Path) -> No
 @each
 def test_a_checkpoint_moves_from_one_device(setting: Setting, run_dir: Path) -> None:
     assert_moves(ONE_DEVICE, setting, setting, run_dir)
+
+
+class SavingTwice(Callback):
+    """Saves to one path: after `SAVED` optimizer steps, and at the end of training."""
+
+    def __init__(self, folder: Path, blocking: bool) -> None:
+        self.folder, self.blocking = folder, blocking
+
+    def save(self, trainer: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", TrainkitWarning)
+            trainer.save_checkpoint(self.folder, blocking=self.blocking)
+            trainer._save_policy.wait()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == SAVED and trainer.current_epoch == 0:
+            self.save(trainer)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.save(trainer)
+
+
+def break_down(setting: Setting, way: Way, folder: Path) -> Result:
+    return by_trainer(setting, way, *(SavingTwice(folder / str(blocking), blocking) for blocking in (True, False)))
+
+
+@each
+def test_what_is_not_finite_is_marked_and_replaces_nothing(setting: Setting, run_dir: Path) -> None:
+    """The loss of one process is infinite in one step."""
+    window = Way().window(setting)
+    setting.launch(break_down, Way(overflow=(SAVED * window,)), run_dir)
+    for blocking in ("True", "False"):
+        good, bad = (open_checkpoint(run_dir / f"{blocking}{mark}") for mark in ("", "-nonfinite"))
+        assert (good.manifest.step, good.manifest.finite, bad.manifest.finite) == (SAVED, True, False)
+        for checkpoint, finite in ((good, True), (bad, False)):
+            values = [value for name, value in checkpoint.read({"model"}).tensors["model"].items() if name != "mean"]
+            assert all(bool(torch.isfinite(value).all()) for value in values) == finite

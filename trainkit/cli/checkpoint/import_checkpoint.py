@@ -115,7 +115,9 @@ def _content(foreign: Foreign, taken: Captured) -> Content:
         position=position if "loop" in state else {},
         weights_only=not optimizers,
     )
-    return Content(taken.tensors, state, described, taken.attachments)
+    # which of them were parameters is not known; NaN is wrong in any
+    names = {stem: dict.fromkeys(tensors, False) for stem, tensors in taken.tensors.items() if stem != "optimizer"}
+    return Content(taken.tensors, state, described, taken.attachments, parameters=names)
 
 
 def _run_state(foreign: Foreign, position: dict[str, Any]) -> dict[str, Any]:

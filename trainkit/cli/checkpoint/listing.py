@@ -10,7 +10,16 @@ from trainkit.checkpoint.folder import ListedCheckpoint, candidates, folders_bel
 from trainkit.checkpoint.identify import is_checkpoint
 from trainkit.checkpoint.reader import inspect_checkpoint
 from trainkit.checkpoint.remote_folder import remote_at
-from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, contents_text, on_one_line, print_lines, table
+from trainkit.cli.checkpoint.text import (
+    about_manifest,
+    as_json,
+    bytes_text,
+    contents_text,
+    good_text,
+    on_one_line,
+    print_lines,
+    table,
+)
 from trainkit.errors import CheckpointNotFoundError
 from trainkit.paths import local_path
 
@@ -55,7 +64,7 @@ def checkpoints_at(path: Path) -> list[ListedCheckpoint]:
 
 def _row(one: ListedCheckpoint, name: str) -> tuple[str, ...]:
     manifest = one.manifest
-    state = "good" if one.problem is None else on_one_line(one.problem, one.path)
+    state = good_text(manifest) if one.problem is None else on_one_line(one.problem, one.path)
     if manifest is None:
         return (name, *["?"] * 6, "", state)
     metrics = ", ".join(f"{name}={value:.4g}" for name, value in manifest.metrics.items())

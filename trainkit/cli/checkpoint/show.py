@@ -96,6 +96,7 @@ def _about(path: Path, manifest: Manifest) -> list[str]:
         "run": f"{manifest.run_id}, save {manifest.save_counter}",
         "saved": f"{manifest.saved_at} by {saved_by}, trainkit {manifest.trainkit_version}",
         "contains": contents_text(manifest),
+        "finite": {True: "yes", False: "no, it has parameters that are infinite or NaN", None: "unknown"}[manifest.finite],
         "metrics": metrics or "none",
         "seed": f"{manifest.seed} (order {manifest.order_version}, keys {manifest.key_version})",
         "ran on": f"{manifest.world_size} × {manifest.strategy}, {manifest.precision}",

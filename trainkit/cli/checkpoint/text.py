@@ -21,6 +21,7 @@ __all__ = [
     "bytes_text",
     "contents_text",
     "escaped",
+    "good_text",
     "on_one_line",
     "print_lines",
     "short",
@@ -80,6 +81,11 @@ def contents_text(manifest: Manifest) -> str:
     if manifest.contents.get("resumable", False):
         return model
     return "weights" if model == "all" else f"{model} weights"
+
+
+def good_text(manifest: Manifest | None) -> str:
+    """The state of a checkpoint without a problem: `good`, or that its parameters are not finite."""
+    return "good" if manifest is None or manifest.finite is not False else "not finite"
 
 
 def about_manifest(manifest: Manifest) -> dict[str, Any]:

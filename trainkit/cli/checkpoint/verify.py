@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from trainkit.checkpoint.reader import open_checkpoint
+from trainkit.checkpoint.reader import inspect_checkpoint, open_checkpoint
 from trainkit.checkpoint.staging import staging
 from trainkit.cli.checkpoint.headers import tensor_headers
 from trainkit.cli.checkpoint.listing import checkpoints_at
-from trainkit.cli.checkpoint.text import bytes_text, on_one_line, print_lines
+from trainkit.cli.checkpoint.text import bytes_text, good_text, on_one_line, print_lines
 from trainkit.errors import CheckpointError, CheckpointNotFoundError
 from trainkit.paths import local_path
 
@@ -32,7 +32,11 @@ def run(args: argparse.Namespace) -> int:
     for path in paths:
         problem, size = verify(path)
         bad += problem is not None
-        print_lines(f"good  {path}  ({bytes_text(size)})" if problem is None else f"BAD   {path}: {on_one_line(problem, path)}")
+        if problem is not None:
+            print_lines(f"BAD   {path}: {on_one_line(problem, path)}")
+        else:
+            mark = "" if good_text(inspect_checkpoint(path)[0]) == "good" else ", its parameters are not finite"
+            print_lines(f"good  {path}  ({bytes_text(size)}){mark}")
     return 1 if bad else 0
 
 

@@ -152,7 +152,7 @@ def _checkpoint_row(one: ListedCheckpoint, names: Sequence[str], damaged: bool) 
     saved = saved_time(about)
     cells = [_number_cell(number(about.step)), _number_cell(number(about.epoch))]
     cells += [_cell(time_text(saved) if math.isfinite(saved) else "", True), _number_cell(bytes_text(_size(one)))]
-    cells.append(_cell(safe(contents_text(about))))
+    cells.append(_cell(safe(contents_text(about)) + (", not finite" if about.finite is False else "")))
     cells += [_number_cell(data(about.metrics[name]) if name in about.metrics else "") for name in names]
     return f"<tr><th class='nowrap'>{safe(one.path.name)}</th>{''.join(cells)}{last}</tr>"
 
