@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from helpers.fsdp.stack import Headed, Stack
 from helpers.runs.parity import Case, Noisy, trained
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer
 from helpers.worlds.worlds import WorldError, run_world
 from helpers.zero.gan import Gan, gan
 from torch import Tensor, nn
@@ -16,7 +19,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from trainkit import Accelerator, Trainer
+from trainkit import Accelerator, Callback, Trainer
 from trainkit.strategies import DDPStrategy, FSDPStrategy
 
 
@@ -27,6 +30,27 @@ def test_a_gan(precision: str) -> None:
     for mine, theirs in zip(run_world(2, gan, "fsdp", precision), run_world(2, gan, "ddp", precision), strict=True):
         assert len(mine) == 8
         assert [x for pair in mine for x in pair] == pytest.approx([x for pair in theirs for x in pair], rel=limit)
+
+
+class Reducing(Callback):
+    """Calls a collective in a hook that only processes with a micro-batch call."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.strategy.mean(outputs["loss"])
+
+
+def reduces_in_a_hook(samples: int) -> int:
+    strategy = FSDPStrategy(wrap="Linear", timeout=timedelta(seconds=5))
+    trainer = make_trainer(Reducing(), strategy=strategy, max_epochs=1)
+    trainer.fit(TinyModule(), tiny_loader(samples))
+    return trainer.global_step
+
+
+def test_a_collective_in_a_hook_of_a_batch_that_not_all_ranks_have() -> None:
+    """The run ends after the timeout, and the traceback names the hook; `docs/reference/hooks.md` says where it may be."""
+    assert run_world(2, reduces_in_a_hook, 16) == [2, 2]
+    with pytest.raises(WorldError, match=r"in on_train_batch_end\n(.*\n)*.*Timed out waiting 5000ms"):
+        run_world(2, reduces_in_a_hook, 12)
 
 
 class Speaking(Headed):
