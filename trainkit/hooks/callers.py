@@ -148,15 +148,19 @@ def _modules_near(names: Iterable[str]) -> Iterator[CodeType]:
         if not file or name.partition(".")[0] in ("trainkit", "torch"):
             continue
         path = os.path.abspath(file)
-        if not path.startswith(folders) or path.startswith(installed) or "site-packages" in path:
-            continue
-        try:
-            code = module.__loader__.get_code(name)  # type: ignore[union-attr]
-        except Exception:  # whatever a loader of another program does
-            code = None
-        if isinstance(code, CodeType):
-            yield code
-        else:
-            for member in list(vars(module).values()):
-                for part in [*vars(member).values()] if isinstance(member, type) else [member]:
-                    yield from _codes_of(part)
+        if path.startswith(folders) and not path.startswith(installed) and "site-packages" not in path:
+            yield from _codes_in(name, module)
+
+
+def _codes_in(name: str, module: Any) -> Iterator[CodeType]:
+    """The code of a module; that of its functions and classes if its loader has no other."""
+    try:
+        code = module.__loader__.get_code(name)
+    except Exception:  # whatever a loader of another program does
+        code = None
+    if isinstance(code, CodeType):
+        yield code
+        return
+    for member in list(vars(module).values()):
+        for part in [*vars(member).values()] if isinstance(member, type) else [member]:
+            yield from _codes_of(part)

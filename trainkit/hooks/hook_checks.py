@@ -30,22 +30,10 @@ def check_names(owner: object, base: type, known: Iterable[str]) -> None:
     Raises:
         HookError: A method whose name is almost that of a hook, or that of a hook that Lightning removed.
     """
-    known = tuple(known)
     classes = [cls for cls in type(owner).__mro__ if cls is not base and not cls.__module__.startswith(("trainkit.", "torch."))]
-    places = [(cls.__name__, vars(cls)) for cls in classes]
+    places: list[tuple[str, Mapping[str, Any]]] = [(cls.__name__, vars(cls)) for cls in classes]
     places.append((type(owner).__name__, vars(owner)))  # what is assigned on the object
-    refused: dict[str, str] = {}  # method → message
-    for place, members in places:
-        for name, member in members.items():
-            if name.startswith("_") or not (inspect.isfunction(member) or inspect.ismethod(member)) or hasattr(base, name):
-                continue
-            if name in WARNED:
-                warn(
-                    f"{place}.{name} has the name of a former hook of Lightning, which trainkit does not call. Ignore this if "
-                    f"your own code calls the method. If it is meant as the hook, use {REMOVED[name]} instead."
-                )
-            elif problem := _problem(name, f"{place}.{name}", known):
-                refused.setdefault(name, problem)
+    refused = _refused(places, base, tuple(known))
     if not refused:
         return
     called = called_by_itself([members for _, members in places], refused)
@@ -58,6 +46,23 @@ def check_names(owner: object, base: type, known: Iterable[str]) -> None:
             f"{problem.replace('is never called', 'is not called by trainkit', 1)} Ignore this if {callers[name]} means your "
             "own method of that name."
         )
+
+
+def _refused(places: Iterable[tuple[str, Mapping[str, Any]]], base: type, known: tuple[str, ...]) -> dict[str, str]:
+    """The methods that look like a hook, each with what is wrong; those in `WARNED` are a warning instead."""
+    refused: dict[str, str] = {}
+    for place, members in places:
+        for name, member in members.items():
+            if name.startswith("_") or not (inspect.isfunction(member) or inspect.ismethod(member)) or hasattr(base, name):
+                continue
+            if name in WARNED:
+                warn(
+                    f"{place}.{name} has the name of a former hook of Lightning, which trainkit does not call. Ignore this if "
+                    f"your own code calls the method. If it is meant as the hook, use {REMOVED[name]} instead."
+                )
+            elif problem := _problem(name, f"{place}.{name}", known):
+                refused.setdefault(name, problem)
+    return refused
 
 
 def _problem(name: str, where: str, known: tuple[str, ...]) -> str | None:

@@ -56,14 +56,14 @@ class OpenWindow:
 
     Attributes:
         had_loss: `training_step` has returned a loss in it, on this rank.
-        learned: it has returned one in an earlier window of the epoch, on any rank.
+        learned: it has returned one in an earlier window of the epoch, on any rank, or the epoch was resumed.
         updates: the accelerator's number of optimizer steps before the last call of `training_step`.
     """
 
     __slots__ = ("had_loss", "learned", "updates")
 
-    def __init__(self) -> None:
-        self.had_loss, self.learned, self.updates = False, False, 0
+    def __init__(self, learned: bool) -> None:
+        self.had_loss, self.learned, self.updates = False, learned, 0
 
 
 def begin_training(run: Run, plan: FitPlan) -> None:
@@ -102,7 +102,7 @@ def train_epoch(run: Run, plan: FitPlan) -> None:
     run.accelerator.recheck_parameters()  # a hook may have replaced layers
     if progress.phase is not Phase.STEP and finish_step(run, plan):
         return
-    window, complete, exhausted = OpenWindow(), False, False
+    window, complete, exhausted = OpenWindow(learned=progress.epoch_start > 0), False, False
     for micro in plan.micro_batches(progress.current_epoch, progress.epoch_start):
         if micro.batch is None:
             micro = without_data(plan, micro)
@@ -122,10 +122,9 @@ def train_epoch(run: Run, plan: FitPlan) -> None:
     else:
         complete = exhausted = True
         run.accelerator.accumulation.end_loader()
-    whole = exhausted and not progress.epoch_start
     finish_epoch(run, plan, complete, exhausted)
-    if whole and plan.automatic and plan.optimizer is not None and not window.learned:
-        refuse_epoch_of_none(run)
+    if exhausted:
+        refuse_epoch_of_none(run, plan, window)
 
 
 def run_micro_batch(run: Run, plan: FitPlan, micro: MicroBatch, window: OpenWindow) -> Any:
@@ -159,12 +158,18 @@ def run_micro_batch(run: Run, plan: FitPlan, micro: MicroBatch, window: OpenWind
             window.had_loss = progress.tried_to_learn = True
             run_backward(run, plan, loss)
         else:
-            if plan.several:
-                plan.backward(None)  # there is no gradient, but the other ranks wait in a collective
-            first = micro.index == progress.epoch_start and progress.global_step == progress.first_step
-            if first and outputs is None and plan.optimizer is not None:
-                warn("training_step returned None for the first batch, so it is skipped. Return the loss: return loss")
+            run_without_loss(run, plan, micro, outputs)
     return outputs
+
+
+def run_without_loss(run: Run, plan: FitPlan, micro: MicroBatch, outputs: Any) -> None:
+    """What a micro-batch whose loss is None needs instead of a backward pass."""
+    progress = run.progress
+    if plan.several:
+        plan.backward(None)  # there is no gradient, but the other ranks wait in a collective
+    first = micro.index == progress.epoch_start and progress.global_step == progress.first_step
+    if first and outputs is None and plan.optimizer is not None:
+        warn("training_step returned None for the first batch, so it is skipped. Return the loss: return loss")
 
 
 def run_backward(run: Run, plan: FitPlan, loss: Tensor) -> None:
@@ -317,12 +322,14 @@ def finish_epoch(run: Run, plan: FitPlan, complete: bool, exhausted: bool) -> No
         plan.safe_points.carry_out()
 
 
-def refuse_epoch_of_none(run: Run) -> None:
+def refuse_epoch_of_none(run: Run, plan: FitPlan, window: OpenWindow) -> None:
     """After an epoch without any loss: refuse to train another one, or warn if it was the last.
 
     Raises:
         LossError: another epoch would follow.
     """
+    if window.learned or not plan.automatic or plan.optimizer is None:
+        return
     if not training_continues(run):
         warn_without_step(run)
         return
