@@ -13,6 +13,8 @@ from trainkit.metrics.reduce import apply, check, epoch_number, groups, step_num
 
 def told(name: str = "x", *, how: str = "mean", step: Any = None, epoch: Any = None, **other: Any) -> list[Any]:
     options = [other.get("on_step", True), other.get("on_epoch", False), False, None]
+    if step is not None and len(step) == 3:
+        step = [*step, step[2]]  # a window of one micro-batch
     return [name, "", options, how, other.get("main_only", False), other.get("since", 0), step, True, False, epoch]
 
 
@@ -109,6 +111,14 @@ def steps(how: str, *values: Any, last: bool = False) -> Any:
 def test_the_value_of_a_step(how: str, number: Any) -> None:
     assert steps(how, [1.0, 1, 5], [4.0, 3, 5]) == (number, 5)
     assert steps(how, [1.0, 1, 5], [4.0, 3, 5], last=True) == (4.0, 5)
+
+
+def test_all_values_of_a_window_count() -> None:
+    """Ranks may have different numbers of micro-batches in it; a function gets the values in the order of the data."""
+    assert steps("mean", [1.0, 3, 7, 4], [4.0, 1, 6, 4], [9.0, 1, 3, 0]) == (7 / 4, 7)
+    assert steps("sum", [1.0, 3, 7, 4], [4.0, 1, 6, 4], [9.0, 1, 3, 0]) == (5.0, 7)
+    assert steps("function", [[1.0, 3.0, 5.0], 1, 6, 4], [[2.0, 4.0], 1, 5, 4]) == ([1.0, 2.0, 3.0, 4.0, 5.0], 6)
+    check(groups([[told(step=[1.0, 1, 7, 4])], []]), [7, 6], step=True)  # logged in a micro-batch that rank 1 did not have
 
 
 def test_only_the_newest_values_of_a_step_count() -> None:

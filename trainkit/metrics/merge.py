@@ -64,7 +64,8 @@ def _metric(by_rank: Mapping[int, Mapping[str, Any]], mine: range, size: int) ->
     """One metric, merged from the entries of the ranks in the checkpoint that this rank takes over."""
     first = next(iter(by_rank.values()))
     taken = {old: entry for old, entry in by_rank.items() if old in mine}
-    merged = {**first, "since": 0, "stamp": -1, "step_weight": None, "weight": 0.0, "total": None, "stamps": None}
+    merged = {**first, "since": 0, "stamp": -1, "window": -1, "step_weight": None, "earlier": [], "weight": 0.0}
+    merged |= {"total": None, "stamps": None}
     merged |= {"step_value": _step_value(by_rank), "fresh": any(entry["fresh"] for entry in by_rank.values())}
     merged |= {"weights": [], "values": [], "so_far": None}
     if not first["updated"]:
@@ -127,17 +128,19 @@ def _step_value(by_rank: Mapping[int, Mapping[str, Any]]) -> Tensor | None:
     reports = []
     for old, entry in by_rank.items():
         if entry["step_value"] is not None:
-            (number,) = read([unstored(entry["step_value"], None)])
+            values = [value for value, _ in entry.get("earlier", ())]  # of a function; absent from older checkpoints
+            numbers = read([unstored(value, None) for value in (*values, entry["step_value"])])
             how = "object" if entry["is_object"] else entry["reduce_fx"] or "function"
             weight = 1 if entry["step_weight"] is None and len(by_rank) == 1 else entry["step_weight"]
-            step = [number, weight, entry["stamp"]]
+            stamp, window = entry["stamp"], entry.get("window", -1)
+            step = [numbers if values else numbers[0], weight, stamp, stamp if window < 0 else window]
             options = [entry["on_step"], entry["on_epoch"], False, None]
             reports.append(RankRecord(old, [entry["name"], entry["suffix"], options, how, False, 0, step, False, False, None]))
     reduced = step_number(reports)
     if reduced is None:
         return None
     value = reduced[0]
-    return torch.tensor(value[0] if isinstance(value, list) else value, dtype=torch.float64)
+    return torch.tensor(value[-1] if isinstance(value, list) else value, dtype=torch.float64)
 
 
 def _object(name: str, states: Sequence[Mapping[str, Any]]) -> State:

@@ -106,8 +106,8 @@ class Record(MetricInfo):
     Attributes:
         reduce_fx: "mean", "sum", "min", "max", or a function.
         main_only: only the value of the main process is used.
-        step_value: the value of the step.
-        step_weight: its samples, if there are several ranks; `None`: all ranks have agreed on the value.
+        step_value: the value of the step, of its last micro-batch; see `value_of_step`.
+        step_weight: its samples, if there are several ranks or micro-batches; `None`: all ranks have agreed on the value.
         fresh: whether the value was not passed to the loggers yet.
         values: the values of the epoch that are not in `total` yet; all of them if a function reduces them.
         weights: their samples.
@@ -117,10 +117,13 @@ class Record(MetricInfo):
         stamp: the stamp of the store at the last value.
         since: the stamp of the store at the first value of the epoch; -1 outside batches.
         awaits: the saved state that belongs to its function or object; set from a restore until the metric is logged again.
+        window: the window of the store at the value of the step, if windows have several micro-batches; else -1.
+        earlier: values of the step and their samples from earlier micro-batches of that window.
+        of_loader: the value of an object at the end of its evaluation loader.
     """
 
-    __slots__ = ("awaits", "fresh", "main_only", "reduce_fx", "signature", "since", "stamp", "stamps", "step_value",
-                 "step_weight", "torchmetric", "total", "values", "weight", "weights")  # fmt: skip
+    __slots__ = ("awaits", "earlier", "fresh", "main_only", "of_loader", "reduce_fx", "signature", "since", "stamp", "stamps",
+                 "step_value", "step_weight", "torchmetric", "total", "values", "weight", "weights", "window")  # fmt: skip
 
     def __init__(self, key: tuple[str, str], signature: tuple[Any, ...], on_step: bool, on_epoch: bool) -> None:
         prog_bar, logger, _, _, reduce_fx, _, self.main_only = signature[:7]
@@ -138,6 +141,9 @@ class Record(MetricInfo):
         self.weight = 0.0
         self.stamp = self.since = 0
         self.awaits: dict[str, Any] | None = None
+        self.window = -1
+        self.earlier: list[tuple[Any, float]] = []
+        self.of_loader: Any = None
 
     @property
     def how(self) -> str:
@@ -155,6 +161,8 @@ class Record(MetricInfo):
         """Add a value to the epoch."""
         self.values.append(value)
         self.weights.append(weight)
+        if self.stamps is not None:
+            self.stamps.append(self.stamp)
         if len(self.values) >= _CHUNK and isinstance(self.reduce_fx, str):
             self.fold()
 
@@ -164,11 +172,7 @@ class Record(MetricInfo):
             return
         values = stacked(self.values)
         if self.reduce_fx == "mean":
-            weights = torch.tensor(self.weights, dtype=values.dtype).to(values.device, non_blocking=True)
-            weighted = values * weights
-            if 0.0 in self.weights:  # the mean over nothing is NaN, and does not count
-                weighted = weighted.masked_fill(weights == 0.0, 0.0)
-            part, self.weight = weighted.sum(), self.weight + sum(self.weights)
+            part, self.weight = _weighted_sum(values, self.weights), self.weight + sum(self.weights)
         else:
             part = values.sum() if self.reduce_fx == "sum" else values.amin() if self.reduce_fx == "min" else values.amax()
         if self.total is not None:
@@ -181,47 +185,88 @@ class Record(MetricInfo):
             self.total = self.total + part
         self.values, self.weights = [], []
 
-    def log_object(self, metric: Any) -> None:
-        """Log another batch of a torchmetrics object, which keeps its own state."""
+    def add_step(self, value: Any, weight: float, window: int, *, again: bool) -> None:
+        """Add the value of a micro-batch to that of the window; `again`: it replaces another value of the same micro-batch."""
+        if window != self.window:
+            self.window = window
+            self.earlier.clear()
+        elif not again:
+            self.earlier.append((self.step_value, self.step_weight or 0.0))
+            if len(self.earlier) >= _CHUNK and self.how != "function":
+                self._fold_step()
+        self.step_value, self.step_weight, self.fresh = value, weight, True
+
+    @property
+    def step_values(self) -> list[Any]:
+        """The values of the step: of the micro-batches of the window so far, in order."""
+        return [*(value for value, _ in self.earlier), self.step_value]
+
+    def value_of_step(self) -> Any:
+        """The value of the step on this rank: that of its micro-batch, or of those of the accumulation window so far.
+
+        As in the gradient, a mean weighs the micro-batches by their samples. Otherwise `reduce_fx` decides.
+        """
+        if not self.earlier or self.step_value is None:
+            return self.step_value
+        if self.how == "function" and self.awaits is not None:
+            return self.step_value  # the function was not passed again since the resume
+        if self.how == "function":
+            return one_element(self.full_name, self.reduce_fx(stacked(self.step_values)))
+        self.earlier.append((self.step_value, self.step_weight or 0.0))
+        self._fold_step()
+        self.step_value, self.step_weight = self.earlier.pop()
+        return self.step_value
+
+    def _fold_step(self) -> None:
+        """Reduce the earlier values to one."""
+        values, weights = stacked([value for value, _ in self.earlier]), [weight for _, weight in self.earlier]
+        if self.how in ("mean", "object"):
+            value = _weighted_sum(values, weights) / sum(weights)
+        else:
+            value = values.sum() if self.how == "sum" else values.amin() if self.how == "min" else values.amax()
+        self.earlier = [(value, sum(weights))]
+
+    def step_of_object(self, metric: Any) -> Any:
+        """The value of a torchmetrics object for the batch that is logged; `None` if it is not logged by step or has none."""
         if metric is not self.torchmetric:
             raise MetricError(
                 f"log({self.name!r}): the name was already used in this epoch for another Metric or for numbers. Use different "
                 "names."
             )
         if not self.on_step:
-            return
+            return None
         latest = getattr(metric, "_forward_cache", None)  # its value of the last batch, if it was computed
         if latest is not None:
-            self.step_value, self.fresh = one_element(self.name, latest), True
-        elif not self.on_epoch:
+            return one_element(self.name, latest)
+        if not self.on_epoch:
             raise MetricError(
                 f"log({self.name!r}, metric, on_step=True): {type(metric).__name__} has no value for this batch, because "
                 "update() does not compute one. Call metric(preds, target) instead of metric.update(preds, target), or log it "
                 "by epoch: on_step=False, on_epoch=True"
             )
+        return None
 
     def agree(self, value: Any, stamp: int) -> None:
         """Set the value of the step on which all ranks have agreed."""
         self.step_value, self.step_weight, self.stamp = value, None, stamp
+        self.earlier.clear()
 
     def wait(self) -> None:
         """After the epoch: keep only the value of the step, which waits for the next log boundary."""
         self.values, self.weights, self.total, self.weight, self.stamps = [], [], None, 0.0, None
         self.torchmetric = self.awaits = None
 
-    def epoch_value(self, *, reset: bool = True) -> Tensor | None:
-        """The value of the epoch on this rank; `None` if it has none. With `reset`, a torchmetrics object is reset."""
+    def epoch_value(self) -> Tensor | None:
+        """The value of the epoch, or of an object's evaluation loader, on this rank; `None` if it has none."""
         if self.awaits is not None:
             missing, value = value_if_missing(self)
             if missing:
                 return value
-        if self.torchmetric is not None:
-            value = self.torchmetric.compute() if self.on_epoch else None
-            if reset:
-                self.torchmetric.reset()
-            return None if value is None else one_element(self.full_name, value)
         if not self.on_epoch:
             return None
+        if self.torchmetric is not None:
+            found: Tensor | None = self.of_loader
+            return one_element(self.full_name, self.torchmetric.compute()) if found is None else found
         if not isinstance(self.reduce_fx, str):
             return one_element(self.full_name, self.reduce_fx(stacked(self.values))) if self.values else None
         self.fold()
@@ -230,3 +275,11 @@ class Record(MetricInfo):
         if self.reduce_fx != "mean":
             return self.total
         return self.total / self.weight if self.weight > 0 else torch.full_like(self.total, torch.nan)
+
+
+def _weighted_sum(values: Tensor, weights: Sequence[float]) -> Tensor:
+    factors = torch.tensor(weights, dtype=values.dtype).to(values.device, non_blocking=True)
+    weighted = values * factors
+    if 0.0 in weights:  # the mean over nothing is NaN, and does not count
+        weighted = weighted.masked_fill(factors == 0.0, 0.0)
+    return weighted.sum()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "epoch_number",
     "fingerprint",
     "groups",
+    "of_loader",
     "report_of",
     "step_number",
     "values_of",
@@ -44,11 +46,12 @@ class RankRecord(MetricInfo):
 
     Attributes:
         how: see `Record`, like `main_only` and `since`.
-        step: value, samples (`None`: all ranks have agreed on the value) and stamp of the step; `None` without a value.
+        step: value, samples (`None`: all ranks have agreed on the value), stamp and window of the step; `None` without a
+            value. For a function and a window of several micro-batches the value is the list of their values.
         fresh: whether the loggers have not received the value.
         awaits: whether the function or object is missing: it was not logged again since a resume.
-        epoch: for numbers the total and its samples; for a function values and stamps; for an object its class, and whether
-            its states can be combined.
+        epoch: for numbers the total and its samples; for a function values and stamps; for an object its class, whether
+            its states can be combined, and its value if its loader has ended.
     """
 
     __slots__ = ("awaits", "epoch", "fresh", "how", "main_only", "rank", "since", "step")
@@ -86,16 +89,13 @@ def report_of(records: Iterable[Record], *, epoch: bool = False) -> list[list[An
         into.append(None)
 
     for record in records:
-        step: list[Any] | None = None
-        if record.step_value is not None:
-            step = []
-            later(record.step_value, step)
-            step += [record.step_weight, record.stamp]
+        step = None if record.step_value is None else _step_of(record, later)
         ended: Any = None
         if epoch and record.on_epoch:
             if record.how == "object":
                 kind = type(record.torchmetric)
-                ended = [kind.__name__, record.torchmetric is None or hasattr(record.torchmetric, "_defaults")]
+                combines = record.torchmetric is None or hasattr(record.torchmetric, "_defaults")
+                ended = [kind.__name__, combines, record.of_loader]
             elif record.how == "function":
                 ended = [[], list(record.stamps or ())]
                 for value in record.values:
@@ -110,6 +110,19 @@ def report_of(records: Iterable[Record], *, epoch: bool = False) -> list[list[An
     for (into, index), number in zip(places, read(waiting), strict=True):
         into[index] = number
     return report
+
+
+def _step_of(record: Record, later: Callable[[Any, list[Any]], None]) -> list[Any]:
+    """The report on the value of a step; `later` adds a value that is read later."""
+    step: list[Any] = []
+    if record.earlier and record.how == "function":
+        step.append([])
+        for value in record.step_values:
+            later(value, step[0])
+    else:
+        later(record.value_of_step(), step)
+    step += [record.step_weight, record.stamp, record.stamp if record.window < 0 else record.window]
+    return step
 
 
 def groups(gathered: Iterable[Iterable[Sequence[Any]]]) -> Groups:
@@ -218,32 +231,41 @@ def _newest(group: Sequence[RankRecord]) -> int:
 def step_number(group: Sequence[RankRecord], *, last: bool = False) -> tuple[float | list[float], int] | None:
     """The value of a step, reduced over all ranks, and its stamp; `None` if there is none.
 
-    Only values with the newest stamp count. For a function the list of the values is returned; a single value is not reduced.
+    Only values of the newest accumulation window count. For a function the list of the values is returned; a single value is
+    not reduced.
 
     Args:
         group: the metric on all ranks.
         last: return the value of the last rank instead, as in an evaluation each batch is a step.
     """
-    newest = _newest(group)
-    steps = _steps_at(newest, group)
+    steps = _steps_of_newest(group)
     if not steps:
         return None
+    newest, how = _newest(group), group[0].how
     values = [value for value, *_ in steps]
+    if how == "function":
+        values = _in_order(values)
     if last or len(values) == 1:
         return values[-1], newest
-    how = group[0].how
     if how == "function":
         return values, newest
     if how in ("mean", "object"):
-        totals = [value * weight for value, weight, _ in steps if weight]
-        return _mean(totals, sum(weight for _, weight, _ in steps)), newest
+        totals = [value * weight for value, weight, *_ in steps if weight]
+        return _mean(totals, sum(weight for _, weight, *_ in steps)), newest
     return _combined(how, values), newest
 
 
-def _steps_at(stamp: int, group: Sequence[RankRecord]) -> list[Any]:
-    """The steps with a stamp; one without a weight was reduced before, and is used only if there is no other."""
-    steps = [one.step for one in group if one.step is not None and one.step[2] == stamp]
+def _steps_of_newest(group: Sequence[RankRecord]) -> list[Any]:
+    """The steps of the newest window; one without a weight was reduced before, and is used only if there is no other."""
+    newest = max((one.step[3] for one in group if one.step is not None), default=-1)
+    steps = [one.step for one in group if one.step is not None and one.step[3] == newest]
     return [step for step in steps if step[1] is not None] or steps[:1]
+
+
+def _in_order(values: Sequence[Any]) -> list[float]:
+    """The values of a window, of which each rank has one or a list, in the order of the micro-batches."""
+    lists = [value if isinstance(value, list) else [value] for value in values]
+    return [value for row in zip_longest(*lists) for value in row if value is not None]
 
 
 def epoch_number(group: Sequence[RankRecord]) -> float | None:
@@ -253,6 +275,12 @@ def epoch_number(group: Sequence[RankRecord]) -> float | None:
         return None
     totals = [part[0] for part in parts]
     return _mean(totals, sum(part[1] for part in parts)) if group[0].how == "mean" else _combined(group[0].how, totals)
+
+
+def of_loader(group: Sequence[RankRecord]) -> float | None:
+    """The value of an object whose evaluation loader has ended; `None` for other metrics."""
+    values = [one.epoch[2] for one in group if one.how == "object" and one.epoch is not None]
+    return next((value for value in values if value is not None), None)
 
 
 def values_of(group: Sequence[RankRecord]) -> list[float]:

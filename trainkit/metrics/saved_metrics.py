@@ -7,7 +7,7 @@ attribute of the module is found by its path and restored before the first step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,15 +39,17 @@ def unstored(value: Any, device: torch.device | None) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def capture(metric: Record, path: str | None, *, updated: bool = True) -> dict[str, Any]:
+def capture(metric: Record, path: str | None, *, shared: Record | None = None, updated: bool = True) -> dict[str, Any]:
     """The state of one metric.
 
     Args:
         metric: the metric.
         path: the path of its torchmetrics object in the module, if it has one.
+        shared: an earlier metric of the same object, whose state has the object's.
         updated: whether it was logged in this epoch; if not, only the value of a step waits for the next log boundary.
     """
     prog_bar, logger, _, _, _, scope, main_only = metric.signature[:7]  # a restored one has more items
+    listed = metric.stamps is not None  # a function over several ranks, which gets the values of all of them
     entry: dict[str, Any] = {
         "name": metric.name,
         "suffix": metric.suffix,
@@ -62,8 +64,10 @@ def capture(metric: Record, path: str | None, *, updated: bool = True) -> dict[s
         "since": metric.since,
         "stamp": metric.stamp,
         "fresh": metric.fresh,
-        "step_value": stored(metric.step_value),
+        "window": metric.window,
+        "step_value": stored(metric.step_value if listed else metric.value_of_step()),
         "step_weight": metric.step_weight,
+        "earlier": [[stored(value), weight] for value, weight in metric.earlier] if listed else [],
         "weight": metric.weight,
         "total": stored(metric.total),
         "weights": list(metric.weights),
@@ -73,9 +77,10 @@ def capture(metric: Record, path: str | None, *, updated: bool = True) -> dict[s
         "so_far": _value_so_far(metric),
     }
     if metric.awaits is not None:  # not logged again since it was restored
-        entry.update(metric.awaits)
+        entry.update(metric.awaits, object=None if metric.awaits["shared"] else metric.awaits["object"])
     elif metric.torchmetric is not None:
-        entry.update(is_object=True, path=path, object=None if path is not None else object_state(metric.torchmetric))
+        state = object_state(metric.torchmetric) if path is None and shared is None else None
+        entry.update(is_object=True, path=path, object=state, shared=shared and [shared.name, shared.suffix])
     return entry
 
 
@@ -100,6 +105,8 @@ def fill(metric: Record, entry: Mapping[str, Any], device: torch.device | None, 
     """Restore a new metric from the result of `capture`; what is missing is noted in `awaits`."""
     metric.since, metric.stamp, metric.fresh = entry["since"], entry["stamp"], entry["fresh"]
     metric.step_value, metric.step_weight = unstored(entry["step_value"], device), entry["step_weight"]
+    metric.window = entry.get("window", -1)  # absent from checkpoints of earlier versions, like `earlier` and `shared`
+    metric.earlier = [(unstored(value, device), weight) for value, weight in entry.get("earlier", ())]
     metric.total = unstored(entry["total"], device)
     metric.weight, metric.weights = entry["weight"], list(entry["weights"])
     values = entry["values"]
@@ -111,7 +118,7 @@ def fill(metric: Record, entry: Mapping[str, Any], device: torch.device | None, 
     if not entry["updated"]:
         return
     metric.torchmetric = objects.get(entry["path"]) if entry["is_object"] else None
-    metric.awaits = {key: entry.get(key) for key in ("reduce_fx", "is_object", "path", "object", "so_far")}
+    metric.awaits = {key: entry.get(key) for key in ("reduce_fx", "is_object", "path", "object", "shared", "so_far")}
     metric.awaits["so_far"] = unstored(entry["so_far"], device)
 
 
@@ -144,10 +151,20 @@ def warn_missing(metric: Record) -> None:
     )
 
 
-def adopt(metric: Record, signature: tuple[Any, ...], on_step: bool, on_epoch: bool, value: Any) -> bool:
+def adopt(
+    metric: Record, signature: tuple[Any, ...], on_step: bool, on_epoch: bool, value: Any, others: Iterable[Record] = ()
+) -> bool:
     """Continue a restored metric with the call that logs it again. Returns whether the call is for the same metric.
 
     `prog_bar` and `logger` may have changed.
+
+    Args:
+        metric: the metric.
+        signature: of the call, like `on_step` and `on_epoch`.
+        on_step: see `Record`.
+        on_epoch: see `Record`.
+        value: what is logged.
+        others: the metrics of this epoch; those with the same object get it, too.
     """
     awaits = metric.awaits
     assert awaits is not None
@@ -159,10 +176,21 @@ def adopt(metric: Record, signature: tuple[Any, ...], on_step: bool, on_epoch: b
     if is_metric_object(metric.name, value) != awaits["is_object"]:
         return False
     if awaits["is_object"] and metric.torchmetric is None:
-        metric.torchmetric = value
-        if awaits["object"] is not None:
-            join_object(metric.name, value, awaits["object"])
+        group = [one for one in (metric, *others) if _first_with_object(one) == _first_with_object(metric)]
+        states = [one.awaits["object"] for one in group if one.awaits is not None and one.awaits["object"] is not None]
+        for one in group:
+            one.torchmetric = value
+        for saved in {id(saved): saved for saved in states}.values():
+            join_object(metric.name, value, saved)
     metric.awaits = None
     metric.signature, metric.reduce_fx = signature, reduction
     metric.prog_bar, metric.logger = bool(signature[0]), signature[1] is not False
     return True
+
+
+def _first_with_object(metric: Record) -> tuple[str, str] | None:
+    """The name and the suffix of the first metric in the checkpoint with this object; `None` if it does not wait for one."""
+    awaits = metric.awaits
+    if awaits is None or not awaits["is_object"] or metric.torchmetric is not None:
+        return None
+    return tuple(awaits["shared"] or (metric.name, metric.suffix))

@@ -24,6 +24,7 @@ __all__ = [
     "on_device",
     "reduction_names",
     "restore_objects",
+    "set_state",
     "updates_of",
 ]
 
@@ -107,8 +108,14 @@ def _set_object(path: str, metric: Any, state: Mapping[str, Any]) -> None:
             "which is not restored and starts empty."
         )
         return
+    parts = {part: {name: on_device(value, metric) for name, value in state[part].items()} for part in ("states", "counters")}
+    set_state(metric, {**state, **parts})
+
+
+def set_state(metric: Any, state: Mapping[str, Any]) -> None:
+    """Give an object a state of `object_state`; its tensors and lists are not copied."""
     for name, value in [*state["states"].items(), *state["counters"].items()]:
-        setattr(metric, name, on_device(value, metric))
+        setattr(metric, name, value)
     metric._update_count = int(state["updates"])
     metric._computed = None
 

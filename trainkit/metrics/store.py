@@ -21,8 +21,9 @@ from trainkit.metrics.record import MetricInfo, Record, Scope, cadence
 from trainkit.metrics.reduce import FINGERPRINTS, check, described, fingerprint, groups
 from trainkit.metrics.results import MetricResults
 from trainkit.metrics.saved_metrics import adopt, capture, fill
-from trainkit.metrics.saved_objects import capture_objects, restore_objects
-from trainkit.metrics.sync import Ended, Key, agree_on_steps, end_epoch, end_row, end_step
+from trainkit.metrics.saved_objects import capture_objects, metric_objects, restore_objects
+from trainkit.metrics.sync import Ended, Key, agree_on_steps, end_epoch, end_objects, end_row, end_step
+from trainkit.metrics.torchmetrics import LoaderStates, overlap, reset
 from trainkit.metrics.values import alike, is_metric_object, one_number, read, weight_of
 from trainkit.micro_batch import NO_BATCH
 from trainkit.nested import batch_size as size_of
@@ -53,7 +54,10 @@ class MetricStore:
         suffix: the suffix of the evaluation loader, if there are several.
         stamp: a number that the loop sets for each batch of this rank, stored with each value, see `logged_at`. It
             increases during an epoch and is the same on all ranks for the batches of a row; negative before the first batch.
+        window: the stamp of the first micro-batch of the accumulation window, whose values are reduced to that of the step;
+            -1 if each micro-batch is a step.
         gaps: stamps of earlier loaders at which other ranks had a batch and this one had none, as (first, end).
+        outer: the store of the training that this validation interrupts.
         count: returns the weight of a batch: the number of its samples or, in training, what `batch_weight` returned.
         previewed: the epoch has ended, and the results have its values; those of its last step are not the latest any more.
         loaders: metric of the last `flush_epoch` → the evaluation loaders that it was logged in; `[]`: in no batch.
@@ -74,7 +78,7 @@ class MetricStore:
         self._emit = emit
         self.results = results
         self._world = world
-        self._several = world.size > 1
+        self._several = self._weighs = world.size > 1
         self._metrics: dict[tuple[str, str], Record] = {}  # of this epoch
         self._waiting: dict[tuple[str, str], Record] = {}  # of an earlier one: step values that wait for a log boundary
         self._skipped: dict[int, Any] = {}  # objects that only the main process logs, if this is another rank
@@ -83,7 +87,10 @@ class MetricStore:
         self._size: tuple[Any, float] = (None, 0)
         self.gaps: list[tuple[int, int]] = []
         self.loaders: dict[str, list[int]] = {}
-        self.suffix, self.stamp, self.schema = "", -1, 0
+        self.suffix, self.stamp, self.window, self.schema = "", -1, -1, 0
+        self.outer: MetricStore | None = None
+        self._loader_states = LoaderStates()
+        self._unmerged: list[Any] = []  # objects without the states of all loaders
         self.count: Callable[[Any], float] = size_of
         self.previewed = False
 
@@ -120,48 +127,91 @@ class MetricStore:
             self._skip(value)
             return
         signature = (prog_bar, logger, on_step, on_epoch, reduce_fx, self.scope, rank_zero_only)
-        if not isinstance(name, str) or not name:
-            raise MetricError(f"log: the name of a metric must be a non-empty string, not {name!r}. Example: log('loss', loss)")
         key = (name, self.suffix if add_dataloader_idx else "")
-        metric = self._metrics.get(key)
+        try:
+            metric = self._metrics.get(key)
+        except TypeError:  # a name that is no string
+            metric = None
         if metric is None or metric.signature != signature:
             metric = self._declare(key, metric, signature, value)
-        metric.stamp = self.stamp
         if metric.torchmetric is not None:
-            metric.log_object(value)
-            if self._several:
-                metric.step_weight = self._weight(name, batch_size)
+            self._log_object(metric, value, batch_size)
             return
         value = one_number(name, value, enable_graph)
+        weight = self._weight(name, batch_size) if metric.on_epoch or self._weighs else 0.0
         if metric.on_step:
-            metric.step_value = value
-            metric.fresh = True
-        if metric.on_epoch or self._several:
-            weight = metric.step_weight = self._weight(name, batch_size)
-            if metric.on_epoch:
-                metric.add(value, weight)
-                if metric.stamps is not None:
-                    metric.stamps.append(self.stamp)
+            if self.window < 0:
+                metric.step_value, metric.step_weight, metric.fresh = value, weight, True
+            else:
+                metric.add_step(value, weight, self.window, again=metric.stamp == self.stamp)
+        metric.stamp = self.stamp
+        if metric.on_epoch:
+            metric.add(value, weight)
+
+    def _log_object(self, metric: Record, value: Any, batch_size: int | None) -> None:
+        """Log another batch of a torchmetrics object, which keeps its own state."""
+        of_step = metric.step_of_object(value)
+        if of_step is not None:
+            weight, again = self._weight(metric.name, batch_size), metric.stamp == self.stamp
+            metric.add_step(of_step, weight, self.stamp if self.window < 0 else self.window, again=again)
+        metric.stamp = self.stamp
+
+    def begin_window(self, stamp: int, size: int) -> None:
+        """An accumulation window of `size` micro-batches begins at this stamp."""
+        self.window = stamp if size > 1 else -1
+        self._weighs = self._several or size > 1
 
     def _declare(self, key: tuple[str, str], known: Record | None, signature: tuple[Any, ...], value: Any) -> Record:
         """The record of a name that is logged for the first time in an epoch, or with different options than before."""
+        if not isinstance(key[0], str) or not key[0]:
+            raise MetricError(
+                f"log: the name of a metric must be a non-empty string, not {key[0]!r}. Example: log('loss', loss)"
+            )
         if known is not None and alike(known.signature, signature):
             return known
         on_step, on_epoch = cadence(key[0], signature)
         if known is not None:
-            if known.awaits is not None and adopt(known, signature, on_step, on_epoch, value):
+            if known.awaits is not None and adopt(known, signature, on_step, on_epoch, value, self._metrics.values()):
                 return known
             if known.has_values:
                 raise _other_options(key[0], resumed=known.awaits is not None)
         metric = Record(key, signature, on_step, on_epoch)
         if is_metric_object(key[0], value):
             metric.torchmetric = value
+            self._refuse_shared(metric)
         if self._several:
             metric.since = self.stamp if self.scope.in_batch else -1
             metric.stamps = [] if metric.how == "function" else None
             self.schema = (self.schema + fingerprint(metric) - (0 if known is None else fingerprint(known))) % FINGERPRINTS
         self._metrics[key] = metric
         return metric
+
+    def _refuse_shared(self, metric: Record) -> None:
+        """Refuse an object whose state also has the batches of another metric.
+
+        Raises:
+            MetricError: training logs it in this epoch, too; or its states of several loaders could not be merged.
+        """
+        value, kind = metric.torchmetric, type(metric.torchmetric).__name__
+        for other in () if self.outer is None else self.outer._metrics.values():
+            if other.torchmetric is not None and overlap(value, other.torchmetric):
+                raise MetricError(
+                    f"log({metric.full_name!r}): this {kind} is also logged in training, as {other.full_name!r}, in an epoch "
+                    "that has not ended, so both values would mix the data of training and validation. Use an object for each: "
+                    "self.val_metric = self.train_metric.clone()"
+                )
+        self._refuse_unmerged(metric)
+
+    def _refuse_unmerged(self, metric: Record) -> None:
+        """Refuse a metric of all loaders whose object has lost the states of some: see `end_loaders`."""
+        if not any(overlap(metric.torchmetric, part) for part in self._unmerged):
+            return
+        value = metric.torchmetric
+        names = ", ".join(repr(m.full_name) for m in self._metrics.values() if m.suffix and overlap(m.torchmetric, value))
+        raise MetricError(
+            f"log({metric.full_name!r}): this {type(value).__name__} is also logged for each loader, as {names}, "
+            "and its states of several loaders cannot be merged. Use two objects: self.total = self.metric.clone()"
+        )
 
     def _skip(self, value: Any) -> None:
         """On another rank, skip a value that only the main process logs. An object is still reset at the end of the epoch."""
@@ -208,7 +258,7 @@ class MetricStore:
             self.results.add(seen)
         else:
             fresh = [*({**waiting, **self._pop_fresh()}.values())]
-            ended = [*zip(fresh, read([m.step_value for m in fresh]), strict=True)]
+            ended = [*zip(fresh, read([m.value_of_step() for m in fresh]), strict=True)]
         self._publish(ended, for_step=True)
         return bool(ended)
 
@@ -231,11 +281,11 @@ class MetricStore:
                 of a function or an object is not a number.
         """
         ended, waiting = self._reduce_epoch()
+        self._forget()
         # a metric that is logged rarely waits for a log boundary of the next epoch
         self._waiting |= waiting
         for metric in waiting.values():
             metric.wait()
-        self._forget()
         self.loaders = {metric.epoch_name: metric.loaders for metric, _ in ended}
         self._publish(ended, for_step=False)
         return {metric.epoch_name: number for metric, number in ended}
@@ -246,32 +296,58 @@ class MetricStore:
         Raises:
             MetricError: see `flush_epoch`.
         """
-        self._reduce_epoch(reset=False)
+        self._reduce_epoch(ends=False)
         self.previewed = True
 
     def end_loader(self, index: int, first: int) -> None:
-        """At the end of an evaluation loader, whose stamps began at `first`: note which metrics were logged in it."""
+        """At the end of an evaluation loader, whose stamps began at `first`: note which metrics were logged in it.
+
+        If there are several loaders, objects that were logged under its suffix are computed and reset. Collective then.
+        """
         for metric in self._metrics.values():
             if metric.stamp >= first:
                 metric.loaders.append(index)
+        if not self.suffix:
+            return
+        records = {key: one for key, one in self._metrics.items() if key[1] == self.suffix and one.how == "object"}
+        if self._several:
+            for key, number in end_objects(self._world, records).items():
+                if key in records:
+                    records[key].of_loader = number
+        else:
+            for metric in records.values():
+                metric.of_loader = metric.epoch_value()
+        self._loader_states.set_aside([metric.torchmetric for metric in records.values()])
 
-    def _reduce_epoch(self, *, reset: bool = True) -> tuple[Ended, dict[Key, Record]]:
-        """The values of the epoch, also for monitors, and the metrics whose step value waits; `reset`: see `end_epoch`."""
+    def end_loaders(self) -> None:
+        """After the last loader: the values of later calls and of metrics without a suffix are those of all loaders.
+
+        Raises:
+            MetricError: the states of an object that was logged without a suffix, too, cannot be merged.
+        """
+        self.suffix, self.batch = "", None
+        self._unmerged = self._loader_states.put_back()
+        for metric in self._metrics.values():
+            if not metric.suffix:
+                self._refuse_unmerged(metric)
+
+    def _reduce_epoch(self, *, ends: bool = True) -> tuple[Ended, dict[Key, Record]]:
+        """The values of the epoch, also for monitors, and the metrics whose step value waits; `ends`: see `end_epoch`."""
         seen: dict[str, Any] = {}
         evaluation = self.scope in _EVALUATION
         if self._several:
-            reduced = end_epoch(self._world, self._metrics, self.stamp, self.gaps, seen, last=evaluation, reset=reset)
+            reduced = end_epoch(self._world, self._metrics, self.stamp, self.gaps, seen, last=evaluation, ends=ends)
         else:
-            reduced = self._end_epoch(seen, reset)
+            reduced = self._end_epoch(seen)
         self.results.add(seen, evaluation=evaluation)
         return reduced
 
-    def _end_epoch(self, seen: dict[str, Any], reset: bool) -> tuple[Ended, dict[Key, Record]]:
+    def _end_epoch(self, seen: dict[str, Any]) -> tuple[Ended, dict[Key, Record]]:
         if self.scope not in _EVALUATION:
             seen.update(self.step_values())
         values: list[tuple[MetricInfo, Any]] = []
         for metric in self._metrics.values():
-            value = metric.epoch_value(reset=reset)
+            value = metric.epoch_value()
             if value is not None:
                 values.append((metric, value))
                 seen[metric.full_name] = seen[metric.epoch_name] = value
@@ -280,10 +356,10 @@ class MetricStore:
         return [(metric, number) for (metric, _), number in zip(values, numbers, strict=True)], waiting
 
     def _forget(self) -> None:
-        self._metrics, self._size, self.schema, self.previewed = {}, (None, 0), 0, False
-        for value in self._skipped.values():
-            value.reset()
-        self._skipped = {}
+        """The epoch has ended: all its values are computed."""
+        objects = [metric.torchmetric for metric in self._metrics.values() if metric.torchmetric is not None]
+        reset([*objects, *self._skipped.values()])
+        self._metrics, self._size, self.schema, self.previewed, self._skipped = {}, (None, 0), 0, False, {}
 
     def _publish(self, ended: Ended, *, for_step: bool, step: int | None = None) -> None:
         to_loggers: dict[str, float] = {}
@@ -302,12 +378,12 @@ class MetricStore:
         values: dict[str, Any] = {}
         for metric in self._metrics.values():
             if metric.step_value is not None:
-                values[metric.full_name] = values[metric.step_name] = metric.step_value
+                values[metric.full_name] = values[metric.step_name] = metric.value_of_step()
         return values
 
     def in_bar(self) -> dict[str, Any]:
         """The step values for the progress bar that wait for a log boundary: those of this rank, not read yet."""
-        return {m.step_name: m.step_value for m in {**self._waiting, **self._metrics}.values() if m.prog_bar and m.fresh}
+        return {m.step_name: m.value_of_step() for m in {**self._waiting, **self._metrics}.values() if m.prog_bar and m.fresh}
 
     def agreed_step_values(self) -> dict[str, Any]:
         """`step_values`, the same on all ranks, for decisions that depend on them.
@@ -350,9 +426,14 @@ class MetricStore:
             before: see `trainkit.metrics.saved_metrics.capture_objects`.
         """
         objects = {} if module is None else capture_objects(module, before)
-        paths = {} if module is None else {id(module.get_submodule(path)): path for path in objects}
+        # also those without updates, as a composition whose parts are updated
+        paths = {} if module is None else {id(part): path for path, part in metric_objects(module).items()}
         metrics = [capture(metric, None, updated=False) for metric in self._waiting.values()]
-        metrics += [capture(metric, paths.get(id(metric.torchmetric))) for metric in self._metrics.values()]
+        first: dict[int, Record] = {}  # by id of its object
+        for metric in self._metrics.values():
+            value = metric.torchmetric
+            shared = None if value is None else first.setdefault(id(value), metric)
+            metrics.append(capture(metric, paths.get(id(value)), shared=None if shared is metric else shared))
         return {"stamp": self.stamp, "metrics": metrics, "objects": objects}
 
     def load_state_dict(
@@ -368,7 +449,10 @@ class MetricStore:
         objects = {} if module is None else restore_objects(module, state["objects"])
         self.discard()
         self.stamp = int(state["stamp"])
+        states = {(entry["name"], entry["suffix"]): entry.get("object") for entry in state["metrics"]}
         for entry in state["metrics"]:
+            if shared := entry.get("shared"):
+                entry = {**entry, "object": entry["object"] or states[tuple(shared)]}
             # a signature that no call can have, so that the options of the next call are compared
             options = (entry["prog_bar"], entry["logger"], entry["on_step"], entry["on_epoch"], entry["reduce_fx"] or _unknown)
             key = (entry["name"], entry["suffix"])
@@ -385,6 +469,7 @@ class MetricStore:
     def discard(self) -> None:
         """Discard what was logged in this epoch (after the sanity check, or when an epoch is aborted)."""
         self._metrics, self._waiting, self.stamp, self.gaps, self.schema, self.previewed = {}, {}, -1, [], 0, False
+        self._loader_states, self._unmerged = LoaderStates(), []
 
 
 def _other_options(name: str, resumed: bool) -> MetricError:

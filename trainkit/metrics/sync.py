@@ -14,12 +14,23 @@ from torch import Tensor
 from trainkit.distributed.world import World
 from trainkit.errors import MetricError
 from trainkit.metrics.record import MetricInfo, Record, Scope
-from trainkit.metrics.reduce import Groups, RankRecord, apply, check, epoch_number, groups, report_of, step_number, values_of
+from trainkit.metrics.reduce import (
+    Groups,
+    RankRecord,
+    apply,
+    check,
+    epoch_number,
+    groups,
+    of_loader,
+    report_of,
+    step_number,
+    values_of,
+)
 from trainkit.metrics.saved_metrics import warn_missing
 from trainkit.metrics.torchmetrics import computed, states_of
 from trainkit.metrics.values import one_element, read
 
-__all__ = ["Ended", "Key", "agree_on_steps", "end_epoch", "end_row", "end_step"]
+__all__ = ["Ended", "Key", "agree_on_steps", "end_epoch", "end_objects", "end_row", "end_step"]
 
 Key = tuple[str, str]
 Records = MutableMapping[Key, Record]
@@ -50,7 +61,7 @@ def end_step(
     old = [record for key, record in waiting.items() if key not in found]
     new = _agree_on(world, found, records, last=False)
     callback.update(_by_name(new))
-    numbers = read([record.step_value for record in old])
+    numbers = read([record.value_of_step() for record in old])
     return [*zip(old, numbers, strict=True), *((group[0], number) for group, number in new.values())]
 
 
@@ -87,7 +98,7 @@ def end_epoch(
     callback: MutableMapping[str, Any],
     *,
     last: bool,
-    reset: bool = True,
+    ends: bool = True,
 ) -> tuple[Ended, dict[Key, Record]]:
     """The values of an epoch, and the metrics whose step value waits for the next log boundary.
 
@@ -98,7 +109,7 @@ def end_epoch(
         gaps: the gaps of this rank, see `check`.
         callback: receives the values of the epoch and, in training, of its last step.
         last: True in an evaluation, see `step_number`.
-        reset: the epoch ends: torchmetrics objects are reset, and step values wait. False: only return its values so far.
+        ends: the epoch ends, and step values wait. False: only return its values so far.
 
     Raises:
         MetricError: the ranks did not log the same metrics, or a value is not a number.
@@ -112,9 +123,6 @@ def end_epoch(
     numbers = {key: group for key, group in found.items() if group[0].on_epoch and group[0].how not in ("function", "object")}
     values = {key: epoch_number(group) for key, group in numbers.items()}
     values |= _computed_values(world, found, records)
-    for record in records.values():
-        if reset and record.torchmetric is not None:
-            record.torchmetric.reset()
     ended: Ended = []
     for key, group in found.items():
         value = values.get(key)
@@ -122,7 +130,18 @@ def end_epoch(
             group[0].loaders = sorted({index for one in group for index in one.loaders})
             ended.append((group[0], value))
             callback[group[0].full_name] = callback[group[0].epoch_name] = _tensor(value)
-    return ended, _waiting(steps, records) if reset else {}
+    return ended, _waiting(steps, records) if ends else {}
+
+
+def end_objects(world: World, records: Mapping[Key, Record]) -> dict[Key, float | None]:
+    """The values of torchmetrics objects at the end of an evaluation loader, of those that any rank has logged in it.
+
+    Args:
+        world: the ranks.
+        records: the metrics of this rank with these objects.
+    """
+    found = groups(world.exchange(report_of(records.values(), epoch=True)))
+    return _first_of(world, _object_calls(world, found, records))
 
 
 def _waiting(steps: Mapping[Key, tuple[list[RankRecord], float]], records: Records) -> dict[Key, Record]:
@@ -219,7 +238,7 @@ def _computed_values(world: World, found: Groups, records: Records) -> dict[Key,
     for key, group in found.items():
         if group[0].how == "function" and group[0].on_epoch:
             calls[key] = _reduce_call(group, records.get(key))
-    values = _first_of(world, calls)
+    values = _first_of(world, calls) | {key: one for key, group in found.items() if (one := of_loader(group)) is not None}
     for key, value in values.items():
         record = records.get(key)
         if value is None and record is not None:
@@ -227,9 +246,9 @@ def _computed_values(world: World, found: Groups, records: Records) -> dict[Key,
     return values
 
 
-def _object_calls(world: World, found: Groups, records: Records) -> dict[Key, Callable[[], float] | None]:
+def _object_calls(world: World, found: Groups, records: Mapping[Key, Record]) -> dict[Key, Callable[[], float] | None]:
     """For each object the call that computes its value of the epoch. The states of shared objects are gathered first."""
-    objects = {key: group for key, group in found.items() if group[0].how == "object" and group[0].on_epoch}
+    objects = {key: group for key, group in found.items() if _is_to_compute(group)}
     shared = [key for key, group in objects.items() if not group[0].main_only]
     for key in shared:
         _refuse_other_libraries(objects[key])
@@ -238,6 +257,11 @@ def _object_calls(world: World, found: Groups, records: Records) -> dict[Key, Ca
     # in the order of `objects`, which is the same on all ranks, as their results are matched by position
     main_only = [key for key in objects if key not in calls]
     return calls | {key: _compute_call(records.get(key), [_states(records.get(key))]) for key in main_only}
+
+
+def _is_to_compute(group: list[RankRecord]) -> bool:
+    """Whether it is an object whose value of the epoch is not known from the end of its evaluation loader."""
+    return group[0].how == "object" and group[0].on_epoch and of_loader(group) is None
 
 
 def _reduce_call(group: list[RankRecord], record: Record | None) -> Callable[[], float] | None:

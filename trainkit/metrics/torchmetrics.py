@@ -1,4 +1,4 @@
-"""Computes the value of a torchmetrics object from its states on all ranks.
+"""torchmetrics objects: the value from the states on all ranks, and the states of several evaluation loaders.
 
 torchmetrics' own synchronization is not used: it treats a rank without batches as a rank that saw zeros, requires the same
 number and type of tensors on each rank, and needs them on the device of the process group of the gradients.
@@ -6,7 +6,7 @@ number and type of tensors on each rank, and needs them on the device of the pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,10 +14,19 @@ import torch
 from torch import Tensor
 
 from trainkit.errors import MetricError
-from trainkit.metrics.saved_objects import can_interleave, merge_values, on_device, reduction_names, updates_of
+from trainkit.metrics.saved_objects import (
+    can_interleave,
+    merge_objects,
+    merge_values,
+    object_state,
+    on_device,
+    reduction_names,
+    set_state,
+    updates_of,
+)
 from trainkit.nested import map_tensors
 
-__all__ = ["compact", "computed", "states_of"]
+__all__ = ["LoaderStates", "compact", "computed", "overlap", "reset", "states_of"]
 
 
 def compact(tensor: Tensor) -> Tensor:
@@ -28,8 +37,47 @@ def compact(tensor: Tensor) -> Tensor:
 
 
 def _parts(metric: Any) -> dict[str, Any]:
-    """An object and the objects inside it, by path."""
+    """An object and the objects inside it, by path; none if it is an object of another library."""
+    if not hasattr(metric, "_defaults"):
+        return {}
     return {path: part for path, part in metric.named_modules() if hasattr(part, "_defaults")}
+
+
+def overlap(one: Any, other: Any) -> bool:
+    """Whether two objects share state: they are the same, or one is in a composition with the other or a part of it."""
+    return one is other or not {*map(id, _parts(one).values())}.isdisjoint(map(id, _parts(other).values()))
+
+
+def reset(objects: Iterable[Any]) -> None:
+    """Reset each distinct object once. Their new states are ordinary tensors, which training can change in place."""
+    with torch.inference_mode(False), torch.no_grad():
+        for metric in {id(metric): metric for metric in objects}.values():
+            metric.reset()
+
+
+class LoaderStates:
+    """The states of objects from the evaluation loaders that have ended: the next loader begins with empty objects."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Any, list[dict[str, Any]]]] = {}  # by id of the object
+
+    def set_aside(self, objects: Sequence[Any]) -> None:
+        """Keep the states of the objects and of those inside them, and reset them."""
+        parts = {id(part): part for metric in objects for part in _parts(metric).values() if part._defaults}
+        for key, part in parts.items():  # all of them first: objects of a MetricCollection share lists
+            self._kept.setdefault(key, (part, []))[1].append(object_state(part))
+        reset(objects)
+
+    def put_back(self) -> list[Any]:
+        """After the last loader: give each object the states of all loaders. Returns those whose states cannot be merged."""
+        kept, self._kept = self._kept, {}
+        failed = []
+        for part, states in kept.values():
+            try:
+                set_state(part, merge_objects([*states, object_state(part)] if updates_of(part) else states))
+            except (ValueError, RuntimeError):
+                failed.append(part)
+        return failed
 
 
 def states_of(metric: Any) -> dict[str, dict[str, Any]]:

@@ -49,7 +49,7 @@ def evaluate(run: Run, plan: EvaluationPlan) -> list[dict[str, float]]:
             plan.uneven = not loader.even
             count = evaluate_loader(run, plan, index, loader.iterate(run.progress.current_epoch), count)
         plan.uneven = False
-        metrics.suffix, metrics.batch = "", None
+        metrics.end_loaders()
         metrics.scope = Scope.EVAL_EPOCH if plan.logs else Scope.NOWHERE
         plan.results, plan.loaders_of = {}, {}
         run.preview_metrics(f"on_{name}_epoch_end")
@@ -227,10 +227,12 @@ def _active(run: Run, plan: EvaluationPlan) -> Iterator[None]:
     """Within it, what is logged goes to the evaluation's metrics."""
     outer = run.metrics, run.evaluation_plan
     run.results.add(run.metrics.agreed_step_values())  # monitors see what training has logged by step
+    plan.metrics.outer = run.metrics
     run.metrics, run.evaluation_plan = plan.metrics, plan
     try:
         yield
     finally:
+        plan.metrics.outer = None
         run.metrics, run.evaluation_plan = outer
 
 

@@ -10,8 +10,10 @@ import torch
 
 from trainkit.console import notice
 from trainkit.errors import DataError
+from trainkit.metrics.saved_objects import metric_objects, object_state, set_state
 from trainkit.metrics.store import MetricResults, MetricStore
 from trainkit.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind
+from trainkit.nested import map_tensors
 
 if TYPE_CHECKING:
     from trainkit.trainer.plans import EvaluationPlan, FitPlan
@@ -30,15 +32,19 @@ __all__ = [
 
 @contextmanager
 def without_effects(run: Run, batch: Any) -> Iterator[None]:
-    """Within it logged values are dropped; afterwards the module's buffers have their values from before."""
+    """Within it logged values are dropped; afterwards buffers and torchmetrics objects have their values from before."""
     outer = run.metrics
     run.metrics = MetricStore(lambda metrics, for_step: None, MetricResults())
     run.metrics.scope, run.metrics.batch = outer.scope, batch
     before = [(buffer, buffer.clone()) for buffer in run.module.buffers()]
+    objects = metric_objects(run.module).values()
+    states = [(metric, map_tensors(object_state(metric), torch.clone)) for metric in objects]  # which change in place
     try:
         yield
     finally:
         run.metrics = outer
+        for metric, state in states:
+            set_state(metric, state)
         with torch.no_grad():
             for buffer, value in before:
                 buffer.copy_(value)
