@@ -277,9 +277,9 @@ def test_rows_are_written_at_log_boundaries_and_at_the_end_of_an_epoch(run_dir: 
     table = csv.DictReader(csv_file.read_text().splitlines())
     rows = [{name: float(value) for name, value in row.items() if value} for row in table]
     expected = [
-        {"step": 4, "epoch": 0, "x_step": 7.0},  # logged in the last micro-batch of step 4
+        {"step": 4, "epoch": 0, "x_step": 6.5},  # the mean of the micro-batches of step 4
         {"step": 6, "epoch": 0, "x_epoch": 5.0},
-        {"step": 8, "epoch": 1, "x_step": 14.0},
+        {"step": 8, "epoch": 1, "x_step": 13.5},
         {"step": 12, "epoch": 1, "x_step": 21.0},
         {"step": 12, "epoch": 1, "x_epoch": 16.0},
     ]

@@ -58,6 +58,73 @@ def logged(
     return {name: memory.of(name) for name in ("loss_step", "loss_epoch", "samples", "val")}
 
 
+# --------------------------------------------------------------------------------------- the value of a step is its window's
+
+
+class Steps(Weighed):
+    """Logs by step with each kind of reduction; keeps what monitors, bar and loggers see after each optimizer step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, float]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        tokens, losses = batch
+        loss = (tokens * losses).sum() / tokens.sum().clamp(min=1.0)
+        self.log("loss", loss, prog_bar=True)
+        self.log("own", loss, batch_size=1)
+        for how in ("sum", "min", "max"):
+            self.log(how, losses[0], reduce_fx=how)
+        self.log("order", losses[0], reduce_fx=in_order)
+        self.log("first", losses[0]) if batch_idx % 4 < 2 else None  # only in a part of the window
+        self.log("twice", 100.0)
+        self.log("twice", losses[0])  # the last value of a micro-batch counts
+        return loss + self.zero
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        names = [*self.trainer.callback_metrics]
+        self.seen.append({name: float(self.trainer.callback_metrics[name]) for name in names})
+
+
+def in_order(values: Tensor) -> Tensor:
+    """The values as digits in base 100."""
+    return (values * 100.0 ** torch.arange(len(values)).flip(0)).sum()
+
+
+def steps(strategy: str, window: int) -> tuple[list[dict[str, float]], list[dict[str, float]], dict[str, float]]:
+    memory, module = Memory(), Steps()
+    trainer = make_trainer(strategy=strategy, accumulate_grad_batches=window, logger=memory, log_every_n_steps=1)
+    trainer.fit(module, DataLoader(TensorDataset(TOKENS, LOSSES), 1))
+    return [row for _, row in memory.rows], module.seen, dict(trainer.progress_bar_metrics)
+
+
+def check_steps(rows: list[dict[str, float]]) -> None:
+    """Windows of four samples, by hand: tokens 1, 2, 8, 1; 3, 0, 5, 2; 1, 1, 0, 0 and losses 0 to 11."""
+    assert [row["loss"] for row in rows] == pytest.approx([(0 + 2 + 16 + 3) / 12, (12 + 0 + 30 + 14) / 10, (8 + 9) / 2])
+    assert [row["own"] for row in rows] == pytest.approx([6 / 4, (4 + 0 + 6 + 7) / 4, (8 + 9 + 0 + 0) / 4])
+    assert [row["sum"] for row in rows] == [6.0, 22.0, 38.0]
+    assert [row["min"] for row in rows] == [0.0, 4.0, 8.0]
+    assert [row["max"] for row in rows] == [3.0, 7.0, 11.0]
+    assert [row["order"] for row in rows] == [10203.0, 4050607.0, 8091011.0]
+    assert [row["twice"] for row in rows] == pytest.approx([(0 + 2 + 16 + 3) / 12, (12 + 0 + 30 + 14) / 10, (8 + 9) / 2])
+
+
+def test_a_step_is_reduced_over_its_window() -> None:
+    rows, seen, bar = steps("auto", 4)
+    check_steps(rows)
+    assert [row["first"] for row in rows] == pytest.approx([2 / 3, 12 / 3, (8 + 9) / 2])
+    for row, after in zip(rows, seen[3::4], strict=True):  # monitors see the same at the end of the window
+        assert after.items() >= {name: value for name, value in row.items() if name != "epoch"}.items()
+    assert [after["loss"] for after in seen[:4]] == pytest.approx([0.0, 2 / 3, 18 / 11, 21 / 12])  # and so far within it
+    assert bar["loss"] == pytest.approx(8.5)
+
+
+def test_a_step_is_reduced_over_its_window_and_the_processes() -> None:
+    (rows, _, bar), (_, _, other) = run_world(2, steps, "ddp", 2)
+    check_steps(rows)
+    assert bar == other == {"loss": pytest.approx(8.5)}
+
+
 @pytest.mark.parametrize("window", [1, 2, 4])
 def test_the_mean_of_an_epoch_is_over_tokens(window: int) -> None:
     """An explicit `batch_size` and the metrics of a validation keep their weights."""

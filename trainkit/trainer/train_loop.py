@@ -134,6 +134,7 @@ def run_micro_batch(run: Run, plan: FitPlan, micro: MicroBatch, window: OpenWind
     engine.accumulation.begin(micro)
     if micro.first:
         progress.should_log, progress.loss = run.due.logs(progress.global_step + 1), None
+        metrics.begin_window(micro.index, run.accumulation)
     has_data, skip = micro.kind is MicroBatchKind.DATA, None
     if has_data:
         metrics.stamp = micro.index
