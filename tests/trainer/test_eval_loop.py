@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import Measuring, Memory, exact_loss, make_trainer, parameters_of, same
 from torch import Tensor, nn
@@ -340,3 +341,130 @@ def test_metrics_of_inference_mode_can_be_used_afterwards() -> None:
     weight = nn.Parameter(torch.ones((), dtype=value.dtype))
     (weight * value).backward()
     assert weight.grad is not None
+
+
+# -------------------------------------------------------------------------------------- no_grad, and inference_mode
+
+
+class Lazy(TinyModule):
+    """Makes in validation what training uses: a cache as an attribute and one as a buffer, a running value, a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+        self.register_buffer("mask", None)
+        self.register_buffer("running", torch.zeros(()))
+        self.metric = torchmetrics.MeanMetric()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.table is None:
+            self.table, self.mask = torch.ones(1), torch.ones(1)
+        return self.layer(inputs) * self.table * self.mask
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.running += 1.0
+        self.metric.update(1.0)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.running = self.running + 1.0
+        self.metric.reset()
+        with torch.enable_grad():  # forces, gradient penalties
+            inputs = batch[0].clone().requires_grad_()
+            (slope,) = torch.autograd.grad(self(inputs).sum(), inputs)
+        self.log("slope", slope.sum())
+
+
+@pytest.mark.parametrize("sanity", [0, 1])
+def test_what_validation_makes_in_a_fit_is_used_in_training(sanity: int) -> None:
+    module = Lazy()
+    trainer = make_trainer(max_epochs=2, num_sanity_val_steps=sanity)
+    trainer.fit(module, tiny_loader(), tiny_loader())
+    assert "slope" in trainer.callback_metrics
+    assert float(module.running) == 4 * 4 + sanity
+
+
+class GradModes(TinyModule):
+    def note(self, *_: Any) -> None:
+        self.modes.add((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+
+    validation_step = test_step = predict_step = note
+    on_validation_start = on_validation_epoch_end = on_validation_end = note
+
+
+def test_each_verb_has_its_mode() -> None:
+    module, trainer = GradModes(), make_trainer(num_sanity_val_steps=1)
+    for inference_mode in (True, False):
+        trainer.inference_mode, module.modes = inference_mode, set()
+        trainer.fit(module, tiny_loader(), tiny_loader())
+        assert module.modes == {(False, False)}
+        for evaluate in (trainer.validate, trainer.test, trainer.predict):
+            module.modes = set()
+            evaluate(module, tiny_loader())
+            assert module.modes == {(inference_mode, False)}
+
+
+FIX = r"\ntrainkit: validate, test and predict run under torch.inference_mode\(\).* Trainer\(inference_mode=False\)"
+
+
+def test_torchs_errors_about_inference_tensors_name_the_fix() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)does not require grad and does not have a grad_fn.*" + FIX):
+        make_trainer().validate(Lazy(), tiny_loader())
+
+    class Cached(Lazy):
+        validation_step = TinyModule.validation_step
+
+    module = Cached()
+    make_trainer().validate(module, tiny_loader())
+    with pytest.raises(RuntimeError, match=r"(?s)Inference tensors cannot be saved for backward.*" + FIX):
+        make_trainer().fit(module, tiny_loader())
+
+    class Assigned(TinyModule):
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.running = torch.zeros(())
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            self.running += 1.0
+            return super().training_step(batch, batch_idx)
+
+    module = Assigned()
+    make_trainer().validate(module, tiny_loader())
+    with pytest.raises(RuntimeError, match=r"(?s)Inplace update to inference tensor outside InferenceMode.*" + FIX):
+        make_trainer().fit(module, tiny_loader())
+    for kind in (Lazy, Assigned):  # the fix works
+        module, trainer = kind(), make_trainer(inference_mode=False)
+        trainer.validate(module, tiny_loader())
+        trainer.fit(module, tiny_loader())
+
+
+def test_other_errors_do_not_name_it() -> None:
+    class Detached(TinyModule):
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.loss(batch).backward()
+
+    with pytest.raises(RuntimeError, match="does not require grad") as caught:
+        make_trainer().fit(Detached(), tiny_loader(), tiny_loader())
+    assert "trainkit" not in str(caught.value)
+
+
+def test_an_object_that_validate_has_used_can_be_used_in_training() -> None:
+    class Logged(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = torchmetrics.SumMetric()
+
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.metric.update(2.0)
+            self.log("sum", self.metric)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            self.metric.update(1.0)
+            self.log("sum", self.metric, on_step=False, on_epoch=True)
+            return self.loss(batch)
+
+    module = Logged()
+    assert make_trainer().validate(module, tiny_loader(), verbose=False) == [{"sum": 8.0}]
+    trainer = make_trainer(limit_val_batches=0)
+    trainer.fit(module, tiny_loader())
+    assert trainer.callback_metrics["sum"] == 4.0

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trainkit.trainer.plans import EvaluationPlan
     from trainkit.trainer.run import Run
 
-__all__ = ["check_sanity", "evaluate", "gather_predictions"]
+__all__ = ["check_sanity", "evaluate", "explain_inference_tensors", "gather_predictions"]
 
 _NO_MICRO_BATCH = MicroBatch(NO_BATCH, 0, True, True, 0.0, MicroBatchKind.NONE)
 
@@ -256,8 +256,20 @@ def _eval_mode(module: TrainModule, name: str) -> Iterator[None]:
             part.training = training
 
 
+def explain_inference_tensors(run: Run, error: BaseException) -> None:
+    """Add the fix to torch's errors about tensors that were made under `inference_mode`, also if a later fit uses them."""
+    text = str(error)
+    without_graph = run.progress.stage != "fit" and "does not require grad and does not have a grad_fn" in text
+    if run.inference_mode and isinstance(error, RuntimeError) and (without_graph or "inference tensor" in text.lower()):
+        error.args = (
+            f"{text}\ntrainkit: validate, test and predict run under torch.inference_mode(). To use gradients in them, or to "
+            "train with tensors that they have made: Trainer(inference_mode=False)",
+        )
+
+
 def _no_gradients(run: Run) -> AbstractContextManager[Any]:
-    # parameters gathered under inference_mode could not be trained afterwards, and XLA has no inference tensors
+    # what is made under inference_mode cannot be trained with, such as gathered parameters and, in a fit, any cache of the
+    # module; XLA has no inference tensors
     strategy = run.strategy
-    plain = run.inference_mode and not (strategy.shards_parameters or strategy.lazy_tensors)
+    plain = run.inference_mode and not (run.progress.stage == "fit" or strategy.shards_parameters or strategy.lazy_tensors)
     return torch.inference_mode() if plain else torch.no_grad()

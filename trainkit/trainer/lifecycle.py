@@ -36,6 +36,7 @@ from trainkit.module.train_module import TrainModule
 from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators
 from trainkit.trainer.compiled_steps import begin_compiling, uncompiled
 from trainkit.trainer.defaults import merge_module_callbacks, renew_loggers, share_log_folders
+from trainkit.trainer.eval_loop import explain_inference_tensors
 from trainkit.trainer.profiler import Profiler
 from trainkit.trainer.progress import RunProgress
 from trainkit.trainer.run import Run
@@ -156,6 +157,8 @@ def running(
         status = "success"
     except BaseException as exception:
         strategy.broken = strategy.world.size > 1
+        if run is not None:
+            explain_inference_tensors(run, exception)
         ending = report_failure(strategy.world.channel, exception if run is None else _cause(run, exception))
         if run is not None:
             run.progress.interrupt()
