@@ -108,6 +108,37 @@ def test_skip_update(hook: str, precision: str) -> None:
         assert same_state(watching.states[place], watching.states[0])
 
 
+class Weightless(TinyModule):
+    """The first window of two micro-batches has no weight."""
+
+    def batch_weight(self, batch: Any) -> float:
+        return float(batch[0][0, 0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.layer.weight * batch[0][0, 0]).sum()
+
+
+class SteppedByModule(Weightless):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+
+@pytest.mark.parametrize("kind", [Weightless, SteppedByModule])
+def test_a_window_of_weight_0_has_no_optimizer_step(kind: type[TinyModule]) -> None:
+    class Reads(Callback):
+        norms: list[float] = []  # noqa: RUF012
+
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            self.norms.append(float(module.layer.weight.grad.sum()))
+
+    Reads.norms = []
+    weights = torch.tensor([0.0, 0.0, 1.0, 1.0, 2.0, 2.0]).reshape(6, 1).expand(6, 4).clone()
+    trainer = make_trainer(Reads(), accumulate_grad_batches=2)
+    trainer.fit(kind(), [[row.reshape(1, 4)] for row in weights])
+    assert Reads.norms == [4.0, 8.0]
+    assert trainer.global_step == 2
+
+
 def test_skipping_is_for_one_window() -> None:
     """A request to skip does not affect the next accumulation window, even if its own has no loss or ends early."""
 

@@ -148,7 +148,7 @@ class ModuleStep:
 
     def _before_step(self) -> None:
         hooks = self._run.hooks.on_before_optimizer_step
-        if hooks:
+        if hooks and not self._run.accelerator.accumulation.current.empty:
             self._run.accelerator.unscale_gradients(self._own)  # the hooks see the true gradients
             for hook in hooks:
                 hook(self._own)

@@ -202,7 +202,7 @@ def close_window(run: Run, plan: FitPlan, window: OpenWindow) -> bool:
         if had_loss and plan.module_step is not None:
             plan.module_step(plan)
         elif had_loss:
-            if hooks.on_before_optimizer_step:
+            if hooks.on_before_optimizer_step and not engine.accumulation.current.empty:
                 engine.unscale_gradients(optimizer)  # the hooks see the true gradients
                 for hook in hooks.on_before_optimizer_step:
                     hook(optimizer)
