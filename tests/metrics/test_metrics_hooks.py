@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainkit import Callback
 from trainkit.errors import HookError, MetricError
-from trainkit.loggers import CSVLogger, JSONLLogger
+from trainkit.loggers import CSVLogger, JSONLLogger, Logger
 
 Call = Callable[[Any, int], Any]
 
@@ -208,6 +208,57 @@ def test_names_by_step_and_by_epoch() -> None:
     assert trainer.logged_metrics == {"both_step": 3.0, "both_epoch": 1.5}
     assert trainer.progress_bar_metrics == {"both_step": 3.0, "both_epoch": 1.5, "step": 3.0}
     assert {name for _, row in logger.rows for name in row} == {"both_step", "both_epoch", "epoch"}
+
+
+class Plain(Logger):
+    """A logger as it is written for Lightning: it has its own `log_metrics`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+
+@pytest.mark.parametrize("by", ["step", "epoch", "dict", "validation", "end"])
+def test_a_metric_called_step_is_the_x_axis(by: str) -> None:
+    """In each logger, also in one that does not know it, like that of Lightning; it stays in `logged_metrics`."""
+
+    def step(self: Any, n: int) -> None:
+        x = 100.0 + self.current_epoch
+        if by == "step":
+            self.log("step", x)
+            self.log("loss", float(n))
+        if by == "epoch":
+            self.log("step", x, on_step=False, on_epoch=True)
+            self.log("loss", float(n), on_step=False, on_epoch=True)
+        if by == "dict":
+            self.log_dict({"step": x, "loss": float(n)}, on_step=False, on_epoch=True)
+
+    class Stepped(TinyModule):
+        count = -1
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.count += 1
+            step(self, self.count)
+            return self.loss(batch)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if by == "validation":
+                self.log_dict({"step": 100.0 + self.current_epoch, "loss": 1.0})
+
+        def on_train_epoch_end(self) -> None:
+            if by == "end":
+                self.log_dict({"step": 100.0 + self.current_epoch, "loss": 1.0})
+
+    loggers = [Plain(), Memory()]
+    trainer = make_trainer(logger=loggers, log_every_n_steps=2, max_epochs=2)
+    trainer.fit(Stepped(), tiny_loader(), tiny_loader())
+    for logger in loggers:
+        assert [x for x, _ in logger.rows] == ([100, 100, 101, 101] if by == "step" else [100, 101])
+        assert all(set(row) == {"epoch", "loss"} for _, row in logger.rows)
+    assert trainer.logged_metrics["step"] == trainer.callback_metrics["step"] == 101.0
 
 
 def test_within_an_epoch_the_name_is_the_value_of_the_step() -> None:

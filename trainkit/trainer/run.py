@@ -325,7 +325,8 @@ class Run:
             return
         if step is None:
             step = evaluating.count if evaluating is not None and for_step else progress.global_step
-        row = {"epoch": progress.current_epoch, **metrics}  # a module may log its own "epoch"
+        row = {"epoch": progress.current_epoch, **metrics}  # a module may log its own "epoch", and "step": the x axis
+        step = int(row.pop("step", step))
         for logger in self.loggers:
             with logger._surviving(f"write the metrics of step {step}"):  # also of a class that overrides log_metrics
                 logger.log_metrics(row, step)
