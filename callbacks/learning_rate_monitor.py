@@ -24,6 +24,7 @@ class LearningRateMonitor(Callback):
     """Logs the learning rate of every optimizer, at log boundaries or once per epoch.
 
     By step it logs the rate that this optimizer step used, before a scheduler changes it; by epoch, the rate at its beginning.
+    In epochs with fewer optimizer steps than `log_every_n_steps` it also logs the first step of each epoch.
     Names are `lr-AdamW`; `lr-AdamW` and `lr-AdamW-1` for two optimizers of a class; `lr-AdamW/pg1`, `lr-AdamW/pg2`
     for parameter groups, or `lr-AdamW/<name>` if a group has a `"name"`. A `"name"` in the scheduler's configuration
     replaces `lr-AdamW`.
@@ -60,6 +61,7 @@ class LearningRateMonitor(Callback):
         self._names: dict[int, list[str]] = {}  # by id of the optimizer, one name per parameter group
         self._bases: dict[int, str] = {}  # by id of the optimizer
         self._intervals: dict[int, str] = {}
+        self._first_steps: set[int] = set()  # optimizers whose first step of a short epoch is to be logged, by id
 
     @property
     def lr_names(self) -> list[str]:
@@ -96,6 +98,8 @@ class LearningRateMonitor(Callback):
         self.last_weight_decay_values = {f"{name}-weight_decay": None for name in self.lr_names}
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        by_step = {id(optimizer) for optimizer in trainer.optimizers if self._intervals.get(id(optimizer)) == "step"}
+        self._first_steps = by_step if _is_short(trainer) else set()
         values: dict[str, float] = {}
         for optimizer in trainer.optimizers:
             if self._intervals.get(id(optimizer)) == "epoch":
@@ -104,8 +108,12 @@ class LearningRateMonitor(Callback):
             self.log_dict(values, on_step=False, on_epoch=True)
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
+        first = id(optimizer) in self._first_steps
+        self._first_steps.discard(id(optimizer))
         if trainer.should_log and self._intervals.get(id(optimizer)) == "step":
             self.log_dict(self._values(optimizer), on_step=True, on_epoch=False)
+        elif first:  # passed to the loggers now, since this step is no log boundary
+            trainer._run.emit(self._values(optimizer), True, trainer.global_step + 1)
 
     def _values(self, optimizer: Optimizer) -> dict[str, float]:
         values: dict[str, float] = {}
@@ -120,6 +128,14 @@ class LearningRateMonitor(Callback):
                 decay = float(group.get("weight_decay", 0.0))
                 self.last_weight_decay_values[f"{name}-weight_decay"] = values[f"{name}-weight_decay"] = decay
         return values
+
+
+def _is_short(trainer: Trainer) -> bool:
+    """Whether an epoch that begins has fewer optimizer steps than `log_every_n_steps`."""
+    every = trainer.log_every_n_steps
+    if not every or trainer._run.progress.epoch_start > 0:
+        return False
+    return trainer.num_training_batches / trainer.accumulate_grad_batches < every
 
 
 def _numbered(bases: list[str]) -> list[str]:

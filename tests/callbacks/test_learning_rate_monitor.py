@@ -107,6 +107,7 @@ def test_intervals(trainer, module, logging_interval: str | None, per_step: Any,
     optimizers = [torch.optim.SGD([parameter()], lr=0.5), torch.optim.Adam([parameter()], lr=0.25)]
     configs = [config(0, "step"), config(1, "epoch")]
     callback = attached(trainer, module, optimizers, configs, logging_interval=logging_interval)
+    trainer.log_every_n_steps = 0
     callback.on_train_epoch_start(trainer, module)
     assert module.logged == per_epoch
     assert not per_epoch or module.options == {"on_step": False, "on_epoch": True}
@@ -189,6 +190,28 @@ def test_a_fit_logs_the_rate_of_each_window(make_trainer) -> None:
     module, trainer = Scheduled("step"), make_trainer(LearningRateMonitor(), accumulate_grad_batches=2)
     trainer.fit(module, tiny_loader())
     assert trainer.logger.of("lr-SGD") == {1: 0.5, 2: 0.25}
+
+
+def test_short_epochs_are_logged_at_their_first_step(make_trainer) -> None:
+    """Epochs of four steps: 1, 5, 9 and 13 begin one, and 6 and 12 are log boundaries; each step has one row."""
+    module, trainer = Scheduled("step"), make_trainer(LearningRateMonitor(), log_every_n_steps=6, max_epochs=4)
+    trainer.fit(module, tiny_loader())
+    assert trainer.logger.of("lr-SGD") == {step: 0.5**step for step in (1, 5, 6, 9, 12, 13)}
+    assert trainer.callbacks[0].lrs["lr-SGD"] == [0.5**step for step in (1, 5, 6, 9, 12, 13)]
+    steps = [step for step, row in trainer.logger.rows if "lr-SGD" in row]
+    assert steps == [1, 5, 6, 9, 12, 13]
+
+
+def test_a_short_epoch_that_is_resumed_is_not_logged_again(make_trainer) -> None:
+    class Saving(Scheduled):
+        def on_train_batch_end(self, outputs, batch, batch_idx) -> None:
+            if (self.current_epoch, batch_idx) == (1, 1):
+                self.trainer.save_checkpoint("middle")
+
+    make_trainer(LearningRateMonitor(), log_every_n_steps=50, max_epochs=2).fit(Saving("step"), tiny_loader())
+    trainer = make_trainer(LearningRateMonitor(), log_every_n_steps=50, max_epochs=3)
+    trainer.fit(Scheduled("step"), tiny_loader(), ckpt_path="middle")
+    assert list(trainer.logger.of("lr-SGD")) == [9]
 
 
 @pytest.mark.parametrize("logging_interval", [None, "epoch"])
