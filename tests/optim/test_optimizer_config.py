@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -406,6 +407,56 @@ def test_a_plateau_by_step_without_validation_follows_each_update() -> None:
     assert plateau_rates(module, validation=False) == [0.1, 0.1, 0.05, 0.025]
     module = Scripted(following("by_step", interval="step", frequency=2), [])
     assert plateau_rates(module, validation=False, max_epochs=2) == [0.1] * 4 + [0.05] * 2 + [0.025] * 2
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_a_plateau_uses_each_value_once(interval: str) -> None:
+    """A metric that always improves never lowers the rate, though only every second epoch has a validation."""
+
+    class Saving(Scripted):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 2:
+                self.trainer.save_checkpoint("middle")
+
+    options = {"monitor": "val_metric", "interval": interval, "strict": False}
+    without = pytest.warns(TrainkitWarning, match=r"No validation was due yet: check_val_every_n_epoch=2\. Logged so far")
+    with without if interval == "epoch" else nullcontext():
+        improves = Saving(following(**options), [4.0, 3.0, 2.0, 1.0])
+        assert plateau_rates(improves, max_epochs=8, check_val_every_n_epoch=2) == [0.1] * 32
+    # the checkpoint knows that its last value has been used: only that of epoch 3, which is worse, lowers the rate
+    noted, module = Rates(), Scripted(following(**options), [5.0, 1.0, 0.5])
+    trainer = make_trainer(noted, max_epochs=8, check_val_every_n_epoch=2)
+    trainer.fit(module, tiny_loader(16), tiny_loader(4), ckpt_path="middle")
+    assert noted.rates == [0.1] * 8 + [0.05] * 16
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_a_plateau_follows_a_metric_of_training_that_is_logged_rarely(interval: str) -> None:
+    """Once an epoch, in its first step: by epoch it counts in each epoch, by step in these steps only."""
+
+    class Rare(Scripted):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 0:
+                self.log("rare", float(self.current_epoch))
+            return self.loss(batch)
+
+    module = Rare(following("rare", interval=interval), [])
+    seen = plateau_rates(module, validation=False, max_epochs=4)
+    assert module.trainer.lr_scheduler_configs[0].scheduler.last_epoch == 4
+    assert seen[-1] == 0.1 * 0.5 ** (2 if interval == "epoch" else 3)  # the last epoch ends after its last step
+
+
+def test_a_plateau_that_waits_for_a_validation() -> None:
+    module = Scripted(following("val_metric"), [3.0])
+    words = (
+        r"the scheduler ReduceLROnPlateau monitors 'val_metric', which was not logged. No validation was due yet: "
+        r'check_val_every_n_epoch=2. .* To advance .* after each validation, .*"interval": "step".*"frequency": 2, to'
+    )
+    with pytest.raises(MissingMetricError, match=words):
+        plateau_rates(module, max_epochs=4, check_val_every_n_epoch=2)
+    for fix in ({"interval": "step"}, {"frequency": 2}):  # both work
+        module = Scripted(following("val_metric", **fix), [3.0, 2.0])
+        assert plateau_rates(module, max_epochs=4, check_val_every_n_epoch=2) == [0.1] * 16
 
 
 def test_the_sanity_check_moves_no_plateau() -> None:

@@ -12,7 +12,7 @@ from trainkit.module.train_module import TrainModule
 if TYPE_CHECKING:
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["how_to_log", "not_logged", "of_validation", "why_no_validation"]
+__all__ = ["how_to_log", "not_logged", "of_validation", "validation_hint", "why_no_validation"]
 
 
 def not_logged(run: Trainer, owner: str, monitor: str, logged: Iterable[str]) -> str:
@@ -29,6 +29,8 @@ def not_logged(run: Trainer, owner: str, monitor: str, logged: Iterable[str]) ->
     if reason is not None:
         reason = f" This fit has no validation: {reason}."
         near = "" if of_validation(monitor) else near  # the user did not mean a training metric
+    elif (setting := _why_not_yet(run)) is not None:
+        reason = f" No validation was due yet: {setting}."
     elif monitor in run.logged_metrics:
         reason = f" Validation logs it by step only: use self.log({monitor!r}, value, on_epoch=True)."
     return (
@@ -40,6 +42,31 @@ def not_logged(run: Trainer, owner: str, monitor: str, logged: Iterable[str]) ->
 def how_to_log(monitor: str) -> str:
     """The rest of that message: the fix."""
     return f"To monitor {monitor!r}, log it in validation_step or training_step: self.log({monitor!r}, value)"
+
+
+def validation_hint(run: Trainer) -> str:
+    """The fix for a scheduler that waits for a metric of a validation that was not due yet; else an empty string."""
+    if _why_not_yet(run) is None:
+        return ""
+    every = run._arguments.check_val_every_n_epoch
+    epochs = f'"frequency": {every}' if every is not None and every > 1 else '"frequency": n'
+    return (
+        ' To advance the scheduler after each validation, return {"scheduler": scheduler, "monitor": ..., "interval": "step"} '
+        f'for "lr_scheduler" in configure_optimizers; or {epochs}, to advance it only after epochs with a validation.'
+    )
+
+
+def _why_not_yet(run: Trainer) -> str | None:
+    """Why a fit that has validation has not validated so far; `None` if it has, or has none."""
+    plan = run._run.validation_plan
+    if run.stage != "fit" or plan is None or plan.count > 0:
+        return None
+    arguments = run._arguments
+    if arguments.val_every_n_steps is not None:
+        return f"val_every_n_steps={arguments.val_every_n_steps}"
+    if arguments.check_val_every_n_epoch not in (None, 1):
+        return f"check_val_every_n_epoch={arguments.check_val_every_n_epoch}"
+    return f"val_check_interval={arguments.val_check_interval}"
 
 
 def why_no_validation(run: Trainer) -> str | None:

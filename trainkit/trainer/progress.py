@@ -95,7 +95,9 @@ class RunProgress:
         extra_batches: number of micro-batches that this epoch has more than others, because it was resumed on a different
             number of processes, at a position that is not a multiple of that number.
         validation_start: what a running validation began with; `None` outside one.
-        computed: metric → `global_step` at which its value of an epoch or an evaluation was computed.
+        computed: metric → `global_step` at which its value of an epoch or an evaluation was computed. For one that was
+            logged by step in an epoch, but not in its last step: the step before that.
+        advanced: number of a scheduler that follows a metric → `global_step` at which it was advanced last.
         tried_to_learn: `training_step` has returned a loss or, under manual optimization, stepped an optimizer.
         warned_of_no_step: the user was warned that a whole epoch made no optimizer step.
         overflows: number of optimizer steps that were skipped because a scaled gradient overflowed; set when training ends.
@@ -127,6 +129,7 @@ class RunProgress:
     extra_batches: int = 0
     validation_start: ValidationStart | None = None
     computed: dict[str, int] = field(default_factory=dict)
+    advanced: dict[str, int] = field(default_factory=dict)
     tried_to_learn: bool = False
     warned_of_no_step: bool = False
     overflows: int = 0

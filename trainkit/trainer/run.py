@@ -345,10 +345,24 @@ class Run:
 
     def end_metrics_of_epoch(self) -> None:
         """Reduce what was logged in the training epoch; note which values are of the current step."""
-        store, step = self.train_metrics, self.progress.global_step
+        store, step, computed = self.train_metrics, self.progress.global_step, self.progress.computed
         window = store.stamp - store.stamp % self.accumulation  # first micro-batch of the last one
         trained, present = set(store.step_values()), store.logged_since(window)
         ended = store.flush_epoch()
-        own = [name for name in (*present, *ended) if name not in self.results.evaluated]
-        self.progress.computed.update(dict.fromkeys(own, step))
+        for names, last in ((trained, step - 1), ((*present, *ended), step)):
+            computed.update((name, last) for name in names if name not in self.results.evaluated)
         warn_shared_names(self, trained.union(ended))
+
+    def logged_in(self, name: str) -> float:
+        """The `global_step` in which a metric was logged last; infinity if that is unknown."""
+        stamp = None if name in self.results.evaluated else self.train_metrics.logged_at(name)
+        if stamp is None:
+            return self.computed_in(name)
+        windows = self.progress.batch_idx // self.accumulation - stamp // self.accumulation
+        return self.progress.global_step - windows
+
+    def computed_in(self, name: str) -> float:
+        """The `global_step` in which the value of an epoch or an evaluation was computed; infinity if that is unknown."""
+        base, of_loader, index = name.partition("/dataloader_idx_")
+        known = [self.progress.computed.get(key) for key in (name, f"{base}_epoch{of_loader}{index}")]
+        return max((step for step in known if step is not None), default=math.inf)

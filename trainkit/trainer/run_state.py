@@ -80,6 +80,7 @@ def _capture_loop(run: Run, loader: PreparedLoader) -> dict[str, Any]:
         "stopping": progress.stop is Stop.STOPPING and requested,
         "should_stop": progress.should_stop and requested,
         "computed": dict(progress.computed),
+        "advanced": dict(progress.advanced),
     }
 
 
@@ -111,6 +112,8 @@ def restore_loop(run: Run, plan: FitPlan, saved: Mapping[str, Any]) -> None:
         progress.begin_stopping()
     progress.should_stop = bool(saved["should_stop"])
     progress.computed = {str(name): int(step) for name, step in saved["computed"].items()}
+    advanced = saved.get("advanced", {})  # absent from checkpoints of earlier versions
+    progress.advanced = {str(index): int(step) for index, step in advanced.items()}
     if run.validation_plan is not None:
         run.validation_plan.count = int(saved["validation_batches"])
 

@@ -379,7 +379,7 @@ class SavePolicy:
         if self._replaced:
             return False
         step = run.progress.global_step
-        if any(run.progress.computed.get(key) == step for key in (name, f"{name}_epoch")):
+        if run.computed_in(name) == step:
             return True
         stamp = run.train_metrics.logged_at(name)
         if stamp is None or name in run.results.evaluated:

@@ -23,7 +23,7 @@ from trainkit.errors import LossError, MissingMetricError
 from trainkit.metrics.saved_objects import count_updates
 from trainkit.metrics.store import Scope
 from trainkit.micro_batch import MicroBatch, MicroBatchKind
-from trainkit.module.monitors import not_logged
+from trainkit.module.monitors import not_logged, validation_hint
 from trainkit.state.plug_ins import logger_states
 from trainkit.trainer.eval_loop import evaluate
 from trainkit.trainer.padding_steps import without_data
@@ -410,16 +410,22 @@ def advance_plateaus(run: Run, plan: FitPlan) -> None:
 
 
 def advance(run: Run, config: SchedulerConfig) -> None:
-    """Advance one scheduler, with its monitor's value if it has one."""
+    """Advance one scheduler, with its monitor's value if it has one. A value is used once: an old one is no bad epoch."""
     metric = None
     if config.reduce_on_plateau:
-        known = run.callback_metrics
-        metric = known.get(config.monitor or "")
+        known, monitor = run.callback_metrics, config.monitor or ""
+        metric = known.get(monitor)
         if metric is None:
-            name = type(config.scheduler).__name__
-            message = not_logged(run.module.trainer, f"the scheduler {name}", config.monitor or "", known)
+            message = not_logged(run.module.trainer, f"the scheduler {type(config.scheduler).__name__}", monitor, known)
             if config.strict:
-                raise MissingMetricError(message)
+                raise MissingMetricError(message + validation_hint(run.module.trainer))
             warn(message + " The scheduler is not advanced.")
             return
+        index = str(next(n for n, one in enumerate(run.schedulers) if one is config))
+        is_new = run.logged_in(monitor) > run.progress.advanced.get(index, -1)
+        if run.several:  # a metric that only the main process logs is new there
+            is_new = bool(run.strategy.world.largest([is_new])[0])
+        if not is_new:
+            return
+        run.progress.advanced[index] = run.progress.global_step
     run.module.lr_scheduler_step(config.scheduler, metric)
