@@ -115,10 +115,11 @@ class TrainModule(HyperparametersMixin, ModuleHooks, AttachedModule, ExportableM
             value: A number, a tensor of one element, or a torchmetrics `Metric`. Tensors stay on the device.
             prog_bar: Show it in the progress bar.
             logger: Pass it to the loggers. Default: `True`.
-            on_step: Log the value of the step, every `log_every_n_steps` optimizer steps. Default: in training batches.
+            on_step: Log the value of the step, every `log_every_n_steps` optimizer steps: of all micro-batches of its window,
+                reduced as `reduce_fx` says. Default: in training batches.
             on_epoch: Log the value reduced over the epoch. Default: everywhere except in training batches.
             reduce_fx: `"mean"` or `"avg"` (weighted by samples, in float64), `"sum"`, `"min"`, `"max"`, torch's functions of
-                these names, or another function of the tensor of all values of the epoch.
+                these names, or another function of the tensor of all values of the epoch or the window.
             enable_graph: Keep the autograd graph of the value.
             sync_dist: No effect: values are always reduced over all ranks.
             sync_dist_group: Only `None` or `torch.distributed.group.WORLD`.

@@ -139,7 +139,8 @@ class Trainer:
             across epochs.
         num_sanity_val_steps: Number of validation batches before training, to find errors early; -1: all. Default: 2. Their
             metrics are discarded.
-        inference_mode: Evaluate under `torch.inference_mode`; `False`: under `torch.no_grad`.
+        inference_mode: Run `validate`, `test` and `predict` under `torch.inference_mode`; `False`: under `torch.no_grad`, like
+            the validation in a fit, since what is created there may be used in training.
 
     Args: What is shown and kept
         logger: `True` (the default): TensorBoard if it is installed, otherwise CSV. `False`: none. Or a logger, its name
@@ -753,7 +754,7 @@ class Trainer:
 
     @property
     def inference_mode(self) -> bool:
-        """Whether evaluations run under `torch.inference_mode` instead of `torch.no_grad`."""
+        """Whether `validate`, `test` and `predict` run under `torch.inference_mode` instead of `torch.no_grad`."""
         return self._run.inference_mode
 
     @inference_mode.setter
