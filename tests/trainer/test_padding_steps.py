@@ -1,12 +1,14 @@
-"""Training batches that are `None`: a `collate_fn` found nothing usable in them."""
+"""Training batches that are `None`, because a `collate_fn` found nothing usable in them, and steps that are repeated."""
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from helpers.runs.tiny import ManualModule, TinyModule, tiny_loader
 from helpers.runs.trainers import Recorder, make_trainer, parameters_of, same
 from torch import Tensor
@@ -14,6 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 
 from trainkit import Callback, Trainer
 from trainkit.errors import DataError
+from trainkit.metrics.store import MetricResults, MetricStore
+from trainkit.trainer.padding_steps import without_effects
 
 UNUSABLE = (0, 3, 5, 6)  # of eight batches; the middle of a window, its start and its end
 USABLE = [index for index in range(8) if index not in UNUSABLE]
@@ -120,3 +124,22 @@ def test_where_each_process_needs_a_batch() -> None:
     trainer = make_trainer(strategy="ddp", devices=2)
     with pytest.raises(DataError, match="yielded None .* manual optimization .* Return a usable one from the collate_fn"):
         trainer.fit(ManualModule(), loader(nothing))
+
+
+def test_a_repeated_step_leaves_torchmetrics_objects_as_they_were() -> None:
+    """A padding micro-batch, or a closure that is computed again, must not count twice."""
+
+    class Holder(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.total, self.every = torchmetrics.SumMetric(), torchmetrics.CatMetric()
+
+    module = Holder()
+    run = SimpleNamespace(module=module, metrics=MetricStore(lambda *_: None, MetricResults()))
+    for metric in (module.total, module.every):
+        metric.update(torch.tensor([1.0, 2.0]))
+    with without_effects(run, None):
+        for metric in (module.total, module.every):
+            metric.update(torch.tensor([10.0]))
+    assert (float(module.total.compute()), module.total.update_count) == (3.0, 1)
+    assert (module.every.compute().tolist(), module.every.update_count) == ([1.0, 2.0], 1)
