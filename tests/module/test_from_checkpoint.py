@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
 from argparse import Namespace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.resume.checkpoints import seal
 from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import Memory, make_trainer, parameters_of, same
 from torch import nn
@@ -348,3 +351,36 @@ def test_a_module_that_is_loaded_without_all_names() -> None:
     for use in (make_trainer().validate, make_trainer(max_epochs=3).fit):
         with pytest.raises(StateMismatchError, match="head"):
             use(Larger(strict=True), tiny_loader(), ckpt_path=path)
+
+
+def test_resolvers_of_omegaconf_get_nothing_from_a_checkpoint() -> None:
+    """A resolver is a function of the program, which text in a checkpoint must not call."""
+    omegaconf = pytest.importorskip("omegaconf")
+    called: list[Any] = []
+    omegaconf.OmegaConf.register_resolver("planted", called.append)
+
+    class Hydra(TinyModule):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.read = omegaconf.OmegaConf.to_container(config, resolve=True)
+
+    texts = ["${planted:1}", r"\${planted:1}", r"\\${planted:1}", "${planted:${width}}", "a ${oc.env:HOME} b", "${planted:"]
+    saved_texts = {f"text{index}": text for index, text in enumerate(texts)}
+    try:
+        config = omegaconf.OmegaConf.create({"width": 4, "again": "${width}", "list": []})
+        path = saved(Hydra(config)).checkpoint_callback.last_model_path
+        edit_state(path, lambda state: state["hyper_parameters"]["config"].update(saved_texts, again="${width}", list=texts))
+        read = Hydra.load_from_checkpoint(path).read
+    finally:
+        omegaconf.OmegaConf.clear_resolver("planted")
+    assert read == {"width": 4, "again": 4, "list": texts, **saved_texts}
+    assert called == []
+
+
+def edit_state(path: Any, change: Any) -> None:
+    file = Path(path) / "state.json"
+    state = json.loads(file.read_bytes())
+    change(state)
+    file.write_text(json.dumps(state))
+    seal(Path(path))

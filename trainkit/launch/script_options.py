@@ -8,7 +8,7 @@ from dataclasses import replace
 from trainkit.errors import ConfigurationError
 from trainkit.launch.rank_info import RankInfo
 
-__all__ = ["local_rank", "option", "placed"]
+__all__ = ["local_rank", "option", "options", "placed"]
 
 
 def local_rank(argv: Sequence[str]) -> int | None:
@@ -28,16 +28,21 @@ def option(argv: Sequence[str], name: str) -> str | None:
     Returns:
         The value, the last of several, as in argparse; `""` if no value follows; `None` if the option is not given.
     """
+    return next(iter(reversed(options(argv, name))), None)
+
+
+def options(argv: Sequence[str], name: str) -> list[str]:
+    """The values of an option that may be given several times."""
     names = {f"--{name}", f"--{name.replace('_', '-')}"}
-    value: str | None = None
+    values: list[str] = []
     for at, argument in enumerate(argv):
         if argument == "--":  # the rest are not options
             break
         option, equals, given = argument.partition("=")
         if option in names:
             following = argv[at + 1] if at + 1 < len(argv) else ""
-            value = given if equals else "" if following.startswith("--") else following
-    return value
+            values.append(given if equals else "" if following.startswith("--") else following)
+    return values
 
 
 def placed(place: RankInfo | None, argv: Sequence[str]) -> RankInfo | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -94,6 +95,8 @@ class DataModule(HyperparametersMixin, DataHooks):
         cls: type[D],
         checkpoint_path: str | PathLike[str],
         map_location: Any = None,
+        *,
+        trust: Iterable[str] = (),
         **overrides: Any,
     ) -> D:
         """Build a data module with the hyper-parameters and the state that a checkpoint holds.
@@ -101,16 +104,19 @@ class DataModule(HyperparametersMixin, DataHooks):
         Args:
             checkpoint_path: The folder of the checkpoint.
             map_location: No effect: it is for modules.
+            trust: Packages whose classes and functions the checkpoint may name, as for a module: `["mypackage."]`.
             **overrides: Arguments of `__init__` that differ from the saved ones, or were not saved.
 
         Raises:
             CheckpointError: It is missing or damaged, its run had no data module, or an argument of `__init__` is neither
                 saved nor passed.
             UnknownNameError: `__init__` does not accept an override.
+            ConfigurationError: `trust` is no list of packages.
         """
         from trainkit.module.from_checkpoint import build_data_module
+        from trainkit.module.trusted import Trust
 
-        return build_data_module(cls, checkpoint_path, overrides)
+        return build_data_module(cls, checkpoint_path, Trust(trust), overrides)
 
     def on_exception(self, exception: BaseException) -> None:
         """Called when a run ends by an error, a signal or Ctrl-C, after the callbacks' `on_exception` and before `teardown`."""

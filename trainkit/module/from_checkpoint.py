@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
+import re
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -15,9 +15,11 @@ from trainkit.checkpoint.folder import pointed_to
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
 from trainkit.checkpoint.staging import staging
 from trainkit.console import notice
-from trainkit.errors import CheckpointError, UnknownNameError, nearest
+from trainkit.errors import CheckpointError, CorruptCheckpointError, UnknownNameError, nearest
 from trainkit.module.data_module import DataModule
 from trainkit.module.hparams import HyperParameters
+from trainkit.module.restored_values import annotations_of, with_attributes, with_members
+from trainkit.module.trusted import Trust
 from trainkit.paths import local_path
 from trainkit.precision import Precision
 from trainkit.registry import load
@@ -39,6 +41,7 @@ def build_from_checkpoint(
     path: str | os.PathLike[str],
     map_location: Any,
     strict: bool | None,
+    trust: Trust,
     overrides: Mapping[str, Any],
 ) -> T:
     """A module created with the hyper-parameters of a checkpoint, with its weights loaded.
@@ -56,7 +59,7 @@ def build_from_checkpoint(
             f"{path} was saved by a training loop of your own, not by a Trainer. Build the module yourself and load the "
             "weights: Accelerator().load_state(path)"
         )
-    module = _built(cls, state, "hyper_parameters", overrides, str(path))
+    module = _built(cls, state, "hyper_parameters", trust, overrides, str(path))
     if (configure := getattr(module, "configure_model", None)) is not None:
         configure()
         module.__dict__["_built"] = True  # a Trainer must not build it again
@@ -76,7 +79,7 @@ def build_from_checkpoint(
     return module if device is None else module.to(device)
 
 
-def build_data_module(cls: type[D], path: str | os.PathLike[str], overrides: Mapping[str, Any]) -> D:
+def build_data_module(cls: type[D], path: str | os.PathLike[str], trust: Trust, overrides: Mapping[str, Any]) -> D:
     """A data module created with the hyper-parameters of a checkpoint, with its state restored.
 
     Raises:
@@ -95,7 +98,7 @@ def build_data_module(cls: type[D], path: str | os.PathLike[str], overrides: Map
             f"DataModule.load_from_checkpoint({str(path)!r}): DataModule has no loaders, and only a checkpoint of TrainkitCLI "
             "names the class. Expected the class of the data module. Fix: MyData.load_from_checkpoint(path)"
         )
-    module = _built(cls, state, "datamodule_hyper_parameters", overrides, str(path))
+    module = _built(cls, state, "datamodule_hyper_parameters", trust, overrides, str(path))
     module.load_state_dict(state["datamodule"])
     return module
 
@@ -119,26 +122,33 @@ def _device_of(map_location: Any) -> Any:
     return map_location
 
 
-def _built(cls: type[B], state: Mapping[str, Any], key: str, overrides: Mapping[str, Any], path: str) -> B:
+def _built(cls: type[B], state: Mapping[str, Any], key: str, trust: Trust, overrides: Mapping[str, Any], path: str) -> B:
     """A module or data module with the arguments in `state[key]`; creates the objects if they are of a configuration."""
     class_path = state.get(f"{key}_class")
     if class_path is None:
         return cls(**_arguments(cls, state, key, overrides, path))
-    kind = _saved_class(cls, class_path, path)
-    return cast(B, load(_FROM_CONFIG)(kind, class_path, _arguments(kind, state, key, overrides, path), path))
+    kind = _saved_class(cls, class_path, trust, path)
+    arguments = _arguments(kind, state, key, overrides, path)
+    saved = {name: value for name, value in arguments.items() if name not in overrides}
+    given = {name: value for name, value in arguments.items() if name in overrides}
+    return cast(B, load(_FROM_CONFIG)(kind, class_path, saved, given, trust, path))
 
 
-def _saved_class(cls: type[B], class_path: str, path: str) -> type[B]:
-    """The class that was saved: `cls` or a subclass. Nothing is imported, since a checkpoint is no code."""
-    module, _, name = class_path.rpartition(".")
-    saved = getattr(sys.modules.get(module), name, None)
-    if isinstance(saved, type) and issubclass(saved, cls):
-        return saved
+def _saved_class(cls: type[B], class_path: Any, trust: Trust, path: str) -> type[B]:
+    """The class that was saved: `cls`, or a subclass that is trusted."""
+    if not isinstance(class_path, str):
+        raise CorruptCheckpointError(f"{path}: state.json names no class, but {class_path!r:.100}")
+    name = class_path.rpartition(".")[2]
     if name in (one.__name__ for one in cls.__mro__):  # of a script that ran as __main__, or cls is a subclass of it
         return cls
+    saved = trust.find(class_path)
+    if isinstance(saved, type) and issubclass(saved, cls):
+        return saved
+    shown = name if name.isidentifier() else "MyModule"
     raise CheckpointError(
-        f"{path} is of the class {class_path}, which is not imported or is not a {cls.__name__}. Import it before, or call "
-        f"load_from_checkpoint of that class: {name}.load_from_checkpoint(path)"
+        f"{path} is of the class {class_path!r:.200}, not {cls.__name__}, and loading a checkpoint imports nothing. Expected a "
+        f"call of load_from_checkpoint of that class. Fix: import it, and call {shown:.100}.load_from_checkpoint(path). If you "
+        f"trust the checkpoint, name the package of the class: {cls.__name__}.load_from_checkpoint(path, trust=['mypackage.'])"
     )
 
 
@@ -149,7 +159,10 @@ def _arguments(cls: type, state: Mapping[str, Any], key: str, overrides: Mapping
     parameters = inspect.signature(cls).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     accepted = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    saved = {name: _container(value) if name in containers else value for name, value in state[key].items()}
+    saved = _with_containers(state[key], config_name, containers)
+    if f"{key}_class" not in state:  # a configuration has no values of other types
+        whole = config_name if config_name in accepted else None
+        saved = with_attributes(_with_members(saved, cls, accepted, whole), state.get(f"{key}_attributes", ()))
     overrides = _accepted(overrides, cls, {**accepted, **saved}, takes_all)
     if config_name in accepted:  # save_hyperparameters(config): one argument contains all hyper-parameters
         config = {**saved, **{name: value for name, value in overrides.items() if name not in accepted}}
@@ -160,8 +173,40 @@ def _arguments(cls: type, state: Mapping[str, Any], key: str, overrides: Mapping
     return arguments
 
 
+def _with_containers(saved: dict[Any, Any], whole: str | None, names: Container[Any]) -> dict[Any, Any]:
+    """Hyper-parameters with containers of OmegaConf; `whole`: the argument that contains all of them."""
+    if whole in names:
+        return {name: _literal(value) for name, value in saved.items()}
+    return {name: _container(_literal(value)) if name in names else value for name, value in saved.items()}
+
+
+def _with_members(
+    saved: dict[Any, Any], cls: type, accepted: Mapping[str, inspect.Parameter], whole: str | None
+) -> dict[Any, Any]:
+    """Hyper-parameters with members of enumerations; `whole`: the argument that contains all of them."""
+    hints = annotations_of(cls)
+    defaults = {name: parameter.default for name, parameter in accepted.items()}
+    if whole is not None:
+        found: dict[Any, Any] = with_members(saved, hints.get(whole), defaults[whole])
+        return found
+    return {name: with_members(value, hints.get(name), defaults.get(name)) for name, value in saved.items()}
+
+
+def _literal(value: Any) -> Any:
+    """Dicts and lists for OmegaConf, in which `${resolver:...}` is text: a resolver is a function of the program's."""
+    if isinstance(value, dict):
+        return {key: _literal(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_literal(item) for item in value]
+    if isinstance(value, str) and ":" in value:
+        return re.sub(r"(\\*)\$\{", lambda found: f"{found[1] * 2}\\${{", value)
+    return value
+
+
 def _container(value: Any) -> Any:
     """Dicts and lists as the OmegaConf container that was saved, or as they are if omegaconf is not installed."""
+    if not isinstance(value, dict | list):  # text would be read as YAML
+        return value
     try:
         return load("omegaconf:OmegaConf").create(value, flags={"allow_objects": True})
     except ModuleNotFoundError:

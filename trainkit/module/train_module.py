@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any, TypeVar
@@ -334,24 +334,34 @@ class TrainModule(HyperparametersMixin, ModuleHooks, AttachedModule, ExportableM
         checkpoint_path: str | PathLike[str],
         map_location: torch.device | str | int | Mapping[str, str] | Callable[..., Any] | None = None,
         strict: bool | None = None,
+        *,
+        trust: Iterable[str] = (),
         **overrides: Any,
     ) -> M:
         """Build a module with the hyper-parameters and weights of a checkpoint.
+
+        Nothing that the checkpoint names is imported. For the checkpoint of a command line, an argument that is a class, a
+        function or an object is the default of `__init__` if it was that, or you pass it.
 
         Args:
             checkpoint_path: The folder of the checkpoint; the suffix `.ckpt` of Lightning may follow.
             map_location: The device to move the module to, or a dict or function as for `torch.load`, for which all tensors
                 are on the CPU. Default: the module stays where `__init__` put it.
             strict: A missing or unexpected name is an error. Different shapes are always one. Default: `strict_loading`.
+            trust: Packages whose classes and functions the checkpoint may name, each with a dot at its end: `["mypackage."]`.
+                They are imported, and created with the saved arguments. Name a package only if you trust the checkpoint with
+                all that is in it.
             **overrides: Arguments of `__init__` that differ from the saved ones, or were not saved.
 
         Raises:
             CheckpointError: It is missing or damaged, or an argument of `__init__` is neither saved nor passed.
             StateMismatchError: The weights do not fit.
+            ConfigurationError: `trust` is no list of packages.
         """
         from trainkit.module.from_checkpoint import build_from_checkpoint
+        from trainkit.module.trusted import Trust
 
-        return build_from_checkpoint(cls, checkpoint_path, map_location, strict, overrides)
+        return build_from_checkpoint(cls, checkpoint_path, map_location, strict, Trust(trust), overrides)
 
     def freeze(self: M) -> M:
         """Freeze all parameters and set eval mode; returns the module."""

@@ -22,20 +22,52 @@ def saved(*arguments: str, **options: Any) -> Path:
 def test_they_need_not_be_given_again(capsys: pytest.CaptureFixture[str]) -> None:
     encoder = ("--model.encoder=torch.nn.Linear", "--model.encoder.in_features=4", "--model.encoder.out_features=5")
     path = saved(*encoder, "--model.width=5", "--model.dropout=0.3")
-    cli = command_line("test", f"--ckpt_path={path}", "--model.dropout=0.7", *OFF)
-    assert isinstance(cli.model.layer[0], nn.Linear)
-    assert (cli.model.layer[2].in_features, cli.model.layer[1].p) == (5, 0.7), "what is given wins"
+    for given in (encoder, ("--trust", "torch.nn.")):
+        cli = command_line("test", f"--ckpt_path={path}", "--model.dropout=0.7", *given, *OFF)
+        assert isinstance(cli.model.layer[0], nn.Linear)
+        assert (cli.model.layer[2].in_features, cli.model.layer[1].p) == (5, 0.7), "what is given wins"
+        assert "trust" not in cli.config.test
+    said = refused(capsys, "test", f"--ckpt_path={path}", "--trust=torch.optim.", *OFF)
+    assert "required: test.model.encoder. The checkpoint of --ckpt_path has {'class_path': 'torch.nn.Linear'" in said
+    assert "Expected the value on the command line: --model.encoder=VALUE. If you trust" in said
     with pytest.raises(SystemExit):
         command_line("test", f"--ckpt_path={path}-missing", *OFF)
     assert "this path does not exist" in capsys.readouterr().err
 
 
-def test_subclass_mode() -> None:
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str, **options: Any) -> str:
+    """What a command line prints that is an error."""
+    with pytest.raises(SystemExit):
+        command_line(*arguments, **options)
+    return capsys.readouterr().err
+
+
+def test_subclass_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    """The class is that of the command line, or of a file; one that only the checkpoint names must be trusted."""
     path = saved("--model=Wider", "--model.width=4", subclass_mode_model=True)
-    cli = command_line("test", "--ckpt_path", str(path), *OFF, subclass_mode_model=True)
-    assert type(cli.model) is Wider
-    assert cli.model.layer[2].in_features == 4
+    Path("fit.yaml").write_text("model: {class_path: helpers.runs.command_lines.Wider}")
+    for given in (["--model=Wider"], ["--config=fit.yaml"], ["--trust", "helpers.runs."]):
+        cli = command_line("test", "--ckpt_path", str(path), *given, *OFF, subclass_mode_model=True)
+        assert type(cli.model) is Wider
+        assert cli.model.layer[2].in_features == 4
+    for given in ([], ["--trust", "torch."]):
+        printed = refused(capsys, "test", f"--ckpt_path={path}", *given, *OFF, subclass_mode_model=True)
+        assert "has a module of the class 'helpers.runs.command_lines.Wider', and a checkpoint imports nothing" in printed
     assert type(command_line("--model=Configured", run=False, subclass_mode_model=True).model) is Configured
+    own = saved("--model=Configured", "--model.width=4", "--trainer.default_root_dir=own", subclass_mode_model=True)
+    assert command_line("test", f"--ckpt_path={own}", *OFF, subclass_mode_model=True).model.layer[2].in_features == 4
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (["--trust=torch.nn"], "--trust: expected prefixes of import paths, each with a dot at its end, got ['torch.nn']"),
+        (["--trust=torch."], "--trust is for the hyper-parameters of --ckpt_path=PATH"),
+        (["--config={trust: [torch.]}"], "trust is an option of the command line"),
+    ],
+)
+def test_trust_that_has_no_effect(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refused(capsys, "test", *given, *OFF)
 
 
 class Linked(TrainkitCLI):

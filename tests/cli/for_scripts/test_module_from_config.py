@@ -18,6 +18,7 @@ from trainkit.checkpoint import open_checkpoint
 from trainkit.cli import TrainkitCLI
 from trainkit.cli.for_scripts.module_from_config import module_from_config
 from trainkit.errors import CheckpointError, StateMismatchError
+from trainkit.module.trusted import Trust
 
 ENCODER = ("--model.encoder=torch.nn.Linear", "--model.encoder.in_features=4", "--model.encoder.out_features=4")
 
@@ -33,28 +34,34 @@ def test_an_argument_that_is_an_object() -> None:
     values = open_checkpoint(path).read({"state"}).state["hyper_parameters"]
     assert values["encoder"]["class_path"] == "torch.nn.Linear"
     assert values["dropout"] == 0.3
-    module = Configured.load_from_checkpoint(path)
+    with pytest.raises(
+        CheckpointError, match=r"imports nothing: encoder \(.*torch.nn.Linear.*load_from_checkpoint\(path, encoder="
+    ):
+        Configured.load_from_checkpoint(path)
+    module = Configured.load_from_checkpoint(path, trust=["torch.nn."])
     assert same(parameters_of(module), parameters_of(cli.model))
     assert module.hparams == cli.model.hparams, "so a checkpoint of this module can be loaded too"
-    other = Configured.load_from_checkpoint(path, dropout=0.5)
+    other = Configured.load_from_checkpoint(path, dropout=0.5, trust=["torch.nn."])
     assert (other.layer[1].p, other.hparams["dropout"]) == (0.5, 0.5)
-    given = Configured.load_from_checkpoint(path, encoder=nn.Linear(4, 4, bias=True))
-    assert same(parameters_of(given), parameters_of(cli.model))
+    given = {"encoder": nn.Linear(4, 4, bias=True)}
+    assert same(parameters_of(Configured.load_from_checkpoint(path, **given)), parameters_of(cli.model))
     with pytest.raises(StateMismatchError, match="layer"):
-        Configured.load_from_checkpoint(path, width=5)
+        Configured.load_from_checkpoint(path, width=5, **given)
     with pytest.raises(CheckpointError, match=r"do not fit Configured.*Pass the arguments that have changed.*module.width"):
-        Configured.load_from_checkpoint(path, width="wide")
+        Configured.load_from_checkpoint(path, width="wide", **given)
 
 
 def test_subclass_mode() -> None:
     cli, path = fit("--model=Wider", "--model.width=4", subclass_mode_model=True)
     for kind in (TrainModule, Configured, Wider):
-        module = kind.load_from_checkpoint(path)
+        module = kind.load_from_checkpoint(path, trust=["helpers.runs."])
         assert type(module) is Wider
         assert same(parameters_of(module), parameters_of(cli.model))
+    assert type(Wider.load_from_checkpoint(path)) is Wider, "the caller names the class"
     assert "class_path" not in cli.model.hparams, "the hyper-parameters are the same as without subclass mode"
-    with pytest.raises(CheckpointError, match=r"of the class helpers.runs.command_lines.Wider.*is not a TinyOther"):
-        TinyOther.load_from_checkpoint(path)
+    for kind, trust in ((TrainModule, []), (Configured, ["torch."]), (TinyOther, ["helpers.runs."])):
+        with pytest.raises(CheckpointError, match=rf"'helpers.runs.command_lines.Wider', not {kind.__name__}.*Wider.load_from"):
+            kind.load_from_checkpoint(path, trust=trust)
 
 
 class Saved(Numbers):
@@ -66,7 +73,7 @@ class Saved(Numbers):
 def test_a_data_module() -> None:
     _, path = fit("--data.samples=8", datamodule_class=Saved)
     for kind in (DataModule, Saved):
-        data = kind.load_from_checkpoint(path, batch_size=2)
+        data = kind.load_from_checkpoint(path, batch_size=2, trust=[f"{__name__}."])
         assert type(data) is Saved
         assert (data.batch_size, data.samples) == (2, 8)
 
@@ -75,14 +82,19 @@ class TinyOther(TinyModule):
     """A class that no command line created."""
 
 
+def loaded(kind: type, **saved: Any) -> Any:
+    return module_from_config(kind, f"x.{kind.__name__}", saved, {}, Trust(), "a checkpoint")
+
+
 def test_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint names classes; only those in imported modules are used."""
     Path("planted.py").write_text("open('ran', 'w')\nclass Encoder: pass")
     monkeypatch.syspath_prepend(".")
-    for encoder in ({"class_path": "planted.Encoder"}, {"class_path": "torch.nn.Sequential", "init_args": {"args": [
-        {"class_path": "planted.Encoder"}]}}):  # fmt: skip
-        with pytest.raises(CheckpointError, match="planted.Encoder, whose module is not imported.*import planted"):
-            module_from_config(Configured, "x.Configured", {"encoder": encoder}, "a checkpoint")
+    inner = {"class_path": "torch.nn.Sequential", "init_args": {"args": [{"class_path": "planted.Encoder"}]}}
+    for encoder in ({"class_path": "planted.Encoder"}, inner, "planted.Encoder", {"class_path": "torch.nn.Identity"}):
+        with pytest.raises(CheckpointError, match=r"imports nothing: encoder \("):
+            loaded(Configured, encoder=encoder)
+    with pytest.raises(CheckpointError, match="has no arguments 'encoder.class_path'"):
+        loaded(Configured, **{"encoder.class_path": "planted.Encoder"})
     assert "planted" not in sys.modules
     assert not Path("ran").exists()
 
@@ -99,7 +111,7 @@ class Untyped(TinyModule):
 def test_a_class_for_an_argument_without_a_type_stays_a_dict() -> None:
     """Otherwise a checkpoint could create an object of any class."""
     spec = {"class_path": "torch.nn.Identity"}
-    module = module_from_config(Untyped, "x.Untyped", {"anything": spec}, "a checkpoint")
+    module = loaded(Untyped, anything=spec)
     assert module.anything == spec
     assert module.hparams["anything"] == spec
     cli = command_line(f"--model.anything={json.dumps(spec)}", run=False, model_class=Untyped)
@@ -124,7 +136,7 @@ def test_arguments_without_a_name() -> None:
     assert module.kwargs == cli.model.kwargs == {"x": 1}
     assert module.hparams == cli.model.hparams
     with pytest.raises(CheckpointError, match="do not fit Configured"):
-        module_from_config(Configured, "x.Configured", {"x": 1}, "a checkpoint")
+        loaded(Configured, x=1)
 
 
 def test_without_support_the_arguments_are_saved() -> None:
@@ -154,4 +166,4 @@ class Partly(TinyModule):
 def test_some_arguments() -> None:
     cli, path = fit(*ENCODER, "--model.note=a", model_class=Partly)
     assert sorted(cli.model.hparams) == ["encoder", "more", "rate"]
-    assert same(parameters_of(Partly.load_from_checkpoint(path)), parameters_of(cli.model))
+    assert same(parameters_of(Partly.load_from_checkpoint(path, trust=["torch.nn."])), parameters_of(cli.model))

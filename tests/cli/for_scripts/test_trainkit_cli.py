@@ -388,6 +388,87 @@ def test_two_automatic_optimizers_are_refused() -> None:
         built(kind=Two)
 
 
+class Forms(Bare):
+    """A module whose `configure_optimizers` returns one of the supported forms."""
+
+    def __init__(self, form: str = "bare") -> None:
+        super().__init__()
+        self.form = form
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer) if self.form == "scheduled" else None
+        other = [torch.optim.SGD(self.parameters(), lr=1.0)] if self.form == "two" else []
+        forms = {
+            "bare": optimizer,
+            "dict": {"optimizer": optimizer, "monitor": "train_loss"},
+            "list": [optimizer],
+            "pair": ([optimizer], []),
+            "scheduled": {"optimizer": optimizer, "lr_scheduler": schedule},
+            "two": [optimizer, *other],
+        }
+        return forms[self.form]
+
+
+STEPS = ("--lr_scheduler=StepLR", "--lr_scheduler.step_size=1", "--lr_scheduler.gamma=0.5")
+
+
+@pytest.mark.parametrize("form", ["bare", "dict", "list", "pair"])
+def test_a_schedule_without_an_optimizer_is_for_the_modules_own(form: str) -> None:
+    trainer = fitted(*STEPS, f"--model.form={form}", "--trainer.max_steps=-1", "--trainer.max_epochs=1", model_class=Forms)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5
+    assert type(trainer.lr_scheduler_configs[0].scheduler) is torch.optim.lr_scheduler.StepLR
+
+
+def test_a_schedule_that_cannot_act_is_refused() -> None:
+    for form, got in (("scheduled", "SGD, ConstantLR"), ("two", "SGD, SGD")):
+        with pytest.raises(ConfigurationError, match=f"--lr_scheduler is for the one optimizer of Forms.*it returned {got}"):
+            fitted(*STEPS, f"--model.form={form}", model_class=Forms)
+    with pytest.raises(ConfigurationError, match="--lr_scheduler needs an optimizer.*--optimizer=AdamW"):
+        built(*STEPS, model_class=Bare)
+
+    class Added(TrainkitCLI):
+        def add_arguments_to_parser(self, parser: TrainkitArgumentParser) -> None:
+            parser.add_optimizer_args(torch.optim.Adam)
+
+    with pytest.raises(ConfigurationError, match="=False, so optimizer would have no effect.*link_to="):
+        built(kind=Added, auto_configure_optimizers=False)
+
+
+def test_every_option_acts_or_is_refused() -> None:
+    """Each option of each subcommand belongs to a group, of which this checks that its values arrive."""
+    received: dict[str, Any] = {}
+
+    class Receiving(Trainer):
+        def fit(self, *args: Any, **kwargs: Any) -> None:
+            received.update(kwargs)
+
+    class Seen(TrainkitCLI):
+        trainer_arguments: set[str]
+
+        def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+            self.trainer_arguments = set(vars(self._get(self.config_init, "trainer")))
+            return super().instantiate_trainer(**kwargs)
+
+    cli = command_line("fit", "--seed_everything=5", kind=Seen, trainer_class=Receiving, **NOTHING)
+    assert cli.config.fit.seed_everything == 5
+    for name, parser in cli._subcommand_parsers.items():
+        options = {action.dest for action in parser._actions if action.default != "==SUPPRESS=="}
+        groups = {"trainer": set(), "model": set(), "data": set()}  # type: dict[str, set[str]]
+        for option in options:
+            group, _, argument = option.partition(".")
+            if group in groups and argument:
+                groups[group].add(argument.partition(".")[0])
+        assert groups["trainer"] == cli.trainer_arguments, "all are passed to the Trainer"
+        assert groups["model"] == {"encoder", "width", "dropout", "size", "rate"} == set(cli.model.hparams)
+        assert groups["data"] == {"batch_size", "samples"}
+        others = {option for option in options if option.partition(".")[0] not in groups}
+        of_method = set(cli._subcommand_method_arguments[name])
+        # optimizers, schedules and trust have tests of their own
+        assert others == {"config", "seed_everything", "optimizer", "lr_scheduler", "trust", *of_method}
+    assert set(received) == {"model", "datamodule", *cli._subcommand_method_arguments["fit"]}
+
+
 def test_no_configuration_is_saved_on_request() -> None:
     command_line("fit", "--trainer.max_steps=1", **NOTHING)
     command_line("fit", "--trainer.fast_dev_run=true")

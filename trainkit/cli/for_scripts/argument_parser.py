@@ -22,7 +22,7 @@ from trainkit.module.data_module import DataModule
 from trainkit.module.train_module import TrainModule
 from trainkit.trainer.trainer import Trainer
 
-__all__ = ["AUTOMATIC", "LightningArgumentParser", "TrainkitArgumentParser"]
+__all__ = ["AUTOMATIC", "LightningArgumentParser", "TrainkitArgumentParser", "class_of"]
 
 AUTOMATIC = "AUTOMATIC"
 
@@ -53,6 +53,8 @@ class TrainkitArgumentParser(ArgumentParser):
 
     Attributes:
         callback_keys: The keys of callbacks that were added; `TrainkitCLI` passes these callbacks to the Trainer.
+        required_by_checkpoint: The arguments that are required because the checkpoint of `--ckpt_path` names code for them, and
+            what to tell the user.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class TrainkitArgumentParser(ArgumentParser):
         kwargs.setdefault("allow_abbrev", False)  # --trainer.max_epoch is a mistake, not --trainer.max_epochs
         super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
         self.callback_keys: list[str] = []
+        self.required_by_checkpoint: dict[str, str] = {}
         self._optimizers: dict[str, tuple[type | tuple[type, ...], str]] = {}
         self._lr_schedulers: dict[str, tuple[type | tuple[type, ...], str]] = {}
 
@@ -91,7 +94,7 @@ class TrainkitArgumentParser(ArgumentParser):
         Raises:
             ConfigurationError: It is another class.
         """
-        kind = _class_of(lightning_class)
+        kind = class_of(lightning_class)
         if not (isinstance(kind, type) and issubclass(kind, (Trainer, TrainModule, DataModule, Callback))):
             raise ConfigurationError(
                 f"add_lightning_class_args expected a subclass of Trainer, TrainModule, DataModule or Callback, or a function "
@@ -152,11 +155,24 @@ class TrainkitArgumentParser(ArgumentParser):
         self._add_created(lr_scheduler_class, SCHEDULER_TYPES, nested_key, {"optimizer"})
         self._lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
 
+    def require(self, key: str, reason: str) -> None:
+        """Make an argument required, without a default.
+
+        Args:
+            key: The argument.
+            reason: What the message adds if it is not given.
+        """
+        for action in self._actions:
+            if action.dest == key:
+                action.required, action.default = True, None
+        self.required_by_checkpoint[key] = reason
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print what is wrong, with the nearest name for an unknown one, and exit with code 2."""
         parser = getattr(ex, "subcommand_parser", None) or self
         options = [option for action in parser._actions for option in action.option_strings]
         message = readable(message, options, _known_classes())
+        message += "".join(f". {text}" for key, text in self.required_by_checkpoint.items() if key in message)
         super().error(message, ex)
 
     def _add_created(self, kind: Any, bases: tuple[type, ...], nested_key: str, skip: set[str]) -> None:
@@ -183,7 +199,7 @@ class TrainkitArgumentParser(ArgumentParser):
 LightningArgumentParser = TrainkitArgumentParser
 
 
-def _class_of(given: Callable[..., Any]) -> Any:
+def class_of(given: Callable[..., Any]) -> Any:
     """A class as it is; a function as a class whose constructor calls it. `None` if it has no return annotation."""
     if isinstance(given, type):
         return given

@@ -45,7 +45,7 @@ class ConfigContext:
         return self._create, kind if isinstance(kind, type) else type(None), subclasses
 
     def _create(
-        self, kind: Callable[..., Any], *args: Any, applied_instantiation_links: Mapping[str, Any], **kwargs: Any
+        self, kind: Callable[..., Any], /, *args: Any, applied_instantiation_links: Mapping[str, Any], **kwargs: Any
     ) -> Any:
         kwargs = without_classes(kwargs)
         config = self._read() or {} if self._saves else {}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
 
 from jsonargparse import Namespace
 from jsonargparse.typing import class_from_function
+from torch.optim import Optimizer
 
 from trainkit._version import __version__
 from trainkit.callback import Callback
@@ -22,10 +23,12 @@ from trainkit.cli.for_scripts.optimizer_arguments import ReduceLROnPlateau, inst
 from trainkit.cli.for_scripts.save_config import SaveConfigCallback
 from trainkit.console import warn
 from trainkit.errors import CheckpointNotFoundError, ConfigurationError
+from trainkit.launch.script_options import options
 from trainkit.masking import mask_arguments
 from trainkit.module.data_module import DataModule
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
+from trainkit.nested import leaves
 from trainkit.rng import resolve_seed, seed_everything, seed_was_given
 from trainkit.trainer.trainer import Trainer
 
@@ -34,6 +37,10 @@ __all__ = ["ArgsType", "LightningCLI", "TrainkitCLI"]
 ArgsType = list[str] | dict[str, Any] | Namespace | None
 """What `TrainkitCLI(args=…)` accepts."""
 
+_TRUST = (
+    "A package whose classes and functions the checkpoint of --ckpt_path may name as arguments of the module, with a dot at "
+    "its end: mypackage. (on the command line only; can be given several times)"
+)
 _USAGE = "%(prog)s [options]"  # instead of a page of options
 
 
@@ -168,6 +175,7 @@ class TrainkitCLI:
             parser = self.init_parser(**{"description": purpose, "usage": _USAGE, **subparser_kwargs.get(name, {})})
             self._add_arguments(parser)
             self._subcommand_method_arguments[name] = parser.add_method_arguments(kind, name, skip=set(skip))
+            parser.add_argument("--trust", action="append", type=str, metavar="PREFIX", help=_TRUST)
             self._subcommand_parsers[name] = parser
             subparsers.add_subcommand(name, parser, help=purpose)
 
@@ -263,8 +271,19 @@ class TrainkitCLI:
         given = sys.argv[1:] if args is None else args
         parse: Any = parser.parse_args if isinstance(given, Sequence) else parser.parse_object
         if isinstance(given, Sequence) and given and given[0] in self._subcommand_parsers:
-            checkpoint_defaults(self._subcommand_parsers[given[0]], given, self.subclass_mode_model)
+            subparser = self._subcommand_parsers[given[0]]
+            with reported(subparser, ConfigurationError):
+                checkpoint_defaults(subparser, given, self.model_class or TrainModule, self.subclass_mode_model)
+            parser.required_by_checkpoint = subparser.required_by_checkpoint
         self.config = parse(given)
+        self._drop_trust(given)
+
+    def _drop_trust(self, given: ArgsType) -> None:
+        """Remove `--trust` from the configuration, which is saved with the run: a file never says what is trusted."""
+        name = self.config.get("subcommand")
+        trusted = self.config[name].pop("trust", None) if name in self._subcommand_parsers else None
+        if (trusted or []) != (options(given, "trust") if isinstance(given, Sequence) else []):
+            self.parser.error("trust is an option of the command line, and has no effect elsewhere: --trust mypackage.")
 
     def _set_seed(self) -> None:
         seed = self._get(self.config, "seed_everything", default=False)
@@ -318,11 +337,13 @@ class TrainkitCLI:
 
     @staticmethod
     def configure_optimizers(lightning_module: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
-        """What `configure_optimizers` of the module returns, if `--optimizer` is given. Override it to change it.
+        """What `configure_optimizers` of the module returns, if `--optimizer` or `--lr_scheduler` is given.
+
+        Override it to change it.
 
         Args:
             lightning_module: The module.
-            optimizer: The optimizer.
+            optimizer: The optimizer; without `--optimizer` that of the module's own `configure_optimizers`.
             lr_scheduler: The scheduler, or `None`.
         """
         if lr_scheduler is None:
@@ -332,32 +353,46 @@ class TrainkitCLI:
         return [optimizer], [lr_scheduler]
 
     def _define_configure_optimizers(self) -> None:
-        """Define `configure_optimizers` of the module from the `"AUTOMATIC"` optimizer, if it is given."""
+        """Define `configure_optimizers` of the module from the `"AUTOMATIC"` optimizer and scheduler, if they are given."""
         parser = self._parser()
         optimizers = [key for key, (_, link) in parser._optimizers.items() if link == AUTOMATIC]
         schedulers = [key for key, (_, link) in parser._lr_schedulers.items() if link == AUTOMATIC]
-        if not self.auto_configure_optimizers or not optimizers:
+        self._check_automatic(optimizers, schedulers)
+        optimizer = self._created(parser._optimizers, optimizers[0]) if optimizers else None
+        scheduler = self._created(parser._lr_schedulers, schedulers[0]) if schedulers else None
+        if optimizer is None and scheduler is None:
             return
+        own = self.model.configure_optimizers
+        name, has_own = type(self.model).__name__, is_overridden(self.model, "configure_optimizers", TrainModule)
+        if optimizer is None and not has_own:
+            raise ConfigurationError(
+                f"--{schedulers[0]} needs an optimizer, and {name} does not define configure_optimizers. Expected one of them. "
+                "Fix: --optimizer=AdamW --optimizer.lr=1e-3"
+            )
+        if optimizer is not None and has_own:
+            warn(f"{name}.configure_optimizers is not used, because --{optimizers[0]} is given.")
+        configure = self.configure_optimizers
+
+        def configure_optimizers(module: TrainModule) -> Any:
+            # now that configure_model has run
+            created = _only_optimizer(own(), name) if optimizer is None else instantiate_class(module.parameters(), optimizer)
+            return configure(module, created, None if scheduler is None else instantiate_class(created, scheduler))
+
+        object.__setattr__(self.model, "configure_optimizers", MethodType(configure_optimizers, self.model))
+
+    def _check_automatic(self, optimizers: list[str], schedulers: list[str]) -> None:
+        """Refuse optimizers and schedulers without `link_to` that would not be used."""
+        if not self.auto_configure_optimizers and optimizers + schedulers:
+            raise ConfigurationError(
+                f"auto_configure_optimizers=False, so {', '.join(optimizers + schedulers)} would have no effect. Expected a "
+                f"link to an argument of the module. Fix: link_to='model.{(optimizers + schedulers)[0]}_init'"
+            )
         if len(optimizers) > 1 or len(schedulers) > 1:
             raise ConfigurationError(
                 f"expected at most one optimizer and one scheduler without link_to, got {', '.join(optimizers + schedulers)}. "
                 "Link them to arguments of the module, and define its configure_optimizers: "
                 f"parser.add_optimizer_args(Adam, {optimizers[-1]!r}, link_to='model.{optimizers[-1]}_init')"
             )
-        optimizer = self._created(parser._optimizers, optimizers[0])
-        if optimizer is None:
-            return
-        scheduler = self._created(parser._lr_schedulers, schedulers[0]) if schedulers else None
-        name = type(self.model).__name__
-        if is_overridden(self.model, "configure_optimizers", TrainModule):
-            warn(f"{name}.configure_optimizers is not used, because --{optimizers[0]} is given.")
-        configure = self.configure_optimizers
-
-        def configure_optimizers(module: TrainModule) -> Any:
-            created = instantiate_class(module.parameters(), optimizer)  # now that configure_model has run
-            return configure(module, created, None if scheduler is None else instantiate_class(created, scheduler))
-
-        object.__setattr__(self.model, "configure_optimizers", MethodType(configure_optimizers, self.model))
 
     def _created(self, added: dict[str, tuple[Any, str]], key: str) -> dict[str, Any] | None:
         """The class path and arguments of an optimizer or scheduler; `None` if it is not given."""
@@ -394,6 +429,19 @@ class TrainkitCLI:
 
 
 LightningCLI = TrainkitCLI
+
+
+def _only_optimizer(configured: Any, name: str) -> Optimizer:
+    """The optimizer that a module's own `configure_optimizers` returned, for the schedule of the command line."""
+    returned = {**configured, "monitor": ()} if isinstance(configured, Mapping) else configured
+    found = list(leaves(returned))
+    if len(found) != 1 or not isinstance(found[0], Optimizer):
+        raise ConfigurationError(
+            f"--lr_scheduler is for the one optimizer of {name}.configure_optimizers, and expects no other schedule: "
+            f"it returned {', '.join(type(one).__name__ for one in found) or 'none'}. Fix: create all schedules there, and "
+            "remove --lr_scheduler; or give an optimizer too: --optimizer=AdamW --optimizer.lr=1e-3"
+        )
+    return found[0]
 
 
 def _listed(callbacks: Any) -> list[Any]:

@@ -1,0 +1,312 @@
+"""Which hyper-parameters of a checkpoint a parser may see: those that it cannot follow to an import or a file.
+
+jsonargparse follows strings: it imports them for `Callable`, `type[...]` and classes, reads a file of that name for a class,
+and parses YAML in them. A checkpoint may come from anywhere. So a parser sees a value only if nothing that its argument accepts
+can be followed, or if the class that it names is that of the default, or is trusted.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import abc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from enum import Enum
+from importlib import import_module
+from inspect import isclass, isroutine
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+import torch
+import yaml
+from jsonargparse import ArgumentParser
+from jsonargparse.typing import Path, get_registered_type
+
+from trainkit.module.trusted import Trust
+
+__all__ = ["SavedArguments", "Sorted", "imported", "sort_for"]
+
+_NUMBERS = (type(None), bool, int, float)
+_LISTS = (list, tuple, set, frozenset)
+_SEQUENCES = {*_LISTS, abc.Sequence, abc.MutableSequence, abc.Iterable, abc.Collection, abc.Set, abc.MutableSet}
+_MAPPINGS = {dict, abc.Mapping, abc.MutableMapping}
+_SPEC = {"class_path", "init_args", "dict_kwargs"}
+_MODES = {"yaml", "json", "toml"}  # of the other modes, jsonnet and OmegaConf evaluate strings
+_DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_MAPPING_IN_YAML = re.compile(r":(\s|$)")
+_REFUSED: Any = object()
+
+
+class Sorted(NamedTuple):
+    """The hyper-parameters of a checkpoint by what may be done with them.
+
+    Attributes:
+        values: What the parser may see.
+        data: What the parser may not see, for an argument that accepts any value: for the class, as it is.
+        refused: The other values, by the path to their argument. They are not what the default is.
+        unknown: What the parser has no argument for.
+    """
+
+    values: dict[str, Any]
+    data: dict[str, Any]
+    refused: dict[str, Any]
+    unknown: dict[Any, Any]
+
+
+class SavedArguments:
+    """Sorts the hyper-parameters of a checkpoint by what the arguments of a parser accept.
+
+    Args:
+        parser: The parser, with the arguments of a class under a key.
+        trust: What may be imported.
+    """
+
+    def __init__(self, parser: ArgumentParser, trust: Trust) -> None:
+        self._parser, self._trust = parser, trust
+        self._actions = {action.dest: action for action in parser._actions if not action.dest.endswith(".help")}
+        self._evaluates = parser.parser_mode not in _MODES
+
+    def sort(self, key: str, saved: Mapping[Any, Any]) -> Sorted:
+        """Sort the values of the arguments under a key.
+
+        Args:
+            key: The key, such as `"model"`.
+            saved: The hyper-parameters.
+        """
+        result = Sorted({}, {}, {}, {})
+        for name, value in saved.items():
+            dest = f"{key}.{name}"
+            if not isinstance(name, str) or not name.isidentifier() or dest not in self._actions:
+                result.unknown[name] = value
+            elif any(other.startswith(f"{dest}.") for other in self._actions):  # a dataclass: a group of arguments
+                self._sort_group(name, dest, value, result)
+            elif (seen := self._seen(value, dest)) is not _REFUSED:
+                result.values[name] = seen
+            elif _is_data(value) and _takes_data(value, _kind(self._actions[dest])):
+                result.data[name] = value
+            elif value != self._default(dest):
+                result.refused[name] = value
+        return result
+
+    def _spec(self, value: Mapping[Any, Any], kind: Any, class_path: str) -> Any:
+        """A class path with the arguments in `value`, for a class or function that the program has or trusts; or `_REFUSED`."""
+        arguments, more = value.get("init_args") or {}, value.get("dict_kwargs") or {}
+        if type(arguments) is not dict or type(more) is not dict:
+            return _REFUSED
+        known, others = sort_for(kind, arguments, self._trust), sort_for(kind, more, self._trust)
+        if known.data or known.refused or known.unknown or others.values or others.data or others.refused:
+            return _REFUSED
+        if not all(isinstance(name, str) and name.isidentifier() for name in others.unknown):
+            return _REFUSED
+        found = {"class_path": class_path, "init_args": known.values}
+        return {**found, "dict_kwargs": others.unknown} if others.unknown else found
+
+    def _sort_group(self, name: str, dest: str, value: Any, result: Sorted) -> None:
+        if type(value) is not dict or not _SPEC.isdisjoint(value):
+            result.refused[name] = value
+            return
+        inner = self.sort(dest, value)
+        result.values[name] = inner.values
+        result.refused.update({f"{name}.{one}": item for part in inner[1:] for one, item in part.items()})
+
+    def _seen(self, value: Any, dest: str) -> Any:
+        """The value for the parser, or `_REFUSED`."""
+        action = self._actions[dest]
+        kind = _kind(action)
+        if type(value) in _NUMBERS:
+            return _by_name(value, kind)
+        if kind is None or not _is_data(value) or (self._evaluates and any(type(leaf) is str for leaf in _leaves(value))):
+            return _REFUSED
+        return self._of_type(value, kind, lambda: self._default(dest), getattr(action, "_enable_path", True))
+
+    def _of_type(self, value: Any, kind: Any, default: Callable[[], Any], opens: bool) -> Any:
+        """The value for the parser, or `_REFUSED`; `opens`: the parser reads a file whose name is the value."""
+        if type(value) in _NUMBERS:
+            return value
+        if _anything_in(kind) and not _has_no_class(value):
+            return _REFUSED
+        if _is_plain(kind) and not opens:
+            return _by_name(value, kind)
+        alternatives = list(_alternatives(kind))
+        if type(value) is str:
+            return self._named(value, alternatives)
+        if type(value) is dict:
+            return self._mapping(value, alternatives, default)
+        lists = [one for one in alternatives if _origin(one) in _SEQUENCES]
+        if type(value) not in _LISTS or len(lists) != 1:
+            return _REFUSED
+        kinds = _of_items(lists[0], len(value))
+        items = [self._of_type(item, one, lambda: None, opens) for item, one in zip(value, kinds, strict=True)]
+        return _REFUSED if any(item is _REFUSED for item in items) else items
+
+    def _named(self, value: str, alternatives: Sequence[Any]) -> Any:
+        """What a string names: a dtype of torch, or a class or function that is trusted."""
+        if value in _DTYPES and torch.dtype in alternatives:
+            return _DTYPES[value]
+        found = self._trust.find(value)
+        if found is None:
+            return _REFUSED
+        if isroutine(found) or any(_origin(one) is type for one in alternatives):
+            return found  # the object itself, so that nothing has to be imported
+        return {"class_path": _path_of(found)}
+
+    def _mapping(self, value: dict[Any, Any], alternatives: Sequence[Any], default: Callable[[], Any]) -> Any:
+        if "class_path" in value:
+            return self._object(value, default()) if _SPEC.issuperset(value) else _REFUSED
+        followed = [one for one in alternatives if not _is_plain(one) and _origin(one) not in _SEQUENCES]
+        if not _SPEC.isdisjoint(value) or len(followed) != 1:
+            return _REFUSED
+        if isclass(followed[0]) and is_dataclass(followed[0]):
+            made = self._spec({"init_args": value}, followed[0], "")
+            return made if made is _REFUSED else made["init_args"]
+        if _origin(followed[0]) not in _MAPPINGS:
+            return _REFUSED
+        items = {key: self._of_type(item, get_args(followed[0])[1], lambda: None, True) for key, item in value.items()}
+        return _REFUSED if any(item is _REFUSED for item in items.values()) else items
+
+    def _object(self, value: dict[Any, Any], default: Any) -> Any:
+        """The configuration of an object, if its class is that of the default or is trusted."""
+        path = value["class_path"]
+        if isinstance(default, dict) and default.get("class_path") == path:
+            return self._spec(value, imported(path), path)
+        found = self._trust.find(path)
+        return _REFUSED if found is None else self._spec(value, found, _path_of(found))
+
+    def _default(self, dest: str) -> Any:
+        """The default of an argument as in a configuration file, and so as in a checkpoint; `None` if it has none."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of defaults that have no form in a file
+            try:
+                defaults = self._parser.get_defaults(skip_validation=True)
+                found: Any = yaml.safe_load(self._parser.dump(defaults, skip_validation=True, skip_unset=False, format="yaml"))
+            except (TypeError, ValueError, yaml.YAMLError):
+                return None
+        for name in dest.split("."):
+            found = found.get(name) if isinstance(found, dict) else None
+        return found
+
+
+def sort_for(kind: Any, saved: Mapping[Any, Any], trust: Trust) -> Sorted:
+    """Sort the hyper-parameters of a checkpoint by what the arguments of a class or function accept."""
+    parser = ArgumentParser(exit_on_error=False)
+    add = parser.add_class_arguments if isclass(kind) else parser.add_function_arguments
+    add(kind, "it", fail_untyped=False, sub_configs=True)
+    return SavedArguments(parser, trust).sort("it", saved)
+
+
+def imported(path: str) -> Any:
+    """The object with a path of the program's own; `None` if it does not exist."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name, None)
+
+
+def _kind(action: Any) -> Any:
+    """The type of an argument; `None` if the parser converts its values by a function."""
+    return getattr(action, "_typehint", None)
+
+
+def _path_of(found: Any) -> str:
+    return f"{found.__module__}.{found.__qualname__}"
+
+
+def _origin(kind: Any) -> Any:
+    return get_origin(kind) or kind
+
+
+def _alternatives(kind: Any) -> Iterator[Any]:
+    """The types of a union, with those of unions in it."""
+    if get_origin(kind) in (Union, UnionType):
+        for one in get_args(kind):
+            yield from _alternatives(one)
+    else:
+        yield kind
+
+
+def _is_anything(kind: Any) -> bool:
+    """Whether a type accepts every value: `Any`, or jsonargparse's type for an argument without one that it can find."""
+    return kind in (Any, object) or any(one.__name__ == "UnvalidatedType" for one in type(kind).__mro__)
+
+
+def _anything_in(kind: Any) -> bool:
+    """Whether part of a value may be anything, also the values of a `dict` that names no types."""
+    origin = _origin(kind)
+    if _is_anything(kind) or (origin in _MAPPINGS and not get_args(kind)):
+        return True
+    return (origin in (Union, UnionType) or origin in _SEQUENCES | _MAPPINGS) and any(map(_anything_in, get_args(kind)))
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether jsonargparse makes the values of a type without an import, whatever it is given."""
+    origin = _origin(kind)
+    if _is_anything(kind) or kind in (*_NUMBERS, str) or origin is Literal or kind is Ellipsis:
+        return True
+    if origin in (Union, UnionType) or origin in _SEQUENCES | _MAPPINGS:
+        return all(map(_is_plain, get_args(kind)))
+    return isclass(kind) and _is_plain_class(kind)
+
+
+def _is_plain_class(kind: type) -> bool:
+    """Whether jsonargparse makes the values of a class that is no container without an import."""
+    if is_typeddict(kind) or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
+        try:
+            return all(map(_is_plain, get_type_hints(kind).values()))
+        except Exception:  # an annotation that names nothing
+            return False
+    if issubclass(kind, Path):
+        return not set("us") & set(getattr(kind, "_mode", "u"))  # addresses, which it connects to
+    if kind.__module__.partition(".")[0] == "pydantic":  # its ImportString imports
+        return False
+    return issubclass(kind, Enum) or get_registered_type(kind) is not None
+
+
+def _takes_data(value: Any, kind: Any) -> bool:
+    """Whether a class expects a value as it is: what accepts anything, or a text that is no import path."""
+    alternatives = list(_alternatives(kind))
+    if type(value) is str and str in alternatives:
+        return "." not in value or not all(map(str.isidentifier, value.split(".")))
+    return all(_is_plain(one) for one in alternatives) and any(map(_anything_in, alternatives))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The keys and values in dicts and lists."""
+    if type(value) is dict:
+        for key, item in value.items():
+            yield key
+            yield from _leaves(item)
+    elif type(value) in _LISTS:
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a value consists of numbers, text, lists and dicts, or is of another type that a checkpoint stores."""
+    texts = [leaf for leaf in _leaves(value) if isinstance(leaf, str)]
+    return not any(isinstance(leaf, Mapping) for leaf in _leaves(value)) and not any(
+        type(text) is not str or text in ("__path__", "$schema") for text in texts
+    )
+
+
+def _has_no_class(value: Any) -> bool:
+    """Whether jsonargparse finds no class path in a value of any type. It reads YAML in strings."""
+    return not any(
+        type(leaf) is str and ("class_path" in leaf or "{" in leaf or _MAPPING_IN_YAML.search(leaf)) for leaf in _leaves(value)
+    )
+
+
+def _of_items(kind: Any, count: int) -> Sequence[Any]:
+    """The types of the items of a list, tuple or set of this type."""
+    given = get_args(kind)
+    if _origin(kind) is tuple and Ellipsis not in given:
+        return given if len(given) == count else [Callable] * count  # of another length: the parser says so, or nothing passes
+    return [given[0] if given else Any] * count
+
+
+def _by_name(value: Any, kind: Any) -> Any:
+    """The name of a member of an enumeration, which a checkpoint that no command line saved stores by value."""
+    for one in _alternatives(kind):
+        if type(value) in (str, bool, int, float) and isclass(one) and issubclass(one, Enum) and value not in one.__members__:
+            return next((name for name, member in one.__members__.items() if member.value == value), value)
+    return value
