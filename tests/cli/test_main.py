@@ -100,7 +100,7 @@ def test_options_are_frozen() -> None:
     assert found["launch"] == sorted([*settings, *launching])
     assert found["test"] == ["--backend", "--config_file", "--help", "--nproc-per-node", "--strategy", "-h"]
     assert found["plot"] == ["--help", "--metrics", "--out", "--x", "-h", "RUN_DIR"]
-    assert found["report"] == ["--help", "--out", "-h", "RUN_DIR"]
+    assert found["report"] == ["--help", "--metrics", "--out", "-h", "RUN_DIR"]
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ pytest.importorskip("bokeh")
 from trainkit import Trainer, TrainModule
 from trainkit.callbacks import LearningRateMonitor, MemoryMonitor, ModelCheckpoint, ThroughputMonitor
 from trainkit.checkpoint import list_checkpoints
+from trainkit.cli.logged_runs import not_drawn
 from trainkit.cli.main import main
 from trainkit.cli.report.charts import thinned
 from trainkit.cli.report.html import duration, number
@@ -402,3 +404,137 @@ def test_a_browser_draws_it_without_an_error() -> None:
     logged = [line for line in done.stderr.splitlines() if ":CONSOLE:" in line and "setting log level" not in line]
     assert logged == []
     assert "bk-Figure" in done.stdout
+
+
+def _with(name: str, data: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def _bomb() -> bytes:
+    levels = [f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join([f'*{chr(97 + n)}'] * 9)}]" for n in range(12)]
+    return "\n".join(["a: &a [1, 2]", *levels]).encode()
+
+
+def _merges() -> bytes:
+    levels = [f"{chr(98 + n)}: &{chr(98 + n)} {{<<: [{', '.join([f'*{chr(97 + n)}'] * 9)}]}}" for n in range(12)]
+    return "\n".join(["a: &a {x: 1}", *levels]).encode()
+
+
+_GOOD = b"step,loss\n1,0.5\n2,0.25\n"
+NOTED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a YAML bomb": (_with("hparams.yaml", _bomb()), "values, each as often as it is used"),
+    "a bomb of merge keys": (_with("hparams.yaml", _merges()), "expected no merge key"),
+    "deep YAML": (_with("hparams.yaml", b"[" * 20_000 + b"]" * 20_000), "expected at most 100 levels"),
+    "YAML that refers to itself": (_with("hparams.yaml", b"a: &a [*a]"), "expected at most 100 levels"),
+    "YAML that is no UTF-8": (_with("hparams.yaml", b"a: \xff"), "hparams.yaml could not be read"),
+    "a large number in YAML": (_with("hparams.yaml", b"a: 0x" + b"f" * 5000), "whole numbers of at most"),
+    "a date that is none": (_with("hparams.yaml", b"a: 2026-13-45"), "hparams.yaml could not be read"),
+    "a large YAML file": (_with("hparams.yaml", b"#" * (5 * 2**20)), "expected at most 4,194,304 bytes"),
+    "a pipe as hparams.yaml": (lambda folder: os.mkfifo(folder / "hparams.yaml"), "expected a regular file, found a pipe"),
+    "a link as hparams.yaml": (lambda folder: (folder / "hparams.yaml").symlink_to("secret"), "found a link"),
+    "a pipe as starts.jsonl": (lambda folder: os.mkfifo(folder / "starts.jsonl"), "expected a regular file, found a pipe"),
+    "a link as starts.jsonl": (lambda folder: (folder / "starts.jsonl").symlink_to("secret"), "found a link"),
+    "starts of no time": (
+        _with("starts.jsonl", b'{"kind": "start", "time": "9999-12-31T23:59:59-23:59", "step": 1}\n'),
+        "The starts of this run were not recorded",
+    ),
+    "a start of a large step": (
+        _with("starts.jsonl", b'{"kind": "start", "time": "2026-11-20", "step": ' + b"9" * 400 + b"}\n"),
+        "The starts of this run were not recorded",
+    ),
+    "a pipe as events": (lambda folder: os.mkfifo(folder / "old" / "events.out.tfevents.1.h.1.0"), ""),
+}
+
+
+@pytest.mark.parametrize("name", NOTED)
+def test_other_files_of_a_stranger_become_notes(name: str, run_dir: Path) -> None:
+    (run_dir / "run" / "old").mkdir(parents=True)
+    (run_dir / "secret").write_text("secret")
+    (run_dir / "run" / "metrics.csv").write_bytes(_GOOD)
+    make, words = NOTED[name]
+    make(run_dir / "run")
+    page = report("run")
+    assert words in page.words
+    assert "secret" not in page.words.replace("'secret'", "")
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a long field": (_with("metrics.csv", b"step,a\n1," + b"9" * 200_000 + b"\n"), "field larger than field limit"),
+    "a long line": (_with("metrics.csv", b"9" * (9 * 2**20) + b"\n"), "line 1: expected at most 8,388,608 bytes"),
+    "no UTF-8": (_with("metrics.csv", b"step,a\n1,\xff\n"), "line 2: expected UTF-8"),
+    "a step of 400 digits": (_with("metrics.csv", b"step,a\n" + b"9" * 400 + b",1\n"), "line 2: expected numbers"),
+    "a large step": (_with("metrics.csv", b"step,a\n1e20,1\n"), "line 2: expected numbers"),
+    "JSON of no UTF-8": (_with("metrics.jsonl", b'{"step": 1, "a": "\xff"}\n'), "line 1: expected UTF-8"),
+    "a step of 400 digits in JSON": (_with("metrics.jsonl", b'{"step": ' + b"9" * 400 + b', "a": 1}\n'), "line 1: expected"),
+    "deep JSON": (_with("metrics.jsonl", b"[" * 100_000 + b"\n"), "line 1: expected an object"),
+    "a pipe": (lambda folder: os.mkfifo(folder / "metrics.csv"), "expected a regular file, found a pipe"),
+    "a link": (lambda folder: (folder / "metrics.csv").symlink_to("/etc/passwd"), "expected a regular file, found a link"),
+    "a folder": (lambda folder: (folder / "metrics.jsonl").mkdir(), "No metrics"),
+    "a broken link": (lambda folder: (folder / "metrics.csv").symlink_to("nowhere"), "found a link"),
+    "a large file": (lambda folder: os.truncate(_empty(folder / "metrics.csv"), 2**40), "expected at most 1,073,741,824 bytes"),
+    "a pipe as events": (lambda folder: os.mkfifo(folder / "events.out.tfevents.1.h.1.0"), "found a pipe"),
+    "events that lie": (_with("events.out.tfevents.1.h.1.0", b"\xff" * 100), ""),
+}
+
+
+def _empty(path: Path) -> Path:
+    path.touch()
+    return path
+
+
+@pytest.mark.parametrize("command", ["report", "plot"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_metrics_of_a_stranger_are_refused(name: str, command: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "run").mkdir()
+    make, words = REFUSED[name]
+    make(run_dir / "run")
+    code = main([command, "run"])
+    assert code == (0 if command == "report" and not words else 2)
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command, out", [("report", "report.html"), ("plot", "metrics.png")])
+def test_a_link_is_not_followed_for_the_output(
+    command: str, out: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_dir / "run").mkdir()
+    (run_dir / "mine").write_text("mine")
+    (run_dir / "run" / "metrics.csv").write_bytes(_GOOD)
+    (run_dir / "run" / out).symlink_to(run_dir / "mine")
+    (run_dir / "run" / f".{out}.tmp").symlink_to(run_dir / "mine")
+    assert main([command, "run"]) == 2
+    assert f"{out} cannot be written: expected a regular file, found a link. Fix: --out {out}" in capsys.readouterr().err
+    (run_dir / "run" / out).unlink()
+    assert main([command, "run"]) == 0
+    assert (run_dir / "mine").read_text() == "mine"
+    assert (run_dir / "run" / out).stat().st_size > 1000
+    assert sorted(path.name for path in (run_dir / "run").iterdir()) == sorted(["metrics.csv", out])
+
+
+@pytest.mark.parametrize("command", ["report", "plot"])
+def test_many_metrics(command: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first hundred are drawn, and those that are named; the tables of a report have all."""
+    (run_dir / "run").mkdir()
+    names = [f"m{number}" for number in range(1500)]
+    rows = [["step", *names], *([str(step), *["0.5"] * 1500] for step in range(2))]
+    (run_dir / "run" / "metrics.csv").write_text("".join(",".join(row) + "\n" for row in rows))
+    assert main([command, "run", "--metrics", "m7,m1400"]) == 0
+    assert "of 1,500 metrics are drawn" not in capsys.readouterr().out
+    if command == "plot":
+        assert not_drawn(names, "plot")[0] == set(names[100:])
+        return
+    page = report("run")
+    assert "The first 100 of 1,500 metrics are drawn. To draw others: trainkit report RUN_DIR --metrics m100" in page.words
+    assert page.html.count("<figure>") == 100
+    assert len(page.sections["Results"]) == 1501
+
+
+def test_a_folder_of_many_levels(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Python's own walk is recursive in older versions. Links are not followed, so a loop of them ends."""
+    deep = run_dir / "run"
+    for _ in range(400):
+        deep = deep / "d"
+        deep.mkdir(parents=True)
+    (run_dir / "run" / "again").symlink_to(run_dir / "run")
+    assert main(["report", "run"]) == 2
+    assert "No metrics in run or its subfolders" in capsys.readouterr().err

@@ -9,27 +9,37 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from trainkit.checkpoint.regular_file import not_regular
 from trainkit.checkpoint.remote_folder import remote_at
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
+from trainkit.loggers.files import replace_file
 from trainkit.loggers.metrics_reader import Series, find_run
+from trainkit.loggers.run_files import MAX_STEP, folders_in
 from trainkit.paths import local_path
 
 __all__ = [
+    "MOST_DRAWN",
     "MOST_RUNS",
     "check_folder",
     "find_runs",
     "group_of",
     "labels_of",
     "metrics_folder",
+    "named",
+    "not_drawn",
     "over_epochs",
     "select",
     "unique",
+    "write_output",
 ]
 
 MOST_RUNS = 10  # as many as there are colors
 
 _STAGE = re.compile(r"^(train|training|val|valid|validation|test|eval)[_/.-]+", re.IGNORECASE)
 _SUFFIX = re.compile(r"(_step|_epoch)?(/dataloader_idx_\d+)?$")
+
+MOST_DRAWN = 100
+"""Names of metrics that one page or picture draws unless the user names some: each takes tens of milliseconds."""
 
 _WANDB = re.compile(r"(offline-)?run-\d{8}_\d{6}-(.+)")
 _COMET = re.compile(r"[0-9a-z]{32,50}(-.*)?\.zip")
@@ -93,9 +103,9 @@ def metrics_folder(run_dir: str, command: str) -> Path:
 
 def _service_hint(root: Path) -> str | None:
     """Where the metrics are, if they were logged to a service."""
-    for folder, folders, names in os.walk(root):
-        if match := next(filter(None, map(_WANDB.fullmatch, [Path(folder).name, *sorted(folders)])), None):
-            place = Path(folder) if Path(folder).name == match[0] else Path(folder, match[0])
+    for folder, folders, names in folders_in(root):
+        if match := next(filter(None, map(_WANDB.fullmatch, [folder.name, *folders])), None):
+            place = folder if folder.name == match[0] else folder / match[0]
             page = f"open the page of the run {match[2]} on Weights & Biases"
             fix = f"send the run with: wandb sync {place}   and {page}" if match[1] else page
             return f"It contains a run of Weights & Biases. Fix: {fix}. {_ALSO.format(logger='WandbLogger')}"
@@ -136,7 +146,9 @@ def over_epochs(series: Mapping[str, Series], epochs: Series) -> dict[str, Serie
     """
     if not epochs:
         raise ConfigurationError("The run has no metric 'epoch', so its metrics cannot be drawn over epochs. Fix: --x step")
-    known = sorted(epochs)
+    known = sorted((step, epoch) for step, epoch in epochs if abs(epoch) < MAX_STEP)  # not NaN
+    if not known:
+        return {}
     steps = [step for step, _ in known]
     result: dict[str, Series] = {}
     for name, points in series.items():
@@ -151,6 +163,42 @@ def over_epochs(series: Mapping[str, Series], epochs: Series) -> dict[str, Serie
 def _mean(values: list[float]) -> float:
     finite = [value for value in values if math.isfinite(value)]
     return math.fsum(finite) / len(finite) if finite else math.nan
+
+
+def named(metrics: str) -> list[str]:
+    """The names in the argument `--metrics`."""
+    return [name for name in re.split(r"\s*,\s*", metrics.strip()) if name]
+
+
+def not_drawn(names: Iterable[str], command: str) -> tuple[set[str], str | None]:
+    """The metrics after the first `MOST_DRAWN`, and what to tell the user about them, if there are any."""
+    left = list(dict.fromkeys(names))[MOST_DRAWN:]
+    if not left:
+        return set(), None
+    text = (
+        f"The first {MOST_DRAWN} of {MOST_DRAWN + len(left):,} metrics are drawn. To draw others: trainkit {command} RUN_DIR "
+        f"--metrics {left[0]}"
+    )
+    return set(left), text
+
+
+def write_output(path: Path, data: bytes, fix: str) -> None:
+    """Write a file of a command in one step; its folder is created. What is not a regular file is not replaced.
+
+    Args:
+        path: The file.
+        data: Its content.
+        fix: The arguments for another place, for messages.
+
+    Raises:
+        ConfigurationError: It cannot be written, or is a link, a folder, a pipe or a device.
+    """
+    try:
+        if os.path.lexists(path) and (problem := not_regular(os.lstat(path).st_mode)) is not None:
+            raise ConfigurationError(f"{path} cannot be written: {problem}. Fix: {fix}")
+        replace_file(path, lambda file: file.buffer.write(data))
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be written: {error}. Fix: {fix}") from error
 
 
 def select(metrics: Mapping[str, Series], wanted: Iterable[str], known: Iterable[str]) -> dict[str, Series]:

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.cli.logged_runs import find_runs, group_of, labels_of, over_epochs, select
+from trainkit.cli.logged_runs import (
+    find_runs,
+    group_of,
+    labels_of,
+    named,
+    not_drawn,
+    over_epochs,
+    select,
+    write_output,
+)
 from trainkit.errors import ConfigurationError, missing_package
 from trainkit.loggers.metrics_reader import Series, read_metrics
+from trainkit.masking import escaped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,16 +63,25 @@ def run(args: argparse.Namespace) -> int:
     for folder, label in zip(folders, labels, strict=True):
         print(f"Reading {folder}")
         runs[label] = read_metrics(folder)
-    if args.metrics:
-        wanted = [name for name in re.split(r"\s*,\s*", args.metrics.strip()) if name]
-        known = [name for metrics in runs.values() for name in metrics]
-        runs = {label: select(metrics, wanted, known) for label, metrics in runs.items()}
+    runs = _chosen(runs, args.metrics)
     if len(runs) == 1:
         out = draw(runs[labels[0]], args.out or folders[0] / "metrics.png", x=args.x, title=labels[0])
     else:
         out = draw_runs(runs, args.out or "metrics.png", x=args.x)
     print(f"Wrote {out}")
     return 0
+
+
+def _chosen(runs: dict[str, dict[str, Series]], wanted: str | None) -> dict[str, dict[str, Series]]:
+    """The metrics to draw: those that were named, and not too many; prints that others are left."""
+    if wanted:
+        known = [name for metrics in runs.values() for name in metrics]
+        runs = {label: select(metrics, named(wanted), known) for label, metrics in runs.items()}
+    hidden, left = not_drawn((name for metrics in runs.values() for name in metrics if name != "epoch"), "plot")
+    if left is not None:
+        print(escaped(left, keep=""))
+        runs = {label: {name: metrics[name] for name in metrics if name not in hidden} for label, metrics in runs.items()}
+    return runs
 
 
 def draw(metrics: Mapping[str, Series], out: str | os.PathLike[str], *, x: str = "step", title: str | None = None) -> Path:
@@ -127,11 +146,9 @@ def draw_runs(
         axes.set_ylabel(_literal(group))
     if title:
         figure.suptitle(_literal(title), fontsize="medium")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png")
-    except OSError as error:
-        raise ConfigurationError(f"{path} cannot be written: {error}. Fix: --out metrics.png") from error
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    write_output(path, picture.getvalue(), "--out metrics.png")
     return path
 
 

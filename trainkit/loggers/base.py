@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.console import notice, warn
-from trainkit.errors import ConfigurationError, MetricError, MissingMethodError
+from trainkit.errors import ConfigurationError, MetricError, MissingMethodError, TrainkitError
 from trainkit.keywords import KnownKeywords
 from trainkit.loggers.files import replace_file
 from trainkit.loggers.log_folder import LogFolder, check_name, check_save_dir, check_version, claimed
 from trainkit.loggers.logged_values import as_array, as_images, as_step, number, plain
 from trainkit.loggers.null_experiment import NullExperiment
 from trainkit.loggers.resumed_logs import folder_state, resume_log
+from trainkit.loggers.run_files import yaml_in
 
 __all__ = ["Logger", "is_installed"]
 
@@ -339,12 +340,10 @@ class Logger(KnownKeywords):
 
         path = Path(self.log_dir or self.root_dir) / "hparams.yaml"
         known: Any = None
-        if path.is_file():
-            with path.open(encoding="utf-8") as file:
-                try:
-                    known = yaml.safe_load(file)
-                except yaml.YAMLError:  # Lightning's file may contain tags of Python objects; ours replaces it
-                    known = None
+        try:
+            known = yaml_in(path)
+        except TrainkitError:  # Lightning's file may contain tags of Python objects; ours replaces it
+            known = None
         merged = {**known, **params} if isinstance(known, dict) else dict(params)
         if merged != known:
             replace_file(path, partial(yaml.safe_dump, merged, sort_keys=False, allow_unicode=True))

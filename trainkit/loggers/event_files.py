@@ -15,6 +15,7 @@ from pathlib import Path
 
 from trainkit.checks import is_whole
 from trainkit.loggers.resumed_logs import cut_file
+from trainkit.loggers.run_files import regular_size, stream
 
 __all__ = ["cut_event_files", "event_files", "event_times", "last_step_in", "quiet_writers", "sizes_in"]
 
@@ -40,7 +41,7 @@ def event_files(folder: Path, sub_dir: str = "") -> dict[str, int]:
                 processes.add(match[1])
             if match[1] in processes:
                 file = Path(path, name)
-                found[file.relative_to(folder).as_posix()] = file.stat().st_size
+                found[file.relative_to(folder).as_posix()] = os.lstat(file).st_size
     return found
 
 
@@ -68,12 +69,19 @@ def last_step_in(path: Path) -> int:
 
 
 def event_times(path: Path) -> Iterator[tuple[float, int]]:
-    """The time (seconds since 1970) and the step of each event in a file, in the order of writing."""
-    if not path.is_file():
+    """The time (seconds since 1970) and the step of each event in a file, in the order of writing.
+
+    Raises:
+        TrainkitError: It is a link, a pipe or too large.
+    """
+    if not os.path.lexists(path):
         return
-    with path.open("rb") as file:
+    size = regular_size(path)
+    with stream(path) as file:
         while len(head := file.read(12)) == 12:
             length = int.from_bytes(head[:8], "little")
+            if length > size:
+                return
             event = file.read(min(length, _START))
             file.seek(length - len(event) + 4, os.SEEK_CUR)
             yield _time_of(event), _step_of(event)

@@ -146,7 +146,8 @@ def replace_file(path: Path, write: Callable[[TextIOWrapper], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8", newline="") as file:
+        temporary.unlink(missing_ok=True)  # what a killed process has left; a link there is not followed
+        with temporary.open("x", encoding="utf-8", newline="") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())

@@ -7,13 +7,14 @@ import itertools
 import json
 import os
 import re
+import reprlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainkit.checkpoint.remote_folder import remote_at
 from trainkit.errors import ConfigurationError, TrainkitError, missing_package
-from trainkit.loggers.files import complete_lines
+from trainkit.loggers.run_files import MAX_FILE, MAX_VALUES, folders_in, is_step, lines_in, regular_size
 from trainkit.loggers.starts_file import STARTS
 from trainkit.paths import local_path
 
@@ -64,7 +65,7 @@ def find_run(run_dir: str | os.PathLike[str]) -> FoundRun:
             f"Expected the folder of a run, got {str(root)!r}, which {'is a file' if root.exists() else 'does not exist'}. "
             "Fix: trainkit plot trainkit_runs"
         )
-    if any(_is_metrics(name) for _, _, names in itertools.islice(os.walk(root), 1) for name in names):
+    if any(_is_metrics(name) for _, _, names in itertools.islice(folders_in(root), 1) for name in names):
         return FoundRun(root)
     experiments = _experiments_in(root)
     if not experiments:
@@ -80,10 +81,10 @@ def find_run(run_dir: str | os.PathLike[str]) -> FoundRun:
 def _experiments_in(root: Path) -> list[list[_Candidate]]:
     """The folders with metrics below a folder, those of each experiment in one list; the experiment written to last first."""
     found: dict[Path, list[_Candidate]] = {}
-    for folder, _, names in os.walk(root):
-        if files := [Path(folder, name) for name in names if _is_metrics(name)]:
-            experiment, version = _experiment(Path(folder), root)
-            one = _Candidate(version, max(file.stat().st_mtime for file in files), Path(folder))
+    for folder, _, names in folders_in(root):
+        if files := [folder / name for name in names if _is_metrics(name)]:
+            experiment, version = _experiment(folder, root)
+            one = _Candidate(version, max(os.lstat(file).st_mtime for file in files), folder)
             found.setdefault(experiment, []).append(one)
     return sorted(found.values(), key=lambda runs: max(map(_written, runs)), reverse=True)
 
@@ -128,7 +129,7 @@ def _experiment(folder: Path, root: Path) -> tuple[Path, int]:
     for path in (folder, *folder.parents):
         if path == root:
             break
-        if match := re.fullmatch(r"version_(\d+)", path.name):
+        if match := re.fullmatch(r"version_(\d{1,18})", path.name):
             return path.parent, int(match[1])
     return folder, -1
 
@@ -155,7 +156,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> dict[str, Series]:
     metrics: dict[str, Series] = {}
     found = False
     for name, read in readers:
-        if (folder / name).is_file():
+        if os.path.lexists(folder / name):
             found = True
             metrics = read(folder / name) | metrics
     if any(path.name.startswith(_EVENTS) for path in folder.iterdir()):
@@ -168,32 +169,65 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> dict[str, Series]:
 
 
 def _read_csv(path: Path) -> dict[str, Series]:
-    rows = csv.reader(complete_lines(path))
-    header = next(rows, [])
+    rows = csv.reader(lines_in(path))
+    try:
+        return _read_rows(path, rows)
+    except csv.Error as error:  # a cell of more than 131,072 characters
+        raise TrainkitError(f"{path}, line {rows.line_num}: {error}. Fix: remove the line") from error
+
+
+def _read_rows(path: Path, rows: Any) -> dict[str, Series]:
+    header: list[str] = next(rows, [])
     if header and "step" not in header:
         raise TrainkitError(f"{path}: expected a column 'step', got {', '.join(header)}. Fix: name the column 'step'")
     metrics: dict[str, Series] = {name: [] for name in header if name != "step"}
+    count = _Count(path)
     for row in rows:
         cells = dict(zip(header, row, strict=False))
+        count.add(len(cells))
         try:
-            step = int(float(cells.pop("step")))
+            step = _step(float(cells.pop("step")))
             for name, cell in cells.items():
                 if cell:
                     metrics[name].append((step, float(cell)))
         except (KeyError, ValueError, OverflowError) as error:
-            raise TrainkitError(f"{path}, line {rows.line_num}: expected numbers, got {row}. Fix: remove it") from error
+            shown = reprlib.repr(row)
+            raise TrainkitError(f"{path}, line {rows.line_num}: expected numbers, got {shown}. Fix: remove it") from error
     return {name: series for name, series in metrics.items() if series}
+
+
+class _Count:
+    """The values that were read from a file, which fit into memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._number = path, 0
+
+    def add(self, number: int) -> None:
+        """Count more of them; raises if they are too many."""
+        self._number += number
+        if self._number > MAX_VALUES:
+            raise TrainkitError(f"{self._path}: expected at most {MAX_VALUES:,} values. Fix: remove lines")
+
+
+def _step(value: float) -> int:
+    """The step as a whole number; raises a `ValueError` for one that no chart can show."""
+    step = int(value)
+    if not is_step(step):
+        raise ValueError("the step is too large")
+    return step
 
 
 def _read_jsonl(path: Path) -> dict[str, Series]:
     metrics: dict[str, Series] = {}
-    for number, line in enumerate(complete_lines(path), start=1):
+    count = _Count(path)
+    for number, line in enumerate(lines_in(path), start=1):
         try:
             record: dict[str, Any] = json.loads(line)
-            step = int(record.pop("step"))
+            step = _step(record.pop("step"))
+            count.add(len(record))
             for name, value in record.items():
                 metrics.setdefault(name, []).append((step, float(value)))
-        except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise TrainkitError(
                 f'{path}, line {number}: expected an object such as {{"step": 1, "loss": 0.5}}, got {line.strip()[:80]!r}. '
                 "Fix: remove it"
@@ -205,19 +239,47 @@ def _read_events(folder: Path) -> dict[str, Series]:
     from tensorboard.backend.event_processing import event_accumulator
     from tensorboard.util import tensor_util
 
-    everything = {event_accumulator.SCALARS: 0, event_accumulator.TENSORS: 0}  # the default keeps a random sample
-    events = event_accumulator.EventAccumulator(str(folder), size_guidance=everything)
-    events.Reload()
+    events = _events_in(folder)
     metrics: dict[str, Series] = {}
     for tag in events.Tags()[event_accumulator.SCALARS]:
         metrics[tag] = [(event.step, event.value) for event in _as_written(events.Scalars(tag))]
     for tag in events.Tags()[event_accumulator.TENSORS]:
         if events.SummaryMetadata(tag).plugin_data.plugin_name == "scalars":
-            written = _as_written(events.Tensors(tag))
-            metrics[tag] = [(event.step, float(tensor_util.make_ndarray(event.tensor_proto))) for event in written]
+            protos = [(event.step, event.tensor_proto) for event in _as_written(events.Tensors(tag))]
+            metrics[tag] = [(step, float(tensor_util.make_ndarray(one))) for step, one in protos if _is_scalar(one)]
     placeholder = metrics.pop("hp_metric", [])  # TensorBoardLogger(default_hp_metric=True) writes a placeholder
     real = [(step, value) for step, value in placeholder if (step, value) != (0, -1.0)]
-    return {**metrics, "hp_metric": real} if real else metrics
+    metrics = {**metrics, "hp_metric": real} if real else metrics
+    return {name: [point for point in series if is_step(point[0])] for name, series in metrics.items()}
+
+
+def _events_in(folder: Path) -> Any:
+    """TensorBoard's `EventAccumulator` of a folder, read.
+
+    Raises:
+        TrainkitError: A file is a link, a pipe or malformed, or they are too large.
+    """
+    from tensorboard.backend.event_processing import event_accumulator
+
+    # tensorboard reads every file with this in its name
+    names = [path.name for path in folder.iterdir() if "tfevents" in path.name]
+    total = sum(regular_size(folder / name) for name in names)
+    if total > MAX_FILE:
+        raise TrainkitError(f"{folder}: expected at most {MAX_FILE:,} bytes of event files, found {total:,}. Fix: remove some")
+    everything = {event_accumulator.SCALARS: 0, event_accumulator.TENSORS: 0}  # the default keeps a random sample
+    events = event_accumulator.EventAccumulator(str(folder), size_guidance=everything)
+    try:
+        events.Reload()
+    except Exception as error:  # a malformed message of protobuf, a length that is not that of a record
+        problem = f"{type(error).__name__}: {error!s:.200}"
+        raise TrainkitError(f"{folder}: the event files cannot be read: {problem}. Fix: remove them") from error
+    return events
+
+
+def _is_scalar(proto: Any) -> bool:
+    """Whether a tensor has no dimensions; one with a large shape needs as much memory, whatever is in the file."""
+    numbers = ("float_val", "double_val", "int_val", "int64_val", "half_val", "bool_val", "tensor_content")
+    return not proto.tensor_shape.dim and any(getattr(proto, name) for name in numbers)
 
 
 def _as_written(events: Iterable[Any]) -> list[Any]:

@@ -6,21 +6,27 @@ the time of its start. A process that was killed leaves a start without an end. 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from trainkit.checks import is_whole
-from trainkit.loggers.files import AppendFile, complete_lines
+from trainkit.loggers.files import AppendFile
+from trainkit.loggers.run_files import is_step, lines_in
 from trainkit.masking import mask_arguments, mask_text
 
 __all__ = ["STARTS", "RecordedStart", "append_record", "read_starts", "utc_now"]
 
 STARTS = "starts.jsonl"
+
+_MAX_BYTES = 64 * 2**20  # of the file
+_MAX_LINES = 10_000
+_LATEST = 32503680000.0  # the year 3000; a larger number is not a time
 
 
 def utc_now() -> str:
@@ -71,18 +77,20 @@ class RecordedStart:
     def end_step(self) -> int | None:
         """The optimizer step at the end; None if that was not recorded."""
         step = self.end.get("step")
-        return step if is_whole(step) else None
+        return step if is_step(step) else None
 
 
 def read_starts(folder: Path) -> list[RecordedStart]:
-    """The starts that are recorded in the folder of a run, in the order of writing; lines that are damaged are skipped."""
+    """The starts that are recorded in the folder of a run, in the order of writing; lines that are damaged are skipped.
+
+    Raises:
+        TrainkitError: The file is a link, a pipe, too large, or is not UTF-8.
+    """
     starts: list[RecordedStart] = []
-    try:
-        records = [_record(line) for line in complete_lines(folder / STARTS)]
-    except (OSError, UnicodeDecodeError):
-        return []
-    for record in records:
-        if record.get("kind") == "start" and is_whole(record.get("step")) and math.isfinite(_seconds(record.get("time"))):
+    if not os.path.lexists(folder / STARTS):
+        return starts
+    for record in map(_record, itertools.islice(lines_in(folder / STARTS, _MAX_BYTES), _MAX_LINES)):
+        if record.get("kind") == "start" and is_step(record.get("step")) and math.isfinite(_seconds(record.get("time"))):
             starts.append(RecordedStart(_seconds(record["time"]), record["step"], record))
         elif record.get("kind") == "end":
             for number, one in enumerate(starts):
@@ -117,6 +125,7 @@ def _known_time(time: object) -> float | None:
 def _seconds(time: object) -> float:
     """A time as seconds since 1970; NaN if it is not one."""
     try:
-        return datetime.fromisoformat(str(time).replace("Z", "+00:00")).timestamp()
+        seconds = datetime.fromisoformat(str(time).replace("Z", "+00:00")).timestamp()
     except (ValueError, OverflowError):
         return math.nan
+    return seconds if 0 < seconds < _LATEST else math.nan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from trainkit.cli.logged_runs import labels_of
+from trainkit.cli.logged_runs import MOST_DRAWN, labels_of, named, select, write_output
 from trainkit.errors import ConfigurationError, missing_package
 
 __all__ = ["add_arguments", "run"]
@@ -24,6 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         metavar="FILE",
         help="the HTML file (default: report.html in the run's folder; for several runs, the current folder)",
+    )
+    parser.add_argument(
+        "--metrics",
+        metavar="A,B",
+        help="show only these metrics; 'loss' includes train_loss and val_loss (default: all, of "
+        f"which {MOST_DRAWN} are drawn)",
     )
 
 
@@ -44,11 +50,10 @@ def run(args: argparse.Namespace) -> int:
     for (folder, notes), label in zip(folders.items(), labels_of(list(folders)), strict=True):
         print(f"Reading {folder}")
         runs.append(read_run(folder, label, notes))
-    text = page(runs)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"{out} cannot be written: {error}. Fix: --out report.html") from error
+    if args.metrics:
+        known = [name for one in runs for name in one.metrics]
+        for one in runs:
+            one.metrics = select(one.metrics, named(args.metrics), known)
+    write_output(out, page(runs).encode("utf-8", "backslashreplace"), "--out report.html")
     print(f"Wrote {out}")
     return 0

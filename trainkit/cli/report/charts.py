@@ -204,8 +204,13 @@ def embed(charts: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     """The script that draws all charts, and the element of each."""
     if not charts:
         return "", {}
+    from bokeh.document import Document
     from bokeh.embed import components
 
+    document = Document()
+    with document.models.freeze():  # otherwise each chart is added in time proportional to all before it
+        for chart in charts.values():
+            document.add_root(chart)
     script, elements = components(dict(charts))
     return str(script), {str(name): str(element) for name, element in elements.items()}
 

@@ -7,13 +7,14 @@ import math
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 
+from trainkit.masking import escaped
+
 __all__ = ["card", "data", "definitions", "duration", "element", "number", "safe", "section", "table", "time_text"]
 
 
 def safe(text: object) -> str:
     """Text with special characters of HTML and control characters escaped."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in str(text))
-    return html.escape(shown)
+    return html.escape(escaped(str(text), keep=""))
 
 
 def element(tag: str, *content: str, css: str = "") -> str:

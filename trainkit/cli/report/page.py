@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from datetime import datetime, timezone
 
 from trainkit._version import __version__
-from trainkit.cli.logged_runs import group_of
+from trainkit.cli.logged_runs import group_of, not_drawn
 from trainkit.cli.report import charts
 from trainkit.cli.report.continuing import continue_blocks
 from trainkit.cli.report.html import card, definitions, element, number, safe, section, time_text
@@ -43,7 +43,8 @@ Panels = dict[str, dict[charts.Key, Series]]
 def page(runs: Sequence[RunData]) -> str:
     """The HTML of a report about these runs."""
     colors = {run.label: COLORS[index] for index, run in enumerate(runs)}
-    kinds = _by_kind(runs)
+    hidden, left = not_drawn(_in_order(runs), "report")
+    kinds = _by_kind(runs, hidden)
     lines = sum(len(series) for panels in kinds.values() for series in panels.values())
     most, shared = charts.most_points(lines), charts.shared_range()
     drawn = {}
@@ -67,7 +68,7 @@ def page(runs: Sequence[RunData]) -> str:
     body.append(section("Hyper-parameters", hparams_table(runs)))
     body.append(section("Environment", environment_table(runs)))
     body.append(section("Continue", continue_blocks(runs)))
-    body.append(section("Notes", _notes(runs, most)))
+    body.append(section("Notes", _notes(runs, most, left)))
     title = f"trainkit: {', '.join(run.label for run in runs)}"
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -77,12 +78,18 @@ def page(runs: Sequence[RunData]) -> str:
     )
 
 
-def _by_kind(runs: Sequence[RunData]) -> dict[str, Panels]:
-    """The heading of a section → its panels, in the order of the page."""
+def _in_order(runs: Sequence[RunData]) -> list[str]:
+    """The names of all metrics, in the order of the page."""
+    names = [name for run in runs for name in run.metrics if name != "epoch"]
+    return sorted(names, key=lambda name: KINDS.index(kind_of(name)))
+
+
+def _by_kind(runs: Sequence[RunData], hidden: Container[str]) -> dict[str, Panels]:
+    """The heading of a section → its panels, in the order of the page; without the metrics in `hidden`."""
     kinds: dict[str, Panels] = {kind: {} for kind in KINDS}
     for run in runs:
         for name, points in run.metrics.items():
-            if name == "epoch" or not points:
+            if name == "epoch" or name in hidden or not points:
                 continue
             kinds[kind_of(name)].setdefault(group_of(name), {})[run.label, name] = points
     return {kind: panels for kind, panels in kinds.items() if panels}
@@ -138,8 +145,8 @@ def _time(runs: Sequence[RunData], colors: dict[str, str], elements: dict[str, s
     return f"<figure>{element('div', *keys, css='keys')}{elements['time']}</figure>{starts_tables(runs, colors)}"
 
 
-def _notes(runs: Sequence[RunData], most: int) -> str:
-    notes = []
+def _notes(runs: Sequence[RunData], most: int, left: str | None) -> str:
+    notes = [] if left is None else [f"{left}. The tables have all."]
     several = len(runs) > 1
     for run in runs:
         before = f"{run.label}: " if several else ""

@@ -11,9 +11,10 @@ from trainkit.checkpoint.folder import CHECKPOINTS, ListedCheckpoint, candidates
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.cli.logged_runs import check_folder, metrics_folder, unique
 from trainkit.cli.report.run_starts import RunStart, starts_of
-from trainkit.errors import CheckpointError, ConfigurationError
+from trainkit.errors import CheckpointError, ConfigurationError, TrainkitError
 from trainkit.loggers.logged_values import flatten
 from trainkit.loggers.metrics_reader import Series, home_of, read_metrics
+from trainkit.loggers.run_files import yaml_in
 from trainkit.loggers.starts_file import STARTS
 from trainkit.masking import mask_value
 
@@ -118,7 +119,10 @@ def read_run(folder: Path, label: str, notes: Sequence[str] = ()) -> RunData:
     except CheckpointError as error:
         run.notes.append(f"The checkpoints could not be read: {error}")
     manifests = [one.manifest for one in run.checkpoints if one.manifest is not None]
-    run.starts = starts_of(folder, home, manifests, run.last_step)
+    try:
+        run.starts = starts_of(folder, home, manifests, run.last_step)
+    except TrainkitError as error:
+        run.notes.append(str(error))
     if not run.recorded:
         run.notes.append(
             f"The starts of this run were not recorded: there is no {home / STARTS}, which a Trainer writes. Its "
@@ -132,15 +136,11 @@ def _only_checkpoints(folder: Path) -> bool:
 
 
 def _hparams(run: RunData, folder: Path, home: Path) -> dict[str, Any]:
-    import yaml
-
     for path in dict.fromkeys([folder / "hparams.yaml", home / "hparams.yaml"]):
         try:
-            values = yaml.safe_load(path.read_text("utf-8"))
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            run.notes.append(f"{path.name} could not be read: {' '.join(str(error).split())}")
+            values = yaml_in(path)
+        except TrainkitError as error:
+            run.notes.append(str(error))
             continue
         if isinstance(values, dict):
             return flatten({str(key): mask_value(str(key), value) for key, value in values.items()})
