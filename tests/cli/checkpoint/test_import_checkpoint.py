@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from helpers.patience import PATIENCE
+from helpers.resume.checkpoints import IMPORTABLE
 from helpers.runs.tiny import TinyModule
 from helpers.runs.trainers import make_trainer, same
 from helpers.support import run_python
@@ -18,6 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit import Accelerator, TrainModule
 from trainkit.checkpoint import open_checkpoint
+from trainkit.cli.checkpoint.foreign import restricted_load
 from trainkit.cli.main import main
 from trainkit.errors import CheckpointNotFoundError
 
@@ -293,3 +304,133 @@ def test_a_file_cannot_run_code(run_dir: Path, capsys: pytest.CaptureFixture[str
     assert imported("trap.pt", "new") == 0
     assert "trap (shutil.rmtree), a class that is not read" in capsys.readouterr().out
     assert (run_dir / "kept").is_dir()
+
+
+class Call:
+    """Pickles to a call of `os.system`."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch PWNED",)
+
+
+def _laughs() -> list[Any]:
+    value: list[Any] = [1]
+    for _ in range(60):
+        value = [value, value]
+    return value
+
+
+def _self() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+def _hostile() -> dict[str, tuple[Any, str]]:
+    """Name → what is saved, and what the message says."""
+    ones, state = torch.ones(1), {"w": torch.ones(2)}
+    lightning = {"pytorch-lightning_version": "2.5", "state_dict": state}
+    return {
+        "a stride of 0": ({"w": ones.as_strided((10**14,), (0,))}, "declares tensors of 400,000,000,000,000 bytes"),
+        "a call": ({"model": state, "x": Call()}, "the file tries to run code: it calls posix.system when pickle loads it"),
+        "only a call": (Call(), "the file tries to run code: it calls posix.system"),
+        "lists that refer to lists": ({**state, "more": _laughs()}, "expected at most 5,000,000 values and 90 levels"),
+        "a list in itself": ({**state, "more": _self()}, "expected at most 5,000,000 values and 90 levels"),
+        "no state dict": ({**lightning, "state_dict": 5}, "is malformed"),
+        "loops": ({**lightning, "loops": {"fit_loop": {"epoch_progress": {"current": 5}}}}, "is malformed"),
+        "a step that is text": ({**lightning, "global_step": "x"}, "is malformed"),
+        "negative steps": ({**lightning, "global_step": -5}, "['step']: expected an integer ≥ 0, got -5"),
+        "hyper-parameters": ({**lightning, "hyper_parameters": 5}, "is malformed"),
+        "groups": ({**lightning, "optimizer_states": [{"state": 5, "param_groups": [5]}]}, "is malformed"),
+        "a schedule": ({**lightning, "lr_schedulers": 5}, "is malformed"),
+        "a name of many parts": ({".".join("a" * 20_000): ones}, "is malformed"),
+        "an empty name": ({"": ones}, "is malformed"),
+    }
+
+
+@pytest.mark.parametrize("name", _hostile())
+def test_a_hostile_file_is_refused(name: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    value, words = _hostile()[name]
+    torch.save(value, "old.pt")
+    assert imported("old.pt", "new") == 2
+    assert words in capsys.readouterr().err
+    assert [path.name for path in run_dir.iterdir()] == ["old.pt"]
+
+
+def test_a_plain_pickle_that_calls_a_function(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Newer protocols of pickle than torch reads, which write names in another way."""
+    (run_dir / "old.pt").write_bytes(b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x0btouch PWNED\x85R.")
+    assert imported("old.pt", "new") == 2
+    assert "the file tries to run code: it calls posix.system" in capsys.readouterr().err
+    assert not (run_dir / "PWNED").exists()
+
+
+def test_a_compressed_file_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"w": torch.zeros(2**20)}, "plain.pt")
+    with zipfile.ZipFile("plain.pt") as plain, zipfile.ZipFile("old.pt", "w", zipfile.ZIP_DEFLATED) as small:
+        for entry in plain.infolist():
+            small.writestr(entry.filename, plain.read(entry))
+    assert imported("old.pt", "new") == 2
+    assert "it is compressed" in capsys.readouterr().err
+
+
+def test_a_disk_without_room_is_found_before_anything_is_written(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"w": torch.zeros(2**20)}, "old.pt")
+    monkeypatch.setattr(restricted_load.shutil, "disk_usage", lambda path: SimpleNamespace(free=5_000_000))
+    with pytest.raises(ValueError, match="its tensors need 8,388,608 bytes .* which has 5,000,000 free"):
+        restricted_load._convert(Path("old.pt"), Path("new.bin"))
+    assert not Path("new.bin").exists()
+
+
+@pytest.mark.parametrize("part", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "", 5])
+def test_an_index_cannot_lead_elsewhere(part: Any, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "old").mkdir()
+    save_file({"x": torch.zeros(1)}, run_dir / "x.safetensors")
+    (run_dir / "old" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": part}}))
+    assert imported("old", "new") == 2
+    assert "expected the names of files in its own folder" in capsys.readouterr().err
+    assert not (run_dir / "new").exists()
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "5", "{}", '{"weight_map": 5}', '{"weight_map": {"a": [1]}}', "\x00"])
+def test_a_malformed_index(text: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "old").mkdir()
+    (run_dir / "old" / "model.safetensors.index.json").write_text(text)
+    assert imported("old", "new") == 2
+    assert "model.safetensors.index.json" in (shown := capsys.readouterr().err) or "is malformed" in shown
+
+
+# In a process of its own, which is ended by a signal. The child stands for one that reads a large file.
+_ENDED = """
+import sys
+from trainkit.cli.checkpoint.foreign import read_foreign
+from trainkit.cli.main import main
+sys.executable = sys.argv[1]
+sys.exit(main(["checkpoint", "import", "old.pt", "new"]))
+"""
+
+
+def test_sigterm_leaves_no_process_and_no_folder(run_dir: Path) -> None:
+    torch.save({"w": torch.zeros(1)}, "old.pt")
+    child = run_dir / "child"
+    child.write_text("#!/bin/sh\necho $$ > pid.tmp\nmv pid.tmp pid\nexec sleep 600\n")
+    child.chmod(0o755)
+    with subprocess.Popen([sys.executable, "-c", _ENDED, str(child)], env={**os.environ, **IMPORTABLE}) as process:
+        end = time.monotonic() + PATIENCE
+        while not Path("pid").exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(Path("pid").read_text()), 0)
+    assert sorted(path.name for path in run_dir.iterdir()) == ["child", "old.pt", "pid"]
+
+
+def test_the_process_that_reads_ends_with_the_one_that_started_it(run_dir: Path) -> None:
+    """Its file is a pipe in which nothing ever comes: it waits for it, until its standard input is closed."""
+    os.mkfifo("old.pt")
+    command = [sys.executable, "-m", restricted_load.__name__, "old.pt", "new.bin"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, **IMPORTABLE}) as process:
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(PATIENCE) == 1

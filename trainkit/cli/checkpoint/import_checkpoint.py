@@ -5,18 +5,22 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import signal
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from trainkit.checkpoint.commit import check_target, commit
 from trainkit.checkpoint.draft import Content, Draft
 from trainkit.checkpoint.staging import staging
 from trainkit.cli.checkpoint.foreign.named_state import converted
-from trainkit.cli.checkpoint.foreign.read_foreign import Foreign, read_foreign
+from trainkit.cli.checkpoint.foreign.read_foreign import MALFORMED, Foreign, malformed, read_foreign
 from trainkit.cli.checkpoint.text import bytes_text, print_lines
 from trainkit.console import counted
-from trainkit.errors import ConfigurationError
+from trainkit.errors import ConfigurationError, TrainkitError
 from trainkit.paths import local_path
 from trainkit.state.parts import Captured, about
 from trainkit.strategy import Strategy
@@ -27,9 +31,10 @@ __all__ = ["import_checkpoint", "run"]
 def run(args: argparse.Namespace) -> int:
     """Import the checkpoint; print what was converted, what was not, and how to use it."""
     names = None if args.names is None else Path(args.names).read_text(encoding="utf-8").split()
-    foreign, taken = import_checkpoint(
-        args.old, args.new, prefix=args.prefix, names=names, optimizer=args.optimizer, scheduler=args.scheduler
-    )
+    with _ended_by_exceptions():
+        foreign, taken = import_checkpoint(
+            args.old, args.new, prefix=args.prefix, names=names, optimizer=args.optimizer, scheduler=args.scheduler
+        )
     tensors = [tensor for own in taken.tensors.values() for tensor in own.values()]
     print_lines(f"Wrote {args.new}: a checkpoint of {foreign.program}, {bytes_text(sum(t.nbytes for t in tensors))}")
     print_lines(*(f"  {line}" for line in _imported(foreign, taken)))
@@ -37,6 +42,27 @@ def run(args: argparse.Namespace) -> int:
     print_lines(*(f"  note: {text}" for text in foreign.notes))
     print_lines(f"Use it: {_use(foreign, taken, args.new)}")
     return 0
+
+
+@contextmanager
+def _ended_by_exceptions() -> Iterator[None]:
+    """In this context SIGTERM and SIGHUP raise a `SystemExit`, so that what was written so far is removed."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    kinds = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    if threading.current_thread() is not threading.main_thread():
+        kinds = []
+    before = {kind: signal.getsignal(kind) for kind in kinds}
+    try:
+        for kind, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(kind, end)
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
 
 
 def import_checkpoint(
@@ -72,16 +98,30 @@ def import_checkpoint(
     check_target(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.import-", dir=target.parent) as scratch:
-        foreign = read_foreign(Path(os.path.abspath(old)), Path(scratch))
-        foreign.models = [{_renamed(name, prefix): t for name, t in tensors.items()} for tensors in foreign.models]
-        for group in (group for state in foreign.optimizers for group in state["param_groups"] if "param_names" in group):
-            group["param_names"] = [_renamed(name, prefix) for name in group["param_names"]]
-        known = set(foreign.models[0])
-        order = None if names is None else [name if name in known else _renamed(name, prefix) for name in names]
-        taken = converted(foreign, order, optimizer, scheduler)
-        commit(Draft(_content(foreign, taken)), target)
+        source = Path(os.path.abspath(old))
+        foreign = read_foreign(source, Path(scratch))
+        try:
+            taken, content = _converted(foreign, prefix, names, optimizer, scheduler)
+        except TrainkitError:
+            raise
+        except MALFORMED as error:
+            raise malformed(source, error) from error
+        commit(Draft(content), target)
     staging.finish()
     return foreign, taken
+
+
+def _converted(
+    foreign: Foreign, prefix: str, names: list[str] | None, optimizer: str | None, scheduler: str | None
+) -> tuple[Captured, Content]:
+    """What the new checkpoint captures, and all its content; arguments as for `import_checkpoint`."""
+    foreign.models = [{_renamed(name, prefix): t for name, t in tensors.items()} for tensors in foreign.models]
+    for group in (group for state in foreign.optimizers for group in state["param_groups"] if "param_names" in group):
+        group["param_names"] = [_renamed(name, prefix) for name in group["param_names"]]
+    known = set(foreign.models[0])
+    order = None if names is None else [name if name in known else _renamed(name, prefix) for name in names]
+    taken = converted(foreign, order, optimizer, scheduler)
+    return taken, _content(foreign, taken)
 
 
 def _renamed(name: str, prefix: str) -> str:

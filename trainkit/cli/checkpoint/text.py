@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.manifest import Manifest
+from trainkit.masking import escaped
 
 __all__ = [
     "about_manifest",
     "as_json",
     "bytes_text",
     "contents_text",
-    "escaped",
     "good_text",
     "on_one_line",
     "print_lines",
@@ -31,15 +31,10 @@ __all__ = [
 _FEW = 8  # a tensor with more elements is shown without values
 
 
-def escaped(text: str) -> str:
-    """The text with control characters escaped: a checkpoint may be from an untrusted source."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in text)
-
-
 def print_lines(*lines: str) -> None:
     """Print lines, with unprintable characters escaped."""
     for line in lines:
-        print(escaped(line))
+        print(escaped(line, keep=""))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> list[str]:
@@ -50,7 +45,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: str = "")
         rows: The cells.
         right: The titles of right-aligned columns, separated by spaces.
     """
-    cells = [list(header), *([escaped(cell) for cell in row] for row in rows)]
+    cells = [list(header), *([escaped(cell, keep="") for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     sides = [">" if title in right.split() else "<" for title in header]
     return [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
@@ -14,10 +13,15 @@ from typing import Any
 
 from torch import Tensor
 
-from trainkit.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
+from trainkit.checkpoint.manifest import is_file_name
+from trainkit.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, TrainkitError
 from trainkit.state.single_file import load, read_tensors
+from trainkit.tagged_json.strict_json import MAX_JSON_BYTES, strict_json
 
-__all__ = ["Foreign", "read_foreign"]
+__all__ = ["MALFORMED", "Foreign", "malformed", "read_foreign"]
+
+MALFORMED = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError, OSError)
+"""What a file causes that does not have the form of its program; a `RecursionError` is a `RuntimeError`."""
 
 _WEIGHT_KEYS = ("state_dict", "model_state_dict", "model")
 _OPTIMIZER_KEYS = ("optimizer_state_dict", "optimizer")
@@ -81,7 +85,23 @@ def read_foreign(path: Path, scratch: Path) -> Foreign:
     """
     if not path.exists():
         raise CheckpointNotFoundError(f"{path} does not exist. Pass the path of a file or of a folder.")
-    files = _Files(scratch)
+    try:
+        return _read(path, _Files(scratch))
+    except TrainkitError:
+        raise
+    except MALFORMED as error:
+        raise malformed(path, error) from error
+
+
+def malformed(path: Path, error: Exception) -> CorruptCheckpointError:
+    """The error for a file that does not have the form of its program."""
+    return CorruptCheckpointError(
+        f"{path} is malformed: {type(error).__name__}: {error!s:.200}. Expected what the program writes whose format it has. "
+        "Fix: save it again, or pass a file with only the state dict of the model"
+    )
+
+
+def _read(path: Path, files: _Files) -> Foreign:
     if path.is_file():
         return _file(path, files)
     if (path / "trainer_state.json").is_file():
@@ -114,9 +134,18 @@ class _Files:
         pairs = [str(one) for pair in zip(paths, targets, strict=True) for one in pair]
         command = [sys.executable, "-m", "trainkit.cli.checkpoint.foreign.restricted_load", *pairs]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
-        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["the process that read it ended"])[-1]
+        # The process ends when its standard input does: with this one, even if this one is killed.
+        with subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                assert process.stderr is not None
+                stderr = process.stderr.read()
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode:
+            reason = (stderr.strip().splitlines() or ["the process that read it ended"])[-1]
             raise CorruptCheckpointError(
                 f"{', '.join(map(str, paths))} cannot be read: {reason}. Save the weights again with torch.save, or "
                 "pass a safetensors file."
@@ -125,6 +154,9 @@ class _Files:
         for path, target in zip(paths, targets, strict=True):
             found = load(target)
             omitted += [f"{path.name}: {one}, a class that is not read" for one in found["omitted"]]
+            if found["calls"]:
+                called = ", ".join(found["calls"][:5])
+                omitted.append(f"{path.name}: it tries to run code: it calls {called} when pickle loads it, which was not done")
             values.append(found["value"])
         return values
 
@@ -228,7 +260,7 @@ def _accelerate(path: Path, files: _Files) -> Foreign:
 
 
 def _of_trainer(path: Path, files: _Files) -> Foreign:
-    progress = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+    progress = _json_in(path / "trainer_state.json")
     epoch = float(progress.get("epoch") or 0.0)
     complete = math.floor(epoch + 1e-9)
     found = Foreign("Hugging Face's Trainer", step=int(progress["global_step"]), epoch=complete)
@@ -286,6 +318,12 @@ def _slots_of(parts: list[Path], values: list[Any]) -> dict[str, dict[str, Any]]
     return slots
 
 
+def _json_in(path: Path) -> Any:
+    """The content of a JSON file, which may be a stranger's."""
+    with open(path, "rb") as file:
+        return strict_json(file.read(MAX_JSON_BYTES + 1), str(path))
+
+
 def _stems(path: Path) -> Iterator[str]:
     """The files of weights of a folder, without their ends: model, model_1, …"""
     for number in range(len(os.listdir(path)) + 1):
@@ -305,8 +343,13 @@ def _weights(path: Path, name: str, files: _Files, found: Foreign) -> dict[str, 
     """The tensors of one file, or of several with an index."""
     parts = [path / name]
     if not parts[0].is_file():
-        index = json.loads((path / f"{name}{_INDEX}").read_text(encoding="utf-8"))
-        parts = [path / part for part in sorted(set(index["weight_map"].values()))]
+        found_in = sorted(set(_json_in(path / f"{name}{_INDEX}")["weight_map"].values()))
+        if odd := [part for part in found_in if not is_file_name(part)]:
+            raise CorruptCheckpointError(
+                f"{path / f'{name}{_INDEX}'}: expected the names of files in its own folder, got {odd[0]!r:.200}. Fix: write "
+                "the names of the files next to it"
+            )
+        parts = [path / part for part in found_in]
     if name.endswith(".bin"):
         values = files.read(parts, found.omitted)
         found.ordered = len(parts) == 1
