@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-from trainkit.masking import mask_text
+from trainkit.masking import escaped, mask_text
 
 __all__ = [
     "OutputStream",
@@ -220,11 +220,11 @@ def notice(text: str, everywhere: bool = False) -> None:
         text: The line.
         everywhere: See `warn`.
     """
-    text = mask_text(text)
     if everywhere:
         text = (_thread.prefix or _prefix) + text
     elif not prints_here():
         return
+    text = escaped(mask_text(text))
     if _thread.printed is not None:
         if text in _thread.printed:
             return
@@ -261,7 +261,7 @@ def warn(text: str, everywhere: bool = False) -> None:
         return
     _flush_at_exit()
     with suppress(OSError):  # a `warnings.showwarning` of the program's may write to standard error that is lost
-        warnings.warn(printable(mask_text(text), sys.stderr), TrainkitWarning, stacklevel=_outside())
+        warnings.warn(printable(escaped(mask_text(text)), sys.stderr), TrainkitWarning, stacklevel=_outside())
 
 
 def _outside() -> int:

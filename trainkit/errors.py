@@ -36,7 +36,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from trainkit.masking import mask_text
+from trainkit.masking import escaped, mask_text
 
 __all__ = [
     "CheckpointError",
@@ -73,7 +73,8 @@ class TrainkitError(Exception):
     """The base class of all errors of trainkit, except `Preempted`. Catch it to catch them all."""
 
     def __str__(self) -> str:
-        return mask_text(super().__str__())  # an argument, such as the URL of a folder, may have a password
+        # An argument, such as the URL of a folder, may have a password. Names may be those of a file from a stranger.
+        return escaped(mask_text(super().__str__()))
 
 
 class ConfigurationError(TrainkitError, ValueError):

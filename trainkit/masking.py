@@ -1,4 +1,6 @@
-"""What may be a secret is replaced by `***` before it is printed, recorded, or made part of the name of a folder.
+"""What must not be shown as it is: secrets, and characters that control a terminal.
+
+What may be a secret is replaced by `***` before it is printed, recorded, or made part of the name of a folder.
 
 A value is hidden because of the name that it is given under (`--api-key S`, `{"password": "S"}`), or because of its own form (a
 password or a signature in a URL, a header, a well-known kind of token). Messages are masked by form only: there, `key` and
@@ -12,7 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["HIDDEN", "is_secret_name", "mask_arguments", "mask_text", "mask_value", "without_password"]
+__all__ = ["HIDDEN", "escaped", "is_secret_name", "mask_arguments", "mask_text", "mask_value", "without_password"]
 
 HIDDEN = "***"
 
@@ -248,3 +250,12 @@ def mask_value(name: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [mask_value("", inner) for inner in value]
     return _mask_argument(value) if isinstance(value, str) else value
+
+
+def escaped(text: str, keep: str = "\n\t") -> str:
+    """The text with characters that control a terminal escaped, but not those in `keep`."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in text
+    )

@@ -66,7 +66,7 @@ def test_a_checkpoint_is_read_as_written(run_dir: Path, shard: int) -> None:
         for name, tensor in tensors.items():
             assert loaded.tensors[stem][name].dtype == tensor.dtype
             assert torch.equal(loaded.tensors[stem][name], tensor)
-    assert loaded.state["loop"] == {"global_step": 10, "betas": (0.9, 0.95)}
+    assert loaded.state["mine"] == {"global_step": 10, "betas": (0.9, 0.95)}
     assert torch.equal(loaded.state["best"], torch.tensor(0.5))
     assert loaded.attachments("config.json") == b'{"model_type": "tiny"}'
     with pytest.raises(CheckpointNotFoundError, match="tokenizer.json"):
@@ -272,7 +272,7 @@ def test_a_reader_next_to_a_writer_never_sees_damage(run_dir: Path) -> None:
             assert [one.problem for one in list_checkpoints(run_dir)] == [None]
             try:
                 loaded = open_checkpoint(path).read()
-                assert loaded.state["loop"]["global_step"] == int(loaded.tensors["model"]["steps"]) == loaded.manifest.step
+                assert loaded.state["mine"]["global_step"] == int(loaded.tensors["model"]["steps"]) == loaded.manifest.step
                 read += 1
             except CheckpointError as error:
                 refused.append(str(error))

@@ -53,7 +53,7 @@ def test_all_ranks_read_everything(checkpoint: Path, size: int, mapped: bool) ->
         assert loaded.manifest.to_bytes() == alone.manifest.to_bytes()
         for stem, tensors in TENSORS.items():
             assert all(loaded.tensors[stem][name].equal(tensor) for name, tensor in tensors.items())
-        assert loaded.state["loop"] == alone.state["loop"]
+        assert loaded.state["mine"] == alone.state["mine"]
 
 
 def test_each_file_is_hashed_once(checkpoint: Path, hashed: list[str]) -> None:

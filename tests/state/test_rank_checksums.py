@@ -32,7 +32,7 @@ def content(counter: int = 1, **changes: Tensor) -> Content:
         "model": {"weight": values["weight"], "mean": values["mean"]},
         "optimizer": {"0/weight/exp_avg": values["moment"]},
     }
-    return Content(tensors, {"models": [{"trained": {"weight": True}}]}, about(save_counter=counter))
+    return Content(tensors, {"models": [{"trained": {"weight": True}, "fingerprint": None}]}, about(save_counter=counter))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64])

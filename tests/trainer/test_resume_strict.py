@@ -318,7 +318,8 @@ def test_a_malformed_description(monkeypatch: pytest.MonkeyPatch) -> None:
 def _malformed(*args: Any) -> Any:
     from trainkit.state.optimizer import OptimizerState
 
-    return OptimizerState(described={"class": "Adam"})
+    groups = [{"parameters": ["layer.weight", "layer.weight"], "options": {}}]
+    return OptimizerState(described={"class": "Adam", "groups": groups})
 
 
 def test_weights_only() -> None:

@@ -16,8 +16,9 @@ from trainkit.checkpoint.gather_order import GatherOrder
 from trainkit.checkpoint.host_copy import HostBuffers
 from trainkit.checkpoint.manifest import DIGEST, FORMAT_VERSION, MANIFEST, FileEntry, Manifest, digest_line, is_file_name
 from trainkit.checkpoint.rank_assignment import assign_to_ranks
+from trainkit.checkpoint.state_schema import state_problem
 from trainkit.checkpoint.tensor_file import FiniteCheck, TensorFile, chunks, plan_files
-from trainkit.errors import CheckpointError
+from trainkit.errors import CheckpointError, UnsavableError
 from trainkit.tagged_json.encode import dumps
 from trainkit.tagged_json.tensors import tensor_problem
 
@@ -178,6 +179,8 @@ class Draft:
             gathers.finish()
 
     def _add_state(self, state: dict[str, Any]) -> None:
+        if (problem := state_problem(state)) is not None:
+            raise UnsavableError(f"{_STATE}: {problem}")
         tensors: dict[str, Tensor] = {}
         self._add_bytes("state.json", dumps(state, tensors, file="state.safetensors", where=_STATE))
         if tensors:

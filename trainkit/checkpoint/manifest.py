@@ -208,6 +208,11 @@ def _is_map(value: Any) -> bool:
     return isinstance(value, dict) and _is_plain(value)
 
 
+def _are_contents(value: Any) -> bool:
+    kinds = {"model": str, "optimizer": bool, "resumable": bool, "module": str}
+    return _is_map(value) and all(isinstance(value.get(name, kind()), kind) for name, kind in kinds.items())
+
+
 def _are_aliases(value: Any) -> bool:
     return _is_map(value) and all(
         isinstance(names, dict) and all(isinstance(name, str) for name in names.values()) for names in value.values()
@@ -261,7 +266,7 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "world_size": (lambda value: _is_count(value) and value > 0, "an integer ≥ 1"),
     "strategy": _TEXT,
     "precision": _TEXT,
-    "contents": _MAP,
+    "contents": (_are_contents, "a JSON object: strings for 'model' and 'module', booleans for 'optimizer' and 'resumable'"),
     "aliases": (_are_aliases, "a JSON object of JSON objects of strings"),
     "irregular": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of strings"),
     "finite": (lambda value: value is None or isinstance(value, bool), "true, false or null"),

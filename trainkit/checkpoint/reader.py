@@ -22,6 +22,7 @@ from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
 from trainkit.checkpoint.regular_file import not_regular, read_file, read_small_file
 from trainkit.checkpoint.remote_folder import why_not_at_the_url
 from trainkit.checkpoint.staging import staging
+from trainkit.checkpoint.state_schema import state_problem
 from trainkit.checkpoint.tensor_file import tensors_in
 from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 from trainkit.paths import local_path
@@ -182,8 +183,11 @@ class Checkpoint:
         if "state" in requested:
             files = {f"state{_TENSORS}": for_state}
             state = loads(fetch(STATE), files, self._what(STATE), unregistered=unregistered)
-            if not isinstance(state, dict):
-                raise CorruptCheckpointError(f"{self._what(STATE)}: expected a JSON object, got {type(state).__name__}")
+            if (problem := state_problem(state)) is not None:
+                raise CorruptCheckpointError(f"{self._what(STATE)}: {problem}. Fix: use another checkpoint.")
+            for number in range(len(state.get("models", ()))):
+                if (stem := f"model_{number}" if number else "model") not in self._stems():
+                    raise CorruptCheckpointError(f"{self._what(STATE)}: models[{number}]: there is no file {stem}{_TENSORS}")
         return Loaded(self.manifest, tensors, state, self)
 
     def _tensors(self, stem: str, names: list[str], fetch: Callable[[str], memoryview]) -> dict[str, Tensor]:

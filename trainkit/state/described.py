@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainkit.checkpoint.state_schema import optimizer_problem
+from trainkit.console import counted
 from trainkit.errors import CorruptCheckpointError
 from trainkit.optim.parameter_names import without_checkpoint_wrapper
 from trainkit.state.wrapped_tensors import KINDS, put_together, taken_apart
 
-__all__ = ["SavedOptimizer", "StoredSlots", "copied"]
+__all__ = ["SavedOptimizer", "StoredSlots", "copied", "is_of_torch", "odd_value"]
 
 _Need = Callable[[bool, str], None]
 """`need(condition, problem)` raises `CorruptCheckpointError` if the condition is false."""
@@ -150,20 +153,18 @@ class SavedOptimizer:
                     f"{what}: the description of optimizer {index} is malformed: {problem}. Fix: use another checkpoint."
                 )
 
-        need(isinstance(described, dict), "it is not a dict")
-        kind, listed = described.get("class"), described.get("groups")
-        need(isinstance(kind, str) and isinstance(listed, list), "it has no class or no groups")
+        problem = optimizer_problem(described, f"optimizers[{index}]")
+        need(problem is None, str(problem))
         parts = {key: described.get(key, {}) for key in ("state", "entries", "more")}
-        self = cls(kind, _read_groups(listed, need), opaque=described.get("opaque"))
-        for key, part in parts.items():
-            need(isinstance(part, dict), f"{key!r} is not a dict")
+        self = cls(described["class"], _read_groups(described["groups"], need), opaque=described.get("opaque"))
         need(not any(isinstance(key, int) for key in parts["entries"]), "an entry has an integer key, like a parameter")
         self.entries, self.more = parts["entries"], parts["more"]
         names = {name for own, _ in self.groups for name in own}
         for raw, about in parts["state"].items():
             name = without_checkpoint_wrapper(raw)
             need(name in names, f"state for {name!r}, which is in no group")
-            need(_is_valid(about), f"invalid slots for {name!r}")
+            known = all(item["class"] in KINDS for item in about.get("quantized", {}).values())
+            need(known, f"an unknown class of quantized slots for {name!r}")
             self.state[name] = StoredSlots(irregular=about.get("irregular", []), described=about)
         self._add_tensors(tensors, index, need)
         return self
@@ -190,43 +191,12 @@ def _read_groups(listed: list[Any], need: _Need) -> list[tuple[list[str], dict[s
     groups: list[tuple[list[str], dict[str, Any]]] = []
     names: set[str] = set()
     for group in listed:
-        need(isinstance(group, dict) and isinstance(group.get("options"), dict), "a group has no options")
-        need(all(isinstance(key, str) and key != "params" for key in group["options"]), "an option has no name")
-        own = group.get("parameters")
-        need(isinstance(own, list) and all(isinstance(name, str) for name in own), "a group has no parameter names")
-        own = [without_checkpoint_wrapper(name) for name in own]
+        need("params" not in group["options"], "an option is named 'params'")
+        own = [without_checkpoint_wrapper(name) for name in group["parameters"]]
         need(names.isdisjoint(own) and len(set(own)) == len(own), "a parameter occurs more than once")
         names.update(own)
         groups.append((own, group["options"]))
     return groups
-
-
-def _is_valid(about: Any) -> bool:
-    if not isinstance(about, dict) or not isinstance(about.get("values", {}), dict):
-        return False
-    lists, irregular = about.get("lists", {}), about.get("irregular", [])
-    if not isinstance(lists, dict) or not isinstance(irregular, list):
-        return False
-    for item in lists.values():
-        if not isinstance(item, dict) or not isinstance(item.get("tuple"), bool) or not isinstance(item.get("values"), dict):
-            return False
-        length = item.get("length")
-        if type(length) is not int or length < 0:
-            return False
-    quantized = about.get("quantized", {})
-    if not isinstance(quantized, dict) or not all(_is_valid_quantized(item) for item in quantized.values()):
-        return False
-    return all(isinstance(slot, str) for slot in irregular)
-
-
-def _is_valid_quantized(item: Any) -> bool:
-    return (
-        isinstance(item, dict)
-        and item.get("class") in KINDS
-        and isinstance(item.get("attributes"), list)
-        and isinstance(item.get("shape"), tuple)
-        and all(type(size) is int for size in item["shape"])
-    )
 
 
 def _is_complete(slot: str, about: dict[str, Any], tensors: Mapping[str, Tensor]) -> bool:
@@ -234,6 +204,69 @@ def _is_complete(slot: str, about: dict[str, Any], tensors: Mapping[str, Tensor]
     if about["length"] > len(tensors) + len(about["values"]):
         return False
     return all((f"{slot}.{n}" in tensors) != (str(n) in about["values"]) for n in range(about["length"]))
+
+
+def is_of_torch(thing: Any) -> bool:
+    """Whether the class of an object is one of torch's, whose state has values of known kinds."""
+    return type(thing).__module__.partition(".")[0] == "torch"
+
+
+def odd_value(
+    saved: Any, here: Any, path: str, *, may_be_none: bool = False, any_for_none: bool = False, same_length: bool = False
+) -> str | None:
+    """A saved value of another kind than the one that this program has in its place, as `path: …`; `None` if there is none.
+
+    Only the kinds are compared: numbers, true and false, strings, lists, dicts. Values that only one of the two has are not.
+
+    Args:
+        saved: the value in the checkpoint.
+        here: the value that it replaces.
+        path: its key, for the message.
+        may_be_none: a value may be `None` in the checkpoint.
+        any_for_none: if it is `None` here, the saved one may also be a container.
+        same_length: lists must have the same length.
+    """
+    if (saved is None and (may_be_none or here is None)) or (here is None and (any_for_none or _is_leaf(saved))):
+        return None
+    if not _same_kind(saved, here):
+        return f"{path}: expected {_kind_of(here)}, got {saved!r:.80}"
+    if same_length and isinstance(here, list | tuple) and len(saved) != len(here):
+        return f"{path}: expected {counted(len(here), 'item')}, got {saved!r:.80}"
+    options = {"may_be_none": may_be_none, "any_for_none": any_for_none, "same_length": same_length}
+    inside = (odd_value(one, other, f"{path}[{key!r:.80}]", **options) for key, one, other in _in_both(saved, here))
+    return next(filter(None, inside), None)
+
+
+def _in_both(saved: Any, here: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """The items of two containers with the same key or index."""
+    if isinstance(here, dict):
+        yield from ((key, saved[key], here[key]) for key in saved if key in here)
+    elif isinstance(here, list | tuple):
+        yield from ((number, one, other) for number, (one, other) in enumerate(zip(saved, here, strict=False)))
+
+
+def _is_leaf(value: Any) -> bool:
+    return not isinstance(value, dict | list | tuple | set)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real | Tensor) and not isinstance(value, bool)
+
+
+def _same_kind(saved: Any, here: Any) -> bool:
+    if isinstance(here, bool):
+        return isinstance(saved, bool) or (_is_number(saved) and saved in (0, 1))  # some pass 1 for True
+    if _is_number(here):
+        return _is_number(saved)
+    for kind in (str, dict, list | tuple):
+        if isinstance(here, kind):
+            return isinstance(saved, kind)
+    return here is not None
+
+
+def _kind_of(value: Any) -> str:
+    kinds = {bool: "true or false", str: "a string", dict: "a dict", list: "a list", tuple: "a list", type(None): "null"}
+    return next((text for kind, text in kinds.items() if isinstance(value, kind)), "a number")
 
 
 def copied(value: Any) -> Any:

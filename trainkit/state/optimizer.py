@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from numbers import Real
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainkit.console import counted
-from trainkit.errors import StateMismatchError, UnsavableError
+from trainkit.errors import CorruptCheckpointError, StateMismatchError, UnsavableError
 from trainkit.optim.parameter_names import shape_of
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.registry import strategy_infos
-from trainkit.state.described import SavedOptimizer, StoredSlots, copied
+from trainkit.state.described import SavedOptimizer, StoredSlots, copied, is_of_torch, odd_value
 from trainkit.state.fit import castable
 from trainkit.state.lenient import group_names, with_parameters_of
 
@@ -37,6 +38,10 @@ _EXECUTION = ("foreach", "fused", "capturable")
 # Options that only torch's or only DeepSpeed's Adam has, with their defaults; and options decided by the class or the run.
 _UNSET = {"amsgrad": False, "bias_correction": True, "differentiable": False, "maximize": False}
 _ELSEWHERE = ("decoupled_weight_decay", *_EXECUTION)
+
+
+# Slots that torch's optimizers count in, as numbers or tensors.
+_COUNTERS = ("step", "n_iter", "func_evals")
 
 
 @dataclass
@@ -144,6 +149,10 @@ def plan_optimizer(
     """
     saved = SavedOptimizer.read(described, tensors, index, what)
     kind = _kind(optimizer)
+    if saved.kind == kind and (problem := _odd_state(_bare(optimizer), saved, f"optimizers[{index}]")) is not None:
+        raise CorruptCheckpointError(
+            f"{what}: the description of optimizer {index} is malformed: {problem}. Fix: use another checkpoint."
+        )
     saved, notices = (saved, []) if strict else with_parameters_of(optimizer, names, saved)
     complaints, lacking = _compare_groups(optimizer, names, saved)
     if saved.kind != kind:
@@ -165,6 +174,26 @@ def plan_optimizer(
         )
     title = f"{what}: optimizer {index} ({kind})"
     return lambda: notices + _load(_bare(optimizer), saved, lacking, by_name, parameter_dtypes, title, keep)
+
+
+def _odd_state(bare: Optimizer, saved: SavedOptimizer, path: str) -> str | None:
+    """What `load_state_dict` of torch's optimizers would accept, although the next step fails or computes something else."""
+    torchs, here = is_of_torch(bare), bare.param_groups
+    for number, (_, options) in enumerate(saved.groups):
+        own = {k: v for k, v in here[min(number, len(here) - 1)].items() if k not in ("params", "param_names", *_EXECUTION)}
+        place = f"{path}.groups[{number}].options"
+        foreign = {"may_be_none": not torchs, "any_for_none": not torchs}
+        if (problem := odd_value(options, own, place, **foreign, same_length=torchs)) is not None:
+            return problem
+    for name, stored in saved.state.items() if torchs else ():
+        place = f"{path}.state[{name!r:.80}]"
+        if "whole" in stored.described:
+            return f"{place}.whole: expected slots, got {stored.described['whole']!r:.80}"
+        values = stored.described.get("values", {})
+        for slot in _COUNTERS:
+            if slot in values and not (isinstance(values[slot], Real) and values[slot] >= 0):
+                return f"{place}.values.{slot}: expected a number ≥ 0, got {values[slot]!r:.80}"
+    return None
 
 
 def _bare(optimizer: Optimizer) -> Optimizer:

@@ -263,6 +263,7 @@ def restore(
     Raises:
         StateMismatchError: something does not fit; the message lists all mismatches.
     """
+    _check_present(state, wanted, what)
     # everything is compared before anything is changed
     loads: list[Callable[[], list[str]]] = []
     regrouped: list[int] = []
@@ -285,6 +286,12 @@ def restore(
         notices += _restore_scaler(parts.precision, state.get("scaler"))
     for text in notices:
         notice(text)
+
+
+def _check_present(state: Mapping[str, Any], wanted: Collection[str], what: str) -> None:
+    for part, key in (("model", "models"), ("optimizer", "optimizers"), ("scheduler", "schedulers")):
+        if part in wanted and key not in state:
+            raise CorruptCheckpointError(f"{what}: state.json has no {key!r}. Fix: use another checkpoint.")
 
 
 @contextmanager
@@ -316,7 +323,12 @@ def _plan_models(
         # requires_grad belongs to a run, not to weights; but for adapters it shows which parameters are stored
         trained = own["trained"] if "optimizer" in wanted or own["fingerprint"] is not None else {}
         model_state = ModelState(
-            tensors=dict(tensors[stem]), aliases=dict(aliases.get(stem, {})), **{**own, "trained": trained}
+            dict(tensors[stem]),
+            dict(aliases.get(stem, {})),
+            own.get("extra", {}),
+            trained,
+            own["fingerprint"],
+            own.get("configs", {}),
         )
         placeholders, take = parts.strategy.stored_weights(model), parts.strategy.load_weights
         yield plan_model(model, model_state, strict=strict, what=what, placeholders=placeholders, take=take)
@@ -361,8 +373,8 @@ def _check_schedulers(parts: Parts, state: Mapping[str, Any], what: str, regroup
         StateMismatchError: they do not match.
     """
     _same_number("schedulers", parts.schedulers, state["schedulers"], what)
-    for scheduler, own in zip(parts.schedulers, state["schedulers"], strict=True):
-        check_scheduler(scheduler, own, what)
+    for number, (scheduler, own) in enumerate(zip(parts.schedulers, state["schedulers"], strict=True)):
+        check_scheduler(scheduler, own, what, f"schedulers[{number}]")
     if regrouped and parts.schedulers:
         raise StateMismatchError(
             f"{what}: the parameter groups of optimizer {regrouped[0]} differ from the saved ones, and the saved schedulers "

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.draft import Content, Draft
 from trainkit.console import notice
 from trainkit.distributed.world import World
-from trainkit.errors import CheckpointWriteError, UnsavableError
+from trainkit.errors import CheckpointWriteError, CorruptCheckpointError, TrainkitError, UnsavableError
+from trainkit.state.described import odd_value
 from trainkit.state.rank_checksums import checksums, compare_ranks
 from trainkit.tagged_json.encode import unsavable
 
@@ -18,7 +20,17 @@ if TYPE_CHECKING:
     from trainkit.callback import Callback
     from trainkit.loggers.base import Logger
 
-__all__ = ["drafted", "keyed", "logger_states", "readable_key", "restore_callbacks", "restore_loggers"]
+__all__ = [
+    "check_callbacks",
+    "drafted",
+    "keyed",
+    "logger_states",
+    "readable_key",
+    "report_callbacks",
+    "restore_callbacks",
+    "restore_loggers",
+    "restoring",
+]
 
 
 def drafted(world: World, content: Content) -> Draft:
@@ -121,12 +133,64 @@ def readable_key(key: str) -> str:
     return f"{name}({', '.join(f'{option}={value}' for option, value in on.items())})"
 
 
-def restore_callbacks(callbacks: Sequence[Callback], saved: Mapping[str, Any]) -> None:
-    """Restore the callbacks, and list those without saved state and saved states without a callback."""
+@contextmanager
+def restoring(owner: Any, key: str, what: str) -> Iterator[None]:
+    """Raise an error that names the key in the state of the checkpoint if the owner of a state cannot load it.
+
+    Raises:
+        CorruptCheckpointError: It cannot.
+    """
+    try:
+        yield
+    except TrainkitError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CorruptCheckpointError(
+            f"{what}: {key} cannot be loaded: {type(owner).__name__}.load_state_dict raised {type(error).__name__}: {error}. "
+            "Expected what its state_dict returned. Fix: use another checkpoint, or the class as it was when it was saved."
+        ) from error
+
+
+def check_callbacks(callbacks: Sequence[Callback], saved: Mapping[str, Any], what: str) -> None:
+    """Check the kinds of the values in the states of trainkit's callbacks; arguments as for `restore_callbacks`.
+
+    Raises:
+        CorruptCheckpointError: One has another kind than in the present state.
+    """
+    for key, callback in keyed(callbacks).items():
+        if saved.get(key) and _is_ours(callback):
+            here = dict(callback.state_dict())
+            if (problem := odd_value(saved[key], here, f"callbacks[{key!r}]", may_be_none=True)) is not None:
+                raise CorruptCheckpointError(f"{what}: {problem}. Fix: use another checkpoint.")
+
+
+def _is_ours(callback: Callback) -> bool:
+    return type(callback).__module__.partition(".")[0] == "trainkit"
+
+
+def restore_callbacks(
+    callbacks: Sequence[Callback], saved: Mapping[str, Any], what: str = "the checkpoint", of_trainkit: bool | None = None
+) -> None:
+    """Restore the callbacks.
+
+    Args:
+        callbacks: The callbacks of the run.
+        saved: Key → saved state.
+        what: The checkpoint, for messages.
+        of_trainkit: Only those of trainkit, or only others, which may rely on the restored model; `None`: all.
+
+    Raises:
+        CorruptCheckpointError: A callback cannot load its state.
+    """
+    for key, callback in keyed(callbacks).items():
+        if saved.get(key) and of_trainkit in (None, _is_ours(callback)):
+            with restoring(callback, f"callbacks[{key!r}]", what):
+                callback.load_state_dict(saved[key])
+
+
+def report_callbacks(callbacks: Sequence[Callback], saved: Mapping[str, Any]) -> None:
+    """List callbacks without saved state and saved states without a callback."""
     present = keyed(callbacks)
-    for key, callback in present.items():
-        if saved.get(key):
-            callback.load_state_dict(saved[key])
     fresh = [readable_key(key) for key, callback in present.items() if key not in saved and callback.state_dict()]
     if fresh:
         notice(f"the checkpoint has no state for these callbacks, which start without it: {', '.join(fresh)}.")
@@ -135,11 +199,12 @@ def restore_callbacks(callbacks: Sequence[Callback], saved: Mapping[str, Any]) -
         notice(f"the checkpoint has state for callbacks that this run does not have: {', '.join(gone)}.")
 
 
-def restore_loggers(loggers: Iterable[Logger], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Restore each logger from the first remaining state of its class."""
+def restore_loggers(loggers: Iterable[Logger], saved: Sequence[Mapping[str, Any]], what: str = "the checkpoint") -> None:
+    """Restore each logger from the first remaining state of its class; raises like `restore_callbacks`."""
     left = list(saved)
     for logger in loggers:
         match = next((entry for entry in left if entry["kind"] == type(logger).__name__), None)
         if match is not None:
-            left.remove(match)
-            logger.load_state_dict(match["state"])
+            left = [entry for entry in left if entry is not match]
+            with restoring(logger, f"loggers[{saved.index(match)}].state", what):
+                logger.load_state_dict(match["state"])

@@ -15,9 +15,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from trainkit.checkpoint.state_schema import scheduler_problem
 from trainkit.errors import CorruptCheckpointError, StateMismatchError
 from trainkit.optim.prepared_scheduler import PreparedScheduler
-from trainkit.state.described import copied
+from trainkit.state.described import copied, is_of_torch, odd_value
 
 __all__ = ["capture_scheduler", "check_scheduler", "restore_scheduler"]
 
@@ -110,11 +111,15 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def check_scheduler(scheduler: Any, state: Mapping[str, Any], what: str = "the checkpoint") -> None:
-    """Check the class and the parts, with the arguments and errors of `restore_scheduler`."""
-    valid = isinstance(state, Mapping) and isinstance(state.get("state"), dict) and isinstance(state.get("inner"), dict)
-    if not valid or not isinstance(state.get("class"), str):
-        raise CorruptCheckpointError(f"{what}: the state of a scheduler is malformed. Fix: use another checkpoint.")
+def check_scheduler(
+    scheduler: Any, state: Mapping[str, Any], what: str = "the checkpoint", where: str = "the scheduler"
+) -> None:
+    """Check the class, the parts and the kinds of the values, with the arguments and errors of `restore_scheduler`.
+
+    `where` is its key in the state of the checkpoint.
+    """
+    if (problem := scheduler_problem(state, where)) is not None:
+        raise CorruptCheckpointError(f"{what}: the state of a scheduler is malformed: {problem}. Fix: use another checkpoint.")
     bare = _bare(scheduler)
     theirs, ours = (state["class"], state.get("chained")), (type(bare).__name__, _classes(bare))
     for key in state["inner"]:
@@ -125,8 +130,27 @@ def check_scheduler(scheduler: Any, state: Mapping[str, Any], what: str = "the c
             f"{what} contains the state of {_as_call(*theirs)}, but this run has {_as_call(*ours)}. Nothing was changed. Fix: "
             "build the same scheduler as when it was saved."
         )
+    if (problem := _odd_state(bare, state["state"], f"{where}.state")) is not None:
+        raise CorruptCheckpointError(f"{what}: the state of a scheduler is malformed: {problem}. Fix: use another checkpoint.")
     for key, own in state["inner"].items():
-        check_scheduler(getattr(bare, key), own, what)
+        check_scheduler(getattr(bare, key), own, what, f"{where}.inner.{key}")
+
+
+def _odd_state(bare: Any, saved: Mapping[str, Any], path: str) -> str | None:
+    """What `load_state_dict` of torch's schedulers would accept, although the next step fails or computes something else."""
+    here = {key: _plain(value) for key, value in bare.state_dict().items() if not _contains_code(value)}
+    torchs = is_of_torch(bare)
+    if (
+        problem := odd_value(dict(saved), here, path, may_be_none=not torchs, any_for_none=not torchs)
+    ) is not None or not torchs:
+        return problem
+    for key, least in (("last_epoch", -1), ("_step_count", 0)):
+        if saved.get(key, least) < least:
+            return f"{path}[{key!r}]: expected a number ≥ {least}, got {saved[key]!r:.80}"
+    given = saved.get("lr_lambdas", ())
+    if any(value is not None and not isinstance(value, dict) for value in given):
+        return f"{path}['lr_lambdas']: expected null for a function, or a dict for an object, got {given!r:.80}"
+    return None
 
 
 def _as_call(name: str, chained: Any) -> str:

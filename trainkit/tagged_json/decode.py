@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from datetime import date, datetime, timedelta
@@ -27,6 +28,7 @@ SCALARS: dict[str, type[np.generic]] = {
         *("float16", "float32", "float64", "complex64", "complex128"),
     )
 } | {"bool": np.bool_, "str": np.str_, "bytes": np.bytes_}
+_TAG = re.compile(r"\$(?!\$)")
 _MAX_SAME_HASH = 200  # keys with the same hash; each is compared with all before it
 
 
@@ -71,6 +73,18 @@ class Decoder:
         if all(key[:1] != "$" or key[:2] == "$$" for key in value):
             return {key[1:] if key[:1] == "$" else key: item for key, item in value.items()}
         raise CorruptCheckpointError(f"{self._what}: the tag {key!r:.40} must be the only key of its object")
+
+    def named(self, value: Any, path: str) -> Any:
+        """The decoded value; an error names the path to the value that cannot be decoded."""
+        if isinstance(value, list):
+            return [self.named(item, f"{path}[{number}]") for number, item in enumerate(value)]
+        if not isinstance(value, dict):
+            return value
+        found = {key: self.named(item, path if _TAG.match(key) else f"{path}[{key!r:.100}]") for key, item in value.items()}
+        try:
+            return self.object(found)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{error}, at {path}" if path else str(error)) from error.__cause__
 
     def _tagged(self, tag: str, payload: Any) -> Any:
         decode = self._decode.get(tag)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from trainkit.console import with_article
-from trainkit.errors import UnsavableError
+from trainkit.errors import CorruptCheckpointError, UnsavableError
 from trainkit.tagged_json.decode import SCALARS, Decoder
 from trainkit.tagged_json.omegaconf import is_omegaconf, plain_container
 from trainkit.tagged_json.registered import Registration, registration_of
@@ -100,7 +100,12 @@ def loads(
         CorruptCheckpointError: the text is malformed, or refers to a tensor that does not exist.
         CheckpointError: it has a value of a type that is not registered, or a `decode` failed.
     """
-    return strict_json(data, what, Decoder(tensors, what, unregistered).object)
+    decoder = Decoder(tensors, what, unregistered)
+    try:
+        return strict_json(data, what, decoder.object)
+    except CorruptCheckpointError:
+        decoder.named(strict_json(data, what), "")  # the same error, with the key of the value
+        raise
 
 
 class _Encoder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from trainkit.module.data_module import DataModule
 from trainkit.paths import local_path
 from trainkit.rng import KEY_VERSION
 from trainkit.state.parts import Parts, check_names, moved, restore, shown, with_trained_weights
+from trainkit.state.plug_ins import check_callbacks
 from trainkit.trainer.find_checkpoint import WORDS, Enter, FoundCheckpoint, Searcher, find_checkpoint, newest_of
 from trainkit.trainer.run_folder import Places, checkpoint_places, folder_of_run
 from trainkit.trainer.run_state import parts_of, restore_loop, restore_run
@@ -293,13 +295,16 @@ def restore_fit(run: Run, plan: FitPlan, wanted: set[str], overrides: Mapping[st
     # the position first, so that one that does not fit raises before anything has changed
     if "loop" in wanted:
         restore_loop(run, plan, state["loop"])
+    if "callbacks" in wanted:
+        check_callbacks(run.callbacks, state["callbacks"], str(found.path))
     seen = _run_load_hooks(run, loaded)
     tensors = with_trained_weights({**loaded.tensors, "model": seen["state_dict"]}, loaded.tensors["model"], seen)
     parts = parts_of(run)
     aliases, what = loaded.manifest.aliases, str(found.path)
     strict = strict and run.module.strict_loading
-    restore(parts, tensors, state, aliases, wanted=wanted, what=what, strict=strict, keep=True)
-    restore_run(run, {**state, "callbacks": seen["callbacks"]} if "callbacks" in state else state, wanted)
+    restore_parts = partial(restore, parts, tensors, state, aliases, wanted=wanted, what=what, strict=strict, keep=True)
+    state = {**state, "callbacks": seen["callbacks"]} if "callbacks" in state else state
+    restore_run(run, state, wanted, what, restore_parts)
     if overrides and not found.restart:  # a restarted run has them already
         _override(parts, overrides)
     if "loop" in wanted and run.due.training_ends and not run.progress.should_stop:

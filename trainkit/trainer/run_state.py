@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainkit.metrics.merge import gather_states, merge_states
-from trainkit.state.hyper import stored, stored_omegaconf
+from trainkit.state.hyper import stored, stored_attributes, stored_omegaconf
 from trainkit.state.parts import Parts
-from trainkit.state.plug_ins import keyed, logger_states, restore_callbacks, restore_loggers
+from trainkit.state.plug_ins import keyed, logger_states, report_callbacks, restore_callbacks, restore_loggers, restoring
 from trainkit.trainer.progress import Phase, Stop
 
 if TYPE_CHECKING:
@@ -52,7 +52,12 @@ def capture_run(run: Run, loader: PreparedLoader | None) -> dict[str, Any]:
 
 def _hyper_parameters(owner: Any, key: str) -> dict[str, Any]:
     """What `load_from_checkpoint` needs to create the module or the data module."""
-    state = {key: stored(owner), f"{key}_name": owner._hparams_name, f"{key}_omegaconf": stored_omegaconf(owner)}
+    state = {
+        key: stored(owner),
+        f"{key}_name": owner._hparams_name,
+        f"{key}_omegaconf": stored_omegaconf(owner),
+        f"{key}_attributes": stored_attributes(owner),
+    }
     return state if owner._hparams_class is None else {**state, f"{key}_class": owner._hparams_class}
 
 
@@ -76,9 +81,9 @@ def _capture_loop(run: Run, loader: PreparedLoader) -> dict[str, Any]:
         "validation_pending": validating,
         "validation_batches": 0 if validation is None else validation.began if validating else validation.count,
         "epoch_complete": progress.epoch_complete,
-        "stop_asked": stop_asked and requested,
-        "stopping": progress.stop is Stop.STOPPING and requested,
-        "should_stop": progress.should_stop and requested,
+        "stop_asked": bool(stop_asked and requested),
+        "stopping": bool(progress.stop is Stop.STOPPING and requested),
+        "should_stop": bool(progress.should_stop and requested),
         "computed": dict(progress.computed),
         "advanced": dict(progress.advanced),
     }
@@ -118,16 +123,39 @@ def restore_loop(run: Run, plan: FitPlan, saved: Mapping[str, Any]) -> None:
         run.validation_plan.count = int(saved["validation_batches"])
 
 
-def restore_run(run: Run, state: Mapping[str, Any], wanted: set[str]) -> None:
-    """Metrics, callbacks, loggers and the data module, as far as they are wanted."""
+def restore_run(
+    run: Run,
+    state: Mapping[str, Any],
+    wanted: set[str],
+    what: str = "the checkpoint",
+    restore_parts: Callable[[], None] = lambda: None,
+) -> None:
+    """Metrics, callbacks, loggers and the data module, as far as they are wanted.
+
+    Args:
+        run: The fit.
+        state: The state in the checkpoint, whose position is restored.
+        wanted: The parts to restore.
+        what: The checkpoint, for messages.
+        restore_parts: Restores the model and the optimizers. Those of trainkit's callbacks whose state is refused are found
+            before; loggers remove what was written later, and come last.
+
+    Raises:
+        CorruptCheckpointError: The owner of a state cannot load it.
+    """
+    if "callbacks" in wanted:
+        restore_callbacks(run.callbacks, state["callbacks"], what, of_trainkit=True)
+    restore_parts()
     if "loop" in wanted:
         world = run.strategy.data_world
         metrics = merge_states(state["metrics"], world.rank, world.size)
         run.train_metrics.load_state_dict(metrics, run.module, run.strategy.device)
         run.results.load_state_dict(state["results"])
         if run.datamodule is not None and state.get("datamodule"):
-            run.datamodule.load_state_dict(state["datamodule"])
+            with restoring(run.datamodule, "datamodule", what):
+                run.datamodule.load_state_dict(state["datamodule"])
     if "callbacks" in wanted:
-        restore_callbacks(run.callbacks, state["callbacks"])
+        restore_callbacks(run.callbacks, state["callbacks"], what, of_trainkit=False)
+        report_callbacks(run.callbacks, state["callbacks"])
     if "loggers" in wanted:
-        restore_loggers(run.loggers, state["loggers"])
+        restore_loggers(run.loggers, state["loggers"], what)

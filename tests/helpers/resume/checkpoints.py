@@ -74,7 +74,7 @@ def content(counter: int = 1, *, step: int = 10, **changes: Any) -> Content:
             "model": {"first.weight": torch.arange(12.0).view(3, 4) + step, "steps": torch.tensor(step)},
             "optimizer": {"0/first.weight/exp_avg": torch.full((3, 4), 0.25), "0/first.weight/step": torch.tensor(float(step))},
         },
-        "state": {"loop": {"global_step": step, "betas": (0.9, 0.95)}, "best": torch.tensor(0.5)},
+        "state": {"mine": {"global_step": step, "betas": (0.9, 0.95)}, "best": torch.tensor(0.5)},
         "attachments": {"config.json": b'{"model_type": "tiny"}'},
         "max_shard_size": 5 * 10**9,
         "parameters": {},
