@@ -348,9 +348,10 @@ def test_an_endless_sampler_needs_a_limit() -> None:
     assert indices(batches, start=4, limit=9)[:2] == found[4:]
 
 
-def test_a_length_that_is_wrong_does_not_cut_what_comes() -> None:
+def test_a_length_that_is_wrong_ends_the_epoch() -> None:
     batches = keyed(loader_of(10, sampler=WrongLength(range(10))))
-    assert flat(indices(batches)) == list(range(10))
+    assert flat(indices(batches)) == list(range(4))
+    assert batches.counted == 1
     assert (batches.length, batches.sizes, batches.exact) == (1, None, False)
 
 

@@ -161,3 +161,17 @@ def test_training_loaders_in_nested_collections() -> None:
 )
 def test_the_samples_of_a_micro_batch(source: Any, size: int | None) -> None:
     assert batch_size_of(source) == size
+
+
+class Lazy(list):
+    """A list-like that loads its items when they are needed, which is long after it was passed."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("read too early")
+
+
+def test_a_list_like_is_not_read() -> None:
+    lazy = Lazy([A, B])
+    assert evaluation_sources(lazy) == [lazy]
+    assert training_source(lazy) is lazy
+    assert evaluation_sources({"a": A, "b": lazy}) == [A, lazy]

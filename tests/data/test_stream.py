@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -120,9 +121,15 @@ class Subclass(DataLoader):
 
 
 def test_a_subclass_stays_what_it_is() -> None:
-    """The `__iter__` of a `DataLoader` subclass is used, with the attributes that its constructor has set."""
-    plain = read(stream_of(DataLoader(Drawing(14), batch_size=4, shuffle=True)), 2)
-    assert same(read(stream_of(Subclass(14)), 2), [batch + 1014 for batch in plain])
+    """A `DataLoader` subclass with an `__iter__` is iterated as it is, with the attributes that its constructor has set.
+
+    It shuffles in an order that depends only on the seed and the epoch.
+    """
+    stream = stream_of(Subclass(14))
+    epochs = [read(stream, epoch) for epoch in (2, 3, 2)]
+    assert sorted(chain.from_iterable(ids(epochs[0]))) == list(range(1014, 1028))
+    assert ids(epochs[0]) == ids(epochs[2]) != ids(epochs[1])
+    assert same(epochs[0], read(stream_of(Subclass(14)), 2))
 
 
 def test_every_other_option_is_kept() -> None:

@@ -15,6 +15,7 @@ from trainkit.accelerator.accumulation import AccumulationState, CallWindow, Pla
 from trainkit.accelerator.skipping import SkippedLoader
 from trainkit.console import with_article
 from trainkit.data.combined import CombinedLoader
+from trainkit.data.loader_collections import is_plain_list
 from trainkit.data.sources import batch_size_of
 from trainkit.errors import ConfigurationError
 from trainkit.micro_batch import MicroBatch, MicroBatchKind, WindowEntry
@@ -232,7 +233,7 @@ def prepared_as_loader(item: Any, place: int) -> bool:
     """
     if item is None or isinstance(item, nn.Module | Optimizer) or (hasattr(item, "step") and hasattr(item, "state_dict")):
         return False
-    first = islice(item, _CHECKED) if isinstance(item, list | tuple) else ()
+    first = islice(item, _CHECKED) if is_plain_list(item) else ()
     several = any(isinstance(one, nn.Module | Optimizer | DataLoader) for one in first)
     if several or isinstance(item, str | bytes | Mapping):
         raise ConfigurationError(

@@ -11,7 +11,7 @@ import torch
 from trainkit.data.loader_collections import filled, is_loader, loaders_in, parts_of_batch
 from trainkit.data.sampling import CYCLE
 from trainkit.data.state_history import StateHistory
-from trainkit.data.stream import Stream, open_stream
+from trainkit.data.stream import Stream, length_of, open_stream
 from trainkit.distributed.world import World
 from trainkit.errors import DataError, EmptyLoaderError, UnknownNameError, nearest
 from trainkit.nested import batch_size
@@ -96,14 +96,16 @@ class CombinedLoader:
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
         loaders = self.flattened
+        lengths = [length_of(loader) for loader in loaders]
+        parts = [_Bounded(loader, length) for loader, length in zip(loaders, lengths, strict=True)]
         if self.mode == "sequential":
-            for number, loader in enumerate(loaders):
-                yield from ((batch, index, number) for index, batch in enumerate(loader))
+            for number, part in enumerate(parts):
+                yield from ((batch, index, number) for index, batch in enumerate(part))
             return
-        rows: Iterator[Any] = _restarting(loaders)
+        rows: Iterator[Any] = _restarting(parts)
         if self.mode != "max_size_cycle":
-            rows = zip(*loaders) if self.mode == "min_size" else zip_longest(*loaders)  # noqa: B905 - ends with the shortest
-        for index, batches in enumerate(rows):
+            rows = zip(*parts) if self.mode == "min_size" else zip_longest(*parts)  # noqa: B905 - ends with the shortest
+        for index, batches in enumerate(islice(rows, _end_of(self.mode, lengths))):
             yield self.assemble(list(batches)), index, 0
 
     def __len__(self) -> int:
@@ -113,7 +115,27 @@ class CombinedLoader:
         return min(lengths) if self.mode == "min_size" else max(lengths)
 
 
-def _restarting(loaders: list[Any]) -> Iterator[list[Any]]:
+class _Bounded:
+    """A loader that ends after its stated length."""
+
+    def __init__(self, loader: Any, length: int | None) -> None:
+        self._loader, self._length = loader, length
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self._loader, self._length)
+
+
+def _end_of(mode: str, lengths: Sequence[int | None]) -> int | None:
+    """The largest number of batches of several loaders in one mode, each with its stated length; `None` if unknown."""
+    known = [length for length in lengths if length is not None]
+    if mode == "min_size":
+        return min(known, default=None)
+    if len(known) < len(lengths):
+        return None
+    return sum(known) if mode == "sequential" else max(known)
+
+
+def _restarting(loaders: Sequence[Any]) -> Iterator[list[Any]]:
     """One batch of each loader, until all have ended; those that end earlier restart."""
     iterators, ended = [iter(loader) for loader in loaders], [False] * len(loaders)
     while True:
@@ -162,7 +184,6 @@ class CombinedStream:
         self.exact = all(stream.exact for stream in self._streams)
         if loader.mode == "max_size_cycle" and any(stream.length == 0 for stream in self._streams):
             raise EmptyLoaderError(_NO_BATCH)
-        self.length = self._length()
         self.sizes = self._sizes()
         self.samples: int | None = None  # of several datasets
         self.counted = 0
@@ -175,22 +196,18 @@ class CombinedStream:
     def resume(self, splits: bool) -> None:
         """See `trainkit.data.stream.Stream`: each stream finds out by itself."""
 
-    def prime(self, epoch: int, start: int, step: int) -> None:
+    def prime(self, epoch: int, start: int, limit: int | None, turn: int, step: int) -> None:
         """See `trainkit.data.stream.Stream`."""
 
     def histories(self) -> list[StateHistory]:
         """None: batch m is not batch m of each loader, so a loader that cannot start in the middle is skipped through."""
         return []
 
-    def _length(self) -> int | None:
-        known = [stream.length for stream in self._streams]
-        if self._loader.mode == "min_size":
-            lengths = [length for length in known if length is not None]
-            return min(lengths) if len(lengths) == len(known) else None
-        if any(length is None for length in known):
-            return None
-        lengths = [length for length in known if length is not None]
-        return sum(lengths) if self._loader.mode == "sequential" else max(lengths)
+    @property
+    def length(self) -> int | None:
+        """See `trainkit.data.stream.Stream`."""
+        lengths = [stream.length for stream in self._streams]
+        return None if None in lengths else _end_of(self._loader.mode, lengths)
 
     def _sizes(self) -> tuple[int, int] | None:
         """Only if every micro-batch of every loader is full; otherwise the samples are counted when a batch is fetched."""
@@ -206,80 +223,75 @@ class CombinedStream:
 
     def batches(self, epoch: int, start: int, limit: int | None, turn: int = 0, step: int = 1) -> Iterator[Any]:
         """See `trainkit.data.stream.Stream`."""
-        # an exact length saves a batch that would be fetched to find the end
-        ends = [end for end in (limit, self.length if self.exact else None) if end is not None]
-        batches: Iterator[Any]
+        mode = self._loader.mode
         if step > 1:
             for stream in self._streams:  # now: later each process would reach it at a different moment, or never
-                stream.prime(epoch, 0 if self._loader.mode == "sequential" else start, step)
-            sharded = {
-                "min_size": self._min_size,
-                "max_size_cycle": self._sharded_cycle,
-                "max_size": self._max_size,
-                "sequential": self._sharded_sequential,
-            }
-            batches = sharded[self._loader.mode](epoch, start, turn, step)
-            return islice(batches, len(range(start + turn, min(ends), step))) if ends else batches
-        whole = {
-            "min_size": self._min_size,
-            "max_size_cycle": self._cycled,
-            "max_size": self._max_size,
-            "sequential": self._sequential,
-        }
-        batches = whole[self._loader.mode](epoch, start)
-        return islice(batches, max(0, min(ends) - start)) if ends else batches
+                stream.prime(epoch, 0 if mode == "sequential" else start, limit, turn, step)
+        # lengths are known only now, if each process has its own part of a stream
+        ends = [end for end in (limit, _end_of(mode, [stream.length for stream in self._streams])) if end is not None]
+        end = min(ends, default=None)
+        if end is not None and start + turn >= end:
+            return iter(())
+        batches: Iterator[Any]
+        if mode in ("min_size", "max_size"):
+            batches = self._side_by_side(epoch, start, end, turn, step)
+        elif mode == "max_size_cycle":
+            cycle = _Cycle if step == 1 else _ShardedCycle
+            batches = self._until_all_wrapped([cycle(stream, epoch, start + turn, step, end) for stream in self._streams])
+        elif step == 1:
+            batches = self._sequential(epoch, start, end)
+        else:
+            batches = self._sharded_sequential(epoch, start + turn, end, step)
+        return batches if end is None else islice(batches, len(range(start + turn, end, step)))
 
     def spare(self, epoch: int) -> Any:
         """See `trainkit.data.stream.Stream`."""
         return next(self.batches(epoch, 0, 1), None) if self.exact else None
 
-    def _min_size(self, epoch: int, start: int, turn: int = 0, step: int = 1) -> Iterator[Any]:
-        iterators = [iter(stream.batches(epoch, start, None, turn, step)) for stream in self._streams]
-        for batches in zip(*iterators):  # noqa: B905 - ends with the shortest
+    def _side_by_side(self, epoch: int, start: int, end: int | None, turn: int, step: int) -> Iterator[Any]:
+        iterators = [iter(stream.batches(epoch, start, end, turn, step)) for stream in self._streams]
+        shortest = self._loader.mode == "min_size"
+        for batches in zip(*iterators) if shortest else zip_longest(*iterators):  # noqa: B905
             yield self._loader.assemble(list(batches))
 
-    def _max_size(self, epoch: int, start: int, turn: int = 0, step: int = 1) -> Iterator[Any]:
-        iterators = [iter(stream.batches(epoch, start, None, turn, step)) for stream in self._streams]
-        for batches in zip_longest(*iterators):
-            yield self._loader.assemble(list(batches))
-
-    def _cycled(self, epoch: int, start: int) -> Iterator[Any]:
-        yield from self._until_all_wrapped([_Cycle(stream, epoch, start) for stream in self._streams])
-
-    def _sequential(self, epoch: int, start: int) -> Iterator[Any]:
+    def _sequential(self, epoch: int, start: int, end: int | None) -> Iterator[Any]:
+        before = 0  # batches of the loaders before
         for stream in self._streams:
-            if stream.length is None or not stream.exact:
-                for batch in stream.batches(epoch, 0, None):
-                    if start > 0:
-                        start -= 1
-                    else:
-                        yield batch
-            elif start >= stream.length:
-                start -= stream.length
-            else:
-                yield from stream.batches(epoch, start, None)
-                start = 0
-
-    def _sharded_cycle(self, epoch: int, start: int, turn: int, step: int) -> Iterator[Any]:
-        yield from self._until_all_wrapped([_ShardedCycle(stream, epoch, start + turn, step) for stream in self._streams])
-
-    def _until_all_wrapped(self, cycles: Sequence[_Cycle | _ShardedCycle]) -> Iterator[Any]:
-        while True:
-            batches = [cycle.next() for cycle in cycles]
-            if all(cycle.wrapped for cycle in cycles):
+            limit = None if end is None else end - before
+            if limit is not None and limit <= 0:
                 return
-            pairs = zip(batches, cycles, strict=True)
-            yield self._loader.assemble([cycle.again() if batch is _END else batch for batch, cycle in pairs])
+            if stream.length is None or not stream.exact:  # only reading it shows where it ends
+                for number, batch in enumerate(stream.batches(epoch, 0, limit), before):
+                    before = number + 1
+                    if number >= start:
+                        yield batch
+                continue
+            if start < before + stream.length:
+                yield from stream.batches(epoch, max(0, start - before), limit)
+            before += stream.length
 
-    def _sharded_sequential(self, epoch: int, start: int, turn: int, step: int) -> Iterator[Any]:
-        m, before = start + turn, 0  # the next one that is this process's, and those of the loaders before
+    def _sharded_sequential(self, epoch: int, m: int, end: int | None, step: int) -> Iterator[Any]:
+        before = 0
         for stream in self._streams:
             length = stream.length if stream.exact else None
             if length is None or m < before + length:
-                for batch in stream.batches(epoch, m - before, None, 0, step):
+                for batch in stream.batches(epoch, m - before, None if end is None else end - before, 0, step):
                     yield batch
                     m += step
+            if end is not None and m >= end:
+                return
             before += stream.counted if length is None else length
+
+    def _until_all_wrapped(self, cycles: Sequence[_Cycle | _ShardedCycle]) -> Iterator[Any]:
+        while True:
+            before = [cycle.wrapped for cycle in cycles]  # they are not asked until it is known that another one goes on
+            batches = [_END if wrapped else cycle.next() for wrapped, cycle in zip(before, cycles, strict=True)]
+            if all(cycle.wrapped for cycle in cycles):
+                return
+            asked = zip(before, batches, cycles, strict=True)
+            batches = [cycle.next() if wrapped else batch for wrapped, batch, cycle in asked]
+            pairs = zip(batches, cycles, strict=True)
+            yield self._loader.assemble([cycle.again() if batch is _END else batch for batch, cycle in pairs])
 
     def close(self) -> None:
         """End the workers of every loader."""
@@ -290,9 +302,10 @@ class CombinedStream:
 class _Cycle:
     """A stream that restarts when it ends."""
 
-    def __init__(self, stream: Stream, epoch: int, start: int) -> None:
-        self._stream, self._epoch = stream, epoch
+    def __init__(self, stream: Stream, epoch: int, start: int, step: int, end: int | None) -> None:
+        self._stream, self._epoch, self._end = stream, epoch, end
         self._number, rest = divmod(start, stream.length) if stream.exact and stream.length else (0, 0)
+        self._m = start if stream.exact else 0  # of all batches, not only those of this cycle
         self.wrapped = self._number > 0
         self._batches = self._open(rest)
         if not stream.exact:  # the end of a cycle is only known after reading it
@@ -300,13 +313,15 @@ class _Cycle:
                 if self.next() is _END:
                     self.again()
 
-    def _open(self, start: int) -> Iterator[Any]:
-        return iter(self._stream.batches(self._epoch + self._number * CYCLE, start, None))
+    def _open(self, place: int) -> Iterator[Any]:
+        limit = None if self._end is None else place + self._end - self._m
+        return iter(self._stream.batches(self._epoch + self._number * CYCLE, place, limit))
 
     def next(self) -> Any:
         """The next batch, or `_END` at the end of a cycle."""
         batch = next(self._batches, _END)
         self.wrapped = self.wrapped or batch is _END
+        self._m += batch is not _END
         return batch
 
     def again(self) -> Any:
@@ -316,14 +331,16 @@ class _Cycle:
         batch = next(self._batches, _END)
         if batch is _END:
             raise DataError("a loader inside a CombinedLoader yielded no batch. Remove it, or fill its dataset.")
+        self._m += 1
         return batch
 
 
 class _ShardedCycle:
     """The batches m, m + step, … of a stream that restarts when it ends."""
 
-    def __init__(self, stream: Stream, epoch: int, m: int, step: int) -> None:
+    def __init__(self, stream: Stream, epoch: int, m: int, step: int, end: int | None) -> None:
         self._stream, self._epoch, self._step = stream, epoch, step
+        self._left = None if end is None else end - m  # places of all batches, from the next one on
         self._number, self._m = 0, m  # the next batch: its cycle, and its place in it
         self._batches: Iterator[Any] | None = None
         self.wrapped = False
@@ -333,7 +350,8 @@ class _ShardedCycle:
             self._open()
 
     def _open(self) -> None:
-        self._batches = iter(self._stream.batches(self._epoch + self._number * CYCLE, self._m, None, 0, self._step))
+        limit = None if self._left is None else self._m + self._left
+        self._batches = iter(self._stream.batches(self._epoch + self._number * CYCLE, self._m, limit, 0, self._step))
 
     def _wrap(self, length: int) -> None:
         """Advance to the cycle that contains the next batch, if all cycles have the known length."""
@@ -351,8 +369,13 @@ class _ShardedCycle:
         if batch is _END:
             self.wrapped = True
         else:
-            self._m += self._step
+            self._advance()
         return batch
+
+    def _advance(self) -> None:
+        self._m += self._step
+        if self._left is not None:
+            self._left -= self._step
 
     def again(self) -> Any:
         """The next batch, in a cycle that has not been opened yet."""
@@ -365,5 +388,5 @@ class _ShardedCycle:
             assert self._batches is not None
             batch = next(self._batches, _END)
             if batch is not _END:
-                self._m += self._step
+                self._advance()
                 return batch

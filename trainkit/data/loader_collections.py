@@ -11,7 +11,21 @@ from torch.utils.data import DataLoader
 
 from trainkit.nested import rebuild
 
-__all__ = ["filled", "is_collection", "is_loader", "loaders_in", "parts_of_batch"]
+__all__ = ["filled", "is_collection", "is_loader", "is_plain_list", "iterates_itself", "loaders_in", "parts_of_batch"]
+
+_AS_DATALOADER = ("torchdata",)  # packages whose DataLoader iterates as torch's does, and is resumed without its own state
+
+
+def iterates_itself(loader: Any) -> bool:
+    """Whether a `DataLoader` is of a class that overrides `__iter__`: a copy with other samplers might not follow them."""
+    owner = next(kind for kind in type(loader).__mro__ if "__iter__" in vars(kind))
+    return owner is not DataLoader and owner.__module__.partition(".")[0] not in _AS_DATALOADER
+
+
+def is_plain_list(item: Any) -> bool:
+    """Whether it is a list or tuple that is iterated as one; a class derived from them may load its items one by one."""
+    own = (type(item).__iter__, type(item).__len__) if isinstance(item, list | tuple) else None
+    return own in ((list.__iter__, list.__len__), (tuple.__iter__, tuple.__len__))
 
 
 def is_loader(item: Any) -> bool:
@@ -25,7 +39,7 @@ def is_loader(item: Any) -> bool:
 
 def is_collection(item: Any) -> bool:
     """Whether it is a dict, list or tuple of loaders and collections only; otherwise its items are batches."""
-    if not isinstance(item, Mapping | list | tuple):
+    if not (isinstance(item, Mapping) or is_plain_list(item)):
         return False
     items = list(item.values()) if isinstance(item, Mapping) else item
     return bool(items) and all(is_loader(each) or is_collection(each) for each in items)

@@ -1,14 +1,25 @@
-"""Starts the worker processes of a `DataLoader`, again if a start hangs, and ends them."""
+"""The worker processes of a `DataLoader`: starts them, again if a start hangs, ends them, and says why one has died."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
+import re
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import wait
+from multiprocessing.util import Finalize
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
+
+from torch._utils import ExceptionWrapper
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import signal_handling
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainkit.console import notice
 from trainkit.data.worker_signals import signals_held_back
@@ -17,10 +28,16 @@ from trainkit.errors import DataError
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-__all__ = ["end_workers", "started"]
+__all__ = ["end_workers", "started", "worker_failures"]
 
 _START_TIMEOUT = 5.0  # seconds in which a forked process must start; doubled at each try
 _TRIES = 5
+_EXIT_TIMEOUT = 5.0  # seconds in which a worker whose connection broke must have ended
+
+# What torch says of a worker that died, of an exception that was raised in one, and of a full shared memory.
+_DIED = "DataLoader worker (pid"
+_RAISED = re.compile(r"['\"]?Caught \w+ in DataLoader worker process \d+\.")
+_NO_SHARED_MEMORY = re.compile(r"unable to (allocate shared memory\(shm\)|open shared memory object|write to file </torch_)")
 
 
 def started(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -41,8 +58,34 @@ def started(loader: DataLoader[Any]) -> Iterator[Any]:
         chosen = loader.multiprocessing_context or multiprocessing.get_context()
         if type(chosen) is multiprocessing.context.ForkContext:  # not the user's own
             loader.multiprocessing_context = _Context()
-    with signals_held_back():  # signals to the whole process group: workers handle them once they have started
-        return iter(loader)
+    with signals_held_back(), worker_failures():  # signals to the whole process group: workers handle them once started
+        iterator = iter(loader)
+    if getattr(iterator, "_worker_pids_set", False):  # not an iterator of persistent workers that has been started before
+        _adopt(iterator)
+    return iterator
+
+
+def _adopt(iterator: Any) -> None:
+    """Let the failure of a worker raise where its batch is missing, and let the workers end at once when they must.
+
+    torch would raise from its handler of SIGCHLD, wherever the main process is at that moment: in a step, in a save, at the
+    exit of the interpreter. A worker does not end at a SIGTERM (see `worker_signals`), so this process ends it by SIGKILL.
+    """
+    signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]  # torch does not export it
+    iterator._worker_pids_set = False
+    if sys.platform != "win32":  # where terminate does that
+        for worker in iterator._workers:
+            worker._popen.terminate = partial(os.kill, worker.pid, signal.SIGKILL)
+    # at exit, before multiprocessing waits for its processes; or after the iterator is gone
+    Finalize(iterator, _kill, (iterator._workers,), exitpriority=0)
+
+
+def _kill(workers: Sequence[Any]) -> None:
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
+    for worker in workers:
+        worker.join()
 
 
 def end_workers(iterator: Any) -> None:
@@ -55,8 +98,85 @@ def end_workers(iterator: Any) -> None:
                 worker.kill()
 
 
+@contextlib.contextmanager
+def worker_failures() -> Iterator[None]:
+    """Say which worker died and why, where a batch is missing; an exception that was raised in a worker stays as it is.
+
+    Raises:
+        DataError: A worker died, or the shared memory is full.
+    """
+    try:
+        yield
+    except (RuntimeError, OSError, EOFError) as error:
+        reason = _reason(error)
+        if reason is None:
+            raise
+        raise DataError(reason) from error
+
+
+def _reason(error: Exception) -> str | None:
+    """Why a worker failed, and what to do; `None` if the error has another cause."""
+    text, workers = str(error), _workers_behind(error)
+    full = isinstance(error, OSError) and error.errno == errno.ENOSPC and workers is not None
+    if full or _NO_SHARED_MEMORY.search(text):
+        return "the shared memory of the DataLoader workers is full" + _shared_memory()
+    if _RAISED.match(text):
+        return None
+    if workers and isinstance(error, ConnectionError | EOFError | FileNotFoundError):
+        ending = wait([worker.sentinel for worker in workers], _EXIT_TIMEOUT)  # connections close a moment before the exit
+        for worker in workers:
+            if worker.sentinel in ending:
+                worker.join(_EXIT_TIMEOUT)
+    elif not text.startswith(_DIED):
+        return None
+    return next((_reason_of_exit(worker) for worker in workers or () if worker.exitcode), None)
+
+
+def _workers_behind(error: Exception) -> Sequence[Any] | None:
+    """The workers of the `DataLoader` in whose iterator an error was raised; `None`: it was raised elsewhere."""
+    for frame, _ in walk_tb(error.__traceback__):
+        iterator = frame.f_locals.get("self")
+        if isinstance(iterator, _MultiProcessingDataLoaderIter):
+            return getattr(iterator, "_workers", ())
+    return None
+
+
+def _reason_of_exit(process: Any) -> str:
+    worker, code = f"a DataLoader worker (pid {process.pid})", process.exitcode
+    if code == -getattr(signal, "SIGBUS", 0):
+        return f"{worker} was ended by SIGBUS, because the shared memory of the workers is full" + _shared_memory()
+    if code == -getattr(signal, "SIGKILL", 0):
+        return (
+            f"{worker} was killed with SIGKILL, as the kernel does where memory runs out (dmesg, or the events of the "
+            "container, say so). Use less memory: fewer workers, DataLoader(num_workers=1, prefetch_factor=1); smaller "
+            "batches; samples that are loaded in __getitem__ instead of kept in the dataset. Or raise the memory limit."
+        )
+    how = f"ended with exit code {code} and without an exception"
+    if code < 0:
+        how = "was ended by " + next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+    return (
+        f"{worker} {how}: code of the dataset or the collate_fn, or a library that it calls, ended the process. To see where, "
+        "use DataLoader(num_workers=0) and run python -X faulthandler."
+    )
+
+
+def _shared_memory() -> str:
+    """The size of the shared memory, and how to have enough of it; the end of a message."""
+    size = ""
+    with contextlib.suppress(OSError, AttributeError):
+        found = os.statvfs("/dev/shm")
+        free, whole = (blocks * found.f_frsize / 2**20 for blocks in (found.f_bavail, found.f_blocks))
+        size = f" (/dev/shm: {free:.0f} of {whole:.0f} MiB free)"
+    return (
+        f"{size}. It holds the batches that wait for the main process. Enlarge it (docker run --shm-size=8g or --ipc=host; "
+        "Kubernetes: an emptyDir with medium: Memory at /dev/shm), or let less wait: DataLoader(num_workers=1, "
+        "prefetch_factor=1) or smaller batches. num_workers=0 needs none."
+    )
+
+
 if sys.platform != "win32":
     from multiprocessing.popen_fork import Popen
+    from multiprocessing.queues import Queue
 
     class _Worker(multiprocessing.context.ForkProcess):
         """A process that is forked again if it does not reach `run`."""
@@ -84,8 +204,23 @@ if sys.platform != "win32":
             os.close(read_end)
             super().run()
 
+    class _Queue(Queue):  # type: ignore[type-arg]
+        """A queue whose thread sends an error in the place of a result that it cannot send.
+
+        The queue of multiprocessing prints the error and drops the result, and the main process waits for it forever: where
+        the shared memory is full, or where a batch cannot be pickled.
+        """
+
+        def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
+            worker = get_worker_info()
+            number = "" if worker is None else worker.id
+            self.put((item[0], ExceptionWrapper(where=f"in DataLoader worker process {number}")))
+
     class _Context(multiprocessing.context.ForkContext):
         Process = _Worker
+
+        def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802  # multiprocessing's name
+            return _Queue(maxsize, ctx=self.get_context())
 
     def _forked(process: _Worker, timeout: float) -> Popen | None:
         """Fork; `None` if the new process hangs. If it died, the DataLoader reports it."""

@@ -7,6 +7,7 @@ the fetching process from that key before it fetches. So it does not matter whic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence, Sized
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from trainkit.console import notice, warn
+from trainkit.console import counted, notice, warn
 from trainkit.data.agreement import lengths_of_parts, unchanged
 from trainkit.data.digest import digest
 from trainkit.data.order import Permutation
@@ -56,7 +57,8 @@ class KeyedBatches:
     (those of this process: start + turn, start + turn + step, …) are set before each iteration.
 
     Attributes:
-        length: micro-batches of an epoch.
+        length: micro-batches of an epoch, over all processes.
+        stated: micro-batches of an epoch that the sampler of this process yields at most; it is not asked for more.
         exact: the length is certain; otherwise it is what the user's sampler returns.
         sizes: samples of every micro-batch but the last, and of the last.
         splits: the sampler yields different indices on each process, and each process reads all of its own.
@@ -64,11 +66,18 @@ class KeyedBatches:
     """
 
     def __init__(
-        self, draw: Draw, length: int | None, sizes: tuple[int, int] | None, seed: int, stage: int, exact: bool = True
+        self,
+        draw: Draw,
+        length: int | None,
+        sizes: tuple[int, int] | None,
+        seed: int,
+        stage: int,
+        exact: bool = True,
+        name: str = "",
     ) -> None:
-        self._draw = draw
+        self._draw, self._name = draw, name
         self._seed, self._stage = seed, stage
-        self.length = length
+        self.length = self.stated = length
         self.exact = exact and length is not None
         self.sizes = sizes if self.exact else None
         self.splits = False
@@ -76,6 +85,7 @@ class KeyedBatches:
         self.step = 1
         self.limit: int | None = None
         self.counted = 0
+        self._said_that_it_ended = False
 
     def __len__(self) -> int:
         if self.length is None:
@@ -84,22 +94,39 @@ class KeyedBatches:
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         keys = KeyStream(self._seed, self._stage, Purpose.FETCH, self.epoch)
-        m, step, turn, limit = self.start + self.turn, self.step, self.turn, self.limit
+        m, step, turn = self.start + self.turn, self.step, self.turn
+        stated = self.stated
         if self.splits:  # its i-th micro-batch is number i·step + turn of all
             first = self.start // step
             m, drawn = first * step + turn, self._draw(self.epoch, first, 1)
+            stated = None if stated is None else stated * step
         else:
             drawn = self._draw(self.epoch, m, step)
-        while True:
+        end = min((each for each in (self.limit, stated) if each is not None), default=math.inf)
+        while m < end:
             try:
                 indices = next(drawn)
-            except StopIteration as end:
-                self.counted = end.value * step if self.splits else end.value
-                return
-            if limit is not None and m >= limit:
+            except StopIteration as stop:
+                self.counted = stop.value * step if self.splits else stop.value
+                if stated is not None:
+                    self._say_that_it_ended(stop.value, m, end)
                 return
             yield keys(m), indices
             m += step
+        if stated is not None and m >= stated:
+            self.counted = stated
+
+    def _say_that_it_ended(self, count: int, m: int, end: float) -> None:
+        """Say once that the sampler has ended after `count` micro-batches, before number `m`, although `end` were expected."""
+        if self._said_that_it_ended:
+            return
+        self._said_that_it_ended = True
+        # in the last row, only the processes whose turn comes later see the end: the first of them says it
+        alone = m == count and m - self.turn + self.step >= end
+        notice(
+            f"{self._name} ended after {counted(count, 'batch')}, but its __len__ states {self.stated}: the epoch ends there.",
+            everywhere=self.splits or (self.turn > 0 and alone),
+        )
 
 
 class KeyedDataset(Dataset[Any]):
@@ -185,7 +212,8 @@ def keyed_batches(
     batch_sampler = loader.batch_sampler
     if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
         draw = _drawn(batch_sampler, seed, stage, lambda iterator: next(iterator), sequential)
-        batches = KeyedBatches(draw, _length(batch_sampler), None, seed, stage, exact=False)
+        name = type(batch_sampler).__name__
+        batches = KeyedBatches(draw, _length(batch_sampler), None, seed, stage, exact=False, name=name)
         return _agreed(batches, world, batch_sampler, loader, None)
     sampler: Any = loader.sampler if batch_sampler is None else batch_sampler.sampler
     size = None if batch_sampler is None else batch_sampler.batch_size
@@ -203,7 +231,8 @@ def keyed_batches(
         draw = _ordered(samples, dropped, size, drop_last, bool(shuffle) and not sequential, seed_of_order, stage)
     length, sizes = _arithmetic(None if samples is None else samples - dropped, 1 if size is None else size, drop_last)
     exact = shuffle is not None or type(sampler) in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-    batches = KeyedBatches(draw, length, sizes if size is not None else None, seed, stage, exact)
+    name = type(sampler).__name__
+    batches = KeyedBatches(draw, length, sizes if size is not None else None, seed, stage, exact, name)
     return _agreed(batches, world, sampler, loader, None if shuffle is None else {"shuffle": shuffle, "seed": seed_of_order})
 
 

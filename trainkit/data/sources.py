@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainkit.data.combined import CombinedLoader
-from trainkit.data.loader_collections import is_collection, is_loader
+from trainkit.data.loader_collections import is_collection, is_loader, is_plain_list
 from trainkit.errors import DataError
 
 __all__ = ["as_passed", "batch_size_of", "evaluation_sources", "training_source"]
@@ -36,7 +36,7 @@ def evaluation_sources(source: Any) -> list[Any]:
         return source.flattened if source.mode == "sequential" else [source]
     if isinstance(source, Mapping):
         return [loader for part in source.values() for loader in _flattened(part) or [part]]
-    if isinstance(source, list | tuple):
+    if is_plain_list(source):
         flat = _flattened(source)
         return [source] if flat is None else flat
     return [source]
@@ -45,9 +45,9 @@ def evaluation_sources(source: Any) -> list[Any]:
 def _flattened(source: Any) -> list[Any] | None:
     """The loaders in nested lists and dicts of loaders, or `None` if one of the items is not a loader.
 
-    As in Lightning, a list that contains only numbers and strings is a loader.
+    As in Lightning, a list that contains only numbers and strings is a loader. Only plain lists are read.
     """
-    if not isinstance(source, list | tuple | Mapping):
+    if not (isinstance(source, Mapping) or is_plain_list(source)):
         return [source] if is_loader(source) else None
     items = list(source.values()) if isinstance(source, Mapping) else list(source)
     if items and all(isinstance(item, int | float | str) for item in items):

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from trainkit.console import with_article
+from trainkit.data.loader_collections import iterates_itself
 from trainkit.data.sampling import is_distributed
 from trainkit.errors import ConfigurationError, DataError
 
@@ -29,7 +30,7 @@ def split_batches(loader: Any, parts: int) -> tuple[DataLoader[Any], int | None]
     Raises:
         ConfigurationError: the loader cannot be split.
     """
-    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None or iterates_itself(loader):
         raise ConfigurationError(
             f"split_batches=True divides the batch_size of a DataLoader, but this is {_described(loader)}. Let it yield one "
             "micro-batch for each process, and remove split_batches."
@@ -81,6 +82,8 @@ def _whole(sampler: BatchSampler, parts: int) -> int:
 
 
 def _described(loader: Any) -> str:
+    if isinstance(loader, DataLoader) and iterates_itself(loader):
+        return f"{with_article(type(loader).__name__)}, which overrides __iter__"
     return "one with batch_size=None" if isinstance(loader, DataLoader) else with_article(type(loader).__name__)
 
 

@@ -7,8 +7,7 @@ start at any micro-batch of any epoch. It yields the part of one process: all mi
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Protocol
 
@@ -16,15 +15,17 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit.console import notice, warn
-from trainkit.data.loader_workers import end_workers, started
+from trainkit.data.loader_collections import is_plain_list, iterates_itself
+from trainkit.data.loader_workers import end_workers, started, worker_failures
 from trainkit.data.sampling import KeyedBatches, KeyedDataset, KeyedSlots, UserWorkerInit, keyed_batches, user_epoch
 from trainkit.data.sharding import StreamSharder
 from trainkit.data.state_history import StateHistory
 from trainkit.distributed.world import World
 from trainkit.errors import DataError, EmptyLoaderError
+from trainkit.nested import batch_size
 from trainkit.rng import KeyStream, Purpose, mix, seed_generators
 
-__all__ = ["IterableStream", "LoaderStream", "Stream", "open_stream"]
+__all__ = ["IterableStream", "LoaderStream", "Stream", "length_of", "open_stream"]
 
 _ONE_PROCESS = World()
 
@@ -42,7 +43,7 @@ class Stream(Protocol):
 
     @property
     def exact(self) -> bool:
-        """Whether the length is certain; otherwise it is what the user's dataset or sampler returns."""
+        """Whether the length is certain; otherwise it is what the user's dataset or sampler states, and an upper bound."""
 
     @property
     def samples(self) -> int | None:
@@ -62,11 +63,11 @@ class Stream(Protocol):
     def resume(self, splits: bool) -> None:
         """Prepare to continue from a checkpoint; `splits` is as it was when that was saved."""
 
-    def prime(self, epoch: int, start: int, step: int) -> None:
-        """Run now the collectives that come before reading an epoch from `start` on."""
+    def prime(self, epoch: int, start: int, limit: int | None, turn: int, step: int) -> None:
+        """Run now the collectives that come before reading an epoch from `start` on; arguments as of `batches`."""
 
     def batches(self, epoch: int, start: int, limit: int | None, turn: int = 0, step: int = 1) -> Iterator[Any]:
-        """The micro-batches `start + turn`, `start + turn + step`, … (before `limit`) of an epoch, on the CPU."""
+        """The micro-batches `start + turn`, `start + turn + step`, … (before `limit` and `length`) of an epoch, on the CPU."""
 
     def spare(self, epoch: int) -> Any:
         """A batch of the epoch for a process that has no data: the first one; `None` if the epoch is empty."""
@@ -91,7 +92,7 @@ def open_stream(
     Raises:
         DataError: the object cannot be iterated, or differs between processes.
     """
-    if isinstance(source, DataLoader):
+    if isinstance(source, DataLoader) and not iterates_itself(source):
         return LoaderStream(source, seed, stage, device, sequential, world)
     if not isinstance(source, Iterable):
         raise DataError(
@@ -116,7 +117,6 @@ class LoaderStream:
         self._source = loader
         self._seed, self._stage = seed, stage
         self._iterable = isinstance(loader.dataset, IterableDataset)
-        self._sharder = StreamSharder(world, type(loader.dataset).__name__)
         changes: dict[str, Any] = {"_iterator": None, "worker_init_fn": UserWorkerInit(loader.worker_init_fn)}
         if (
             device.type == "cuda" and loader.num_workers > 0
@@ -124,11 +124,10 @@ class LoaderStream:
             changes["pin_memory"] = True
         if self._iterable:
             self._batches: KeyedBatches | None = None
-            self._length = self._sharder.agreed(_length_of(loader))
+            self._slots = _Slots(loader.batch_size, seed, stage)
             changes |= self._changes_for_iterable(loader)
         else:
             self._batches = keyed_batches(loader, seed, stage, sequential, world)
-            self._sharder.splits = self._batches.splits
             changes["sampler" if loader.batch_sampler is None else "batch_sampler"] = self._batches
             changes["dataset"] = KeyedDataset(loader.dataset)
         if loader.num_workers > 1 and not loader.in_order:
@@ -141,7 +140,9 @@ class LoaderStream:
             )
         self.sizes: tuple[int, int] | None = None if self._batches is None else self._batches.sizes
         self.exact: bool = self._batches is not None and self._batches.exact
-        self.samples: int | None = None if self._iterable else _length_of(loader.dataset)
+        self.samples: int | None = None if self._iterable else length_of(loader.dataset)
+        self._refills = False
+        self._sharder = self._sharder_of(loader, world) if self._iterable else StreamSharder(_ONE_PROCESS, "")
         self._history = StateHistory(loader.dataset, readable=loader.num_workers == 0) if self._iterable else None
         # The state of a worker must not depend on earlier epochs: workers of a stream, or of a dataset with set_epoch
         # (called here, in the main process), are restarted in each epoch.
@@ -153,6 +154,13 @@ class LoaderStream:
         self._running: Any = None  # the iterator of the current epoch, or of the last one
         self._primed: tuple[Any, Iterator[Any], int] | None = None
 
+    def _sharder_of(self, loader: DataLoader[Any], world: World) -> StreamSharder:
+        """What shards an iterable dataset; a map-style one is sharded by its sampler."""
+        own, samples = length_of(loader), length_of(loader.dataset)
+        self._refills = loader.num_workers > 1 and own is not None and loader.batch_size is not None and not loader.drop_last
+        extra = loader.num_workers - 1 if self._refills else 0  # all workers but one may end with a short batch
+        return StreamSharder(world, type(loader.dataset).__name__, own, samples, extra, self._seen_end)
+
     def _changes_for_iterable(self, loader: DataLoader[Any]) -> dict[str, Any]:
         """The attributes to set on a copy of a loader over an iterable dataset, so that its micro-batches have keys."""
         if loader.num_workers > 1:
@@ -160,20 +168,19 @@ class LoaderStream:
                 f"an IterableDataset with num_workers={loader.num_workers}: each worker iterates over the whole dataset unless "
                 "its __iter__ selects the part of the worker with torch.utils.data.get_worker_info()."
             )
-        changes: dict[str, Any] = {"_IterableDataset_len_called": None}  # reading the length here must not make torch warn
-        if loader.batch_size is not None:
-            self._slots = changes["batch_sampler"] = _Slots(loader.batch_size, self._seed, self._stage)
-        return changes
+        # reading the length here must not make torch warn
+        slots = "sampler" if loader.batch_size is None else "batch_sampler"
+        return {"_IterableDataset_len_called": None, slots: self._slots}
 
     @property
     def length(self) -> int | None:
         """See `Stream`."""
-        return self._sharder.length(self._length) if self._batches is None else self._batches.length
+        return self._sharder.length if self._batches is None else self._batches.length
 
     @property
     def splits(self) -> bool:
         """See `Stream`."""
-        return self._sharder.splits
+        return self._sharder.splits if self._batches is None else self._batches.splits
 
     @property
     def counted(self) -> int:
@@ -189,12 +196,12 @@ class LoaderStream:
         if self._batches is None:
             self._sharder.splits = splits
 
-    def prime(self, epoch: int, start: int, step: int) -> None:
+    def prime(self, epoch: int, start: int, limit: int | None, turn: int, step: int) -> None:
         """See `Stream`."""
         if self._iterable:
             if self._primed is not None:
                 end_workers(self._primed[0])
-            self._primed = self._begin(epoch, start, step)
+            self._primed = self._begin(epoch, start, limit, turn, step)
 
     def batches(self, epoch: int, start: int, limit: int | None, turn: int = 0, step: int = 1) -> Iterator[Any]:
         """See `Stream`."""
@@ -202,29 +209,34 @@ class LoaderStream:
             self._batches.epoch, self._batches.start, self._batches.limit = epoch, start, limit
             self._batches.turn, self._batches.step = turn, step
         begun, self._primed = self._primed, None
-        iterator, batches, first = self._begin(epoch, start, step) if begun is None else begun
+        iterator, batches, first = self._begin(epoch, start, limit, turn, step) if begun is None else begun
         try:
             if self._history is None:
                 yield from batches  # the keyed sampler starts at the right place
-            elif step == 1:
-                batches = islice(batches, start - first, None if limit is None else max(limit - first, 0))
-                yield from self._history.follow(batches, start, skipped=start > first, ended=partial(self._ended, iterator))
+                return
+            self._slots.allow(self._sharder.reads(first, limit, turn, step))
+            if step == 1:
+                mine = self._sharder.alone(batches, first, start, limit)
             else:
-                rows = self._sharder.rows(batches, first, start, limit, turn, step)
-                yield from self._history.follow(rows, start, step, ended=partial(self._ended, iterator))
+                mine = self._sharder.rows(batches, first, start, limit, turn, step)
+            yield from self._history.follow(mine, start, step, skipped=step == 1 and start > first, ended=self._ended)
         finally:
             if not self._source.persistent_workers:
                 end_workers(iterator)
 
-    def _ended(self, iterator: Any) -> bool:
-        """Whether the end of the stream has been read, with a short last batch or in an incomplete row."""
-        return self._sharder.ended or bool(getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False))
+    def _ended(self) -> bool:
+        """Whether the epoch ends with the last batch that was read."""
+        return self._sharder.ended or self._seen_end()
+
+    def _seen_end(self) -> bool:
+        """Whether the last batch was short because the stream has ended."""
+        return bool(getattr(getattr(self._running, "_dataset_fetcher", None), "ended", False))
 
     def spare(self, epoch: int) -> Any:
         """See `Stream`."""
         return self._sharder.spare if self._iterable else next(self.batches(epoch, 0, 1), None)
 
-    def _begin(self, epoch: int, start: int, step: int) -> tuple[Any, Iterator[Any], int]:
+    def _begin(self, epoch: int, start: int, limit: int | None, turn: int, step: int) -> tuple[Any, Iterator[Any], int]:
         """An iterator over the copy of the loader, its batches, and the number of the first of them."""
         loader = self._loader
         if loader is None:
@@ -237,22 +249,48 @@ class LoaderStream:
         # starting workers draws a seed, from the global generator or from the loader's
         generator = self._source.generator
         seed_generators(mix(self._seed, self._stage, Purpose.ORDER, epoch), () if generator is None else (generator,))
-        first = 0
-        if self._history is not None:
-            first = self._sharder.place(start, step) if self._history.begin(start) == 0 else 0
-            if loader.batch_size is not None:
-                self._slots.epoch, self._slots.start = epoch, first
-        over = self._history is not None and self._history.at_end
-        iterator: Any = iter(()) if over else started(loader)
-        self._running = iterator
         if self._history is None:
-            return iterator, iterator, first
-        batches: Iterator[Any] = iterator
-        if loader.batch_size is None and loader.num_workers == 0:
-            batches = _seeded(iterator, KeyStream(self._seed, self._stage, Purpose.FETCH, epoch), first)
+            return *self._opened(loader, epoch, 0), 0
+        first = self._sharder.place(start, step) if self._history.begin(start) == 0 else 0
+        # until the processes have compared the first batches, only as many as each one's own stream would need
+        left = self._sharder.reads(first, limit, turn, step, splits=True)
+        self._slots.begin(epoch, first, left if left is None or step == 1 else max(1, left))
+        if self._history.at_end:
+            self._running = None
+            return None, iter(()), first
+        iterator, batches = self._opened(loader, epoch, first)
+        if self._history.active and self._sharder.sized and epoch > 0 == start:
+            batches = _started_over(batches, lambda: self._opened(loader, epoch, first)[1])
         if step > 1:
             batches = self._sharder.begin(batches, self._history, epoch, first, start, step)
         return iterator, batches, first
+
+    def _opened(self, loader: DataLoader[Any], epoch: int, first: int) -> tuple[Any, Iterator[Any]]:
+        iterator: Any = started(loader)
+        self._running = iterator
+        if loader.num_workers > 0:
+            if self._iterable:
+                self._slots.iterator = iterator
+            return iterator, _explained(self._refilled(iterator) if self._refills else iterator)
+        if self._iterable and loader.batch_size is None:
+            return iterator, _seeded(iterator, KeyStream(self._seed, self._stage, Purpose.FETCH, epoch), first)
+        return iterator, iterator
+
+    def _refilled(self, iterator: Any) -> Iterator[Any]:
+        """The batches of workers; where all that were asked for have come, but were short, more are asked for."""
+        size, stated = self._source.batch_size, length_of(self._source.dataset)
+        assert size is not None
+        assert stated is not None
+        samples = batches = 0
+        while True:
+            if batches == self._slots.left and samples < stated:
+                self._slots.allow(batches - (samples - stated) // size)
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            samples, batches = samples + batch_size(batch), batches + 1
+            yield batch
 
     def close(self) -> None:
         """End the workers: persistent ones, and those of an epoch that an error interrupted."""
@@ -261,18 +299,57 @@ class LoaderStream:
 
 
 class _Slots:
-    """An endless batch sampler for an iterable dataset, which only needs the number of samples in each batch."""
+    """A sampler for an iterable dataset, which only needs the number of samples in each batch; it may ask for fewer batches.
 
-    def __init__(self, size: int, seed: int, stage: int) -> None:
+    A worker whose part of the stream has ended answers none of the batches that it still is asked for. The others are asked
+    for as many more, while the loader's iterator runs.
+
+    Args:
+        size: samples in a batch; `None`: the dataset yields batches.
+        seed: of the run.
+        stage: of the keys.
+
+    Attributes:
+        left: number of batches to ask for; `None`: as many as there are.
+        iterator: the loader's, if it has workers.
+    """
+
+    def __init__(self, size: int | None, seed: int, stage: int) -> None:
         self._size, self._seed, self._stage = size, seed, stage
-        self.epoch = self.start = 0
+        self.begin(0, 0, None)
 
-    def __iter__(self) -> Iterator[KeyedSlots]:
-        keys = KeyStream(self._seed, self._stage, Purpose.FETCH, self.epoch)
-        m = self.start
-        while True:
-            yield KeyedSlots(keys(m), self._size)
-            m += 1
+    def begin(self, epoch: int, start: int, left: int | None) -> None:
+        """Begin an epoch at batch `start` of the stream that this process reads."""
+        self._keys = KeyStream(self._seed, self._stage, Purpose.FETCH, epoch)
+        self._start, self.left = start, left
+        self.iterator: Any = None
+
+    def __iter__(self) -> Iterator[KeyedSlots | None]:
+        self._asked, self._lost, self._ended = 0, 0, set[int]()
+        return self
+
+    def __next__(self) -> KeyedSlots | None:
+        if self.left is not None and self._asked - self._unanswered() >= self.left:
+            raise StopIteration
+        m = self._start + self._asked
+        self._asked += 1
+        return None if self._size is None else KeyedSlots(self._keys(m), self._size)
+
+    def allow(self, left: int | None) -> None:
+        """Let workers that wait, because no more batches were needed, begin with those that now are."""
+        self.left, iterator = left, self.iterator
+        if iterator is not None:
+            for _ in range(iterator._prefetch_factor * iterator._num_workers - len(iterator._task_info)):
+                iterator._try_put_index()
+
+    def _unanswered(self) -> int:
+        """Number of batches that were asked for in vain."""
+        for worker, works in enumerate(getattr(self.iterator, "_workers_status", ())):
+            if not works and worker not in self._ended:  # asked right after it has ended
+                self._ended.add(worker)
+                waiting = self.iterator._task_info.values()
+                self._lost += sum(1 for task in waiting if len(task) == 1 and task[0] == worker)
+        return self._lost
 
 
 class IterableStream:
@@ -285,25 +362,29 @@ class IterableStream:
         self._source = source
         self._history = StateHistory(source, readable=True)
         self._seed, self._stage = seed, stage
-        self._ready = isinstance(source, list | tuple)
+        self._ready = is_plain_list(source)
         self._one_shot, self._read = isinstance(source, Iterator), False
-        self._sharder = StreamSharder(world, type(source).__name__)
         self._primed: tuple[Iterator[Any], int] | None = None
         self.exact = self._ready
-        if isinstance(source, list | tuple):
-            self._length: int | None = len(source) if world.size == 1 else self._sharder.ready(source)
-        else:
-            self._length = self._sharder.agreed(_length_of(source))
-            notice(
-                f"{type(source).__name__} is iterated as it is, without keyed shuffling"
-                + ("." if self._history.active else ", and a resumed run has to skip through it.")
-                + " To get shuffling and exact resume, wrap the data in a Dataset and a DataLoader."
-            )
+        name, whole = type(source).__name__, False
+        what, better = "is", "wrap the data in a Dataset and a DataLoader."
+        if isinstance(source, DataLoader):
+            whole = not isinstance(source.dataset, IterableDataset) and not _knows_processes(source)
+            what, better = "overrides __iter__, so it is", "use torch's DataLoader; persistent_workers=True keeps its workers."
+        self._sharder = StreamSharder(world, name, length_of(source), whole=whole)
+        if self._ready:
+            self._sharder.ready(source)  # type: ignore[arg-type]  # it is a list
+            return
+        notice(
+            f"{name} {what} iterated as it is, without keyed shuffling"
+            + ("." if self._history.active else ", and a resumed run has to skip through it.")
+            + f" To get shuffling and exact resume, {better}"
+        )
 
     @property
     def length(self) -> int | None:
         """See `Stream`."""
-        return self._sharder.length(self._length)
+        return self._sharder.length
 
     @property
     def splits(self) -> bool:
@@ -320,7 +401,7 @@ class IterableStream:
         if not self._ready:
             self._sharder.splits = splits
 
-    def prime(self, epoch: int, start: int, step: int) -> None:
+    def prime(self, epoch: int, start: int, limit: int | None, turn: int, step: int) -> None:
         """See `Stream`."""
         if not self._ready:
             self._primed = self._begin(epoch, start, step)
@@ -334,10 +415,11 @@ class IterableStream:
         begun, self._primed = self._primed, None
         batches, first = self._begin(epoch, start, step) if begun is None else begun
         if step == 1:
-            batches = islice(batches, start - first, None if limit is None else max(limit - first, 0))
-            return self._history.follow(batches, start, skipped=start > first)
-        rows = self._sharder.rows(batches, first, start, limit, turn, step)
-        return self._history.follow(rows, start, step, ended=lambda: self._sharder.ended)
+            mine = self._sharder.alone(batches, first, start, limit)
+        else:
+            mine = self._sharder.rows(batches, first, start, limit, turn, step)
+        skipped = step == 1 and start > first
+        return self._history.follow(mine, start, step, skipped=skipped, ended=lambda: self._sharder.ended)
 
     def _open(self, epoch: int) -> None:
         if self._one_shot and self._read:
@@ -358,8 +440,13 @@ class IterableStream:
         self._open(epoch)
         seed_generators(mix(self._seed, self._stage, Purpose.ORDER, epoch))
         first = self._sharder.place(start, step) if self._history.begin(start) == 0 else 0
+        keys = KeyStream(self._seed, self._stage, Purpose.FETCH, epoch)
         source = () if self._history.at_end else self._source
-        batches = _seeded(iter(source), KeyStream(self._seed, self._stage, Purpose.FETCH, epoch), first)
+        with worker_failures():
+            iterator = iter(source)
+        batches = _seeded(iterator, keys, first)
+        if self._history.active and self._sharder.sized and epoch > 0 == start:
+            batches = _started_over(batches, lambda: _seeded(iter(self._source), keys, 0))
         if step > 1:
             batches = self._sharder.begin(batches, self._history, epoch, first, start, step)
         return batches, first
@@ -372,19 +459,48 @@ class IterableStream:
         """Do nothing: there are no workers."""
 
 
+def _explained(batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches that workers fetch."""
+    with worker_failures():
+        yield from batches
+
+
 def _seeded(batches: Iterator[Any], keys: KeyStream, m: int) -> Iterator[Any]:
     """The batches of an iterator, beginning with number `m`; the generators are seeded by key before each is fetched."""
-    while True:
-        seed_generators(keys(m))
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
+    with worker_failures():  # the user's loader may have workers
+        while True:
+            seed_generators(keys(m))
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+            m += 1
+
+
+def _started_over(batches: Iterator[Any], again: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """The batches of an iterable that continues where it stopped; if that was its end, it is iterated `again`.
+
+    It has not been asked for more batches than its length states, and may not know that it was at its end.
+    """
+    empty = True
+    for batch in batches:
+        empty = False
         yield batch
-        m += 1
+    if empty:
+        yield from again()
 
 
-def _length_of(source: Any) -> int | None:
+def _knows_processes(sampler: Any, depth: int = 4) -> bool:
+    """Whether a sampler, or one inside it, selects a part by rank, as `DistributedSampler` does."""
+    if sampler is None or getattr(sampler, "num_replicas", 1) > 1:
+        return sampler is not None
+    inside = [getattr(sampler, name, None) for name in ("sampler", "batch_sampler")]
+    return depth > 0 and any(_knows_processes(each, depth - 1) for each in inside)
+
+
+def length_of(source: Any) -> int | None:
+    """What `len()` returns for a loader or a dataset; `None` if it has no length."""
     try:
         return len(source)
     except (TypeError, NotImplementedError):

@@ -322,7 +322,8 @@ def refuse_evaluation(run: Run, stage: str, name: str) -> None:
 
 def _cause(run: Run, exception: BaseException) -> BaseException:
     """The exception that ends the run: that of a signal if a signal to the process group has ended the loader's workers."""
-    workers = run.progress.stage == "fit" and isinstance(exception, RuntimeError) and "DataLoader worker" in str(exception)
+    failed = isinstance(exception, RuntimeError | DataError)
+    workers = run.progress.stage == "fit" and failed and "DataLoader worker" in str(exception)
     return run.signals.ending(f"at step {run.progress.global_step}") if workers and run.signals.received_soon() else exception
 
 

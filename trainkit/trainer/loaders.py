@@ -161,7 +161,7 @@ def _evaluation_loader(run: Run, name: str, source: Any, index: int, sanity: boo
 
 
 def _limit(loader: PreparedLoader, limit: int | float, argument: str) -> int | None:
-    """The largest number of micro-batches of this rank. The length of an iterable dataset may be wrong, and is no limit.
+    """The largest number of micro-batches of this rank; the loader ends at its length by itself.
 
     A fraction counts the micro-batches of all processes, so that it is the same data on any number of processes.
     """
