@@ -243,7 +243,7 @@ def test_the_verbs_arguments_are_frozen() -> None:
         assert arguments_of(verb) == ["model", "dataloaders", "ckpt_path", "verbose", "datamodule", "strict"]
     assert arguments_of(Trainer.predict) == ["model", "dataloaders", "datamodule", "return_predictions", "ckpt_path", "strict"]
     assert arguments_of(Trainer.save_checkpoint) == ["filepath", "weights_only", "blocking"]
-    assert arguments_of(TinyModule.load_from_checkpoint) == ["map_location", "strict"]  # after the path
+    assert arguments_of(TinyModule.load_from_checkpoint) == ["map_location", "strict", "trust"]  # after the path
     assert arguments_of(Accelerator.__init__) == ACCELERATOR
     # keyword-only from here: Accelerate has torch_tp_plugin next, so later positions would differ from trainkit's
     by_name = [p for p in inspect.signature(Accelerator).parameters.values() if p.kind is p.KEYWORD_ONLY]

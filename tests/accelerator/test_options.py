@@ -351,8 +351,8 @@ SAYS_ZERO = "distributed_type: DEEPSPEED, use_cpu: true"
     [
         ({"values": {**ZERO, "mixed_precision": "fp16"}}, [SAYS_ZERO, "mixed_precision: fp16", "precision='16-true' under"]),
         (
-            {"values": ZERO, "backend": {"zero_stage": 2, "offload_param_device": "cpu"}},
-            [f"({SAYS_ZERO}, zero_stage: 2, offload_param_device: cpu): offload_params='cpu' needs stage 3"],
+            {"values": ZERO, "backend": {"zero_stage": 3, "offload_param_device": "nvme"}},
+            [f"({SAYS_ZERO}, zero_stage: 3, offload_param_device: nvme): offload to NVMe needs a folder on a fast"],
         ),
         (
             {"values": ZERO, "dynamo": {"dynamo_backend": "eager", "dynamo_use_regional_compilation": False}},
@@ -373,6 +373,9 @@ def test_what_the_configuration_says_wrong_is_its_own(
     make: Any, sections: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error in the configuration names the file and its keys, and no argument that was not passed."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    monkeypatch.setattr(CPU_Accelerator, "is_fp16_supported", lambda self: False)  # as on most CPUs
     told(monkeypatch, **sections)
     with pytest.raises(ConfigurationError) as raised:
         make()

@@ -101,7 +101,10 @@ def trainer() -> Any:
             world=World(),
         ),
         _run=SimpleNamespace(
-            train_metrics=SimpleNamespace(in_bar=dict), train_loader=None, progress=SimpleNamespace(epoch_start=0)
+            train_metrics=SimpleNamespace(in_bar=dict),
+            train_loader=None,
+            progress=SimpleNamespace(epoch_start=0),
+            validation_plan=None,
         ),
         world_size=1,
     )

@@ -12,7 +12,7 @@ from helpers.runs.trainers import make_trainer, parameters_of, same
 
 from trainkit.callbacks import BatchSizeFinder, ModelCheckpoint
 from trainkit.console import TrainkitWarning
-from trainkit.errors import ConfigurationError
+from trainkit.errors import ConfigurationError, LossError
 from trainkit.tuner import batch_size
 
 
@@ -141,6 +141,8 @@ def test_a_module_that_skips_all_batches() -> None:
             self.sizes.append(len(batch[0]))
 
     module = Skipping()
-    with pytest.warns(TrainkitWarning, match="None"):
+    with (
+        pytest.warns(TrainkitWarning, match="training_step returned None for the first batch"),
+        pytest.raises(LossError, match="training_step returned None for every batch of epoch 0"),
+    ):
         make_trainer(BatchSizeFinder(max_trials=2), limit_train_batches=1).fit(module)
-    assert module.batch_size == 4

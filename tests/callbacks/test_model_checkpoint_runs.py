@@ -258,20 +258,21 @@ def test_a_metric_of_the_training_epoch() -> None:
     [({}, 1, [4, 8]), ({}, 2, [2, 4]), ({"every_n_train_steps": 3}, 1, [3, 6, 8]), ({"every_n_train_steps": 2}, 2, [2, 4])],
 )
 def test_a_metric_of_the_training_step(arguments: dict[str, Any], accumulate: int, saved: list[int], validation: bool) -> None:
-    """Checkpoints are ranked by the value of the step that is saved, with and without validation."""
-    logged: dict[int, float] = {}
+    """Checkpoints are ranked by the value of the step that is saved, the mean over its window, with and without validation."""
+    logged: dict[int, list[float]] = {}
 
     class Steps(TinyModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = self.loss(batch)
             self.log("train_loss", loss)
-            logged[self.global_step + 1] = loss.item()
+            logged.setdefault(self.global_step + 1, []).append(loss.item())
             return loss
 
     callback = ModelCheckpoint(monitor="train_loss", save_top_k=-1, **arguments)
     fit(callback, module=Steps(), validation=validation, accumulate_grad_batches=accumulate, max_epochs=2)
     scores = {int(Path(path).name.removeprefix("step-")): score.item() for path, score in callback.best_k_models.items()}
-    assert scores == {step: pytest.approx(logged[step]) for step in saved}
+    assert {len(losses) for losses in logged.values()} == {accumulate}
+    assert scores == {step: pytest.approx(sum(logged[step]) / accumulate) for step in saved}
 
 
 def test_steps_without_a_validation_are_not_ranked() -> None:

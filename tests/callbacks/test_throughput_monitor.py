@@ -10,6 +10,7 @@ from helpers.runs.tiny import TinyModule, tiny_loader
 
 from trainkit.callbacks import LambdaCallback, ThroughputMonitor, throughput_monitor
 from trainkit.callbacks._peak_flops import peak_flops
+from trainkit.console import TrainkitWarning
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.precision import Precision
@@ -255,7 +256,9 @@ def test_many_shapes_are_estimated(make_trainer, caplog) -> None:
 
 
 def test_a_batch_without_loss_is_not_what_is_counted(make_trainer) -> None:
-    monitor = measure(make_trainer, Measured(lambda module, batch, index: module.loss(batch) if index else None), batches(2, 2))
+    module = Measured(lambda module, batch, index: module.loss(batch) if index else None)
+    with pytest.warns(TrainkitWarning, match="training_step returned None for the first batch"):
+        monitor = measure(make_trainer, module, batches(2, 2))
     assert monitor._flops == 2 * 16
 
 

@@ -68,8 +68,11 @@ def test_inference_mode_in_a_hook() -> None:
             seen.append(torch.is_inference_mode_enabled())
 
     off = in_hook("on_train_epoch_end", lambda trainer: setattr(trainer, "inference_mode", False))
-    make_trainer(off, max_epochs=2).fit(Seeing(), tiny_loader(4), tiny_loader(4))
-    assert seen == [True, False]
+    trainer, module = make_trainer(off, max_epochs=1), Seeing()
+    trainer.validate(module, tiny_loader(4))
+    trainer.fit(module, tiny_loader(4), tiny_loader(4))  # where validation is never in inference mode
+    trainer.validate(module, tiny_loader(4))
+    assert seen == [True, False, False]
 
 
 def test_scheduler_configs_that_are_taken_out() -> None:

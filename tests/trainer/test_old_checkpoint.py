@@ -101,13 +101,21 @@ def write(fixture: Path, scratch: Path) -> None:
     (fixture / "expected.json").write_text(json.dumps(result, indent=1) + "\n", "utf-8")
 
 
+def recorded() -> dict[str, Any]:
+    """What the run did. That version logged the loss of the last micro-batch of a window; now it is the window's mean."""
+    expected: dict[str, Any] = json.loads((FIXTURE / "expected.json").read_text("utf-8"))
+    last = [loss for step, _, _, _, loss in expected["history"] if step == expected["global_step"] - 1]
+    assert expected["metrics"]["train"] == last[-1]
+    expected["metrics"]["train"] = sum(last) / len(last)
+    return expected
+
+
 def test_it_resumes_bit_identically(tmp_path: Path) -> None:
-    expected = json.loads((FIXTURE / "expected.json").read_text("utf-8"))
-    assert train(tmp_path, FIXTURE / "checkpoint") == expected
+    assert train(tmp_path, FIXTURE / "checkpoint") == recorded()
 
 
 def test_the_whole_run_is_still_the_same(tmp_path: Path) -> None:
-    expected = json.loads((FIXTURE / "expected.json").read_text("utf-8"))
+    expected = recorded()
     result = train(tmp_path)
     result["history"] = [entry for entry in result["history"] if entry[0] >= SAVED_AT]
     assert result == expected

@@ -601,8 +601,8 @@ def test_another_run_leaves_the_log_of_the_first_alone() -> None:
     assert Path("logs/default/version_1/metrics.jsonl").exists()
 
 
-def test_what_becomes_unsavable_on_the_way_does_not_end_the_run_at_once() -> None:
-    """A failed save is a warning, and training continues. Three failures in a row end the run, as with a full disk."""
+def test_what_becomes_unsavable_on_the_way_ends_the_run_at_the_first_save() -> None:
+    """No later save could succeed, so training on would only lose more; the error names the value."""
 
     class Turning(Callback):
         def state_dict(self) -> dict[str, Any]:
@@ -613,14 +613,11 @@ def test_what_becomes_unsavable_on_the_way_does_not_end_the_run_at_once() -> Non
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             self.epochs += 1
 
-    trainer = saving(Turning(), max_epochs=2)
-    with pytest.warns(UserWarning, match=r"could not be saved: .*\[\"bad\"\].*the last good checkpoint is .*step-00000004"):
+    trainer = saving(Turning(), max_epochs=9)
+    with pytest.raises(UnsavableError, match=r"\[\"bad\"\] cannot be stored: it is a builtins.object"):
         trainer.fit(Adam(), tiny_loader())
-    with (
-        pytest.warns(UserWarning, match="could not be saved"),
-        pytest.raises(CheckpointError, match="3 saves in a row have failed; the last good checkpoint is"),
-    ):
-        saving(Turning(), max_epochs=9).fit(Adam(), tiny_loader())
+    assert trainer.current_epoch == 2  # of 9
+    assert [path.name for path in Path("runs/version_0/checkpoints").glob("step-*")] == ["step-00000004"]
 
 
 def test_data_that_is_split_in_setup_is_split_alike() -> None:

@@ -106,6 +106,7 @@ def test_a_logger_that_cannot_write_warns_and_the_others_get_theirs() -> None:
 
     run, logger = make_run(), Memory()
     run.loggers = [Full(), logger]
+    object.__setattr__(run.loggers[0], "_attached", True)  # as a Trainer does
     with pytest.warns(UserWarning, match="Full could not write the metrics of step 0: .*No space left"):
         run.emit({"a": 1.0}, for_step=True)
     assert len(logger.rows) == 1

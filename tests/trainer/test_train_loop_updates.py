@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from trainkit import Callback, Precision
+from trainkit.console import TrainkitWarning
 
 
 class Exploding(TinyModule):
@@ -152,11 +153,13 @@ def test_skipping_is_for_one_window() -> None:
 
     watching = Watching()
     trainer = make_trainer(SkippingAt("on_train_batch_start", 0, 4), watching, accumulate_grad_batches=2, max_epochs=1)
-    trainer.fit(Module(), tiny_loader(24))
+    with pytest.warns(TrainkitWarning, match="training_step returned None for the first batch"):
+        trainer.fit(Module(), tiny_loader(24))
     # a request in a window without a loss; an optimizer step; a request in a window that ends early
     assert [step for step, _, _ in watching.after] == [0, 0, 0, 1, 1]
     trainer = make_trainer(SkippingAt("on_train_batch_start", 4), accumulate_grad_batches=2, max_epochs=2)
-    trainer.fit(Module(), tiny_loader(24))
+    with pytest.warns(TrainkitWarning, match="training_step returned None for the first batch"):
+        trainer.fit(Module(), tiny_loader(24))
     # epoch 0: no loss, one step, a request in a window that ends early; epoch 1: two steps and a skipped one
     assert trainer.global_step == 3
 

@@ -52,10 +52,10 @@ class Seen(Callback):
 
     def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.validated.append(-1 if trainer.sanity_checking else trainer.global_step)
-        self.during["inference"] = torch.is_inference_mode_enabled()
 
     def on_test_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.evaluated["test"] = batch_idx + 1
+        self.during["inference"] = torch.is_inference_mode_enabled()
 
     def on_predict_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.evaluated["predict"] = batch_idx + 1

@@ -256,7 +256,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         self.accumulation.start_body()
         return _NULL
 
-    def note_verb(self, verb: Callable[..., Any], *args: Any) -> None:
+    def _note_verb(self, verb: Callable[..., Any], *args: Any) -> None:
         """See `trainkit.optim.prepared_optimizer.Stepper`."""
         self.accumulation.note_verb(verb, *args)
 

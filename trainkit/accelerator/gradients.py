@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainkit.accelerator.accumulation import CallWindow
 from trainkit.accelerator.collective_checks import described
 from trainkit.accelerator.naming import NumberedCheckpoints
 from trainkit.accelerator.preparing import PrepareVerbs
@@ -77,25 +75,6 @@ class GradientVerbs(PrepareVerbs):
         if self._own and self.step_pending:
             self._correct_gradients()
 
-    def end_late(self, window: CallWindow) -> None:
-        """The loader has ended inside a window of calls: do what the loop does with a window that is full.
-
-        What the loop calls after a backward pass (clipping, `step` of optimizers and schedulers, `zero_grad`) has had no effect
-        then, and is called again. Where it does not step, the window stays open.
-        """
-        # those of a full window if there are more: it has those under `if sync_gradients:` too
-        verbs = list(window.verbs if len(window.verbs) >= len(window.full) else window.full)
-        if not any(verb == self.step and args[1] is None for verb, args in verbs):  # a closure would compute a loss again
-            return
-        self.accumulation.end_late(window, uneven=self.strategy.reduces_late)
-        self.strategy.end_window()
-        weighing = self._weighing.get(self.accumulation.key)
-        if weighing is not None:
-            weighing.end_late()
-        self._correct_gradients()
-        for verb, args in verbs:
-            verb(*args)
-
     def _correct_gradients(self) -> None:
         """At the end of a window, multiply the gradients so that the shares of its micro-batches add up to 1."""
         state = self.accumulation
@@ -108,10 +87,6 @@ class GradientVerbs(PrepareVerbs):
             models, others = (self._bare, own) if state.trained is None else (state.trained, [])
             parameters = {id(p): p for p in [*(p for model in models for p in model.parameters()), *others]}
             self.strategy.scale_gradients(parameters.values(), factor)
-
-    @abstractmethod
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """See `trainkit.accelerator.stepping.StepVerbs.step`."""
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Divide the gradients by the loss scale of `16-mixed`, to read or change them. Clipping does this itself.

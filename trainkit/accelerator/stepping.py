@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainkit.accelerator.accumulation import CallWindow
 from trainkit.accelerator.gradients import GradientVerbs
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError, OptimizerError
@@ -161,6 +162,25 @@ class StepVerbs(GradientVerbs):
             f"{_FIX[self._own].format(name)} To change a layer later, copy into it: "
             "model.layer.load_state_dict(new.state_dict())"
         )
+
+    def end_late(self, window: CallWindow) -> None:
+        """The loader has ended inside a window of calls: do what the loop does with a window that is full.
+
+        What the loop calls after a backward pass (clipping, `step` of optimizers and schedulers, `zero_grad`) has had no effect
+        then, and is called again. Where it does not step, the window stays open.
+        """
+        # those of a full window if there are more: it has those under `if sync_gradients:` too
+        verbs = list(window.verbs if len(window.verbs) >= len(window.full) else window.full)
+        if not any(verb == self.step and args[1] is None for verb, args in verbs):  # a closure would compute a loss again
+            return
+        self.accumulation.end_late(window, uneven=self.strategy.reduces_late)
+        self.strategy.end_window()
+        weighing = self._weighing.get(self.accumulation.key)
+        if weighing is not None:
+            weighing.end_late()
+        self._correct_gradients()
+        for verb, args in verbs:
+            verb(*args)
 
     def _begin_own_step(self, own: Optimizer, closure: Callable[[], Any] | None) -> None:
         """In your own training loop, the checks before a step."""

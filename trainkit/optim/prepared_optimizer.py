@@ -46,7 +46,7 @@ class Stepper(Protocol):
     def steps_of_scheduler(self) -> int:
         """Number of steps that a prepared scheduler makes with an optimizer step; 0: one for each call."""
 
-    def note_verb(self, verb: Callable[..., Any], *args: Any) -> None:
+    def _note_verb(self, verb: Callable[..., Any], *args: Any) -> None:
         """The loop calls `verb(*args)` after a backward pass: if the window turns out to have ended there, call it again."""
 
     def has_updated(self, optimizer: Optimizer | None) -> bool:
@@ -123,7 +123,7 @@ class PreparedOptimizer(Optimizer):
 
         Call it at the end or at the beginning of the loop's body: inside a window it does nothing.
         """
-        self._accelerator.note_verb(self.zero_grad, set_to_none)
+        self._accelerator._note_verb(self.zero_grad, set_to_none)
         if self._accelerator.clears_gradients:
             self._accelerator.step_pending = False
             if set_to_none:

@@ -53,7 +53,7 @@ class PreparedScheduler:
         if self._steps == 0:
             self.scheduler.step(*args, **kwargs)
             return
-        accelerator.note_verb(partial(self.step, **kwargs) if kwargs else self.step, *args)
+        accelerator._note_verb(partial(self.step, **kwargs) if kwargs else self.step, *args)
         if not (accelerator.sync_gradients and accelerator.has_updated(getattr(self.scheduler, "optimizer", None))):
             return
         if not self._checked:

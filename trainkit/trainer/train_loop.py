@@ -99,6 +99,7 @@ def train_epoch(run: Run, plan: FitPlan) -> None:
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_epoch_start")
     metrics.scope = Scope.TRAIN_BATCH
+    metrics.begin_window(-1, run.accumulation)
     run.accelerator.recheck_parameters()  # a hook may have replaced layers
     if progress.phase is not Phase.STEP and finish_step(run, plan):
         return
@@ -134,7 +135,8 @@ def run_micro_batch(run: Run, plan: FitPlan, micro: MicroBatch, window: OpenWind
     engine.accumulation.begin(micro)
     if micro.first:
         progress.should_log, progress.loss = run.due.logs(progress.global_step + 1), None
-        metrics.begin_window(micro.index, run.accumulation)
+        if run.accumulation > 1:
+            metrics.begin_window(micro.index, run.accumulation)
     has_data, skip = micro.kind is MicroBatchKind.DATA, None
     if has_data:
         metrics.stamp = micro.index
@@ -176,7 +178,7 @@ def run_without_loss(run: Run, plan: FitPlan, micro: MicroBatch, outputs: Any) -
 def run_backward(run: Run, plan: FitPlan, loss: Tensor) -> None:
     """Run the backward pass of a loss with its hooks."""
     hooks = run.hooks
-    if run.progress.should_log:
+    if run.progress.should_log and run.accelerator.accumulation.current.share > 0.0:  # the mean over nothing may be NaN
         run.progress.note_loss(loss)
     if loss.ndim or not loss.requires_grad:
         check_loss(loss)
