@@ -55,9 +55,10 @@ class EarlyStopping(Callback):
     """Stops training when a logged metric has not improved for `patience` checks.
 
     It checks after each validation (not the sanity check), or at the end of each training epoch without validation or with
-    `check_on_train_epoch_end`. With several validations in an epoch, `patience` counts validations. `min_epochs` and
-    `min_steps` of the Trainer take precedence. Under `fast_dev_run` it only checks that the metric is logged. All
-    processes use the same value, so they decide the same.
+    `check_on_train_epoch_end`. With several validations in an epoch, `patience` counts validations. A value is checked once: a
+    check is skipped if the metric was not logged since the last one. `min_epochs` and `min_steps` of the Trainer take
+    precedence. Under `fast_dev_run` it only checks that the metric is logged. All processes use the same value, so they decide
+    the same.
 
     Args:
         monitor: Name of the metric, as passed to `self.log`.
@@ -155,6 +156,7 @@ class EarlyStopping(Callback):
             "best_score": self.best_score,
             "patience": self.patience,
             "checked": self._checked,
+            "checked_step": self._checked_step,
             "validated": self._validated,
             "at_train_epoch_end": self._at_train_epoch_end,
             "stopping_reason": self.stopping_reason.value,
@@ -168,6 +170,7 @@ class EarlyStopping(Callback):
         # The constructor's patience counts, so that it can be raised on resume; the saved one says whether this has stopped.
         self._ran_out = self.wait_count >= max(1, int(state_dict.get("patience", self.patience)))
         self._checked = bool(state_dict.get("checked", False))
+        self._checked_step = int(state_dict.get("checked_step", -1))
         self._validated = bool(state_dict.get("validated", False))
         if self.check_on_train_epoch_end is None:
             self._at_train_epoch_end = bool(state_dict.get("at_train_epoch_end", False))
@@ -184,6 +187,7 @@ class EarlyStopping(Callback):
         self.best_score = torch.tensor(math.inf if self.mode == "min" else -math.inf)
         self._set_reason(EarlyStoppingReason.NOT_STOPPED)
         self._checked = False  # in this run
+        self._checked_step = -1  # `global_step` of the last check: values of this step and earlier ones have been used
         self._validated = False  # in this run, the sanity check not counted
         self._at_train_epoch_end = self.check_on_train_epoch_end is True
         self._ran_out = False  # the run of the loaded checkpoint had no patience left
@@ -217,40 +221,49 @@ class EarlyStopping(Callback):
         self._validated = True
         if self._at_train_epoch_end:
             return
-        value = self._value(trainer)
-        if self.check_on_train_epoch_end is None and not self._checked and value is None:
+        value, is_new = self._latest(trainer)
+        if self.check_on_train_epoch_end is None and not self._checked and not is_new:
             self._defer(trainer)
             return
-        self._check(trainer, module, value)
+        self._check(trainer, module, value, is_new)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self.check_on_train_epoch_end is None and not self._checked:
             # decided now, because validation did not log the metric or there is none
             self._at_train_epoch_end = self._validated or not _validates(trainer)
+            if not self._at_train_epoch_end:  # the first validation must not use the values of this epoch
+                self._checked_step = trainer.global_step
         if self._at_train_epoch_end:
-            self._check(trainer, module, self._value(trainer))
+            self._check(trainer, module, *self._latest(trainer))
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._validated and not self._checked:  # training ended in the first epoch
-            self._check(trainer, module, self._value(trainer))
+            self._check(trainer, module, *self._latest(trainer))
 
-    def _value(self, trainer: Trainer) -> Tensor | None:
-        """The latest value of the metric, the same on all processes: values of a step may differ."""
-        value = trainer.callback_metrics.get(self.monitor)
+    def _latest(self, trainer: Trainer) -> tuple[Tensor | None, bool]:
+        """The latest value of the metric, and whether it was logged since the last check; the same on all processes.
+
+        If no optimizer step was made since, which is always so with optimizers that the Trainer does not know, each is new.
+        """
+        value, last = trainer.callback_metrics.get(self.monitor), self._checked_step
+        is_new = value is not None and (trainer.global_step == last or trainer._run.logged_in(self.monitor) > last)
         world = trainer.strategy.world
         if world.size == 1:
-            return value
-        known = [number for number in world.exchange(None if value is None else float(value)) if number is not None]
-        dtype = torch.float64 if value is None else value.dtype
-        return torch.tensor(known[0], dtype=dtype) if known else None
+            return value, is_new
+        known = [one for one in world.exchange(None if value is None else [float(value), is_new]) if one is not None]
+        if not known:
+            return None, False
+        number, is_new = max(known, key=lambda one: one[1])  # the first that is new: values of a step may differ
+        return torch.tensor(number, dtype=torch.float64 if value is None else value.dtype), is_new
 
-    def _check(self, trainer: Trainer, module: TrainModule, value: Tensor | None) -> None:
+    def _check(self, trainer: Trainer, module: TrainModule, value: Tensor | None, is_new: bool) -> None:
         if value is None:
             self._report_missing(trainer)
             return
         self._checked = True
-        if trainer.fast_dev_run:
+        if trainer.fast_dev_run or not is_new:
             return
+        self._checked_step = trainer.global_step
         reason, message = self._judge(value)
         if reason is not EarlyStoppingReason.NOT_STOPPED:
             trainer.should_stop = True

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from helpers.data.dealt import Alike
 from helpers.runs.tiny import TinyModule, tiny_loader
 
-from trainkit.callbacks import EarlyStopping
+from trainkit.callbacks import EarlyStopping, LambdaCallback
 from trainkit.callbacks.early_stopping import EarlyStoppingReason
 from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError, MissingMetricError
@@ -264,6 +265,7 @@ def test_state_comes_back(trainer, module) -> None:
         "best_score": torch.Tensor,
         "patience": int,
         "checked": bool,
+        "checked_step": int,
         "validated": bool,
         "at_train_epoch_end": bool,
         "stopping_reason": int,
@@ -468,6 +470,48 @@ def test_epochs_without_validation_count_nothing(make_trainer) -> None:
     trainer.fit(module, tiny_loader(), tiny_loader())
     assert module.validated == [2, 5]
     assert callback.stopped_epoch == 5
+
+
+@pytest.mark.parametrize("when", [True, False, None])
+def test_a_value_is_checked_once(make_trainer, when: bool | None) -> None:
+    """A metric that always improves never stops the fit, though only every third epoch validates; nor after a resume."""
+    module = Scripted([9.0 - epoch for epoch in range(9)])
+    callback = EarlyStopping("val_metric", patience=1, check_on_train_epoch_end=when, strict=when is not True)
+    waits = LambdaCallback(
+        on_train_epoch_end=lambda trainer, _: trainer.save_checkpoint("middle") if trainer.current_epoch == 4 else None
+    )
+    with pytest.warns(TrainkitWarning, match="No validation was due yet") if when else nullcontext():
+        make_trainer(waits, callback, max_epochs=9, check_val_every_n_epoch=3).fit(module, tiny_loader(), tiny_loader())
+    assert module.validated == [2, 5, 8]
+    assert (callback.wait_count, callback.best_score.item()) == (0, 1.0)
+    # the restored callback knows that the value of epoch 2 was checked
+    resumed, again = EarlyStopping("val_metric", patience=1, check_on_train_epoch_end=when), Scripted([9.0] * 5 + [8.0] * 4)
+    trainer = make_trainer(resumed, max_epochs=9, check_val_every_n_epoch=3)
+    trainer.fit(again, tiny_loader(), tiny_loader(), ckpt_path="middle")
+    assert (again.validated, resumed.stopped_epoch, resumed.best_score.item()) == ([5], 5, 7.0)
+
+
+def test_a_metric_of_the_training_epoch_with_rare_validations(make_trainer) -> None:
+    """At the first validation, in the second epoch, its value is that of the first epoch, which validation did not log."""
+    module, callback = Scripted([9.0, 1.0, 2.0, 2.0, 2.0, 2.0]), EarlyStopping("train_metric", patience=2)
+    trainer = make_trainer(callback, max_epochs=6, check_val_every_n_epoch=2)
+    trainer.fit(module, tiny_loader(), tiny_loader())
+    assert (callback.stopped_epoch, callback.best_score.item()) == (3, 1.0)
+
+
+def test_without_optimizer_steps_each_value_counts(make_trainer) -> None:
+    """The Trainer counts no steps of an optimizer that it does not know."""
+
+    class Unknown(Scripted):
+        automatic_optimization = False
+
+        def configure_optimizers(self) -> None:
+            return None
+
+    module, callback = Unknown([1.0] * 9), EarlyStopping("train_metric", patience=2)
+    trainer = make_trainer(callback, max_epochs=9)
+    trainer.fit(module, tiny_loader())
+    assert (trainer.global_step, callback.stopped_epoch) == (0, 2)
 
 
 def test_the_sanity_check_of_a_fit_does_not_count(make_trainer) -> None:
