@@ -112,7 +112,7 @@ def test_windows_count_calls_on_two_processes(strategy: str) -> None:
 
 
 def short_last_batch(strategy: str, listed: bool) -> list[float]:
-    """Two passes over batches of 4, 4 and 2 samples, on two processes of 8, 8 and 6 in all, in windows of three calls."""
+    """Two epochs of batches of 4, 4 and 2 samples, on two processes of 8, 8 and 6 in all, in windows of three calls."""
     accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=3)
     slope, values = Slope(accelerator), torch.arange(1.0, 12 * accelerator.num_processes - 1)
     loader = accelerator.prepare([*values.split(4)] if listed else DataLoader(values, batch_size=4))
@@ -330,7 +330,7 @@ def test_a_loop_that_is_left_keeps_its_window_open() -> None:
 
 
 def test_calls_for_a_rollout_between_batches() -> None:
-    """PPO: the loader yields prompts, and several passes over minibatches of what the model makes of them are trained on."""
+    """PPO: the loader yields prompts; what the model makes of them is trained on several times, in minibatches."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     slope, loader = Slope(accelerator), accelerator.prepare(batches(2))
     for (prompts,) in loader:

@@ -409,7 +409,7 @@ def test_what_cannot_be_logged(values: Any, step: Any, options: Any, error: type
 def test_what_is_no_number_is_skipped_with_one_notice(
     name: str, value: Any, kind: str, run_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in Accelerate, whose TensorBoard tracker skips it without a word: a run must not end because of it."""
+    """As in Accelerate, whose TensorBoard tracker skips it silently: a run must not end because of it."""
     accelerator = make([name, mine := Mine("x")], project_dir="runs")
     accelerator.init_trackers("x")
     for step in range(3):

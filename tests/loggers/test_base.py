@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import re
 import sys
@@ -21,7 +22,7 @@ import trainkit.loggers
 from trainkit import Accelerator
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.console import TrainkitWarning
-from trainkit.errors import ConfigurationError, MissingMethodError
+from trainkit.errors import ConfigurationError, MetricError, MissingMethodError
 from trainkit.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger
 from trainkit.loggers.attach import attach, default_logger
 from trainkit.loggers.metrics_reader import read_metrics
@@ -218,8 +219,14 @@ def test_steps() -> None:
     logger.log_metrics({"a": 3}, torch.tensor(12))  # type: ignore[arg-type]
     logger.log_metrics({"a": 4})
     logger.log_metrics({"a": 5, "step": torch.tensor(40.0)}, 14)  # as in Lightning, a metric "step" sets the step
+    for step in (-2, True, 41.9):
+        logger.log_metrics({"a": 6, "step": step}, 14)
+    with pytest.warns(TrainkitWarning, match="the metric 'step' replaces the step"):
+        logger.log_metrics({"a": 7, "step": math.nan})  # it is ignored
+    with pytest.raises(MetricError, match="'step': expected one real number, got str '7'"):
+        logger.log_metrics({"a": 8, "step": "7"})
     logger.log_metrics({}, 50)
-    assert [step for step, _ in logger.rows] == [0, 10, 12, 13, 40]
+    assert [step for step, _ in logger.rows] == [0, 10, 12, 13, 40, -2, 1, 41, 42]
     assert [dict(row) for _, row in logger.rows[:2]] == [{"run1-a": 1}, {"run1-a": 2, "epoch": 0}]
     with pytest.raises(ConfigurationError, match="step: expected a whole number, got 1.5"):
         logger.log_metrics({"a": 1}, 1.5)  # type: ignore[arg-type]

@@ -260,6 +260,13 @@ def test_a_module_may_log_the_epoch_and_the_step_of_a_row() -> None:
     assert trainer.callback_metrics["epoch"].item() == trainer.logged_metrics["epoch"].item() == 7.0
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, torch.tensor(-math.inf), 1e300])
+def test_a_step_of_a_row_that_cannot_be_one_is_ignored(value: Any) -> None:
+    with pytest.warns(TrainkitWarning, match=r"the metric 'step' .* expected a number between .*, got .*self\.global_step"):
+        _, logger = trained(lambda m, i: m.log_dict({"step": value if i else 30.0, "x": 1.0}))
+    assert [step for step, _ in logger.rows[:3]] == [30, 2, 3]
+
+
 def test_the_tensor_may_be_changed_in_place_afterwards() -> None:
     total = torch.zeros(())
 

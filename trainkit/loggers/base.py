@@ -16,7 +16,7 @@ from trainkit.errors import ConfigurationError, MetricError, MissingMethodError,
 from trainkit.keywords import KnownKeywords
 from trainkit.loggers.files import replace_file
 from trainkit.loggers.log_folder import LogFolder, check_name, check_save_dir, check_version, claimed
-from trainkit.loggers.logged_values import as_array, as_images, as_step, number, plain
+from trainkit.loggers.logged_values import as_array, as_images, as_step, number, plain, take_step
 from trainkit.loggers.null_experiment import NullExperiment
 from trainkit.loggers.resumed_logs import folder_state, resume_log
 from trainkit.loggers.run_files import yaml_in
@@ -192,8 +192,8 @@ class Logger(KnownKeywords):
         for key, value in metrics.items():
             plain_key = key in ("epoch", "step") or not self._prefix
             values[key if plain_key else f"{self._prefix}-{key}"] = number(key, value)
-        if "step" in values:
-            step = int(values.pop("step"))
+        own_step = take_step(values)
+        step = step if own_step is None else own_step
         self._last_step = self._last_step + 1 if step is None else as_step(step)
         if values:
             with self._surviving(f"write the metrics of step {self._last_step}"):

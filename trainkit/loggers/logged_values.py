@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from trainkit.console import warn
 from trainkit.errors import ConfigurationError, MetricError
 from trainkit.tagged_json.omegaconf import without_omegaconf
 
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["as_array", "as_images", "as_step", "flatten", "number", "plain"]
+__all__ = ["as_array", "as_images", "as_step", "flatten", "number", "plain", "take_step"]
+
+_STEPS = 2.0**63  # TensorBoard and others store steps as 64-bit integers
 
 
 def number(name: Any, value: Any) -> int | float:
@@ -74,6 +77,20 @@ def as_step(step: Any) -> int:
         raise ConfigurationError(
             f"step: expected a whole number, got {step!r}. Fix: log_metrics(metrics, step=trainer.global_step)"
         ) from None
+
+
+def take_step(values: dict[str, Any]) -> int | None:
+    """Remove the metric "step", which replaces the step of a row, as in Lightning; `None` if there is none that can be one."""
+    value = values.pop("step", None)
+    if value is None:
+        return None
+    if abs(value) < _STEPS:  # False for NaN
+        return int(value)
+    warn(
+        f"the metric 'step' replaces the step of what is logged; expected a number between -2**63 and 2**63, got {value}, "
+        "which is ignored. Fix: self.log('step', float(self.global_step)), or log it under another name"
+    )
+    return None
 
 
 def as_images(key: str, image: Any) -> list[npt.NDArray[np.uint8]]:

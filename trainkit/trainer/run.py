@@ -14,6 +14,7 @@ from trainkit.accelerator import Accelerator
 from trainkit.accelerator.compiled import CompiledModules
 from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.hooks.table import HookTable
+from trainkit.loggers.logged_values import take_step
 from trainkit.metrics.results import MetricResults, as_tensors
 from trainkit.metrics.store import MetricStore
 from trainkit.module.activation_checkpointing import (
@@ -326,7 +327,8 @@ class Run:
         if step is None:
             step = evaluating.count if evaluating is not None and for_step else progress.global_step
         row = {"epoch": progress.current_epoch, **metrics}  # a module may log its own "epoch", and "step": the x axis
-        step = int(row.pop("step", step))
+        own_step = take_step(row)
+        step = step if own_step is None else own_step
         for logger in self.loggers:
             with logger._surviving(f"write the metrics of step {step}"):  # also of a class that overrides log_metrics
                 logger.log_metrics(row, step)
