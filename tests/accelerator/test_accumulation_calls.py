@@ -93,6 +93,19 @@ def test_windows_count_calls(case: str) -> None:
     assert trained("auto", window, calls) == (gradients, len(gradients))
 
 
+def test_epochs_of_one_batch() -> None:
+    """The first call ever ends its epoch, as in a loop with one call for each batch, whose code under `if sync_gradients:` runs
+    there; from the second batch on the windows are those of the calls.
+    """
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    slope, loader = Slope(accelerator), accelerator.prepare(DataLoader(torch.arange(1.0, 7), batch_size=6))
+    for _ in range(3):
+        for x in loader:
+            for part in x.split(2):
+                slope.call(part)
+    assert slope.found == [1.5, 4.5, 2.5, 5.5, 2.5, 5.5]
+
+
 SHARED = ("halves", "three passes", "the last window is short", "fewer calls for the last batch")
 
 
