@@ -140,9 +140,14 @@ def test_a_module_that_skips_all_batches() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.sizes.append(len(batch[0]))
 
-    module = Skipping()
+    module, words = Skipping(), "training_step returned None for (the first|every) batch"
+    with pytest.warns(TrainkitWarning, match=words):
+        make_trainer(BatchSizeFinder(max_trials=2), limit_train_batches=1, max_epochs=1).fit(module)
+    assert module.batch_size == 4
+    module.sizes.clear()
     with (
-        pytest.warns(TrainkitWarning, match="training_step returned None for the first batch"),
+        pytest.warns(TrainkitWarning, match=words),
         pytest.raises(LossError, match="training_step returned None for every batch of epoch 0"),
     ):
-        make_trainer(BatchSizeFinder(max_trials=2), limit_train_batches=1).fit(module)
+        make_trainer(BatchSizeFinder(max_trials=2), limit_train_batches=1, max_epochs=2).fit(module)
+    assert module.batch_size == module.sizes[-1] == 4  # after the trials, the fit itself refuses a second such epoch

@@ -270,11 +270,12 @@ class MemoryProbe(Callback):
 
     Args:
         reserve: there are several processes.
-        batches: the trial ends after this number of micro-batches, also if `training_step` skips all of them.
+        batches: the trial ends after this number of micro-batches, also if `training_step` skips all of them; then also after
+            an epoch.
     """
 
     def __init__(self, reserve: bool, batches: int) -> None:
-        self._reserve, self._left = reserve, batches
+        self._reserve, self._left, self._skipped = reserve, batches, True
         self._reserved: torch.Tensor | None = None
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -285,6 +286,13 @@ class MemoryProbe(Callback):
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         self._left -= 1
         if self._left < 0:
+            trainer.should_stop = True
+
+    def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._skipped = self._skipped and outputs is None
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._skipped:  # a fit refuses another such epoch, but with another batch size it may have other epochs
             trainer.should_stop = True
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
