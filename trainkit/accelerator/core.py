@@ -177,7 +177,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         self.reading = Reading(self.accumulation, self._bare, self.strategy.data_world.devices)
         ProcessVerbs.__init__(self, options.strategy, self.reading, options.plugin)
         CheckpointVerbs.__init__(self, options, Prepared(self._bare, self._optimizers, self._schedulers, self._loaders))
-        self.reading.end_late, self.reading.begin_epoch = self.end_late, self.recheck_parameters
+        self.reading.end_late, self.reading.begin_epoch = self._end_late, self.recheck_parameters
         self._weighing: dict[tuple[int, ...], Weighing] = {}  # by the ids of the models of `accumulate`
         self._watched = ExitStack()  # the hooks of optimizers that were passed to prepare
         self._building = ExitStack()  # the context in which models of transformers are created

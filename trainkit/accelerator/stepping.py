@@ -163,7 +163,7 @@ class StepVerbs(GradientVerbs):
             "model.layer.load_state_dict(new.state_dict())"
         )
 
-    def end_late(self, window: CallWindow) -> None:
+    def _end_late(self, window: CallWindow) -> None:
         """The loader has ended inside a window of calls: do what the loop does with a window that is full.
 
         What the loop calls after a backward pass (clipping, `step` of optimizers and schedulers, `zero_grad`) has had no effect
