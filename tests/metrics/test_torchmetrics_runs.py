@@ -72,6 +72,11 @@ def test_a_collection_of_torchmetrics_objects() -> None:
     assert logger.of("all/mae_epoch")[3] == pytest.approx(first.sqrt().mean().item())
     with pytest.raises(MetricError, match=r"MetricCollection contains several metrics\. Use self\.log_dict\(collection\)"):
         with_metrics(lambda m, _, batch: (m.several(m(batch[0]), batch[1]), m.log("all", m.several)))
+    tracker = torchmetrics.MetricTracker(torchmetrics.MeanMetric(), maximize=True)
+    with pytest.raises(
+        MetricError, match=r"MetricTracker keeps the values of earlier epochs, .*self\.log\('all', tracker\.comp"
+    ):
+        with_metrics(lambda m, _, batch: m.log("all", tracker))
 
 
 def test_one_name_stands_for_one_torchmetrics_object() -> None:

@@ -75,6 +75,11 @@ def is_metric_object(name: str, value: Any) -> bool:
         return False
     if hasattr(value, "items"):
         raise MetricError(f"log({name!r}): {type(value).__name__} contains several metrics. Use self.log_dict(collection)")
+    if hasattr(value, "best_metric"):
+        raise MetricError(
+            f"log({name!r}): {type(value).__name__} keeps the values of earlier epochs, but a logged metric is reset after the "
+            f"epoch. In on_validation_epoch_end: self.log({name!r}, tracker.compute())"
+        )
     if getattr(value, "dist_sync_on_step", False) and dist.is_available() and dist.is_initialized():
         raise MetricError(
             f"log({name!r}): {type(value).__name__}(dist_sync_on_step=True) gathers at each step, but not every process has a "
