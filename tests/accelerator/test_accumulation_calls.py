@@ -243,12 +243,12 @@ def test_no_sync_holds_a_call() -> None:
 # ------------------------------------------------------------------------------------------------------- several models
 
 
-def two_models(strategy: str, critic_calls: int, together: bool) -> list[list[float]]:
-    """A critic with several calls for a batch, and a generator with one; or both in one call."""
+def two_models(strategy: str, critic_calls: int, together: bool, trained: tuple[int, ...] = (0, 1, 2, 3)) -> list[list[float]]:
+    """A critic with several calls for a batch, and a generator with one for some of the batches; or both in one call."""
     accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=2)
     *prepared, loader = accelerator.prepare(*plain(), *plain(), batches(4))
     critic, generator = Slope(accelerator, prepared[:2]), Slope(accelerator, prepared[2:])
-    for (x,) in loader:
+    for number, (x,) in enumerate(loader):
         for _ in range(critic_calls):
             critic.call(x)
         if together:
@@ -261,26 +261,32 @@ def two_models(strategy: str, critic_calls: int, together: bool) -> list[list[fl
                         one.optimizer.zero_grad()
                 critic.note()
                 generator.note()
-        else:
+        elif number in trained:
             generator.call(x)
+    for one in (critic, generator):
+        one.note()
     accelerator.free_memory()
     return [critic.found, generator.found]
 
 
 @pytest.mark.parametrize("size, strategy", [(1, "auto"), (2, "ddp"), (2, "zero2")])
 @pytest.mark.parametrize(
-    "calls, together, gradients",
+    "options, gradients",
     [
-        (1, False, [[4.5, 12.5], [4.5, 12.5]]),
-        (3, False, [[2.5, 4.5, 6.5, 10.5, 12.5, 14.5], [4.5, 12.5]]),
-        (0, True, [[2.5, 6.5, 10.5, 14.5]] * 2),
+        ((1, False), [[4.5, 12.5], [4.5, 12.5]]),
+        ((3, False), [[2.5, 4.5, 6.5, 10.5, 12.5, 14.5], [4.5, 12.5]]),
+        ((0, True), [[2.5, 6.5, 10.5, 14.5]] * 2),
+        ((1, False, (0, 2)), [[4.5, 12.5], [6.5]]),
+        ((1, False, (1, 3)), [[4.5, 12.5], [10.5]]),
+        ((1, False, (1, 2, 3)), [[4.5, 12.5], [8.5, 14.5]]),
+        ((2, False, (0, 1, 3)), [[2.5, 6.5, 10.5, 14.5], [4.5, 14.5]]),
     ],
 )
-def test_each_model_has_its_windows(size: int, strategy: str, calls: int, together: bool, gradients: list[list[float]]) -> None:
-    """A generator and a critic with one call each have the windows of the loader."""
+def test_each_model_has_its_windows(size: int, strategy: str, options: tuple[Any, ...], gradients: list[list[float]]) -> None:
+    """A generator and a critic with one call each have the windows of the loader; if it skips batches, those of its calls."""
     if strategy == "zero2":
         pytest.importorskip("deepspeed")
-    assert run_world(size, two_models, strategy, calls, together) == [gradients] * size
+    assert run_world(size, two_models, strategy, *options) == [gradients] * size
 
 
 def test_each_of_several_models_ends_late() -> None:

@@ -44,7 +44,8 @@ class Snapshot(NamedTuple):
 
 
 class CallWindow:
-    """The window of some models, if the loop calls `accumulate` for them several times with one batch.
+    """The window of some models, if the loop calls `accumulate` for them several times with one batch, or skips batches that
+    it calls it for with other models.
 
     Each call is a micro-batch, and counts with the weight of its batch. How many calls a batch has is known after it only, so
     that of the last one is taken to be the number that each batch before had.
@@ -54,7 +55,8 @@ class CallWindow:
 
     Attributes:
         models: as above.
-        several: there were several calls for a batch; otherwise the loader's windows are the models' windows.
+        several: there were several calls for a batch, or none; otherwise the loader's windows are the models' windows.
+        entered: number of the batch of the last call, among those that `accumulate` was called for with any models.
         open: number of calls in the open window.
         done: the sum of their shares.
         factor: what the gradients of a complete window are multiplied by, so that its shares add up to 1.
@@ -69,8 +71,8 @@ class CallWindow:
         full: the same of the last complete window.
     """
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        self.models = tuple(models)
+    def __init__(self, models: Sequence[nn.Module], entered: int) -> None:
+        self.models, self.entered = tuple(models), entered
         self.several = self.unsure = False
         self.usual: int | None = 0
         self.calls = self.counted = self.arrival = self.at = 0
@@ -83,6 +85,7 @@ class CallWindow:
     def drop(self) -> None:
         """Drop the open window."""
         self.open, self.done, self.factor = 0, 0.0, 1.0
+        self._followed = 0, 0.0  # as `open` and `done`, in the window of the loader
         self.verbs: list[Verb] = []
 
     def arrive(self, arrival: int) -> bool:
@@ -95,9 +98,18 @@ class CallWindow:
         self.calls += 1
         return again
 
-    def seed(self, opened: int, done: float, expected: float) -> None:
-        """The first second call for a batch: until now the windows were those of the loader, of which one may be open."""
-        self.several, self.open, self.done, self._expected = True, opened, done, expected
+    def follow(self, place: Place, micro: MicroBatch, share: float, expected: float) -> None:
+        """Note a call in the window of the loader: the share of its batch, and the weight that a share of 1 has."""
+        opened, done = self._followed
+        if not opened:
+            self.begin = micro.index, place.read
+        self._followed = (0, 0.0) if micro.last else (opened + 1, done + share)
+        self._expected = expected
+
+    def leave_loader(self) -> None:
+        """From now on calls are counted. Until now the windows were those of the loader, of which one may be open."""
+        self.several = True
+        self.open, self.done = self._followed
 
     def count(self, arrived: MicroBatch, place: Place, left: int | None, size: int) -> MicroBatch:
         """The micro-batch of a call.
@@ -188,6 +200,7 @@ class AccumulationState:
 
     def _clear(self) -> None:
         self.worked = self.entered = self._arrival = self._arrivals = 0
+        self._begun = 0  # `entered` at the first call for any models
         self.by_hand: bool | None = None
         self.delivered = False
         self.arrived: MicroBatch | None = None
@@ -199,7 +212,7 @@ class AccumulationState:
 
     def _close(self) -> None:
         self.open, self._done, self._expected = 0, 0.0, 1.0
-        self._scale, self._next = 1.0, (0, 0, 0)
+        self._scale, self._part, self._next = 1.0, 0.0, (0, 0, 0)
         self.pending: MicroBatch | None = None
         self._planned = self.current
         self.fresh = True
@@ -260,9 +273,10 @@ class AccumulationState:
         if opens or place != self._next:
             self._scale = (1.0 - self._done) / entry.remaining if entry.remaining > 0.0 else 0.0
         self._next = loader, entry.begin, micro.index + 1
-        self._done += entry.whole * self._scale
-        if entry.whole * self._scale > 0.0:
-            self._expected = entry.weight / (entry.whole * self._scale)
+        self._part = entry.whole * self._scale
+        self._done += self._part
+        if self._part > 0.0:
+            self._expected = entry.weight / self._part
         empty = self._done <= 0.0
         self.open += 1
         if micro.last:
@@ -291,19 +305,24 @@ class AccumulationState:
             return
         assert place is not None
         again, entered, before = window.arrive(self._arrival), self.pending is not None, self.window
-        self.window = window if window.several or again else None
+        number = self.entered + entered
+        if not window.several and (again or number - window.entered > 1):
+            window.leave_loader()
+        window.entered, self.window = number, window if window.several else None
         if entered:
             self.enter(place.loader)
-        if again and not window.several:
-            window.seed(self.open, self._done, self._expected)
         if self.window is not None:
             self.worked += not entered
             self._become(window.count(self.arrived, place, left(), self.size))
-        elif before is not None and not entered:  # the last call was of other models
+            return
+        if before is not None and not entered:  # the last call was of other models
             self._become(self._planned)
+        window.follow(place, self.current, self._part, self._expected)
 
     def _new_window(self, models: Sequence[nn.Module]) -> CallWindow:
-        window = CallWindow(models)
+        if not self._windows:
+            self._begun = self.entered
+        window = CallWindow(models, self._begun)
         if self._restored:
             window.usual, window.counted = self._restored.pop(0)
             window.several = window.usual not in (0, 1)
