@@ -421,6 +421,30 @@ def test_a_loop_resumes_exactly(window: int, done: int) -> None:
         assert len(resumed.found) == len(whole.found), "the batch in which the open window begins is repeated"
 
 
+def test_a_model_that_skips_batches_repeats_none() -> None:
+    """After a resume the critic continues with its next window, though the generator has begun a longer one."""
+
+    def start() -> tuple[Accelerator, Slope, Slope, Any]:
+        set_seed(0)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        return accelerator, Slope(accelerator), Slope(accelerator), accelerator.prepare(batches(6))
+
+    accelerator, critic, generator, loader = start()
+    for number, (x,) in enumerate(islice(loader, 4)):
+        critic.call(x)
+        if number in (0, 2, 3):
+            generator.call(x)
+        if number == 3:
+            accelerator.save_state("there")
+    assert (critic.found, generator.found) == ([4.5, 12.5], [6.5])
+    accelerator, critic, generator, loader = start()
+    accelerator.load_state("there", resume_loaders=True)
+    critic.note()
+    for (x,) in loader:
+        critic.call(x)
+    assert critic.found[1:] == [20.5]
+
+
 def test_other_loops_stay_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
     """`backward` outside of `accumulate`: each step is an optimizer step, also several for one batch."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)

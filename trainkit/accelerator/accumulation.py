@@ -56,6 +56,7 @@ class CallWindow:
     Attributes:
         models: as above.
         several: there were several calls for a batch, or none; otherwise the loader's windows are the models' windows.
+        skips: there was none for a batch that others had calls for.
         entered: number of the batch of the last call, among those that `accumulate` was called for with any models.
         open: number of calls in the open window.
         done: the sum of their shares.
@@ -73,7 +74,7 @@ class CallWindow:
 
     def __init__(self, models: Sequence[nn.Module], entered: int) -> None:
         self.models, self.entered = tuple(models), entered
-        self.several = self.unsure = False
+        self.several = self.skips = self.unsure = False
         self.usual: int | None = 0
         self.calls = self.counted = self.arrival = self.at = 0
         self.place: Place | None = None
@@ -106,9 +107,9 @@ class CallWindow:
         self._followed = (0, 0.0) if micro.last else (opened + 1, done + share)
         self._expected = expected
 
-    def leave_loader(self) -> None:
+    def leave_loader(self, skips: bool) -> None:
         """From now on calls are counted. Until now the windows were those of the loader, of which one may be open."""
-        self.several = True
+        self.several, self.skips = True, skips
         self.open, self.done = self._followed
 
     def count(self, arrived: MicroBatch, place: Place, left: int | None, size: int) -> MicroBatch:
@@ -156,8 +157,8 @@ class CallWindow:
         self.verbs = []
 
     def resumes_at(self, place: Place) -> int | None:
-        """Index of the batch from which a resumed run must repeat; `None`: nothing is unfinished."""
-        if not self.several or self.place is None or self.place.loader != place.loader:
+        """Index of the batch from which a resumed run must repeat; `None`: nothing is unfinished, or it would repeat many."""
+        if not self.several or self.skips or self.place is None or self.place.loader != place.loader:
             return None
         if self.open:
             return self.begin[0] if self.begin[1] == place.read else place.start
@@ -307,7 +308,7 @@ class AccumulationState:
         again, entered, before = window.arrive(self._arrival), self.pending is not None, self.window
         number = self.entered + entered
         if not window.several and (again or number - window.entered > 1):
-            window.leave_loader()
+            window.leave_loader(skips=not again)
         window.entered, self.window = number, window if window.several else None
         if entered:
             self.enter(place.loader)
