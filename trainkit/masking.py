@@ -36,9 +36,9 @@ _SECRET_END = re.compile(
 _PHRASES = ("access key id", "webhook url", "connection string", "conn string")
 # Words before "token", "key" and "pass" that make it no secret.
 _TOKENS = _set(
-    "add additional begin blank bos cls cost decoder end eos first image audio video input label last length mask max min new "
-    "next num number output pad padding per prefix prompt sep separator single special start stop target text time trigger unk "
-    "unknown value word"
+    "add additional audio begin blank bos cls cost decoder end eos eot first image input label last length mask max min new "
+    "next num number output pad padding per prefix prompt sep separator single sos special start stop target text time trigger "
+    "unk unknown value video word"
 )
 _KEYS = _set(
     "answer arg array attention audio batch best cache caption category check class column config context data dataset dict "

@@ -89,6 +89,7 @@ def test_hyperparameters_are_plain_yaml(tmp_path: Path) -> None:
             "device": torch.device("cpu"), "function": torch.nn.functional.relu, "kind": torch.nn.ReLU,
             "numpy": np.float64(0.5), "scalar": torch.tensor(3), "set": {2, 1}, "none": None, "nan": float("nan"),
             "opaque": Opaque(), "list": [Opaque(), 1], 3: "a key", "text": "naïve: # {x}",
+            "api_key": "S3cr-t", "db": {"url": Path("ftp://me:S3cr-t@h")}, "eot_token": "<eot>", "new_token": 5,
         })  # fmt: skip
     assert [str(one.message) for one in warned] == [
         "CSVLogger: these hyper-parameters are not plain values and were written as text: opaque, list[0]"
@@ -103,6 +104,7 @@ def test_hyperparameters_are_plain_yaml(tmp_path: Path) -> None:
         "device": "cpu", "function": "torch.nn.functional.relu", "kind": "torch.nn.modules.activation.ReLU",
         "numpy": 0.5, "scalar": 3, "set": [1, 2], "none": "now text", "opaque": "opaque thing",
         "list": ["opaque thing", 1], "3": "a key", "text": "naïve: # {x}", "added": 1,
+        "api_key": "***", "db": {"url": "ftp:/***@h"}, "eot_token": "<eot>", "new_token": 5,
     }  # fmt: skip
 
 

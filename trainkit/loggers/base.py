@@ -203,7 +203,8 @@ class Logger(KnownKeywords):
     def log_hyperparams(self, params: Any = None) -> None:
         """Write hyper-parameters: a dict, an `argparse.Namespace` or a dataclass, which may be nested; none if it is `None`.
 
-        Other objects are written as text, with a warning. Later calls add to earlier ones.
+        Other objects are written as text, with a warning. Later calls add to earlier ones. Texts that may be passwords or keys
+        are written as `***`; a checkpoint has them as they are, since `load_from_checkpoint` needs them.
         """
         if not self.is_main_process or params is None:
             return
@@ -373,7 +374,7 @@ class Logger(KnownKeywords):
             self._note_failure_to(what, error)
 
     def _note_failure_to(self, what: str, error: OSError) -> None:
-        """Warn once, until it has written metrics again; what is told after the warning is a notice."""
+        """Warn once, until it has written metrics again; what is reported after the warning is a notice."""
         told, self._failing = self._failing, True
         text = f"{type(self).__name__} could not {what}: {error}. "
         if not told:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError, MetricError
+from trainkit.masking import mask_value
 from trainkit.tagged_json.omegaconf import without_omegaconf
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def plain(params: Any) -> tuple[dict[str, Any], list[str]]:
     """Convert hyper-parameters to dicts, lists, strings and numbers; also returns the key paths of objects written as text.
 
     Accepts a mapping, an `argparse.Namespace` or a dataclass instance. Tuples and sets become lists; paths, enums, dtypes,
-    devices, functions and classes their names; OmegaConf's containers dicts and lists.
+    devices, functions and classes their names; OmegaConf's containers dicts and lists. Texts that may be secrets are masked.
     """
     fields = _as_mapping(without_omegaconf(params))
     if fields is None:
@@ -170,7 +171,8 @@ def _plain(value: Any, path: str, as_text: list[str], depth: int = 0) -> Any:
         named = [f"{name}={_plain(one, path, as_text, depth + 1)}" for name, one in value.keywords.items()]
         parts = [str(_plain(one, path, as_text, depth + 1)) for one in (value.func, *value.args)]
         return f"partial({', '.join(parts + named)})"
-    return _plain_leaf(value, path, as_text)
+    leaf = _plain_leaf(value, path, as_text)
+    return mask_value(path, leaf) if isinstance(leaf, str) else leaf
 
 
 def _plain_leaf(value: Any, path: str, as_text: list[str]) -> bool | int | float | str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from helpers.runs.command_lines import command_line, config_files
+from helpers.runs.command_lines import Numbers, command_line, config_files
 from helpers.runs.tiny import tiny_loader
 
 from trainkit.cli import SaveConfigCallback, TrainkitCLI
-from trainkit.errors import ConfigurationError
+from trainkit.errors import ConfigurationError, TrainkitError
 
 PLACE = "--trainer.default_root_dir=runs"
 BARE = ("--trainer.logger=false", "--trainer.enable_checkpointing=false", PLACE)
@@ -74,6 +75,68 @@ def test_several_files() -> None:
     folder = next(Path("runs").rglob("config.yaml")).parent
     assert yaml.safe_load((folder / "config.yaml").read_text())["model"] == "model.yaml"
     assert yaml.safe_load((folder / "model.yaml").read_text())["dropout"] == 0.3
+
+
+class Remote(Numbers):
+    """Data that needs secrets.
+
+    Args:
+        url: An address.
+        mirrors: More addresses.
+        api_key: A key.
+        eot_token: A number.
+    """
+
+    def __init__(self, url: str = "", mirrors: list[str] | None = None, api_key: str | None = None, eot_token: int = 2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_secrets_are_masked_and_needed_again(capsys: pytest.CaptureFixture[str]) -> None:
+    secrets = ("--data.url=https://u:S3cr-t@h/x?a=1", '--data.mirrors=["ftp://u:S3cr-t@h","***"]', "--data.api_key=S3cr-t")
+    first = fit(PLACE, *secrets, "--data.eot_token=3", datamodule_class=Remote)
+    assert first.datamodule.hparams.api_key == "S3cr-t"
+    (path,) = Path("runs").rglob("config.yaml")
+    assert yaml.safe_load(path.read_text())["data"] == {
+        "url": "https://***masked***@h/x?a=1",
+        "mirrors": ["ftp://***masked***@h", "***"],
+        "api_key": "***masked***",
+        "eot_token": 3,
+    }
+    assert "S3cr-t" not in "".join(one.read_text() for one in Path("runs").rglob("*.*") if one.suffix in (".yaml", ".jsonl"))
+    fit(PLACE, *secrets, "--data.eot_token=3", "--ckpt_path=auto", datamodule_class=Remote)
+    assert config_files() == ["config.yaml"], "the same configuration"
+
+    again = (f"--config={path}", secrets[0])
+    with pytest.raises(SystemExit):
+        fit(*again, datamodule_class=Remote)
+    assert (
+        "data.mirrors[0], data.api_key: found '***masked***', which a saved configuration has in place of a password or key. "
+        'Expected the value, such as that of an environment variable. Fix: --data.api_key="$SECRET"'
+    ) in capsys.readouterr().err
+    path.write_text(path.read_text().replace("eot_token: 3", "eot_token: '***masked***'"))
+    with pytest.raises(SystemExit):
+        fit(*again, datamodule_class=Remote)
+    assert "Got value: ***masked***. A saved configuration has" in capsys.readouterr().err
+    path.write_text(path.read_text().replace("eot_token: '***masked***'", "eot_token: 3"))
+    assert fit(*again, *secrets[1:], datamodule_class=Remote).datamodule.hparams == first.datamodule.hparams
+
+
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "pipe"])
+def test_what_is_no_file_is_not_written_to(kind: str) -> None:
+    """The folder of a run may be from elsewhere."""
+    config, target = Path("runs/config.yaml"), Path("target")
+    config.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(config)
+    else:
+        config.symlink_to(target.absolute())
+    if kind == "link":
+        target.write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(TrainkitError, match=r"config.yaml.*(another run|expected a regular file, found a (link|pipe))"):
+            fit(*BARE, save_config_kwargs={"overwrite": overwrite})
+    assert (target.read_text() if target.exists() else "") == ("mine" if kind == "link" else "")
 
 
 class Elsewhere(SaveConfigCallback):

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from trainkit.callback import Callback
 from trainkit.cli.for_scripts.argument_errors import readable
+from trainkit.cli.for_scripts.masked_config import MASK
 from trainkit.cli.for_scripts.optimizer_arguments import SCHEDULER_TYPES
 from trainkit.errors import ConfigurationError
 from trainkit.module.data_module import DataModule
@@ -173,6 +174,8 @@ class TrainkitArgumentParser(ArgumentParser):
         options = [option for action in parser._actions for option in action.option_strings]
         message = readable(message, options, _known_classes())
         message += "".join(f". {text}" for key, text in self.required_by_checkpoint.items() if key in message)
+        if MASK in message and ex is not None:  # a type that no mask has, such as the path of a file
+            message += f". A saved configuration has {MASK!r} in place of a password or key. Fix: write it into the file"
         super().error(message, ex)
 
     def _add_created(self, kind: Any, bases: tuple[type, ...], nested_key: str, skip: set[str]) -> None:

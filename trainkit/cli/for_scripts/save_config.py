@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,9 @@ from jsonargparse import Namespace
 from trainkit.callback import Callback
 from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.cli.for_scripts.argument_parser import TrainkitArgumentParser
-from trainkit.errors import ConfigurationError
+from trainkit.cli.for_scripts.masked_config import mask_config
+from trainkit.errors import ConfigurationError, TrainkitError
+from trainkit.loggers.run_files import regular_size, yaml_in
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.trainer.run_folder import folder_of_fit
 
@@ -28,6 +31,8 @@ class SaveConfigCallback(Callback):
     `TrainkitCLI` adds it to the Trainer. A fit writes the file before training. An evaluation writes it if a logger has a
     folder for it. A run that is resumed continues in its folder: if its configuration has changed, it is written to
     `config-from-CHECKPOINT.yaml`. The main process writes; an error is raised on all ranks.
+
+    What may be a password or a key is saved as `***masked***`. A command that reads the file needs the value again.
 
     Args:
         parser: The parser of the subcommand.
@@ -103,7 +108,7 @@ class SaveConfigCallback(Callback):
         self.already_saved = True
 
     def _write(self, trainer: Trainer, path: Path) -> None:
-        if path.exists() and not self.overwrite:
+        if os.path.lexists(path) and not self.overwrite:
             saves = trainer._run.save_policy
             resumed_from = None if saves is None else saves.resumed_from
             if self._is_saved_in(path):
@@ -117,18 +122,22 @@ class SaveConfigCallback(Callback):
             # a run that resumes from the same checkpoint again replaces it: it repeats the same work
             path = path.with_name(f"{path.stem}-from-{resumed_from.name}{path.suffix}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.parser.save(self.config, path, skip_unset=False, overwrite=True, multifile=self.multifile)
+        if os.path.lexists(path):
+            regular_size(path)  # a link is not followed, and a pipe would be waited for
+        # not validated, since a masked value need not be valid; the parser has validated what was parsed
+        saved = {"skip_unset": False, "skip_validation": True}
+        self.parser.save(mask_config(self.config), path, overwrite=True, multifile=self.multifile, **saved)
 
     def _is_saved_in(self, path: Path) -> bool:
         """Whether a file has this configuration; which checkpoint a run starts from makes no difference."""
         try:
-            saved, own = yaml.safe_load(path.read_text("utf-8")), yaml.safe_load(self._dump())
-        except (OSError, ValueError, yaml.YAMLError):
+            saved, own = yaml_in(path), yaml.safe_load(self._dump())
+        except (TrainkitError, ValueError, yaml.YAMLError):
             return False
         return isinstance(saved, dict) and {**saved, "ckpt_path": None} == {**own, "ckpt_path": None}
 
     def _dump(self) -> str:
-        return str(self.parser.dump(self.config, skip_unset=False))
+        return str(self.parser.dump(mask_config(self.config), skip_unset=False, skip_validation=True))
 
 
 def _folder_of_loggers(trainer: Trainer) -> Path | None:

@@ -19,6 +19,7 @@ from trainkit.cli.for_scripts.argument_errors import reported
 from trainkit.cli.for_scripts.argument_parser import AUTOMATIC, TrainkitArgumentParser
 from trainkit.cli.for_scripts.checkpoint_defaults import checkpoint_defaults
 from trainkit.cli.for_scripts.config_context import ConfigContext
+from trainkit.cli.for_scripts.masked_config import masked_keys, needs_secrets
 from trainkit.cli.for_scripts.optimizer_arguments import ReduceLROnPlateau, instantiate_class, with_class_path
 from trainkit.cli.for_scripts.save_config import SaveConfigCallback
 from trainkit.console import warn
@@ -277,6 +278,9 @@ class TrainkitCLI:
             parser.required_by_checkpoint = subparser.required_by_checkpoint
         self.config = parse(given)
         self._drop_trust(given)
+        name = self.config.get("subcommand")
+        if masked := masked_keys(self.config if name is None else self.config[name]):
+            parser.error(needs_secrets(masked))
 
     def _drop_trust(self, given: ArgsType) -> None:
         """Remove `--trust` from the configuration, which is saved with the run: a file never says what is trusted."""
