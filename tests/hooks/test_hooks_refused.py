@@ -355,7 +355,7 @@ class OfALayer(TinyModule):
 class EachOther(TinyModule):
     def validation_epoch_end(self, outputs: Any) -> None: ...
 
-    def test_epoch_end(self, outputs: Any) -> None:  # nobody calls it, so the other one is not called either
+    def test_epoch_end(self, outputs: Any) -> None:  # no code calls it, so the other one is not called either
         self.validation_epoch_end(outputs)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from helpers.support import run_python
 from trainkit.console import TrainkitWarning
 from trainkit.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger
 from trainkit.loggers.attach import attach
+from trainkit.loggers.log_folder import folder_id
 from trainkit.loggers.metrics_reader import read_metrics
 from trainkit.loggers.resumed_logs import digest
 from trainkit.tagged_json.encode import dumps, loads
@@ -440,6 +442,65 @@ def weak_marks(folder: Path) -> list[dict[str, Any]]:
         {"sizes": {"events.out.tfevents.1.forged.1.0": 1}},
         {"sizes": dict.fromkeys(names, 0)},
     ]
+
+
+@pytest.mark.parametrize("what", ["link", "pipe", "no UTF-8", "long field"])
+@pytest.mark.parametrize("kind, name", FILES)
+@pytest.mark.parametrize("resumes", [True, False], ids=["resumed", "version=0"])
+def test_a_file_that_is_no_log_is_not_written_to(kind: Any, name: str, what: str, resumes: bool, tmp_path: Path) -> None:
+    """The folder of a run may be from elsewhere; the marks of a hostile checkpoint are right."""
+    first = kind(tmp_path)
+    state = through_json(stopped(first, 3, 6))
+    path, target = Path(str(first.log_dir)) / name, tmp_path / "mine"
+    content = path.read_bytes()
+    target.write_bytes(content)
+    path.unlink()
+    if what == "link":
+        path.symlink_to(target)
+    elif what == "pipe":
+        os.mkfifo(path)
+    else:
+        damage = {"no UTF-8": b"\xff", "long field": b"x" * 200_000}[what]
+        path.write_bytes(damage + content)
+    second = kind(tmp_path) if resumes else kind(tmp_path, version=0)
+    second._attached = True  # by a Trainer, which a logger never ends
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if resumes:
+            second.load_state_dict(state)
+        train(second, range(4, 6))
+        assert isinstance(second.state_dict(), dict)
+        second.finalize()
+    assert target.read_bytes() == content
+    damaged = what in ("no UTF-8", "long field") and kind is CSVLogger
+    if resumes:
+        assert second.log_dir != first.log_dir
+        assert "It starts a new log" in str(caught[0].message)
+    elif damaged or what in ("link", "pipe"):
+        assert re.search(r"could not write.*(expected a regular file|expected UTF-8|larger than)", str(caught[0].message))
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"x" * 2000, None], ids=["no ASCII", "too long", "pipe"])
+def test_an_id_that_is_none(content: bytes | None, tmp_path: Path) -> None:
+    file = tmp_path / ".log_id"
+    if content is None:
+        os.mkfifo(file)
+    else:
+        file.write_bytes(content)
+    assert folder_id(tmp_path) is folder_id(tmp_path, create=True) is None
+
+
+def test_event_files_may_be_large(tmp_path: Path) -> None:
+    """A command reads files of 1 GB at most; a run continues with its own, whatever their size."""
+    first = TensorBoardLogger(tmp_path)
+    state = through_json(stopped(first, 3))
+    [file] = Path(str(first.log_dir)).glob("events*")
+    os.truncate(file, 2**31)  # takes no space
+    state["files"]["sizes"] = dict.fromkeys(state["files"]["sizes"], 2**31)
+    second = TensorBoardLogger(tmp_path)
+    second.load_state_dict(state)
+    assert second.log_dir == first.log_dir
+    assert second._purge_step == 4
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -40,7 +40,7 @@ def private_folder(name: str = "", *, in_memory: bool = False) -> Iterator[str]:
     remove_leftovers()
     place = MEMORY if in_memory and os.access(MEMORY, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix=_PREFIX + name, dir=place, ignore_cleanup_errors=True) as folder:
-        with contextlib.suppress(OSError):  # a full disk: whoever needs the folder finds out and says more
+        with contextlib.suppress(OSError):  # a full disk: the first write to the folder raises an error
             Path(folder, _OWNER).write_text(json.dumps(ProcessIdentity.this().to_json()))
         yield folder
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -14,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.checks import is_whole
-from trainkit.errors import ConfigurationError
+from trainkit.errors import ConfigurationError, TrainkitError
 from trainkit.lazy import lazily
 from trainkit.loggers.base import Logger
-from trainkit.loggers.files import AppendFile, Waiting, complete_lines, replace_file
+from trainkit.loggers.files import AppendFile, Waiting, replace_file
 from trainkit.loggers.resumed_logs import digest, too_short
+from trainkit.loggers.run_files import lines_in
 
 if TYPE_CHECKING:
     from io import TextIOWrapper
@@ -148,8 +151,7 @@ class CSVWriter:
             file = AppendFile(self.path)
             if not self._columns:
                 self._position = _mark(self.path)
-                with self.path.open(encoding="utf-8", newline="") as known:
-                    self._columns = dict.fromkeys(next(csv.reader(known), []))
+                self._columns = dict.fromkeys(next(_table(self.path), []))
             self._file = file
         return self._file
 
@@ -222,20 +224,27 @@ class CSVWriter:
 
 def _copy(path: Path, columns: list[str] | None, rows: int | None, width: int | None, target: TextIOWrapper) -> None:
     """Write the table with these columns, or its first `rows` rows and `width` columns."""
-    with path.open(encoding="utf-8", newline="") as source:
-        table = csv.reader(source)
-        header = next(table)
-        columns = columns or header[:width]
-        target.write(_line(columns))
-        for row in islice(table, rows):
-            target.write(_line((row + [""] * (len(columns) - len(row)))[:width]))
+    table = _table(path)
+    header = next(table)
+    columns = columns or header[:width]
+    target.write(_line(columns))
+    for row in islice(table, rows):
+        target.write(_line((row + [""] * (len(columns) - len(row)))[:width]))
+
+
+def _table(path: Path) -> Iterator[list[str]]:
+    """The rows of a table, without an incomplete last one. A damaged one is an `OSError`, like others that keep it from use."""
+    try:
+        yield from csv.reader(lines_in(path, sys.maxsize))
+    except (csv.Error, TrainkitError) as error:
+        raise OSError(errno.EINVAL, str(error), str(path)) from error
 
 
 def _mark(path: Path, rows: int | None = None) -> dict[str, Any]:
     """Number of rows, at most `rows`, and of columns of a table, and the digests of the first and last of these rows."""
     count, columns, first, last = 0, 0, "", ""
-    if path.is_file():
-        table: Iterator[list[str]] = csv.reader(complete_lines(path))
+    if os.path.lexists(path):
+        table = _table(path)
         columns = len(next(table, []))
         for row in islice(table, rows):
             count += 1

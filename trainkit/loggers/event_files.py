@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import re
 import struct
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trainkit.checks import is_whole
 from trainkit.loggers.resumed_logs import cut_file
-from trainkit.loggers.run_files import regular_size, stream
+from trainkit.loggers.run_files import MAX_FILE, regular_size, stream
 
 __all__ = ["cut_event_files", "event_files", "event_times", "last_step_in", "quiet_writers", "sizes_in"]
 
@@ -65,22 +66,22 @@ def cut_event_files(folder: Path, sub_dir: str, sizes: Mapping[str, int]) -> lis
 
 def last_step_in(path: Path) -> int:
     """The highest step of the events in a file; -1 if it has none or is not an event file."""
-    return max((step for _, step in event_times(path)), default=-1)
+    return max((step for _, step in event_times(path, sys.maxsize)), default=-1)
 
 
-def event_times(path: Path) -> Iterator[tuple[float, int]]:
-    """The time (seconds since 1970) and the step of each event in a file, in the order of writing.
+def event_times(path: Path, most: int = MAX_FILE) -> Iterator[tuple[float, int]]:
+    """The time (seconds since 1970) and the step of each event in a file of at most `most` bytes, in the order of writing.
 
     Raises:
         TrainkitError: It is a link, a pipe or too large.
     """
     if not os.path.lexists(path):
         return
-    size = regular_size(path)
-    with stream(path) as file:
+    size = regular_size(path, most)
+    with stream(path, most) as file:
         while len(head := file.read(12)) == 12:
             length = int.from_bytes(head[:8], "little")
-            if length > size:
+            if not 0 < length <= size:  # an event has a time at least
                 return
             event = file.read(min(length, _START))
             file.seek(length - len(event) + 4, os.SEEK_CUR)

@@ -1,18 +1,24 @@
-"""Text files that survive a kill: appended by whole lines, or replaced by a rename; and what waits for a full disk."""
+"""Text files that survive a kill: appended by whole lines, or replaced by a rename; and what waits for a full disk.
+
+The folder of a run may be from elsewhere, so that a link in it is not followed, and a pipe is not opened.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import IO, Generic, TypeVar
 
+from trainkit.checkpoint.regular_file import not_regular
 from trainkit.console import counted, warn
 
-__all__ = ["AppendFile", "Waiting", "complete_lines", "replace_file"]
+__all__ = ["AppendFile", "Waiting", "is_regular", "open_file", "replace_file"]
 
 _WAITING = 16 * 2**20  # bytes
 
@@ -30,7 +36,7 @@ class AppendFile:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(path)
-        self._file = path.open("ab", buffering=0)
+        self._file = open_file(path, "ab", buffering=0)
         self._whole: int | None = None  # the size up to which the lines are whole, if part of one could not be removed
 
     def append(self, lines: str) -> None:
@@ -112,7 +118,7 @@ class Waiting(Generic[Record]):
 
 def _cut_torn_line(path: Path, block: int = 65536) -> None:
     try:
-        file = path.open("r+b")
+        file = open_file(path, "r+b")
     except FileNotFoundError:
         return
     with file:
@@ -130,12 +136,38 @@ def _cut_torn_line(path: Path, block: int = 65536) -> None:
             file.truncate(keep)
 
 
-def complete_lines(path: Path) -> Iterator[str]:
-    """The lines of a file with their ends, without an incomplete last line."""
-    with path.open(encoding="utf-8", newline="") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield line
+def is_regular(path: Path) -> bool:
+    """Whether there is a regular file, and not a link to one."""
+    try:
+        return not_regular(os.lstat(path).st_mode) is None
+    except OSError:
+        return False
+
+
+def open_file(path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
+    """Open a regular file in a mode of bytes; one that is missing is created in mode "ab".
+
+    Raises:
+        OSError: It is a link, a pipe or a device, or it cannot be opened.
+    """
+    return open(path, mode, buffering, opener=_open_regular)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    with suppress(FileNotFoundError):
+        _check_regular(path, os.lstat(path).st_mode)  # before it is opened, which may have side effects
+    descriptor = os.open(path, flags | sum(getattr(os, name, 0) for name in ("O_NOCTTY", "O_NOFOLLOW", "O_NONBLOCK")), 0o666)
+    try:
+        _check_regular(path, os.fstat(descriptor).st_mode)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_regular(path: str, mode: int) -> None:
+    if problem := not_regular(mode):
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, problem, path)
 
 
 def replace_file(path: Path, write: Callable[[TextIOWrapper], object]) -> None:

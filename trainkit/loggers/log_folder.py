@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from pathlib import Path, PurePath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.checkpoint.remote_folder import remote_at
 from trainkit.checkpoint.staging import staging
 from trainkit.checks import is_whole
-from trainkit.errors import ConfigurationError
+from trainkit.errors import ConfigurationError, CorruptCheckpointError
 from trainkit.loggers.files import replace_file
 from trainkit.paths import local_path, url_of
 
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 _ID_FILE = ".log_id"
+_MAX_ID = 1024  # bytes
 
 _VERSION = re.compile(r"version_(\d+)")
 
@@ -95,14 +98,14 @@ def folder_id(path: Path, create: bool = False) -> str | None:
     """
     file = path / _ID_FILE
     try:
-        if file.is_file() and (found := file.read_text(encoding="ascii").strip()):
+        if os.path.lexists(file) and (found := read_small_file(file, _MAX_ID).decode("ascii").strip()):
             return found
         if not create or not path.is_dir():
             return None
         made = secrets.token_hex(16)
         replace_file(file, lambda text: text.write(made + "\n"))
         return made
-    except (OSError, ValueError):  # a disk that is full or read-only, or a damaged file
+    except (OSError, ValueError, CorruptCheckpointError):  # a disk that is full or read-only, or a damaged file
         return None
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.checks import is_whole
 from trainkit.console import notice, warn
+from trainkit.loggers.files import is_regular, open_file
 from trainkit.loggers.log_folder import LogFolder, folder_id, has_folder, is_version
 
 if TYPE_CHECKING:
@@ -36,17 +38,16 @@ def digest(data: bytes) -> str:
 
 
 def mark_of(path: Path) -> dict[str, Any] | None:
-    """The size of a file of lines, and digests that identify it; None if it is empty."""
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size == 0:
-                return None
-            first = digest(file.readline(_TAIL))
-            file.seek(max(0, size - _TAIL))
-            return {"bytes": size, "first": first, "last": digest(file.read(min(size, _TAIL)))}
-    except FileNotFoundError:
+    """The size of a file of lines, and digests that identify it; None if it is empty, or if it is a link."""
+    if not is_regular(path):
         return None
+    with open_file(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size == 0:
+            return None
+        first = digest(file.readline(_TAIL))
+        file.seek(max(0, size - _TAIL))
+        return {"bytes": size, "first": first, "last": digest(file.read(min(size, _TAIL)))}
 
 
 def has_mark(path: Path, mark: Mapping[str, Any]) -> bool:
@@ -55,7 +56,7 @@ def has_mark(path: Path, mark: Mapping[str, Any]) -> bool:
     if not is_whole(size) or size < 1:
         return False
     try:
-        with path.open("rb") as file:
+        with open_file(path, "rb") as file:
             file.seek(max(0, size - _TAIL))
             tail = file.read(min(size, _TAIL))
             return file.tell() == size and tail.endswith(b"\n") and digest(tail) == mark["last"]
@@ -66,7 +67,7 @@ def has_mark(path: Path, mark: Mapping[str, Any]) -> bool:
 def is_cut_off(path: Path, mark: Mapping[str, Any]) -> bool:
     """Whether a file is missing, or is a shorter part of the file that a mark identifies."""
     try:
-        with path.open("rb") as file:
+        with open_file(path, "rb") as file:
             if os.fstat(file.fileno()).st_size >= mark["bytes"]:
                 return False
             line = file.readline(_TAIL)
@@ -77,13 +78,12 @@ def is_cut_off(path: Path, mark: Mapping[str, Any]) -> bool:
 
 def cut_file(path: Path, size: int) -> str | None:
     """Truncate a file to a size; returns a message if it is shorter."""
-    found = path.stat().st_size if path.is_file() else 0
-    if found < size:
-        return too_short(path, f"{found} bytes", str(size))
-    if found > size:
-        with path.open("r+b") as file:
+    found = 0
+    with suppress(FileNotFoundError), open_file(path, "r+b") as file:
+        found = file.seek(0, os.SEEK_END)
+        if found > size:
             file.truncate(size)
-    return None
+    return too_short(path, f"{found} bytes", str(size)) if found < size else None
 
 
 def too_short(path: Path, found: str, expected: str) -> str:
@@ -183,7 +183,10 @@ def _is_log(logger: Logger, path: Path, state: Mapping[str, Any]) -> bool:
     files, own_id = state.get("files", {}), state.get("folder_id")
     if not files and own_id is not None:
         return bool(own_id == folder_id(path))
-    return logger.is_log_of(path, files)
+    try:
+        return logger.is_log_of(path, files)
+    except OSError:  # a file that is damaged, or is none
+        return False
 
 
 def _report_new_log(kind: str, folder: Path, files: Mapping[str, Any]) -> None:

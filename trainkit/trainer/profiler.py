@@ -16,6 +16,7 @@ from typing import Any
 
 from trainkit.console import echo, warn
 from trainkit.errors import ConfigurationError, MissingMethodError, UnknownNameError, nearest
+from trainkit.loggers.files import replace_file
 from trainkit.paths import disk_path
 
 __all__ = [
@@ -126,8 +127,7 @@ class Profiler:
             echo(text)
         elif text:
             with self._surviving(path := self._path(".txt")):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text + "\n", encoding="utf-8")
+                replace_file(path, lambda file: file.write(text + "\n"))  # a link there is not followed
 
     @contextmanager
     def _surviving(self, path: Path) -> Iterator[None]:
