@@ -8,6 +8,7 @@ import json
 import re
 import socket
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from helpers.patience import PATIENCE
 from helpers.worlds.stars import Shared, all_at_once
 from helpers.worlds.worlds import free_port
 
+from trainkit.console import TrainkitWarning
 from trainkit.distributed import hub_listener
 from trainkit.distributed.channel import Channel
 from trainkit.distributed.hub_listener import PORT_VARIABLE, connect, open_listener
@@ -237,6 +239,37 @@ def test_a_rank_that_is_dropped_connects_again() -> None:
         assert all_at_once(2, meet) == [True, True]
 
 
+@pytest.mark.parametrize("failures", [3, 10**9], ids=["for a moment", "until the limit"])
+def test_no_file_descriptor_is_left(failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listener waits, instead of trying as fast as it can, and says why it does."""
+    shared, accept, limit = Shared(), socket.socket.accept, PATIENCE if failures < 10 else 1.0
+    attempts: list[float] = []
+
+    def no_descriptor(self: socket.socket) -> Any:
+        attempts.append(time.monotonic())
+        if len(attempts) <= failures:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", no_descriptor)
+
+    def meet(rank: int) -> Any:
+        try:
+            return Channel.open(rank, 2, "127.0.0.1", shared.of(rank), limit=limit)
+        except ProcessFailedError as error:
+            return error
+
+    with pytest.warns(TrainkitWarning, match=r"could not accept a connection: Too many open files.*ulimit -n 65536") as warned:
+        results = all_at_once(2, meet)
+    assert len(warned) == 1
+    assert len(attempts) < 30
+    assert all(later - earlier >= 0.09 for earlier, later in pairwise(attempts))
+    for one in results:
+        if failures < 10:
+            one.close()
+    assert failures < 10 or "did not connect within 1 s. The main process could not accept" in str(results[0])
+
+
 def test_a_listener_without_file_descriptors_drops_the_oldest_connection() -> None:
     class Full:
         def accept(self) -> Any:
@@ -248,9 +281,14 @@ def test_a_listener_without_file_descriptors_drops_the_oldest_connection() -> No
         def drop(self, wire: Any) -> None:
             dropped.append(wire)
 
+        def listen_later(self, seconds: float, *_: Any) -> None:
+            assert seconds > 0
+            assert dropped == ["first", "second"]
+
     made = hub_listener.HubListener(Loop(), Full(), shared_of([], 0), 3, 30.0, lambda *_: None)  # type: ignore[arg-type]
     made._unauthenticated = dict.fromkeys(["first", "second"])  # type: ignore[arg-type]
-    made._accept()
+    with pytest.warns(TrainkitWarning, match="Too many open files"):
+        made._accept()
     assert dropped == ["first"]
     made._accept()
     made._accept()

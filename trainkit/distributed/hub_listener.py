@@ -12,6 +12,7 @@ from collections.abc import Callable
 from time import monotonic, sleep
 from typing import Any
 
+from trainkit.console import warn
 from trainkit.distributed.wire import LIMIT, ConnectionLoop, JsonConnection, decode, enable_keepalive, encode
 from trainkit.errors import ProcessFailedError
 
@@ -21,7 +22,7 @@ PORT_VARIABLE = "TRAINKIT_CHANNEL_PORT"  # the port on which the main process li
 _MAX_HELLO = 1024  # bytes of a message from a connection that has not authenticated
 _HELLO_TIMEOUT = 5.0  # seconds for a connection to authenticate
 _MAX_WAITING = 64  # connections that have not authenticated, in addition to one for each rank
-_PAUSE = 0.1  # seconds before a rank that was disconnected tries again
+_PAUSE = 0.1  # seconds before a rank that was disconnected tries again, and before the main process accepts again
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # accepting failed for lack of resources
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -79,6 +80,7 @@ class HubListener:
 
     Attributes:
         missing: ranks that have not connected yet.
+        problem: why a connection could not be accepted; "": all could.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class HubListener:
         self._silence_limit, self._on_connect = silence_limit, on_connect
         self._unauthenticated: dict[JsonConnection, None] = {}  # the oldest first
         self.missing = set(range(1, size))
+        self.problem = ""
 
     def open(self) -> None:
         """Start to accept connections in the loop's thread."""
@@ -110,7 +113,7 @@ class HubListener:
             connection, _ = self._listener.accept()
         except OSError as error:  # closed already, unless there are too many
             if error.errno in _FULL:
-                self._drop_oldest()
+                self._wait_for_resources(error)
             return
         try:
             enable_keepalive(connection, self._silence_limit)
@@ -128,6 +131,19 @@ class HubListener:
         self._unauthenticated[wire] = None
         self._loop.add(wire)
         self._loop.call_later(_HELLO_TIMEOUT, lambda: self._drop_unauthenticated(wire))
+
+    def _wait_for_resources(self, error: OSError) -> None:
+        """Accept again when a connection without the token is closed, or else in a moment; until then the new one waits."""
+        if not self.problem:
+            self.problem = (
+                f"The main process could not accept a connection: {error.strerror}. Expected a file descriptor for each rank. "
+                "Fix: ulimit -n 65536"
+            )
+            warn(f"{self.problem}. It tries again until all ranks are connected.")
+        if self._unauthenticated:
+            self._drop_oldest()
+        else:
+            self._loop.listen_later(_PAUSE, self._listener, self._accept)
 
     def _drop_oldest(self) -> None:
         for wire in list(self._unauthenticated)[:1]:

@@ -106,7 +106,8 @@ class LocalHubConnection:
             self._loop.call(hub_listener.close)
         if not connected:
             ranks = sorted(hub_listener.missing)
-            text = f"ranks {ranks} did not connect within {limit:g} s. The reason is in their own error messages."
+            why = hub_listener.problem or "The reason is in their own error messages."
+            text = f"ranks {ranks} did not connect within {limit:g} s. {why}"
             self._loop.call(lambda: self._send_all({"ready": text}))
             raise ProcessFailedError(text)
         self._loop.call(lambda: self._send_all({"ready": ""}))

@@ -191,9 +191,15 @@ class ConnectionLoop:
         """Call `accept` when a connection is waiting."""
         self._selector.register(listener, selectors.EVENT_READ, lambda events: accept())
 
+    def listen_later(self, seconds: float, listener: socket.socket, accept: Callable[[], None]) -> None:
+        """Ignore a listening socket for some time: as long as a connection waits, each `select` returns at once."""
+        self._selector.unregister(listener)
+        self.call_later(seconds, lambda: self.listen(listener, accept) if listener.fileno() >= 0 else None)
+
     def forget(self, listener: socket.socket) -> None:
         """Close a socket that `listen` was called with."""
-        self._selector.unregister(listener)
+        if listener in self._selector.get_map():  # not after `listen_later`
+            self._selector.unregister(listener)
         listener.close()
 
     def send(self, wire: JsonConnection, line: bytes) -> None:
