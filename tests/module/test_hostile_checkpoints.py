@@ -54,7 +54,7 @@ def test_what_is_done_is_seen(act: str, seen: str) -> None:
     [
         *(["module", "base", "data", "base data"], ["cli"], ["cli subclass", "cli class"], ["cli fit"]),
         *(["fit", "validate", "test", "predict"], ["accelerator", "reader", "weights"]),
-        ["ls", "show", "verify", "diff", "export"],
+        *(["ls", "show", "verify", "diff", "export"], ["import"]),
     ],
 )
 def test_nothing_is_done(entries: list[str]) -> None:

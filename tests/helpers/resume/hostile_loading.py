@@ -194,6 +194,18 @@ def _by_accelerator(path: str) -> None:
     accelerator.load_state(path)
 
 
+def _import(path: str) -> None:
+    """Import a file of Lightning with the same values, which a process of its own reads."""
+    state = json.loads(Path(path, "state.json").read_bytes())
+    of_lightning = {"hyper_parameters": "hyper_parameters", "callbacks": "callbacks", "schedulers": "lr_schedulers"}
+    values = {key: state[name] for name, key in of_lightning.items() if name in state}
+    named = {"hparams_name": state.get("hyper_parameters_class"), "user": state.get("user"), "module": state["module"]}
+    weights = {"pytorch-lightning_version": "2.0", "state_dict": {"layer.weight": torch.ones(1, 4)}}
+    torch.save({**weights, **values, **named}, f"{path}.ckpt")
+    main(["checkpoint", "import", f"{path}.ckpt", f"{path}-imported"])
+    open_checkpoint(f"{path}-imported").read()
+
+
 ENTRIES: dict[str, Callable[[str], Any]] = {
     "module": lambda path: Victim.load_from_checkpoint(path),
     "base": lambda path: TrainModule.load_from_checkpoint(path),
@@ -216,6 +228,7 @@ ENTRIES: dict[str, Callable[[str], Any]] = {
     "show": lambda path: main(["checkpoint", "show", path]),
     "verify": lambda path: main(["checkpoint", "verify", path]),
     "diff": lambda path: main(["checkpoint", "diff", path, "benign"]),
+    "import": _import,
     "export": lambda path: main(["checkpoint", "export", path, f"out{len(os.listdir())}"]),
 }
 
@@ -231,6 +244,8 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     where = ""
     if event == "import" and arguments[0] not in _absent:
         where = str(arguments[0])
+    elif event == "subprocess.Popen" and "trainkit.cli.checkpoint.foreign.restricted_load" in arguments[1]:
+        return  # of trainkit; it finds the planted modules too
     elif event.startswith(("subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "socket.connect", "pty.spawn")):
         where = repr(arguments)
     elif event == "open" and isinstance(arguments[0], str | bytes):
