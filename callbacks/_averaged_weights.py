@@ -14,7 +14,7 @@ from trainkit.callbacks._local_parts import local_part, part_of, stored_part
 from trainkit.distributed.dtensor_parts import is_dtensor
 from trainkit.errors import ConfigurationError
 from trainkit.optim.parameter_names import cleaned
-from trainkit.state.parts import TRAINED_WEIGHTS
+from trainkit.state.parts import TRAINED_WEIGHTS, trained_weights
 from trainkit.tagged_json.tensors import is_sharded_tensor
 
 if TYPE_CHECKING:
@@ -215,8 +215,8 @@ class AveragedWeights(Callback):
         if trainer.stage != "fit":
             self._forget()  # the weights that are loaded now stay in the module
             return
-        shown, averaged = checkpoint["state_dict"], checkpoint.get(TRAINED_WEIGHTS, ())
-        self._found = {name: shown[name] for name in averaged if name in shown}
+        shown = checkpoint["state_dict"]
+        self._found = {name: shown[name] for name in trained_weights(checkpoint) if name in shown}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._restored = True

@@ -149,6 +149,24 @@ def fit(*callbacks: Callback, ckpt_path: str | None = None, **options: Any) -> t
     return parameters_of(module), trained, tensors.tensors["optimizer"], average.state_dict(), losses.by_step
 
 
+@pytest.mark.parametrize("value", [1e308, "x", {"layer.0.weight": "x"}, {"layer.0.weight": []}, {}], ids=repr)
+def test_trained_weights_that_are_none(value: Any) -> None:
+    """A hook of the user's, or someone else, may have added anything under their name: the model continues with its own."""
+
+    class Adding(Callback):
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            checkpoint["current_model_state"] = value
+
+    module = Dropping()
+    saving = make_trainer(Adding(), max_steps=2, enable_checkpointing=True)
+    saving.fit(module, *loaders())
+    saving.save_checkpoint("odd")
+    assert open_checkpoint("odd").read({"state"}).state["user"]["current_model_state"] == value
+    again = make_trainer(ExponentialMovingAverage(), max_steps=3)
+    again.fit(Dropping(), *loaders(), ckpt_path="odd", restore={"model"})
+    assert again.global_step == 3
+
+
 def equal(resumed: tuple[Any, ...], reference: tuple[Any, ...]) -> bool:
     """Whether all is the same, and so are the losses of the validations since the resume."""
     *ours, state, losses = resumed

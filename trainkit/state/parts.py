@@ -39,6 +39,7 @@ __all__ = [
     "moved",
     "restore",
     "shown",
+    "trained_weights",
     "with_trained_weights",
 ]
 
@@ -110,6 +111,14 @@ def shown(epoch: int, step: int, model: Mapping[str, Tensor], state: Mapping[str
     }
 
 
+def trained_weights(added: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights to continue training with, if a callback gave others to the model; hooks may have added anything else."""
+    trained = added.get(TRAINED_WEIGHTS)
+    if not isinstance(trained, Mapping):
+        return {}
+    return {name: value for name, value in trained.items() if isinstance(value, Tensor)}
+
+
 def with_trained_weights(
     tensors: Mapping[str, Mapping[str, Tensor]], saved: Mapping[str, Tensor], added: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Tensor]]:
@@ -120,8 +129,8 @@ def with_trained_weights(
         saved: the saved model; what a hook has changed since is kept.
         added: what `on_save_checkpoint` added to the checkpoint.
     """
-    trained, model = added.get(TRAINED_WEIGHTS), tensors.get("model")
-    if not isinstance(trained, Mapping) or model is None:
+    trained, model = trained_weights(added), tensors.get("model")
+    if model is None:
         return dict(tensors)
     return {**tensors, "model": {n: trained.get(n, value) if value is saved.get(n) else value for n, value in model.items()}}
 
