@@ -145,6 +145,7 @@ def test_odd_values_and_names(tmp_path: Path, figures: list[Figure]) -> None:
         {
             "huge": [(0, 1e308), (1, -1e308)], "tiny": [(0, 5e-324)], "_hidden": [(0, 1.0), (1, math.nan), (2, 2.0)],
             "$x_{$": [(0, math.inf)], "far": [(0, 1.0), (10**18, 2.0)], "back": [(5, 1.0), (3, 2.0)], "none": [],
+            "\ud800\x1b[31m": [(0, 1.0)], "long" * 30_000: [(0, 1.0)],
         },
         tmp_path / "x.png",
         title="$ _{",
@@ -152,6 +153,8 @@ def test_odd_values_and_names(tmp_path: Path, figures: list[Figure]) -> None:
     by_label = {axes.get_ylabel(): axes for axes in figures[0].axes}
     assert texts(by_label[r"\$x_{\$"]) == texts(by_label["huge"]) == texts(by_label["none"]) == ["no finite value"]
     assert texts(by_label["tiny"]) == []
+    assert r"\ud800\x1b[31m" in by_label
+    assert "long" * 50 + "…" in by_label
     isolated = by_label[" _hidden"].get_lines()[0]
     assert isolated.get_marker() == "."
     assert colored(tmp_path / "x.png") > 0.0005

@@ -442,6 +442,10 @@ NOTED: dict[str, tuple[Callable[[Path], object], str]] = {
         _with("starts.jsonl", b'{"kind": "start", "time": "2026-11-20", "step": ' + b"9" * 400 + b"}\n"),
         "The starts of this run were not recorded",
     ),
+    "many starts": (
+        _with("starts.jsonl", b"".join(b'{"kind": "start", "time": "2026-11-20", "step": %d}\n' % n for n in range(9000))),
+        "The last 100 of 9,000 starts are shown.",
+    ),
     "a pipe as events": (lambda folder: os.mkfifo(folder / "old" / "events.out.tfevents.1.h.1.0"), ""),
 }
 

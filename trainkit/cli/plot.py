@@ -34,6 +34,7 @@ _LARGEST = 1e100  # matplotlib overflows near the largest float64
 _FEW = 40  # a line with at most this number of points has markers
 _FEW_LINES = 8  # a legend with at most this number of names has a larger font
 _DASHES = ("-", "--", ":", "-.")
+_MOST_TEXT = 200  # characters of a name
 _MANY = 20_000  # with more points, the best place for a legend is slow to find
 
 
@@ -196,5 +197,6 @@ def _draw_line(axes: Axes, points: Series, label: str, style: dict[str, Any]) ->
 
 
 def _literal(text: str) -> str:
-    text = text.replace("$", r"\$")  # not a formula
+    text = escaped(text, keep="").replace("$", r"\$")  # not a formula
+    text = f"{text[:_MOST_TEXT]}…" if len(text) > _MOST_TEXT else text
     return f" {text}" if text.startswith("_") else text  # matplotlib hides labels that begin with an underscore

@@ -20,6 +20,7 @@ from trainkit.masking import mask_value
 
 __all__ = ["KINDS", "RunData", "kind_of", "read_run", "report_folders"]
 
+_MOST_STARTS = 100  # on a page, since charts of many are slow
 KINDS = ("Metrics", "Learning rates", "Throughput", "Memory")
 """The kinds of metrics, in the order of the page."""
 
@@ -120,7 +121,10 @@ def read_run(folder: Path, label: str, notes: Sequence[str] = ()) -> RunData:
         run.notes.append(f"The checkpoints could not be read: {error}")
     manifests = [one.manifest for one in run.checkpoints if one.manifest is not None]
     try:
-        run.starts = starts_of(folder, home, manifests, run.last_step)
+        starts = starts_of(folder, home, manifests, run.last_step)
+        run.starts = starts[-_MOST_STARTS:]
+        if len(starts) > len(run.starts):
+            run.notes.append(f"The last {len(run.starts)} of {len(starts):,} starts are shown.")
     except TrainkitError as error:
         run.notes.append(str(error))
     if not run.recorded:
