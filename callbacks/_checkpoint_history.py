@@ -18,7 +18,8 @@ from trainkit.callbacks._checkpoint_arguments import DEFAULT_TEMPLATE, EQUALS, f
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.checkpoint.commit import Committed
 from trainkit.checkpoint.folder import POINTER, ListedCheckpoint, list_checkpoints, write_pointer
-from trainkit.checkpoint.manifest import DIGEST, Manifest
+from trainkit.checkpoint.identify import checkpoint_identity
+from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import inspect_checkpoint
 from trainkit.checkpoint.removal import remove
 from trainkit.console import notice, prints_here
@@ -340,7 +341,8 @@ def _find(name: str, folders: Sequence[str]) -> str:
     """The checkpoint of that name in the earlier folder or, if it was moved or copied, in the current one; else ""."""
     places = [os.path.join(folder, name) for folder in folders if name]
     there = [place for place in dict.fromkeys(places) if os.path.isdir(place)]
-    if len(there) == 2 and _digest(there[0]) == _digest(there[1]):
+    identities = [checkpoint_identity(Path(place)) for place in there]
+    if len(there) == 2 and identities[0] and identities[0] == identities[1]:
         return there[1]
     return there[0] if there else ""
 
@@ -349,10 +351,3 @@ def _may_be_best(path: str) -> bool:
     """Whether a checkpoint exists, and its manifest does not say that its parameters are not finite."""
     manifest = inspect_checkpoint(Path(path))[0] if path else None
     return path != "" and (manifest is None or manifest.finite is not False)
-
-
-def _digest(path: str) -> bytes:
-    try:
-        return (Path(path) / DIGEST).read_bytes()
-    except OSError:
-        return os.fsencode(path)  # equal to no other

@@ -18,6 +18,7 @@ from trainkit.callbacks._to_host import copying_to_host
 from trainkit.checks import choice, real_number, whole_number
 from trainkit.console import warn
 from trainkit.errors import LossError, TrainingSpikeException
+from trainkit.loggers.files import replace_file
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
@@ -177,8 +178,7 @@ class SpikeDetection(Callback):
         path = path if path.suffix == ".json" else path / _FILE
         if trainer.is_global_zero:
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(self.bad_batches, indent=4), "utf-8")
+                replace_file(path, lambda file: json.dump(self.bad_batches, file, indent=4))  # a link there is not followed
             except OSError as error:  # the spike is what the user must see
                 warn(f"SpikeDetection could not write {path}: {error}. The micro-batches to skip: {self.bad_batches}")
         self._found = (

@@ -1264,14 +1264,18 @@ def test_checkpoints_that_are_gone_are_forgotten(begin) -> None:
     assert (again.best_k_models, again.last_model_path, again.best_model_path) == ({}, "", "")
 
 
-@pytest.mark.parametrize("way, folder", [("move", "d"), ("copy", "d"), ("copy elsewhere", "c")])
+@pytest.mark.parametrize("way, folder", [("move", "d"), ("copy", "d"), ("copy elsewhere", "c"), ("pipe", "c")])
 def test_a_folder_that_was_moved_or_copied(begin, run_dir, way: str, folder: str) -> None:
     callback = three_epochs(begin)
     state = saved_state(callback)
     if way == "move":
         (run_dir / "c").rename(run_dir / "d")
-    elif way == "copy":
+    elif way in ("copy", "pipe"):
         shutil.copytree(run_dir / "c", run_dir / "d")
+        if way == "pipe":  # nothing writes to it
+            for digest in (run_dir / "d").glob("*/manifest.sha256"):
+                digest.unlink()
+                os.mkfifo(digest)
     else:  # the new folder contains another checkpoint of the same name
         other = begin(ModelCheckpoint("d"), run_id="b" * 16)
         other.epoch()
