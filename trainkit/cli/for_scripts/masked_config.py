@@ -36,7 +36,7 @@ def needs_secrets(keys: list[str]) -> str:
 
 def _masked(key: str, value: Any) -> Any:
     if isinstance(value, Namespace):
-        copy = Namespace()
+        copy = value.clone()
         vars(copy).update({name: _masked(f"{key}.{name}", item) for name, item in vars(value).items()})
         return copy
     if isinstance(value, dict):
