@@ -77,8 +77,12 @@ def pid(file: Path) -> int:
     return int(file.read_text())
 
 
-def test_exit_codes_come_in_order(start: Start) -> None:
-    workers = start('if [ "$RANK" = 5 ]; then exit 3; fi; sleep 1; exit 4')
+def test_exit_codes_come_in_order(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Rank 4 waits until rank 5 has exited: it starts first, and on a busy machine much earlier.
+    monkeypatch.setattr(module, "_FAILURE_TIMEOUT", PATIENCE)
+    workers = start(f'if [ "$RANK" = 5 ]; then exit 3; fi; until [ -e {tmp_path}/next ]; do sleep 0.01; done; exit 4')
+    wait_until(lambda: workers.ended)
+    (tmp_path / "next").touch()
     assert ends(workers) == [(5, 3), (4, 4)]
     assert not workers.terminated
 
