@@ -284,7 +284,7 @@ class CombinedStream:
 
     def _until_all_wrapped(self, cycles: Sequence[_Cycle | _ShardedCycle]) -> Iterator[Any]:
         while True:
-            before = [cycle.wrapped for cycle in cycles]  # they are not asked until it is known that another one goes on
+            before = [cycle.wrapped for cycle in cycles]  # these are only read if another loader still has batches
             batches = [_END if wrapped else cycle.next() for wrapped, cycle in zip(before, cycles, strict=True)]
             if all(cycle.wrapped for cycle in cycles):
                 return

@@ -76,7 +76,7 @@ def _adopt(iterator: Any) -> None:
     if sys.platform != "win32":  # where terminate does that
         for worker in iterator._workers:
             worker._popen.terminate = partial(os.kill, worker.pid, signal.SIGKILL)
-    # at exit, before multiprocessing waits for its processes; or after the iterator is gone
+    # This runs at exit, before multiprocessing waits for its processes, or when the iterator is deleted.
     Finalize(iterator, _kill, (iterator._workers,), exitpriority=0)
 
 
