@@ -18,7 +18,7 @@ from helpers.worlds.worlds import run_world
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, get_worker_info
 
-from trainkit import Accelerator, CombinedLoader, TrainModule
+from trainkit import Accelerator, CombinedLoader, TrainModule, set_seed
 from trainkit.distributed.world import World
 
 EPOCHS = 2
@@ -291,7 +291,7 @@ def by_own_loop(shape: str) -> Found:
 def check(shape: Shape, by_rank: list[Found], limit: int | None = None, notices: int = 1) -> None:
     """Each process saw its batches once in each epoch, and its source was not asked for more than was used.
 
-    A wrong length is told once in a fit, and once for each prepared loader.
+    A wrong length leads to one notice in a fit, and to one for each prepared loader.
     """
     size = len(by_rank)
     batches = shape.batches if limit is None else shape.batches[: limit * size]
@@ -324,19 +324,33 @@ def test_own_loop(shape: str) -> None:
     check(SHAPES[shape], [by_own_loop(shape)], notices=2)
 
 
-def every_shape(limit: int | None) -> dict[str, tuple[Found, Found | None]]:
-    return {shape: (by_fit(shape, limit), by_own_loop(shape) if limit is None else None) for shape in limited(limit)}
+LENGTH_ENDS = (  # shapes whose epoch ends only because the loop counts; two processes resume these
+    "endless iterable",
+    "stream longer than it states",
+    "endless stream, two workers",
+    "class that begins again",
+    "combined, shortest",
+)
+
+
+def every_shape(limit: int | None) -> tuple[dict[str, tuple[Found, Found | None]], dict[str, tuple[list[list[int]], ...]]]:
+    found = {shape: (by_fit(shape, limit), by_own_loop(shape) if limit is None else None) for shape in limited(limit)}
+    resumed = {shape: (resumed_fit(shape, 1), resumed_own_loop(shape, 1)) for shape in LENGTH_ENDS if limit is None}
+    return found, resumed
 
 
 @pytest.mark.parametrize("limit", [None, 1])
 def test_two_processes(limit: int | None) -> None:
-    """Each takes every second batch. All shapes in one pair of processes, which take long to start."""
+    """Each takes every second batch, also where it resumes. All shapes in one pair of processes, which take long to start."""
     by_rank = run_world(2, every_shape, limit)
     for shape in limited(limit):
-        fitted, own = zip(*(its[shape] for its in by_rank), strict=True)
+        fitted, own = zip(*(found[shape] for found, _ in by_rank), strict=True)
         check(SHAPES[shape], fitted, limit)
         if limit is None:
             check(SHAPES[shape], own, notices=2)
+    for rank, (_, resumed) in enumerate(by_rank):
+        for shape, runs in resumed.items():
+            assert runs == (SHAPES[shape].batches[rank::2] * EPOCHS,) * 2, shape
 
 
 # ------------------------------------------------------------------------------------------------- evaluation, and resume
@@ -359,15 +373,45 @@ def test_the_sanity_check_asks_for_its_batches_only() -> None:
     assert asked_of(source) == 2 + 3
 
 
-@pytest.mark.parametrize("shape", [name for name, shape in SHAPES.items() if len(shape.batches) > 3 and "multi" not in name])
-def test_a_run_resumes_inside_an_epoch(shape: str) -> None:
-    whole = SHAPES[shape].batches
+def resumed_fit(shape: str, steps: int) -> list[list[int]]:
+    """The batches of two epochs in two runs: the first is stopped after `steps` optimizer steps."""
     first, second = Module(), Module()
-    make_trainer(accelerator="cpu", max_steps=2, enable_checkpointing=True).fit(first, SHAPES[shape].make())
-    trainer = make_trainer(accelerator="cpu", max_epochs=EPOCHS, enable_checkpointing=True)
+    folder = f"fit {shape}"
+    make_trainer(accelerator="cpu", max_steps=steps, enable_checkpointing=True, default_root_dir=folder).fit(
+        first, SHAPES[shape].make()
+    )
+    trainer = make_trainer(accelerator="cpu", max_epochs=EPOCHS, enable_checkpointing=True, default_root_dir=folder)
     trainer.fit(second, SHAPES[shape].make(), ckpt_path="last")
-    assert first.seen["train"] + second.seen["train"] == whole * EPOCHS
-    assert trainer.global_step == len(whole) * EPOCHS
+    assert len(first.seen["train"]) == steps
+    return first.seen["train"] + second.seen["train"]
+
+
+def resumed_own_loop(shape: str, steps: int) -> list[list[int]]:
+    """The same in two training loops, of which the first one ends in its epoch."""
+    module = Module()
+    for resumed in (False, True):
+        set_seed(0)
+        accelerator = Accelerator(cpu=True)
+        model, optimizer, loader = accelerator.prepare(module.layer, module.configure_optimizers(), SHAPES[shape].make())
+        if resumed:
+            accelerator.load_state(f"loop {shape}", resume_loaders=True)
+        for _ in range(EPOCHS if resumed else 1):
+            for batch in loader:
+                if not accelerator.reading.padding:
+                    module.record("train", batch)
+                accelerator.backward(model(batch[0] if isinstance(batch, list) else batch).mean())
+                optimizer.step()
+                if not resumed and len(module.seen["train"]) == steps:
+                    accelerator.save_state(f"loop {shape}")
+                    break
+        accelerator.end_training()
+    return module.seen["train"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_run_resumes_inside_an_epoch(shape: str) -> None:
+    assert resumed_fit(shape, 2) == SHAPES[shape].batches * EPOCHS
+    assert resumed_own_loop(shape, 2) == SHAPES[shape].batches * EPOCHS
 
 
 class Tail(IterableDataset[Tensor]):
@@ -445,7 +489,7 @@ def test_a_combined_loader_that_your_own_code_reads(mode: str, asked: list[int])
     assert [asked_of(part) for part in parts] == asked
 
 
-def test_samples_that_each_process_repeats_are_told() -> None:
+def test_a_notice_names_samples_that_each_process_repeats() -> None:
     """Each process shuffles the whole dataset by itself: nothing can be sharded, and the notice says so."""
     told, _ = run_world(2, repeated)  # the main process prints
     assert sum("samples are repeated, up to 2 times in an epoch" in text for text in told) == 1
