@@ -315,6 +315,27 @@ def test_methods_that_the_class_calls_itself_are_the_users() -> None:
     assert trainer.global_step == 1
 
 
+WAYS = {  # each compiles to other byte code in some version of Python
+    "after an assignment": "x = 1; self.{0}()",
+    "after another variable": "print(x, self.{0})",
+    "in a comprehension": "[self.{0}() for _ in x]",
+    "in a generator": "list(self.{0}() for _ in x)",
+    "in a loop": "for _ in x: self.{0}()",
+    "in a branch": "x and self.{0}()",
+    "with super": "super().{0}()",
+    "with super of Python 2": "super(type(self), self).{0}()",
+    "after many names": "; ".join(f"x.a{number}" for number in range(300)) + "; self.{0}()",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_call_a_method_of_the_class(way: str) -> None:
+    scope: dict[str, Any] = {"TinyModule": TinyModule}
+    method = WAYS[way].format("configure_models")
+    exec(f"class Mine(TinyModule):\n def on_fit_start(self, x=()):\n  {method}\n def configure_models(self): ...", scope)
+    check_module(scope["Mine"](), TrainModule)
+
+
 def test_the_same_for_callbacks_and_data_modules() -> None:
     class Counting(Callback):
         def on_train_starts(self) -> None: ...

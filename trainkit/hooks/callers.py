@@ -18,11 +18,12 @@ from trainkit.console import is_library_frame
 __all__ = ["called_by_itself", "callers_elsewhere"]
 
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_KNOWN = ("self", "cls", "trainer", ".trainer")  # a trainer has `val_dataloaders`; `called_by_itself` reads `self`
 _INNER = ("__func__", "__wrapped__", "fget", "fset", "fdel", "func")  # of static and decorated methods and properties
 
 
 def called_by_itself(members: Iterable[Mapping[str, Any]], names: Collection[str]) -> set[str]:
-    """Those of the methods that other methods of the class name, as `self.name` or with `getattr`.
+    """Those of the methods that other methods of the class name, as `self.name`, `super().name` or with `getattr`.
 
     Args:
         members: The attributes of the user's classes and of the object.
@@ -58,8 +59,9 @@ def callers_elsewhere(classes: Iterable[type], names: Collection[str]) -> dict[s
     for code in (*_running(), *_modules_near([cls.__module__ for cls in classes])):
         for inner in _nested(code):
             if inner.co_name not in names and set(names) & set(inner.co_names):
-                for name in _attributes(inner) & set(names):
-                    found.setdefault(name, f"{inner.co_name} in {os.path.basename(inner.co_filename)}")
+                for of, name in _attributes(inner):
+                    if name in names and of not in _KNOWN:
+                        found.setdefault(name, f"{inner.co_name} in {os.path.basename(inner.co_filename)}")
     return found
 
 
@@ -95,38 +97,40 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 def _named_on(code: CodeType, receiver: str) -> set[str]:
     """The attributes of `receiver`, the first argument, that a function and what is defined in it name."""
-    names: set[str] = set()
-    before: Any = None
-    for one in dis.get_instructions(code):
-        if one.opname in _ATTRIBUTES:
-            if receiver and _loaded(before) == receiver and before.opname not in _ATTRIBUTES:
-                names.add(one.argval)
-        elif one.opname == "LOAD_CONST" and isinstance(one.argval, str) and "getattr" in code.co_names:
-            names.add(one.argval)
-        before = one
+    names = {name for of, name in _attributes(code) if of == "super()" or (receiver and of == receiver)}
+    if "getattr" in code.co_names:
+        names |= {constant for constant in code.co_consts if isinstance(constant, str)}
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             names |= _named_on(inner, receiver if receiver in inner.co_freevars else "")
     return names
 
 
-def _attributes(code: CodeType) -> set[str]:
-    """The attributes that a function names, without those of `self` and of a trainer, which has `val_dataloaders`."""
-    names: set[str] = set()
+def _attributes(code: CodeType) -> Iterator[tuple[str, str]]:
+    """The attributes that a code reads, as (what it reads them from, name).
+
+    The first is the name of a variable, `".name"` for an attribute, `"super()"`, or `""` for anything else.
+    """
     before: Any = None
     for one in dis.get_instructions(code):
-        if one.opname in _ATTRIBUTES and _loaded(before) not in ("self", "cls", "trainer"):
-            names.add(one.argval)
+        if one.opname == "EXTENDED_ARG":  # a part of the next instruction, where a code has many names
+            continue
+        if one.opname == "LOAD_SUPER_ATTR":  # Python 3.12 and newer
+            yield "super()", one.argval
+        elif one.opname in _ATTRIBUTES:
+            called = before is not None and before.opname.startswith("CALL")
+            yield "super()" if called and "super" in code.co_names else _loaded(before), one.argval
         before = one
-    return names
 
 
 def _loaded(instruction: Any) -> str:
-    """The name of what an instruction loads, the last one if it loads two; "" if it loads nothing with a name."""
-    if instruction is None or not instruction.opname.startswith("LOAD_") or instruction.opname == "LOAD_CONST":
+    """What an instruction loads, as `_attributes` names it; the last one if it loads two, or stores one and loads one."""
+    if instruction is None or "LOAD_" not in instruction.opname or instruction.opname == "LOAD_CONST":
         return ""
     value = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
-    return value if isinstance(value, str) else ""
+    if not isinstance(value, str):
+        return ""
+    return f".{value}" if instruction.opname in _ATTRIBUTES else value
 
 
 def _running() -> Iterator[CodeType]:
