@@ -54,29 +54,46 @@ _AIO = {
     "overlap_events": "aio_overlap_events",
 }
 _DTYPES = {"fp32": None, "fp16": "16", "float16": "16", "bf16": "bf16", "bfloat16": "bf16", "bfp16": "bf16"}
-# Keys for DeepSpeed's reports, its own checkpoints and its heuristics. trainkit does this in another way or does not need it.
+# Keys for DeepSpeed's reports, its own checkpoints, its heuristics and the order of its collectives, which change no result.
+# trainkit does this in another way or does not need it.
 _WITHOUT_EFFECT = {
     "": (
         "checkpoint",
+        "checkpoint_engine",
+        "datastates_ckpt",
+        "disable_python_gc",
         "dump_state",
         "gradient_predivide_factor",  # gradients are averaged whatever they are divided by before
+        "log_level",
         "memory_breakdown",
+        "nebula",
         "prescale_gradients",
         "steps_per_print",
+        "timers",
         "wall_clock_breakdown",
         "zero_allow_untested_optimizer",
         "zero_force_ds_cpu_optimizer",
     ),
     "zero_optimization": (
         "elastic_checkpoint",
+        "enable_sanity_checks",
         "ignore_unused_parameters",
         "load_from_fp32_weights",
         "log_trace_cache_warnings",
+        "override_module_apply",
+        "pipeline_loading_checkpoint",
+        "stage3_allgather_sequential",
+        "stage3_model_persistence_threshold",
+        "stage3_use_all_reduce_for_fetch_params",
     ),
     "offload_optimizer": ("fast_init",),
     "offload_param": ("buffer_size",),
     "fp16": ("auto_cast", "consecutive_hysteresis", "hysteresis", "min_loss_scale"),
-    "bf16": ("immediate_grad_update",),
+    # Keys of "fp16" that many files also have here; bfloat16 needs no loss scaling.
+    "bf16": (
+        *("auto_cast", "hysteresis", "initial_scale_power", "loss_scale", "loss_scale_window", "min_loss_scale"),
+        "immediate_grad_update",
+    ),
 }
 # Keys for which trainkit supports only this value.
 _ONLY: dict[str, dict[str, Any]] = {
@@ -112,10 +129,62 @@ _INSTEAD = {
     **{section: _LOG_WITH.format(name) for section, name in {
         "comet": "comet", "csv_monitor": "csv", "tensorboard": "tensorboard", "wandb": "wandb"
     }.items()},
+    "dataloader_drop_last": "pass drop_last=True to the DataLoader",
+    "gradient_checkpointing": 'write "activation_checkpointing": {"partition_activations": true}',
+    "learning_rate": 'write it in the optimizer: "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}',
+    "lr": 'write it in the optimizer: "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}',
+    "max_grad_norm": 'write "gradient_clipping": 1.0',
     "cuda_visible_devices": "set the variable CUDA_VISIBLE_DEVICES in the environment",
     "flops_profiler": "use callbacks=[ThroughputMonitor()]",
     "tensor_parallel": "use FSDPStrategy(tensor_parallel=2) instead of ZeRO",
 }  # fmt: skip
+# Keys of DeepSpeed for features that trainkit does not have → what they are.
+_MISSING = {
+    "": {
+        "comm_type": "collectives of a library of its own",
+        "compression_training": "quantization and pruning during training",
+        "curriculum_learning": "a sequence length that grows during training",
+        "data_efficiency": "curriculum sampling and random dropping of tokens",
+        "data_types": "gradients that are accumulated in another dtype than the parameters",
+        "eigenvalue": "eigenvalues of layers, for quantization during training",
+        "elasticity": "a batch size that follows the number of GPUs",
+        "gradient_allreduce_op": "another reduction of gradients than the mean",
+        "graph_harvesting": "CUDA graphs",
+        "hybrid_engine": "an engine that trains and generates text in turn",
+        "moe": "expert parallelism",
+        "pipeline": "pipeline parallelism",
+        "pipeline_parallel_size": "pipeline parallelism",
+        "progressive_layer_drop": "random dropping of layers",
+        "quantize_training": "quantization during training",
+        "seq_parallel_communication_data_type": "sequence parallelism",
+        "sequence_parallel_size": "sequence parallelism",
+        "sparse_attention": "block-sparse attention",
+        "sparse_gradients": "sparse gradients of embeddings",
+        "use_data_before_expert_parallelism": "expert parallelism",
+        "weight_quantization": "quantization during training",
+    },
+    "zero_optimization": {
+        "leaf_module": "modules whose parameters are gathered as one",
+        "mics_hierarchical_params_gather": "MiCS, sharding within a group of GPUs",
+        "mics_shard_size": "MiCS, sharding within a group of GPUs",
+        "zenflow": "ZenFlow, optimizer steps on the CPU that overlap with training",
+        "zeropp_loco_param": "LoCo, quantized gradients with error feedback",
+    },
+    "offload_optimizer": {
+        "pipeline_read": "reading from NVMe that overlaps with the optimizer step",
+        "pipeline_write": "writing to NVMe that overlaps with the optimizer step",
+        "ratio": "an optimizer state of which only a part is offloaded",
+        "super_offload": "SuperOffload, optimizer steps on the CPU that overlap with training",
+    },
+    "fp16": {"fp16_master_weights_and_grads": "optimizer states and gradients in float16"},
+    "bf16": {
+        "bf16_master_weights_and_grads": "optimizer states and gradients in bfloat16",
+        "bf16_optimizer_states": "optimizer states in bfloat16",
+        "check_grad_overflow": "skipping of steps with overflow in bfloat16",
+    },
+    "torch_autocast": {"lower_precision_safe_modules": "a choice of the modules whose gradients are reduced in bfloat16"},
+    "aio": {"use_gds": "GPUDirect Storage"},
+}
 _OPTIMIZERS = {kind.lower(): kind for kind in dir(torch.optim) if isinstance(getattr(torch.optim, kind), type)}
 
 
@@ -259,7 +328,7 @@ class _Reader:
         self._refuse_unknown("fp16", fp16, ["enabled", "loss_scale", *scale])
         self._refuse_unknown("bf16", bf16, ["enabled"])
         self._refuse_unknown("torch_autocast", autocast, ["enabled", "dtype"])
-        if fp16.get("loss_scale", 0) not in (0, AUTO):
+        if fp16.get("loss_scale", 0) not in (0, AUTO) and not is_off(fp16.get("enabled")):
             raise self._error(f"'fp16': 'loss_scale' is {fp16['loss_scale']!r}, but loss scaling is always dynamic. Remove it")
         scaled: dict[str, Any] = {}
         if fp16.get("initial_scale_power", AUTO) != AUTO:
@@ -299,19 +368,32 @@ class _Reader:
     def _refuse_unknown(self, name: str, section: Mapping[str, Any], known: Sequence[str]) -> None:
         """Refuse entries that are neither known, nor without effect, nor off, nor set to the only supported value."""
         where = f"{name}." if name else ""
+        off = "enabled" in section and is_off(section["enabled"])
         for key, value in section.items():
             if key in _WITHOUT_EFFECT.get(name, ()):
                 self._found.without_effect.append(f"{where}{key}")
             elif key in _ONLY.get(name, {}):
                 only = _ONLY[name][key]
                 if value not in (only, AUTO):
-                    raise self._error(f"'{where}{key}' is {value!r}, but only {only!r} is supported. Remove it")
-            elif key not in known and is_off(value):
+                    allowed = f"'{where}{key}' is {value!r}, but only {only!r} is supported"
+                    raise self._error(f"{allowed}{self._missing(name, key)}. Remove it")
+            elif key not in known and (off or is_off(value)):
                 self._found.without_effect.append(f"{where}{key}")
             elif key not in known:
-                hint = nearest(key, known)
-                fix = f"{hint} Remove it" if key not in _INSTEAD or name else f" Remove it, and {_INSTEAD[key]}"
-                raise self._error(f"{f'{name!r}: ' if name else ''}{key!r} is not supported.{fix}")
+                raise self._error(f"{f'{name!r}: ' if name else ''}{self._unknown(name, key, known)}")
+
+    def _unknown(self, name: str, key: str, known: Sequence[str]) -> str:
+        """What to do about an entry that has no counterpart."""
+        if missing := self._missing(name, key):
+            return f"{key!r} is not supported{missing}. Remove it"
+        if not name and key in _INSTEAD:
+            return f"{key!r} is not supported. Remove it, and {_INSTEAD[key]}"
+        return f"{key!r} is not a key that trainkit reads.{nearest(key, known)} Correct its name, or remove it"
+
+    @staticmethod
+    def _missing(name: str, key: str) -> str:
+        feature = _MISSING.get(name, {}).get(key)
+        return f": trainkit does not implement {feature}" if feature else ""
 
     def _typed(self, name: str, section: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the type and the parameters of the section `optimizer` or `scheduler`."""

@@ -34,7 +34,7 @@ UNUSED: dict[str, tuple[tuple[Any, ...] | str, str]] = {
     "downcast_bf16": ((), "write mixed_precision: bf16"),
     "enable_cpu_affinity": ((), "start the script with numactl"),
     "megatron_lm_config": ((), _SHARDED),
-    "ipex_config": ((), "remove it"),
+    "ipex_config": ((), "Intel's extension is not used, torch now has most of it; remove it"),
     "main_training_function": (ANY, ""),
     "mpirun_config": ((), _MPIRUN),
     "tp_config": (({"tp_size": 1},), "write parallelism_config: {parallelism_config_tp_size: 2}"),
@@ -101,7 +101,8 @@ FLAGS: dict[str, str] = {
     "fp8": "write --mixed_precision fp8, which uses torchao; its options are those of trainkit.Float8Precision in the script",
     "mpirun_hostfile": _MPIRUN,
     "tpu_": _SLICE,
-    **dict.fromkeys(("rdzv_conf", "monitor_interval"), "remove it"),
+    "rdzv_conf": "remove it: trainkit connects the nodes itself",
+    "monitor_interval": "remove it: a failure is noticed at once",
     "no_python": "remove it: the script must be Python",
     **{name: fix or "remove it" for name, (_, fix) in UNUSED_IN_SECTIONS.items()},
 }
@@ -112,10 +113,10 @@ def is_off(value: Any) -> bool:
     """Whether a value in a file of another framework turns a feature off, whatever the feature is.
 
     `false`, `null`, `no`, `none`, `off`, empty values, and a section that is not enabled or has only such values. A section
-    with `enabled: false` is off even if it has other values.
+    with `enabled: false` is off even if it has other values; in a method of compression, `shared_parameters` says so.
     """
     if isinstance(value, Mapping):
-        return ("enabled" in value and is_off(value["enabled"])) or all(map(is_off, value.values()))
+        return any(is_off(value.get(key, True)) for key in ("enabled", "shared_parameters")) or all(map(is_off, value.values()))
     if isinstance(value, str):
         return value.strip().lower() in _OFF_WORDS
     return value is None or value is False or value == []

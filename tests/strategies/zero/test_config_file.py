@@ -10,7 +10,7 @@ import pytest
 
 from trainkit.errors import ConfigurationError, UnknownNameError
 from trainkit.strategies import ZeROStrategy
-from trainkit.strategies.zero.config_file import read_config
+from trainkit.strategies.zero.config_file import _MISSING, read_config
 from trainkit.strategies.zero.deepspeed_config import ZeROConfig
 from trainkit.strategies.zero.zero_options import ZeROOptions
 
@@ -42,6 +42,16 @@ USUAL = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": 4,
     "wall_clock_breakdown": False,
+}
+
+
+# From DeepSpeed's documentation, with every method off.
+COMPRESSION = {
+    "layer_reduction": {"enabled": False, "keep_number_layer": 5},
+    "weight_quantization": {
+        "shared_parameters": {"enabled": False, "quantize_groups": 64},
+        "different_groups": {"wq1": {"params": {"start_bits": 8, "target_bits": 4}, "modules": ["attention"]}},
+    },
 }
 
 
@@ -149,7 +159,7 @@ def test_nvme_and_aio() -> None:
         (changed(zero={"stage": 0}), "\"stage\": 0: DeepSpeed then shards nothing, which is DDP. Use strategy='ddp'"),
         (changed(zero={"stage": "auto"}), '"stage": auto: DeepSpeed then shards nothing'),
         (changed(zero={"stage": 5}), "stage must be 1, 2 or 3, not 5"),
-        (changed(zero={"stgae3": 1}), "'zero_optimization': 'stgae3' is not supported. Did you mean 'stage'"),
+        (changed(zero={"stgae3": 1}), "'zero_optimization': 'stgae3' is not a key that trainkit reads. Did you mean 'stage'"),
         (changed(zero={"cpu_offload": True}), "'cpu_offload' is from an old version of DeepSpeed. Write \"offload_optimizer\""),
         (changed(zero={"legacy_stage1": True}), "'zero_optimization.legacy_stage1' is True, but only False is supported"),
         (
@@ -175,19 +185,22 @@ def test_nvme_and_aio() -> None:
         (changed(autotuning={"enabled": True}), r"Remove it, and use callbacks=\[BatchSizeFinder\(\)\]"),
         (changed(compile={"deepcompile": True}), r"Remove it, and use Trainer\(compile=True\)"),
         (changed(tensor_parallel={"autotp_size": 2}), r"Remove it, and use FSDPStrategy\(tensor_parallel=2\)"),
-        (changed(sparse_attention={"mode": "fixed"}), "'sparse_attention' is not supported.* Remove it"),
-        (changed(bf16={"bf16_master_weights_and_grads": True}), "'bf16_master_weights_and_grads' is not supported"),
+        (changed(lr=0.1), '\'lr\' is not supported. Remove it, and write it in the optimizer: "optimizer": {"type": "AdamW"'),
+        (changed(tokens=3), "config: 'tokens' is not a key that trainkit reads. Correct its name, or remove it."),
         (
             changed(optimizer={"type": "Adam", "params": {"max_grad_norm": 1.0}}),
             '"max_grad_norm": 1.0, which is no option of an optimizer. .* "gradient_clipping": 1.0',
         ),
-        (changed(gradient_cliping=1.0), "'gradient_cliping' is not supported. Did you mean 'gradient_clipping'"),
+        (
+            changed(gradient_cliping=1.0),
+            "'gradient_cliping' is not a key that trainkit reads. Did you mean 'gradient_clipping'",
+        ),
         (changed(gradient_clipping="1"), "'gradient_clipping' must be a number or 'auto', not '1'"),
         (changed(sparse_gradients=True), "'sparse_gradients' is True, but only False is supported"),
         (changed(bf16={"enabled": True}, torch_autocast={"enabled": True}), "'bf16' and 'torch_autocast' are both enabled"),
         (changed(fp16={"enabled": True, "loss_scale": 128}), "'loss_scale' is 128, but loss scaling is always dynamic"),
         (changed(torch_autocast={"enabled": True, "dtype": "int8"}), "'dtype' must be 'bfloat16' or 'float16', not 'int8'"),
-        (changed(bf16={"enable": True}), "'bf16': 'enable' is not supported. Did you mean 'enabled'"),
+        (changed(bf16={"enable": True}), "'bf16': 'enable' is not a key that trainkit reads. Did you mean 'enabled'"),
         (changed(bf16={"enabled": "true"}), "'bf16': 'enabled' must be true, false or 'auto', not 'true'"),
         (
             changed(torch_autocast={"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear"]}),
@@ -197,7 +210,7 @@ def test_nvme_and_aio() -> None:
         (changed(optimizer={"params": {}}), "'optimizer' needs a 'type'. Add one, such as 'AdamW'"),
         (
             changed(scheduler={"type": "WarmupLR", "param": {"warmup_num_steps": 3}}),
-            "'param' is not supported. Did you mean 'params'",
+            "'param' is not a key that trainkit reads. Did you mean 'params'",
         ),
         (
             changed(activation_checkpointing={"cpu_checkpoint": True}),
@@ -218,6 +231,19 @@ def test_what_is_refused(config: Any, message: str) -> None:
         ZeROStrategy(config=config, device="cpu")
 
 
+@pytest.mark.parametrize("section, key", [(section, key) for section, keys in _MISSING.items() for key in keys])
+def test_features_that_trainkit_does_not_implement(section: str, key: str) -> None:
+    """The message says what they are."""
+    feature = _MISSING[section][key]
+    content = {key: {"enabled": True, "x": 1}} if not section else {section: {key: 0.5, "enabled": True}}
+    if section == "offload_optimizer":
+        content = {"zero": {section: {"device": "cpu", key: 0.5}}}
+    elif section == "zero_optimization":
+        content = {"zero": {key: {"x": 1}}}
+    with pytest.raises(ConfigurationError, match=rf"'(\S*\.)?{key}' .*: trainkit does not implement {feature}\. Remove it\.$"):
+        read_config(changed(**content))
+
+
 def test_float16_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of a CPU without float16, which the CPU of this machine may have."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -236,7 +262,11 @@ def test_float16_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"elasticity": {}, "compression_training": []}, ["elasticity", "compression_training"]),
         ({"cuda_visible_devices": False, "sparse_attention": "none"}, ["cuda_visible_devices", "sparse_attention"]),
         ({"zero": {"zenflow": None, "stage": 2}}, ["zero_optimization.zenflow"]),
-        ({"bf16": {"enabled": False, "check_grad_overflow": False}}, ["bf16.check_grad_overflow"]),
+        ({"bf16": {"enabled": False, "check_grad_overflow": True}}, ["bf16.check_grad_overflow"]),
+        ({"bf16": {"loss_scale": 0, "hysteresis": 2}}, ["bf16.loss_scale", "bf16.hysteresis"]),
+        ({"fp16": {"enabled": False, "loss_scale": 128, "opt_level": "O2"}}, ["fp16.opt_level"]),
+        ({"nebula": {"enabled": True}, "timers": {"throughput": {"enabled": True}}}, ["nebula", "timers"]),
+        ({"compression_training": COMPRESSION}, ["compression_training"]),
         ({"prescale_gradients": True, "gradient_predivide_factor": 8}, ["prescale_gradients", "gradient_predivide_factor"]),
         ({"fp16": False, "bf16": None, "torch_autocast": "no"}, []),
         ({"fp16": {"enabled": "false"}, "bf16": {"enabled": None}}, []),
