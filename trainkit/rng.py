@@ -60,6 +60,10 @@ class Stage(IntEnum):
         """The stage part of a key for loader `index` of this stage (0 for the only one)."""
         return int(self) + _STAGES_PER_LOADER * index
 
+    def has_key(self, key: int) -> bool:
+        """Whether `of_loader` of this stage returns this key for one of the loaders."""
+        return key % _STAGES_PER_LOADER == self
+
 
 class Purpose(IntEnum):
     """The purpose of random numbers."""

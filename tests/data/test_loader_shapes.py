@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from trainkit import Accelerator, CombinedLoader, TrainModule, set_seed
 from trainkit.distributed.world import World
+from trainkit.errors import DataError, EmptyLoaderError
 
 EPOCHS = 2
 
@@ -445,6 +446,45 @@ def test_a_stream_that_begins_again_when_it_is_asked_once_more(steps: int) -> No
         second, DataLoader(Tail(), 2), ckpt_path="last"
     )
     assert first.seen["train"] + second.seen["train"] == pairs(range(8)) * 3
+
+
+# ------------------------------------------------------------------------------------------------------------- iterators
+
+
+def numbers_of(length: int | None) -> Iterator[Tensor]:
+    return map(batch_of, islice(count(), length))
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("length, batches", [(None, 6), (4, 4)])
+def test_an_iterator_continues_in_the_next_epoch(length: int | None, batches: int, by_hand: bool) -> None:
+    """As in plain torch, where `limit_train_batches` or a `break` has ended the epoch before."""
+    module, source = Module(), numbers_of(length)
+    with heard() as notices:
+        if by_hand:
+            *_, loader = Accelerator(cpu=True).prepare(module.layer, module.configure_optimizers(), source)
+            for _ in range(EPOCHS):
+                for number, batch in enumerate(loader, 1):
+                    module.record("train", batch)
+                    if number == 3:
+                        break
+        else:
+            make_trainer(accelerator="cpu", max_epochs=EPOCHS, limit_train_batches=3).fit(module, source)
+    assert module.seen["train"] == singles(batches)
+    assert sum("map is an iterator, which cannot start again: each epoch continues where" in text for text in notices) == 1
+
+
+@pytest.mark.parametrize("options", [{"limit_train_batches": 4}, {}, {"overfit_batches": 2}])
+def test_an_iterator_that_has_ended(options: dict[str, Any]) -> None:
+    with heard() as notices, pytest.raises(EmptyLoaderError, match="map can be iterated only once, but is needed again in epo"):
+        make_trainer(accelerator="cpu", max_epochs=EPOCHS, **options).fit(Module(), numbers_of(4))
+    said = any("map is an iterator: the first epoch lasts until it ends" in text for text in notices)
+    assert said == (not options)
+
+
+def test_the_path_of_a_dataset_is_no_loader() -> None:
+    with pytest.raises(DataError, match="must be a DataLoader or an iterable of batches, not str"):
+        make_trainer(accelerator="cpu").fit(Module(), "data/train")
 
 
 # ------------------------------------------------------------------------------------------------------- combined loaders

@@ -23,7 +23,7 @@ from trainkit.data.state_history import StateHistory
 from trainkit.distributed.world import World
 from trainkit.errors import DataError, EmptyLoaderError
 from trainkit.nested import batch_size
-from trainkit.rng import KeyStream, Purpose, mix, seed_generators
+from trainkit.rng import KeyStream, Purpose, Stage, mix, seed_generators
 
 __all__ = ["IterableStream", "LoaderStream", "Stream", "length_of", "open_stream"]
 
@@ -94,12 +94,12 @@ def open_stream(
     """
     if isinstance(source, DataLoader) and not iterates_itself(source):
         return LoaderStream(source, seed, stage, device, sequential, world)
-    if not isinstance(source, Iterable):
+    if not isinstance(source, Iterable) or isinstance(source, str):
         raise DataError(
             f"a loader must be a DataLoader or an iterable of batches, not {type(source).__name__}. "
             "For example: DataLoader(dataset, batch_size=32, shuffle=True)"
         )
-    return IterableStream(source, seed, stage, world)
+    return IterableStream(source, seed, stage, world, continues=Stage.TRAIN.has_key(stage) and not sequential)
 
 
 class LoaderStream:
@@ -353,17 +353,24 @@ class _Slots:
 
 
 class IterableStream:
-    """Any iterable of batches, unchanged."""
+    """Any iterable of batches, unchanged.
+
+    An iterator, such as `itertools.cycle(loader)`, cannot start again. If it has not ended, the next epoch reads on in it with
+    `continues`; otherwise that is an error.
+    """
 
     sizes: tuple[int, int] | None = None
     samples: int | None = None
 
-    def __init__(self, source: Iterable[Any], seed: int, stage: int, world: World = _ONE_PROCESS) -> None:
-        self._source = source
+    def __init__(
+        self, source: Iterable[Any], seed: int, stage: int, world: World = _ONE_PROCESS, continues: bool = False
+    ) -> None:
+        self._source, self._continues = source, continues
         self._history = StateHistory(source, readable=True)
         self._seed, self._stage = seed, stage
         self._ready = is_plain_list(source)
-        self._one_shot, self._read = isinstance(source, Iterator), False
+        self._one_shot, self._read, self._exhausted = isinstance(source, Iterator), False, False
+        self._said_that_it_continues = False
         self._primed: tuple[Iterator[Any], int] | None = None
         self.exact = self._ready
         name, whole = type(source).__name__, False
@@ -423,13 +430,33 @@ class IterableStream:
 
     def _open(self, epoch: int) -> None:
         if self._one_shot and self._read:
-            raise EmptyLoaderError(
-                f"{type(self._source).__name__} can be iterated only once, but is needed again in epoch {user_epoch(epoch)}. "
-                "Pass an object whose __iter__ starts again (a list, a DataLoader, a class with __iter__), or set max_epochs=1."
-            )
+            if self._exhausted or not self._continues:
+                raise self._cannot_restart(epoch)
+            if not self._said_that_it_continues:
+                self._said_that_it_continues = True
+                notice(
+                    f"{type(self._source).__name__} is an iterator, which cannot start again: each epoch continues where the "
+                    "last one stopped."
+                    + ("" if self._history.active else " A run that resumes in a later epoch reads it from its start.")
+                )
         self._read = True
         if hasattr(self._source, "set_epoch"):
             self._source.set_epoch(user_epoch(epoch))
+
+    def _cannot_restart(self, epoch: int) -> EmptyLoaderError:
+        return EmptyLoaderError(
+            f"{type(self._source).__name__} can be iterated only once, but is needed again in epoch {user_epoch(epoch)}. "
+            "Pass an object whose __iter__ starts again (a list, a DataLoader, a class with __iter__), or set max_epochs=1."
+        )
+
+    def _once(self, iterator: Iterator[Any], epoch: int, continued: bool) -> Iterator[Any]:
+        """The batches of an iterator that cannot start again; an error if it has none for an epoch in which it continues."""
+        number = 0
+        for number, batch in enumerate(iterator, 1):  # noqa: B007 - used after the loop
+            yield batch
+        self._exhausted = True
+        if continued and number == 0:
+            raise self._cannot_restart(epoch)
 
     def spare(self, epoch: int) -> Any:
         """See `Stream`."""
@@ -437,6 +464,7 @@ class IterableStream:
 
     def _begin(self, epoch: int, start: int, step: int) -> tuple[Iterator[Any], int]:
         """The batches, and the number of the first of them."""
+        continued = self._read
         self._open(epoch)
         seed_generators(mix(self._seed, self._stage, Purpose.ORDER, epoch))
         first = self._sharder.place(start, step) if self._history.begin(start) == 0 else 0
@@ -444,6 +472,8 @@ class IterableStream:
         source = () if self._history.at_end else self._source
         with worker_failures():
             iterator = iter(source)
+        if self._one_shot and not self._history.at_end:
+            iterator = self._once(iterator, epoch, continued)
         batches = _seeded(iterator, keys, first)
         if self._history.active and self._sharder.sized and epoch > 0 == start:
             batches = _started_over(batches, lambda: _seeded(iter(self._source), keys, 0))

@@ -13,7 +13,7 @@ from trainkit.module.overridable_hooks import DataHooks, find_source, is_overrid
 from trainkit.module.train_module import TrainModule
 from trainkit.rng import Purpose, Stage, mix, seed_generators
 from trainkit.trainer.arguments import limited
-from trainkit.trainer.mode_notices import notice_few_workers, notice_overfitting, warn_shuffled
+from trainkit.trainer.mode_notices import notice_few_workers, notice_iterator, notice_overfitting, warn_shuffled
 
 if TYPE_CHECKING:
     from trainkit.trainer.run import Run
@@ -61,6 +61,7 @@ def train_loader(run: Run, given: Any) -> PreparedLoader:
         run.train_metrics.count = lambda batch: loader.samples or 0  # without the padding
     _refuse_empty(loader, source, "training")
     notice_overfitting(run, source)
+    notice_iterator(run, source)
     notice_few_workers(source, run.strategy.device.type)
     limit = arguments.limit_train_batches
     assert limit is not None

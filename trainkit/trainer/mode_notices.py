@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -14,7 +15,7 @@ from trainkit.data.combined import CombinedLoader
 if TYPE_CHECKING:
     from trainkit.trainer.run import Run
 
-__all__ = ["notice_few_workers", "notice_overfitting", "warn_eval_mode", "warn_shuffled"]
+__all__ = ["notice_few_workers", "notice_iterator", "notice_overfitting", "warn_eval_mode", "warn_shuffled"]
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _SHOWN = 5  # names in a message
@@ -76,6 +77,18 @@ def notice_overfitting(run: Run, source: Any) -> None:
     """Print a notice that `overfit_batches` turns shuffling off."""
     if run.arguments.overfit_batches and _shuffles(source):
         notice("overfit_batches: the training loader is read without shuffling, so that each epoch has the same batches.")
+
+
+def notice_iterator(run: Run, source: Any) -> None:
+    """Print a notice that an iterator without a limit either does not end, or has nothing for the second epoch."""
+    arguments = run.arguments
+    limited = arguments.limit_train_batches != 1.0 or isinstance(arguments.limit_train_batches, int)
+    if isinstance(source, Iterator) and not limited and arguments.max_steps == -1 and arguments.max_epochs != 1:
+        name = type(source).__name__
+        notice(
+            f"{name} is an iterator: the first epoch lasts until it ends, and the next one has nothing to read. If it does not "
+            "end, limit the batches of an epoch: Trainer(limit_train_batches=100)"
+        )
 
 
 def notice_few_workers(source: Any, device_type: str, cores: int | None = None) -> None:
