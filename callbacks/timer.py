@@ -200,7 +200,9 @@ def _seconds(duration: Any) -> float | None:
     if isinstance(duration, str):
         match = _FORMAT.fullmatch(duration.strip())
         if match is None:
-            raise ConfigurationError(f"Timer(duration=...) expected 'DD:HH:MM:SS', got {duration!r}. {fix}")
+            raise ConfigurationError(
+                f"Timer(duration=...), or Trainer(max_time=...), expected 'DD:HH:MM:SS', got {duration!r}. {fix}"
+            )
         days, hours, minutes, seconds = map(int, match.groups())
         duration = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
     elif isinstance(duration, Mapping):

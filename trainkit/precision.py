@@ -63,6 +63,13 @@ OVER_MASTERS: dict[str, str] = {}
 """Accelerate's names → ours, for backends that keep float32 copies of 16-bit parameters."""
 
 _ALIASES: dict[str, str] = {}
+_MEANT = {  # names of Accelerate's and torch's → the precision that they mean in those
+    **dict.fromkeys(("fp16", "float16", "half", "amp"), "16-mixed"),
+    "bfloat16": "bf16-mixed",
+    "fp8": "fp8-mixed",
+    **dict.fromkeys(("fp32", "float32", "no"), "32-true"),
+    "float64": "64-true",
+}
 
 
 def register_precision(spec: PrecisionSpec) -> None:
@@ -172,7 +179,8 @@ class Precision:
             raise UnsupportedArgumentError(f"precision={resolved!r}: {fix}.")
         if resolved not in PRECISIONS:
             raise UnknownNameError(
-                f"unknown precision {name!r}; known: {', '.join(PRECISIONS)}.{nearest(str(name), PRECISIONS)}"
+                f"unknown precision {name!r}; known: {', '.join(PRECISIONS)}."
+                + (f" Did you mean {_MEANT[str(name)]!r}?" if str(name) in _MEANT else nearest(str(name), PRECISIONS))
             )
         self.name, self.spec = resolved, PRECISIONS[resolved]
         self.parameter_dtype, self.autocast_dtype = self.spec.parameter_dtype, self.spec.autocast_dtype

@@ -482,6 +482,11 @@ def test_an_iterator_that_has_ended(options: dict[str, Any]) -> None:
     assert said == (not options)
 
 
+def test_an_iterator_that_must_cycle() -> None:
+    with pytest.raises(EmptyLoaderError, match="map can be iterated only once.*or use another mode than 'max_size_cycle'"):
+        list(prepared(CombinedLoader([numbers_of(2), Numbers(4)], "max_size_cycle"), World()).iterate(0))
+
+
 def test_the_path_of_a_dataset_is_no_loader() -> None:
     with pytest.raises(DataError, match="must be a DataLoader or an iterable of batches, not str"):
         make_trainer(accelerator="cpu").fit(Module(), "data/train")

@@ -53,7 +53,7 @@ def test_what_would_train_or_restore_something_else_is_no_mere_warning() -> None
 
 @pytest.mark.parametrize("name", sorted(WARNED))
 def test_a_method_with_the_name_of_a_hook_that_lightning_had_is_a_warning(name: str) -> None:
-    said = rf"Mine.{name} has the name of a former hook of Lightning, .* does not call.*use {re.escape(REMOVED[name])} instead"
+    said = rf"Mine.{name} has the name of a hook of Keras, .*, which trainkit does not .*use {re.escape(REMOVED[name])} instead"
     for check, owner in (
         (check_callback, callback_with(**{name: nothing})),
         (lambda module: check_module(module, TrainModule), module_with(**{name: nothing})),
@@ -76,7 +76,7 @@ def test_a_method_of_that_name_that_the_users_code_calls() -> None:
             self.on_epoch_end()
 
     module = Mine()
-    with pytest.warns(TrainkitWarning, match="Mine.on_epoch_end has the name of a former hook"):
+    with pytest.warns(TrainkitWarning, match="Mine.on_epoch_end has the name of a hook of Keras"):
         make_trainer(max_epochs=2).fit(module, tiny_loader(4))
     assert module.ends == 2  # called only by the user's code
 

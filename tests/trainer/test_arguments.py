@@ -355,7 +355,7 @@ def test_a_time_between_validations(value: Any, every: int | None) -> None:
         ({"fast_dev_run": 1.5}, "not 1.5"),
         ({"overfit_batches": 1.5}, "overfit_batches must be"),
         ({"default_root_dir": 5}, "default_root_dir must be a path, not 5"),
-        ({"max_time": "1 hour"}, "'DD:HH:MM:SS'"),
+        ({"max_time": "1 hour"}, "or Trainer(max_time=...), expected 'DD:HH:MM:SS', got '1 hour'. Fix: Timer('00:12:00:00')"),
         ({"seed": -1}, "seed must be an integer from 0 to 2**64 - 1, not -1"),
         ({"seed": "1"}, "not '1'"),
         ({"profiler": "simpel"}, "Did you mean 'simple'?"),

@@ -382,8 +382,8 @@ def no_steps(module: Any, **arguments: Any) -> list[str]:
 
 
 RETURN = (
-    "no optimizer step was made in this epoch, so nothing was learned: training_step returned None for every batch. "
-    "Return the loss: return loss."
+    "no optimizer step was made in this epoch, so nothing was learned: training_step returned None for every batch, "
+    "or the loader yielded None. Return the loss: return loss."
 )
 STEP = (
     "no optimizer step was made in this epoch, so nothing was learned: automatic_optimization is False, and training_step "
@@ -420,7 +420,7 @@ def test_an_epoch_of_nothing_but_none_is_an_error_before_the_next_one(
     seen: list[str] = []
     module = Forgetful(returns_in)
     trainer = make_trainer(Ends(), max_epochs=4, accumulate_grad_batches=accumulate)
-    said = rf"returned None for every batch of epoch {epoch}, so nothing was learned in it. Return the loss: return loss\. "
+    said = rf"batch of epoch {epoch}, or the loader yielded None, so nothing was learned. Return the loss: return loss\. "
     told = nullcontext() if 0 in returns_in else pytest.warns(TrainkitWarning, match=re.escape(FIRST))
     with told, pytest.raises(LossError, match=said):
         trainer.fit(module, tiny_loader())

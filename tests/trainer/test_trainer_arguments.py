@@ -150,6 +150,7 @@ def test_callbacks_that_say_the_same_twice() -> None:
 @pytest.mark.parametrize(
     "arguments, error, words",
     [
+        ({"precision": "fp16"}, UnknownNameError, "unknown precision 'fp16'.*fp8-mixed. Did you mean '16-mixed'"),
         ({"precision": "16-mix"}, UnknownNameError, "unknown precision '16-mix'.*Did you mean '16-mixed'"),
         ({"strategy": "singel"}, UnknownNameError, "unknown strategy 'singel'"),
         ({"strategy": "dp"}, UnsupportedArgumentError, "Use strategy='ddp', with the same devices"),

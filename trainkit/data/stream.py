@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainkit.console import notice, warn
 from trainkit.data.loader_collections import is_plain_list, iterates_itself
 from trainkit.data.loader_workers import end_workers, started, worker_failures
-from trainkit.data.sampling import KeyedBatches, KeyedDataset, KeyedSlots, UserWorkerInit, keyed_batches, user_epoch
+from trainkit.data.sampling import CYCLE, KeyedBatches, KeyedDataset, KeyedSlots, UserWorkerInit, keyed_batches, user_epoch
 from trainkit.data.sharding import StreamSharder
 from trainkit.data.state_history import StateHistory
 from trainkit.distributed.world import World
@@ -444,9 +444,10 @@ class IterableStream:
             self._source.set_epoch(user_epoch(epoch))
 
     def _cannot_restart(self, epoch: int) -> EmptyLoaderError:
+        instead = "set max_epochs=1" if epoch < CYCLE else "use another mode than 'max_size_cycle'"
         return EmptyLoaderError(
             f"{type(self._source).__name__} can be iterated only once, but is needed again in epoch {user_epoch(epoch)}. "
-            "Pass an object whose __iter__ starts again (a list, a DataLoader, a class with __iter__), or set max_epochs=1."
+            f"Pass an object whose __iter__ starts again (a list, a DataLoader, a class with __iter__), or {instead}."
         )
 
     def _once(self, iterator: Iterator[Any], epoch: int, continued: bool) -> Iterator[Any]:

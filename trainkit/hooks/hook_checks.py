@@ -57,8 +57,9 @@ def _refused(places: Iterable[tuple[str, Mapping[str, Any]]], base: type, known:
                 continue
             if name in WARNED:
                 warn(
-                    f"{place}.{name} has the name of a former hook of Lightning, which trainkit does not call. Ignore this if "
-                    f"your own code calls the method. If it is meant as the hook, use {REMOVED[name]} instead."
+                    f"{place}.{name} has the name of a hook of Keras, the Hugging Face Trainer or an older Lightning, which "
+                    "trainkit does not call. Ignore this if your own code calls the method. If it is meant as the hook, use "
+                    f"{REMOVED[name]} instead."
                 )
             elif problem := _problem(name, f"{place}.{name}", known):
                 refused.setdefault(name, problem)

@@ -43,7 +43,8 @@ STEPS: dict[str, tuple[str, ...]] = {
     **{f"{stage}_step": ("batch", "batch_idx", "dataloader_idx") for stage in ("validation", "test", "predict")},
 }
 
-# Methods that Lightning calls, in this or earlier versions, and trainkit does not → what to use instead.
+# Methods that Lightning (in this or earlier versions), Keras or the Hugging Face Trainer calls and trainkit does not → what to
+# use instead.
 REMOVED: dict[str, str] = {
     "training_epoch_end": "on_train_epoch_end (keep what you need of the outputs in an attribute)",
     "validation_epoch_end": "on_validation_epoch_end (keep what you need of the outputs in an attribute)",
@@ -71,6 +72,19 @@ REMOVED: dict[str, str] = {
     "on_hpc_save": "on_save_checkpoint",
     "on_hpc_load": "on_load_checkpoint",
     "on_validation_model_zero_grad": "on_validation_start: validation does not change the gradients",
+    "on_batch_begin": "on_train_batch_start",
+    "on_epoch_begin": "on_train_epoch_start",
+    "on_evaluate": "on_validation_end",
+    "on_optimizer_step": "on_before_zero_grad",
+    "on_predict_batch_begin": "on_predict_batch_start",
+    "on_predict_begin": "on_predict_start",
+    "on_pre_optimizer_step": "on_before_optimizer_step",
+    "on_step_begin": "on_train_batch_start",
+    "on_step_end": "on_train_batch_end",
+    "on_test_batch_begin": "on_test_batch_start",
+    "on_test_begin": "on_test_start",
+    "on_train_batch_begin": "on_train_batch_start",
+    "on_train_begin": "on_train_start",
     "get_progress_bar_dict": "self.log(name, value, prog_bar=True)",
     "tbptt_split_batch": "a loop over the parts of the sequence under manual optimization",
 }

@@ -337,9 +337,9 @@ def refuse_epoch_of_none(run: Run, plan: FitPlan, window: OpenWindow) -> None:
         warn_without_step(run)
         return
     raise LossError(
-        f"training_step returned None for every batch of epoch {run.progress.current_epoch - 1}, so nothing was learned in it. "
-        "Return the loss: return loss. To step the optimizers in training_step: self.automatic_optimization = False. To skip "
-        "an epoch on purpose, return -1 from on_train_batch_start."
+        f"training_step returned None for every batch of epoch {run.progress.current_epoch - 1}, or the loader yielded None, "
+        "so nothing was learned. Return the loss: return loss. To step the optimizers in training_step: "
+        "self.automatic_optimization = False. To skip an epoch on purpose, return -1 from on_train_batch_start."
     )
 
 
@@ -365,7 +365,7 @@ def warn_without_step(run: Run) -> None:
             "remove automatic_optimization = False)"
         )
     else:
-        why = "training_step returned None for every batch. Return the loss: return loss"
+        why = "training_step returned None for every batch, or the loader yielded None. Return the loss: return loss"
     warn(f"no optimizer step was made in this epoch, so nothing was learned: {why}.")
 
 
