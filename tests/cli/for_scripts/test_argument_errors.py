@@ -44,6 +44,12 @@ def test_arguments_of_an_argument(capsys: pytest.CaptureFixture[str]) -> None:
         "trainer.callbacks: EarlyStopping has no argument 'patienc'. Did you mean 'patience'? All of them: "
         "--trainer.callbacks.help=trainkit.callbacks.EarlyStopping\n"
     )
+    required = message_of(capsys, "--trainer.callbacks=EarlyStopping")
+    assert required == (
+        "trainer.callbacks: EarlyStopping has no default for monitor. Fix: --trainer.callbacks=EarlyStopping "
+        "--trainer.callbacks.monitor=…\n"
+    )
+    assert message_of(capsys, "--trainer.callbacks+=EarlyStopping") == required
     wrong = message_of(capsys, *STOPPING, "--trainer.callbacks.patience=abc")
     assert wrong.rstrip().endswith("Given value: patience=abc")
     assert "jsonargparse" not in wrong

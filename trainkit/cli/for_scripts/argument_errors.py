@@ -21,6 +21,9 @@ _UNKNOWN_OF_CLASS = re.compile(r"Problem with given class_path '(?P<path>[^']+)'
 _UNKNOWN_PATH = re.compile(
     r"Problem with given class_path '(?P<module>[^']+)\.(?P<name>\w+)':\s+(?:No module named|module '[^']+' has no attribute)"
 )
+_REQUIRED = re.compile(
+    r"Problem with given class_path '(?P<path>[^']+)':\s+the following arguments are required: (?P<names>\w+(?:, \w+)*)"
+)
 _NESTED_TYPE = re.compile(r"^ *Given value type: .*NestedArg'>\n", re.MULTILINE)
 _NESTED = re.compile(r"NestedArg\(key='(?P<name>[^']+)', val='?(?P<value>.*?)'?\)$", re.MULTILINE)
 
@@ -64,6 +67,10 @@ def readable(message: str, options: Iterable[str], classes: Iterable[str]) -> st
         path, name = found["path"], found["name"]
         known = nearest(name, _arguments_of(path))
         return f"{key}: {path.rpartition('.')[2]} has no argument {name!r}.{known} All of them: --{key}.help={path}"
+    if (found := _REQUIRED.search(message)) is not None:
+        kind, names = found["path"].rpartition(".")[2], found["names"].split(", ")
+        rest = " ".join(f"--{key}.{name}=…" for name in names)
+        return f"{key}: {kind} has no default for {', '.join(names)}. Fix: --{key}={kind} {rest}"
     if (found := _UNKNOWN_PATH.search(message)) is not None:
         module, name = found["module"], found["name"]
         return f"{key}: There is no class {module}.{name}.{nearest(name, dir(sys.modules.get(module)))}"
