@@ -482,6 +482,14 @@ def test_an_iterator_that_has_ended(options: dict[str, Any]) -> None:
     assert said == (not options)
 
 
+def test_an_iterator_is_validated_once() -> None:
+    with pytest.raises(EmptyLoaderError, match=r"map can be iterated only .* Trainer\(max_epochs=1, val_check_interval=1\.0\)"):
+        make_trainer(accelerator="cpu", max_epochs=2, limit_val_batches=2).fit(Module(), Numbers(1), numbers_of(4))
+    module = Module()
+    make_trainer(accelerator="cpu", max_epochs=1, val_check_interval=1.0).fit(module, Numbers(1), numbers_of(4))
+    assert module.seen["evaluation"] == singles(4)
+
+
 def test_an_iterator_that_must_cycle() -> None:
     with pytest.raises(EmptyLoaderError, match="map can be iterated only once.*or use another mode than 'max_size_cycle'"):
         list(prepared(CombinedLoader([numbers_of(2), Numbers(4)], "max_size_cycle"), World()).iterate(0))

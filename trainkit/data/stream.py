@@ -444,7 +444,11 @@ class IterableStream:
             self._source.set_epoch(user_epoch(epoch))
 
     def _cannot_restart(self, epoch: int) -> EmptyLoaderError:
-        instead = "set max_epochs=1" if epoch < CYCLE else "use another mode than 'max_size_cycle'"
+        instead = "set max_epochs=1"
+        if epoch >= CYCLE:
+            instead = "use another mode than 'max_size_cycle'"
+        elif not Stage.TRAIN.has_key(self._stage):
+            instead = "validate once: Trainer(max_epochs=1, val_check_interval=1.0)"
         return EmptyLoaderError(
             f"{type(self._source).__name__} can be iterated only once, but is needed again in epoch {user_epoch(epoch)}. "
             f"Pass an object whose __iter__ starts again (a list, a DataLoader, a class with __iter__), or {instead}."
