@@ -10,7 +10,7 @@ from helpers.data.samples import Drawing, collate_and_draw, prepare, same, whole
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from trainkit import CombinedLoader
-from trainkit.data.state_history import StateHistory
+from trainkit.data.state_history import Resumption, StateHistory
 from trainkit.errors import StateMismatchError
 
 
@@ -144,28 +144,34 @@ class Countdown:
         self.left = state["left"]
 
 
+def states(history: StateHistory, *numbers: int) -> list[Any]:
+    """The states after these numbers of batches."""
+    return [None if (entry := history.at(number)) is None else entry.state for number in numbers]
+
+
 def test_a_trail_keeps_the_last_states() -> None:
     """A `StateHistory` keeps only the states after the last few batches, or after more of them if requested."""
     owner = Countdown()
     history = StateHistory(owner, readable=True)
     batches = history.follow(iter(owner), history.begin(0))
     assert [next(batches) for _ in range(5)] == [5, 4, 3, 2, 1]
-    assert history.at(5) == {"left": 1}
-    assert history.at(2) == {"left": 4}
-    assert history.at(1) is None, "only the last ones are kept"
+    assert states(history, 5, 2) == [{"left": 1}, {"left": 4}]
+    assert history.at(0) is None, "only the last ones are kept"
     history.keep(10)
-    assert history.at(2) == {"left": 4}
+    assert states(history, 2) == [{"left": 4}]
 
 
-def test_the_state_before_what_was_skipped_is_not_the_one_after_it() -> None:
-    """If batches were skipped, the state is unknown until the next batch is read."""
+def test_the_state_after_batches_that_were_skipped() -> None:
+    """If batches were skipped, the state is known as soon as the last of them has been read."""
     owner = Countdown()
     history = StateHistory(owner, readable=True)
-    assert history.begin(2) == 2
-    batches = history.follow(islice(iter(owner), 2, None), 2, skipped=True)
-    assert history.at(2) is None
+    assert history.begin(2) == 0, "from the beginning"
+    numbers = iter(owner)
+    assert [next(numbers), next(numbers)] == [5, 4]
+    history.mark(2)
+    batches = history.follow(numbers, 2)
     assert next(batches) == 3
-    assert (history.at(2), history.at(3)) == (None, {"left": 3})
+    assert states(history, 2, 3) == [{"left": 4}, {"left": 3}]
 
 
 def test_a_trail_of_rows() -> None:
@@ -176,23 +182,33 @@ def test_a_trail_of_rows() -> None:
     batches = iter(owner)
     rows = history.follow((max(islice(batches, 3)) for _ in range(2)), 6, 3)
     assert list(rows) == [5, 2]
-    assert [history.at(number) for number in (6, 7, 9, 12)] == [{"left": 6}, None, {"left": 3}, {"left": 0}]
+    assert states(history, 6, 7, 9, 12) == [{"left": 6}, None, {"left": 3}, {"left": 0}]
 
 
 def test_a_history_continues_without_reading() -> None:
     """A restored state is used once: the iterable continues there and no batch is skipped."""
     owner = Countdown()
     history = StateHistory(owner, readable=True)
-    history.resume(4, {"left": 2})
-    assert history.resumes(4)
-    assert history.begin(4) == 0
+    history.resume(Resumption(4, {"left": 2}))
+    assert history.begin(4) == 4
     assert list(history.follow(iter(owner), 4)) == [1, 0]
-    assert not history.resumes(4), "once"
+    assert history.begin(4) == 0, "once"
+
+
+def test_a_history_reads_the_last_batch_again() -> None:
+    """With the state before the last batch, the iterable continues there, so that the batch can be compared."""
+    owner = Countdown()
+    history = StateHistory(owner, readable=True)
+    history.resume(Resumption(4, {"left": 2}, "digest", (3, {"left": 3})))
+    assert history.begin(4) == 3
+    assert next(iter(owner)) == 2
+    history.restart()
+    assert owner.left == 6, "its first state"
 
 
 def test_a_state_that_lies_in_workers_is_not_read(caplog: pytest.LogCaptureFixture) -> None:
     """With workers, the state of an iterable is not saved, and a notice says so."""
     history = StateHistory(Countdown(), readable=False)
     assert not history.active
-    assert history.begin(3) == 3
+    assert history.begin(3) == 0
     assert "its state lies in worker processes; it can be kept with num_workers=0" in caplog.text

@@ -205,9 +205,18 @@ def _position(value: Any, path: str) -> None:
         for name in ("processes", "rank"):
             if name not in value:
                 raise _OddError(f"{_below(path, name)}: is missing")
-        states, count = value["iterable"], value["processes"]
-        if value["rank"] is None and states is not None and not (isinstance(states, list) and len(states) == count):
-            raise _refuse(_below(path, "iterable"), f"a list of {count} states", states)
+        count = value["processes"]
+        for name in ("iterable", "replay") if value["rank"] is None else ():
+            states = value.get(name)
+            if states is not None and not (isinstance(states, list) and len(states) == count):
+                raise _refuse(_below(path, name), f"a list of {count} states", states)
+    elif isinstance(value.get("replay"), list):
+        raise _refuse(_below(path, "replay"), "a dict", value["replay"])
+
+
+def _replay(value: Any, path: str) -> None:
+    """What shows whether an iterable continues where it was saved; that of one process, or those of each process."""
+    (_items(_REPLAY) if isinstance(value, list) else _REPLAY)(value, path)
 
 
 def _metrics(value: Any, path: str) -> None:
@@ -251,6 +260,9 @@ def _state(value: Any, path: str) -> None:
 # ----------------------------------------------------------------------------------------------------------- the tables
 
 _on_device = _record({"value": _tensor, "device": _text})
+_REPLAY = _maybe(
+    _record({"last": _text, "before": _maybe(_pair(_count, _anything)), "origin": _anything}),
+)
 _AT = _record(
     {
         "epoch": _count,
@@ -260,7 +272,7 @@ _AT = _record(
         "dataset": _maybe(_count),
         "iterable": _anything,
     },
-    {"processes": _positive, "rank": _maybe(_count), "splits": _flag},
+    {"processes": _positive, "rank": _maybe(_count), "splits": _flag, "replay": _replay},
 )
 _OBJECT = _record(
     {

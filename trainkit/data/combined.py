@@ -10,6 +10,7 @@ import torch
 
 from trainkit.data.loader_collections import filled, is_loader, loaders_in, parts_of_batch
 from trainkit.data.sampling import CYCLE
+from trainkit.data.sharding import StreamSharder
 from trainkit.data.state_history import StateHistory
 from trainkit.data.stream import Stream, length_of, open_stream
 from trainkit.distributed.world import World
@@ -192,6 +193,10 @@ class CombinedStream:
     def splits(self) -> bool:
         """See `trainkit.data.stream.Stream`."""
         return any(stream.splits for stream in self._streams)
+
+    def sharders(self) -> list[StreamSharder]:
+        """None: the processes read other numbers of rows of a loader. Its first batches are compared nevertheless."""
+        return []
 
     def resume(self, splits: bool) -> None:
         """See `trainkit.data.stream.Stream`: each stream finds out by itself."""

@@ -315,8 +315,10 @@ class PreparedLoader(Positions):
             items = self._ahead(items, self._loads(lambda piece, _: self._transferred(piece)), start=0)
         for piece in items:
             shared = piece.shared
-            shared.agree(world)
+            if not shared.agree(world):
+                raise self.different_streams()
             if shared.per_rank == 0:
+                self.end_epoch()
                 break
             index = start + piece.index
             if piece.first:
@@ -361,7 +363,30 @@ class PreparedLoader(Positions):
             return planned(raw, world, size, begin, length, sizes, taken)
         length = self.length if self.exact else None
         left = None if length is None else max(0, length - start)
-        return collected(raw, world, size, begin, per_rank=left, count=self._count, weigh=self._weigh, taken=taken)
+        return collected(
+            raw,
+            world,
+            size,
+            begin,
+            per_rank=left,
+            count=self._count,
+            weigh=self._weigh,
+            taken=taken,
+            chain=self.chain,
+        )
+
+    def chain(self) -> int | None:
+        """A number that is equal on all ranks after the same rows, as they read the same stream; `None`: it tells nothing."""
+        return next((sharder.chain for sharder in self._stream.sharders()), None)
+
+    def different_streams(self) -> DataError:
+        """The error if the ranks have another `chain`."""
+        return self._stream.sharders()[0].different_streams()
+
+    def end_epoch(self) -> None:
+        """Compare what the ranks have read of streams, when all have read an epoch to its end. Collective."""
+        for sharder in self._stream.sharders():
+            sharder.end_epoch()
 
     def padding(self) -> Any:
         """A batch for a padding micro-batch: this rank's last one again, or the first of the epoch.

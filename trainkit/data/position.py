@@ -8,6 +8,7 @@ from math import gcd
 from typing import Any, Protocol
 
 from trainkit.console import counted, notice, warn
+from trainkit.data.state_history import Resumption
 from trainkit.data.stream import Stream
 from trainkit.distributed.world import World
 from trainkit.errors import StateMismatchError
@@ -15,6 +16,13 @@ from trainkit.micro_batch import MicroBatch
 from trainkit.rng import KeyStream, Purpose
 
 __all__ = ["Positions", "Reader"]
+
+
+_REPLAY = ("last", "before", "origin")
+
+
+def _known(state: Any) -> bool:
+    return state[0] is not None or state[1] is not None
 
 
 class Reader(Protocol):
@@ -192,8 +200,9 @@ class Positions:
         Returns:
             `epoch`; `batches`: micro-batches of all processes; `samples` (`None` if unknown); `complete`: whether
             the epoch is complete; `dataset`: number of samples of the dataset; `iterable`: the state of an iterable that
-            has one. With several devices also `processes` (number of micro-batches with the same index), `rank` (of the
-            process whose `iterable` it is) and `splits` (each process has its own stream); see `gathered`.
+            has one. In the middle of a stream also `replay`: what `Resumption` has of it. With several devices also
+            `processes` (number of micro-batches with the same index), `rank` (of the process whose `iterable` it is) and
+            `splits` (each process has its own stream); see `gathered`.
         """
         sizes, length, world = self._stream.sizes, self._stream.length, self._world
         batches = whole = self._micro_batch(epoch, index)
@@ -204,27 +213,33 @@ class Positions:
         samples = None
         if sizes is not None:
             samples = batches * sizes[0] - (sizes[0] - sizes[1] if batches and batches == length else 0)
-        states = [history.at(whole) for history in self._stream.histories()]
-        found = {
+        kept = next((entry for history in self._stream.histories() if (entry := history.at(whole)) is not None), None)
+        found: dict[str, Any] = {
             "epoch": epoch,
             "batches": batches,
             "samples": samples,
             "complete": 0 < batches == length,
             "dataset": self._stream.samples,
-            "iterable": next((state for state in states if state is not None), None),
+            "iterable": None if kept is None else kept.state,
         }
+        if kept is not None and kept.last is not None and not found["complete"]:
+            found["replay"] = {"last": kept.last, "before": kept.before, "origin": kept.origin}
         if world.width > 1:
             found |= {"processes": world.width, "rank": world.rank, "splits": self._stream.splits}
         return found
 
     def gathered(self, position: dict[str, Any]) -> dict[str, Any]:
         """A position with the states of the iterables of all processes, for a checkpoint. Collective."""
-        if self._world.size == 1 or not any(history.active for history in self._stream.histories()):
+        active = any(history.active for history in self._stream.histories())
+        if self._world.size == 1 or not (active or self._stream.splits):
             return position
-        states = self._world.exchange_state(position["iterable"])
+        states = self._world.exchange_state([position["iterable"], position.get("replay")])
         # if all processes read the same stream, one state is enough
-        kept = states if self._stream.splits else next((state for state in states if state is not None), None)
-        return {**position, "iterable": kept, "rank": None}
+        iterable, replay = zip(*(states if self._stream.splits else [max(states, key=_known)]), strict=True)
+        kept = {"iterable": list(iterable), "replay": list(replay)}
+        if not self._stream.splits:
+            kept = {"iterable": iterable[0], "replay": replay[0]}
+        return {**position, **kept, "rank": None}
 
     def start_of(self, position: Mapping[str, Any]) -> int:
         """The index at which a position continues, in micro-batches of this loader's batch size.
@@ -259,22 +274,28 @@ class Positions:
         """Continue the epoch at a position, whose `start_of` is `start`, and iterables from their state."""
         micro_batch, self._epoch = self._start_in(position), int(position["epoch"])
         self._resumed = self._epoch, start, micro_batch
-        state, splits = position["iterable"], bool(position.get("splits", False))
+        state, replay, splits = position["iterable"], position.get("replay"), bool(position.get("splits", False))
         if splits and position["processes"] != self._world.size:
-            state = None
+            state = replay = None
             if position["batches"]:
                 notice(
                     f"the checkpoint was saved by {counted(position['processes'], 'process')}, each with its own stream of "
                     f"data; on {counted(self._world.size, 'process')} the streams differ. The epoch continues after the same "
                     "number of batches of the new streams."
                 )
-        elif splits and state is not None:
-            rank = position["rank"]
-            state = state[self._world.rank] if rank is None else state if rank == self._world.rank else None
+        elif splits:
+            state, replay = (self._of_this_rank(value, position["rank"]) for value in (state, replay))
         self._stream.resume(splits and self._world.size > 1)
-        if state is not None:
+        if state is not None or replay is not None:
+            last, before, origin = (None, None, None) if replay is None else (replay[name] for name in _REPLAY)
             for history in self._stream.histories():
-                history.resume(micro_batch, state)
+                history.resume(Resumption(micro_batch, state, last, None if before is None else tuple(before), origin))
+
+    def _of_this_rank(self, value: Any, rank: int | None) -> Any:
+        """This rank's part of what a position has for each rank, or for `rank` alone."""
+        if value is None or rank not in (None, self._world.rank):
+            return None
+        return value[self._world.rank] if rank is None else value
 
     def forward_key(self, index: int) -> int:
         """The key of the random numbers of this rank's forward at an index of the current epoch."""

@@ -3,22 +3,31 @@
 All processes read the same stream, or each one has its own part.
 
 It cannot be known from outside whether an iterable selects its part by rank. So at the start of an epoch the processes compare
-their first batches. The keys that seed the generators do not contain the rank, so a stream without parts is the same on all.
+their first batches by content. The keys that seed the generators do not contain the rank, so a stream without parts is the same
+on all. A stream that all processes read is compared further as training continues, and one of which each process reads its own
+is compared at the end of its first epoch: then the processes must not have read the same samples.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
-from trainkit.console import counted, notice
-from trainkit.data.digest import digest
+from trainkit.console import counted, notice, warn
+from trainkit.data.digest import ReadRecord, digest, overlap
 from trainkit.data.sampling import CYCLE
 from trainkit.data.state_history import StateHistory
 from trainkit.distributed.world import World
+from trainkit.errors import DataError
 
 __all__ = ["StreamSharder"]
+
+_COMPARED = 4  # batches that are compared before the first one is used
+_LIST = 32  # of a list, which is in memory
+_SAME = 0.25  # share of equal samples from which on two processes read the same data: duplicates in it are fewer
+_END = "the end of the stream"
 
 
 class StreamSharder:
@@ -36,6 +45,7 @@ class StreamSharder:
     Attributes:
         splits: each process has its own stream, whose batch i is number i·W + rank of all; the process reads all of it.
         counted: number of batches in the last epoch that was read to its end.
+        record: what this process has read of the epoch, by content.
         spare: the first batch that was read, until this process has one of its own.
         ended: nothing is left to read of the epoch.
     """
@@ -54,8 +64,9 @@ class StreamSharder:
         self._world, self._name, self._whole_dataset = world, name, whole
         self._samples, self._own, self._extra = samples, own, extra
         self._stated = self._agreed(own)
-        self._reported: bool | None = None
+        self._decided = self._overlaps_checked = False
         self._said_where_it_ends = False
+        self.record = ReadRecord()
         self.splits = False
         self.counted = 0
         self.spare: Any = None
@@ -87,9 +98,10 @@ class StreamSharder:
         """Compare lists of batches. Collective."""
         if self._world.size == 1:
             return
-        found = self._world.exchange([digest(batches[0]) if batches else None, len(batches)])
-        if any(other != found[0] for other in found):
-            self._set_splits(True)
+        places = sorted({len(batches) * place // _LIST for place in range(_LIST)} | {len(batches) - 1}) if batches else []
+        for place in places:
+            self.record.add_samples(batches[place])
+        self._decide([digest(batches[place]) for place in places] + [str(len(batches))])
 
     def reads(
         self, first: int, limit: int | None, turn: int, step: int, splits: bool | None = None, extra: int = 0
@@ -111,7 +123,14 @@ class StreamSharder:
         return max(0, min(ends) - first) if ends else None
 
     def begin(
-        self, batches: Iterator[Any], history: StateHistory, epoch: int, first: int, start: int, step: int
+        self,
+        batches: Iterator[Any],
+        history: StateHistory,
+        epoch: int,
+        first: int,
+        start: int,
+        step: int,
+        most: int | None,
     ) -> Iterator[Any]:
         """The batches of an epoch, after the processes have compared the first ones. Collective.
 
@@ -122,89 +141,203 @@ class StreamSharder:
             first: the number of the first batch, in the stream that this process reads.
             start: the number of the first batch to yield, counted over all processes.
             step: batches in a row, one for each process.
+            most: largest number of batches to read, if each process has its own stream; `None`: no limit.
         """
         if first == self.place(start, step):
             history.mark(start)
         if epoch >= CYCLE:
             return batches
-        head = list(islice(batches, 1))
-        found = self._world.exchange(digest(head[0]) if head else None)
-        if any(other is not None for other in found):  # otherwise the stream has ended, and there is nothing to compare
-            self._set_splits(any(other != found[0] for other in found))
-        return chain(head, batches)
+        count = 1 if self._decided else _COMPARED if most is None else max(1, min(most, _COMPARED))
+        head, batches = history.read_ahead(batches, count, self._seen)
+        if not self._decided:
+            self.record.begin()
+            for batch in head:
+                self.record.add_samples(batch)
+        self._decide([None if batch is None else digest(batch) for batch in head])
+        return batches
 
-    def _set_splits(self, splits: bool) -> None:
-        """Set whether each process has its own stream; prints a notice when that changes."""
-        self.splits = splits
-        if splits == self._reported:
-            return
-        self._reported = splits
-        if splits and self._whole_dataset:
+    def _decide(self, digests: Sequence[str | None]) -> None:
+        """Determine from the digests of some batches whether each process has its own stream. Collective.
+
+        A batch that is `None` says nothing, and equal batches do not contradict earlier ones that differed.
+        """
+        found = self._world.exchange([list(digests), None if self._decided else self.record.sketch()])
+        differ = known = False
+        for place in range(max(len(theirs) for theirs, _ in found)):
+            column = {theirs[place] if place < len(theirs) else _END for theirs, _ in found} - {None}
+            known, differ = known or bool(column), differ or len(column) > 1
+        if differ and self._decided and not self.splits:
+            raise self.different_streams()
+        if known and not self._decided:
+            self._decided, self.splits = True, differ
+            self._tell(max(len(theirs) for theirs, _ in found))
+            if differ:
+                self._warn_of_overlap([sketch for _, sketch in found])
+
+    def _tell(self, compared: int) -> None:
+        """Print a notice of how the stream is sharded."""
+        if self.splits and self._whole_dataset:
             notice(
                 f"{self._name} yields different batches on each process, and none of its samplers selects a part by rank: "
                 "unless its __iter__ does, each process reads the whole dataset in an order of its own, and samples are "
                 f"repeated, up to {self._world.size} times in an epoch. To read each sample once, use torch's DataLoader, or "
                 "seed all processes alike before the loader is made: trainkit.seed_everything(0)"
             )
-        elif splits:
+        elif self.splits:
             notice(
-                f"{self._name} yields different batches on each process: each process reads its own stream to the end, and "
-                f"every sample counts once. A run resumes exactly only on {self._world.size} processes."
+                f"{self._name} yields different batches on each process: each process reads its own stream to the end. A run "
+                f"resumes exactly only on {self._world.size} processes."
             )
         else:
             notice(
-                f"{self._name} yields the same batches on every process: each process reads all of them and uses one in "
-                f"{self._world.size}, so that each batch counts once. To save the extra reading, let the dataset yield only "
-                "the part of its rank (torch.distributed.get_rank()); nothing else has to change."
+                f"{self._name} yields the same batches on every process ({counted(compared, 'batch')} compared, and later ones "
+                f"too): each process reads all of them and uses one in {self._world.size}. To save the extra reading, let the "
+                "dataset yield only the part of its rank (torch.distributed.get_rank()); nothing else has to change."
             )
 
-    def rows(self, batches: Iterator[Any], first: int, start: int, limit: int | None, turn: int, step: int) -> Iterator[Any]:
-        """This process's batches, from `start` on: one of each row of `step` batches.
+    def different_streams(self) -> DataError:
+        """The error for a stream that began with the same batches on each process, and then had others."""
+        return DataError(
+            f"{self._name} yielded the same batches on every process at first, and different ones later, so the data cannot be "
+            "sharded: each process would use only one in "
+            f"{self._world.size} of its own batches. If each process reads its own part, let the parts differ from the first "
+            f"{_COMPARED} batches on: remove headers, padding and None at their beginning. If all read the same data, give "
+            "its shuffle a seed that is the same on all processes."
+        )
+
+    def _warn_of_overlap(self, sketches: list[list[str] | None]) -> None:
+        """Warn if processes that should have parts have read the same samples."""
+        share = overlap(sketches)
+        if share >= _SAME and not self._overlaps_checked:
+            self._overlaps_checked = True
+            warn(
+                f"{self._name} yields the same samples on each process, in different orders ({share:.0%} of the compared "
+                f"samples are equal): each sample is used up to {self._world.size} times in an epoch. Give its shuffle a seed "
+                "that is the same on all processes, such as shuffle(seed=0) or random.Random(0), so that trainkit shards "
+                "it; or let each process read only the part of its rank (torch.distributed.get_rank())."
+            )
+
+    @property
+    def chain(self) -> int | None:
+        """A number that must be equal on all processes, as they read the same stream; `None`: each has its own."""
+        return None if self.splits or self._world.size == 1 else self.record.chain
+
+    def end_epoch(self) -> None:
+        """Compare what the processes have read of an epoch; call it when all have read it to its end. Collective."""
+        if self._world.size > 1 and self.splits and not self._overlaps_checked:
+            self._warn_of_overlap(self._world.exchange(self.record.sketch()))
+            self._overlaps_checked = True
+
+    def followed(
+        self,
+        batches: Iterator[Any],
+        history: StateHistory,
+        first: int,
+        start: int,
+        limit: int | None,
+        turn: int,
+        step: int,
+        reopen: Callable[[], Iterator[Any]],
+        ended: Callable[[], bool],
+    ) -> Iterator[Any]:
+        """This process's batches, from `start` on, with their states in the history: one of each row of `step` batches.
 
         A row of a common stream is read to its end before its batch is yielded, so that the state of the stream is that at the
         end of the row on every process.
 
         Args:
             batches: the batches of the stream.
+            history: the history of its states.
             first: the number of the first of them, in the stream that this process reads.
             start: the number of the batch that the first row begins with, counted over all processes.
             limit: largest number of batches in the epoch, over all processes.
             turn: the position of this process in a row.
-            step: batches in a row, one for each process.
+            step: batches in a row, one for each process; 1: this is the only process.
+            reopen: returns the batches of the epoch from its beginning.
+            ended: whether the end of the epoch has been read.
         """
+        mine = self._rows(batches, history, first, start, limit, turn, step, reopen)
+        return history.follow(mine, start, step, ended, lambda: self.record.last)
+
+    def _rows(
+        self,
+        batches: Iterator[Any],
+        history: StateHistory,
+        first: int,
+        start: int,
+        limit: int | None,
+        turn: int,
+        step: int,
+        reopen: Callable[[], Iterator[Any]],
+    ) -> Iterator[Any]:
         self.ended = False
         begin = self.place(start, step)
-        skipped = sum(1 for _ in islice(batches, max(begin - first, 0)))
+        if step == 1 and first == begin:
+            history.mark(start)
+        batches, reached = self._skip(batches, history, first, begin, start, reopen)
         count = self.reads(begin, limit, turn, step, extra=self._extra)
-        if skipped < begin - first:
-            self.counted = (first + skipped) * (step if self.splits else 1)
-        elif self.splits:
-            yield from self._parts(batches, begin, count, step)
+        if reached < begin:
+            self.counted = reached * (step if self.splits else 1)
+            if step == 1:
+                self._finish(reached, reached, self.reads(reached, limit, 0, 1), self._own)
+        elif step == 1 or self.splits:
+            yield from self._parts(batches, history, begin, count, step)
         else:
             yield from self._whole(batches, begin, count, turn, step)
 
-    def alone(self, batches: Iterator[Any], first: int, start: int, limit: int | None) -> Iterator[Any]:
-        """The batches for the only process, from `start` on.
+    def _skip(
+        self, batches: Iterator[Any], history: StateHistory, first: int, begin: int, start: int, reopen: Callable[[], Any]
+    ) -> tuple[Iterator[Any], int]:
+        """Skip the batches before number `begin`; returns the others, and the number that was reached.
 
-        Args:
-            batches: the batches of the stream.
-            first: the number of the first of them.
-            start: the number of the first batch to yield.
-            limit: largest number of batches in the epoch.
+        The last one of them is compared with that of the run that is resumed. If it is another one and the iterable has
+        continued from a state, that state was not exact, and the epoch is read from its beginning instead.
         """
-        self.ended = False
-        number = begin = first + sum(1 for _ in islice(batches, max(start - first, 0)))
-        count = self.reads(begin, limit, 0, 1, extra=self._extra)
-        for number, batch in enumerate(islice(batches, count), begin + 1):
-            self.ended = number == self._own
-            yield batch
-        self._finish(number, begin, count, self._own)
+        self.record.begin()
+        number, last = self._skipped(batches, first, begin)
+        resumed = history.resumed
+        if number > first and number == begin and resumed is not None and None not in (resumed.last, last):
+            exact = last == resumed.last
+            if not exact and first > 0:
+                history.restart()
+                batches = reopen()
+                number, last = self._skipped(batches, 0, begin)
+                exact = last == resumed.last
+                if exact:
+                    notice(
+                        f"{self._name} did not continue where its state_dict was saved, so the epoch was read from its "
+                        f"beginning: {counted(number, 'batch')} skipped."
+                    )
+            if not exact:
+                self._warn_of_other_data(begin)
+        if number > first:
+            history.mark(start, last)
+        return batches, number
 
-    def _parts(self, batches: Iterator[Any], begin: int, count: int | None, step: int) -> Iterator[Any]:
+    def _skipped(self, batches: Iterator[Any], first: int, begin: int) -> tuple[int, str | None]:
+        """Read batches from number `first` to `begin`; returns the number that was reached, and the digest of the last one."""
+        last = deque(enumerate(islice(batches, max(begin - first, 0)), first + 1), maxlen=1)
+        return (first, None) if not last else (last[0][0], self.record.of(last[0][1]))
+
+    def _warn_of_other_data(self, batches: int) -> None:
+        warn(
+            f"{self._name} does not continue where the checkpoint was saved: batch {batches} of the epoch is another one than "
+            f"it was then. Of the data of this epoch, what was in the first {counted(batches, 'batch')} may come again, and as "
+            "much may be left out; the next epoch is not affected. To resume exactly, give its shuffle a seed, such as "
+            "shuffle(seed=0) or random.Random(0), or draw from the global generators (torch, numpy, random) in __iter__, which "
+            "trainkit seeds.",
+            everywhere=self.splits,
+        )
+
+    def _parts(self, batches: Iterator[Any], history: StateHistory, begin: int, count: int | None, step: int) -> Iterator[Any]:
         self.counted, number = begin * step, begin
         for number, batch in enumerate(islice(batches, count), begin + 1):
             self.counted += step
             self.ended = number == self._own
+            if history.kept:
+                self.record.add(batch)
+            if step > 1 and not self._overlaps_checked:
+                self.record.add_samples(batch)
             yield batch
         self._finish(number, begin, count, self._own)
 
@@ -212,6 +345,7 @@ class StreamSharder:
         place, mine, number = 0, None, begin
         self.spare = None
         for number, batch in enumerate(islice(batches, count), begin + 1):
+            self.record.add(batch)
             if place == turn:
                 mine, self.spare = batch, None
             elif number == begin + 1:

@@ -31,9 +31,10 @@ class SharedWindow:
         alike: all ranks certainly have the same number of micro-batches, all of one size.
         weights: in your own training loop, the weight of the micro-batches of all ranks at each index; before `agree`
             that of this rank's.
+        chain: what this rank has read of a stream that must be the same on all ranks, see `ReadRecord`; `None`: it need not.
     """
 
-    __slots__ = ("agreed", "alike", "per_rank", "total", "uneven", "weights")
+    __slots__ = ("agreed", "alike", "chain", "per_rank", "total", "uneven", "weights")
 
     def __init__(
         self,
@@ -43,22 +44,30 @@ class SharedWindow:
         agreed: bool,
         alike: bool = False,
         weights: list[float] | None = None,
+        chain: int | None = None,
     ) -> None:
+        self.chain = chain
         self.total, self.per_rank, self.uneven, self.agreed, self.alike = total, per_rank, uneven, agreed, alike
         self.weights = weights
 
-    def agree(self, world: World) -> None:
+    def agree(self, world: World) -> bool:
         """Exchange the weights and numbers of all ranks. Collective, unless they are known already.
 
         Called when a window begins and not when it is fetched: ranks may fetch at different times.
+
+        Returns:
+            Whether all ranks have read the same stream, if they must.
         """
         if self.agreed:
-            return
-        weights, counts, *by_index = zip(*world.rows([self.total, self.per_rank, *(self.weights or ())]), strict=True)
+            return True
+        mine = [self.total, self.per_rank, *(self.weights or ())] + ([] if self.chain is None else [self.chain])
+        weights, counts, *by_index = zip(*world.rows(mine), strict=True)
+        chains = () if self.chain is None else by_index.pop()
         self.total, self.per_rank, self.uneven = sum(weights), int(max(counts)), min(counts) != max(counts)
         if self.weights is not None:
             self.weights = [sum(weights) for weights in by_index]
         self.agreed = True
+        return len(set(chains)) <= 1
 
     def micro_batch(
         self, batch: Any, kind: MicroBatchKind, place: tuple[int, int], weight: float, last: bool, ranks: int
@@ -174,6 +183,7 @@ def collected(
     count: Callable[[Any], int],
     weigh: Callable[[Any], float] | None,
     taken: int | None = None,
+    chain: Callable[[], int | None] = lambda: None,
 ) -> Iterator[Piece]:
     """The pieces of an epoch whose micro-batches are only known after fetching; endless if `per_rank` is `None`.
 
@@ -186,6 +196,7 @@ def collected(
         count: the number of samples of a batch.
         weigh: the user's `batch_weight`; without it a micro-batch counts by the number of its samples.
         taken: as in `planned`.
+        chain: what this process has read, see `SharedWindow`.
     """
     index = 0
     for wanted in _window_sizes(size, taken):
@@ -193,7 +204,7 @@ def collected(
             return
         window = list(islice(batches, wanted))
         weights = [weight_of(batch, count, weigh) for batch in window]
-        shared = SharedWindow(sum(weights), len(window), False, agreed=False)
+        shared = SharedWindow(sum(weights), len(window), False, agreed=False, chain=chain())
         if taken is not None:
             shared.weights = weights + [0.0] * (wanted - len(weights))
         m = start + index * world.size + world.rank

@@ -1,17 +1,42 @@
-"""The positions of a resumable iterable after each of its last batches."""
+"""The positions of an iterable after each of its last batches, and whether a resumed one continues where it was saved."""
 
 from __future__ import annotations
 
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 from trainkit.console import counted, notice
 
-__all__ = ["StateHistory"]
+__all__ = ["Resumption", "StateHistory"]
 
 _AFTER_END = "state after the end of the epoch"
+
+
+class _Entry(NamedTuple):
+    number: int  # of batches that were read
+    state: Any
+    last: str | None  # digest of the last of them
+
+
+class Resumption(NamedTuple):
+    """Where an iterable continues, and what shows whether it does.
+
+    Attributes:
+        batches: number of batches that were read.
+        state: the state after them; `None`: it has none.
+        last: digest of the last of them; `None`: unknown.
+        before: the number and the state of an earlier position, from which that batch is read again; `None`: none is known.
+        origin: the state at the beginning of the epoch, if it is known.
+    """
+
+    batches: int
+    state: Any
+    last: str | None = None
+    before: tuple[int, Any] | None = None
+    origin: Any = None
 
 
 class StateHistory:
@@ -29,57 +54,74 @@ class StateHistory:
 
     Attributes:
         at_end: the iteration continues from a state after the end of its epoch, so there is nothing left to read.
+        resumed: what the running iteration has resumed from.
+        first: the number of the batch with which the running iteration began to read.
     """
 
     def __init__(self, owner: Any, readable: bool) -> None:
         self._owner = owner
         has_state = callable(getattr(owner, "state_dict", None)) and callable(getattr(owner, "load_state_dict", None))
         self.active = has_state and readable
+        self.kept = True
         self._unreadable = has_state and not readable
-        self._states: deque[tuple[int, Any]] = deque(maxlen=4)
-        self._resumed: tuple[int, Any] | None = None
+        self._entries: deque[_Entry] = deque(maxlen=5)
+        self._waiting: Resumption | None = None
+        self.resumed: Resumption | None = None
+        self._origin: Any = None
+        self._fresh: Any = None
+        self._read_ahead: tuple[Any, bool] | None = None
         self._running = False
         self.at_end = False
 
     def keep(self, batches: int) -> None:
-        """Keep the states of at least `batches` batches."""
-        if batches > (self._states.maxlen or 0):
-            self._states = deque(self._states, maxlen=batches)
+        """Keep the states of at least `batches` batches, and of the one before them."""
+        if batches + 1 > (self._entries.maxlen or 0):
+            self._entries = deque(self._entries, maxlen=batches + 1)
 
     def stop(self) -> None:
         """Keep no states, because none will be saved."""
-        self.active = False
+        self.active = self.kept = False
 
-    def at(self, batches: int) -> Any | None:
-        """The state after `batches` batches of the epoch; `None` if it was not kept."""
-        if not self.active:
+    def at(self, batches: int) -> Resumption | None:
+        """What a checkpoint after `batches` batches of the epoch contains; `None` if nothing was kept."""
+        if not self.kept:
             return None
-        if self._resumed is not None and self._resumed[0] == batches:
-            return self._resumed[1]
-        if batches == 0 and not self._running:  # between two epochs it may continue where it is
-            return copy.deepcopy(self._owner.state_dict())
-        return next((state for number, state in self._states if number == batches), None)
+        if self._waiting is not None and self._waiting.batches == batches:
+            return self._waiting
+        if self.active and batches == 0 and not self._running:  # between two epochs it may continue where it is
+            return Resumption(0, self._state())
+        earlier: _Entry | None = None
+        for entry in self._entries:
+            if entry.number == batches:
+                before = None if earlier is None or entry.last is None else (earlier.number, earlier.state)
+                return Resumption(batches, entry.state, entry.last, before if self.active else None, self._origin)
+            earlier = entry
+        return None
 
-    def resume(self, batches: int, state: Any) -> None:
-        """Let the next iteration continue from this state, which is that after `batches` batches."""
-        if self.active:
-            self._resumed = batches, state
-
-    def resumes(self, start: int) -> bool:
-        """Whether an iteration that begins at batch `start` has nothing to skip."""
-        return self._resumed is not None and self._resumed[0] == start
+    def resume(self, resumption: Resumption) -> None:
+        """Let the next iteration continue there."""
+        if self.kept:
+            self._waiting = resumption
 
     def begin(self, start: int) -> int:
-        """An iteration begins at batch `start`; returns how many batches have to be read and thrown away."""
-        resumed, self._resumed = self._resumed, None
-        self.at_end = False
+        """An iteration begins at batch `start`; returns the number of the batch from which the iterable now reads."""
+        resumed, self._waiting = self._waiting, None
+        self.at_end, self.resumed, self._origin = False, None, None
         if resumed is not None:
-            state = copy.deepcopy(resumed[1])
+            state = copy.deepcopy(resumed.state)
             ended = isinstance(state, Mapping) and set(state) == {_AFTER_END}
-            if resumed[0] == start or (ended and start == 0):  # 0: the next epoch; nothing was left to do in that one
+            if self.active and state is not None and (resumed.batches == start or (ended and start == 0)):
+                # 0: the next epoch; nothing was left to do in that one
                 self.at_end = ended and start > 0
+                self._fresh = self._state()
+                if start and not ended:
+                    self.resumed, self._origin = resumed, resumed.origin
+                    if resumed.before is not None:  # read the last batch again, and compare it
+                        start, state = resumed.before[0], copy.deepcopy(resumed.before[1])
                 self._owner.load_state_dict(state[_AFTER_END] if ended else state)
-                return 0
+                return start
+            if resumed.batches == start:
+                self.resumed = resumed
         if start:
             why = "its state lies in worker processes; it can be kept with num_workers=0" if self._unreadable else ""
             why = why or ("the checkpoint has no state of it" if self.active else "it has no state_dict")
@@ -87,47 +129,84 @@ class StateHistory:
                 f"{type(self._owner).__name__} cannot start in the middle, as {why}: skipping through "
                 f"{counted(start, 'batch')}."
             )
-        return start
+        return 0
 
-    def mark(self, start: int) -> None:
-        """The present state is that before batch `start`."""
-        self._states.clear()
+    def restart(self) -> None:
+        """Restore the state at the beginning of the epoch, to read it from there."""
+        assert self.resumed is not None
+        origin = self._fresh if self.resumed.origin is None else copy.deepcopy(self.resumed.origin)
+        self._owner.load_state_dict(origin)
+
+    def _state(self) -> Any:
+        return copy.deepcopy(self._owner.state_dict())
+
+    @property
+    def seen_end(self) -> bool | None:
+        """Whether the end was seen with the present batch, if that was read ahead; `None`: it was not."""
+        return None if self._read_ahead is None else self._read_ahead[1]
+
+    def read_ahead(self, batches: Iterator[Any], count: int, seen: Callable[[], bool]) -> tuple[list[Any], Iterator[Any]]:
+        """Read `count` batches now; returns them, and all batches, which come with the states that they were read with."""
+        head = []
+        for batch in islice(batches, count):
+            head.append((batch, (self._state() if self.active else None, seen())))
+
+        def replayed() -> Iterator[Any]:
+            for batch, self._read_ahead in head:
+                yield batch
+            self._read_ahead = None
+            yield from batches
+
+        return [batch for batch, _ in head], replayed()
+
+    def mark(self, start: int, last: str | None = None) -> None:
+        """The present state is that before batch `start`.
+
+        Args:
+            start: the number of the batch.
+            last: digest of the batch before it, if that was read.
+        """
+        self._entries.clear()
+        resumed = self.resumed
+        if resumed is not None and resumed.batches == start:
+            if resumed.before is not None:
+                self._entries.append(_Entry(*resumed.before, None))
+            last = resumed.last
+        self._keep(start, self.at_end, last)
+        if start == 0 and self.active:
+            self._origin = self._entries[-1].state
+
+    def _keep(self, number: int, ended: bool, last: str | None) -> None:
+        state = None
         if self.active:
-            self._keep(start, self.at_end)
-
-    def _keep(self, number: int, ended: bool) -> None:
-        state = copy.deepcopy(self._owner.state_dict())
-        self._states.append((number, {_AFTER_END: state} if ended else state))
+            state = self._state() if self._read_ahead is None else self._read_ahead[0]
+            state = {_AFTER_END: state} if ended else state
+        self._entries.append(_Entry(number, state, last))
 
     def follow(
         self,
         batches: Iterator[Any],
         start: int,
         step: int = 1,
-        skipped: bool = False,
         ended: Callable[[], bool] = lambda: False,
+        last: Callable[[], str | None] = lambda: None,
     ) -> Iterator[Any]:
         """The batches, their states kept on the way.
 
         Args:
             batches: those of this process.
-            start: the number of the first of them; of several processes, that at which their first row begins, which has been
-                marked.
+            start: the number of the first of them; of several processes, that at which their first row begins.
             step: batches in a row, one of which is given.
-            skipped: others are read before them, so that the present state is not the one at `start`.
             ended: whether the end of the epoch has been read.
+            last: digest of the last batch that was read.
         """
-        if not self.active:
+        if not self.kept:
             yield from batches
             return
-        if skipped:
-            self._states.clear()
-        elif step == 1:
-            self.mark(start)
         self._running = True
         try:
             for number, batch in enumerate(batches, 1):
-                self._keep(start + number * step, ended())
+                self._keep(start + number * step, ended(), last())
                 yield batch
         finally:
             self._running = False

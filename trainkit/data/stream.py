@@ -69,6 +69,9 @@ class Stream(Protocol):
     def batches(self, epoch: int, start: int, limit: int | None, turn: int = 0, step: int = 1) -> Iterator[Any]:
         """The micro-batches `start + turn`, `start + turn + step`, … (before `limit` and `length`) of an epoch, on the CPU."""
 
+    def sharders(self) -> list[StreamSharder]:
+        """What shards the streams in it, to compare further what the processes read."""
+
     def spare(self, epoch: int) -> Any:
         """A batch of the epoch for a process that has no data: the first one; `None` if the epoch is empty."""
 
@@ -215,14 +218,16 @@ class LoaderStream:
                 yield from batches  # the keyed sampler starts at the right place
                 return
             self._slots.allow(self._sharder.reads(first, limit, turn, step))
-            if step == 1:
-                mine = self._sharder.alone(batches, first, start, limit)
-            else:
-                mine = self._sharder.rows(batches, first, start, limit, turn, step)
-            yield from self._history.follow(mine, start, step, skipped=step == 1 and start > first, ended=self._ended)
+            yield from self._sharder.followed(
+                batches, self._history, first, start, limit, turn, step, lambda: self._reopened(epoch), self._ended
+            )
         finally:
             if not self._source.persistent_workers:
                 end_workers(iterator)
+
+    def sharders(self) -> list[StreamSharder]:
+        """See `Stream`."""
+        return [self._sharder]
 
     def _ended(self) -> bool:
         """Whether the epoch ends with the last batch that was read."""
@@ -230,6 +235,8 @@ class LoaderStream:
 
     def _seen_end(self) -> bool:
         """Whether the last batch was short because the stream has ended."""
+        if self._history is not None and self._history.seen_end is not None:
+            return self._history.seen_end
         return bool(getattr(getattr(self._running, "_dataset_fetcher", None), "ended", False))
 
     def spare(self, epoch: int) -> Any:
@@ -251,7 +258,7 @@ class LoaderStream:
         seed_generators(mix(self._seed, self._stage, Purpose.ORDER, epoch), () if generator is None else (generator,))
         if self._history is None:
             return *self._opened(loader, epoch, 0), 0
-        first = self._sharder.place(start, step) if self._history.begin(start) == 0 else 0
+        first = self._sharder.place(self._history.begin(start), step)
         # until the processes have compared the first batches, only as many as each one's own stream would need
         left = self._sharder.reads(first, limit, turn, step, splits=True)
         self._slots.begin(epoch, first, left if left is None or step == 1 else max(1, left))
@@ -262,8 +269,15 @@ class LoaderStream:
         if self._history.active and self._sharder.sized and epoch > 0 == start:
             batches = _started_over(batches, lambda: self._opened(loader, epoch, first)[1])
         if step > 1:
-            batches = self._sharder.begin(batches, self._history, epoch, first, start, step)
+            batches = self._sharder.begin(batches, self._history, epoch, first, start, step, left)
         return iterator, batches, first
+
+    def _reopened(self, epoch: int) -> Iterator[Any]:
+        """The batches of an epoch from its beginning, for a dataset in this process."""
+        assert self._loader is not None
+        seed_generators(mix(self._seed, self._stage, Purpose.ORDER, epoch))
+        self._slots.begin(epoch, 0, None)
+        return self._opened(self._loader, epoch, 0)[1]
 
     def _opened(self, loader: DataLoader[Any], epoch: int, first: int) -> tuple[Any, Iterator[Any]]:
         iterator: Any = started(loader)
@@ -380,6 +394,7 @@ class IterableStream:
             what, better = "overrides __iter__, so it is", "use torch's DataLoader; persistent_workers=True keeps its workers."
         self._sharder = StreamSharder(world, name, length_of(source), whole=whole)
         if self._ready:
+            self._history.stop()
             self._sharder.ready(source)  # type: ignore[arg-type]  # it is a list
             return
         notice(
@@ -411,22 +426,26 @@ class IterableStream:
     def prime(self, epoch: int, start: int, limit: int | None, turn: int, step: int) -> None:
         """See `Stream`."""
         if not self._ready:
-            self._primed = self._begin(epoch, start, step)
+            self._primed = self._begin(epoch, start, limit, turn, step)
 
     def batches(self, epoch: int, start: int, limit: int | None, turn: int = 0, step: int = 1) -> Iterator[Any]:
         """See `Stream`."""
+        begun, self._primed = self._primed, None
         if self._ready:  # nothing random happens when the next one is taken
             self._open(epoch)
             ready = iter(self._source)
-            return islice(ready, start, limit) if step == 1 else self._sharder.rows(ready, 0, start, limit, turn, step)
-        begun, self._primed = self._primed, None
-        batches, first = self._begin(epoch, start, step) if begun is None else begun
-        if step == 1:
-            mine = self._sharder.alone(batches, first, start, limit)
-        else:
-            mine = self._sharder.rows(batches, first, start, limit, turn, step)
-        skipped = step == 1 and start > first
-        return self._history.follow(mine, start, step, skipped=skipped, ended=lambda: self._sharder.ended)
+            if step == 1:
+                return islice(ready, start, limit)
+            begun = ready, 0
+        batches, first = self._begin(epoch, start, limit, turn, step) if begun is None else begun
+        ended = lambda: self._sharder.ended  # noqa: E731
+        return self._sharder.followed(
+            batches, self._history, first, start, limit, turn, step, lambda: self._reopened(epoch), ended
+        )
+
+    def sharders(self) -> list[StreamSharder]:
+        """See `Stream`."""
+        return [self._sharder]
 
     def _open(self, epoch: int) -> None:
         if self._one_shot and self._read:
@@ -467,12 +486,12 @@ class IterableStream:
         """See `Stream`."""
         return self._sharder.spare
 
-    def _begin(self, epoch: int, start: int, step: int) -> tuple[Iterator[Any], int]:
+    def _begin(self, epoch: int, start: int, limit: int | None, turn: int, step: int) -> tuple[Iterator[Any], int]:
         """The batches, and the number of the first of them."""
         continued = self._read
         self._open(epoch)
         seed_generators(mix(self._seed, self._stage, Purpose.ORDER, epoch))
-        first = self._sharder.place(start, step) if self._history.begin(start) == 0 else 0
+        first = self._sharder.place(self._history.begin(start), step)
         keys = KeyStream(self._seed, self._stage, Purpose.FETCH, epoch)
         source = () if self._history.at_end else self._source
         with worker_failures():
@@ -483,8 +502,14 @@ class IterableStream:
         if self._history.active and self._sharder.sized and epoch > 0 == start:
             batches = _started_over(batches, lambda: _seeded(iter(self._source), keys, 0))
         if step > 1:
-            batches = self._sharder.begin(batches, self._history, epoch, first, start, step)
+            most = self._sharder.reads(first, limit, turn, step, splits=True)
+            batches = self._sharder.begin(batches, self._history, epoch, first, start, step, most)
         return batches, first
+
+    def _reopened(self, epoch: int) -> Iterator[Any]:
+        """The batches of an epoch from its beginning."""
+        seed_generators(mix(self._seed, self._stage, Purpose.ORDER, epoch))
+        return _seeded(iter(self._source), KeyStream(self._seed, self._stage, Purpose.FETCH, epoch), 0)
 
     def histories(self) -> list[StateHistory]:
         """See `Stream`."""

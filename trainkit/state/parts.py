@@ -157,7 +157,7 @@ def about(
         "step": step,
         "epoch": epoch,
         # the position of an iterable may be large, and is stored in the state
-        "position": {name: value for name, value in position.items() if name != "iterable"},
+        "position": {name: value for name, value in position.items() if name not in ("iterable", "replay")},
         "seed": seed,
         "order_version": ORDER_VERSION,
         "key_version": KEY_VERSION,

@@ -25,6 +25,7 @@ from trainkit.trainer.padding_steps import pad_evaluation
 from trainkit.trainer.setup import evaluation_plan
 
 if TYPE_CHECKING:
+    from trainkit.data.loader import PreparedLoader
     from trainkit.distributed.world import World
     from trainkit.trainer.plans import EvaluationPlan
     from trainkit.trainer.run import Run
@@ -105,7 +106,7 @@ def _aligned(run: Run, plan: EvaluationPlan, index: int, micro_batches: Iterator
     """This rank's micro-batches, one for each exchange; of kind `NONE` where only other ranks have a batch."""
     loader = plan.loaders[index]
     if loader.length is None or not loader.exact:
-        return _aligned_to_the_end(run, plan, micro_batches)
+        return _aligned_to_the_end(run, plan, loader, micro_batches)
     return _aligned_of_length(run, plan, micro_batches, loader.length)
 
 
@@ -127,16 +128,23 @@ def _aligned_of_length(
         _end_exchange(run, plan, had, *pending.wait())
 
 
-def _aligned_to_the_end(run: Run, plan: EvaluationPlan, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+def _aligned_to_the_end(
+    run: Run, plan: EvaluationPlan, loader: PreparedLoader, micro_batches: Iterator[MicroBatch]
+) -> Iterator[MicroBatch]:
     """Micro-batches until no rank has one: each begins with an exchange of whether there is one."""
     world, metrics, signals = run.strategy.world, plan.metrics, run.signals
     had, count = False, 0
     while True:
         micro = next(micro_batches, _NO_MICRO_BATCH)
         has = micro.kind is not MicroBatchKind.NONE
-        there, numbers, waiting = zip(*world.rows([has, signals.received or 0, metrics.pending]), strict=True)
+        chain = loader.chain()
+        mine = [has, signals.received or 0, metrics.pending, chain or 0]
+        there, numbers, waiting, chains = zip(*world.rows(mine), strict=True)
         _end_exchange(run, plan, had, count, int(max(numbers)), int(max(waiting)))
-        if not any(there):
+        if not any(there):  # now nothing is read ahead any more
+            if chain is not None and len(set(chains)) > 1:
+                raise loader.different_streams()
+            loader.end_epoch()
             return
         yield micro
         had, count = has, min(int(sum(there)), run.strategy.data_world.size)  # ranks that read the same data count once
