@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, g
 from trainkit import CombinedLoader
 from trainkit.data.combined import MODES
 from trainkit.distributed.world import World
+from trainkit.errors import DataError
+from trainkit.micro_batch import MicroBatchKind
 
 
 def streamed(length: int = 29, **options: Any) -> DataLoader:
@@ -172,6 +176,88 @@ def test_a_limit_of_rows_holds_for_each(window: int | None) -> None:
     """A limit holds for the micro-batches of each rank."""
     results = run_world(2, parts, [9, 3], 0, window, 3)
     assert [len([one for one in epoch if not one.padding]) for epoch, *_ in results] == [3, 2]
+
+
+# ------------------------------------------------------------------------------------------------- what is read is compared
+
+
+class Compared(IterableDataset):
+    """Yields numbers from `draw(rank)`, and counts nothing from a size."""
+
+    def __init__(self, numbers: Callable[[int], list[float]]) -> None:
+        self.numbers = numbers
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self.numbers(int(os.environ["RANK"])))
+
+
+def without_broken(samples: list[float]) -> Tensor | None:
+    """A collate function that drops what is broken, and returns `None` where nothing is left."""
+    good = [sample for sample in samples if sample >= 0]
+    return torch.tensor(good)[:, None] if good else None
+
+
+def unseeded(numbers: list[float]) -> list[float]:
+    random.Random().shuffle(numbers)
+    return numbers
+
+
+def own_part(rank: int) -> list[float]:
+    return [float(number) for number in range(rank, 24, 2)]
+
+
+COMPARED: dict[str, Callable[[int], list[float]]] = {
+    "parts that begin alike": lambda rank: [0.5, 0.5, *own_part(rank)],
+    "parts that begin with what is broken": lambda rank: [-1.0, -1.0, *own_part(rank)],
+    "one part begins with what is broken": lambda rank: [*[-1.0, -1.0] * rank, *own_part(rank)],
+    "the whole begins with what is broken": lambda rank: [-1.0] * 6 + [float(number) for number in range(24)],
+    "parts that begin alike for long": lambda rank: [0.5] * 10 + own_part(rank),
+    "shuffled without a seed": lambda rank: unseeded([float(number) for number in range(24)]),
+    "labels": lambda rank: [float(number % 3) for number in own_part(rank)],
+}
+
+
+def compared(window: int | None) -> dict[str, tuple[Any, list[str], list[str]]]:
+    """Of each stream the numbers that this rank has got or the error, the notices, and the warnings."""
+    found: dict[str, tuple[Any, list[str], list[str]]] = {}
+    for kind, numbers in COMPARED.items():
+        with heard() as texts, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loader = prepared(DataLoader(Compared(numbers), batch_size=2, collate_fn=without_broken), joined(), window)
+            own: Any = []
+            try:
+                for epoch in (0, 1):
+                    given = [micro.batch for micro in loader.iterate(epoch) if micro.kind is MicroBatchKind.DATA]
+                    own.append([float(number) for batch in given if batch is not None for number in batch])
+                    if window is None:
+                        loader.end_epoch()
+            except DataError as error:
+                own = str(error)
+            found[kind] = own, list(texts), [str(one.message) for one in caught]
+    return found
+
+
+@pytest.mark.parametrize("window", [1, 2, None])
+def test_streams_are_compared_by_content(window: int | None) -> None:
+    """Equal first batches, or none at all, decide nothing: every sample counts once, or there is an error or a warning."""
+    found = run_world(2, compared, window)
+    for kind in ("parts that begin alike", "parts that begin with what is broken", "one part begins with what is broken"):
+        for rank in range(2):
+            for epoch in (0, 1):
+                assert [n for n in found[rank][kind][0][epoch] if n != 0.5] == own_part(rank), kind
+        assert "different batches on each process" in " ".join(found[0][kind][1])
+        assert found[0][kind][2] == []
+    whole = [result["the whole begins with what is broken"] for result in found]
+    assert sorted(n for own, *_ in whole for n in own[0]) == list(range(24))
+    assert "uses one in 2" in " ".join(whole[0][1])
+    for result in found:
+        assert "different ones later" in result["parts that begin alike for long"][0]
+        assert [sorted(own) for own in result["shuffled without a seed"][0]] == [list(range(24))] * 2
+    (warning,) = found[0]["shuffled without a seed"][2]
+    assert "of the compared samples are equal" in warning
+    assert "that is the same on all processes" in warning
+    assert "get_rank" in warning
+    assert found[1]["shuffled without a seed"][2] == found[0]["labels"][2] == []
 
 
 # ---------------------------------------------------------------------------------------------------------- lengths, lists

@@ -128,6 +128,8 @@ class Reading:
                     places.append(place)
                 yield batch
             loader.exhausted = True
+            if loader.window is None:
+                loader.end_epoch()
             if self.end_late is not None:
                 for window in state.ending(id(loader)):
                     self.end_late(window)

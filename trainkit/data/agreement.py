@@ -5,25 +5,38 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from trainkit.data.digest import digest
 from trainkit.distributed.world import World
 from trainkit.errors import DataError
+from trainkit.rng import RandomState
 
-__all__ = ["lengths_of_parts", "unchanged"]
+__all__ = ["Parts", "parts_of", "unchanged"]
 
 _ENDS = 64  # indices at each end of a subset that are compared
 
 
-def lengths_of_parts(
+class Parts(NamedTuple):
+    """Each process reads its own part of the data.
+
+    Attributes:
+        batches: the stated lengths of the loaders, by rank.
+        of_dataset: the datasets differ; otherwise the user's sampler yields different indices on each process.
+    """
+
+    batches: list[int | None]
+    of_dataset: bool
+
+
+def parts_of(
     world: World, loader: DataLoader[Any], samples: int | None, length: int | None, order: Any, first: str | None
-) -> list[int | None] | None:
-    """The lengths of the loaders if each process reads its own part, else `None`. Collective.
+) -> Parts | None:
+    """Whether each process reads its own part, else `None`. Collective.
 
     Args:
         world: the processes.
@@ -33,38 +46,83 @@ def lengths_of_parts(
         order: what the order of an epoch depends on; `None` if a sampler of the user decides it.
         first: the digest of the first micro-batch that such a sampler yields.
 
-    Returns:
-        The lengths, by rank, if the user's sampler yields different indices on each process. `None` if the loaders are equal.
-
     Raises:
         DataError: the loaders differ.
     """
     if world.size == 1:
         return None
     facts = {"samples": samples, "batch_size": loader.batch_size, "batches": length, "order": order}
-    said = world.exchange([first, facts, _subset(loader.dataset)])
+    content = _content(loader, samples)
+    said = world.exchange([first, facts, _subset(loader.dataset), content])
+    lengths = [facts["batches"] for _, facts, *_ in said]
     if any(other[0] != first for other in said):
-        return [other[1]["batches"] for other in said]
-    if any(other[1] != said[0][1] for other in said):
-        shown = "; ".join(
-            f"rank {rank}: " + ", ".join(f"{name}={value}" for name, value in its.items() if value is not None)
-            for rank, (_, its, _) in enumerate(said)
-        )
-        raise DataError(
-            f"the processes have different loaders ({shown}). Create the same DataLoader over the whole dataset on every "
-            "process: it is sharded over them."
-        )
-    if any(other[2] != said[0][2] for other in said):
+        return Parts(lengths, of_dataset=False)
+    if any(subset != said[0][2] for _, _, subset, _ in said):
         raise DataError(
             "each process has different samples in its Subset. If random_split drew them, use the same seed on all processes: "
             "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)). If each process selects its own part, "
             "pass the whole dataset instead: it is sharded over the processes."
         )
+    alike = all(other[1] | {"samples": 0, "batches": 0} == said[0][1] | {"samples": 0, "batches": 0} for other in said)
+    # samples that are random in themselves, from a generator that is not seeded, are other ones when they are fetched again
+    if alike and _differ([content for *_, content in said]) and all(world.exchange(_content(loader, samples) == content)):
+        return Parts(lengths, of_dataset=True)
+    if any(other[1] != said[0][1] for other in said):
+        shown = "; ".join(
+            f"rank {rank}: " + ", ".join(f"{name}={value}" for name, value in its.items() if value is not None)
+            for rank, (_, its, *_) in enumerate(said)
+        )
+        raise DataError(
+            f"the processes have different loaders ({shown}). Create the same DataLoader over the whole dataset on every "
+            "process: it is sharded over them."
+        )
     return None
 
 
+def _differ(contents: list[Any]) -> bool:
+    """Whether datasets of one length have different samples at one place, or those of other lengths begin differently."""
+    known = [content for content in contents if content is not None]
+    if len(known) < len(contents):
+        return False
+    if len({samples for samples, _ in known}) > 1:
+        return len({digests[0] for _, digests in known}) == len(known)
+    return any(digests != known[0][1] for _, digests in known)
+
+
+class _Digests(Dataset[str]):
+    """The digests of the samples of a dataset."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: int) -> str:
+        return str(RandomState.keyed(0, lambda: digest(self._dataset[index])))
+
+
+def _content(loader: DataLoader[Any], samples: int | None) -> list[Any] | None:
+    """The number of samples, and the digests of the first, the middle and the last; `None` if they cannot be fetched.
+
+    If the loader has workers, a worker fetches them: a dataset may open its files where it is first used.
+    """
+    if not samples:
+        return None
+    places = (0, samples // 2, samples - 1)
+    fetching: DataLoader[str] = DataLoader(
+        _Digests(loader.dataset),
+        batch_size=None,
+        sampler=places,
+        num_workers=min(loader.num_workers, 1),
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+    )
+    try:
+        return [samples, list(fetching)]
+    except Exception:
+        return None  # training will show the error, where the user expects it
+
+
 def _subset(dataset: Any) -> str | None:
-    """A digest of the indices of a `Subset`; `None` for other datasets, which could only be compared by fetching samples."""
+    """A digest of the indices of a `Subset`; `None` for other datasets."""
     if not isinstance(dataset, Subset):
         return None
     ends = [*dataset.indices[:_ENDS], *dataset.indices[-_ENDS:]]

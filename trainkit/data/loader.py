@@ -318,7 +318,8 @@ class PreparedLoader(Positions):
             if not shared.agree(world):
                 raise self.different_streams()
             if shared.per_rank == 0:
-                self.end_epoch()
+                if self._stream.splits:  # otherwise each window has been compared
+                    self.end_epoch()
                 break
             index = start + piece.index
             if piece.first:

@@ -26,7 +26,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from trainkit.console import counted, notice, warn
-from trainkit.data.agreement import lengths_of_parts, unchanged
+from trainkit.data.agreement import parts_of, unchanged
 from trainkit.data.digest import digest
 from trainkit.data.order import Permutation
 from trainkit.data.worker_signals import ignore_group_signals
@@ -62,6 +62,7 @@ class KeyedBatches:
         exact: the length is certain; otherwise it is what the user's sampler returns.
         sizes: samples of every micro-batch but the last, and of the last.
         splits: the sampler yields different indices on each process, and each process reads all of its own.
+        of_parts: each process has its own dataset, and reads all of it; then `splits` too.
         counted: number of micro-batches in the last epoch that was read to its end.
     """
 
@@ -80,7 +81,7 @@ class KeyedBatches:
         self.length = self.stated = length
         self.exact = exact and length is not None
         self.sizes = sizes if self.exact else None
-        self.splits = False
+        self.splits = self.of_parts = False
         self.epoch = self.start = self.turn = 0
         self.step = 1
         self.limit: int | None = None
@@ -262,18 +263,30 @@ def _agreed(batches: KeyedBatches, world: World, sampler: Any, loader: DataLoade
             drawn = batches._draw(0, 0, 1)
             first = digest(next(drawn, None))
             drawn.close()
-    lengths = lengths_of_parts(world, loader, _length(loader.dataset), batches.length, order, first)
-    if lengths is not None:
-        known = [length for length in lengths if length is not None]
+    parts = parts_of(world, loader, _length(loader.dataset), batches.length, order, first)
+    if parts is not None:
+        known = [length for length in parts.batches if length is not None]
         batches.splits, batches.exact, batches.sizes = True, False, None
-        batches.length = world.size * max(known) if len(known) == len(lengths) else None
-        name = type(sampler).__name__
+        batches.length = world.size * max(known) if len(known) == len(parts.batches) else None
+        batches.of_parts = parts.of_dataset
+        _tell_of_parts(type(loader.dataset if parts.of_dataset else sampler).__name__, parts.of_dataset)
+    return batches
+
+
+def _tell_of_parts(name: str, of_dataset: bool) -> None:
+    if of_dataset:
+        notice(
+            f"{name} has different samples on each process (the first, the middle and the last were compared): each process "
+            "reads its own dataset to the end, so the order of the data depends on the number of processes. If all processes "
+            "should have the same dataset, create it with the same seed and from a sorted list of files: then it is sharded "
+            "over them."
+        )
+    else:
         notice(
             f"{name} yields different indices on each process, which are used unchanged: the order of the data depends on the "
             "number of processes. To avoid that, let the sampler draw from the whole dataset on every process: "
             f"{name} without rank and num_replicas, over a RandomSampler instead of a DistributedSampler."
         )
-    return batches
 
 
 def _dropped_samples(sampler: DistributedSampler[Any], samples: int, processes: int) -> int:

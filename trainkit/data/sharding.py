@@ -25,6 +25,7 @@ from trainkit.errors import DataError
 __all__ = ["StreamSharder"]
 
 _COMPARED = 4  # batches that are compared before the first one is used
+_ONE_PROCESS = World()
 _LIST = 32  # of a list, which is in memory
 _SAME = 0.25  # share of equal samples from which on two processes read the same data: duplicates in it are fewer
 _END = "the end of the stream"
@@ -71,6 +72,21 @@ class StreamSharder:
         self.counted = 0
         self.spare: Any = None
         self.ended = False
+
+    @classmethod
+    def of_parts(cls, world: World, name: str) -> StreamSharder:
+        """For a map-style dataset of which each process has its own part: at the end of an epoch the parts are compared."""
+        sharder = cls(_ONE_PROCESS, name)
+        sharder._world, sharder._decided, sharder.splits = world, True, True
+        return sharder
+
+    def recorded(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of such a part."""
+        self.record.begin()
+        for batch in batches:
+            if not self._overlaps_checked:
+                self.record.add_samples(batch)
+            yield batch
 
     @property
     def sized(self) -> bool:
@@ -205,7 +221,7 @@ class StreamSharder:
             "its shuffle a seed that is the same on all processes."
         )
 
-    def _warn_of_overlap(self, sketches: list[list[str] | None]) -> None:
+    def _warn_of_overlap(self, sketches: Sequence[list[str] | None]) -> None:
         """Warn if processes that should have parts have read the same samples."""
         share = overlap(sketches)
         if share >= _SAME and not self._overlaps_checked:
@@ -223,9 +239,18 @@ class StreamSharder:
         return None if self.splits or self._world.size == 1 else self.record.chain
 
     def end_epoch(self) -> None:
-        """Compare what the processes have read of an epoch; call it when all have read it to its end. Collective."""
-        if self._world.size > 1 and self.splits and not self._overlaps_checked:
-            self._warn_of_overlap(self._world.exchange(self.record.sketch()))
+        """Compare what the processes have read of an epoch; call it when all have read it to its end. Collective.
+
+        Raises:
+            DataError: they should have read the same.
+        """
+        if self._world.size == 1 or (self.splits and self._overlaps_checked):
+            return
+        chains, sketches = zip(*self._world.exchange([self.chain, self.record.sketch()]), strict=True)
+        if len(set(chains)) > 1:
+            raise self.different_streams()
+        if self.splits:
+            self._warn_of_overlap(sketches)
             self._overlaps_checked = True
 
     def followed(

@@ -145,7 +145,7 @@ class LoaderStream:
         self.exact: bool = self._batches is not None and self._batches.exact
         self.samples: int | None = None if self._iterable else length_of(loader.dataset)
         self._refills = False
-        self._sharder = self._sharder_of(loader, world) if self._iterable else StreamSharder(_ONE_PROCESS, "")
+        self._sharder = self._sharder_of(loader, world)
         self._history = StateHistory(loader.dataset, readable=loader.num_workers == 0) if self._iterable else None
         # The state of a worker must not depend on earlier epochs: workers of a stream, or of a dataset with set_epoch
         # (called here, in the main process), are restarted in each epoch.
@@ -159,6 +159,9 @@ class LoaderStream:
 
     def _sharder_of(self, loader: DataLoader[Any], world: World) -> StreamSharder:
         """What shards an iterable dataset; a map-style one is sharded by its sampler."""
+        if self._batches is not None:
+            name = type(loader.dataset).__name__
+            return StreamSharder.of_parts(world, name) if self._batches.of_parts else StreamSharder(_ONE_PROCESS, name)
         own, samples = length_of(loader), length_of(loader.dataset)
         self._refills = loader.num_workers > 1 and own is not None and loader.batch_size is not None and not loader.drop_last
         extra = loader.num_workers - 1 if self._refills else 0  # all workers but one may end with a short batch
@@ -215,7 +218,8 @@ class LoaderStream:
         iterator, batches, first = self._begin(epoch, start, limit, turn, step) if begun is None else begun
         try:
             if self._history is None:
-                yield from batches  # the keyed sampler starts at the right place
+                # the keyed sampler starts at the right place
+                yield from batches if self._batches is None or not self._batches.of_parts else self._sharder.recorded(batches)
                 return
             self._slots.allow(self._sharder.reads(first, limit, turn, step))
             yield from self._sharder.followed(

@@ -137,13 +137,9 @@ def _aligned_to_the_end(
     while True:
         micro = next(micro_batches, _NO_MICRO_BATCH)
         has = micro.kind is not MicroBatchKind.NONE
-        chain = loader.chain()
-        mine = [has, signals.received or 0, metrics.pending, chain or 0]
-        there, numbers, waiting, chains = zip(*world.rows(mine), strict=True)
+        there, numbers, waiting = zip(*world.rows([has, signals.received or 0, metrics.pending]), strict=True)
         _end_exchange(run, plan, had, count, int(max(numbers)), int(max(waiting)))
-        if not any(there):  # now nothing is read ahead any more
-            if chain is not None and len(set(chains)) > 1:
-                raise loader.different_streams()
+        if not any(there):
             loader.end_epoch()
             return
         yield micro
